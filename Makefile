@@ -1,0 +1,31 @@
+# Each target sets up what it needs: a fresh machine with Python 3.11, pip, make and git is enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: test test-all lint clean
+
+test: $(VENV)/.ready-test lint
+	$(BIN)/python -m pytest -n 2
+
+test-all: $(VENV)/.ready-test lint
+	$(BIN)/python -m pytest -n 2 -m ''
+
+lint: $(VENV)/.ready-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# A stamp per set of extras: re-installed when what is declared changes, instant otherwise. torch goes first and alone, so
+# that no other package's range can choose a different build of it.
+$(VENV)/.ready-%: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[$*]'
+	touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,36 @@
+"""Differentially private training and fine-tuning in PyTorch, with DP-MicroAdam as the optimizer of choice.
+
+Public names are loaded on first use: ``import dp_microadam`` alone does not import torch, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Where each public name lives. Adding one here and below is all that makes it public.
+_HOMES = {
+    "DPMicroAdamError": "dp_microadam.errors",
+    "InputError": "dp_microadam.errors",
+    "MicroAdam": "dp_microadam.optimizers.micro_adam",
+}
+
+__all__ = ["DPMicroAdamError", "InputError", "MicroAdam", "__version__"]
+
+if TYPE_CHECKING:
+    from dp_microadam.errors import DPMicroAdamError, InputError
+    from dp_microadam.optimizers.micro_adam import MicroAdam
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dp_microadam' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

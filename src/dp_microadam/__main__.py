@@ -1,0 +1,8 @@
+"""``python -m dp_microadam`` is the ``dp-microadam`` command."""
+
+import sys
+
+from dp_microadam.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""Validation at the door: each function raises with the name, the value and what would be right.
+
+Values are compared so that NaN fails every check.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+
+from dp_microadam.errors import InputError
+
+
+def require_in_open_closed(name: str, value: float, low: float, high: float) -> float:
+    """``value`` in (low, high].
+
+    >>> require_in_open_closed("density", 0.0, 0.0, 1.0)
+    Traceback (most recent call last):
+        ...
+    dp_microadam.errors.InputError: density is 0.0; it must lie in (0, 1]
+    """
+    if not low < value <= high:
+        raise InputError(f"{name} is {value}; it must lie in ({low:g}, {high:g}]")
+    return value
+
+
+def require_in_closed_open(name: str, value: float, low: float, high: float) -> float:
+    """``value`` in [low, high)."""
+    if not low <= value < high:
+        raise InputError(f"{name} is {value}; it must lie in [{low:g}, {high:g})")
+    return value
+
+
+def require_in_open(name: str, value: float, low: float, high: float) -> float:
+    """``value`` in (low, high)."""
+    if not low < value < high:
+        raise InputError(f"{name} is {value}; it must lie in ({low:g}, {high:g})")
+    return value
+
+
+def require_positive(name: str, value: float) -> float:
+    """``value`` is finite and above zero."""
+    if not (value > 0 and math.isfinite(value)):
+        raise InputError(f"{name} is {value}; it must be a finite number above 0")
+    return value
+
+
+def require_non_negative(name: str, value: float) -> float:
+    """``value`` is finite and at least zero."""
+    if not (value >= 0 and math.isfinite(value)):
+        raise InputError(f"{name} is {value}; it must be a finite number of at least 0")
+    return value
+
+
+def require_integer(name: str, value: int, low: int, high: int | None = None) -> int:
+    """``value`` is a whole number in [low, high]; a bool is not a number here."""
+    what = f"at least {low}" if high is None else f"from {low} to {high}"
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = low - 1
+    if isinstance(value, bool) or number < low or (high is not None and number > high):
+        raise InputError(f"{name} is {value!r}; it must be a whole number {what}")
+    return number
+
+
+def require_one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
+    """``value`` is one of ``choices``."""
+    if value not in choices:
+        raise InputError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
+    return value
