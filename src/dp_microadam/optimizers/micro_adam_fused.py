@@ -1,0 +1,122 @@
+"""The fused CPU kernel of MicroAdam: a block stays in cache while lines 6–14 of Algorithm 1 pass over it.
+
+Twin of ``micro_adam.plain_update``. Blocks are independent, so threads share them out; the kernel runs without Python's global
+lock. It sees tensors by their addresses, one table row per block, so a step costs one call however many parameters there are.
+
+Numba is optional: without it :func:`obstacle` says so and plain torch runs instead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dp_microadam.optimizers.bias import bias_correction
+from dp_microadam.optimizers.quantization import derive_key
+
+if TYPE_CHECKING:
+    from dp_microadam.optimizers.micro_adam import Layout
+
+_WORTH_A_THREAD = 1 << 16
+"""Coordinates below which handing work to another thread costs more than it saves."""
+
+
+def obstacle(param: Tensor, group: dict[str, Any]) -> str | None:
+    """Why the kernel cannot take this parameter; ``None`` if it can."""
+    if param.device.type != "cpu":
+        return f"a parameter is on {param.device} and the kernel is for the CPU"
+    if group["scope"] != "block":
+        return f"scope is {group['scope']!r} and the kernel selects within blocks"
+    if not _numba_installed():
+        return "Numba is not installed (pip install 'dp-microadam[fast]')"
+    return None
+
+
+@lru_cache(maxsize=1)
+def _numba_installed() -> bool:
+    return find_spec("numba") is not None
+
+
+class Batch:
+    """Parameters of one group whose kernel call is yet to run."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        self.group = group
+        self._rows: list[tuple[int, ...]] = []
+        self._scales: list[list[float]] = []
+        self._alive: list[Tensor] = []
+
+    def add(self, target: Tensor, gradient: Tensor, state: dict[str, Any], layout: Layout) -> None:
+        """Queue one parameter. ``target`` and ``gradient`` are flat, contiguous float32."""
+        step = int(state["step"])
+        full, last = layout.segments[0], layout.segments[-1]
+        error = state.get("codes", state.get("error"))
+        self._rows.append(
+            (  # in the order of micro_adam_kernel.FIELDS
+                target.data_ptr(),
+                gradient.data_ptr(),
+                0 if error is None else error.data_ptr(),
+                state["bounds"].data_ptr() if "bounds" in state else 0,
+                state["indices"].data_ptr(),
+                state["values"].data_ptr(),
+                target.numel(),
+                full.length,
+                full.kept,
+                last.kept,
+                layout.kept,
+                step,
+                derive_key(int(state["rounding_key"]), step) if "rounding_key" in state else 0,
+            )
+        )
+        self._scales.append([bias_correction(beta, step, self.group) for beta in self.group["betas"]])
+        self._alive += [target, gradient]
+
+    def run(self) -> None:
+        """Step every queued parameter."""
+        if not self._rows:
+            return
+        # Imported here because it compiles; Numba keeps the result on disk, so that only the first time takes long.
+        from dp_microadam.optimizers import micro_adam_kernel as kernel
+
+        group = self.group
+        rows, scales = np.array(self._rows, dtype=np.int64), np.array(self._scales, dtype=np.float32)
+        powers = np.array([[beta**age for age in range(group["window"])] for beta in group["betas"]], dtype=np.float32)
+        error = kernel.ERROR_CODES if group["quantize"] else kernel.ERROR_DENSE
+        settings = (
+            powers,
+            np.float32(group["lr"]),
+            np.float32(group["eps"]),
+            group["bucket_size"],
+            error if group["error_feedback"] else kernel.ERROR_NONE,
+            group["rounding"] == "stochastic",
+            group["window_dtype"] == torch.float32,
+        )
+        _share_out(lambda low, high: kernel.step_blocks(rows, scales, low, high, *settings), sum(row[6] for row in self._rows))
+        self._rows, self._scales, self._alive = [], [], []
+
+
+def _share_out(share: Callable[[int, int], None], total: int) -> None:
+    """Call ``share(low, high)`` on equal ranges of ``total`` coordinates, one per thread that torch itself would use."""
+    threads = max(1, min(torch.get_num_threads(), total // _WORTH_A_THREAD))
+    edges = [total * i // threads for i in range(threads + 1)]
+    waiting = [_pool(threads - 1).submit(share, edges[i], edges[i + 1]) for i in range(1, threads)]
+    share(edges[0], edges[1])
+    for done in waiting:
+        done.result()
+
+
+@lru_cache(maxsize=1)
+def _pool(workers: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(workers, thread_name_prefix="micro_adam")
+
+
+# Threads do not survive a fork: the child makes its own pool.
+os.register_at_fork(after_in_child=_pool.cache_clear)

@@ -1,0 +1,149 @@
+"""DP-MicroAdam's update written to be read against the paper: Algorithm 1, lines 6–17, and Algorithm 2.
+
+Hudişteanu, Kalinin and Cyffers, "DP-MicroAdam: Private and Frugal Algorithm for Training and Fine-tuning", 2025.
+
+Everything is dense: the window 𝒢 is a matrix of m rows, error codes are one byte each, and blocks and buckets are visited
+one at a time. :class:`dp_microadam.MicroAdam` computes the same from packed state; the tests hold the two together.
+
+Where the paper slips, this follows what it means: T_k(|a|) picks positions by magnitude and keeps the signed values, and the
+newest row of the window has age 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dp_microadam.optimizers.exact_state import evaluate
+from dp_microadam.optimizers.quantization import LEVELS, derive_key, rounding_offsets
+
+
+class MicroAdamReference(torch.optim.Optimizer):
+    """The slow, readable twin of :class:`dp_microadam.MicroAdam`; same options, dense state, no input checks."""
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        density: float = 0.01,
+        window: int = 10,
+        scope: str = "block",
+        quantize: bool = True,
+        error_feedback: bool = True,
+        block_size: int = 32_768,
+        bucket_size: int = 128,
+        window_dtype: torch.dtype = torch.bfloat16,
+        bias_correction: str = "paper",
+        rounding: str = "nearest",
+        seed: int = 0,
+    ) -> None:
+        options = dict(locals())
+        super().__init__(params, {k: v for k, v in options.items() if k not in ("self", "params", "__class__")})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = evaluate(closure)
+        position = -1
+        for group in self.param_groups:
+            for theta in group["params"]:
+                position += 1
+                if theta.grad is None or theta.numel() == 0:
+                    continue
+                state = self.state[theta] or self._initial_state(theta, group, position)
+                self._update(theta, theta.grad.float().reshape(-1), state, group)
+        return loss
+
+    def _initial_state(self, theta: Tensor, group: dict[str, Any], position: int) -> dict[str, Any]:
+        # Lines 1–2: the moments are not stored, they are rebuilt from the window.
+        d, buckets = theta.numel(), math.ceil(theta.numel() / group["bucket_size"])
+        self.state[theta] = {
+            "t": 0,
+            "codes": torch.zeros(d),
+            "lower": torch.zeros(buckets),
+            "upper": torch.zeros(buckets),
+            "dense_error": torch.zeros(d),
+            "window": torch.zeros(group["window"], d),
+            "rounding_key": derive_key(group["seed"], position),
+        }
+        return self.state[theta]
+
+    def _update(self, theta: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        m, (beta_1, beta_2) = group["window"], group["betas"]
+        state["t"] += 1
+        t = state["t"]
+        i = (t - 1) % m
+
+        a = g + self._error(state, group)  # line 6
+        block = len(a) if group["scope"] == "tensor" else group["block_size"]
+        row = torch.zeros_like(a)
+        for start in range(0, len(a), block):
+            part = a[start : start + block]
+            k = max(1, math.ceil(group["density"] * len(part) - 1e-9))
+            selected = part.abs().topk(k).indices  # line 7
+            row[start + selected] = part[selected]  # line 8
+            part[selected] = 0  # line 9
+        state["window"][i] = row.to(group["window_dtype"]).float()
+        self._store_error(a, state, group)  # lines 10–11
+
+        ages = [(i - slot) % m for slot in range(min(t, m))]
+        corrected = t if group["bias_correction"] == "paper" else min(t, m)
+        m_hat = adam_stats(beta_1, state["window"], ages, corrected)  # line 12
+        v_hat = adam_stats(beta_2, state["window"].square(), ages, corrected)  # line 13
+        update = m_hat / (group["eps"] + v_hat.sqrt()) * group["lr"]
+        if group["weight_decay"] != 0:
+            theta.mul_(1 - group["lr"] * group["weight_decay"])
+        theta.sub_(update.view_as(theta))  # line 14
+
+    def _error(self, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        if not group["error_feedback"] or not group["quantize"]:
+            return state["dense_error"]
+        error = torch.empty_like(state["codes"])
+        for b, start in enumerate(range(0, len(error), group["bucket_size"])):
+            bucket = slice(start, start + group["bucket_size"])
+            error[bucket] = q_inverse(state["codes"][bucket], state["lower"][b], state["upper"][b])
+        return error
+
+    def _store_error(self, a: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not group["error_feedback"]:
+            return
+        if not group["quantize"]:
+            state["dense_error"] = a.clone()
+            return
+        offsets = torch.full_like(a, 0.5)
+        if group["rounding"] == "stochastic":
+            offsets = rounding_offsets(derive_key(state["rounding_key"], state["t"]), 0, len(a))
+        for b, start in enumerate(range(0, len(a), group["bucket_size"])):
+            bucket = slice(start, start + group["bucket_size"])
+            lower, upper = a[bucket].min(), a[bucket].max()
+            state["lower"][b], state["upper"][b] = lower, upper
+            state["codes"][bucket] = q(a[bucket], lower, upper, offsets[bucket])
+
+
+def adam_stats(beta: float, window: Tensor, ages: list[int], t: int) -> Tensor:
+    """ADAMStats of Algorithm 2: (1 − β)·Σ βᵃᵍᵉ·row / (1 − βᵗ)."""
+    z = torch.zeros_like(window[0])
+    for row, age in zip(window, ages, strict=False):
+        z = z + row * beta**age
+    return z * ((1 - beta) / (1 - beta**t))
+
+
+def q(x: Tensor, lower: Tensor, upper: Tensor, offset: Tensor) -> Tensor:
+    """Q of Algorithm 2; ``offset`` is ½ for rounding to nearest, uniform in [0, 1) for rounding at random."""
+    u = (upper - lower) / LEVELS
+    if u == 0:
+        return torch.zeros_like(x)
+    return ((x - lower) / u + offset).floor().clamp(0, LEVELS)
+
+
+def q_inverse(codes: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
+    """Q⁻¹ of Algorithm 2."""
+    u = (upper - lower) / LEVELS
+    return codes * u + lower
