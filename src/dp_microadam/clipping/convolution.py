@@ -1,0 +1,249 @@
+"""Convolutions in one, two and three dimensions, with any stride, padding, dilation and groups.
+
+Two facts keep patches from ever being copied out of the image:
+
+- *Direct gradients.* A batch of n images with G groups is, as far as a weight gradient is concerned, one image with n·G
+  groups: the library's own weight-gradient kernel then returns one gradient per example.
+- *Gram matrices of patches.* At stride 1 the product of the patches at t and t' is the sum over the kernel's shifts s of
+  the product of the pixels at t+s and t'+s: K^d times fewer multiplications than with patches. Images are flattened with
+  their margins, so that a shift in any dimension is an offset along the diagonal of the pixels' Gram matrix, and the sum
+  over shifts is taken one dimension after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dp_microadam.clipping.cost import Shapes, choose
+from dp_microadam.clipping.linear import cancelled_magnitude
+from dp_microadam.clipping.outer_product import Factors, OuterProductSum, dot_rows
+from dp_microadam.clipping.rule import GradientRows, LayerCall, LayerRule, UnchangedInput, at_least_float32
+
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A convolution's shape, with the padding that the kernel itself can do; the rest is done to the input first."""
+
+    weight_shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        return self.weight_shape[2:]
+
+
+def geometry_of(module: Convolution) -> tuple[Geometry, list[int]]:
+    """The geometry, and the padding to apply beforehand in the order of ``F.pad`` (empty if there is none)."""
+    margins = list(module._reversed_padding_repeated_twice)
+    symmetric = margins[::2] == margins[1::2]
+    done_by_kernel = module.padding_mode == "zeros" and symmetric
+    geometry = Geometry(
+        weight_shape=tuple(module.weight.shape),
+        stride=tuple(module.stride),
+        padding=tuple(margins[::2][::-1]) if done_by_kernel else (0,) * len(module.stride),
+        dilation=tuple(module.dilation),
+        groups=module.groups,
+    )
+    return geometry, [] if done_by_kernel or not any(margins) else margins
+
+
+class ConvolutionFactors(Factors):
+    """a as (B, channels, *image) and δ as (B, outputs, *map)."""
+
+    def __init__(self, inputs: Tensor, deltas: Tensor, geometry: Geometry) -> None:
+        super().__init__(inputs, deltas)
+        self.geometry = geometry
+
+    def gradient_size(self) -> int:
+        return prod(self.geometry.weight_shape)
+
+    def per_example(self, rows: slice | Tensor) -> Tensor:
+        inputs, deltas = self.inputs[rows], self.deltas[rows]
+        count = len(inputs)
+        outputs, *filter_shape = self.geometry.weight_shape
+        gradients = weight_gradient(
+            inputs.reshape(1, -1, *inputs.shape[2:]),
+            deltas.reshape(1, -1, *deltas.shape[2:]),
+            (count * outputs, *filter_shape),
+            self.geometry,
+            count * self.geometry.groups,
+        )
+        return gradients.view(count, outputs, *filter_shape)
+
+    def weighted_sum(self, coefficients: Tensor) -> Tensor:
+        scaled = self.deltas * coefficients.view(-1, *[1] * (self.deltas.dim() - 1))
+        return weight_gradient(self.inputs, scaled, self.geometry.weight_shape, self.geometry, self.geometry.groups)
+
+    def ghost(self) -> tuple[Tensor, Tensor]:
+        by_shifts = all(step == 1 for step in self.geometry.stride)
+        inputs, deltas = self._grams_by_shifts() if by_shifts else self._grams_by_offsets()
+        batch, groups = len(self), self.geometry.groups
+        magnitudes = cancelled_magnitude(inputs, deltas).view(batch, groups).sum(1)
+        return dot_rows(inputs, deltas).view(batch, groups).sum(1), magnitudes
+
+    def _grouped(self, tensor: Tensor) -> Tensor:
+        """(B·G, channels of a group, *image)."""
+        return tensor.reshape(len(self) * self.geometry.groups, -1, *tensor.shape[2:])
+
+    def _padded_inputs(self) -> Tensor:
+        margins = [side for margin in reversed(self.geometry.padding) for side in (margin, margin)]
+        return self._grouped(F.pad(self.inputs, margins) if any(margins) else self.inputs)
+
+    def _grams_by_shifts(self) -> tuple[Tensor, Tensor]:
+        images = self._padded_inputs()
+        size = images.shape[2:]
+        images = images.flatten(2)
+        inputs = images.transpose(1, 2) @ images
+        # The output gradient gets the image's row lengths, zeros in the margin; only the first dimension stays its own.
+        maps = self.deltas.shape[2:]
+        margins = [side for full, own in zip(reversed(size[1:]), reversed(maps[1:]), strict=True) for side in (0, full - own)]
+        deltas = self._grouped(F.pad(self.deltas, margins) if any(margins) else self.deltas).flatten(2)
+        deltas = deltas.transpose(1, 2) @ deltas
+        for dimension, (kernel, dilation) in enumerate(zip(self.geometry.kernel, self.geometry.dilation, strict=True)):
+            inputs = sum_along_diagonal(inputs, kernel, dilation * prod(size[dimension + 1 :]))
+        # What remains past the last row of the output gradient belongs to no position.
+        return inputs[:, : deltas.shape[1], : deltas.shape[1]], deltas[:, : inputs.shape[1], : inputs.shape[1]]
+
+    def _grams_by_offsets(self) -> tuple[Tensor, Tensor]:
+        images = self._padded_inputs()
+        deltas = self._grouped(self.deltas).flatten(2)
+        positions = deltas.shape[2]
+        inputs = images.new_zeros(len(images), positions, positions)
+        for offset in product(*map(range, self.geometry.kernel)):
+            pixels = images[(slice(None), slice(None), *self._seen_at(offset))].flatten(2)
+            inputs.baddbmm_(pixels.transpose(1, 2), pixels)
+        return inputs, deltas.transpose(1, 2) @ deltas
+
+    def _seen_at(self, offset: tuple[int, ...]) -> list[slice]:
+        """The pixels that meet the kernel's element at ``offset``, over all output positions."""
+        starts = [o * d for o, d in zip(offset, self.geometry.dilation, strict=True)]
+        lengths = self.deltas.shape[2:]
+        steps = self.geometry.stride
+        return [slice(b, b + (n - 1) * s + 1, s) for b, n, s in zip(starts, lengths, steps, strict=True)]
+
+
+def sum_along_diagonal(grams: Tensor, count: int, step: int) -> Tensor:
+    """Σₖ G[t + k·step, t' + k·step] for k < count, over the t and t' for which all terms exist."""
+    length = grams.shape[1] - (count - 1) * step
+    total = grams[:, :length, :length]
+    if count > 1:
+        total = total + grams[:, step : step + length, step : step + length]
+    for k in range(2, count):
+        total += grams[:, k * step : k * step + length, k * step : k * step + length]
+    return total
+
+
+def weight_gradient(
+    inputs: Tensor, deltas: Tensor, shape: tuple[int, ...], geometry: Geometry, groups: int
+) -> Tensor:
+    """The library's weight gradient, in the full precision of its operands."""
+    placeholder = inputs.new_empty(1).expand(shape)  # the kernel asks for the weight's shape, not for its values
+    no_output_padding = [0] * len(geometry.stride)
+    _, gradient, _ = torch.ops.aten.convolution_backward(
+        deltas,
+        inputs,
+        placeholder,
+        None,
+        geometry.stride,
+        geometry.padding,
+        geometry.dilation,
+        False,
+        no_output_padding,
+        groups,
+        [False, True, False],
+    )
+    return gradient
+
+
+def padded_shape(inputs: Tensor, margins: list[int]) -> torch.Size:
+    """Shape of one example after ``F.pad`` with these margins."""
+    shape = list(inputs.shape[1:])
+    for index in range(len(margins) // 2):
+        shape[-1 - index] += margins[2 * index] + margins[2 * index + 1]
+    return torch.Size(shape)
+
+
+class ConvolutionCall(LayerCall):
+    def __init__(self, rule: ConvolutionRule, inputs: UnchangedInput | None) -> None:
+        self._rule = rule
+        self._inputs = inputs
+        self._weight: OuterProductSum | None = None
+        self._bias: GradientRows | None = None
+
+    def squared_norms(self, output_gradient: Tensor) -> Tensor:
+        deltas = at_least_float32(output_gradient)
+        total = deltas.new_zeros(len(deltas))
+        if "bias" in self._rule.trainable:
+            self._bias = GradientRows(deltas.flatten(2).sum(2))
+            total += self._bias.squared_norms()
+        if self._inputs is not None:
+            factors = self._rule.factors(self._inputs.read(), deltas)
+            self._weight = OuterProductSum(factors, self._rule.choose(factors.inputs.shape[1:]))
+            total += self._weight.squared_norms()
+        del self._inputs
+        return total
+
+    def clipped_sums(self, coefficients: Tensor) -> Mapping[str, Tensor]:
+        parts = {"weight": self._weight, "bias": self._bias}
+        return {name: part.weighted_sum(coefficients) for name, part in parts.items() if part is not None}
+
+    def remove(self, rows: Tensor) -> None:
+        for part in (self._weight, self._bias):
+            if part is not None:
+                part.remove(rows)
+
+
+class ConvolutionRule(LayerRule):
+    module: Convolution
+
+    def observe(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> LayerCall:
+        return ConvolutionCall(self, self.kept_input(args, kwargs, {"weight"}))
+
+    def factors(self, inputs: Tensor, deltas: Tensor) -> ConvolutionFactors:
+        geometry, margins = geometry_of(self.module)
+        if margins:
+            mode = "constant" if self.module.padding_mode == "zeros" else self.module.padding_mode
+            inputs = F.pad(inputs, margins, mode=mode)
+        return ConvolutionFactors(inputs, deltas, geometry)
+
+    def choose(self, image_shape: torch.Size) -> str:
+        """The way for an input of this shape, without the batch and with the margins that are padded beforehand."""
+        shapes = convolution_shapes(geometry_of(self.module)[0], image_shape, self.module.weight.element_size())
+        self.estimate = choose(shapes, self.forced_way)
+        return self.estimate.way
+
+
+def convolution_shapes(geometry: Geometry, image_shape: torch.Size, itemsize: int) -> Shapes:
+    """The numbers the choice of a way depends on."""
+    channels, *image = image_shape
+    padded = [n + 2 * p for n, p in zip(image, geometry.padding, strict=True)]
+    reach = [d * (k - 1) for d, k in zip(geometry.dilation, geometry.kernel, strict=True)]
+    positions = prod((n - r - 1) // s + 1 for n, r, s in zip(padded, reach, geometry.stride, strict=True))
+    weights, outputs = prod(geometry.weight_shape), geometry.weight_shape[0]
+    if all(step == 1 for step in geometry.stride):
+        pixels = prod(padded)
+        input_gram, passes = pixels**2 * channels, sum(geometry.kernel) * pixels**2
+    else:
+        taps = prod(geometry.kernel)
+        input_gram, passes = positions**2 * channels * taps, positions * channels * taps
+    return Shapes(
+        weights=weights,
+        activations=prod(image_shape) + positions * outputs,
+        product=float(positions * weights),
+        gram=float(input_gram + positions**2 * outputs),
+        gram_passes=float(passes * geometry.groups),
+        itemsize=itemsize,
+    )

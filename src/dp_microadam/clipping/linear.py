@@ -1,0 +1,95 @@
+"""Linear layers on inputs of any rank: gᵢ = Σₜ δᵢₜaᵢₜᵀ over all positions t between the batch and the feature dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dp_microadam.clipping.cost import Shapes, choose
+from dp_microadam.clipping.outer_product import Factors, OuterProductSum, dot_rows, squared_norms
+from dp_microadam.clipping.rule import GradientRows, LayerCall, LayerRule, UnchangedInput, at_least_float32
+
+
+class LinearFactors(Factors):
+    """a as (B, T, inputs) and δ as (B, T, outputs)."""
+
+    def gradient_size(self) -> int:
+        return self.inputs.shape[2] * self.deltas.shape[2]
+
+    def ghost(self) -> tuple[Tensor, Tensor]:
+        if self.inputs.shape[1] == 1:  # one outer product: ‖δaᵀ‖ = ‖δ‖‖a‖, and nothing can cancel
+            norms = squared_norms(self.inputs) * squared_norms(self.deltas)
+            return norms, norms
+        inputs = self.inputs @ self.inputs.transpose(1, 2)
+        deltas = self.deltas @ self.deltas.transpose(1, 2)
+        return dot_rows(inputs, deltas), cancelled_magnitude(inputs, deltas)
+
+    def per_example(self, rows: slice | Tensor) -> Tensor:
+        return self.deltas[rows].transpose(1, 2) @ self.inputs[rows]
+
+    def weighted_sum(self, coefficients: Tensor) -> Tensor:
+        scaled = self.deltas * coefficients.view(-1, 1, 1)
+        return scaled.flatten(0, 1).t() @ self.inputs.flatten(0, 1)
+
+
+def cancelled_magnitude(input_gram: Tensor, delta_gram: Tensor) -> Tensor:
+    """(Σₜ ‖aₜ‖‖δₜ‖)² from the diagonals of two batches of Gram matrices."""
+    diagonals = input_gram.diagonal(dim1=-2, dim2=-1) * delta_gram.diagonal(dim1=-2, dim2=-1)
+    return diagonals.clamp(min=0).sqrt().sum(-1).square()
+
+
+class LinearCall(LayerCall):
+    def __init__(self, rule: LinearRule, inputs: UnchangedInput | None) -> None:
+        self._rule = rule
+        self._inputs = inputs
+        self._weight: OuterProductSum | None = None
+        self._bias: GradientRows | None = None
+
+    def squared_norms(self, output_gradient: Tensor) -> Tensor:
+        deltas = at_least_float32(output_gradient)
+        deltas = deltas.reshape(len(deltas), -1, deltas.shape[-1])
+        total = deltas.new_zeros(len(deltas))
+        if "bias" in self._rule.trainable:
+            self._bias = GradientRows(deltas.sum(1))
+            total += self._bias.squared_norms()
+        if self._inputs is not None:
+            inputs = self._inputs.read()
+            factors = LinearFactors(inputs.reshape(len(inputs), -1, inputs.shape[-1]), deltas)
+            self._weight = OuterProductSum(factors, self._rule.choose(factors))
+            total += self._weight.squared_norms()
+        del self._inputs
+        return total
+
+    def clipped_sums(self, coefficients: Tensor) -> Mapping[str, Tensor]:
+        parts = {"weight": self._weight, "bias": self._bias}
+        return {name: part.weighted_sum(coefficients) for name, part in parts.items() if part is not None}
+
+    def remove(self, rows: Tensor) -> None:
+        for part in (self._weight, self._bias):
+            if part is not None:
+                part.remove(rows)
+
+
+class LinearRule(LayerRule):
+    module: nn.Linear
+
+    def observe(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> LayerCall:
+        return LinearCall(self, self.kept_input(args, kwargs, {"weight"}))
+
+    def choose(self, factors: LinearFactors) -> str:
+        _, positions, n_in = factors.inputs.shape
+        n_out = factors.deltas.shape[2]
+        grams = positions**2 if positions > 1 else 0
+        shapes = Shapes(
+            weights=n_in * n_out,
+            activations=positions * (n_in + n_out),
+            product=float(positions * n_in * n_out),
+            gram=float(grams * (n_in + n_out)),
+            gram_passes=2.0 * grams if grams else float(n_in + n_out),
+            itemsize=factors.inputs.element_size(),
+        )
+        self.estimate = choose(shapes, self.forced_way)
+        return self.estimate.way

@@ -1,0 +1,183 @@
+"""Weights whose per-example gradient is a sum of outer products, gᵢ = Σₜ δᵢₜaᵢₜᵀ: linear and convolutional layers.
+
+Norms are never under-estimated. Three things could make the norm smaller than that of what is added to the sum:
+
+- a Gram matrix product ‖gᵢ‖² = Σₜₜ' (aₜ·aₜ')(δₜ·δₜ') whose terms cancel;
+- two kernels that round differently, one for the norm and one for the sum, where the terms of gᵢ itself cancel;
+- a difference of norms (weight standardization) that cancels.
+
+Each example comes with a bound on the magnitude that was cancelled. Where the squared norm is below ``CANCELLATION`` of it,
+the example's gradient is formed explicitly, its norm is taken from that tensor, and that same tensor, not the fast
+kernel's, enters the sum. Elsewhere rounding is amplified by at most 1/√CANCELLATION ≈ 32, which keeps float32 within 1e-5.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+CANCELLATION = 1e-3
+
+# Elements of the per-example gradients formed at once. On CPU a piece should stay in the last cache; a GPU wants more
+# work per launch.
+PIECE_CPU = 1 << 20
+PIECE_GPU = 1 << 26
+
+
+class Factors(ABC):
+    """Input and output gradient of one layer call, and the three things one can do with them."""
+
+    def __init__(self, inputs: Tensor, deltas: Tensor) -> None:
+        self.inputs = inputs
+        self.deltas = deltas
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    @abstractmethod
+    def gradient_size(self) -> int:
+        """Number of elements of one gᵢ."""
+
+    @abstractmethod
+    def ghost(self) -> tuple[Tensor, Tensor]:
+        """‖gᵢ‖² from Gram matrices, and (Σₜ ‖aₜ‖‖δₜ‖)², which bounds what may have cancelled."""
+
+    @abstractmethod
+    def per_example(self, rows: slice | Tensor) -> Tensor:
+        """gᵢ for these examples, each computed from its own rows alone."""
+
+    @abstractmethod
+    def weighted_sum(self, coefficients: Tensor) -> Tensor:
+        """Σᵢ cᵢgᵢ by the library's ordinary weight-gradient kernel."""
+
+    def magnitude(self) -> Tensor:
+        """‖a‖²‖δ‖² ≥ ‖gᵢ‖² for each example: a cheaper bound than that of ``ghost``."""
+        return squared_norms(self.inputs) * squared_norms(self.deltas)
+
+    def remove(self, rows: Tensor) -> None:
+        self.inputs = self.inputs.index_fill(0, rows, 0)
+        self.deltas = self.deltas.index_fill(0, rows, 0)
+
+
+def squared_norms(rows: Tensor) -> Tensor:
+    """Squared norm of each row; two levels of summation keep float32 accurate for millions of elements."""
+    if rows.dim() <= 2:
+        return torch.linalg.vector_norm(rows.flatten(1), dim=1).square()
+    return torch.linalg.vector_norm(rows.flatten(2), dim=2).square().sum(1)
+
+
+def dot_rows(left: Tensor, right: Tensor) -> Tensor:
+    """Σ left·right for each row."""
+    return (left * right).flatten(1).sum(1)
+
+
+class OuterProductSum:
+    """The squared norms and the clipped sum of one weight, by the way chosen for it.
+
+    A subclass may put a linear map between G, the sum of outer products, and the parameter's gradient.
+    """
+
+    def __init__(self, factors: Factors, way: str) -> None:
+        self._factors: Factors | None = factors
+        self._way = way
+        self._count = len(factors)
+        self._piece = piece_length(factors)
+        self._kept: list[Tensor] = []
+        # Examples whose final gradient is formed on its own, and, in the keep way, those gradients.
+        self._exceptions = torch.empty(0, dtype=torch.long, device=factors.inputs.device)
+        self._explicit: list[Tensor] = []
+
+    def squared_norms(self) -> Tensor:
+        """Squared norm of each example's final gradient."""
+        norms, magnitude = self._ghost_norms() if self._way == "ghost" else self._direct_norms()
+        self._exceptions = torch.nonzero(norms < CANCELLATION * magnitude).flatten()
+        for rows in self._exception_pieces():
+            explicit = self.finished(self.factors.per_example(rows))
+            norms[rows] = squared_norms(explicit)
+            if self._way == "keep":
+                self._explicit.append(explicit)
+        if self._way == "keep":
+            self._factors = None
+        return norms
+
+    def weighted_sum(self, coefficients: Tensor) -> Tensor:
+        """Σᵢ cᵢgᵢ."""
+        ordinary = coefficients.index_fill(0, self._exceptions, 0)
+        total = self._weigh_kept(ordinary) if self._way == "keep" else self.factors.weighted_sum(ordinary)
+        total = self.finished(total.unsqueeze(0)).squeeze(0)
+        for index, rows in enumerate(self._exception_pieces()):
+            explicit = self._explicit[index] if self._explicit else self.finished(self.factors.per_example(rows))
+            total = total + torch.tensordot(coefficients[rows], explicit, dims=1)
+        return total
+
+    def remove(self, rows: Tensor) -> None:
+        """Take these examples out of what is kept."""
+        if self._factors is not None:
+            self._factors.remove(rows)
+        start = 0
+        for index, piece in enumerate(self._kept):
+            inside = rows[(rows >= start) & (rows < start + len(piece))] - start
+            if len(inside):
+                self._kept[index] = piece.index_fill(0, inside, 0)
+            start += len(piece)
+        start = 0
+        for index, explicit in enumerate(self._explicit):
+            own = self._exceptions[start : start + len(explicit)]
+            self._explicit[index] = explicit.index_fill(0, torch.isin(own, rows).nonzero().flatten(), 0)
+            start += len(explicit)
+
+    def finished(self, gradients: Tensor) -> Tensor:
+        """From G, (examples, *shape), to the parameter's gradient; the same thing unless overridden."""
+        return gradients
+
+    def direct_norms_of(self, gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """Squared norms of the final gradients of these G, and of what they are differences of."""
+        norms = squared_norms(gradients)
+        return norms, norms
+
+    def magnitude(self) -> Tensor:
+        """What may have cancelled in a gradient that one kernel measures and another one sums."""
+        return self.factors.magnitude()
+
+    @property
+    def factors(self) -> Factors:
+        assert self._factors is not None, "factors are let go once gradients are kept"
+        return self._factors
+
+    def _ghost_norms(self) -> tuple[Tensor, Tensor]:
+        return self.factors.ghost()
+
+    def _direct_norms(self) -> tuple[Tensor, Tensor]:
+        norms, magnitudes = [], []
+        step = self._piece
+        for start in range(0, self._count, step):
+            gradients = self.factors.per_example(slice(start, start + step))
+            found, magnitude = self.direct_norms_of(gradients)
+            norms.append(found)
+            magnitudes.append(magnitude)
+            if self._way == "keep":
+                self._kept.append(gradients)
+        magnitude = torch.cat(magnitudes)
+        return torch.cat(norms), magnitude if self._way == "keep" else magnitude.maximum(self.magnitude())
+
+    def _weigh_kept(self, coefficients: Tensor) -> Tensor:
+        total = torch.zeros_like(self._kept[0][0])
+        start = 0
+        for piece in self._kept:
+            total.view(-1).addmv_(piece.flatten(1).t(), coefficients[start : start + len(piece)])
+            start += len(piece)
+        return total
+
+    def _exception_pieces(self) -> Iterator[Tensor]:
+        if len(self._exceptions) == 0:
+            return iter(())
+        return iter(self._exceptions.split(self._piece))
+
+
+def piece_length(factors: Factors) -> int:
+    """How many examples' gradients to form at once."""
+    limit = PIECE_CPU if factors.inputs.device.type == "cpu" else PIECE_GPU
+    return max(1, limit // max(1, factors.gradient_size()))

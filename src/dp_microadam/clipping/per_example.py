@@ -1,0 +1,65 @@
+"""The slow twin of the engine: examples one at a time, each with an ordinary backward pass.
+
+It is written to be read, and is what the engine is tested against. Models with dropout draw other random numbers here than
+in one pass over a batch, and are compared in other ways.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from dp_microadam.clipping.batches import batch_size
+from dp_microadam.clipping.ownership import PerExampleLoss
+
+
+def per_example_gradients(model: nn.Module, per_example_loss: PerExampleLoss, batch: Any) -> list[dict[str, Tensor]]:
+    """The gradient of each example's loss with respect to every trainable parameter, by parameter name."""
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    gradients = []
+    for row in range(batch_size(batch)):
+        alone = tree_map(lambda leaf, row=row: leaf[row : row + 1] if isinstance(leaf, Tensor) else leaf, batch)
+        loss = per_example_loss(model, alone).sum()
+        found = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
+        gradients.append(
+            {
+                name: torch.zeros_like(p) if gradient is None else gradient.detach()
+                for (name, p), gradient in zip(trainable.items(), found, strict=True)
+            }
+        )
+    return gradients
+
+
+def norm(gradient: dict[str, Tensor]) -> float:
+    """The norm over all parameters together, in double precision."""
+    return sum(float(part.double().square().sum()) for part in gradient.values()) ** 0.5
+
+
+def clipped(gradient: dict[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
+    """The gradient scaled to at most ``max_grad_norm``; nothing at all if it is not finite."""
+    if not all(bool(torch.isfinite(part).all()) for part in gradient.values()):
+        return {name: torch.zeros_like(part) for name, part in gradient.items()}
+    coefficient = min(1.0, max_grad_norm / max(norm(gradient), torch.finfo(torch.float64).tiny))
+    return {name: coefficient * part for name, part in gradient.items()}
+
+
+def clipped_sum(
+    model: nn.Module, per_example_loss: PerExampleLoss, batch: Any, *, max_grad_norm: float
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Σᵢ clip(gᵢ, C) by parameter name, and the norm of every gᵢ.
+
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> total, norms = clipped_sum(model, lambda m, x: m(x).squeeze(1), torch.tensor([[3.0, 4.0]]), max_grad_norm=1.0)
+    >>> norms, total["weight"]
+    ([5.0], tensor([[0.6000, 0.8000]]))
+    """
+    total = {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}
+    norms = []
+    for gradient in per_example_gradients(model, per_example_loss, batch):
+        norms.append(norm(gradient))
+        for name, part in clipped(gradient, max_grad_norm).items():
+            total[name] = total[name].detach() + part
+    return {name: part.detach() for name, part in total.items()}, norms

@@ -1,0 +1,190 @@
+"""Weight-standardized convolutions, exactly.
+
+The layer convolves with κγv, v = (w − μ)/s (see ``layers/weight_standardization.py``). With G the per-example gradient of an
+ordinary convolution's weight, n the fan-in, 1 the filter of ones, p the pull of the derivative and k = κγ/s per channel:
+
+    ∂γ = κ·vᵀG            ∂w = k(G − mean G − p·v(vᵀG))
+    ‖∂w‖² = Σ k²[‖G‖² − (1ᵀG)²/n − (2p − p²‖v‖²)(vᵀG)²]        since v is orthogonal to 1
+
+∂w is linear in G: the clipped sum of G is projected once. Where gradients are formed, 1ᵀG and vᵀG are read off them. In the
+ghost way ‖kG‖² is the ordinary norm with δ scaled by k, 1ᵀG = Σₜ δₜ·(sum of the patch at t) and vᵀG = Σₜ δₜzₜ, where
+z = conv(a, v) is the output before the gain: the forward pass then applies the gain to z instead of to the filter, since
+dividing it out again would fail at γ = 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dp_microadam.clipping.convolution import ConvolutionFactors, ConvolutionRule, geometry_of, padded_shape
+from dp_microadam.clipping.outer_product import CANCELLATION, OuterProductSum, squared_norms
+from dp_microadam.clipping.rule import GradientRows, LayerCall, UnchangedInput, at_least_float32
+from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
+
+
+class Projection:
+    """The derivative of κγv with respect to w and γ at the layer's present parameters."""
+
+    def __init__(self, module: WeightStandardizedConv2d) -> None:
+        with torch.no_grad():
+            standardized = module.standardized()
+        self.fan_in = module.fan_in
+        self.unit = module.unit
+        self.filters = at_least_float32(standardized.filters.flatten(1))
+        self.pull = at_least_float32(standardized.pull)
+        gain = torch.ones_like(self.pull) if module.gain is None else at_least_float32(module.gain)
+        self.gain = self.unit * gain
+        self.slope = self.gain / at_least_float32(standardized.scale)
+        lengths = squared_norms(self.filters)
+        self.loss_along_filter = 2 * self.pull - self.pull.square() * lengths
+        # One product yields both 1ᵀG and vᵀG.
+        self._probes = torch.stack([torch.ones_like(self.filters), self.filters], dim=2)
+
+    def coordinates(self, gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """1ᵀG and vᵀG, each (examples, channels)."""
+        found = torch.bmm(gradients.flatten(2).transpose(0, 1), self._probes)
+        return found[..., 0].t(), found[..., 1].t()
+
+    def weight_gradients(self, gradients: Tensor) -> Tensor:
+        """∂w from G, (examples, *weight shape)."""
+        flat = gradients.flatten(2)
+        along_ones, along_filter = self.coordinates(gradients)
+        flat = flat - (along_ones / self.fan_in).unsqueeze(2)
+        flat -= (along_filter * self.pull).unsqueeze(2) * self.filters
+        return flat.mul_(self.slope.unsqueeze(1)).view_as(gradients)
+
+    def squared_norms(self, whole: Tensor, along_ones: Tensor, along_filter: Tensor) -> Tensor:
+        """‖∂w‖² from ‖kG‖², 1ᵀG and vᵀG."""
+        lost = along_ones.square() / self.fan_in + self.loss_along_filter * along_filter.square()
+        return whole - lost @ self.slope.square()
+
+
+class StandardizedSum(OuterProductSum):
+    """Norms and clipped sum of ∂w, with vᵀG of every example as a by-product: the gradient of the gain."""
+
+    def __init__(
+        self, factors: ConvolutionFactors, way: str, projection: Projection, ungained: Tensor | None
+    ) -> None:
+        super().__init__(factors, way)
+        self._projection = projection
+        self._ungained = ungained
+        self._along_filter: list[Tensor] = []
+
+    def gain_gradients(self) -> Tensor:
+        """∂γ = κ·vᵀG; known once the norms have been taken."""
+        return self._projection.unit * torch.cat(self._along_filter)
+
+    def finished(self, gradients: Tensor) -> Tensor:
+        return self._projection.weight_gradients(gradients)
+
+    def direct_norms_of(self, gradients: Tensor) -> tuple[Tensor, Tensor]:
+        lengths = torch.linalg.vector_norm(gradients.flatten(2), dim=2).square()
+        whole = lengths @ self._projection.slope.square()
+        along_ones, along_filter = self._projection.coordinates(gradients)
+        self._along_filter.append(along_filter)
+        return self._projection.squared_norms(whole, along_ones, along_filter), whole
+
+    def magnitude(self) -> Tensor:
+        return squared_norms(self.factors.inputs) * squared_norms(self._scaled_deltas())
+
+    def _ghost_norms(self) -> tuple[Tensor, Tensor]:
+        factors = self.factors
+        assert isinstance(factors, ConvolutionFactors)
+        assert self._ungained is not None
+        along_filter = (factors.deltas * self._ungained).flatten(2).sum(2)
+        self._ungained = None
+        self._along_filter.append(along_filter)
+        whole, magnitude = ConvolutionFactors(factors.inputs, self._scaled_deltas(), factors.geometry).ghost()
+        norms = self._projection.squared_norms(whole, sums_of_gradients(factors), along_filter)
+        return norms, magnitude.maximum(whole)
+
+    def _scaled_deltas(self) -> Tensor:
+        return self.factors.deltas * self._projection.slope.view(-1, 1, 1)
+
+
+def sums_of_gradients(factors: ConvolutionFactors) -> Tensor:
+    """1ᵀG per example and channel: Σₜ δₜ·(sum of the patch at t), with patches summed by a box filter."""
+    geometry = factors.geometry
+    images = factors.inputs.unflatten(1, (geometry.groups, -1)).sum(2)
+    box = images.new_ones(geometry.groups, 1, *geometry.kernel)
+    sums = F.conv2d(images, box, None, geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
+    deltas = factors.deltas.unflatten(1, (geometry.groups, -1)).flatten(3)
+    return (deltas @ sums.flatten(2).unsqueeze(3)).flatten(1)
+
+
+class StandardizedCall(LayerCall):
+    def __init__(self, rule: WeightStandardizedRule, inputs: UnchangedInput | None, ungained: Tensor | None) -> None:
+        self._rule = rule
+        self._inputs = inputs
+        self._ungained = ungained
+        self._weight: StandardizedSum | None = None
+        self._rows: dict[str, GradientRows] = {}
+
+    def squared_norms(self, output_gradient: Tensor) -> Tensor:
+        deltas = at_least_float32(output_gradient)
+        total = deltas.new_zeros(len(deltas))
+        if "bias" in self._rule.trainable:
+            self._rows["bias"] = GradientRows(deltas.flatten(2).sum(2))
+        if self._inputs is not None:
+            factors = self._rule.factors(self._inputs.read(), deltas)
+            way = self._rule.choose(factors.inputs.shape[1:])
+            weight = StandardizedSum(factors, way, self._rule.projection, self._ungained)
+            norms = weight.squared_norms()
+            if "gain" in self._rule.trainable:
+                self._rows["gain"] = GradientRows(weight.gain_gradients())
+            if "weight" in self._rule.trainable:
+                self._weight = weight
+                total += norms
+        for rows in self._rows.values():
+            total += rows.squared_norms()
+        del self._inputs, self._ungained
+        return total
+
+    def clipped_sums(self, coefficients: Tensor) -> Mapping[str, Tensor]:
+        sums = {name: rows.weighted_sum(coefficients) for name, rows in self._rows.items()}
+        if self._weight is not None:
+            sums["weight"] = self._weight.weighted_sum(coefficients)
+        return sums
+
+    def remove(self, rows: Tensor) -> None:
+        for part in (*self._rows.values(), self._weight):
+            if part is not None:
+                part.remove(rows)
+
+
+class WeightStandardizedRule(ConvolutionRule):
+    """Takes over the layer's forward while gradients are recorded: filters are standardized once for forward and backward."""
+
+    module: WeightStandardizedConv2d
+    projection: Projection
+
+    def install(self) -> None:
+        self.projection = Projection(self.module)
+        self._ungained: Tensor | None = None
+        self.module.forward = self._forward  # type: ignore[method-assign]
+
+    def uninstall(self) -> None:
+        del self.module.forward
+        del self.projection
+        self._ungained = None
+
+    def observe(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> LayerCall:
+        ungained, self._ungained = self._ungained, None
+        return StandardizedCall(self, self.kept_input(args, kwargs, {"weight", "gain"}), ungained)
+
+    def _forward(self, input: Tensor) -> Tensor:
+        module = self.module
+        filters = self.projection.filters.view_as(module.weight).to(module.weight.dtype)
+        gain = self.projection.gain.to(module.weight.dtype).view(-1, 1, 1)
+        geometry, margins = geometry_of(module)
+        if not {"weight", "gain"}.isdisjoint(self.trainable) and self.choose(padded_shape(input, margins)) == "ghost":
+            ungained = module._conv_forward(input, filters, None)
+            self._ungained = at_least_float32(ungained)
+            shift = torch.zeros_like(gain) if module.bias is None else module.bias.view(-1, 1, 1)
+            return torch.addcmul(shift, ungained, gain)
+        return module._conv_forward(input, filters * gain.unsqueeze(3), module.bias)

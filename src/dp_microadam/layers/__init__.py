@@ -1,0 +1,1 @@
+"""Layers that both the models and the clipping engine must know."""

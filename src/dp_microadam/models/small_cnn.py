@@ -1,0 +1,56 @@
+"""Small convolutional networks for quick private training on one machine."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from dp_microadam.validation import require_integer
+
+
+def tanh_cnn(num_classes: int = 10) -> nn.Sequential:
+    """The network of Papernot et al. (2021, "Tempered Sigmoid Activations for Deep Learning with Differential Privacy").
+
+    For 28×28 images with one channel; 26,010 parameters with ten classes.
+
+    >>> sum(p.numel() for p in tanh_cnn().parameters())
+    26010
+    """
+    require_integer("num_classes", num_classes, 1)
+    return nn.Sequential(
+        nn.Conv2d(1, 16, kernel_size=8, stride=2, padding=3),
+        nn.Tanh(),
+        nn.MaxPool2d(kernel_size=2, stride=1),
+        nn.Conv2d(16, 32, kernel_size=4, stride=2),
+        nn.Tanh(),
+        nn.MaxPool2d(kernel_size=2, stride=1),
+        nn.Flatten(),
+        nn.Linear(512, 32),
+        nn.Tanh(),
+        nn.Linear(32, num_classes),
+    )
+
+
+def small_cnn(num_classes: int = 10, width: int = 32) -> nn.Sequential:
+    """Five layers with weights for 32×32 images with three channels: four convolutions, mean pooling and a linear head.
+
+    >>> sum(p.numel() for p in small_cnn().parameters())
+    122122
+    """
+    require_integer("num_classes", num_classes, 1)
+    require_integer("width", width, 1)
+    return nn.Sequential(
+        nn.Conv2d(3, width, kernel_size=3, padding=1),
+        nn.Tanh(),
+        nn.AvgPool2d(2),
+        nn.Conv2d(width, width, kernel_size=3, padding=1),
+        nn.Tanh(),
+        nn.AvgPool2d(2),
+        nn.Conv2d(width, 2 * width, kernel_size=3, padding=1),
+        nn.Tanh(),
+        nn.AvgPool2d(2),
+        nn.Conv2d(2 * width, 4 * width, kernel_size=3, padding=1),
+        nn.Tanh(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4 * width, num_classes),
+    )
