@@ -30,16 +30,17 @@ def tanh_cnn(num_classes: int = 10) -> nn.Sequential:
     )
 
 
-def small_cnn(num_classes: int = 10, width: int = 32) -> nn.Sequential:
-    """Five layers with weights for 32×32 images with three channels: four convolutions, mean pooling and a linear head.
+def small_cnn(num_classes: int = 10, width: int = 32, in_channels: int = 3) -> nn.Sequential:
+    """Five layers with weights: four convolutions, mean pooling and a linear head, for images of at least 8×8 pixels.
 
     >>> sum(p.numel() for p in small_cnn().parameters())
     122122
     """
     require_integer("num_classes", num_classes, 1)
     require_integer("width", width, 1)
+    require_integer("in_channels", in_channels, 1)
     return nn.Sequential(
-        nn.Conv2d(3, width, kernel_size=3, padding=1),
+        nn.Conv2d(in_channels, width, kernel_size=3, padding=1),
         nn.Tanh(),
         nn.AvgPool2d(2),
         nn.Conv2d(width, width, kernel_size=3, padding=1),

