@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -62,5 +61,3 @@ def set_gradients(model: nn.Module, means: dict[str, Tensor]) -> None:
     for name, parameter in model.named_parameters():
         parameter.grad = means[name].to(parameter.dtype) if name in means else None
 
-
-Privatize = Callable[[dict[str, Tensor]], dict[str, Tensor]]

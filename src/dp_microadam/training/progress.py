@@ -69,7 +69,7 @@ class Progress:
         if self._bar:
             self._bar.console.print(text, highlight=False, markup=False)
         else:
-            print(text, file=sys.stderr, flush=True)
+            tell(text)
 
     def close(self) -> None:
         if self._bar:
@@ -80,6 +80,11 @@ class Progress:
     def _rate(self) -> float:
         elapsed = max(1e-9, time.monotonic() - self._begin)
         return (self._done - self._first) * self._expected_batch / elapsed
+
+
+def tell(text: str) -> None:
+    """One line, outside any bar. Standard output is for results."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _clock(seconds: float) -> str:

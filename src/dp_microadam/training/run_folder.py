@@ -17,11 +17,23 @@ STATEMENT = "privacy.txt"
 LOG = "log.txt"
 CURVES = "curves.png"
 CHECKPOINTS = "checkpoints"
+EVENTS = "tensorboard"
 
 
 def default_folder(name: str) -> Path:
     """A new folder under ``runs/``, named after the recipe and the time."""
     return Path("runs") / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+
+
+def refuse_existing(path: Path) -> None:
+    """
+    Raises:
+        InputError: if ``path`` is there already and not an empty folder.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise InputError(
+            f"run_dir is {str(path)!r}, which exists already; name a new folder, or go on with: dp-microadam resume {path}"
+        )
 
 
 class RunFolder:
@@ -31,16 +43,8 @@ class RunFolder:
         self.path = Path(path)
 
     def create(self) -> None:
-        """Make the folder; one that exists and is not empty is refused.
-
-        Raises:
-            InputError: if it exists already.
-        """
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            raise InputError(
-                f"run_dir is {str(self.path)!r}, which exists already; name a new folder, or go on with: "
-                f"dp-microadam resume {self.path}"
-            )
+        """Make the folder; one that exists and is not empty is refused."""
+        refuse_existing(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
 
     def write(self, name: str, text: str) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.errors import InputError
-from dp_microadam.privacy.ledger import PrivacyLedger, RunSettings
+from dp_microadam.privacy.ledger import PrivacyLedger, RunSettings, read_ledger
 from dp_microadam.privacy.mechanism import GaussianMechanism
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.randomness import Randomness
@@ -27,9 +27,10 @@ from dp_microadam.training.ema import WeightAverage
 from dp_microadam.training.evaluation import PerExample, evaluate
 from dp_microadam.training.gradients import GradientSums, UnclippedGradients, set_gradients
 from dp_microadam.training.interrupts import Interruptible
-from dp_microadam.training.progress import Progress
-from dp_microadam.training.run_folder import CHECKPOINTS, PRIVACY, STATEMENT, RunFolder, default_folder
+from dp_microadam.training.progress import Progress, tell
+from dp_microadam.training.run_folder import CHECKPOINTS, CONFIG, EVENTS, PRIVACY, STATEMENT, RunFolder, default_folder
 from dp_microadam.training.schedules import Schedule
+from dp_microadam.training.tensorboard import Events
 from dp_microadam.validation import require_integer, require_one_of, require_positive
 
 
@@ -84,6 +85,7 @@ class PrivateTrainer:
         ema_decay: of the weight average that is evaluated beside the weights; 0 for none.
         max_steps: stop early, changing nothing else.
         run_dir: the run's folder; a new one under ``runs/`` by default.
+        config: kept in the folder as ``config.toml``.
         callbacks: called with a :class:`StepReport` after each step.
         secure: draw noise and samples from a cryptographic generator.
         seed: for tests only: makes all randomness repeatable, and the run not private.
@@ -119,6 +121,7 @@ class PrivateTrainer:
         checkpoint_minutes: float = 5.0,
         keep_checkpoints: int = 2,
         run_dir: str | Path | None = None,
+        config: str | None = None,
         callbacks: Iterable[Callable[[StepReport], None]] = (),
         num_workers: int = 0,
         secure: bool = False,
@@ -145,6 +148,8 @@ class PrivateTrainer:
         self.show_progress = show_progress
         self.folder = RunFolder(default_folder("run") if run_dir is None else run_dir)
         self.checkpoints = CheckpointFolder(self.folder.path / CHECKPOINTS, keep_checkpoints)
+        self._config = config
+        self._events = Events(self.folder.path / EVENTS)
         self._measures: dict[str, PerExample] = {"loss": per_example_loss}
         if per_example_accuracy is not None:
             self._measures["accuracy"] = per_example_accuracy
@@ -168,6 +173,7 @@ class PrivateTrainer:
         self._position = 0
         self._updates = 0
         self._resumed = False
+        self._last_metrics: dict[str, float] = {}
 
     @property
     def stamp(self) -> str:
@@ -204,13 +210,24 @@ class PrivateTrainer:
         try:
             with Interruptible() as interruption:
                 self._loop(steps, validation, progress, interruption)
-                metrics = self._evaluate(validation, progress) if self._position else {}
+                if self._position >= self.last_step:
+                    self._evaluate(validation, progress)
                 self._checkpoint()
         finally:
             progress.close()
+            self._events.close()
             self._gradients.close()
             if self._ledger is not None:
                 self._ledger.close()
+        return self.result()
+
+    @property
+    def finished(self) -> bool:
+        """Whether no step is left and the last one's checkpoint is written."""
+        return self._position >= self.last_step and self._position in self.checkpoints.positions()
+
+    def result(self) -> RunResult:
+        """Where the run stands."""
         return RunResult(
             self.folder.path,
             self.private and self._randomness.private,
@@ -218,7 +235,7 @@ class PrivateTrainer:
             self._position,
             self._epsilon(),
             self.plan.delta if isinstance(self.plan, PrivacyPlan) and self.private else None,
-            metrics,
+            self._last_metrics,
         )
 
     def resume(self, run_dir: str | Path | None = None) -> PrivateTrainer:
@@ -229,26 +246,42 @@ class PrivateTrainer:
         if run_dir is not None:
             self.folder = RunFolder(run_dir)
             self.checkpoints = CheckpointFolder(self.folder.path / CHECKPOINTS, self.checkpoints.keep)
-        position, content, damaged = self.checkpoints.newest()
-        for name in damaged:
-            self._tell(f"checkpoint {name} is damaged and was passed over; going on from step {position}")
+            self._events = Events(self.folder.path / EVENTS)
+        position, damaged = self._load_newest()
         if self.private:
             assert isinstance(self.plan, PrivacyPlan)
             self._ledger = PrivacyLedger.resume(self.folder.path, self.plan, self._settings(), position=position)
+            self._position = self._ledger.steps
+        if self.finished:
+            return self
+        for name in damaged:
+            self._tell(f"checkpoint {name} is damaged and was passed over")
+        lost = self._position - position
+        self._tell(f"resumed at step {position}" + (f"; {lost} steps after it were lost and stay spent" if lost else ""))
+        self.folder.forget_metrics_after(position)
+        self._resumed = True
+        return self
+
+    def peek(self) -> RunResult:
+        """Load the newest weights to look at them; another process may go on training meanwhile."""
+        self._load_newest()
+        if self.private:
+            self._position = read_ledger(self.folder.path).steps
+        return self.result()
+
+    def _load_newest(self) -> tuple[int, list[str]]:
+        position, content, damaged = self.checkpoints.newest()
         self.model.load_state_dict(content["model"])
         self.optimizer.load_state_dict(content["optimizer"])
         if self.average is not None:
             self.average.load_state_dict(content["average"])
-        self._updates = content["updates"]
-        self._position = position if self._ledger is None else self._ledger.steps
-        lost = self._position - position
-        self.folder.forget_metrics_after(position)
-        self._tell(f"resumed at step {position}" + (f"; {lost} steps after it were lost and stay spent" if lost else ""))
-        self._resumed = True
-        return self
+        self._updates, self._position = content["updates"], position
+        return position, damaged
 
     def _begin(self) -> None:
         self.folder.create()
+        if self._config is not None:
+            self.folder.write(CONFIG, self._config)
         if self.private:
             assert isinstance(self.plan, PrivacyPlan)
             self._ledger = PrivacyLedger.create(self.folder.path, self.plan, self._settings())
@@ -330,6 +363,8 @@ class PrivateTrainer:
         if private_metrics:
             record["outside_the_guarantee"] = private_metrics
         self.folder.append_metrics(record)
+        self._events.write(self._position, {**metrics, "epsilon": record["epsilon"]})
+        self._last_metrics = metrics
         words = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items()]
         words += [f"{name.replace('_', ' ')} {value:.4f} (private, outside the guarantee)" for name, value in (private_metrics or {}).items()]
         if words:
@@ -413,7 +448,7 @@ class PrivateTrainer:
     def _tell(self, text: str) -> None:
         self.folder.log(text)
         if self.show_progress:
-            Progress(1, 0, 1, lambda _: "", shown=True).say(text)
+            tell(text)
 
     def _refuse_foreign_parameters(self) -> None:
         owned = {id(parameter) for parameter in self.model.parameters()}
