@@ -3,10 +3,10 @@
 A step adds Gaussian noise of standard deviation σ·S to a sum of sensitivity S over a Poisson sample, in which each
 example appears independently with probability q. Neighbouring datasets differ by adding or removing one example.
 
-Two accountants answer. *RDP* bounds the Rényi divergence of one step exactly at a list of orders α (Mironov, Talwar and
-Zhang 2019, "Rényi differential privacy of the sampled Gaussian mechanism", section 3.3), adds up over steps, and converts
-to (ε, δ) by Balle et al. 2020, theorem 21. *PLD* composes the discretised privacy loss distribution with dp-accounting
-and is tighter. No torch here; dp-accounting, which takes a second to import, is loaded on first use.
+Two accountants answer. *RDP* bounds the Rényi divergence of one step exactly at a list of orders α (Mironov, Talwar
+and Zhang 2019, "Rényi differential privacy of the sampled Gaussian mechanism", section 3.3), adds up over steps, and
+converts to (ε, δ) by Balle et al. 2020, theorem 21. *PLD* composes the discretised privacy loss distribution with
+dp-accounting and is tighter. No torch here; dp-accounting, which takes a second to import, is loaded on first use.
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ Floats = NDArray[np.float64]
 
 ACCOUNTANTS = ("rdp", "pld")
 
-# The paper's orders (1.1 … 10.9 by 0.1 and 12 … 63), then on to 1024 in steps of at most 7 %: without the large ones a small
-# ε reads far too high, because the conversion's log(1/δ)/(α − 1) alone would exceed it.
-FRACTIONAL_AND_SMALL_ORDERS = tuple(round(1 + x / 10, 1) for x in range(1, 100))
+# The paper's orders (1.1 … 10.9 by 0.1 and 12 … 63), then on to 1024 in steps of at most 7 %: without the large ones
+# a small ε reads far too high, because the conversion's log(1/δ)/(α − 1) alone would exceed it.
 ORDERS = (
-    *FRACTIONAL_AND_SMALL_ORDERS,
+    *(round(1 + x / 10, 1) for x in range(1, 100)),
     *(float(x) for x in range(12, 64)),
     *(float(x) for start in (64, 128, 256, 512) for x in range(start, 2 * start, start // 16)),
     1024.0,
@@ -53,14 +52,14 @@ ORDERS = (
 _SERIES_TERMS = 1024
 _AVERAGED_TERMS = 16
 
-# How fine the grid of a privacy loss distribution is: cells per standard deviation of one step's privacy loss, unless its
-# whole range would take more cells than this. Reads ε at most 0.03 % high (tests/privacy/test_accounting.py).
+# How fine the grid of a privacy loss distribution is: cells per standard deviation of one step's privacy loss, unless
+# its whole range would take more cells than this. Reads ε at most 0.03 % high (tests/privacy/test_accounting.py).
 _PLD_CELLS_PER_DEVIATION = 30
 _PLD_CELLS_AT_MOST = 40_000
 _PLD_FINEST_GRID = 1e-6
 
-# Beyond the first number of steps dp-accounting bounds the range of a composition loosely, and slowly; composing blocks of
-# the second keeps it tight. The last is where it would take minutes.
+# Beyond the first number of steps dp-accounting bounds the range of a composition loosely, and slowly; composing
+# blocks of the second keeps it tight. The last is as far as this was tried; it takes seconds there.
 _PLD_MOST_STEPS_AT_ONCE = 100_000
 _PLD_BLOCK = 1024
 PLD_MOST_STEPS = 10_000_000
@@ -70,7 +69,7 @@ _PLD_LEAST_NOISE = 0.05
 
 # A solved noise multiplier is a whole multiple of this, rounded up, and is looked for up to the largest.
 NOISE_RESOLUTION = 1e-4
-_MULTIPLES_PER_UNIT = 10_000
+_MULTIPLES_PER_UNIT = round(1 / NOISE_RESOLUTION)
 LARGEST_NOISE_MULTIPLIER = 100_000
 
 
@@ -137,7 +136,7 @@ def rdp_of_one_step(sample_rate: float, noise_multiplier: float, orders: tuple[f
 
 
 def _log_excess_at_integer(q: float, sigma: float, alpha: int) -> float:
-    """log(A_α − 1) for whole α: Σ C(α, i) qⁱ (1 − q)^(α − i) (exp((i² − i)/2σ²) − 1), every term of which is positive."""
+    """log(A_α − 1) for whole α: Σ C(α, i) qⁱ (1 − q)^(α − i) (exp((i² − i)/2σ²) − 1), all terms positive."""
     i = np.arange(2, alpha + 1, dtype=np.float64)
     log_binomial = gammaln(alpha + 1.0) - gammaln(i + 1) - gammaln(alpha - i + 1)
     log_weight = log_binomial + i * math.log(q) + (alpha - i) * math.log1p(-q)
@@ -148,9 +147,9 @@ def _log_excess_at_integer(q: float, sigma: float, alpha: int) -> float:
 def _log_excess_at_fractions(q: float, sigma: float, alphas: Floats) -> Floats:
     """log(A_α − 1) for fractional α, by the two signed binomial series of ((1 − q) + q·w)^α.
 
-    Below z₀, where q·w = 1 − q, the power is expanded in q·w/(1 − q), above it in the inverse; each moment of w over a
-    half-line is an exponential times a normal probability. The binomial weights of the series whose ratio is below one sum
-    to 1: subtracting them turns its exp(…) into expm1(…), and the total into A_α − 1.
+    Below z₀, where q·w = 1 − q, the power is expanded in q·w/(1 − q), above it in the inverse; each moment of w over
+    a half-line is an exponential times a normal probability. The binomial weights of the series whose ratio is below
+    one sum to 1: subtracting them turns its exp(…) into expm1(…), and the total into A_α − 1.
     """
     z0 = sigma**2 * (math.log1p(-q) - math.log(q)) + 0.5
     i = np.arange(_SERIES_TERMS, dtype=np.float64)
@@ -228,11 +227,13 @@ def most_steps(sample_rate: float, noise_multiplier: float, epsilon_limit: float
     return first_non_negative(excess, guess=by_rdp + 1, stride=1 + by_rdp // 8, largest=PLD_MOST_STEPS) - 1
 
 
-def least_noise_multiplier(sample_rate: float, steps: int, epsilon_limit: float, delta: float, accountant: str) -> float:
+def least_noise_multiplier(
+    sample_rate: float, steps: int, epsilon_limit: float, delta: float, accountant: str
+) -> float:
     """The smallest multiple of ``NOISE_RESOLUTION`` that keeps ``steps`` steps within ``epsilon_limit``.
 
-    Formal guarantees: ε of the returned noise multiplier is at most the limit; that of the next smaller multiple exceeds
-    it.
+    Formal guarantees: ε of the returned noise multiplier is at most the limit; that of the next smaller multiple
+    exceeds it.
 
     Raises:
         LookupError: if no noise multiplier up to ``LARGEST_NOISE_MULTIPLIER`` is enough.
@@ -257,8 +258,8 @@ def least_noise_multiplier(sample_rate: float, steps: int, epsilon_limit: float,
 def first_non_negative(function: Callable[[int], float], guess: int, stride: int, largest: int = 2**53) -> int:
     """The first whole number n ≥ 1 with ``function(n) >= 0``, for a function that grows.
 
-    Gallops away from the guess until the change of sign lies between two numbers, then closes in on it by interpolation,
-    with a bisection in every third place so that no shape of the function makes it slow.
+    Gallops away from the guess until the change of sign lies between two numbers, then closes in on it by
+    interpolation, with a bisection in every third place so that no shape of the function makes it slow.
 
     Raises:
         LookupError: if the function is still negative at ``largest``.
@@ -307,8 +308,8 @@ def as_dp_event(spent: Sequence[SubsampledGaussian]) -> DpEvent:
 def _pld_grid(part: SubsampledGaussian) -> float:
     """The spacing of the discretised privacy loss, fine beside the deviation q·√(exp(1/σ²) − 1) of one step's loss.
 
-    Rounding to a grid of spacing h adds variance of order h² per step, so the relative error of the composed deviation is
-    about (h/deviation)², whatever the number of steps; the estimate stays an upper bound.
+    Rounding to a grid of spacing h adds variance of order h² per step, so the relative error of the composed
+    deviation is about (h/deviation)², whatever the number of steps; the estimate stays an upper bound.
     """
     q, sigma = part.sample_rate, part.noise_multiplier
     deviation = q * math.sqrt(math.expm1(min(sigma**-2, 700.0)))
@@ -338,11 +339,53 @@ def _pld_of(part: SubsampledGaussian, grid: float) -> PrivacyLossDistribution:
 
 
 def _pld_epsilon(spent: Sequence[SubsampledGaussian], delta: float) -> float:
-    steps = sum(part.steps for part in spent)
-    if steps > PLD_MOST_STEPS:
-        raise InputError(f"steps is {steps}; the pld accountant takes at most {PLD_MOST_STEPS}, rdp takes any number")
+    _require_countable_steps(spent)
     if min(part.noise_multiplier for part in spent) < _PLD_LEAST_NOISE:
         return _rdp_epsilon(spent, delta)
     grid = min(map(_pld_grid, spent))
     composed = functools.reduce(lambda one, other: one.compose(other), (_pld_of(part, grid) for part in spent))
+    return float(composed.get_epsilon_for_delta(delta))
+
+
+def _require_countable_steps(spent: Iterable[SubsampledGaussian]) -> None:
+    steps = sum(part.steps for part in spent)
+    if steps > PLD_MOST_STEPS:
+        raise InputError(f"steps is {steps}; the pld accountant takes at most {PLD_MOST_STEPS}, rdp takes any number")
+
+
+def group_epsilon(spent: Sequence[SubsampledGaussian], delta: float, group_size: int) -> float:
+    """ε at ``delta`` for adding or removing up to ``group_size`` examples at once, by PLD.
+
+    A group of k meets a step with a binomial number of its examples, each of which moves the sum by at most S, so the
+    step is a mixture of Gaussians at 0, S, …, kS (Ganesh 2024, "Tight group-level DP guarantees for DP-SGD with
+    sampling via mixture of Gaussians mechanisms"). This is tighter than the general rule, k·ε at a δ multiplied by Σ
+    exp(i·ε), i < k.
+
+    Formal guarantees: as :func:`epsilon`, for datasets that differ in at most ``group_size`` examples.
+    """
+    require_in_open("delta", delta, 0, 1)
+    require_integer("group_size", group_size, 1)
+    spent = [part for part in spent if part.steps > 0]
+    if not spent:
+        return 0.0
+    _require_countable_steps(spent)
+    least_noise = min(part.noise_multiplier for part in spent)
+    if least_noise < _PLD_LEAST_NOISE:
+        raise InputError(f"noise_multiplier is {least_noise}; for groups it must be at least {_PLD_LEAST_NOISE}")
+    from dp_accounting.pld import privacy_loss_distribution as pld
+    from scipy.stats import binom
+
+    present = np.arange(group_size + 1)
+    grid = group_size * min(map(_pld_grid, spent))
+    parts = (
+        pld.from_mixture_gaussian_mechanism(
+            part.noise_multiplier,
+            sensitivities=present,
+            sampling_probs=binom.pmf(present, group_size, part.sample_rate),
+            value_discretization_interval=grid,
+            pessimistic_estimate=True,
+        ).self_compose(part.steps)
+        for part in spent
+    )
+    composed = functools.reduce(lambda one, other: one.compose(other), parts)
     return float(composed.get_epsilon_for_delta(delta))

@@ -13,26 +13,28 @@ from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.randomness import Randomness
 from dp_microadam.validation import require_integer, require_positive
 
-# In secure mode results are rounded to multiples of the noise's deviation divided by about a million: far coarser than float64
-# near them, far finer than the noise.
+# In secure mode results are rounded to multiples of the noise's deviation divided by about a million: far coarser
+# than float64 near them, far finer than the noise.
 _GRID_BITS = 20
 
 
 class GaussianMechanism:
     """Turns clipped sums into privatized means: (Σ + N(0, σ²S²)) / B.
 
-    ``sensitivity`` S is how much one example can change the sums, all tensors together in L2 norm; it comes from whatever did
-    the clipping, not from a number typed again. ``expected_batch_size`` B is the plan's, never the number of examples a step
-    happened to draw: that number is private, and dividing by it would let one example change every coordinate.
+    ``sensitivity`` S is how much one example can change the sums, all tensors together in L2 norm; it comes from
+    whatever did the clipping, not from a number typed again. ``expected_batch_size`` B is the plan's, never the
+    number of examples a step happened to draw: that number is private, and dividing by it would let one example
+    change every coordinate.
 
     Noise is drawn in float64 and added in float32 or wider, whatever the dtype of the sums; so are the results, and a
-    caller who rounds them to bfloat16 post-processes. With a secure source the addition happens in float64 and its result is
-    rounded to a fixed grid, so that the last bits of a floating-point sum, which can betray the summands, are gone. This
-    mitigates such attacks; it is not a proof against them.
+    caller who rounds them to bfloat16 post-processes. With a secure source the addition happens in float64 and its
+    result is rounded to a fixed grid, so that the last bits of a floating-point sum, which can betray the summands,
+    are gone. This mitigates such attacks; it is not a proof against them.
 
-    Formal guarantees: if adding or removing one example changes the joint vector of sums by at most S in L2 norm, then the
-    joint result of one call is a Gaussian mechanism of noise multiplier σ on real numbers; calls of different steps are
-    independent. Assumes unpredictable randomness, one call per logical step, and sums accumulated over all its chunks.
+    Formal guarantees: if adding or removing one example changes the joint vector of sums by at most S in L2 norm,
+    then the joint result of one call is a Gaussian mechanism of noise multiplier σ on real numbers; calls of
+    different steps are independent. Assumes unpredictable randomness, one call per logical step, and sums accumulated
+    over all its chunks.
 
     >>> mechanism = GaussianMechanism(noise_multiplier=1.0, sensitivity=0.5, expected_batch_size=100)
     >>> means = mechanism.privatize({"weight": torch.zeros(2, 3)}, step=0)
@@ -41,7 +43,8 @@ class GaussianMechanism:
     >>> mechanism.privatize({"weight": torch.zeros(2, 3)}, step=0)
     Traceback (most recent call last):
         ...
-    dp_microadam.errors.PrivacyError: step 0 was privatized already; noise is added once per logical step, to the sum ...
+    dp_microadam.errors.PrivacyError: step 0 was privatized already; noise is added once per logical step, to the sum
+    ...
     """
 
     def __init__(
@@ -86,9 +89,10 @@ class GaussianMechanism:
         require_integer("step", step, 0)
         if step <= self._last_step:
             raise PrivacyError(
-                f"step {step} was privatized already; noise is added once per logical step, to the sum over all its chunks"
+                f"step {step} was privatized already; noise is added once per logical step, "
+                "to the sum over all its chunks"
             )
-        if sums and not bool(torch.stack([tensor.isfinite().all().cpu() for tensor in sums.values()]).all()):
+        if not _all_finite(sums):
             raise PrivacyError("the clipped sums are not finite, so no amount of noise bounds what they reveal")
         self._last_step = step
         return {name: self._privatize_tensor(name, tensor.detach(), step) for name, tensor in sums.items()}
@@ -109,3 +113,9 @@ class GaussianMechanism:
             f"GaussianMechanism(noise_multiplier={self.noise_multiplier}, sensitivity={self.sensitivity}, "
             f"expected_batch_size={self.expected_batch_size}, randomness={self._randomness.description!r})"
         )
+
+
+def _all_finite(sums: Mapping[str, Tensor]) -> bool:
+    flags = [tensor.isfinite().all() for tensor in sums.values()]
+    # Gathered on one device first, so that a CUDA device is waited for once and not once per tensor.
+    return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())

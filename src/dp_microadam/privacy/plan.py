@@ -28,9 +28,9 @@ from dp_microadam.validation import require_in_open, require_integer, require_on
 class PrivacyPlan:
     """What a run may do: how it samples, how much noise it adds, and after how many steps it stops.
 
-    ``batch_size`` is the expected one: each step takes each of the ``dataset_size`` training examples independently with
-    probability ``sample_rate``. ``epsilon`` is computed from the other fields, so a plan cannot claim what it does not keep.
-    Every field is public by declaration.
+    ``batch_size`` is the expected one: each step takes each of the ``dataset_size`` training examples independently
+    with probability ``sample_rate``. ``epsilon`` is computed from the other fields, so a plan cannot claim what it
+    does not keep. Every field is public by declaration.
 
     Formal guarantees: a run that samples, clips and adds noise as the plan says, for at most ``steps`` steps, is
     (``epsilon``, ``delta``)-differentially private under adding or removing one training example.
@@ -89,15 +89,16 @@ class PrivacyPlan:
             steps = require_integer("steps", steps, 1)
         if delta > 1 / dataset_size:
             warnings.warn(
-                f"delta is {delta:g}, above 1/{dataset_size} = {1 / dataset_size:.3g}: a mechanism that publishes one whole "
-                "example at random would satisfy it",
+                f"delta is {delta:g}, above 1/{dataset_size} = {1 / dataset_size:.3g}: publishing one whole example "
+                "at random would satisfy it",
                 PrivacyWarning,
                 stacklevel=2,
             )
 
         sample_rate = batch_size / dataset_size
         if noise_multiplier is None:
-            assert epsilon is not None and steps is not None
+            assert epsilon is not None
+            assert steps is not None
             noise_multiplier = _solve_noise(sample_rate, steps, epsilon, delta, accountant)
         if steps is None:
             assert epsilon is not None
@@ -170,13 +171,13 @@ def _solve_steps(sample_rate: float, noise_multiplier: float, limit: float, delt
         steps = most_steps(sample_rate, noise_multiplier, limit, delta, accountant)
     except LookupError:
         raise InputError(
-            f"epsilon {limit} never runs out with noise_multiplier {noise_multiplier} and sample rate {sample_rate:.3g}; "
-            "give the number of steps"
+            f"epsilon {limit} never runs out with noise_multiplier {noise_multiplier} and sample rate "
+            f"{sample_rate:.3g}; give the number of steps"
         ) from None
     if steps == 0:
         one = epsilon([SubsampledGaussian(sample_rate, noise_multiplier, 1)], delta, accountant)
         raise InputError(
-            f"noise_multiplier {noise_multiplier} spends epsilon {one:.3g} in its first step, more than {limit} at delta "
-            f"{delta:g}; it must be larger, or the batch smaller"
+            f"noise_multiplier {noise_multiplier} spends epsilon {one:.3g} in its first step, more than {limit} at "
+            f"delta {delta:g}; it must be larger, or the batch smaller"
         )
     return steps

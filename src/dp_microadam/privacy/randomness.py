@@ -1,9 +1,9 @@
 """Where sampling and noise get their randomness.
 
-Each draw has its own generator, keyed by a cryptographic hash of a 256-bit secret and of what is drawn: the purpose, the
-step, the tensor's name, the block of coordinates. In a private run the secret comes from the operating system and lives
-only in memory. In a test run it is a hash of a fixed seed, so every draw is a function of (seed, step, example or
-coordinate) however the work is divided, and the run is not private.
+Each draw has its own generator, keyed by a cryptographic hash of a 256-bit secret and of what is drawn: the purpose,
+the step, the tensor's name, the block of coordinates. In a private run the secret comes from the operating system and
+lives only in memory. In a test run it is a hash of a fixed seed, so every draw is a function of (seed, step, example
+or coordinate) however the work is divided, and the run is not private.
 
 ``torch.Generator`` is not used: on CPU it keeps 32 bits of its seed, on CUDA 64. Noise is drawn on the CPU and moved.
 """
@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from dp_microadam.errors import InputError, PrivacyError
 from dp_microadam.validation import require_integer
 
-# Numbers per block. Blocks are fixed, so that the number of threads does not change what is drawn, and small enough that torch
-# does not divide them further and that they stay in a core's cache.
+# Numbers per block. Blocks are fixed, so that the number of threads does not change what is drawn, and small enough
+# that torch does not divide them further and that they stay in a core's cache.
 _BLOCK = 1 << 16
 _THREADS = max(1, min(8, os.cpu_count() or 1))
 
@@ -33,13 +33,14 @@ _THREADS = max(1, min(8, os.cpu_count() or 1))
 class Randomness:
     """A source of sampling and noise: the operating system's entropy, or a fixed seed for tests.
 
-    Made by :meth:`from_entropy` or :meth:`seeded`. It cannot be pickled, copied or shown, and refuses to work in a forked
-    process: two processes that draw the same noise reveal what it hides.
+    Made by :meth:`from_entropy` or :meth:`seeded`. It cannot be pickled, copied or shown, and refuses to work in a
+    forked process: two processes that draw the same noise reveal what it hides.
 
-    Formal guarantees: from :meth:`from_entropy`, every draw is keyed by 256 bits of the operating system's entropy and no
-    two draws of a process share a key. With ``secure`` the draws are AES-256 in counter mode, indistinguishable from random
-    bits for anyone without the key; without, they come from SFC64, a statistical generator with no such claim. Normal
-    numbers are made from 53-bit uniforms and end at 8.57 standard deviations, which leaves out a probability of 1e-17.
+    Formal guarantees: from :meth:`from_entropy`, every draw is keyed by 256 bits of the operating system's entropy
+    and no two draws of a process share a key. With ``secure`` the draws are AES-256 in counter mode,
+    indistinguishable from random bits for anyone without the key; without, they come from SFC64, a statistical
+    generator with no such claim. Normal numbers are made from 53-bit uniforms and end at 8.57 standard deviations,
+    which leaves out a probability of 1e-17.
 
     >>> Randomness.seeded(7)
     Randomness(fixed seed 7: not private)
@@ -143,11 +144,11 @@ def _aes_bits(key: bytes, count: int) -> NDArray[np.uint64]:
 
 
 def _uniforms(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
-    return (bits >> np.uint64(11)) * 2.0**-53
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _normals(bits: NDArray[np.uint64]) -> torch.Tensor:
-    """As many standard normal numbers as there are words, by Box and Muller: radius from one half, angle from the other."""
+    """As many standard normal numbers as there are words, by Box and Muller: radii from one half, angles the other."""
     uniform = torch.from_numpy(_uniforms(bits))
     half = len(uniform) // 2
     radius = uniform[:half].neg().log1p_().mul_(-2).sqrt_()
@@ -159,4 +160,6 @@ def _require_cryptography() -> None:
     try:
         import cryptography  # noqa: F401
     except ImportError:
-        raise InputError("secure is True; it needs the package cryptography (pip install 'dp-microadam[secure]')") from None
+        raise InputError(
+            "secure is True; it needs the package cryptography (pip install 'dp-microadam[secure]')"
+        ) from None

@@ -5,7 +5,7 @@ This is the sampling the accountants account for; shuffling, or batches of a fix
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from dp_microadam.errors import InputError
 from dp_microadam.privacy.plan import PrivacyPlan
@@ -40,12 +40,12 @@ class LogicalStep:
 class PoissonSampler:
     """Yields the logical steps of a run, each as chunks of example indices that fit in memory.
 
-    ``batch_size`` is the expected number of examples per step, ``physical_batch_size`` the most that are processed at once.
-    ``first_step`` is where a resumed run goes on.
+    ``batch_size`` is the expected number of examples per step, ``physical_batch_size`` the most that are processed at
+    once. ``first_step`` is where a resumed run goes on.
 
-    Formal guarantees: each example is in each step with probability ``batch_size / dataset_size`` (rounded up to a multiple
-    of 2⁻⁵³), independently of all other examples and steps, and of how a step is cut into chunks. What was drawn shows in
-    the chunks alone: not in the sampler's length, its representation or its state.
+    Formal guarantees: each example is in each step with probability ``batch_size / dataset_size`` (rounded up to a
+    multiple of 2⁻⁵³), independently of all other examples and steps, and of how a step is cut into chunks. What was
+    drawn shows in the chunks alone: not in the sampler's length, its representation or its state.
 
     >>> sampler = PoissonSampler(dataset_size=1000, batch_size=100, steps=3, physical_batch_size=32)
     >>> [step.index for step in sampler]
@@ -117,7 +117,7 @@ class PoissonSampler:
 
     def load(
         self,
-        data: Dataset[Any] | Tensor | Sequence[Tensor] | Mapping[str, Tensor],
+        data: Dataset[Any] | Tensor | tuple[Tensor, ...] | Mapping[str, Tensor],
         *,
         collate_fn: Callable[[list[Any]], Any] = default_collate,
         num_workers: int = 0,
@@ -125,13 +125,15 @@ class PoissonSampler:
     ) -> Iterator[LogicalStep]:
         """Logical steps whose chunks are batches of ``data``, fetched as they are asked for.
 
-        Tensors in memory (one, or a tuple or dict of them with examples along the first dimension) are indexed at once. A
-        map-style Dataset is read example by example and collated, in ``num_workers`` processes if asked; further options go to
-        torch's DataLoader. A step's chunks must be consumed before the next step is taken.
+        Tensors in memory (one, or a tuple or dict of them with examples along the first dimension) are indexed at
+        once. A map-style Dataset is read example by example and collated, in ``num_workers`` processes if asked;
+        further options go to torch's DataLoader. A step's chunks must be consumed before the next step is taken.
 
         Raises:
             InputError: if ``data`` does not have exactly ``dataset_size`` examples: the accounting would not match.
         """
+        if isinstance(data, TensorDataset) and collate_fn is default_collate:
+            data = data.tensors
         tensors = _tensors_of(data)
         size = len(data) if tensors is None else _common_length(tensors)  # type: ignore[arg-type]
         if size != self.dataset_size:
@@ -147,12 +149,12 @@ class PoissonSampler:
     def _load_dataset(
         self, data: Dataset[Any], collate_fn: Callable[[list[Any]], Any], num_workers: int, options: dict[str, Any]
     ) -> Iterator[LogicalStep]:
-        # Each request is a whole chunk and carries its step, so chunks keep their step across workers and prefetching. An empty
-        # step is a request for nothing.
+        # Each request is a whole chunk and carries its step, so chunks keep their step across workers and
+        # prefetching. An empty step is a request for nothing.
         requests = ((step.index, indices) for step in self for indices in (step.chunks or (None,)))
         loader: DataLoader[Any] = DataLoader(
             _Chunks(data, collate_fn),
-            sampler=requests,  # type: ignore[arg-type]
+            sampler=requests,
             batch_size=None,
             num_workers=num_workers,
             **options,
@@ -187,7 +189,7 @@ def _tensors_of(data: Any) -> list[Tensor] | None:
         return [data]
     if isinstance(data, Mapping):
         parts = list(data.values())
-    elif isinstance(data, list | tuple):
+    elif isinstance(data, tuple):
         parts = list(data)
     else:
         return None
