@@ -15,13 +15,37 @@ _HOMES = {
     "DPMicroAdamError": "dp_microadam.errors",
     "InputError": "dp_microadam.errors",
     "MicroAdam": "dp_microadam.optimizers.micro_adam",
+    "PrivacyError": "dp_microadam.errors",
+    "PrivacyPlan": "dp_microadam.privacy.plan",
+    "PoissonSampler": "dp_microadam.privacy.sampling",
+    "GaussianMechanism": "dp_microadam.privacy.mechanism",
+    "PrivacyLedger": "dp_microadam.privacy.ledger",
+    "Randomness": "dp_microadam.privacy.randomness",
+    "ClippedGradients": "dp_microadam.clipping.engine",
+    "PrivateTrainer": "dp_microadam.training.trainer",
 }
 
-__all__ = ["DPMicroAdamError", "InputError", "MicroAdam", "__version__"]
+__all__ = [
+    "MicroAdam",
+    "PrivacyPlan",
+    "PoissonSampler",
+    "GaussianMechanism",
+    "PrivacyLedger",
+    "Randomness",
+    "DPMicroAdamError",
+    "InputError",
+    "PrivacyError",
+    "__version__",
+]
 
 if TYPE_CHECKING:
-    from dp_microadam.errors import DPMicroAdamError, InputError
+    from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError
     from dp_microadam.optimizers.micro_adam import MicroAdam
+    from dp_microadam.privacy.ledger import PrivacyLedger
+    from dp_microadam.privacy.mechanism import GaussianMechanism
+    from dp_microadam.privacy.plan import PrivacyPlan
+    from dp_microadam.privacy.randomness import Randomness
+    from dp_microadam.privacy.sampling import PoissonSampler
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,17 +82,10 @@ def privacy_line(result: RunResult) -> str:
     """The line that ends a run."""
     if result.epsilon is None:
         return "not private: trained without clipping and noise"
+    from dp_microadam.privacy.statement import round_up
+
     line = f"ε = {round_up(result.epsilon)} at δ = {result.delta:g}"
     return line if result.private else f"not private (fixed seed); the same run without a seed would spend {line}"
-
-
-def round_up(epsilon: float) -> str:
-    """Two decimals, never below the value: a guarantee must not be rounded down.
-
-    >>> round_up(7.991), round_up(8.0), round_up(0.12)
-    ('8.00', '8.00', '0.12')
-    """
-    return f"{math.ceil(epsilon * 100 - 1e-9) / 100:.2f}"
 
 
 def _draw(experiment: Experiment, options: argparse.Namespace, result: RunResult) -> None:

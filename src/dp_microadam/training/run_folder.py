@@ -12,8 +12,6 @@ from dp_microadam.errors import InputError
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
-PRIVACY = "privacy.json"
-STATEMENT = "privacy.txt"
 LOG = "log.txt"
 CURVES = "curves.png"
 CHECKPOINTS = "checkpoints"

@@ -21,14 +21,14 @@ from dp_microadam.privacy.mechanism import GaussianMechanism
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.randomness import Randomness
 from dp_microadam.privacy.sampling import PoissonSampler
-from dp_microadam.privacy.statement import privacy_statement, privacy_summary
+from dp_microadam.privacy.statement import PRIVACY_NAME, STATEMENT_NAME, privacy_report, statement_in_words
 from dp_microadam.training.checkpoint import CheckpointFolder
 from dp_microadam.training.ema import WeightAverage
 from dp_microadam.training.evaluation import PerExample, evaluate
 from dp_microadam.training.gradients import GradientSums, UnclippedGradients, set_gradients
 from dp_microadam.training.interrupts import Interruptible
 from dp_microadam.training.progress import Progress, tell
-from dp_microadam.training.run_folder import CHECKPOINTS, CONFIG, EVENTS, PRIVACY, STATEMENT, RunFolder, default_folder
+from dp_microadam.training.run_folder import CHECKPOINTS, CONFIG, EVENTS, RunFolder, default_folder
 from dp_microadam.training.schedules import Schedule
 from dp_microadam.training.tensorboard import Events
 from dp_microadam.validation import require_integer, require_one_of, require_positive
@@ -390,7 +390,7 @@ class PrivateTrainer:
         """Write ``privacy.json`` and the statement in words, as of the steps recorded so far."""
         if self._ledger is None:
             self.folder.write_json(
-                PRIVACY,
+                PRIVACY_NAME,
                 {
                     "private": False,
                     "epsilon": None,
@@ -401,14 +401,13 @@ class PrivateTrainer:
                     "reason": self.stamp,
                 },
             )
-            self.folder.write(STATEMENT, f"This model is {self.stamp}. No privacy guarantee of any kind holds for it.\n")
+            self.folder.write(STATEMENT_NAME, f"This model is {self.stamp}. No privacy guarantee of any kind holds for it.\n")
             return
-        record = self._ledger.read()
-        summary = privacy_summary(record)
+        report = privacy_report(self._ledger.read())
         if self._show_private_metrics:
-            summary["private_metrics_shown"] = True
-        self.folder.write_json(PRIVACY, summary)
-        self.folder.write(STATEMENT, privacy_statement(record))
+            report["outside_the_guarantee"].append("loss and accuracy on training batches, which this run was asked to show")
+        self.folder.write_json(PRIVACY_NAME, report)
+        self.folder.write(STATEMENT_NAME, statement_in_words(report))
 
     def _settings(self) -> RunSettings:
         assert self._mechanism is not None
