@@ -60,4 +60,3 @@ def set_gradients(model: nn.Module, means: dict[str, Tensor]) -> None:
     """Give each parameter its privatized mean as gradient, in the parameter's own dtype."""
     for name, parameter in model.named_parameters():
         parameter.grad = means[name].to(parameter.dtype) if name in means else None
-

@@ -73,7 +73,9 @@ class Progress:
 
     def close(self) -> None:
         if self._bar:
-            self._bar.update(self._task, completed=self._done, spent=self._spent(self._done), rate=f"{self._rate():,.0f} images/s expected")
+            self._bar.update(
+                self._task, completed=self._done, spent=self._spent(self._done), rate=f"{self._rate():,.0f} images/s expected"
+            )
             self._bar.stop()
             self._bar = None
 

@@ -21,7 +21,7 @@ class Events:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(self._folder)  # type: ignore[no-untyped-call]
+            self._writer = SummaryWriter(self._folder)
         for name, value in values.items():
             if value is not None:
                 self._writer.add_scalar(name, value, step)

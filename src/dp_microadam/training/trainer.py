@@ -351,7 +351,9 @@ class PrivateTrainer:
         if self.average is not None:
             self.average.update(self.model, self._updates)
 
-    def _evaluate(self, validation: Any, progress: Progress, private_metrics: dict[str, float] | None = None) -> dict[str, float]:
+    def _evaluate(
+        self, validation: Any, progress: Progress, private_metrics: dict[str, float] | None = None
+    ) -> dict[str, float]:
         """Validation metrics of the weights and of their average, written down and told."""
         metrics: dict[str, float] = {}
         if validation is not None:
@@ -366,7 +368,10 @@ class PrivateTrainer:
         self._events.write(self._position, {**metrics, "epsilon": record["epsilon"]})
         self._last_metrics = metrics
         words = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items()]
-        words += [f"{name.replace('_', ' ')} {value:.4f} (private, outside the guarantee)" for name, value in (private_metrics or {}).items()]
+        words += [
+            f"{name.replace('_', ' ')} {value:.4f} (private, outside the guarantee)"
+            for name, value in (private_metrics or {}).items()
+        ]
         if words:
             progress.say(f"step {self._position}: " + ", ".join(words))
         return metrics
@@ -458,4 +463,3 @@ class PrivateTrainer:
                         f"optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's; build it from "
                         "model.parameters()"
                     )
-
