@@ -1,0 +1,1 @@
+"""What is left of a run for people to read: pictures and documents."""

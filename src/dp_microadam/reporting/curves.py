@@ -1,0 +1,80 @@
+"""The picture of a run: validation accuracy and loss over steps, with the privacy spent along the top."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dp_microadam.errors import DPMicroAdamError
+
+_RAW, _AVERAGED, _INK, _FAINT = "#1f5fa8", "#d9730d", "#333333", "#d8d8d8"
+_NUMBER_OF_EPSILON_TICKS = 6
+
+
+def draw_curves(metrics: Sequence[Mapping[str, Any]], path: Path, *, title: str, private: bool) -> None:
+    """Write a PNG of ``metrics``, one mapping per evaluation, to ``path``.
+
+    Each has "step", "validation_accuracy" (a fraction) and "validation_loss"; "epsilon" for private runs, and
+    "ema_validation_accuracy" and "ema_validation_loss" where averaged weights were evaluated too. Others are ignored. A run
+    that is not private says so in its title and shows no ε.
+
+    Raises:
+        DPMicroAdamError: if matplotlib is not installed, or there is nothing to draw.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise DPMicroAdamError("curves need matplotlib; run pip install 'dp-microadam[plots]'") from None
+    if not metrics:
+        raise DPMicroAdamError("there are no evaluations to draw; the run ended before its first")
+
+    # A Figure of its own and not pyplot, whose state is global and whose backend may want a screen.
+    figure = Figure(figsize=(7.5, 6.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    accuracy, loss = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    _draw(accuracy, metrics, "validation_accuracy", "validation accuracy (%)", scale=100)
+    _draw(loss, metrics, "validation_loss", "validation loss", scale=1)
+    loss.set_xlabel("step")
+    if len(accuracy.lines) > 1:
+        accuracy.legend(loc="lower right", frameon=False)
+    if private:
+        _add_epsilon_axis(accuracy, metrics)
+    figure.suptitle(title if private else f"{title}: not private", color=_INK if private else "#b00020", fontweight="bold")
+    figure.savefig(path, dpi=150, format="png", metadata={"Software": "dp-microadam"})
+
+
+def _draw(axes: Any, metrics: Sequence[Mapping[str, Any]], key: str, label: str, *, scale: float) -> None:
+    """Raw and averaged weights over steps; the last value of the better-known line is written at its end."""
+    for name, colour, what in ((key, _RAW, "weights"), (f"ema_{key}", _AVERAGED, "averaged weights")):
+        points = [(row["step"], scale * row[name]) for row in metrics if _is_number(row.get(name))]
+        if points:
+            steps, values = zip(*points, strict=True)
+            marker = "o" if len(points) == 1 else None
+            axes.plot(steps, values, color=colour, linewidth=1.8, marker=marker, label=f"{what}: {values[-1]:.4g} at the end")
+    axes.set_ylabel(label, color=_INK)
+    axes.grid(axis="y", color=_FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=_INK)
+    axes.margins(x=0.01)
+
+
+def _add_epsilon_axis(axes: Any, metrics: Sequence[Mapping[str, Any]]) -> None:
+    """ε at evenly spread evaluations, above the steps at which it was spent."""
+    spent = [(row["step"], row["epsilon"]) for row in metrics if _is_number(row.get("epsilon"))]
+    if not spent:
+        return
+    count = min(_NUMBER_OF_EPSILON_TICKS, len(spent))
+    chosen = [spent[round(index * (len(spent) - 1) / max(1, count - 1))] for index in range(count)]
+    top = axes.secondary_xaxis("top")
+    top.set_xticks([step for step, _ in chosen], [f"{epsilon:.2f}" for _, epsilon in chosen])
+    top.set_xlabel("ε spent", color=_INK)
+    top.spines["top"].set_color(_FAINT)
+    top.tick_params(colors=_INK)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -1,0 +1,69 @@
+"""The model card that goes with exported weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+
+def model_card(name: str, recipe_toml: str, statement: str, metrics: Mapping[str, Any]) -> str:
+    """A short document in Markdown: what the model promises, how well it does, how it was trained and how to load it.
+
+    ``statement`` is the privacy statement of the run; it stands in full before everything else. ``metrics`` become a table:
+    keys are read as words, numbers under keys with "accuracy" as percentages. The recipe's ``data_folder`` is left out, as
+    it describes the machine and not the model.
+
+    >>> card = model_card("demo", 'name = "demo"', "This model is (8, 1e-05)-private.", {"test_accuracy": 0.9312})
+    >>> print("\\n".join(card.splitlines()[:5]))
+    # demo
+    <BLANKLINE>
+    ## Privacy
+    <BLANKLINE>
+    This model is (8, 1e-05)-private.
+    >>> "| test accuracy | 93.12 % |" in card
+    True
+    """
+    sections = [
+        f"# {' '.join(name.split())}",
+        f"## Privacy\n\n{statement.strip()}",
+        f"## How well it does\n\n{_table(metrics)}" if metrics else "",
+        f"## How it was trained\n\nBy `dp-microadam train` with this recipe:\n\n{_code('toml', _without_folder(recipe_toml))}",
+        "## How to load it\n\nThe weights are safetensors files; `safetensors.torch.load_file` reads one as a state dict for "
+        "`load_state_dict` of the same PyTorch model.",
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _table(metrics: Mapping[str, Any]) -> str:
+    rows = [f"| {_cell(key.replace('_', ' '))} | {_cell(_shown(key, value))} |" for key, value in metrics.items()]
+    return "\n".join(
+        [
+            "| measure | value |",
+            "|---|---|",
+            *rows,
+            "",
+            "Measured on examples that took no part in training; what the figures tell about those is outside the guarantee.",
+        ]
+    )
+
+
+def _shown(key: str, value: Any) -> str:
+    if isinstance(value, float):
+        return f"{100 * value:.2f} %" if "accuracy" in key else f"{value:.4g}"
+    return str(value)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _without_folder(recipe_toml: str) -> str:
+    return "\n".join(line for line in recipe_toml.strip().splitlines() if not line.startswith("data_folder"))
+
+
+def _code(language: str, text: str) -> str:
+    # A fence longer than any inside the text cannot be closed by it.
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{text}\n{fence}"
