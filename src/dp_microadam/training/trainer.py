@@ -253,6 +253,8 @@ class PrivateTrainer:
             self._ledger = PrivacyLedger.resume(self.folder.path, self.plan, self._settings(), position=position)
             self._position = self._ledger.steps
         if self.finished:
+            if self._ledger is not None:
+                self._ledger.close()
             return self
         for name in damaged:
             self._tell(f"checkpoint {name} is damaged and was passed over")
