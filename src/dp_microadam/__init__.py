@@ -12,19 +12,37 @@ __version__ = "0.1.0"
 
 # Where each public name lives. Adding one here and below is all that makes it public.
 _HOMES = {
+    "ClippedGradients": "dp_microadam.clipping.engine",
     "DPMicroAdamError": "dp_microadam.errors",
     "InputError": "dp_microadam.errors",
     "MicroAdam": "dp_microadam.optimizers.micro_adam",
+    "replace_batchnorm": "dp_microadam.clipping.batchnorm",
 }
 
-__all__ = ["DPMicroAdamError", "InputError", "MicroAdam", "__version__"]
+# Public modules, imported as a whole.
+_MODULES = ("models",)
+
+__all__ = [
+    "ClippedGradients",
+    "DPMicroAdamError",
+    "InputError",
+    "MicroAdam",
+    "models",
+    "replace_batchnorm",
+    "__version__",
+]
 
 if TYPE_CHECKING:
+    from dp_microadam import models
+    from dp_microadam.clipping.batchnorm import replace_batchnorm
+    from dp_microadam.clipping.engine import ClippedGradients
     from dp_microadam.errors import DPMicroAdamError, InputError
     from dp_microadam.optimizers.micro_adam import MicroAdam
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"dp_microadam.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'dp_microadam' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

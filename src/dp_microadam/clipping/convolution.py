@@ -109,7 +109,9 @@ class ConvolutionFactors(Factors):
         inputs = images.transpose(1, 2) @ images
         # The output gradient gets the image's row lengths, zeros in the margin; only the first dimension stays its own.
         maps = self.deltas.shape[2:]
-        margins = [side for full, own in zip(reversed(size[1:]), reversed(maps[1:]), strict=True) for side in (0, full - own)]
+        margins = [
+            side for full, own in zip(reversed(size[1:]), reversed(maps[1:]), strict=True) for side in (0, full - own)
+        ]
         deltas = self._grouped(F.pad(self.deltas, margins) if any(margins) else self.deltas).flatten(2)
         deltas = deltas.transpose(1, 2) @ deltas
         for dimension, (kernel, dilation) in enumerate(zip(self.geometry.kernel, self.geometry.dilation, strict=True)):
@@ -146,9 +148,7 @@ def sum_along_diagonal(grams: Tensor, count: int, step: int) -> Tensor:
     return total
 
 
-def weight_gradient(
-    inputs: Tensor, deltas: Tensor, shape: tuple[int, ...], geometry: Geometry, groups: int
-) -> Tensor:
+def weight_gradient(inputs: Tensor, deltas: Tensor, shape: tuple[int, ...], geometry: Geometry, groups: int) -> Tensor:
     """The library's weight gradient, in the full precision of its operands."""
     placeholder = inputs.new_empty(1).expand(shape)  # the kernel asks for the weight's shape, not for its values
     no_output_padding = [0] * len(geometry.stride)

@@ -38,7 +38,8 @@ class ClippedGradients:
         clipping: ``"flat"`` clips the whole gradient to C; ``"per-layer"`` clips every layer's to C_l with Σ C_l² = C².
         layer_weights: for per-layer clipping, C_l in proportion to these numbers by layer name; all equal by default.
         way: ``"ghost"``, ``"keep"`` or ``"drop"`` for all layers that have a choice; by default each layer takes its cheapest.
-        synthetic_batch: examples to prove independence on, for models that do not accept random ones; never private data.
+        synthetic_batch: examples to prove independence on, for models that do not accept random ones; at least
+            four, and never private data.
 
     >>> model = nn.Linear(3, 2)
     >>> engine = ClippedGradients(model, lambda model, x: model(x).square().sum(1), max_grad_norm=1.0)
@@ -59,7 +60,9 @@ class ClippedGradients:
         synthetic_batch: Any = None,
     ) -> None:
         if not (math.isfinite(max_grad_norm) and max_grad_norm >= _SMALLEST_NORM):
-            raise InputError(f"max_grad_norm is {max_grad_norm}; it must be a finite number of at least {_SMALLEST_NORM}")
+            raise InputError(
+                f"max_grad_norm is {max_grad_norm}; it must be a finite number of at least {_SMALLEST_NORM}"
+            )
         require_one_of("clipping", clipping, ("flat", "per-layer"))
         if way is not None:
             require_one_of("way", way, ("ghost", "keep", "drop"))
@@ -165,8 +168,7 @@ class ClippedGradients:
         if key in self._proved:
             return
         refuse_batch_statistics(self._model)
-        example = batch if self._synthetic_batch is None else self._synthetic_batch
-        prove(self._model, self._loss, self._rules, example)
+        prove(self._model, self._loss, self._rules, batch, self._synthetic_batch)
         self._proved.add(key)
 
     def _norms(self, batch: Any, count: int) -> tuple[dict[str, Tensor], dict[str, LayerCall]]:

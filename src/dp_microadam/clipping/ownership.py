@@ -22,13 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_microadam.clipping.batches import batch_size, synthetic, with_another_example
+from dp_microadam.clipping.batches import batch_size, rows_of, synthetic, with_another_example
 from dp_microadam.clipping.precision import full_precision
 from dp_microadam.clipping.recording import Recording
 from dp_microadam.clipping.rule import LayerCall, LayerRule
 from dp_microadam.errors import InputError
 
 PerExampleLoss = Callable[[nn.Module, Any], Tensor]
+
+_FEWEST = 4
 
 # A block may be skipped at random in training (stochastic depth): a layer counts as unused after this many passes.
 _PASSES_TO_BE_SEEN = 16
@@ -47,22 +49,25 @@ def losses_of(model: nn.Module, per_example_loss: PerExampleLoss, batch: Any) ->
     return losses
 
 
-def prove(model: nn.Module, per_example_loss: PerExampleLoss, rules: Mapping[str, LayerRule], batch: Any) -> None:
+def prove(
+    model: nn.Module, per_example_loss: PerExampleLoss, rules: Mapping[str, LayerRule], batch: Any, given: Any = None
+) -> None:
     """Raise :class:`InputError` unless examples are independent and every trainable parameter is observed.
 
-    Runs on synthetic data; leaves random streams and buffers as they were.
+    Runs on synthetic examples of the batch's shape, or on those ``given``; leaves random streams and buffers as they were.
     """
-    # Three rows at least: the middle one has neighbours on both sides.
-    count = max(3, batch_size(batch))
-    fewer = 4 if count == 3 else 3
+    # The middle one of the examples has neighbours on both sides.
+    examples = synthetic(batch, max(_FEWEST, batch_size(batch)), seed=0) if given is None else given
+    count = batch_size(examples)
+    if count < _FEWEST:
+        raise InputError(f"synthetic_batch holds {count} examples; it must hold at least {_FEWEST}")
     proof = _Proof(model, per_example_loss, rules)
-    example = synthetic(batch, count, seed=0)
     with _undisturbed(model) as rewind:
-        proof.examples_do_not_mix(example, count // 2, rewind)
-        proof.every_parameter_is_seen(example, rewind)
-        proof.rows_are_owned(example, count // 2, rewind)
+        proof.examples_do_not_mix(examples, count // 2, rewind)
+        proof.every_parameter_is_seen(examples, rewind)
+        proof.rows_are_owned(examples, count // 2, rewind)
         # A different batch size: what has one row per example by coincidence in one run has not in the other.
-        proof.sums_are_gradients(synthetic(batch, fewer, seed=1), rewind)
+        proof.sums_are_gradients(rows_of(examples, _FEWEST - 1), rewind)
 
 
 @contextmanager
@@ -173,12 +178,13 @@ class _Proof:
         gradients = torch.autograd.grad(total_loss, list(trainable.values()), allow_unused=True)
         expected = dict(zip(trainable, gradients, strict=True))
         scale = sum(float(g.float().square().sum()) for g in gradients if g is not None) ** 0.5
+        rounding = 100 * torch.finfo(losses.dtype).eps * float(losses.detach().abs().sum())
         for name, parameter in trainable.items():
             reference = expected[name]
             reference = torch.zeros_like(parameter) if reference is None else reference
             found = sums.get(name, torch.zeros_like(parameter))
             error = float((found.to(reference.dtype) - reference).float().norm())
-            if not error <= 1e-2 * float(reference.float().norm()) + 1e-4 * scale:
+            if not error <= 1e-2 * float(reference.float().norm()) + 1e-4 * scale + rounding:
                 raise InputError(
                     f"parameter {name!r} is used outside the call of its own layer (tied to another layer, or passed to a "
                     "function), so its gradient would be clipped in part only; give each use a layer of its own, or freeze "

@@ -43,9 +43,7 @@ class LayerCall(ABC):
 class LayerRule(ABC):
     """How one module's gradients are clipped."""
 
-    def __init__(
-        self, name: str, module: nn.Module, trainable: tuple[str, ...], forced_way: str | None = None
-    ) -> None:
+    def __init__(self, name: str, module: nn.Module, trainable: tuple[str, ...], forced_way: str | None = None) -> None:
         self.name = name
         self.module = module
         self.trainable = trainable

@@ -15,6 +15,7 @@ dividing it out again would fail at γ = 0.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dp_microadam.clipping.convolution import ConvolutionFactors, ConvolutionRule, geometry_of, padded_shape
-from dp_microadam.clipping.outer_product import CANCELLATION, OuterProductSum, squared_norms
+from dp_microadam.clipping.outer_product import OuterProductSum, squared_norms
 from dp_microadam.clipping.rule import GradientRows, LayerCall, UnchangedInput, at_least_float32
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 
@@ -42,8 +43,11 @@ class Projection:
         self.slope = self.gain / at_least_float32(standardized.scale)
         lengths = squared_norms(self.filters)
         self.loss_along_filter = 2 * self.pull - self.pull.square() * lengths
-        # One product yields both 1ᵀG and vᵀG.
-        self._probes = torch.stack([torch.ones_like(self.filters), self.filters], dim=2)
+
+    @cached_property
+    def _probes(self) -> Tensor:
+        """1 and v side by side: one product with G yields both 1ᵀG and vᵀG."""
+        return torch.stack([torch.ones_like(self.filters), self.filters], dim=2)
 
     def coordinates(self, gradients: Tensor) -> tuple[Tensor, Tensor]:
         """1ᵀG and vᵀG, each (examples, channels)."""
@@ -67,9 +71,7 @@ class Projection:
 class StandardizedSum(OuterProductSum):
     """Norms and clipped sum of ∂w, with vᵀG of every example as a by-product: the gradient of the gain."""
 
-    def __init__(
-        self, factors: ConvolutionFactors, way: str, projection: Projection, ungained: Tensor | None
-    ) -> None:
+    def __init__(self, factors: ConvolutionFactors, way: str, projection: Projection, ungained: Tensor | None) -> None:
         super().__init__(factors, way)
         self._projection = projection
         self._ungained = ungained
