@@ -38,8 +38,8 @@ def signature(batch: Any) -> tuple[Any, ...]:
 def synthetic(batch: Any, count: int, seed: int) -> Any:
     """``count`` random examples shaped like those of ``batch``; no value of the batch is looked at.
 
-    Real numbers are uniform in [0, 1), where roots and logarithms exist; whole numbers are 0 or 1, which are valid classes,
-    tokens and masks.
+    Real numbers are uniform in [0, 1), where roots and logarithms exist; whole numbers are 0 or 1, which are valid
+    classes, tokens and masks.
     """
     generator = torch.Generator().manual_seed(seed)
 

@@ -14,8 +14,9 @@ from dp_microadam.validation import require_integer
 def replace_batchnorm(model: nn.Module, *, groups: int = 16) -> nn.Module:
     """Swap every BatchNorm of ``model`` for a GroupNorm, in place, and return the model.
 
-    Gain, bias, their ``requires_grad`` flags, device, dtype and mode are carried over; running statistics are not used. The
-    number of groups is the largest divisor of the channels that is at most ``groups`` and leaves two channels to a group.
+    Gain, bias, their ``requires_grad`` flags, device, dtype and mode are carried over; running statistics are not
+    used. The number of groups is the largest divisor of the channels that is at most ``groups`` and leaves two
+    channels to a group.
 
     >>> model = replace_batchnorm(nn.Sequential(nn.Conv2d(3, 24, 3), nn.BatchNorm2d(24)))
     >>> model[1].num_groups

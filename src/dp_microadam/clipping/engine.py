@@ -26,10 +26,11 @@ class ClippedGradients:
     """Σᵢ clip(gᵢ, C) over the examples of one step, where gᵢ is the gradient of example i's loss.
 
     Formal guarantees: for batches that differ by adding or removing one example, ``sums``, read as one vector over all
-    parameters, differ by at most ``sensitivity`` in L2 norm (up to a relative 1e-5 of rounding), however the batch was cut
-    into chunks. It holds for models in which examples do not interact; that is proved on synthetic data before the first
-    step (``ownership.py``), and such models are refused otherwise. An example whose gradient is not finite, or whose squared
-    norm overflows, contributes nothing. What ``accumulate`` returns, and ``sums`` before noise, are private.
+    parameters, differ by at most ``sensitivity`` in L2 norm (up to a relative 1e-5 of rounding), however the batch
+    was cut into chunks. It holds for models in which examples do not interact; that is proved on synthetic data
+    before the first step (``ownership.py``), and such models are refused otherwise. An example whose gradient is not
+    finite, or whose squared norm overflows, contributes nothing. What ``accumulate`` returns, and ``sums`` before
+    noise, are private.
 
     Args:
         model: any module; its parameters that require gradients are the ones that are clipped and summed.
@@ -37,9 +38,10 @@ class ClippedGradients:
         max_grad_norm: C.
         clipping: ``"flat"`` clips the whole gradient to C; ``"per-layer"`` clips every layer's to C_l with Σ C_l² = C².
         layer_weights: for per-layer clipping, C_l in proportion to these numbers by layer name; all equal by default.
-        way: ``"ghost"``, ``"keep"`` or ``"drop"`` for all layers that have a choice; by default each layer takes its cheapest.
-        synthetic_batch: examples to prove independence on, for models that do not accept random ones; at least
-            four, and never private data.
+        way: ``"ghost"``, ``"keep"`` or ``"drop"`` for all layers that have a choice; by default each layer takes its
+            cheapest.
+        synthetic_batch: examples to prove independence on, for models that do not accept random ones; at least four,
+            and never private data.
 
     >>> model = nn.Linear(3, 2)
     >>> engine = ClippedGradients(model, lambda model, x: model(x).square().sum(1), max_grad_norm=1.0)
@@ -159,7 +161,8 @@ class ClippedGradients:
         if now.keys() != self._trainable.keys() or any(now[name] is not p for name, p in self._trainable.items()):
             name = next(iter(now.keys() ^ self._trainable.keys()), next(iter(now), ""))
             raise InputError(
-                f"parameter {name!r} was frozen, unfrozen or replaced since this ClippedGradients was made; make a new one"
+                f"parameter {name!r} was frozen, unfrozen or replaced since this ClippedGradients was made; make a "
+                "new one"
             )
 
     def _prove_once(self, batch: Any) -> None:

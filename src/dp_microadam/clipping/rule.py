@@ -54,10 +54,10 @@ class LayerRule(ABC):
     def observe(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> LayerCall:
         """Called after the module's forward; what it returns waits for the output gradient."""
 
-    def install(self) -> None:
+    def install(self) -> None:  # noqa: B027 - most rules have nothing to prepare
         """Called before a forward pass that will be observed."""
 
-    def uninstall(self) -> None:
+    def uninstall(self) -> None:  # noqa: B027
         """Undo ``install``; called on errors too."""
 
     def only_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -1,15 +1,16 @@
 """Weight-standardized convolutions, exactly.
 
-The layer convolves with κγv, v = (w − μ)/s (see ``layers/weight_standardization.py``). With G the per-example gradient of an
-ordinary convolution's weight, n the fan-in, 1 the filter of ones, p the pull of the derivative and k = κγ/s per channel:
+The layer convolves with κγv, v = (w − μ)/s (see ``layers/weight_standardization.py``). With G the per-example
+gradient of an ordinary convolution's weight, n the fan-in, 1 the filter of ones, p the pull of the derivative and k =
+κγ/s per channel:
 
     ∂γ = κ·vᵀG            ∂w = k(G − mean G − p·v(vᵀG))
     ‖∂w‖² = Σ k²[‖G‖² − (1ᵀG)²/n − (2p − p²‖v‖²)(vᵀG)²]        since v is orthogonal to 1
 
-∂w is linear in G: the clipped sum of G is projected once. Where gradients are formed, 1ᵀG and vᵀG are read off them. In the
-ghost way ‖kG‖² is the ordinary norm with δ scaled by k, 1ᵀG = Σₜ δₜ·(sum of the patch at t) and vᵀG = Σₜ δₜzₜ, where
-z = conv(a, v) is the output before the gain: the forward pass then applies the gain to z instead of to the filter, since
-dividing it out again would fail at γ = 0.
+∂w is linear in G: the clipped sum of G is projected once. Where gradients are formed, 1ᵀG and vᵀG are read off them.
+In the ghost way ‖kG‖² is the ordinary norm with δ scaled by k, 1ᵀG = Σₜ δₜ·(sum of the patch at t) and vᵀG = Σₜ δₜzₜ,
+where z = conv(a, v) is the output before the gain: the forward pass then applies the gain to z instead of to the
+filter, since dividing it out again would fail at γ = 0.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ class StandardizedCall(LayerCall):
 
 
 class WeightStandardizedRule(ConvolutionRule):
-    """Takes over the layer's forward while gradients are recorded: filters are standardized once for forward and backward."""
+    """Takes over the layer's forward while it is recorded: filters are standardized once for forward and backward."""
 
     module: WeightStandardizedConv2d
     projection: Projection
@@ -183,7 +184,7 @@ class WeightStandardizedRule(ConvolutionRule):
         module = self.module
         filters = self.projection.filters.view_as(module.weight).to(module.weight.dtype)
         gain = self.projection.gain.to(module.weight.dtype).view(-1, 1, 1)
-        geometry, margins = geometry_of(module)
+        _, margins = geometry_of(module)
         if not {"weight", "gain"}.isdisjoint(self.trainable) and self.choose(padded_shape(input, margins)) == "ghost":
             ungained = module._conv_forward(input, filters, None)
             self._ungained = at_least_float32(ungained)
