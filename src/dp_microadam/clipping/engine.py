@@ -136,6 +136,11 @@ class ClippedGradients:
             with torch.no_grad(), full_precision(device):
                 return self._add_clipped(norms, calls)
 
+    def prove(self, batch: Any) -> None:
+        """Prove now what ``accumulate`` would prove before its first step, on synthetic examples shaped like these."""
+        with torch.enable_grad():
+            self._prove_once(detached(batch))
+
     def explain(self) -> str:
         """Print, and return, a table of the layers: the way taken, its estimated cost and what it keeps."""
         header = ("layer", "type", "way", "cost ×", "kept kB/example")
