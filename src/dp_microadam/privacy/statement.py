@@ -85,8 +85,8 @@ def statement_in_words(report: dict[str, Any]) -> str:
     if report["private"]:
         opening = (
             f"PRIVATE. Training was {claim}-differentially private for {report['unit']}:\n"
-            "whatever is concluded from the trained model would have been concluded, with nearly the same probability,\n"
-            "had that data not been there.\n"
+            "whatever is concluded from the trained model would have been concluded, with nearly the same\n"
+            "probability, had that data not been there.\n"
         )
     else:
         opening = (
