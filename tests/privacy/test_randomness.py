@@ -142,7 +142,7 @@ def test_noise_is_independent_between_steps_tensors_and_neighbours(make):
     source = make()
     a, b = source.normals("a", 0, count, torch.float64), source.normals("a", 1, count, torch.float64)
     c = source.normals("b", 0, count, torch.float64)
-    half = 1 << 15  # cosines and sines of one block come from the same radii
+    half = module._BLOCK // 2  # cosines and sines of one block come from the same radii
     bound = stats.norm.isf(ALARM / 2) / np.sqrt(count - half)
     for x, y in [(a, b), (a, c), (a[:-1], a[1:]), (a[:-half], a[half:])]:
         for f in (lambda v: v, lambda v: (v**2 - 1) / np.sqrt(2)):
