@@ -1,5 +1,6 @@
 """The ledger, with real processes that are really killed."""
 
+import errno
 import json
 import os
 import signal
@@ -72,6 +73,24 @@ def test_a_step_is_on_the_disk_before_record_step_returns(tmp_path, monkeypatch)
         assert synced == [1]
         ledger.record_step()
         assert synced == [1, 2]
+
+
+def test_a_step_that_cannot_be_written_is_not_taken(tmp_path, monkeypatch):
+    """A full disk, say. The ledger then stays shut: what it holds is no longer known."""
+    with PrivacyLedger.create(tmp_path, PLAN, SETTINGS) as ledger:
+        ledger.record_step()
+
+        def full(file: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", full)
+            with pytest.raises(PrivacyError, match=r"step 1 is not taken: .*No space left"):
+                ledger.record_step()
+        with pytest.raises(PrivacyError, match="not open"):
+            ledger.record_step()
+    with PrivacyLedger.resume(tmp_path, PLAN, SETTINGS, position=1) as ledger:
+        assert ledger.steps == 2
 
 
 def test_a_killed_process_never_uses_a_step_the_ledger_lacks(tmp_path):

@@ -44,6 +44,12 @@ def test_every_bit_of_the_operating_systems_entropy_reaches_the_noise(monkeypatc
     assert len(drawn) == 257
 
 
+@pytest.mark.parametrize("generate", [module._statistical_bits, module._aes_bits])
+def test_the_generators_use_every_bit_of_their_key(generate):
+    keys = [(1 << bit).to_bytes(32, "little") for bit in range(256)]
+    assert len({tuple(generate(key, 4).tolist()) for key in keys}) == 256
+
+
 @pytest.mark.parametrize("make", SOURCES)
 def test_two_runs_and_two_draws_differ(make):
     one, other = make(), make()
