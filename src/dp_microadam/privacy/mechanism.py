@@ -96,10 +96,9 @@ class GaussianMechanism:
             raise PrivacyError("the clipped sums are not finite, so no amount of noise bounds what they reveal")
         self._last_step = step
         wide = self._randomness.secure or any(total.dtype == torch.float64 for total in sums.values())
-        noise = self._randomness.normals_for(
-            {name: total.numel() for name, total in sums.items()}, step, torch.float64 if wide else torch.float32
-        )
-        return {name: self._noisy_mean(total.detach(), noise.pop(name)) for name, total in sums.items()}
+        counts = {f"noise {name}": total.numel() for name, total in sums.items()}
+        noise = self._randomness.normals_for(counts, step, torch.float64 if wide else torch.float32)
+        return {name: self._noisy_mean(total.detach(), noise.pop(f"noise {name}")) for name, total in sums.items()}
 
     def _noisy_mean(self, total: Tensor, standard: Tensor) -> Tensor:
         """(total + σS · standard normal) / B. Overwrites the noise, which nobody needs again."""
