@@ -1,9 +1,11 @@
 """The plan: the paper's numbers, the promise about the budget, and what is refused."""
 
 import dataclasses
+import json
 import math
 import warnings
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -87,6 +89,17 @@ def test_a_plan_survives_a_dictionary_and_a_forged_epsilon_does_not():
     assert back.epsilon == plan.epsilon
     with pytest.raises(InputError, match="lacks steps"):
         PrivacyPlan.from_dict({name: value for name, value in described.items() if name != "steps"})
+
+
+def test_numbers_of_other_libraries_become_plain_ones():
+    plan = PrivacyPlan.solve(
+        dataset_size=np.int64(45_000),
+        batch_size=np.int32(4096),
+        delta=np.float64(1e-5),
+        noise_multiplier=3,
+        steps=np.int64(9),
+    )
+    assert PrivacyPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
 
 
 def test_noise_of_the_mean_follows_from_the_plan():

@@ -53,6 +53,10 @@ class PrivacyPlan:
         _require_sampling_and_delta(self.dataset_size, self.batch_size, self.delta, self.accountant)
         require_positive("noise_multiplier", self.noise_multiplier)
         require_integer("steps", self.steps, 1)
+        # Plain numbers, whatever array library they came from: the plan is compared, and written as JSON.
+        for kind, names in ((int, ("dataset_size", "batch_size", "steps")), (float, ("noise_multiplier", "delta"))):
+            for name in names:
+                object.__setattr__(self, name, kind(getattr(self, name)))
 
     @classmethod
     def solve(
@@ -84,9 +88,9 @@ class PrivacyPlan:
         if epsilon is not None:
             require_positive("epsilon", epsilon)
         if noise_multiplier is not None:
-            noise_multiplier = float(require_positive("noise_multiplier", noise_multiplier))
+            require_positive("noise_multiplier", noise_multiplier)
         if steps is not None:
-            steps = require_integer("steps", steps, 1)
+            require_integer("steps", steps, 1)
         if delta > 1 / dataset_size:
             warnings.warn(
                 f"delta is {delta:g}, above 1/{dataset_size} = {1 / dataset_size:.3g}: publishing one whole example "
@@ -103,7 +107,7 @@ class PrivacyPlan:
         if steps is None:
             assert epsilon is not None
             steps = _solve_steps(sample_rate, noise_multiplier, epsilon, delta, accountant)
-        return cls(dataset_size, batch_size, noise_multiplier, steps, float(delta), accountant)
+        return cls(dataset_size, batch_size, noise_multiplier, steps, delta, accountant)
 
     @property
     def sample_rate(self) -> float:

@@ -85,8 +85,8 @@ def statement_in_words(report: dict[str, Any]) -> str:
     if report["private"]:
         opening = (
             f"PRIVATE. Training was {claim}-differentially private for {report['unit']}:\n"
-            "whatever is concluded from the trained model would have been concluded, with nearly the same probability,\n"
-            "had that data not been there.\n"
+            "whatever is concluded from the trained model would have been concluded, with nearly the same\n"
+            "probability, had that data not been there.\n"
         )
     else:
         opening = (
@@ -125,7 +125,10 @@ def _groups_in_words(report: dict[str, Any]) -> str:
     size = report["group_size"]
     if size == 1:
         return "none computed; a person with several examples is protected less, ask for a group size"
-    return f"a person with up to {size} examples: ε = {round_up(report['group_epsilon'])} at δ = {report['delta']:g}"
+    epsilon = round_up(report["group_epsilon"])
+    return (
+        f"a person with up to {size} examples: ε = {epsilon} at δ = {report['delta']:g}, by privacy loss distribution"
+    )
 
 
 def write_privacy_files(folder: str | os.PathLike[str], record: LedgerRecord, *, group_size: int = 1) -> dict[str, Any]:
