@@ -12,19 +12,57 @@ __version__ = "0.1.0"
 
 # Where each public name lives. Adding one here and below is all that makes it public.
 _HOMES = {
+    "PrivateTrainer": "dp_microadam.training.trainer",
+    "MicroAdam": "dp_microadam.optimizers.micro_adam",
+    "ClippedGradients": "dp_microadam.clipping.engine",
+    "replace_batchnorm": "dp_microadam.clipping.batchnorm",
+    "PrivacyPlan": "dp_microadam.privacy.plan",
+    "PoissonSampler": "dp_microadam.privacy.sampling",
+    "GaussianMechanism": "dp_microadam.privacy.mechanism",
+    "PrivacyLedger": "dp_microadam.privacy.ledger",
+    "Randomness": "dp_microadam.privacy.randomness",
     "DPMicroAdamError": "dp_microadam.errors",
     "InputError": "dp_microadam.errors",
-    "MicroAdam": "dp_microadam.optimizers.micro_adam",
+    "PrivacyError": "dp_microadam.errors",
 }
 
-__all__ = ["DPMicroAdamError", "InputError", "MicroAdam", "__version__"]
+# Public modules, imported as a whole.
+_MODULES = ("models",)
+
+__all__ = [
+    "PrivateTrainer",
+    "MicroAdam",
+    "ClippedGradients",
+    "replace_batchnorm",
+    "PrivacyPlan",
+    "PoissonSampler",
+    "GaussianMechanism",
+    "PrivacyLedger",
+    "Randomness",
+    "models",
+    "DPMicroAdamError",
+    "InputError",
+    "PrivacyError",
+    "__version__",
+]
 
 if TYPE_CHECKING:
-    from dp_microadam.errors import DPMicroAdamError, InputError
+    from dp_microadam import models
+    from dp_microadam.clipping.batchnorm import replace_batchnorm
+    from dp_microadam.clipping.engine import ClippedGradients
+    from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError
     from dp_microadam.optimizers.micro_adam import MicroAdam
+    from dp_microadam.privacy.ledger import PrivacyLedger
+    from dp_microadam.privacy.mechanism import GaussianMechanism
+    from dp_microadam.privacy.plan import PrivacyPlan
+    from dp_microadam.privacy.randomness import Randomness
+    from dp_microadam.privacy.sampling import PoissonSampler
+    from dp_microadam.training.trainer import PrivateTrainer
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"dp_microadam.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'dp_microadam' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,26 +1,40 @@
-"""The ``dp-microadam`` command.
+"""The ``dp-microadam`` command; its subcommands live in :mod:`dp_microadam.commands`.
 
-Each subcommand is a function that adds its own arguments and one that runs; heavy imports happen inside the one that
-runs, so that ``--help`` answers at once. Exit codes: 0 done, 1 failure, 2 wrong input.
+Exit codes: 0 done, 1 failure, 2 wrong input.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
 
 from dp_microadam import __version__
-from dp_microadam.errors import DPMicroAdamError, InputError
+from dp_microadam.commands import COMMANDS
+from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyWarning
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses with one sentence, as every other part of the command line does."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="dp-microadam",
         description="Train and fine-tune PyTorch models with differential privacy.",
     )
     parser.add_argument("--version", action="version", version=f"dp-microadam {__version__}")
     parser.set_defaults(run=None)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name in COMMANDS:
+        importlib.import_module(f"dp_microadam.commands.{name}").add_parser(subparsers)
     return parser
 
 
@@ -32,10 +46,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        return int(options.run(options) or 0)
+        with _privacy_warnings_as_sentences():
+            return int(options.run(options) or 0)
     except InputError as error:
         print(f"dp-microadam: {error}", file=sys.stderr)
         return 2
     except DPMicroAdamError as error:
         print(f"dp-microadam: {error}", file=sys.stderr)
         return 1
+
+
+@contextmanager
+def _privacy_warnings_as_sentences() -> Iterator[None]:
+    """Show this library's warnings on stderr without the line of source they came from."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", PrivacyWarning)
+        original = warnings.showwarning
+
+        def show(message, category, *details, **more):  # type: ignore[no-untyped-def]
+            if issubclass(category, PrivacyWarning):
+                print(f"dp-microadam: warning: {message}", file=sys.stderr)
+            else:
+                original(message, category, *details, **more)
+
+        warnings.showwarning = show
+        yield

@@ -7,3 +7,11 @@ class DPMicroAdamError(Exception):
 
 class InputError(DPMicroAdamError, ValueError):
     """A value that cannot be used. The message names it and says what would be right; exit code 2."""
+
+
+class PrivacyError(DPMicroAdamError):
+    """Going on would break the privacy guarantee, so this library does not; exit code 1."""
+
+
+class PrivacyWarning(UserWarning):
+    """The guarantee holds as computed, and may not mean what its reader takes it to mean."""

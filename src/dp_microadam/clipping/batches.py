@@ -19,7 +19,9 @@ def batch_size(batch: Any) -> int:
     sizes = {len(tensor) if tensor.dim() else None for tensor in tensors}
     if len(sizes) > 1 or None in sizes:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        raise InputError(f"batch holds tensors of shapes {shapes}; all must share their first dimension, one row per example")
+        raise InputError(
+            f"batch holds tensors of shapes {shapes}; all must share their first dimension, one row per example"
+        )
     return len(tensors[0])
 
 
@@ -36,8 +38,8 @@ def signature(batch: Any) -> tuple[Any, ...]:
 def synthetic(batch: Any, count: int, seed: int) -> Any:
     """``count`` random examples shaped like those of ``batch``; no value of the batch is looked at.
 
-    Real numbers are uniform in [0, 1), where roots and logarithms exist; whole numbers are 0 or 1, which are valid classes,
-    tokens and masks.
+    Real numbers are uniform in [0, 1), where roots and logarithms exist; whole numbers are 0 or 1, which are valid
+    classes, tokens and masks.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -52,14 +54,19 @@ def synthetic(batch: Any, count: int, seed: int) -> Any:
     return tree_map(like, batch)
 
 
+def rows_of(batch: Any, count: int) -> Any:
+    """The first ``count`` examples."""
+    return tree_map(lambda leaf: leaf[:count] if isinstance(leaf, Tensor) else leaf, batch)
+
+
 def with_another_example(batch: Any, row: int) -> Any:
-    """A copy in which every value of one example is different."""
+    """A copy in which one example is replaced by the one before it."""
 
     def changed(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         leaf = leaf.clone()
-        leaf[row] = ~leaf[row] if leaf.dtype == torch.bool else 1 - leaf[row]
+        leaf[row] = leaf[row - 1]
         return leaf
 
     return tree_map(changed, batch)

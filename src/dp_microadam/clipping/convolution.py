@@ -4,10 +4,10 @@ Two facts keep patches from ever being copied out of the image:
 
 - *Direct gradients.* A batch of n images with G groups is, as far as a weight gradient is concerned, one image with n·G
   groups: the library's own weight-gradient kernel then returns one gradient per example.
-- *Gram matrices of patches.* At stride 1 the product of the patches at t and t' is the sum over the kernel's shifts s of
-  the product of the pixels at t+s and t'+s: K^d times fewer multiplications than with patches. Images are flattened with
-  their margins, so that a shift in any dimension is an offset along the diagonal of the pixels' Gram matrix, and the sum
-  over shifts is taken one dimension after the other.
+- *Gram matrices of patches.* At stride 1 the product of the patches at t and t' is the sum over the kernel's shifts s
+  of the product of the pixels at t+s and t'+s: K^d times fewer multiplications than with patches. Images are
+  flattened with their margins, so that a shift in any dimension is an offset along the diagonal of the pixels' Gram
+  matrix, and the sum over shifts is taken one dimension after the other.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class ConvolutionFactors(Factors):
         inputs = images.transpose(1, 2) @ images
         # The output gradient gets the image's row lengths, zeros in the margin; only the first dimension stays its own.
         maps = self.deltas.shape[2:]
-        margins = [side for full, own in zip(reversed(size[1:]), reversed(maps[1:]), strict=True) for side in (0, full - own)]
+        missing = [full - own for full, own in zip(size[1:], maps[1:], strict=True)]
+        margins = [side for count in reversed(missing) for side in (0, count)]
         deltas = self._grouped(F.pad(self.deltas, margins) if any(margins) else self.deltas).flatten(2)
         deltas = deltas.transpose(1, 2) @ deltas
         for dimension, (kernel, dilation) in enumerate(zip(self.geometry.kernel, self.geometry.dilation, strict=True)):
@@ -146,9 +147,7 @@ def sum_along_diagonal(grams: Tensor, count: int, step: int) -> Tensor:
     return total
 
 
-def weight_gradient(
-    inputs: Tensor, deltas: Tensor, shape: tuple[int, ...], geometry: Geometry, groups: int
-) -> Tensor:
+def weight_gradient(inputs: Tensor, deltas: Tensor, shape: tuple[int, ...], geometry: Geometry, groups: int) -> Tensor:
     """The library's weight gradient, in the full precision of its operands."""
     placeholder = inputs.new_empty(1).expand(shape)  # the kernel asks for the weight's shape, not for its values
     no_output_padding = [0] * len(geometry.stride)

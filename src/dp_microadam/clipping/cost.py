@@ -2,7 +2,8 @@
 
 For per-example weight gradients gᵢ = Σₜ δᵢₜaᵢₜᵀ with P entries and T positions there are three ways:
 
-- *ghost*: norms from T×T Gram matrices; input and output gradient are kept, the clipped sum is one ordinary weight gradient;
+- *ghost*: norms from T×T Gram matrices; input and output gradient are kept, the clipped sum is one ordinary weight
+  gradient;
 - *keep*: all gᵢ are formed and kept, input and output gradient are let go; no ordinary weight gradient is computed;
 - *drop*: gᵢ are formed a few at a time for their norms and forgotten; the clipped sum is one ordinary weight gradient.
 """

@@ -1,4 +1,4 @@
-"""Embeddings: the gradient of an example is the sum of δ over its occurrences of each index, kept for those indices only."""
+"""Embeddings: an example's gradient is the sum of δ over its occurrences of each index, kept for those indices only."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class EmbeddingRule(LayerRule):
     def observe(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> LayerCall:
         if self.module.max_norm is not None:
             raise InputError(
-                f"embedding {self.name!r} has max_norm={self.module.max_norm}, which rewrites the weights by what the batch "
-                "contains; build it with max_norm=None"
+                f"embedding {self.name!r} has max_norm={self.module.max_norm}, which rewrites the weights by what "
+                "the batch contains; build it with max_norm=None"
             )
         if self.module.scale_grad_by_freq:
             raise InputError(

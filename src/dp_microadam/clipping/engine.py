@@ -26,10 +26,11 @@ class ClippedGradients:
     """Σᵢ clip(gᵢ, C) over the examples of one step, where gᵢ is the gradient of example i's loss.
 
     Formal guarantees: for batches that differ by adding or removing one example, ``sums``, read as one vector over all
-    parameters, differ by at most ``sensitivity`` in L2 norm (up to a relative 1e-5 of rounding), however the batch was cut
-    into chunks. It holds for models in which examples do not interact; that is proved on synthetic data before the first
-    step (``ownership.py``), and such models are refused otherwise. An example whose gradient is not finite, or whose squared
-    norm overflows, contributes nothing. What ``accumulate`` returns, and ``sums`` before noise, are private.
+    parameters, differ by at most ``sensitivity`` in L2 norm (up to a relative 1e-5 of rounding), however the batch
+    was cut into chunks. It holds for models in which examples do not interact; that is proved on synthetic data
+    before the first step (``ownership.py``), and such models are refused otherwise. An example whose gradient is not
+    finite, or whose squared norm overflows, contributes nothing. What ``accumulate`` returns, and ``sums`` before
+    noise, are private.
 
     Args:
         model: any module; its parameters that require gradients are the ones that are clipped and summed.
@@ -37,8 +38,10 @@ class ClippedGradients:
         max_grad_norm: C.
         clipping: ``"flat"`` clips the whole gradient to C; ``"per-layer"`` clips every layer's to C_l with Σ C_l² = C².
         layer_weights: for per-layer clipping, C_l in proportion to these numbers by layer name; all equal by default.
-        way: ``"ghost"``, ``"keep"`` or ``"drop"`` for all layers that have a choice; by default each layer takes its cheapest.
-        synthetic_batch: examples to prove independence on, for models that do not accept random ones; never private data.
+        way: ``"ghost"``, ``"keep"`` or ``"drop"`` for all layers that have a choice; by default each layer takes its
+            cheapest.
+        synthetic_batch: examples to prove independence on, for models that do not accept random ones; at least four,
+            and never private data.
 
     >>> model = nn.Linear(3, 2)
     >>> engine = ClippedGradients(model, lambda model, x: model(x).square().sum(1), max_grad_norm=1.0)
@@ -59,7 +62,9 @@ class ClippedGradients:
         synthetic_batch: Any = None,
     ) -> None:
         if not (math.isfinite(max_grad_norm) and max_grad_norm >= _SMALLEST_NORM):
-            raise InputError(f"max_grad_norm is {max_grad_norm}; it must be a finite number of at least {_SMALLEST_NORM}")
+            raise InputError(
+                f"max_grad_norm is {max_grad_norm}; it must be a finite number of at least {_SMALLEST_NORM}"
+            )
         require_one_of("clipping", clipping, ("flat", "per-layer"))
         if way is not None:
             require_one_of("way", way, ("ghost", "keep", "drop"))
@@ -156,7 +161,8 @@ class ClippedGradients:
         if now.keys() != self._trainable.keys() or any(now[name] is not p for name, p in self._trainable.items()):
             name = next(iter(now.keys() ^ self._trainable.keys()), next(iter(now), ""))
             raise InputError(
-                f"parameter {name!r} was frozen, unfrozen or replaced since this ClippedGradients was made; make a new one"
+                f"parameter {name!r} was frozen, unfrozen or replaced since this ClippedGradients was made; make a "
+                "new one"
             )
 
     def _prove_once(self, batch: Any) -> None:
@@ -165,8 +171,7 @@ class ClippedGradients:
         if key in self._proved:
             return
         refuse_batch_statistics(self._model)
-        example = batch if self._synthetic_batch is None else self._synthetic_batch
-        prove(self._model, self._loss, self._rules, example)
+        prove(self._model, self._loss, self._rules, batch, self._synthetic_batch)
         self._proved.add(key)
 
     def _norms(self, batch: Any, count: int) -> tuple[dict[str, Tensor], dict[str, LayerCall]]:

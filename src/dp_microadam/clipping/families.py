@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
+from dp_microadam.clipping.batchnorm import is_batchnorm
 from dp_microadam.clipping.convolution import ConvolutionRule
 from dp_microadam.clipping.embedding import EmbeddingRule
 from dp_microadam.clipping.generic import GenericRule
@@ -36,7 +35,7 @@ _RULES: dict[type[nn.Module], type[LayerRule]] = {
 def rule_class(module: nn.Module) -> type[LayerRule]:
     """The family's rule, if the module computes what the family computes: a subclass with its own forward may not."""
     for family, rule in _RULES.items():
-        same_forward = isinstance(module, family) and type(module).forward is family.forward and "forward" not in vars(module)
+        same_forward = isinstance(module, family) and type(module).forward is family.forward
         # Weight norm, pruning and parametrizations compute the weight from parameters with other names.
         if same_forward and {name for name, _ in module.named_parameters()} <= {"weight", "bias", "gain"}:
             return rule
@@ -54,8 +53,8 @@ def build_rules(model: nn.Module, way: str | None) -> dict[str, LayerRule]:
         if any(True for _ in module.children()):
             names = ", ".join(repr(f"{name}.{key}" if name else key) for key in own)
             raise InputError(
-                f"module {name!r} ({type(module).__name__}) holds {names} beside layers of its own; move such parameters "
-                "into a module without children, or freeze them with requires_grad_(False)"
+                f"module {name!r} ({type(module).__name__}) holds {names} beside layers of its own; move such "
+                "parameters into a module without children, or freeze them with requires_grad_(False)"
             )
         rules[name] = rule_class(module)(name, module, own, way)
     return rules
@@ -67,32 +66,24 @@ def refuse_shared_parameters(model: nn.Module) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad and holders.setdefault(id(parameter), name) != name:
             raise InputError(
-                f"parameter {name!r} is the same as {holders[id(parameter)]!r}; give each layer a weight of its own, or "
-                "freeze it with requires_grad_(False)"
+                f"parameter {name!r} is the same as {holders[id(parameter)]!r}; give each layer a weight of its "
+                "own, or freeze it with requires_grad_(False)"
             )
 
 
 def refuse_batch_statistics(model: nn.Module) -> None:
     """Layers whose forward mixes examples, or stores statistics of them, in the mode the model is in now."""
-    checks: list[Callable[[str, nn.Module], None]] = [_refuse_batchnorm, _refuse_tracking]
     for name, module in model.named_modules():
-        for check in checks:
-            check(name, module)
-
-
-def _refuse_batchnorm(name: str, module: nn.Module) -> None:
-    if isinstance(module, _BatchNorm) and not isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d):
-        frozen = not any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-        if module.training or module.running_mean is None or not frozen:
+        if is_batchnorm(module):
+            frozen = not any(parameter.requires_grad for parameter in module.parameters())
+            if module.training or module.running_mean is None or not frozen:
+                raise InputError(
+                    f"module {name!r} is {type(module).__name__}, which mixes the examples of a batch; use "
+                    "dp_microadam.replace_batchnorm(model), which puts GroupNorm in its place, or freeze it and "
+                    "call its eval()"
+                )
+        elif isinstance(module, _InstanceNorm) and module.training and module.track_running_stats:
             raise InputError(
-                f"module {name!r} is {type(module).__name__}, which mixes the examples of a batch; use "
-                "dp_microadam.replace_batchnorm(model), which puts GroupNorm in its place, or freeze it and call its eval()"
+                f"module {name!r} is {type(module).__name__} with track_running_stats=True, which stores statistics of "
+                "private examples without noise; build it with track_running_stats=False"
             )
-
-
-def _refuse_tracking(name: str, module: nn.Module) -> None:
-    if isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d) and module.training and module.track_running_stats:
-        raise InputError(
-            f"module {name!r} is {type(module).__name__} with track_running_stats=True, which stores statistics of private "
-            "examples without noise; build it with track_running_stats=False"
-        )

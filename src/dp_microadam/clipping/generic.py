@@ -1,4 +1,4 @@
-"""Any other module without children: its forward is repeated for each example alone, and differentiated by torch.func."""
+"""Any other module without children: torch.func repeats its forward for each example alone and differentiates it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dp_microadam.clipping.cost import Estimate
@@ -51,8 +51,8 @@ class GenericRule(LayerRule):
             if isinstance(leaf, Tensor) and (leaf.dim() == 0 or len(leaf) != len(output)):
                 raise InputError(
                     f"module {self.name!r} ({type(self.module).__name__}) was given a tensor of shape "
-                    f"{tuple(leaf.shape)} beside a batch of {len(output)}; pass it as an attribute, or expand it to one row "
-                    "per example"
+                    f"{tuple(leaf.shape)} beside a batch of {len(output)}; pass it as an attribute, or expand it to "
+                    "one row per example"
                 )
         kept = [UnchangedInput(self.name, leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         size = sum(dict(self.module.named_parameters())[name].numel() for name in self.trainable)
@@ -79,14 +79,14 @@ class GenericRule(LayerRule):
                 state = {**parameters, **buffers, **chosen}
                 return torch.func.functional_call(self.module, state, args, kwargs)
 
-            _, pull_back = torch.func.vjp(forward, varying)
+            pull_back = torch.func.vjp(forward, varying)[1]
             return pull_back(delta.unsqueeze(0))[0]
 
         try:
             return torch.func.vmap(of_one_example)(deltas[rows], *tensors)
         except RuntimeError as error:
             raise InputError(
-                f"module {self.name!r} ({type(self.module).__name__}) cannot be differentiated per example by torch.func: "
-                f"{str(error).splitlines()[0]}; move random or in-place operations into modules without parameters, or "
-                "freeze it"
+                f"module {self.name!r} ({type(self.module).__name__}) cannot be differentiated per example by "
+                f"torch.func: {str(error).splitlines()[0]}; move random or in-place operations into modules without "
+                "parameters, or freeze it"
             ) from error

@@ -1,11 +1,10 @@
-"""Linear layers on inputs of any rank: gᵢ = Σₜ δᵢₜaᵢₜᵀ over all positions t between the batch and the feature dimension."""
+"""Linear layers on inputs of any rank: gᵢ = Σₜ δᵢₜaᵢₜᵀ over all positions t between the batch and the features."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dp_microadam.clipping.cost import Shapes, choose

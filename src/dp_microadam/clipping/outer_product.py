@@ -6,9 +6,10 @@ Norms are never under-estimated. Three things could make the norm smaller than t
 - two kernels that round differently, one for the norm and one for the sum, where the terms of gᵢ itself cancel;
 - a difference of norms (weight standardization) that cancels.
 
-Each example comes with a bound on the magnitude that was cancelled. Where the squared norm is below ``CANCELLATION`` of it,
-the example's gradient is formed explicitly, its norm is taken from that tensor, and that same tensor, not the fast
-kernel's, enters the sum. Elsewhere rounding is amplified by at most 1/√CANCELLATION ≈ 32, which keeps float32 within 1e-5.
+Each example comes with a bound on the magnitude that was cancelled. Where the squared norm is below ``CANCELLATION``
+of it, the example's gradient is formed explicitly, its norm is taken from that tensor, and that same tensor, not the
+fast kernel's, enters the sum. Elsewhere rounding is amplified by at most 1/√CANCELLATION ≈ 32, which keeps float32
+within 1e-5.
 """
 
 from __future__ import annotations

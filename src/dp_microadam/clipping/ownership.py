@@ -6,8 +6,8 @@ Formal guarantees: after :func:`prove` has returned, on synthetic input of the b
   buffer stores what it saw;
 - the loss of one example alone had an output gradient in its own row of every observed layer and in no other row, so
   row i of what a layer reports is the gradient of example i;
-- the unclipped sum that the engine forms equals the gradient that autograd computes, for every trainable parameter, so no
-  parameter is used outside the layer calls that are observed.
+- the unclipped sum that the engine forms equals the gradient that autograd computes, for every trainable parameter,
+  so no parameter is used outside the layer calls that are observed.
 
 Clipping rows then bounds what adding or removing one example changes. A model that decides by its input's values to mix
 examples on some inputs only is outside this proof.
@@ -22,13 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_microadam.clipping.batches import batch_size, synthetic, with_another_example
+from dp_microadam.clipping.batches import batch_size, rows_of, synthetic, with_another_example
 from dp_microadam.clipping.precision import full_precision
 from dp_microadam.clipping.recording import Recording
 from dp_microadam.clipping.rule import LayerCall, LayerRule
 from dp_microadam.errors import InputError
 
 PerExampleLoss = Callable[[nn.Module, Any], Tensor]
+
+_FEWEST = 4
 
 # A block may be skipped at random in training (stochastic depth): a layer counts as unused after this many passes.
 _PASSES_TO_BE_SEEN = 16
@@ -47,22 +49,26 @@ def losses_of(model: nn.Module, per_example_loss: PerExampleLoss, batch: Any) ->
     return losses
 
 
-def prove(model: nn.Module, per_example_loss: PerExampleLoss, rules: Mapping[str, LayerRule], batch: Any) -> None:
+def prove(
+    model: nn.Module, per_example_loss: PerExampleLoss, rules: Mapping[str, LayerRule], batch: Any, given: Any = None
+) -> None:
     """Raise :class:`InputError` unless examples are independent and every trainable parameter is observed.
 
-    Runs on synthetic data; leaves random streams and buffers as they were.
+    Runs on synthetic examples of the batch's shape, or on those ``given``; leaves random streams and buffers as they
+    were.
     """
-    # Three rows at least: the middle one has neighbours on both sides.
-    count = max(3, batch_size(batch))
-    fewer = 4 if count == 3 else 3
+    # The middle one of the examples has neighbours on both sides.
+    examples = synthetic(batch, max(_FEWEST, batch_size(batch)), seed=0) if given is None else given
+    count = batch_size(examples)
+    if count < _FEWEST:
+        raise InputError(f"synthetic_batch holds {count} examples; it must hold at least {_FEWEST}")
     proof = _Proof(model, per_example_loss, rules)
-    example = synthetic(batch, count, seed=0)
     with _undisturbed(model) as rewind:
-        proof.examples_do_not_mix(example, count // 2, rewind)
-        proof.every_parameter_is_seen(example, rewind)
-        proof.rows_are_owned(example, count // 2, rewind)
+        proof.examples_do_not_mix(examples, count // 2, rewind)
+        proof.every_parameter_is_seen(examples, rewind)
+        proof.rows_are_owned(examples, count // 2, rewind)
         # A different batch size: what has one row per example by coincidence in one run has not in the other.
-        proof.sums_are_gradients(synthetic(batch, fewer, seed=1), rewind)
+        proof.sums_are_gradients(rows_of(examples, _FEWEST - 1), rewind)
 
 
 @contextmanager
@@ -101,8 +107,8 @@ class _Proof:
                 losses = losses_of(self._model, self._loss, version)
             if not bool(torch.isfinite(losses).all()):
                 raise InputError(
-                    "per_example_loss is not finite on synthetic examples (uniform in [0, 1), whole numbers 0 or 1), so "
-                    "that independence cannot be proved; pass synthetic_batch= with examples the model accepts"
+                    "per_example_loss is not finite on synthetic examples (uniform in [0, 1), whole numbers 0 or "
+                    "1), so that independence cannot be proved; pass synthetic_batch= with examples the model accepts"
                 )
             results.append((losses, {name: buffer.clone() for name, buffer in self._model.named_buffers()}))
         (before, buffers), (after, other_buffers) = results
@@ -110,14 +116,15 @@ class _Proof:
         tolerance = 1e-5 * float(before.abs().max())
         if bool(((before - after)[others].abs() > tolerance).any()):
             raise InputError(
-                "per_example_loss mixes examples: changing one example of a batch changed the loss of others; remove batch "
-                "statistics and losses between examples (use GroupNorm or LayerNorm, and a loss of each example alone)"
+                "per_example_loss mixes examples: changing one example of a batch changed the loss of others; "
+                "remove batch statistics and losses between examples (use GroupNorm or LayerNorm, and a loss of "
+                "each example alone)"
             )
         for name, buffer in buffers.items():
             if not torch.equal(buffer, other_buffers[name]):
                 raise InputError(
-                    f"buffer {name!r} stores what the examples of a batch contain, without noise; use a layer that keeps no "
-                    "statistics, or call its eval()"
+                    f"buffer {name!r} stores what the examples of a batch contain, without noise; use a layer that "
+                    "keeps no statistics, or call its eval()"
                 )
 
     def every_parameter_is_seen(self, batch: Any, rewind: Callable[[int], None]) -> None:
@@ -133,8 +140,8 @@ class _Proof:
         rule = self._rules[name]
         parameter = f"{name}.{rule.trainable[0]}" if name else rule.trainable[0]
         raise InputError(
-            f"parameter {parameter!r} is trainable, but its module was never called; call the module itself (not its weight "
-            "through a function), or freeze it with requires_grad_(False)"
+            f"parameter {parameter!r} is trainable, but its module was never called; call the module itself (not "
+            "its weight through a function), or freeze it with requires_grad_(False)"
         )
 
     def rows_are_owned(self, batch: Any, row: int, rewind: Callable[[int], None]) -> None:
@@ -173,23 +180,24 @@ class _Proof:
         gradients = torch.autograd.grad(total_loss, list(trainable.values()), allow_unused=True)
         expected = dict(zip(trainable, gradients, strict=True))
         scale = sum(float(g.float().square().sum()) for g in gradients if g is not None) ** 0.5
+        rounding = 100 * torch.finfo(losses.dtype).eps * float(losses.detach().abs().sum())
         for name, parameter in trainable.items():
             reference = expected[name]
             reference = torch.zeros_like(parameter) if reference is None else reference
             found = sums.get(name, torch.zeros_like(parameter))
             error = float((found.to(reference.dtype) - reference).float().norm())
-            if not error <= 1e-2 * float(reference.float().norm()) + 1e-4 * scale:
+            if not error <= 1e-2 * float(reference.float().norm()) + 1e-4 * scale + rounding:
                 raise InputError(
-                    f"parameter {name!r} is used outside the call of its own layer (tied to another layer, or passed to a "
-                    "function), so its gradient would be clipped in part only; give each use a layer of its own, or freeze "
-                    "it with requires_grad_(False)"
+                    f"parameter {name!r} is used outside the call of its own layer (tied to another layer, or "
+                    "passed to a function), so its gradient would be clipped in part only; give each use a layer of "
+                    "its own, or freeze it with requires_grad_(False)"
                 )
 
     def _differentiable(self, losses: Tensor) -> Tensor:
         if not losses.requires_grad:
             raise InputError(
-                "per_example_loss does not depend on any trainable parameter; check that it calls the model it is given "
-                "and neither detaches nor disables gradients"
+                "per_example_loss does not depend on any trainable parameter; check that it calls the model it is "
+                "given and neither detaches nor disables gradients"
             )
         return losses
 

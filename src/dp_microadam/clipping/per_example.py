@@ -1,7 +1,7 @@
 """The slow twin of the engine: examples one at a time, each with an ordinary backward pass.
 
-It is written to be read, and is what the engine is tested against. Models with dropout draw other random numbers here than
-in one pass over a batch, and are compared in other ways.
+It is written to be read, and is what the engine is tested against. Models with dropout draw other random numbers here
+than in one pass over a batch, and are compared in other ways.
 """
 
 from __future__ import annotations

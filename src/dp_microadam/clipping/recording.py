@@ -27,7 +27,7 @@ class _Source(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
         ctx.report(gradient)
         return None, torch.zeros(()), None
 
@@ -35,8 +35,8 @@ class _Source(torch.autograd.Function):
 class Recording:
     """Context in which a model's forward is observed; ``backward`` then delivers output gradients layer by layer.
 
-    Within it no parameter requires a gradient, so the backward pass computes output gradients and nothing else. Hooks exist
-    only within it: between two recordings the model can be saved, copied and evaluated like any other.
+    Within it no parameter requires a gradient, so the backward pass computes output gradients and nothing else. Hooks
+    exist only within it: between two recordings the model can be saved, copied and evaluated like any other.
     """
 
     def __init__(self, rules: Mapping[str, LayerRule], batch_size: int, on_arrival: Arrival) -> None:
@@ -105,16 +105,16 @@ class Recording:
         what = f"layer {rule.name!r} ({type(rule.module).__name__})"
         if rule.name in self.seen:
             raise InputError(
-                f"{what} is used twice in one forward pass, which is not supported yet; use one layer per call, or freeze it "
-                "with requires_grad_(False)"
+                f"{what} is used twice in one forward pass, which is not supported yet; use one layer per call, or "
+                "freeze it with requires_grad_(False)"
             )
         if not isinstance(output, Tensor):
             raise InputError(
-                f"{what} returns {type(output).__name__}, not a tensor; wrap it so that its parameters sit in layers that "
-                "return one tensor, or freeze it with requires_grad_(False)"
+                f"{what} returns {type(output).__name__}, not a tensor; wrap it so that its parameters sit in "
+                "layers that return one tensor, or freeze it with requires_grad_(False)"
             )
         if output.dim() == 0 or len(output) != self._batch_size:
             raise InputError(
-                f"{what} returns shape {tuple(output.shape)} for a batch of {self._batch_size}; its first dimension must be "
-                "the batch (for sequences use batch_first=True)"
+                f"{what} returns shape {tuple(output.shape)} for a batch of {self._batch_size}; its first dimension "
+                "must be the batch (for sequences use batch_first=True)"
             )

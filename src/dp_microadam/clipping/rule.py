@@ -43,9 +43,7 @@ class LayerCall(ABC):
 class LayerRule(ABC):
     """How one module's gradients are clipped."""
 
-    def __init__(
-        self, name: str, module: nn.Module, trainable: tuple[str, ...], forced_way: str | None = None
-    ) -> None:
+    def __init__(self, name: str, module: nn.Module, trainable: tuple[str, ...], forced_way: str | None = None) -> None:
         self.name = name
         self.module = module
         self.trainable = trainable
@@ -56,10 +54,10 @@ class LayerRule(ABC):
     def observe(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> LayerCall:
         """Called after the module's forward; what it returns waits for the output gradient."""
 
-    def install(self) -> None:
+    def install(self) -> None:  # noqa: B027 - most rules have nothing to prepare
         """Called before a forward pass that will be observed."""
 
-    def uninstall(self) -> None:
+    def uninstall(self) -> None:  # noqa: B027
         """Undo ``install``; called on errors too."""
 
     def only_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

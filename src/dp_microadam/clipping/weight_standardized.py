@@ -1,20 +1,22 @@
 """Weight-standardized convolutions, exactly.
 
-The layer convolves with κγv, v = (w − μ)/s (see ``layers/weight_standardization.py``). With G the per-example gradient of an
-ordinary convolution's weight, n the fan-in, 1 the filter of ones, p the pull of the derivative and k = κγ/s per channel:
+The layer convolves with κγv, v = (w − μ)/s (see ``layers/weight_standardization.py``). With G the per-example
+gradient of an ordinary convolution's weight, n the fan-in, 1 the filter of ones, p the pull of the derivative and k =
+κγ/s per channel:
 
     ∂γ = κ·vᵀG            ∂w = k(G − mean G − p·v(vᵀG))
     ‖∂w‖² = Σ k²[‖G‖² − (1ᵀG)²/n − (2p − p²‖v‖²)(vᵀG)²]        since v is orthogonal to 1
 
-∂w is linear in G: the clipped sum of G is projected once. Where gradients are formed, 1ᵀG and vᵀG are read off them. In the
-ghost way ‖kG‖² is the ordinary norm with δ scaled by k, 1ᵀG = Σₜ δₜ·(sum of the patch at t) and vᵀG = Σₜ δₜzₜ, where
-z = conv(a, v) is the output before the gain: the forward pass then applies the gain to z instead of to the filter, since
-dividing it out again would fail at γ = 0.
+∂w is linear in G: the clipped sum of G is projected once. Where gradients are formed, 1ᵀG and vᵀG are read off them.
+In the ghost way ‖kG‖² is the ordinary norm with δ scaled by k, 1ᵀG = Σₜ δₜ·(sum of the patch at t) and vᵀG = Σₜ δₜzₜ,
+where z = conv(a, v) is the output before the gain: the forward pass then applies the gain to z instead of to the
+filter, since dividing it out again would fail at γ = 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dp_microadam.clipping.convolution import ConvolutionFactors, ConvolutionRule, geometry_of, padded_shape
-from dp_microadam.clipping.outer_product import CANCELLATION, OuterProductSum, squared_norms
+from dp_microadam.clipping.outer_product import OuterProductSum, squared_norms
 from dp_microadam.clipping.rule import GradientRows, LayerCall, UnchangedInput, at_least_float32
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 
@@ -42,8 +44,11 @@ class Projection:
         self.slope = self.gain / at_least_float32(standardized.scale)
         lengths = squared_norms(self.filters)
         self.loss_along_filter = 2 * self.pull - self.pull.square() * lengths
-        # One product yields both 1ᵀG and vᵀG.
-        self._probes = torch.stack([torch.ones_like(self.filters), self.filters], dim=2)
+
+    @cached_property
+    def _probes(self) -> Tensor:
+        """1 and v side by side: one product with G yields both 1ᵀG and vᵀG."""
+        return torch.stack([torch.ones_like(self.filters), self.filters], dim=2)
 
     def coordinates(self, gradients: Tensor) -> tuple[Tensor, Tensor]:
         """1ᵀG and vᵀG, each (examples, channels)."""
@@ -67,9 +72,7 @@ class Projection:
 class StandardizedSum(OuterProductSum):
     """Norms and clipped sum of ∂w, with vᵀG of every example as a by-product: the gradient of the gain."""
 
-    def __init__(
-        self, factors: ConvolutionFactors, way: str, projection: Projection, ungained: Tensor | None
-    ) -> None:
+    def __init__(self, factors: ConvolutionFactors, way: str, projection: Projection, ungained: Tensor | None) -> None:
         super().__init__(factors, way)
         self._projection = projection
         self._ungained = ungained
@@ -158,7 +161,7 @@ class StandardizedCall(LayerCall):
 
 
 class WeightStandardizedRule(ConvolutionRule):
-    """Takes over the layer's forward while gradients are recorded: filters are standardized once for forward and backward."""
+    """Takes over the layer's forward while it is recorded: filters are standardized once for forward and backward."""
 
     module: WeightStandardizedConv2d
     projection: Projection
@@ -181,7 +184,7 @@ class WeightStandardizedRule(ConvolutionRule):
         module = self.module
         filters = self.projection.filters.view_as(module.weight).to(module.weight.dtype)
         gain = self.projection.gain.to(module.weight.dtype).view(-1, 1, 1)
-        geometry, margins = geometry_of(module)
+        _, margins = geometry_of(module)
         if not {"weight", "gain"}.isdisjoint(self.trainable) and self.choose(padded_shape(input, margins)) == "ghost":
             ungained = module._conv_forward(input, filters, None)
             self._ungained = at_least_float32(ungained)

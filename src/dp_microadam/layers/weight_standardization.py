@@ -2,9 +2,9 @@
 
 With n = fan-in, μ the mean and var the variance of one filter w, the layer convolves with κ·γ·v, v = (w − μ)/s:
 
-- ``form="norm"``: s = √max(n·var, 1e-4), κ = 1, a trainable gain γ per channel. Every filter has norm γ. This is what the
-  Wide-ResNets of De et al. (2022, "Unlocking High-Accuracy Differentially Private Image Classification through Scale")
-  and of DP-MicroAdam use. The floor keeps a constant filter from dividing by zero.
+- ``form="norm"``: s = √max(n·var, 1e-4), κ = 1, a trainable gain γ per channel. Every filter has norm γ. This is what
+  the Wide-ResNets of De et al. (2022, "Unlocking High-Accuracy Differentially Private Image Classification through
+  Scale") and of DP-MicroAdam use. The floor keeps a constant filter from dividing by zero.
 - ``form="variance"``: s = √(var + eps), κ = n^−½, no gain unless asked for. This is the form of the normalizer-free
   ResNets of Brock et al. (2021).
 """

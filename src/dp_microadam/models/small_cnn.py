@@ -8,7 +8,8 @@ from dp_microadam.validation import require_integer
 
 
 def tanh_cnn(num_classes: int = 10) -> nn.Sequential:
-    """The network of Papernot et al. (2021, "Tempered Sigmoid Activations for Deep Learning with Differential Privacy").
+    """The network of Papernot et al. (2021, "Tempered Sigmoid Activations for Deep Learning with Differential
+    Privacy").
 
     For 28×28 images with one channel; 26,010 parameters with ten classes.
 

@@ -1,12 +1,13 @@
 """Wide residual networks (Zagoruyko and Komodakis, 2016) as they are trained privately.
 
-After De et al. (2022): GroupNorm in place of batch statistics, weight-standardized convolutions, and the activation before
-the normalization (ReLU → GroupNorm → convolution), so that what a convolution sees is normalized.
+After De et al. (2022): GroupNorm in place of batch statistics, weight-standardized convolutions, and the activation
+before the normalization (ReLU → GroupNorm → convolution), so that what a convolution sees is normalized.
 """
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -58,7 +59,7 @@ class WideResNet(nn.Module):
         blocks_per_stage = (depth - 4) // 6
         self.stem = _convolution(3, channels[0], 3, 1, standardize)
         blocks: list[nn.Module] = []
-        for stage, (before, after) in enumerate(zip(channels, channels[1:], strict=False)):
+        for stage, (before, after) in enumerate(pairwise(channels)):
             for index in range(blocks_per_stage):
                 stride = 2 if index == 0 and stage > 0 else 1
                 blocks.append(WideBlock(before if index == 0 else after, after, stride, groups, standardize))

@@ -1,0 +1,120 @@
+"""``dp-microadam budget RUN…``: what several runs on one dataset spend together."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dp_microadam.privacy.ledger import LedgerRecord
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "budget",
+        help="what several runs on one dataset spend together",
+        description="Compose the ledgers of several runs on one dataset into one (ε, δ).",
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, or its ledger file")
+    parser.add_argument("--delta", type=float, metavar="D", help="needed if the runs' own differ")
+    parser.add_argument("--accountant", choices=("rdp", "pld"), default="rdp", help="which one decides (default: rdp)")
+    parser.add_argument("--group-size", type=int, default=1, metavar="K", help="most examples that one person may have")
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from dp_microadam.errors import InputError, PrivacyWarning
+    from dp_microadam.privacy.ledger import ledger_path, read_ledger
+    from dp_microadam.validation import require_in_open, require_integer
+
+    require_integer("group_size", options.group_size, 1)
+    if options.delta is not None:
+        require_in_open("delta", options.delta, 0, 1)
+    records: dict[str, LedgerRecord] = {}
+    for name in options.runs:
+        path = str(ledger_path(name).resolve())
+        if path in records:
+            raise InputError(f"run {name!r} is named twice; each run must be named once")
+        records[path] = read_ledger(path)
+    deltas = {record.plan.delta for record in records.values()}
+    if options.delta is None and len(deltas) > 1:
+        raise InputError(
+            f"the runs have different deltas ({', '.join(f'{d:g}' for d in sorted(deltas))}); give --delta"
+        )
+    sizes = {record.plan.dataset_size for record in records.values()}
+    if len(sizes) > 1:
+        warnings.warn(
+            f"the datasets have different sizes {sorted(sizes)}; budgets add up only for examples in all of them",
+            PrivacyWarning,
+            stacklevel=1,
+        )
+    delta = options.delta if options.delta is not None else deltas.pop()
+    report = _compose(dict(zip(options.runs, records.values(), strict=True)), delta, options)
+    if not report["private"]:
+        warnings.warn("at least one run is stamped not private, so nothing is guaranteed", PrivacyWarning, stacklevel=1)
+    if options.json:
+        print(json.dumps(report, ensure_ascii=False))
+    else:
+        _print_table(report)
+    return 0
+
+
+def _compose(records: dict[str, LedgerRecord], delta: float, options: argparse.Namespace) -> dict[str, Any]:
+    from dp_microadam.privacy.accounting import epsilon, group_epsilon
+
+    spent = [part for record in records.values() for part in record.spent]
+    by_accountant = {accountant: epsilon(spent, delta, accountant) for accountant in ("rdp", "pld")}
+    report: dict[str, Any] = {
+        "private": all(record.settings.private for record in records.values()),
+        "epsilon": by_accountant[options.accountant],
+        "delta": delta,
+        "accountant": options.accountant,
+        "steps_done": sum(record.steps for record in records.values()),
+        "accountants": {name: {"epsilon": value} for name, value in by_accountant.items()},
+        "group_size": options.group_size,
+        "runs": [
+            {
+                "run": name,
+                "private": record.settings.private,
+                "epsilon": record.epsilon(delta, options.accountant),
+                "sample_rate": record.plan.sample_rate,
+                "noise_multiplier": record.plan.noise_multiplier,
+                "steps_done": record.steps,
+            }
+            for name, record in records.items()
+        ],
+    }
+    if options.group_size > 1:
+        report["group_epsilon"] = group_epsilon(spent, delta, options.group_size)
+    return report
+
+
+def _print_table(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from dp_microadam.privacy.statement import round_up
+
+    table = Table(title=f"Privacy spent, at δ = {report['delta']:g} by {report['accountant']}", title_justify="left")
+    table.add_column("run", overflow="fold")
+    for name in ("sample rate", "noise multiplier", "steps", "ε"):
+        table.add_column(name, justify="right")
+    for run in report["runs"]:
+        table.add_row(
+            run["run"],
+            f"{run['sample_rate']:.6g}",
+            f"{run['noise_multiplier']:g}",
+            f"{run['steps_done']}",
+            round_up(run["epsilon"], 4) + ("" if run["private"] else " (not private)"),
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    stamp = "" if report["private"] else "not private: "
+    by_each = ", ".join(f"{round_up(view['epsilon'], 4)} by {name}" for name, view in report["accountants"].items())
+    console.print(f"{stamp}all runs together: ε = {by_each}, at δ = {report['delta']:g}", soft_wrap=True)
+    if report["group_size"] > 1:
+        group = f"a person with up to {report['group_size']} examples"
+        console.print(f"{group}: ε = {round_up(report['group_epsilon'], 4)} by pld", soft_wrap=True)

@@ -1,0 +1,47 @@
+"""``dp-microadam export``: weights that plain PyTorch loads, with a model card and the privacy statement."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+from dp_microadam.commands.running import open_run, privacy_line
+from dp_microadam.errors import InputError
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "export", help="write a run's weights as safetensors, with a model card and the privacy statement"
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write (default: RUN/export)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from dp_microadam.privacy.statement import PRIVACY_NAME, STATEMENT_NAME
+    from dp_microadam.reporting.model_card import model_card
+    from dp_microadam.training.export import save_weights
+
+    output: Path = options.output or options.run_dir / "export"
+    if output.exists():
+        raise InputError(f"output is {str(output)!r}, which exists already; name a new folder")
+    experiment = open_run(options.run_dir)
+    result = experiment.trainer.peek()
+    accuracy, weights = experiment.test_accuracy()
+    unfinished = output.with_name(output.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    save_weights(experiment.model.state_dict(), unfinished / "model.safetensors")
+    if experiment.trainer.average is not None:
+        save_weights(experiment.trainer.average.state_dict(), unfinished / "model_ema.safetensors")
+    statement = (options.run_dir / STATEMENT_NAME).read_text(encoding="utf-8")
+    metrics = {"test accuracy": f"{100 * accuracy:.2f} % ({weights})", "steps": result.steps_done}
+    card = model_card(experiment.recipe.name, experiment.recipe.to_toml(), statement, metrics)
+    (unfinished / "README.md").write_text(card, encoding="utf-8")
+    shutil.copyfile(options.run_dir / PRIVACY_NAME, unfinished / PRIVACY_NAME)
+    unfinished.rename(output)
+    print(f"exported to {output}")
+    print(privacy_line(result))
+    return 0

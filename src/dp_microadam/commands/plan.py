@@ -1,0 +1,101 @@
+"""``dp-microadam plan``: solve a privacy plan and show what both accountants make of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dp_microadam.privacy.plan import PrivacyPlan
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "plan",
+        help="solve for epsilon, noise multiplier or steps",
+        description="Solve a privacy plan. Give exactly two of --epsilon, --noise-multiplier and --steps.",
+    )
+    parser.add_argument("--dataset-size", type=int, required=True, metavar="N", help="number of training examples")
+    parser.add_argument(
+        "--batch-size", type=int, required=True, metavar="B", help="expected number of examples per step"
+    )
+    parser.add_argument("--delta", type=float, required=True, metavar="D", help="below 1/N, e.g. 1e-5")
+    parser.add_argument("--epsilon", type=float, metavar="E", help="the most to spend")
+    parser.add_argument("--noise-multiplier", type=float, metavar="S", help="noise deviation over sensitivity")
+    parser.add_argument("--steps", type=int, metavar="T", help="number of optimizer updates")
+    parser.add_argument("--accountant", choices=("rdp", "pld"), default="rdp", help="which one decides (default: rdp)")
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from dp_microadam.privacy.plan import PrivacyPlan
+
+    plan = PrivacyPlan.solve(
+        dataset_size=options.dataset_size,
+        batch_size=options.batch_size,
+        delta=options.delta,
+        epsilon=options.epsilon,
+        noise_multiplier=options.noise_multiplier,
+        steps=options.steps,
+        accountant=options.accountant,
+    )
+    limit = plan.epsilon if options.epsilon is None else options.epsilon
+    views = {accountant: _view(plan, limit, accountant) for accountant in ("rdp", "pld")}
+    if options.json:
+        print(json.dumps({**plan.to_dict(), "accountants": views}))
+    else:
+        _print_tables(plan, limit, views)
+    return 0
+
+
+def _view(plan: PrivacyPlan, limit: float, accountant: str) -> dict[str, Any]:
+    """What an accountant reports for the plan, and how many steps it would allow within the same ε.
+
+    Both are null where the accountant cannot tell: PLD counts to ten million steps.
+    """
+    from dp_microadam.errors import InputError
+    from dp_microadam.privacy.accounting import most_steps
+
+    view: dict[str, Any] = {"epsilon": None, "steps_allowed": None}
+    try:
+        view["epsilon"] = plan.epsilon_after(plan.steps, accountant=accountant)
+        view["steps_allowed"] = most_steps(plan.sample_rate, plan.noise_multiplier, limit, plan.delta, accountant)
+    except (InputError, LookupError):
+        pass
+    return view
+
+
+def _print_tables(plan: PrivacyPlan, limit: float, views: dict[str, dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from dp_microadam.privacy.statement import round_up
+
+    facts = Table(title="Privacy plan", title_justify="left", show_header=False)
+    for name, text in (
+        ("dataset size", f"{plan.dataset_size}"),
+        ("expected batch size", f"{plan.batch_size}"),
+        ("sample rate", f"{plan.sample_rate:.6g}"),
+        ("noise multiplier", f"{plan.noise_multiplier:g}"),
+        ("steps", f"{plan.steps}"),
+        ("epochs", f"{plan.steps * plan.sample_rate:.1f}"),
+        ("ε", round_up(plan.epsilon, 4)),
+        ("δ", f"{plan.delta:g}"),
+        ("accountant", plan.accountant),
+    ):
+        facts.add_row(name, text)
+    both = Table(title="Both accountants", title_justify="left")
+    for name in ("accountant", "ε of this plan", f"steps allowed at ε = {round_up(limit, 4)}"):
+        both.add_column(name, justify="left" if name == "accountant" else "right")
+    for accountant, view in views.items():
+        reported, allowed = view["epsilon"], view["steps_allowed"]
+        both.add_row(
+            accountant,
+            "out of range" if reported is None else round_up(reported, 4),
+            "out of range" if allowed is None else f"{allowed}",
+        )
+    console = Console(highlight=False)
+    console.print(facts)
+    console.print(both)

@@ -1,0 +1,25 @@
+"""``dp-microadam resume``: go on with a run that was stopped or killed."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from dp_microadam.commands.running import add_display, conclude, open_run, say, train
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser("resume", help="go on with a run that was stopped or killed")
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")
+    add_display(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    experiment = open_run(options.run_dir, show_progress=not options.quiet, show_private_metrics=options.show_private_metrics)
+    experiment.trainer.resume()
+    if not experiment.trainer.finished:
+        return train(experiment, options)
+    say(options, f"run {options.run_dir} is finished")
+    conclude(experiment, options, experiment.trainer.result())
+    return 0

@@ -1,0 +1,106 @@
+"""What the commands that work on runs share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dp_microadam.errors import InputError
+
+if TYPE_CHECKING:
+    from dp_microadam.recipes.assemble import Experiment
+    from dp_microadam.training.trainer import RunResult
+
+
+def add_display(parser: argparse.ArgumentParser) -> None:
+    """How much a run shows."""
+    parser.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+    parser.add_argument(
+        "--show-private-metrics",
+        action="store_true",
+        help="also show loss and accuracy on training batches, which are outside the guarantee",
+    )
+
+
+def open_run(run_dir: Path, show_progress: bool = False, show_private_metrics: bool = False) -> Experiment:
+    """The experiment whose folder this is.
+
+    Raises:
+        InputError: if it is not the folder of a run.
+    """
+    from dp_microadam.recipes.recipe import Recipe
+    from dp_microadam.training.run_folder import CONFIG
+
+    config = run_dir / CONFIG
+    if not config.is_file():
+        raise InputError(f"run is {str(run_dir)!r}, which is not the folder of a run: it has no {CONFIG}")
+    recipe = Recipe.from_toml(config.read_text(encoding="utf-8"))
+
+    from dp_microadam.recipes.assemble import assemble
+
+    return assemble(recipe, run_dir, show_progress=show_progress, show_private_metrics=show_private_metrics)
+
+
+def train(experiment: Experiment, options: argparse.Namespace) -> int:
+    """Train, draw the curves and say how it ended."""
+    result = experiment.fit()
+    _draw(experiment, options, result)
+    conclude(experiment, options, result)
+    return 0
+
+
+def conclude(experiment: Experiment, options: argparse.Namespace, result: RunResult) -> None:
+    """The last lines: where everything is, test accuracy and ε."""
+    accuracy, weights = experiment.test_accuracy()
+    if options.json:
+        print(
+            json.dumps(
+                {
+                    "run_dir": str(result.run_dir),
+                    "finished": result.finished,
+                    "private": result.private,
+                    "test_accuracy": accuracy,
+                    "epsilon": result.epsilon,
+                    "delta": result.delta,
+                    "steps_done": result.steps_done,
+                    **result.metrics,
+                }
+            )
+        )
+        return
+    print(f"run folder {result.run_dir}")
+    print(f"evaluated with the {weights}")
+    print(f"test accuracy {100 * accuracy:.2f} %")
+    print(privacy_line(result))
+
+
+def privacy_line(result: RunResult) -> str:
+    """The line that ends a run."""
+    if result.epsilon is None:
+        return "not private: trained without clipping and noise"
+    from dp_microadam.privacy.statement import round_up
+
+    line = f"ε = {round_up(result.epsilon)} at δ = {result.delta:g}"
+    return line if result.private else f"not private (fixed seed); the same run without a seed would spend {line}"
+
+
+def _draw(experiment: Experiment, options: argparse.Namespace, result: RunResult) -> None:
+    from dp_microadam.reporting.curves import draw_curves
+    from dp_microadam.training.run_folder import CURVES
+
+    metrics = experiment.trainer.folder.metrics()
+    if not metrics:
+        return
+    try:
+        draw_curves(metrics, result.run_dir / CURVES, title=experiment.recipe.name, private=result.private)
+    except ImportError:
+        say(options, "curves.png was not drawn: matplotlib is not installed (pip install 'dp-microadam[plots]')")
+
+
+def say(options: argparse.Namespace, text: str) -> None:
+    """One line for a person; with ``--json`` standard output is for JSON alone."""
+    print(text, file=sys.stderr if options.json else sys.stdout)

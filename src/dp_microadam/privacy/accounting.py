@@ -1,0 +1,391 @@
+"""How much privacy a sequence of steps spends.
+
+A step adds Gaussian noise of standard deviation σ·S to a sum of sensitivity S over a Poisson sample, in which each
+example appears independently with probability q. Neighbouring datasets differ by adding or removing one example.
+
+Two accountants answer. *RDP* bounds the Rényi divergence of one step exactly at a list of orders α (Mironov, Talwar
+and Zhang 2019, "Rényi differential privacy of the sampled Gaussian mechanism", section 3.3), adds up over steps, and
+converts to (ε, δ) by Balle et al. 2020, theorem 21. *PLD* composes the discretised privacy loss distribution with
+dp-accounting and is tighter. No torch here; dp-accounting, which takes a second to import, is loaded on first use.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import gammaln, log_ndtr
+
+from dp_microadam.errors import InputError
+from dp_microadam.validation import (
+    require_in_open,
+    require_in_open_closed,
+    require_integer,
+    require_one_of,
+    require_positive,
+)
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+
+Floats = NDArray[np.float64]
+
+ACCOUNTANTS = ("rdp", "pld")
+
+# The paper's orders (1.1 … 10.9 by 0.1 and 12 … 63), then on to 1024 in steps of at most 7 %: without the large ones
+# a small ε reads far too high, because the conversion's log(1/δ)/(α − 1) alone would exceed it.
+ORDERS = (
+    *(round(1 + x / 10, 1) for x in range(1, 100)),
+    *(float(x) for x in range(12, 64)),
+    *(float(x) for start in (64, 128, 256, 512) for x in range(start, 2 * start, start // 16)),
+    1024.0,
+)
+
+# Terms of the fractional series that are summed before the rest is extrapolated, and how many of them serve for that.
+_SERIES_TERMS = 1024
+_AVERAGED_TERMS = 16
+
+# How fine the grid of a privacy loss distribution is: cells per standard deviation of one step's privacy loss, unless
+# its whole range would take more cells than this. Reads ε at most 0.03 % high (tests/privacy/test_accounting.py).
+_PLD_CELLS_PER_DEVIATION = 30
+_PLD_CELLS_AT_MOST = 40_000
+_PLD_FINEST_GRID = 1e-6
+
+# Beyond the first number of steps dp-accounting bounds the range of a composition loosely, and slowly; composing
+# blocks of the second keeps it tight. The last is as far as this was tried; it takes seconds there.
+_PLD_MOST_STEPS_AT_ONCE = 100_000
+_PLD_BLOCK = 1024
+PLD_MOST_STEPS = 10_000_000
+
+# Below this noise one step spends ε in the hundreds and dp-accounting overflows; RDP's upper bound answers instead.
+_PLD_LEAST_NOISE = 0.05
+
+# A solved noise multiplier is a whole multiple of this, rounded up, and is looked for up to the largest.
+NOISE_RESOLUTION = 1e-4
+_MULTIPLES_PER_UNIT = round(1 / NOISE_RESOLUTION)
+LARGEST_NOISE_MULTIPLIER = 100_000
+
+
+@dataclass(frozen=True)
+class SubsampledGaussian:
+    """``steps`` steps of the Poisson-subsampled Gaussian mechanism; what a run spends is a list of these."""
+
+    sample_rate: float
+    noise_multiplier: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        require_in_open_closed("sample_rate", self.sample_rate, 0, 1)
+        require_positive("noise_multiplier", self.noise_multiplier)
+        require_integer("steps", self.steps, 0)
+
+
+def epsilon(spent: Sequence[SubsampledGaussian], delta: float, accountant: str = "rdp") -> float:
+    """The smallest ε the accountant can certify at ``delta`` for everything in ``spent`` taken together.
+
+    Formal guarantees: the composition of all steps, each of which may depend on the results of earlier ones, is
+    (ε, δ)-differentially private under adding or removing one example, provided that every step sampled and added noise
+    as its entry says, with independent and unpredictable randomness.
+
+    >>> paper = SubsampledGaussian(sample_rate=4096 / 45000, noise_multiplier=3.0, steps=2480)
+    >>> f"{epsilon([paper], delta=1e-5):.3f} by RDP, {epsilon([paper], delta=1e-5, accountant='pld'):.3f} by PLD"
+    '7.999 by RDP, 7.422 by PLD'
+    """
+    require_in_open("delta", delta, 0, 1)
+    require_one_of("accountant", accountant, ACCOUNTANTS)
+    spent = [part for part in spent if part.steps > 0]
+    if not spent:
+        return 0.0
+    return _rdp_epsilon(spent, delta) if accountant == "rdp" else _pld_epsilon(spent, delta)
+
+
+@lru_cache(maxsize=256)
+def rdp_of_one_step(sample_rate: float, noise_multiplier: float, orders: tuple[float, ...] = ORDERS) -> Floats:
+    """The Rényi divergence of one step at each order, exact up to rounding (relative error below 1e-9).
+
+    The larger of the two directions is D_α(mixture ‖ Gaussian) = log(A_α)/(α − 1) with
+    A_α = E[((1 − q) + q·w)^α], w the likelihood ratio of N(1, σ²) to N(0, σ²). What is summed is A_α − 1, so that
+    the small divergences of small q keep all their digits.
+
+    Formal guarantees: one step is (α, ε_α)-Rényi differentially private for each returned ε_α, under adding or removing
+    one example.
+    """
+    require_in_open_closed("sample_rate", sample_rate, 0, 1)
+    require_positive("noise_multiplier", noise_multiplier)
+    alphas = np.array(orders, dtype=np.float64)
+    if sample_rate == 1.0:
+        divergences = alphas / (2 * noise_multiplier**2)
+    else:
+        whole = alphas == np.floor(alphas)
+        log_excess = np.empty_like(alphas)  # log(A_α − 1)
+        log_excess[whole] = [_log_excess_at_integer(sample_rate, noise_multiplier, int(a)) for a in alphas[whole]]
+        log_excess[~whole] = _log_excess_at_fractions(sample_rate, noise_multiplier, alphas[~whole])
+        divergences = np.logaddexp(0.0, log_excess)
+        small = log_excess < 0
+        divergences[small] = np.log1p(np.exp(log_excess[small]))
+        divergences /= alphas - 1
+    divergences.flags.writeable = False
+    return divergences
+
+
+def _log_excess_at_integer(q: float, sigma: float, alpha: int) -> float:
+    """log(A_α − 1) for whole α: Σ C(α, i) qⁱ (1 − q)^(α − i) (exp((i² − i)/2σ²) − 1), all terms positive."""
+    i = np.arange(2, alpha + 1, dtype=np.float64)
+    log_binomial = gammaln(alpha + 1.0) - gammaln(i + 1) - gammaln(alpha - i + 1)
+    log_weight = log_binomial + i * math.log(q) + (alpha - i) * math.log1p(-q)
+    log_terms = log_weight + _log_abs_expm1((i * i - i) / (2 * sigma**2))
+    return float(np.logaddexp.reduce(log_terms))
+
+
+def _log_excess_at_fractions(q: float, sigma: float, alphas: Floats) -> Floats:
+    """log(A_α − 1) for fractional α, by the two signed binomial series of ((1 − q) + q·w)^α.
+
+    Below z₀, where q·w = 1 − q, the power is expanded in q·w/(1 − q), above it in the inverse; each moment of w over
+    a half-line is an exponential times a normal probability. The binomial weights of the series whose ratio is below
+    one sum to 1: subtracting them turns its exp(…) into expm1(…), and the total into A_α − 1.
+    """
+    z0 = sigma**2 * (math.log1p(-q) - math.log(q)) + 0.5
+    i = np.arange(_SERIES_TERMS, dtype=np.float64)
+    j = alphas[:, None] - i
+    binomials = np.ones_like(j)
+    np.cumprod((j[:, :-1]) / (i[1:]), axis=1, out=binomials[:, 1:])
+
+    log_below = (i * i - i) / (2 * sigma**2) + log_ndtr((z0 - i) / sigma)
+    log_above = (j * j - j) / (2 * sigma**2) + log_ndtr((j - z0) / sigma)
+    sign_below: Floats | float = 1.0
+    sign_above: Floats | float = 1.0
+    if q <= 0.5:
+        sign_below, log_below = np.sign(log_below), _log_abs_expm1(log_below)
+    else:
+        sign_above, log_above = np.sign(log_above), _log_abs_expm1(log_above)
+    log_below = log_below + i * math.log(q) + j * math.log1p(-q)
+    log_above = log_above + j * math.log(q) + i * math.log1p(-q)
+
+    scale = np.maximum(log_below, log_above).max(axis=1, keepdims=True)
+    terms = binomials * (sign_below * np.exp(log_below - scale) + sign_above * np.exp(log_above - scale))
+    totals = np.array([_alternating_sum(row) for row in terms])
+    return np.log(totals) + scale[:, 0]
+
+
+def _alternating_sum(terms: Floats) -> float:
+    """The sum of a series whose late terms alternate in sign and shrink smoothly: its last partial sums, averaged
+    repeatedly, converge where the series itself creeps."""
+    partial = math.fsum(terms[:-_AVERAGED_TERMS]) + np.cumsum(terms[-_AVERAGED_TERMS:])
+    while len(partial) > 1:
+        partial = (partial[1:] + partial[:-1]) / 2
+    return float(partial[0])
+
+
+def _log_abs_expm1(x: Floats) -> Floats:
+    """log|eˣ − 1|, without overflow for large x and without cancellation for small ones."""
+    with np.errstate(divide="ignore"):
+        return np.maximum(x, 0.0) + np.log(-np.expm1(-np.abs(x)))
+
+
+def _conversion(delta: float) -> Floats:
+    """What each order adds to its Rényi divergence to become ε (Balle et al. 2020, theorem 21)."""
+    alphas = np.array(ORDERS)
+    return np.log1p(-1 / alphas) - (math.log(delta) + np.log(alphas)) / (alphas - 1)
+
+
+def _total_rdp(spent: Iterable[SubsampledGaussian]) -> Floats:
+    total = np.zeros(len(ORDERS))
+    for part in spent:
+        total += part.steps * rdp_of_one_step(part.sample_rate, part.noise_multiplier)
+    return total
+
+
+def _rdp_epsilon(spent: Sequence[SubsampledGaussian], delta: float) -> float:
+    return max(0.0, float(np.min(_total_rdp(spent) + _conversion(delta))))
+
+
+def most_steps(sample_rate: float, noise_multiplier: float, epsilon_limit: float, delta: float, accountant: str) -> int:
+    """The largest number of steps whose ε stays within ``epsilon_limit``; 0 if not even one does.
+
+    Formal guarantees: ε of the returned number is at most the limit, and ε of one step more exceeds it, both as
+    :func:`epsilon` computes them.
+
+    Raises:
+        LookupError: if the limit is not reached within as many steps as the accountant can count.
+    """
+    just_above = math.nextafter(epsilon_limit, math.inf)
+
+    def excess(steps: int) -> float:
+        return epsilon([SubsampledGaussian(sample_rate, noise_multiplier, steps)], delta, accountant) - just_above
+
+    per_step = rdp_of_one_step(sample_rate, noise_multiplier)
+    by_rdp = int(max(0.0, float(np.max((epsilon_limit - _conversion(delta)) / per_step))))
+    if accountant == "rdp":
+        return first_non_negative(excess, guess=by_rdp + 1, stride=1) - 1
+    return first_non_negative(excess, guess=by_rdp + 1, stride=1 + by_rdp // 8, largest=PLD_MOST_STEPS) - 1
+
+
+def least_noise_multiplier(
+    sample_rate: float, steps: int, epsilon_limit: float, delta: float, accountant: str
+) -> float:
+    """The smallest multiple of ``NOISE_RESOLUTION`` that keeps ``steps`` steps within ``epsilon_limit``.
+
+    Formal guarantees: ε of the returned noise multiplier is at most the limit; that of the next smaller multiple
+    exceeds it.
+
+    Raises:
+        LookupError: if no noise multiplier up to ``LARGEST_NOISE_MULTIPLIER`` is enough.
+    """
+
+    def margin(multiple: int, by: str = accountant) -> float:
+        part = SubsampledGaussian(sample_rate, multiple / _MULTIPLES_PER_UNIT, steps)
+        return epsilon_limit - epsilon([part], delta, by)
+
+    largest = LARGEST_NOISE_MULTIPLIER * _MULTIPLES_PER_UNIT
+    try:
+        least = first_non_negative(lambda n: margin(n, "rdp"), _MULTIPLES_PER_UNIT, _MULTIPLES_PER_UNIT, largest)
+    except LookupError:
+        if accountant == "rdp":
+            raise
+        least = largest
+    if accountant != "rdp":
+        least = first_non_negative(margin, least, stride=1 + least // 16, largest=largest)
+    return least / _MULTIPLES_PER_UNIT
+
+
+def first_non_negative(function: Callable[[int], float], guess: int, stride: int, largest: int = 2**53) -> int:
+    """The first whole number n ≥ 1 with ``function(n) >= 0``, for a function that grows.
+
+    Gallops away from the guess until the change of sign lies between two numbers, then closes in on it by
+    interpolation, with a bisection in every third place so that no shape of the function makes it slow.
+
+    Raises:
+        LookupError: if the function is still negative at ``largest``.
+    """
+    low, high = 0, 0  # in the end function(low) < 0 <= function(high)
+    at_low, at_high = -math.inf, math.inf
+    candidate = min(max(1, guess), largest)
+    turn = 0
+    while high - low != 1:
+        value = function(candidate)
+        if value >= 0:
+            high, at_high = candidate, value
+        elif candidate == largest:
+            raise LookupError(f"negative up to {largest}")
+        else:
+            low, at_low = candidate, value
+        if high == 0:
+            candidate = min(low + stride, largest)
+        elif at_low == -math.inf:
+            candidate = max(high - stride, 1)
+        else:
+            turn += 1
+            share = 0.5 if turn % 3 == 0 else at_low / (at_low - at_high)
+            candidate = min(max(low + int(share * (high - low)), low + 1), high - 1)
+        stride *= 2
+    return high
+
+
+def as_dp_event(spent: Sequence[SubsampledGaussian]) -> DpEvent:
+    """The same composition as a dp-accounting event, for any accountant that understands those."""
+    import dp_accounting
+
+    return dp_accounting.ComposedDpEvent(
+        [
+            dp_accounting.SelfComposedDpEvent(
+                dp_accounting.PoissonSampledDpEvent(
+                    part.sample_rate, dp_accounting.GaussianDpEvent(part.noise_multiplier)
+                ),
+                part.steps,
+            )
+            for part in spent
+        ]
+    )
+
+
+def _pld_grid(part: SubsampledGaussian) -> float:
+    """The spacing of the discretised privacy loss, fine beside the deviation q·√(exp(1/σ²) − 1) of one step's loss.
+
+    Rounding to a grid of spacing h adds variance of order h² per step, so the relative error of the composed
+    deviation is about (h/deviation)², whatever the number of steps; the estimate stays an upper bound.
+    """
+    q, sigma = part.sample_rate, part.noise_multiplier
+    deviation = q * math.sqrt(math.expm1(min(sigma**-2, 700.0)))
+    largest_ratio = 12 / sigma + sigma**-2 / 2  # log likelihood ratio twelve deviations out
+    span = max(0.0, largest_ratio + math.log(q)) + math.log1p(q)
+    return max(_PLD_FINEST_GRID, min(1e-2, deviation / _PLD_CELLS_PER_DEVIATION), span / _PLD_CELLS_AT_MOST)
+
+
+@lru_cache(maxsize=8)
+def _pld_of_block(sample_rate: float, noise_multiplier: float, grid: float, steps: int) -> PrivacyLossDistribution:
+    """An upper bound on the privacy loss distribution of a few steps, on a grid of the given spacing."""
+    from dp_accounting.pld import privacy_loss_distribution as pld
+
+    one_step = pld.from_gaussian_mechanism(
+        noise_multiplier, sampling_prob=sample_rate, value_discretization_interval=grid, pessimistic_estimate=True
+    )
+    return one_step if steps == 1 else one_step.self_compose(steps)
+
+
+def _pld_of(part: SubsampledGaussian, grid: float) -> PrivacyLossDistribution:
+    mechanism = (part.sample_rate, part.noise_multiplier, grid)
+    if part.steps <= _PLD_MOST_STEPS_AT_ONCE:
+        return _pld_of_block(*mechanism, 1).self_compose(part.steps)
+    blocks, rest = divmod(part.steps, _PLD_BLOCK)
+    composed = _pld_of_block(*mechanism, _PLD_BLOCK).self_compose(blocks)
+    return composed.compose(_pld_of_block(*mechanism, 1).self_compose(rest)) if rest else composed
+
+
+def _pld_epsilon(spent: Sequence[SubsampledGaussian], delta: float) -> float:
+    _require_countable_steps(spent)
+    if min(part.noise_multiplier for part in spent) < _PLD_LEAST_NOISE:
+        return _rdp_epsilon(spent, delta)
+    grid = min(map(_pld_grid, spent))
+    composed = functools.reduce(lambda one, other: one.compose(other), (_pld_of(part, grid) for part in spent))
+    return float(composed.get_epsilon_for_delta(delta))
+
+
+def _require_countable_steps(spent: Iterable[SubsampledGaussian]) -> None:
+    steps = sum(part.steps for part in spent)
+    if steps > PLD_MOST_STEPS:
+        raise InputError(f"steps is {steps}; the pld accountant takes at most {PLD_MOST_STEPS}, rdp takes any number")
+
+
+def group_epsilon(spent: Sequence[SubsampledGaussian], delta: float, group_size: int) -> float:
+    """ε at ``delta`` for adding or removing up to ``group_size`` examples at once, by PLD.
+
+    A group of k meets a step with a binomial number of its examples, each of which moves the sum by at most S, so the
+    step is a mixture of Gaussians at 0, S, …, kS (Ganesh 2024, "Tight group-level DP guarantees for DP-SGD with
+    sampling via mixture of Gaussians mechanisms"). This is tighter than the general rule, k·ε at a δ multiplied by Σ
+    exp(i·ε), i < k.
+
+    Formal guarantees: as :func:`epsilon`, for datasets that differ in at most ``group_size`` examples.
+    """
+    require_in_open("delta", delta, 0, 1)
+    require_integer("group_size", group_size, 1)
+    spent = [part for part in spent if part.steps > 0]
+    if not spent:
+        return 0.0
+    _require_countable_steps(spent)
+    least_noise = min(part.noise_multiplier for part in spent)
+    if least_noise < _PLD_LEAST_NOISE:
+        raise InputError(f"noise_multiplier is {least_noise}; for groups it must be at least {_PLD_LEAST_NOISE}")
+    from dp_accounting.pld import privacy_loss_distribution as pld
+    from scipy.stats import binom
+
+    present = np.arange(group_size + 1)
+    grid = group_size * min(map(_pld_grid, spent))
+    parts = (
+        pld.from_mixture_gaussian_mechanism(
+            part.noise_multiplier,
+            sensitivities=present,
+            sampling_probs=binom.pmf(present, group_size, part.sample_rate),
+            value_discretization_interval=grid,
+            pessimistic_estimate=True,
+        ).self_compose(part.steps)
+        for part in spent
+    )
+    composed = functools.reduce(lambda one, other: one.compose(other), parts)
+    return float(composed.get_epsilon_for_delta(delta))

@@ -1,0 +1,121 @@
+"""The Gaussian mechanism: noise on the clipped sum, once per logical step, then division by the expected batch size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dp_microadam.errors import PrivacyError
+from dp_microadam.privacy.plan import PrivacyPlan
+from dp_microadam.privacy.randomness import Randomness
+from dp_microadam.validation import require_integer, require_positive
+
+# In secure mode results are rounded to multiples of the noise's deviation divided by about a million: far coarser
+# than float64 near them, far finer than the noise.
+_GRID_BITS = 20
+
+
+class GaussianMechanism:
+    """Turns clipped sums into privatized means: (Σ + N(0, σ²S²)) / B.
+
+    ``sensitivity`` S is how much one example can change the sums, all tensors together in L2 norm; it comes from
+    whatever did the clipping, not from a number typed again. ``expected_batch_size`` B is the plan's, never the
+    number of examples a step happened to draw: that number is private, and dividing by it would let one example
+    change every coordinate.
+
+    Noise is drawn in float64 and added in float32 or wider, whatever the dtype of the sums; so are the results, and a
+    caller who rounds them to bfloat16 post-processes. With a secure source the addition happens in float64 and its
+    result is rounded to a fixed grid, so that the last bits of a floating-point sum, which can betray the summands,
+    are gone. This mitigates such attacks; it is not a proof against them.
+
+    Formal guarantees: if adding or removing one example changes the joint vector of sums by at most S in L2 norm,
+    then the joint result of one call is a Gaussian mechanism of noise multiplier σ on real numbers; calls of
+    different steps are independent. Assumes unpredictable randomness, one call per logical step, and sums accumulated
+    over all its chunks.
+
+    >>> mechanism = GaussianMechanism(noise_multiplier=1.0, sensitivity=0.5, expected_batch_size=100)
+    >>> means = mechanism.privatize({"weight": torch.zeros(2, 3)}, step=0)
+    >>> means["weight"].shape
+    torch.Size([2, 3])
+    >>> mechanism.privatize({"weight": torch.zeros(2, 3)}, step=0)
+    Traceback (most recent call last):
+        ...
+    dp_microadam.errors.PrivacyError: step 0 was privatized already; noise is added once per logical step, to the sum
+    ...
+    """
+
+    def __init__(
+        self,
+        noise_multiplier: float,
+        sensitivity: float,
+        expected_batch_size: float,
+        *,
+        randomness: Randomness | None = None,
+    ) -> None:
+        self.noise_multiplier = float(require_positive("noise_multiplier", noise_multiplier))
+        self.sensitivity = float(require_positive("sensitivity", sensitivity))
+        self.expected_batch_size = require_positive("expected_batch_size", expected_batch_size)
+        self._randomness = randomness if randomness is not None else Randomness.from_entropy()
+        self._last_step = -1
+
+    @classmethod
+    def from_plan(
+        cls, plan: PrivacyPlan, sensitivity: float, *, randomness: Randomness | None = None
+    ) -> GaussianMechanism:
+        """The mechanism ``plan`` accounts for, on sums of the given sensitivity."""
+        return cls(plan.noise_multiplier, sensitivity, plan.batch_size, randomness=randomness)
+
+    @property
+    def private(self) -> bool:
+        """Whether the noise is unpredictable; a fixed seed is not."""
+        return self._randomness.private
+
+    @property
+    def noise_deviation(self) -> float:
+        """Standard deviation of the noise in each coordinate of the privatized mean: σ·S/B."""
+        return self.noise_multiplier * self.sensitivity / self.expected_batch_size
+
+    def privatize(self, sums: Mapping[str, Tensor], *, step: int) -> dict[str, Tensor]:
+        """The privatized mean of each tensor of ``sums``, which together are the clipped sum of one logical step.
+
+        Steps only go forward: a step that was privatized, or one before it, is refused.
+
+        Raises:
+            PrivacyError: for a step seen before, or sums that are not finite, whose sensitivity nothing bounds.
+        """
+        require_integer("step", step, 0)
+        if step <= self._last_step:
+            raise PrivacyError(
+                f"step {step} was privatized already; noise is added once per logical step, "
+                "to the sum over all its chunks"
+            )
+        if not _all_finite(sums):
+            raise PrivacyError("the clipped sums are not finite, so no amount of noise bounds what they reveal")
+        self._last_step = step
+        return {name: self._privatize_tensor(name, tensor.detach(), step) for name, tensor in sums.items()}
+
+    def _privatize_tensor(self, name: str, total: Tensor, step: int) -> Tensor:
+        result_dtype = torch.promote_types(total.dtype, torch.float32)
+        working_dtype = torch.float64 if self._randomness.secure else result_dtype
+        noise = self._randomness.normals(f"noise {name}", step, total.numel(), working_dtype)
+        noise = noise.mul_(self.noise_multiplier * self.sensitivity).view(total.shape)
+        noisy = noise.to(total.device).add_(total.to(working_dtype))
+        if self._randomness.secure:
+            grid = 2.0 ** (math.floor(math.log2(self.noise_multiplier * self.sensitivity)) - _GRID_BITS)
+            noisy = noisy.div_(grid).round_().mul_(grid)
+        return noisy.div_(self.expected_batch_size).to(result_dtype)
+
+    def __repr__(self) -> str:
+        return (
+            f"GaussianMechanism(noise_multiplier={self.noise_multiplier}, sensitivity={self.sensitivity}, "
+            f"expected_batch_size={self.expected_batch_size}, randomness={self._randomness.description!r})"
+        )
+
+
+def _all_finite(sums: Mapping[str, Tensor]) -> bool:
+    flags = [tensor.isfinite().all() for tensor in sums.values()]
+    # Gathered on one device first, so that a CUDA device is waited for once and not once per tensor.
+    return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())

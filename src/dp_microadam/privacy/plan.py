@@ -1,0 +1,183 @@
+"""The plan of a private run: one frozen, public object that sampler, noise, accountant and ledger all read.
+
+Because they read the same object, a noise multiplier solved here cannot fail to reach the noise, and what is accounted
+cannot differ from what is sampled. No torch here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from dp_microadam.errors import InputError, PrivacyWarning
+from dp_microadam.privacy.accounting import (
+    ACCOUNTANTS,
+    LARGEST_NOISE_MULTIPLIER,
+    SubsampledGaussian,
+    epsilon,
+    least_noise_multiplier,
+    most_steps,
+)
+from dp_microadam.validation import require_in_open, require_integer, require_one_of, require_positive
+
+
+@dataclass(frozen=True)
+class PrivacyPlan:
+    """What a run may do: how it samples, how much noise it adds, and after how many steps it stops.
+
+    ``batch_size`` is the expected one: each step takes each of the ``dataset_size`` training examples independently
+    with probability ``sample_rate``. ``epsilon`` is computed from the other fields, so a plan cannot claim what it
+    does not keep. Every field is public by declaration.
+
+    Formal guarantees: a run that samples, clips and adds noise as the plan says, for at most ``steps`` steps, is
+    (``epsilon``, ``delta``)-differentially private under adding or removing one training example.
+
+    >>> plan = PrivacyPlan.solve(dataset_size=45_000, batch_size=4096, delta=1e-5, epsilon=8.0, noise_multiplier=3.0)
+    >>> plan.steps
+    2480
+    >>> plan.epsilon <= 8.0 < plan.epsilon_after(plan.steps + 1)
+    True
+    """
+
+    dataset_size: int
+    batch_size: int
+    noise_multiplier: float
+    steps: int
+    delta: float
+    accountant: str = "rdp"
+
+    def __post_init__(self) -> None:
+        _require_sampling_and_delta(self.dataset_size, self.batch_size, self.delta, self.accountant)
+        require_positive("noise_multiplier", self.noise_multiplier)
+        require_integer("steps", self.steps, 1)
+
+    @classmethod
+    def solve(
+        cls,
+        *,
+        dataset_size: int,
+        batch_size: int,
+        delta: float,
+        epsilon: float | None = None,
+        noise_multiplier: float | None = None,
+        steps: int | None = None,
+        accountant: str = "rdp",
+    ) -> PrivacyPlan:
+        """Exactly two of ``epsilon``, ``noise_multiplier`` and ``steps`` are given; the third is solved.
+
+        Steps are as many as fit, and at least one; a noise multiplier is the smallest that fits, rounded up to the next
+        multiple of 0.0001. The plan's ε never exceeds the one given.
+
+        Raises:
+            InputError: for a value out of range, or if no plan exists.
+        """
+        _require_sampling_and_delta(dataset_size, batch_size, delta, accountant)
+        given = {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "steps": steps}
+        names = [name for name, value in given.items() if value is not None]
+        if len(names) != 2:
+            raise InputError(
+                f"exactly two of epsilon, noise_multiplier and steps must be given; got {' and '.join(names) or 'none'}"
+            )
+        if epsilon is not None:
+            require_positive("epsilon", epsilon)
+        if noise_multiplier is not None:
+            noise_multiplier = float(require_positive("noise_multiplier", noise_multiplier))
+        if steps is not None:
+            steps = require_integer("steps", steps, 1)
+        if delta > 1 / dataset_size:
+            warnings.warn(
+                f"delta is {delta:g}, above 1/{dataset_size} = {1 / dataset_size:.3g}: publishing one whole example "
+                "at random would satisfy it",
+                PrivacyWarning,
+                stacklevel=2,
+            )
+
+        sample_rate = batch_size / dataset_size
+        if noise_multiplier is None:
+            assert epsilon is not None
+            assert steps is not None
+            noise_multiplier = _solve_noise(sample_rate, steps, epsilon, delta, accountant)
+        if steps is None:
+            assert epsilon is not None
+            steps = _solve_steps(sample_rate, noise_multiplier, epsilon, delta, accountant)
+        return cls(dataset_size, batch_size, noise_multiplier, steps, float(delta), accountant)
+
+    @property
+    def sample_rate(self) -> float:
+        """The probability with which each example takes part in a step."""
+        return self.batch_size / self.dataset_size
+
+    @cached_property
+    def epsilon(self) -> float:
+        """ε after all ``steps``, at ``delta``, by ``accountant``."""
+        return self.epsilon_after(self.steps)
+
+    def epsilon_after(self, steps: int, *, accountant: str | None = None) -> float:
+        """ε at ``delta`` after the first ``steps`` steps; by the plan's own accountant unless another is named."""
+        return epsilon([self.spent_after(steps)], self.delta, accountant or self.accountant)
+
+    def spent_after(self, steps: int) -> SubsampledGaussian:
+        """The first ``steps`` steps, as the accountants take them."""
+        return SubsampledGaussian(self.sample_rate, self.noise_multiplier, steps)
+
+    def noise_deviation(self, sensitivity: float) -> float:
+        """Standard deviation of the noise in each coordinate of a privatized mean: σ·S/B.
+
+        What an optimizer that corrects for the noise subtracts is the square of this.
+        """
+        return self.noise_multiplier * require_positive("sensitivity", sensitivity) / self.batch_size
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields and what follows from them, for JSON."""
+        return {**asdict(self), "sample_rate": self.sample_rate, "epsilon": self.epsilon}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> PrivacyPlan:
+        """The plan :meth:`to_dict` describes. What follows from the fields is computed anew, not read."""
+        names = [field.name for field in fields(cls)]
+        missing = [name for name in names if name not in values]
+        if missing:
+            raise InputError(f"a privacy plan lacks {', '.join(missing)}")
+        return cls(**{name: values[name] for name in names})
+
+
+def _require_sampling_and_delta(dataset_size: int, batch_size: int, delta: float, accountant: str) -> None:
+    require_integer("dataset_size", dataset_size, 1)
+    require_integer("batch_size", batch_size, 1)
+    if batch_size > dataset_size:
+        raise InputError(
+            f"batch_size is {batch_size}, more than the {dataset_size} examples of the dataset; "
+            "it must be at most dataset_size"
+        )
+    require_in_open("delta", delta, 0, 1)
+    require_one_of("accountant", accountant, ACCOUNTANTS)
+
+
+def _solve_noise(sample_rate: float, steps: int, limit: float, delta: float, accountant: str) -> float:
+    try:
+        return least_noise_multiplier(sample_rate, steps, limit, delta, accountant)
+    except LookupError:
+        raise InputError(
+            f"no noise_multiplier up to {LARGEST_NOISE_MULTIPLIER} keeps {steps} steps within epsilon {limit} at delta "
+            f"{delta:g}; allow a larger epsilon or delta, or fewer steps"
+        ) from None
+
+
+def _solve_steps(sample_rate: float, noise_multiplier: float, limit: float, delta: float, accountant: str) -> int:
+    try:
+        steps = most_steps(sample_rate, noise_multiplier, limit, delta, accountant)
+    except LookupError:
+        raise InputError(
+            f"epsilon {limit} never runs out with noise_multiplier {noise_multiplier} and sample rate "
+            f"{sample_rate:.3g}; give the number of steps"
+        ) from None
+    if steps == 0:
+        one = epsilon([SubsampledGaussian(sample_rate, noise_multiplier, 1)], delta, accountant)
+        raise InputError(
+            f"noise_multiplier {noise_multiplier} spends epsilon {one:.3g} in its first step, more than {limit} at "
+            f"delta {delta:g}; it must be larger, or the batch smaller"
+        )
+    return steps

@@ -1,0 +1,211 @@
+"""Poisson sampling: each step takes each example independently with the same probability.
+
+This is the sampling the accountants account for; shuffling, or batches of a fixed size, spend more than they say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+
+from dp_microadam.errors import InputError
+from dp_microadam.privacy.plan import PrivacyPlan
+from dp_microadam.privacy.randomness import Randomness
+from dp_microadam.validation import require_integer
+
+
+class LogicalStep:
+    """One step of the mechanism: its number, which is public, and its physical chunks, which are not.
+
+    A step without chunks is an empty batch, and a step like any other: pure noise, accounted.
+    """
+
+    __slots__ = ("chunks", "index")
+
+    def __init__(self, index: int, chunks: Iterable[Any]) -> None:
+        self.index = index
+        self.chunks = chunks
+
+    def __repr__(self) -> str:
+        return f"LogicalStep({self.index})"
+
+
+class PoissonSampler:
+    """Yields the logical steps of a run, each as chunks of example indices that fit in memory.
+
+    ``batch_size`` is the expected number of examples per step, ``physical_batch_size`` the most that are processed at
+    once. ``first_step`` is where a resumed run goes on.
+
+    Formal guarantees: each example is in each step with probability ``batch_size / dataset_size`` (rounded up to a
+    multiple of 2⁻⁵³), independently of all other examples and steps, and of how a step is cut into chunks. What was
+    drawn shows in the chunks alone: not in the sampler's length, its representation or its state.
+
+    >>> sampler = PoissonSampler(dataset_size=1000, batch_size=100, steps=3, physical_batch_size=32)
+    >>> [step.index for step in sampler]
+    [0, 1, 2]
+    >>> all(len(indices) <= 32 for step in sampler for indices in step.chunks)
+    True
+    """
+
+    def __init__(
+        self,
+        dataset_size: int,
+        batch_size: int,
+        *,
+        steps: int,
+        physical_batch_size: int | None = None,
+        first_step: int = 0,
+        randomness: Randomness | None = None,
+    ) -> None:
+        self.dataset_size = require_integer("dataset_size", dataset_size, 1)
+        self.batch_size = require_integer("batch_size", batch_size, 1)
+        if batch_size > dataset_size:
+            raise InputError(
+                f"batch_size is {batch_size}, more than the {dataset_size} examples of the dataset; "
+                "it must be at most dataset_size"
+            )
+        self.steps = require_integer("steps", steps, 0)
+        self.first_step = require_integer("first_step", first_step, 0, steps)
+        if physical_batch_size is None:
+            physical_batch_size = dataset_size
+        self.physical_batch_size = require_integer("physical_batch_size", physical_batch_size, 1)
+        self._randomness = randomness if randomness is not None else Randomness.from_entropy()
+
+    @classmethod
+    def from_plan(
+        cls,
+        plan: PrivacyPlan,
+        *,
+        physical_batch_size: int | None = None,
+        first_step: int = 0,
+        randomness: Randomness | None = None,
+    ) -> PoissonSampler:
+        """The sampler ``plan`` accounts for; it ends at the plan's last step."""
+        return cls(
+            plan.dataset_size,
+            plan.batch_size,
+            steps=plan.steps,
+            physical_batch_size=physical_batch_size,
+            first_step=first_step,
+            randomness=randomness,
+        )
+
+    @property
+    def sample_rate(self) -> float:
+        return self.batch_size / self.dataset_size
+
+    def __len__(self) -> int:
+        """The number of steps ahead, which is public."""
+        return self.steps - self.first_step
+
+    def __iter__(self) -> Iterator[LogicalStep]:
+        """Logical steps whose chunks are tensors of example indices, in ascending order."""
+        for index in range(self.first_step, self.steps):
+            yield LogicalStep(index, self.draw(index))
+
+    def draw(self, step: int) -> tuple[Tensor, ...]:
+        """The chunks of one step. A second draw of a private run is a new sample."""
+        chosen = np.flatnonzero(self._randomness.uniforms("sampling", step, self.dataset_size) < self.sample_rate)
+        return torch.from_numpy(chosen).split(self.physical_batch_size) if len(chosen) else ()
+
+    def load(
+        self,
+        data: Dataset[Any] | Tensor | tuple[Tensor, ...] | Mapping[str, Tensor],
+        *,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        num_workers: int = 0,
+        **loader_options: Any,
+    ) -> Iterator[LogicalStep]:
+        """Logical steps whose chunks are batches of ``data``, fetched as they are asked for.
+
+        Tensors in memory (one, or a tuple or dict of them with examples along the first dimension) are indexed at
+        once. A map-style Dataset is read example by example and collated, in ``num_workers`` processes if asked;
+        further options go to torch's DataLoader. A step's chunks must be consumed before the next step is taken.
+
+        Raises:
+            InputError: if ``data`` does not have exactly ``dataset_size`` examples: the accounting would not match.
+        """
+        if isinstance(data, TensorDataset) and collate_fn is default_collate:
+            data = data.tensors
+        tensors = _tensors_of(data)
+        size = len(data) if tensors is None else _common_length(tensors)  # type: ignore[arg-type]
+        if size != self.dataset_size:
+            raise InputError(f"data has {size} examples; the sampler was made for dataset_size {self.dataset_size}")
+        if tensors is not None:
+            return self._load_tensors(data)
+        return self._load_dataset(data, collate_fn, num_workers, loader_options)  # type: ignore[arg-type]
+
+    def _load_tensors(self, data: Any) -> Iterator[LogicalStep]:
+        for step in self:
+            yield LogicalStep(step.index, (_take(data, indices) for indices in step.chunks))
+
+    def _load_dataset(
+        self, data: Dataset[Any], collate_fn: Callable[[list[Any]], Any], num_workers: int, options: dict[str, Any]
+    ) -> Iterator[LogicalStep]:
+        # Each request is a whole chunk and carries its step, so chunks keep their step across workers and
+        # prefetching. An empty step is a request for nothing.
+        requests = ((step.index, indices) for step in self for indices in (step.chunks or (None,)))
+        loader: DataLoader[Any] = DataLoader(
+            _Chunks(data, collate_fn),
+            sampler=requests,
+            batch_size=None,
+            num_workers=num_workers,
+            **options,
+        )
+        for index, chunks in groupby(loader, key=itemgetter(0)):
+            yield LogicalStep(index, (batch for _, batch in chunks if batch is not None))
+
+    def __repr__(self) -> str:
+        return (
+            f"PoissonSampler(dataset_size={self.dataset_size}, batch_size={self.batch_size}, steps={self.steps}, "
+            f"physical_batch_size={self.physical_batch_size}, randomness={self._randomness.description!r})"
+        )
+
+
+class _Chunks(Dataset[Any]):
+    """A dataset whose items are whole chunks, collated where they are read."""
+
+    def __init__(self, data: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self.data = data
+        self.collate_fn = collate_fn
+
+    def __getitem__(self, request: tuple[int, Tensor | None]) -> tuple[int, Any]:
+        step, indices = request
+        if indices is None:
+            return step, None
+        return step, self.collate_fn([self.data[i] for i in indices.tolist()])
+
+
+def _tensors_of(data: Any) -> list[Tensor] | None:
+    """The tensors ``data`` consists of, or None if it is a Dataset."""
+    if isinstance(data, Tensor):
+        return [data]
+    if isinstance(data, Mapping):
+        parts = list(data.values())
+    elif isinstance(data, tuple):
+        parts = list(data)
+    else:
+        return None
+    return parts if parts and all(isinstance(part, Tensor) for part in parts) else None
+
+
+def _common_length(tensors: list[Tensor]) -> int:
+    lengths = {len(tensor) for tensor in tensors}
+    if len(lengths) != 1:
+        raise InputError(f"the tensors of data have {sorted(lengths)} examples; all must have the same number")
+    return lengths.pop()
+
+
+def _take(data: Any, indices: Tensor) -> Any:
+    if isinstance(data, Tensor):
+        return data[indices.to(data.device)]
+    if isinstance(data, Mapping):
+        return {name: _take(tensor, indices) for name, tensor in data.items()}
+    return tuple(_take(tensor, indices) for tensor in data)

@@ -1,0 +1,153 @@
+"""What a run may claim about privacy: as ``privacy.json``, and in words that a privacy officer can read.
+
+Both come from the ledger alone, so they say what was spent and not what was meant.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from dp_microadam.privacy.accounting import group_epsilon
+from dp_microadam.privacy.ledger import LedgerRecord
+from dp_microadam.validation import require_integer
+
+PRIVACY_NAME = "privacy.json"
+STATEMENT_NAME = "privacy.txt"
+
+NEIGHBOURS = "two training sets are neighbours if one is the other with one unit added or removed"
+
+OUTSIDE_THE_GUARANTEE = (
+    "figures measured on validation or test data, if that data is private too",
+    "running time and other traces of the computation",
+    "the choice of hyperparameters by looking at earlier runs; every run on the same data adds to the budget",
+    "the number of training examples, which is taken as public",
+    "how the data was split and prepared before training",
+)
+
+_ACCOUNTANT_NAMES = {
+    "rdp": "Rényi differential privacy, exact for the subsampled Gaussian, converted to (ε, δ)",
+    "pld": "privacy loss distribution, discretised from above (dp-accounting)",
+}
+
+
+def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, Any]:
+    """Everything a reader needs to judge the claim, as JSON. ``group_size`` is the most examples one person may have.
+
+    Formal guarantees: if ``private`` is true, what the run publishes of its training (parameters, optimizer state,
+    and all that follows from them) is (``epsilon``, ``delta``)-differentially private for one unit, and
+    (``group_epsilon``, ``delta``) for ``group_size`` units. If it is false nothing is guaranteed, and ``epsilon``
+    only says what unpredictable randomness would have given.
+    """
+    require_integer("group_size", group_size, 1)
+    plan, settings = record.plan, record.settings
+    report: dict[str, Any] = {
+        "private": settings.private,
+        "epsilon": record.epsilon(),
+        "delta": plan.delta,
+        "accountant": plan.accountant,
+        "steps_planned": plan.steps,
+        "steps_done": record.steps,
+        "epsilon_planned": plan.epsilon,
+        "unit": settings.unit,
+        "neighbouring_relation": NEIGHBOURS,
+        "group_size": group_size,
+        "sampling": {
+            "kind": "Poisson",
+            "sample_rate": plan.sample_rate,
+            "dataset_size": plan.dataset_size,
+            "expected_batch_size": plan.batch_size,
+        },
+        "clipping": {"kind": settings.clipping, "sensitivity": settings.sensitivity},
+        "noise": {
+            "kind": "Gaussian",
+            "noise_multiplier": plan.noise_multiplier,
+            "deviation_of_the_sum": plan.noise_multiplier * settings.sensitivity,
+            "deviation_of_the_mean": plan.noise_deviation(settings.sensitivity),
+        },
+        "randomness": settings.randomness,
+        "versions": dict(record.versions),
+        "public_by_declaration": ["all fields of the plan", *settings.public],
+        "outside_the_guarantee": list(OUTSIDE_THE_GUARANTEE),
+    }
+    if group_size > 1:
+        report["group_epsilon"] = group_epsilon(record.spent, plan.delta, group_size)
+    return report
+
+
+def statement_in_words(report: dict[str, Any]) -> str:
+    """The report as plain text. ε is rounded up, never down."""
+    sampling, noise, clipping = report["sampling"], report["noise"], report["clipping"]
+    claim = f"({round_up(report['epsilon'])}, {report['delta']:g})"
+    if report["private"]:
+        opening = (
+            f"PRIVATE. Training was {claim}-differentially private for {report['unit']}:\n"
+            "whatever is concluded from the trained model would have been concluded, with nearly the same probability,\n"
+            "had that data not been there.\n"
+        )
+    else:
+        opening = (
+            f"NOT PRIVATE. Sampling and noise were predictable ({report['randomness']}), so nothing is guaranteed.\n"
+            f"With unpredictable randomness the same steps would have been {claim}-differentially private.\n"
+        )
+    lines = [
+        ("ε, δ", f"{round_up(report['epsilon'])} at δ = {report['delta']:g}, for the steps done"),
+        ("Unit of privacy", report["unit"]),
+        ("Neighbouring relation", report["neighbouring_relation"]),
+        ("Groups", _groups_in_words(report)),
+        ("Accountant", _ACCOUNTANT_NAMES[report["accountant"]]),
+        (
+            "Sampling",
+            f"each of {sampling['dataset_size']} examples in each step with probability {sampling['sample_rate']:.6g}, "
+            f"independently; {sampling['expected_batch_size']} expected per step",
+        ),
+        ("Clipping", f"{clipping['kind']}; one example changes the sum by at most {clipping['sensitivity']:g}"),
+        (
+            "Noise",
+            f"Gaussian, {noise['noise_multiplier']:g} times that bound, added once per step to the sum, which is then "
+            "divided by the expected batch size",
+        ),
+        ("Steps", f"{report['steps_done']} done of {report['steps_planned']} planned"),
+        ("ε of the whole plan", round_up(report["epsilon_planned"])),
+        ("Randomness", report["randomness"]),
+        ("Public by declaration", "; ".join(report["public_by_declaration"])),
+        ("Versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())),
+    ]
+    facts = "\n".join(f"{name + ':':<23}{text}" for name, text in lines)
+    outside = "\n".join(f"  - {item}" for item in report["outside_the_guarantee"])
+    return f"{opening}\n{facts}\n\nOutside the guarantee:\n{outside}\n"
+
+
+def _groups_in_words(report: dict[str, Any]) -> str:
+    size = report["group_size"]
+    if size == 1:
+        return "none computed; a person with several examples is protected less, ask for a group size"
+    return f"a person with up to {size} examples: ε = {round_up(report['group_epsilon'])} at δ = {report['delta']:g}"
+
+
+def write_privacy_files(folder: str | os.PathLike[str], record: LedgerRecord, *, group_size: int = 1) -> dict[str, Any]:
+    """Write ``privacy.json`` and the same in words beside it, each whole or not at all; returns the report."""
+    report = privacy_report(record, group_size=group_size)
+    _replace(Path(folder) / PRIVACY_NAME, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+    _replace(Path(folder) / STATEMENT_NAME, statement_in_words(report))
+    return report
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def round_up(epsilon: float, digits: int = 2) -> str:
+    """ε for readers: rounding to nearest would claim more privacy than there is.
+
+    >>> round_up(7.9911), round_up(8.0), round_up(0.0004)
+    ('8.00', '8.00', '0.01')
+    """
+    scaled = epsilon * 10**digits
+    whole = round(scaled) if math.isclose(scaled, round(scaled), rel_tol=1e-12) else math.ceil(scaled)
+    return f"{whole / 10**digits:.{digits}f}"

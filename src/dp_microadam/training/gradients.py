@@ -1,0 +1,62 @@
+"""Where a step's gradients come from: with privacy, and without for comparison."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dp_microadam.errors import InputError
+from dp_microadam.training.evaluation import PerExample
+
+
+class GradientSums(Protocol):
+    """What the trainer needs of ``ClippedGradients`` and of its unprotected counterpart."""
+
+    @property
+    def sums(self) -> dict[str, Tensor]: ...
+
+    def accumulate(self, batch: Any) -> Tensor: ...
+
+    def reset(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class UnclippedGradients:
+    """Σ of ordinary gradients, by autograd: for runs without privacy, which differ from private ones in this alone."""
+
+    def __init__(self, model: nn.Module, per_example_loss: PerExample) -> None:
+        self._model = model
+        self._loss = per_example_loss
+        self._trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not self._trainable:
+            raise InputError("model has no trainable parameter; call requires_grad_(True) on those to be trained")
+        self._sums: dict[str, Tensor] = {}
+        self.reset()
+
+    @property
+    def sums(self) -> dict[str, Tensor]:
+        return self._sums
+
+    def accumulate(self, batch: Any) -> Tensor:
+        with torch.enable_grad():
+            losses = self._loss(self._model, batch)
+            gradients = torch.autograd.grad(losses.sum(), list(self._trainable.values()), allow_unused=True)
+        for total, gradient in zip(self._sums.values(), gradients, strict=True):
+            if gradient is not None:
+                total += gradient
+        return losses.detach()
+
+    def reset(self) -> None:
+        self._sums = {name: torch.zeros_like(p, requires_grad=False) for name, p in self._trainable.items()}
+
+    def close(self) -> None:
+        self._sums = {}
+
+
+def set_gradients(model: nn.Module, means: dict[str, Tensor]) -> None:
+    """Give each parameter its privatized mean as gradient, in the parameter's own dtype."""
+    for name, parameter in model.named_parameters():
+        parameter.grad = means[name].to(parameter.dtype) if name in means else None

@@ -1,0 +1,98 @@
+"""What a person sees while a run goes on: a bar on a terminal, lines elsewhere. Only public figures."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+_REFRESH_SECONDS = 0.5
+_LINE_SECONDS = 15.0
+
+
+class Progress:
+    """Steps done, ε spent, expected images per second and time left.
+
+    The rate is the *expected* batch size times steps per second: how many examples a step really took is private.
+    """
+
+    def __init__(self, total: int, done: int, expected_batch: int, spent: Callable[[int], str], *, shown: bool = True) -> None:
+        self._total = total
+        self._first = self._done = done
+        self._expected_batch = expected_batch
+        self._spent = spent
+        self._shown = shown
+        self._begin = self._last = time.monotonic()
+        self._bar: Any = None
+        self._task: Any = None
+        if shown and sys.stderr.isatty():
+            self._open_bar()
+
+    def _open_bar(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        self._bar = Bar(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[spent]} · {task.fields[rate]}"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=Console(file=sys.stderr),
+        )
+        self._bar.start()
+        self._task = self._bar.add_task("training", total=self._total, completed=self._done, spent="", rate="")
+
+    def advance(self, done: int) -> None:
+        """``done`` steps are recorded by now."""
+        self._done = done
+        now = time.monotonic()
+        if not self._shown or now - self._last < (_REFRESH_SECONDS if self._bar else _LINE_SECONDS):
+            return
+        self._last = now
+        if self._bar:
+            self._bar.update(self._task, completed=done, spent=self._spent(done), rate=f"{self._rate():,.0f} images/s expected")
+        else:
+            left = (self._total - done) * (now - self._begin) / max(1, done - self._first)
+            self.say(
+                f"step {done} of {self._total} · {self._spent(done)} · {self._rate():,.0f} images/s expected · "
+                f"{_clock(left)} left"
+            )
+
+    def say(self, text: str) -> None:
+        """One line for the person watching."""
+        if not self._shown:
+            return
+        if self._bar:
+            self._bar.console.print(text, highlight=False, markup=False)
+        else:
+            tell(text)
+
+    def close(self) -> None:
+        if self._bar:
+            self._bar.update(
+                self._task, completed=self._done, spent=self._spent(self._done), rate=f"{self._rate():,.0f} images/s expected"
+            )
+            self._bar.stop()
+            self._bar = None
+
+    def _rate(self) -> float:
+        elapsed = max(1e-9, time.monotonic() - self._begin)
+        return (self._done - self._first) * self._expected_batch / elapsed
+
+
+def tell(text: str) -> None:
+    """One line, outside any bar. Standard output is for results."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _clock(seconds: float) -> str:
+    """
+    >>> _clock(3725)
+    '1:02:05'
+    """
+    whole = int(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"

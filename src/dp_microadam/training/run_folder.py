@@ -1,0 +1,83 @@
+"""The folder of a run: everything that is known of it, written so that a crash leaves nothing half done."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from dp_microadam.errors import InputError
+
+CONFIG = "config.toml"
+METRICS = "metrics.jsonl"
+LOG = "log.txt"
+CURVES = "curves.png"
+CHECKPOINTS = "checkpoints"
+EVENTS = "tensorboard"
+
+
+def default_folder(name: str) -> Path:
+    """A new folder under ``runs/``, named after the recipe and the time."""
+    return Path("runs") / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+
+
+def refuse_existing(path: Path) -> None:
+    """
+    Raises:
+        InputError: if ``path`` is there already and not an empty folder.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise InputError(
+            f"run_dir is {str(path)!r}, which exists already; name a new folder, or go on with: dp-microadam resume {path}"
+        )
+
+
+class RunFolder:
+    """Files of one run. Metrics are those of validation data unless they say otherwise."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def create(self) -> None:
+        """Make the folder; one that exists and is not empty is refused."""
+        refuse_existing(self.path)
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def write(self, name: str, text: str) -> None:
+        """Replace a file as a whole."""
+        target = self.path / name
+        unfinished = target.with_name(target.name + ".unfinished")
+        with open(unfinished, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, target)
+
+    def write_json(self, name: str, values: dict[str, Any]) -> None:
+        self.write(name, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+
+    def append_metrics(self, values: dict[str, Any]) -> None:
+        with open(self.path / METRICS, "a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All metrics so far; a line that a crash tore is left out."""
+        path = self.path / METRICS
+        found = []
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+        return found
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Drop metrics of steps whose results were lost."""
+        kept = [line for line in self.metrics() if line["step"] <= step]
+        self.write(METRICS, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def log(self, text: str) -> None:
+        with open(self.path / LOG, "a", encoding="utf-8") as file:
+            file.write(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {text}\n")

@@ -1,0 +1,467 @@
+"""The private training loop: sample, clip, sum, add noise, step, and account for all of it."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.data import Dataset
+
+from dp_microadam.clipping.engine import ClippedGradients
+from dp_microadam.errors import InputError
+from dp_microadam.privacy.ledger import PrivacyLedger, RunSettings, read_ledger
+from dp_microadam.privacy.mechanism import GaussianMechanism
+from dp_microadam.privacy.plan import PrivacyPlan
+from dp_microadam.privacy.randomness import Randomness
+from dp_microadam.privacy.sampling import PoissonSampler
+from dp_microadam.privacy.statement import PRIVACY_NAME, STATEMENT_NAME, privacy_report, statement_in_words
+from dp_microadam.training.checkpoint import CheckpointFolder
+from dp_microadam.training.ema import WeightAverage
+from dp_microadam.training.evaluation import PerExample, evaluate
+from dp_microadam.training.gradients import GradientSums, UnclippedGradients, set_gradients
+from dp_microadam.training.interrupts import Interruptible
+from dp_microadam.training.progress import Progress, tell
+from dp_microadam.training.run_folder import CHECKPOINTS, CONFIG, EVENTS, RunFolder, default_folder
+from dp_microadam.training.schedules import Schedule
+from dp_microadam.training.tensorboard import Events
+from dp_microadam.validation import require_integer, require_one_of, require_positive
+
+
+@dataclass(frozen=True)
+class UnprotectedPlan:
+    """What a run without privacy does: the same Poisson sampling and number of steps, no noise, no guarantee."""
+
+    dataset_size: int
+    batch_size: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What callbacks are told after each step. All of it is public, given a private run."""
+
+    step: int
+    steps: int
+    epsilon: float | None
+    learning_rate: float
+    metrics: dict[str, float] | None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a call of ``fit`` ended."""
+
+    run_dir: Path
+    private: bool
+    finished: bool
+    steps_done: int
+    epsilon: float | None
+    delta: float | None
+    metrics: dict[str, float]
+
+
+class PrivateTrainer:
+    """Trains ``model`` with ``optimizer`` under ``plan``.
+
+    Each step samples the training data with the plan's rate, in chunks of at most ``physical_batch_size``; clips every
+    example's gradient to ``max_grad_norm`` and sums; records the step in the ledger; adds noise to the sum and divides by the
+    expected batch size; and hands the result to the optimizer. It stops at the last step that fits the plan.
+
+    Arguments:
+        per_example_loss: ``f(model, batch)`` returns one loss per example.
+        per_example_accuracy: ``f(model, batch)`` returns 1 or 0 per example; reported as accuracy if given.
+        method: ``"private"``, or ``"non-private"`` to train the same way without clip and noise, stamped so everywhere.
+        prepare: what happens to a batch before the model sees it, for training and evaluation: types, normalization by public
+            constants. Batches are moved to the model's device first.
+        augment: what happens to training batches before that; one example at a time, whatever the batch.
+        schedule: of the learning rate, over optimizer steps; the optimizer's own learning rates are its maxima.
+        ema_decay: of the weight average that is evaluated beside the weights; 0 for none.
+        max_steps: stop early, changing nothing else.
+        run_dir: the run's folder; a new one under ``runs/`` by default.
+        config: kept in the folder as ``config.toml``.
+        callbacks: called with a :class:`StepReport` after each step.
+        secure: draw noise and samples from a cryptographic generator.
+        seed: for tests only: makes all randomness repeatable, and the run not private.
+        show_private_metrics: also report loss and accuracy on training batches. They are outside the guarantee.
+
+    Formal guarantees: with a plan, ``method="private"`` and no seed, everything the run writes or shows — weights, averages,
+    checkpoints, metrics on validation data that is not part of the training data, logs — is (ε, δ)-differentially private
+    in the training data under adding or removing one example, with ε as the ledger says. Excepted are timing, and what
+    ``show_private_metrics`` shows. Assumes that ``per_example_loss``, ``prepare`` and ``augment`` treat examples one by one
+    (the first is proved on synthetic data) and that validation data, callbacks and the choice of hyperparameters do not depend
+    on the training data.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        plan: PrivacyPlan | UnprotectedPlan,
+        per_example_loss: PerExample,
+        *,
+        per_example_accuracy: PerExample | None = None,
+        method: str = "private",
+        max_grad_norm: float = 1.0,
+        clipping: str = "flat",
+        physical_batch_size: int = 256,
+        prepare: Callable[[Any], Any] | None = None,
+        augment: Callable[[Any], Any] | None = None,
+        schedule: Schedule | None = None,
+        ema_decay: float = 0.0,
+        max_steps: int | None = None,
+        evaluate_every: int = 100,
+        checkpoint_every: int = 100,
+        checkpoint_minutes: float = 5.0,
+        keep_checkpoints: int = 2,
+        run_dir: str | Path | None = None,
+        config: str | None = None,
+        callbacks: Iterable[Callable[[StepReport], None]] = (),
+        num_workers: int = 0,
+        secure: bool = False,
+        seed: int | None = None,
+        show_progress: bool = True,
+        show_private_metrics: bool = False,
+    ) -> None:
+        require_one_of("method", method, ("private", "non-private"))
+        if method == "private" and not isinstance(plan, PrivacyPlan):
+            raise InputError(f"plan is a {type(plan).__name__}; a private run needs a PrivacyPlan, as PrivacyPlan.solve gives")
+        self.model = model
+        self.optimizer = optimizer
+        self.plan = plan
+        self.private = method == "private"
+        self.physical_batch_size = require_integer("physical_batch_size", physical_batch_size, 1)
+        self.schedule = schedule or Schedule("constant", plan.steps)
+        self.average = WeightAverage(model, ema_decay) if ema_decay else None
+        self.last_step = min(plan.steps, require_integer("max_steps", plan.steps if max_steps is None else max_steps, 1))
+        self.evaluate_every = require_integer("evaluate_every", evaluate_every, 1)
+        self.checkpoint_every = require_integer("checkpoint_every", checkpoint_every, 1)
+        self.checkpoint_seconds = 60 * require_positive("checkpoint_minutes", checkpoint_minutes)
+        self.callbacks = tuple(callbacks)
+        self.num_workers = require_integer("num_workers", num_workers, 0)
+        self.show_progress = show_progress
+        self.folder = RunFolder(default_folder("run") if run_dir is None else run_dir)
+        self.checkpoints = CheckpointFolder(self.folder.path / CHECKPOINTS, keep_checkpoints)
+        self._config = config
+        self._events = Events(self.folder.path / EVENTS)
+        self._measures: dict[str, PerExample] = {"loss": per_example_loss}
+        if per_example_accuracy is not None:
+            self._measures["accuracy"] = per_example_accuracy
+        self._prepare = prepare
+        self._augment = augment
+        self._show_private_metrics = show_private_metrics
+        self._seed = seed
+        self._randomness = Randomness.from_entropy(secure=secure) if seed is None else Randomness.seeded(seed, secure=secure)
+        self._base_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self._mechanism: GaussianMechanism | None = None
+        self._gradients: GradientSums
+        if self.private:
+            engine = ClippedGradients(model, per_example_loss, max_grad_norm=max_grad_norm, clipping=clipping)
+            self._mechanism = GaussianMechanism.from_plan(plan, engine.sensitivity, randomness=self._randomness)  # type: ignore[arg-type]
+            self._gradients = engine
+        else:
+            self._gradients = UnclippedGradients(model, per_example_loss)
+        self._clipping = clipping
+        self._refuse_foreign_parameters()
+        self._ledger: PrivacyLedger | None = None
+        self._position = 0
+        self._updates = 0
+        self._resumed = False
+        self._last_metrics: dict[str, float] = {}
+
+    @property
+    def stamp(self) -> str:
+        """``"private"`` or ``"not private"``, with the reason."""
+        if not self.private:
+            return "not private: trained without clipping and noise"
+        return "private" if self._randomness.private else "not private: all randomness comes from a fixed seed"
+
+    def fit(
+        self,
+        train: Dataset[Any] | Tensor | tuple[Tensor, ...] | dict[str, Tensor],
+        validation: Any = None,
+    ) -> RunResult:
+        """Train until the plan's steps are spent, ``max_steps`` is reached, or Ctrl-C asks to stop.
+
+        ``train`` and ``validation`` are map-style Datasets, or tensors with examples along the first dimension.
+        """
+        sampler = PoissonSampler(
+            self.plan.dataset_size,
+            self.plan.batch_size,
+            steps=self.last_step,
+            physical_batch_size=self.physical_batch_size,
+            first_step=min(self._position, self.last_step),
+            randomness=self._randomness,
+        )
+        steps = sampler.load(train, num_workers=self.num_workers)
+        if not self._resumed:
+            self._begin()
+        progress = Progress(
+            self.last_step, self._position, self.plan.batch_size, self._describe_spent, shown=self.show_progress
+        )
+        if not self.private or not self._randomness.private:
+            progress.say(f"this run is {self.stamp}")
+        try:
+            with Interruptible() as interruption:
+                self._loop(steps, validation, progress, interruption)
+                if self._position >= self.last_step:
+                    self._evaluate(validation, progress)
+                self._checkpoint()
+        finally:
+            progress.close()
+            self._events.close()
+            self._gradients.close()
+            if self._ledger is not None:
+                self._ledger.close()
+        return self.result()
+
+    @property
+    def finished(self) -> bool:
+        """Whether no step is left and the last one's checkpoint is written."""
+        return self._position >= self.last_step and self._position in self.checkpoints.positions()
+
+    def result(self) -> RunResult:
+        """Where the run stands."""
+        return RunResult(
+            self.folder.path,
+            self.private and self._randomness.private,
+            self._position >= self.last_step,
+            self._position,
+            self._epsilon(),
+            self.plan.delta if isinstance(self.plan, PrivacyPlan) and self.private else None,
+            self._last_metrics,
+        )
+
+    def resume(self, run_dir: str | Path | None = None) -> PrivateTrainer:
+        """Take up a run where its newest whole checkpoint left it; ``fit`` then goes on.
+
+        Steps recorded after that checkpoint are lost and stay spent.
+        """
+        if run_dir is not None:
+            self.folder = RunFolder(run_dir)
+            self.checkpoints = CheckpointFolder(self.folder.path / CHECKPOINTS, self.checkpoints.keep)
+            self._events = Events(self.folder.path / EVENTS)
+        position, damaged = self._load_newest()
+        if self.private:
+            assert isinstance(self.plan, PrivacyPlan)
+            self._ledger = PrivacyLedger.resume(self.folder.path, self.plan, self._settings(), position=position)
+            self._position = self._ledger.steps
+        if self.finished:
+            if self._ledger is not None:
+                self._ledger.close()
+            return self
+        for name in damaged:
+            self._tell(f"checkpoint {name} is damaged and was passed over")
+        lost = self._position - position
+        self._tell(f"resumed at step {position}" + (f"; {lost} steps after it were lost and stay spent" if lost else ""))
+        self.folder.forget_metrics_after(position)
+        self._resumed = True
+        return self
+
+    def peek(self) -> RunResult:
+        """Load the newest weights to look at them; another process may go on training meanwhile."""
+        self._load_newest()
+        if self.private:
+            self._position = read_ledger(self.folder.path).steps
+        return self.result()
+
+    def _load_newest(self) -> tuple[int, list[str]]:
+        position, content, damaged = self.checkpoints.newest()
+        self.model.load_state_dict(content["model"])
+        self.optimizer.load_state_dict(content["optimizer"])
+        if self.average is not None:
+            self.average.load_state_dict(content["average"])
+        self._updates, self._position = content["updates"], position
+        return position, damaged
+
+    def _begin(self) -> None:
+        self.folder.create()
+        if self._config is not None:
+            self.folder.write(CONFIG, self._config)
+        if self.private:
+            assert isinstance(self.plan, PrivacyPlan)
+            self._ledger = PrivacyLedger.create(self.folder.path, self.plan, self._settings())
+        self.folder.log(f"began; this run is {self.stamp}")
+        self._checkpoint()
+
+    def _loop(self, steps: Any, validation: Any, progress: Progress, interruption: Interruptible) -> None:
+        saved_at = time.monotonic()
+        if self._position >= self.last_step:
+            return
+        for logical in steps:
+            self._seed_for_tests(logical.index)
+            private_metrics = self._accumulate(logical.chunks, interruption)
+            if interruption.requested:
+                self._gradients.reset()
+                progress.say(f"stopped at step {self._position}; go on with: dp-microadam resume {self.folder.path}")
+                self.folder.log(f"interrupted at step {self._position}")
+                return
+            self._take_step(logical.index)
+            progress.advance(self._position)
+            metrics = None
+            if self._position % self.evaluate_every == 0 and self._position < self.last_step:
+                metrics = self._evaluate(validation, progress, private_metrics)
+            if self._position % self.checkpoint_every == 0 or time.monotonic() - saved_at > self.checkpoint_seconds:
+                self._checkpoint()
+                saved_at = time.monotonic()
+            for callback in self.callbacks:
+                rate = float(self.optimizer.param_groups[0]["lr"])
+                callback(StepReport(self._position, self.plan.steps, self._epsilon(), rate, metrics))
+
+    def _accumulate(self, chunks: Iterable[Any], interruption: Interruptible) -> dict[str, float]:
+        """Sum the step's clipped gradients. What it returns is empty unless private metrics are asked for."""
+        self.model.train()
+        totals: dict[str, float] = {}
+        count = 0
+        for chunk in chunks:
+            batch = self._move(chunk)
+            batch = self._finish(self._augment(batch) if self._augment else batch)
+            self._gradients.accumulate(batch)
+            if self._show_private_metrics:
+                with torch.no_grad():
+                    for name, measure in self._measures.items():
+                        values = measure(self.model, batch)
+                        totals[name] = totals.get(name, 0.0) + float(values.sum())
+                count += len(values)
+            if interruption.requested:
+                break
+        return {f"training_{name}": total / count for name, total in totals.items()}
+
+    def _take_step(self, index: int) -> None:
+        if self._ledger is not None:
+            recorded = self._ledger.record_step()
+            assert recorded == index, "the sampler and the ledger disagree on which step this is"
+        if self._mechanism is not None:
+            means = self._mechanism.privatize(self._gradients.sums, step=index)
+        else:
+            means = {name: total / self.plan.batch_size for name, total in self._gradients.sums.items()}
+        self._gradients.reset()
+        set_gradients(self.model, means)
+        factor = self.schedule.factor(self._updates)
+        for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
+            group["lr"] = rate * factor
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._updates += 1
+        self._position = index + 1
+        if self.average is not None:
+            self.average.update(self.model, self._updates)
+
+    def _evaluate(
+        self, validation: Any, progress: Progress, private_metrics: dict[str, float] | None = None
+    ) -> dict[str, float]:
+        """Validation metrics of the weights and of their average, written down and told."""
+        metrics: dict[str, float] = {}
+        if validation is not None:
+            metrics.update(self._measure(validation, "validation"))
+            if self.average is not None:
+                with self.average.in_place_of(self.model):
+                    metrics.update(self._measure(validation, "ema_validation"))
+        record: dict[str, Any] = {"step": self._position, "epsilon": self._epsilon(), **metrics}
+        if private_metrics:
+            record["outside_the_guarantee"] = private_metrics
+        self.folder.append_metrics(record)
+        self._events.write(self._position, {**metrics, "epsilon": record["epsilon"]})
+        self._last_metrics = metrics
+        words = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items()]
+        words += [
+            f"{name.replace('_', ' ')} {value:.4f} (private, outside the guarantee)"
+            for name, value in (private_metrics or {}).items()
+        ]
+        if words:
+            progress.say(f"step {self._position}: " + ", ".join(words))
+        return metrics
+
+    def _measure(self, data: Any, prefix: str) -> dict[str, float]:
+        found = evaluate(self.model, data, self._measures, prepare=lambda batch: self._finish(self._move(batch)))
+        return {f"{prefix}_{name}": value for name, value in found.items()}
+
+    def _checkpoint(self) -> None:
+        content: dict[str, Any] = {
+            "updates": self._updates,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+        if self.average is not None:
+            content["average"] = self.average.state_dict()
+        self.checkpoints.write(self._position, content)
+        self.write_privacy()
+
+    def write_privacy(self) -> None:
+        """Write ``privacy.json`` and the statement in words, as of the steps recorded so far."""
+        if self._ledger is None:
+            self.folder.write_json(
+                PRIVACY_NAME,
+                {
+                    "private": False,
+                    "epsilon": None,
+                    "delta": None,
+                    "steps_planned": self.plan.steps,
+                    "steps_done": self._position,
+                    "accountant": None,
+                    "reason": self.stamp,
+                },
+            )
+            self.folder.write(STATEMENT_NAME, f"This model is {self.stamp}. No privacy guarantee of any kind holds for it.\n")
+            return
+        report = privacy_report(self._ledger.read())
+        if self._show_private_metrics:
+            report["outside_the_guarantee"].append("loss and accuracy on training batches, which this run was asked to show")
+        self.folder.write_json(PRIVACY_NAME, report)
+        self.folder.write(STATEMENT_NAME, statement_in_words(report))
+
+    def _settings(self) -> RunSettings:
+        assert self._mechanism is not None
+        scope = "all trainable parameters together" if self._clipping == "flat" else "each layer to its share of the bound"
+        return RunSettings(
+            private=self._randomness.private,
+            randomness=self._randomness.description,
+            sensitivity=self._mechanism.sensitivity,
+            clipping=f"the gradient of each example, {scope}, in L2 norm",
+        )
+
+    def _epsilon(self) -> float | None:
+        if not self.private or self._position == 0:
+            return None if not self.private else 0.0
+        assert isinstance(self.plan, PrivacyPlan)
+        return self.plan.epsilon_after(self._position)
+
+    def _describe_spent(self, steps: int) -> str:
+        if not self.private:
+            return "not private"
+        assert isinstance(self.plan, PrivacyPlan)
+        return f"ε {self.plan.epsilon_after(max(1, steps)):.2f}" + ("" if self._randomness.private else " (not private)")
+
+    def _seed_for_tests(self, step: int) -> None:
+        # Dropout and augmentation draw from torch's generator. In test mode that is a function of seed and step too.
+        if self._seed is not None:
+            digest = hashlib.sha256(f"{self._seed} {step}".encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:4], "little"))
+
+    def _move(self, batch: Any) -> Any:
+        device = next(self.model.parameters()).device
+        return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch)
+
+    def _finish(self, batch: Any) -> Any:
+        return self._prepare(batch) if self._prepare else batch
+
+    def _tell(self, text: str) -> None:
+        self.folder.log(text)
+        if self.show_progress:
+            tell(text)
+
+    def _refuse_foreign_parameters(self) -> None:
+        owned = {id(parameter) for parameter in self.model.parameters()}
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in owned:
+                    raise InputError(
+                        f"optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's; build it from "
+                        "model.parameters()"
+                    )

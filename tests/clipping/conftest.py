@@ -1,0 +1,58 @@
+"""How the engine is compared with its slow twin."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dp_microadam.clipping.engine import ClippedGradients
+from dp_microadam.clipping.per_example import clipped_sum
+
+WAYS = (None, "ghost", "keep", "drop")
+
+
+def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Parameters away from their special initial values (gains of one, biases of zero)."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator).to(parameter))
+    return model
+
+
+def random_loss(model: nn.Module, batch: object) -> Tensor:
+    """A loss with another output gradient at every position and in every example."""
+    inputs = batch[0] if isinstance(batch, tuple) else batch
+    output = model(inputs)
+    pattern = torch.linspace(-1, 1.3, output[0].numel(), dtype=output.dtype).view_as(output[0])
+    return (output.sin() * pattern + 0.1 * output).flatten(1).sum(1)
+
+
+def flat(sums: dict[str, Tensor]) -> Tensor:
+    return torch.cat([sums[name].flatten().double() for name in sorted(sums)])
+
+
+@pytest.fixture(scope="session")
+def assert_agrees() -> Callable[..., None]:
+    """The engine's sums and norms are the twin's: to 1e-9 in float64 and to 1e-5 of the gradient's norm in float32."""
+
+    def check(
+        model: nn.Module, batch: Tensor, *, ways: tuple[str | None, ...] = WAYS, loss: Callable = random_loss
+    ) -> None:
+        randomize(model)
+        for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
+            model.to(dtype)
+            converted = batch.to(dtype) if batch.is_floating_point() else batch
+            _, norms = clipped_sum(model, loss, converted, max_grad_norm=1.0)
+            bound = sorted(norms)[len(norms) // 2] * 0.999 + 1e-6  # some examples are clipped, some are not
+            expected, norms = clipped_sum(model, loss, converted, max_grad_norm=bound)
+            for way in ways:
+                engine = ClippedGradients(model, loss, max_grad_norm=bound, way=way)
+                found = engine.accumulate(converted)
+                scale = max(norms) + 1e-30
+                assert (found.double() - torch.tensor(norms, dtype=torch.float64)).abs().max() <= tolerance * scale
+                error = (flat(engine.sums) - flat(expected)).norm()
+                assert error <= tolerance * max(float(flat(expected).norm()), bound), (way, dtype)
+
+    return check

@@ -1,0 +1,190 @@
+"""Every layer family agrees with the loop that takes examples one at a time, whatever its shapes and whichever way."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dp_microadam import models
+from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
+
+quick = settings(deadline=None, max_examples=60, derandomize=True)
+CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+
+
+@st.composite
+def convolution_options(draw: st.DrawFn, dimensions: int) -> tuple[dict, tuple[int, ...]]:
+    """Options of a convolution, and an image at least as large as its kernel."""
+    groups = draw(st.sampled_from([1, 1, 2, 3]))
+    each = st.tuples(*[st.integers(1, 3)] * dimensions)
+    kernel, dilation = draw(each), draw(st.tuples(*[st.integers(1, 2)] * dimensions))
+    stride = draw(st.one_of(st.just((1,) * dimensions), each))
+    padding = draw(st.one_of(st.tuples(*[st.integers(0, 3)] * dimensions), st.sampled_from(["same", "valid"])))
+    if padding == "same":
+        stride = (1,) * dimensions
+    mode = draw(st.sampled_from(["zeros", "zeros", "reflect", "replicate", "circular"]))
+    reach = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
+    # Reflection and wrapping need an image larger than the padding.
+    image = tuple(max(n, 4 if mode != "zeros" else 1) + draw(st.integers(0, 4)) for n in reach)
+    options = {
+        "in_channels": groups * draw(st.integers(1, 3)),
+        "out_channels": groups * draw(st.integers(1, 3)),
+        "kernel_size": kernel,
+        "stride": stride,
+        "padding": padding,
+        "dilation": dilation,
+        "groups": groups,
+        "padding_mode": mode,
+        "bias": draw(st.booleans()),
+    }
+    return options, image
+
+
+@quick
+@given(data=st.data(), dimensions=st.sampled_from([1, 2, 2, 3]), batch=st.integers(1, 4))
+def test_convolutions_agree_with_the_loop(assert_agrees, data, dimensions, batch):
+    options, image = data.draw(convolution_options(dimensions))
+    torch.manual_seed(0)
+    model = CONVOLUTIONS[dimensions](**options)
+    assert_agrees(model, torch.randn(batch, options["in_channels"], *image))
+
+
+@quick
+@given(data=st.data(), form=st.sampled_from(["norm", "variance"]), gain=st.booleans(), batch=st.integers(1, 4))
+def test_weight_standardized_convolutions_agree_with_the_loop(assert_agrees, data, form, gain, batch):
+    options, image = data.draw(convolution_options(2))
+    torch.manual_seed(0)
+    model = WeightStandardizedConv2d(**options, form=form, gain=gain)
+    if model.fan_in <= 2:
+        return  # standardizing leaves no freedom: the gradient is nothing but rounding
+    assert_agrees(model, torch.randn(batch, options["in_channels"], *image))
+
+
+@pytest.mark.parametrize("form", ["norm", "variance"])
+@pytest.mark.parametrize("special", ["gain at zero", "under the floor", "constant filter"])
+def test_weight_standardization_agrees_at_its_special_points(assert_agrees, form, special):
+    torch.manual_seed(0)
+    layer = WeightStandardizedConv2d(3, 4, 3, padding=1, form=form, gain=True)
+
+    class Special(nn.Sequential):
+        """Sets the special value in some channels only, after parameters were randomized."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                if special == "gain at zero":
+                    layer.gain[:2] = 0
+                elif special == "under the floor":
+                    layer.weight[:2] *= 1e-4 / layer.weight[:2].abs().max()
+                else:
+                    layer.weight[:2] = 0.5
+            return super().forward(x)
+
+    assert_agrees(Special(layer), torch.randn(3, 3, 6, 5))
+
+
+@quick
+@given(
+    middle=st.lists(st.integers(1, 5), max_size=3),
+    features=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    bias=st.booleans(),
+    batch=st.integers(1, 4),
+)
+def test_linear_layers_agree_with_the_loop_on_any_rank(assert_agrees, middle, features, bias, batch):
+    torch.manual_seed(0)
+    assert_agrees(nn.Linear(*features, bias=bias), torch.randn(batch, *middle, features[0]))
+
+
+NORMS = {
+    "group": (lambda: nn.GroupNorm(2, 6), (6, 4, 3)),
+    "group of features": (lambda: nn.GroupNorm(2, 6), (6,)),
+    "layer": (lambda: nn.LayerNorm(5), (3, 5)),
+    "layer on rows": (lambda: nn.LayerNorm(5), (5,)),
+    "layer on images": (lambda: nn.LayerNorm((3, 4), bias=False), (2, 3, 4)),
+    "instance 1d": (lambda: nn.InstanceNorm1d(3, affine=True), (3, 7)),
+    "instance 2d": (lambda: nn.InstanceNorm2d(3, affine=True), (3, 4, 5)),
+    "instance 3d": (lambda: nn.InstanceNorm3d(3, affine=True), (3, 2, 4, 3)),
+    "instance with fixed statistics": (
+        lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True).eval(),
+        (3, 4, 5),
+    ),
+    "rms": (lambda: nn.RMSNorm(5), (3, 5)),
+    "rms with eps": (lambda: nn.RMSNorm((2, 5), eps=1e-3), (3, 2, 5)),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_normalizations_agree_with_the_loop(assert_agrees, name):
+    build, shape = NORMS[name]
+    torch.manual_seed(0)
+    assert_agrees(build(), 0.5 + torch.randn(4, *shape), ways=(None,))
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: nn.GroupNorm(3, 6, affine=False), lambda: nn.LayerNorm(6, elementwise_affine=False)]
+)
+def test_normalizations_without_affine_pass_gradients_through(assert_agrees, build):
+    torch.manual_seed(0)
+    assert_agrees(nn.Sequential(nn.Linear(4, 6), build(), nn.Linear(6, 2)), torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 7), (4, 2, 5)])
+@pytest.mark.parametrize("padding_idx", [None, 2])
+def test_embeddings_agree_with_the_loop(assert_agrees, shape, padding_idx):
+    torch.manual_seed(0)
+    indices = torch.randint(5, shape)  # five entries: most repeat within an example
+    assert_agrees(nn.Embedding(5, 3, padding_idx=padding_idx), indices, ways=(None,))
+
+
+class Quadratic(nn.Module):
+    """A layer no family knows, with two parameters and an attribute that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(4, 4))
+        self.offset = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor, power: float = 2.0) -> Tensor:
+        return ((x @ self.matrix).abs() + 0.1) ** power + self.offset
+
+
+class OddLinear(nn.Linear):
+    """A subclass that computes something else must not be taken for its parent."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + self.weight.sum()
+
+
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [
+        (lambda: Quadratic(), (4,)),
+        (lambda: Quadratic(), (3, 4)),
+        (lambda: OddLinear(4, 2), (4,)),
+        (lambda: nn.PReLU(4), (4, 3)),
+        (lambda: nn.ConvTranspose2d(4, 2, 3), (4, 5, 5)),
+    ],
+    ids=["own layer", "own layer, rank 3", "subclass", "prelu", "transposed"],
+)
+def test_other_modules_agree_with_the_loop(assert_agrees, build, shape):
+    torch.manual_seed(0)
+    assert_agrees(build(), torch.randn(3, *shape), ways=(None,))
+
+
+@pytest.mark.parametrize("weight_standardization", [True, False])
+def test_a_whole_wide_resnet_agrees_with_the_loop(assert_agrees, weight_standardization):
+    torch.manual_seed(0)
+    model = models.wide_resnet(10, 1, weight_standardization=weight_standardization)
+    assert_agrees(model, torch.randn(3, 3, 8, 8))
+
+
+@pytest.mark.parametrize(("build", "shape"), [(models.tanh_cnn, (1, 28, 28)), (models.small_cnn, (3, 32, 32))])
+def test_the_small_networks_agree_with_the_loop(assert_agrees, build, shape):
+    torch.manual_seed(0)
+    assert_agrees(build(), torch.randn(3, *shape))
+
+
+def test_channels_last_images_agree_with_the_loop(assert_agrees):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 6, 3, padding=1), nn.GroupNorm(2, 6)).to(memory_format=torch.channels_last)
+    assert_agrees(model, torch.randn(3, 4, 5, 6).to(memory_format=torch.channels_last))

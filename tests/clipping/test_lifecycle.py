@@ -1,0 +1,312 @@
+"""The model is left as it was found, and behaves in between as if there were no engine."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dp_microadam import ClippedGradients, InputError, models
+from dp_microadam.clipping.per_example import clipped_sum
+from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).flatten(1).square().sum(1)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        WeightStandardizedConv2d(2, 4, 3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.GroupNorm(2, 4),
+        nn.Conv2d(4, 4, 3),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(64, 3),
+    )
+
+
+def hooks(model: nn.Module) -> int:
+    found = 0
+    for module in model.modules():
+        found += len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
+        found += "forward" in vars(module)
+    return found
+
+
+def state(model: nn.Module) -> list[object]:
+    return [
+        (name, p.requires_grad, p.grad if p.grad is None else p.grad.clone(), p.detach().clone())
+        for name, p in model.named_parameters()
+    ]
+
+
+def assert_untouched(model: nn.Module, before: list) -> None:
+    assert hooks(model) == 0
+    for (name, flag, grad, value), (name_now, flag_now, grad_now, value_now) in zip(before, state(model), strict=True):
+        assert (name, flag) == (name_now, flag_now)
+        assert (grad is None) == (grad_now is None)
+        assert grad is None or torch.equal(grad, grad_now)
+        assert torch.equal(value, value_now)
+
+
+def test_a_step_leaves_flags_gradients_values_and_hooks_as_they_were():
+    model = network()
+    model[3].bias.requires_grad_(False)
+    model[6].weight.grad = torch.ones_like(model[6].weight)
+    before = state(model)
+    engine = ClippedGradients(model, loss, max_grad_norm=1.0)
+    engine.accumulate(torch.randn(3, 2, 6, 6))
+    assert_untouched(model, before)
+    engine.close()
+    assert_untouched(model, before)
+    with pytest.raises(InputError, match="closed"):
+        engine.accumulate(torch.randn(3, 2, 6, 6))
+
+
+@pytest.mark.parametrize("where", ["forward", "loss", "backward", "rule"])
+def test_hooks_are_removed_and_flags_restored_when_something_fails(where):
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise KeyError("on purpose")
+
+    armed = False
+
+    def failing(model: nn.Module, batch: Tensor) -> Tensor:
+        output = model(batch if not (armed and where == "forward") else batch[:, :1])
+        if armed and where == "loss":
+            raise KeyError("on purpose")
+        if armed and where == "backward":
+            output = Fails.apply(output)
+        return output.square().sum(1)
+
+    model = network()
+    before = state(model)
+    engine = ClippedGradients(model, failing, max_grad_norm=1.0)
+    engine.accumulate(torch.randn(3, 2, 6, 6))
+    sums = {name: part.clone() for name, part in engine.sums.items()}
+    armed = True
+    if where == "rule":
+        model[6].register_forward_pre_hook(lambda module, args: (args[0].repeat(2, 1),))
+    with pytest.raises((KeyError, RuntimeError, InputError)):
+        engine.accumulate(torch.randn(3, 2, 6, 6))
+    model[6]._forward_pre_hooks.clear()
+    assert_untouched(model, before)
+    assert all(torch.equal(part, sums[name]) for name, part in engine.sums.items())
+    armed = False
+    engine.accumulate(torch.randn(3, 2, 6, 6))
+
+
+def test_the_model_can_be_saved_copied_and_evaluated_in_between():
+    model = network()
+    x = torch.randn(3, 2, 6, 6)
+    expected = model(x)
+    engine = ClippedGradients(model, loss, max_grad_norm=1.0)
+    engine.accumulate(x)
+    assert torch.equal(model(x), expected)
+    assert torch.equal(copy.deepcopy(model)(x), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), expected)
+    torch.save(model.state_dict(), io.BytesIO())
+    first = {name: part.clone() for name, part in engine.sums.items()}
+    engine.reset()
+    engine.accumulate(x)
+    assert all(torch.equal(part, first[name]) for name, part in engine.sums.items())
+    model(x).sum().backward()  # ordinary training still works
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_sums_handed_out_survive_a_reset():
+    engine = ClippedGradients(network(), loss, max_grad_norm=1.0)
+    engine.accumulate(torch.randn(3, 2, 6, 6))
+    handed_out = engine.sums
+    norm = float(handed_out["6.weight"].norm())
+    engine.reset()
+    assert float(handed_out["6.weight"].norm()) == norm > 0
+
+
+def test_the_ownership_proof_disturbs_neither_random_streams_nor_buffers():
+    class Counting(nn.Module):
+        """Counts its calls: a buffer that depends on no example."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), Counting(), nn.Linear(4, 2))
+    x = torch.randn(3, 4)
+    engine = ClippedGradients(model, loss, max_grad_norm=1.0)
+    torch.manual_seed(7)
+    engine.accumulate(x)  # proves, then draws one mask
+    after_proof_and_step = torch.rand(3)
+    first = {name: part.clone() for name, part in engine.sums.items()}
+    assert float(model[2].calls) == 1
+    torch.manual_seed(7)
+    engine.reset()
+    engine.accumulate(x)  # draws one mask
+    assert torch.equal(torch.rand(3), after_proof_and_step)
+    assert all(torch.equal(part, first[name]) for name, part in engine.sums.items())
+
+
+def test_dropout_draws_the_masks_of_ordinary_training():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 3))
+    x = torch.randn(5, 6)
+    engine = ClippedGradients(model, loss, max_grad_norm=1e6)  # nothing is clipped: the sum is the ordinary gradient
+    engine.accumulate(x)
+    engine.reset()
+    torch.manual_seed(3)
+    engine.accumulate(x)
+    torch.manual_seed(3)
+    loss(model, x).sum().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(engine.sums[name], p.grad)
+
+
+def test_modes_are_respected():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 3)).eval()
+    x = torch.randn(5, 6)
+    engine = ClippedGradients(model, loss, max_grad_norm=1.0)
+    norms = engine.accumulate(x)
+    _, expected = clipped_sum(model, loss, x, max_grad_norm=1.0)
+    assert norms.tolist() == pytest.approx(expected, rel=1e-5)
+    assert not model.training
+    model.train()
+    engine.accumulate(x)
+    assert model.training
+
+
+class StochasticDepth(nn.Module):
+    """Skips its block for the whole batch, or for single examples, at random."""
+
+    def __init__(self, per_example: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.block = nn.Linear(4, 4)
+        self.per_example = per_example
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.per_example:
+            return x + self.block(x) * (torch.rand(len(x), 1) < 0.5)
+        return x + self.block(x) if torch.rand(()) < 0.5 else x
+
+
+@pytest.mark.parametrize("per_example", [True, False])
+def test_stochastic_depth_behaves_as_in_ordinary_training(per_example):
+    torch.manual_seed(0)
+    model = StochasticDepth(per_example)
+    x = torch.randn(6, 4)
+    engine = ClippedGradients(model, loss, max_grad_norm=1e6)
+    for seed in range(8):
+        torch.manual_seed(seed)
+        engine.reset()
+        engine.accumulate(x)
+        torch.manual_seed(seed)
+        model.zero_grad()
+        loss(model, x).sum().backward()
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(engine.sums[name], torch.zeros_like(p) if p.grad is None else p.grad)
+
+
+def test_frozen_parameters_have_no_sums_and_keep_no_activations():
+    model = network()
+    for name, p in model.named_parameters():
+        p.requires_grad_(name in ("0.bias", "6.weight"))
+    x = torch.randn(3, 2, 6, 6)
+    engine = ClippedGradients(model, loss, max_grad_norm=0.5)
+    norms = engine.accumulate(x)
+    expected, expected_norms = clipped_sum(model, loss, x, max_grad_norm=0.5)
+    assert set(engine.sums) == {"0.bias", "6.weight"}
+    assert norms.tolist() == pytest.approx(expected_norms, rel=1e-4)
+    for name, part in engine.sums.items():
+        torch.testing.assert_close(part, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_frozen_layers_before_the_first_trainable_one_are_not_backpropagated():
+    class Reports(torch.autograd.Function):
+        reached = False
+
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            Reports.reached = True
+            return gradient
+
+    class Watched(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Reports.apply(x)
+
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), Watched(), nn.Linear(4, 2))
+    ClippedGradients(model, loss, max_grad_norm=1.0).accumulate(torch.randn(3, 4))
+    assert not Reports.reached
+
+
+def test_works_inside_no_grad_and_with_inputs_that_require_gradients():
+    model = network()
+    x = torch.randn(3, 2, 6, 6, requires_grad=True)
+    engine = ClippedGradients(model, loss, max_grad_norm=1.0)
+    with torch.no_grad():
+        inside = engine.accumulate(x)
+    assert torch.equal(inside, engine.accumulate(x))
+    assert x.grad is None
+    assert not any(part.requires_grad for part in engine.sums.values())
+
+
+def test_checkpointed_blocks_are_exact():
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.block = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.block, self.first(x), use_reentrant=False)
+
+    model = Checkpointed()
+    x = torch.randn(3, 4)
+    engine = ClippedGradients(model, loss, max_grad_norm=0.3)
+    engine.accumulate(x)
+    expected, _ = clipped_sum(model, loss, x, max_grad_norm=0.3)
+    for name, part in engine.sums.items():
+        torch.testing.assert_close(part, expected[name])
+
+
+def test_explain_lists_every_layer_with_its_way_and_cost(capsys):
+    model = models.wide_resnet(16, 4)
+    engine = ClippedGradients(model, lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), max_grad_norm=1.0)
+    engine.accumulate((torch.randn(2, 3, 32, 32), torch.tensor([1, 2])))
+    table = engine.explain()
+    assert capsys.readouterr().out.strip() == table.strip()
+    ways = {line.split()[0]: line.split()[2] for line in table.splitlines()[1:]}
+    assert set(ways) == {name for name, m in model.named_modules() if list(m.parameters(recurse=False))}
+    assert ways["blocks.1.conv2"] == "keep"  # 64→64 at 32×32: few weights, many positions
+    assert ways["blocks.5.conv2"] == "ghost"  # 256→256 at 8×8: many weights, few positions
+
+
+def test_forced_ways_are_taken(capsys):
+    for way in ("ghost", "keep", "drop"):
+        engine = ClippedGradients(nn.Conv2d(2, 3, 3), loss, max_grad_norm=1.0, way=way)
+        engine.accumulate(torch.randn(2, 2, 5, 5))
+        assert way in engine.explain().splitlines()[1].split()
+    with pytest.raises(InputError, match="'ghost', 'keep', 'drop'"):
+        ClippedGradients(nn.Conv2d(2, 3, 3), loss, max_grad_norm=1.0, way="forget")

@@ -1,0 +1,272 @@
+"""What cannot be clipped exactly is refused, by name, with what to use instead."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dp_microadam import ClippedGradients, InputError, replace_batchnorm
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).flatten(1).square().sum(1)
+
+
+def refuses(model: nn.Module, batch: Tensor, message: str, per_example_loss=loss) -> None:
+    with pytest.raises(InputError, match=message):
+        ClippedGradients(model, per_example_loss, max_grad_norm=1.0).accumulate(batch)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.BatchNorm2d(4, affine=False), nn.SyncBatchNorm(4)])
+def test_batchnorm_is_refused_by_name(norm):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), norm)
+    refuses(model, torch.randn(2, 3, 5, 5), r"'1' is \w*BatchNorm\w*.*replace_batchnorm")
+
+
+def test_batchnorm_is_refused_again_when_it_returns_to_training_mode():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, affine=False)).eval()
+    engine = ClippedGradients(model, loss, max_grad_norm=1.0)
+    engine.accumulate(torch.randn(2, 3, 5, 5))  # fixed statistics mix nothing
+    model.train()
+    with pytest.raises(InputError, match="replace_batchnorm"):
+        engine.accumulate(torch.randn(2, 3, 5, 5))
+
+
+def test_replace_batchnorm_makes_a_model_acceptable():
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.Flatten(), nn.Linear(54, 4), nn.BatchNorm1d(4))
+    with torch.no_grad():
+        model[1].weight.fill_(2.0)
+    model[4].bias.requires_grad_(False)
+    model.eval()
+    replaced = replace_batchnorm(model)
+    assert replaced is model
+    assert not any(isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d) for module in model.modules())
+    assert model[1].weight.tolist() == [2.0] * 6
+    assert not model[4].bias.requires_grad
+    assert not model[1].training
+    assert (model[1].num_groups, model[4].num_groups) == (3, 2)
+    ClippedGradients(model, loss, max_grad_norm=1.0).accumulate(torch.randn(2, 3, 5, 5))
+
+
+def test_running_statistics_of_private_examples_are_refused():
+    model = nn.Sequential(nn.InstanceNorm2d(3, track_running_stats=True), nn.Conv2d(3, 4, 3))
+    refuses(model, torch.randn(2, 3, 5, 5), "'0' is InstanceNorm2d.*track_running_stats=False")
+
+
+def test_a_buffer_that_stores_examples_is_refused_by_name():
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("last", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last.copy_(x.detach().mean(0))
+            return x
+
+    model = nn.Sequential(nn.Linear(4, 4), Remembers())
+    refuses(model, torch.randn(2, 4), "buffer '1.last'")
+
+
+MIXING = {
+    "functional batch statistics": lambda m, x: loss(m, F.batch_norm(x, None, None, training=True)),
+    "centred batch": lambda m, x: loss(m, x - x.mean(0)),
+    "centred outputs": lambda m, x: (m(x) - m(x).detach().mean(0)).square().sum(1),
+    "running sum": lambda m, x: loss(m, x.cumsum(0)),
+    "running sum from the end": lambda m, x: loss(m, x.flip(0).cumsum(0).flip(0)),
+    "contrastive": lambda m, x: F.cross_entropy(m(x) @ x.T, torch.arange(len(x)), reduction="none"),
+    "mean of the batch": lambda m, x: m(x).square().mean().expand(len(x)),
+    "neighbour": lambda m, x: loss(m, x.roll(1, 0)),
+}
+
+
+@pytest.mark.parametrize("kind", MIXING)
+@pytest.mark.parametrize("batch", [2, 5])
+def test_a_loss_that_mixes_examples_is_refused(kind, batch):
+    refuses(nn.Linear(4, 4), torch.randn(batch, 4), "mixes examples|used twice", MIXING[kind])
+
+
+def test_mixing_before_a_frozen_embedding_is_refused():
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(5, 4).requires_grad_(False)
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embedding(ids)
+            return self.head(x - x.mean(0))
+
+    refuses(Centred(), torch.randint(5, (6,)), "mixes examples")
+
+
+def test_a_sequence_with_time_first_is_refused():
+    class TimeFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.transpose(0, 1)).transpose(0, 1)
+
+    # As many steps as examples: only the gradients tell rows from columns.
+    refuses(TimeFirst(), torch.randn(4, 4, 3), "layer 'layer'.*mixes examples")
+    refuses(TimeFirst(), torch.randn(4, 5, 3), "layer 'layer'.*first dimension must be the batch")
+
+
+@pytest.mark.parametrize(
+    "per_example_loss",
+    [
+        lambda m, x: m(x).sum(),
+        lambda m, x: m(x),
+        lambda m, x: m(x).sum(1, keepdim=True),
+        lambda m, x: m(x).sum(1)[:-1],
+        lambda m, x: 0.0,
+    ],
+    ids=["scalar", "matrix", "column", "too few", "number"],
+)
+def test_a_loss_that_is_not_one_value_per_example_is_refused(per_example_loss):
+    refuses(nn.Linear(4, 2), torch.randn(3, 4), "one value per example", per_example_loss)
+
+
+def test_a_loss_without_trainable_parameters_is_refused():
+    model = nn.Linear(4, 2)
+    refuses(model, torch.randn(3, 4), "does not depend on any trainable", lambda m, x: m(x).detach().sum(1))
+
+
+def test_a_trainable_parameter_that_no_hook_saw_is_refused_by_name():
+    model = nn.ModuleDict({"used": nn.Linear(4, 2), "forgotten": nn.Linear(4, 2)})
+    refuses(model, torch.randn(3, 4), "'forgotten.weight'.*requires_grad_", lambda m, x: m["used"](x).sum(1))
+
+
+def test_a_bare_parameter_is_refused_by_name():
+    class Offset(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token = nn.Parameter(torch.zeros(4))
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x + self.token)
+
+    refuses(Offset(), torch.randn(3, 4), "'token'.*module without children")
+
+
+def test_a_layer_used_twice_is_refused_by_name():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.layer(x))
+
+    refuses(Twice(), torch.randn(3, 4), "layer 'layer'.*used twice")
+
+
+def test_a_weight_tied_between_layers_is_refused_by_name():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    refuses(model, torch.randn(3, 4), "'1.weight' is the same as '0.weight'")
+
+
+def test_a_weight_used_through_a_function_is_refused_by_name():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(7, 4)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return F.linear(self.embedding(ids), self.embedding.weight)
+
+    refuses(Tied(), torch.randint(7, (3, 5)), "'embedding.weight' is used outside")
+
+
+def test_a_parametrized_weight_is_refused_by_name():
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3, bias=False)))
+    refuses(model, torch.randn(3, 4), "original0")
+
+
+def test_a_layer_with_several_outputs_is_refused_by_name():
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(4, 3, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.lstm(x)[0][:, -1]
+
+    refuses(Last(), torch.randn(3, 5, 4), "layer 'lstm'.*returns tuple")
+
+
+def test_randomness_inside_a_module_with_parameters_is_refused_by_name():
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(x * self.weight, training=True)
+
+    refuses(nn.Sequential(nn.Linear(4, 4), Noisy()), torch.randn(3, 4), "module '1'.*torch.func")
+
+
+@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
+def test_embeddings_that_look_at_the_whole_batch_are_refused(option):
+    model = nn.Sequential(nn.Embedding(5, 3, **option))
+    refuses(model, torch.randint(5, (3, 2)), f"embedding '0' has {next(iter(option))}")
+
+
+def test_an_input_overwritten_in_place_is_refused():
+    class Overwrites(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + 1
+            y = self.layer(x)
+            x.mul_(2)
+            return y + x
+
+    refuses(Overwrites(), torch.randn(3, 4), "input of layer 'layer' was overwritten")
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, float("nan"), float("inf"), 1e-20])
+def test_a_clipping_norm_that_is_not_a_usable_number_is_refused(bound):
+    with pytest.raises(InputError, match="max_grad_norm"):
+        ClippedGradients(nn.Linear(2, 2), loss, max_grad_norm=bound)
+
+
+def test_batches_that_do_not_agree_on_their_size_are_refused():
+    def two(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return loss(model, batch[0])
+
+    engine = ClippedGradients(nn.Linear(4, 2), two, max_grad_norm=1.0)
+    with pytest.raises(InputError, match="share their first dimension"):
+        engine.accumulate((torch.randn(3, 4), torch.randn(2)))
+    with pytest.raises(InputError, match="without tensors"):
+        engine.accumulate([])
+
+
+def test_a_model_without_trainable_parameters_is_refused():
+    with pytest.raises(InputError, match="no trainable parameter"):
+        ClippedGradients(nn.Linear(2, 2).requires_grad_(False), loss, max_grad_norm=1.0)
+
+
+def test_parameters_frozen_since_are_refused_by_name():
+    model = nn.Linear(4, 2)
+    engine = ClippedGradients(model, loss, max_grad_norm=1.0)
+    model.bias.requires_grad_(False)
+    with pytest.raises(InputError, match="'bias' was frozen"):
+        engine.accumulate(torch.randn(3, 4))
+
+
+def test_synthetic_examples_can_be_given_where_random_ones_do_not_fit():
+    def logarithm(model: nn.Module, x: Tensor) -> Tensor:
+        return model(torch.log(x - 5)).sum(1)
+
+    model = nn.Linear(4, 2)
+    with pytest.raises(InputError, match="synthetic_batch="):
+        ClippedGradients(model, logarithm, max_grad_norm=1.0).accumulate(torch.rand(3, 4) + 6)
+    engine = ClippedGradients(model, logarithm, max_grad_norm=1.0, synthetic_batch=torch.rand(4, 4) + 7)
+    assert engine.accumulate(torch.rand(3, 4) + 6).shape == (3,)

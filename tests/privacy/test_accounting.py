@@ -1,0 +1,239 @@
+"""The accountants against quadrature, closed forms and independent implementations."""
+
+import math
+import subprocess
+import sys
+
+import dp_accounting
+import mpmath
+import numpy as np
+import pytest
+from dp_accounting.pld import PLDAccountant
+from dp_accounting.rdp import RdpAccountant
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opacus.accountants import RDPAccountant as OpacusAccountant
+from opacus.accountants.analysis.rdp import compute_rdp
+
+from dp_microadam.errors import InputError
+from dp_microadam.privacy import accounting
+from dp_microadam.privacy.accounting import (
+    ORDERS,
+    SubsampledGaussian,
+    as_dp_event,
+    epsilon,
+    first_non_negative,
+    group_epsilon,
+    rdp_of_one_step,
+)
+
+PAPER = SubsampledGaussian(4096 / 45_000, 3.0, 2480)
+IMAGENET = SubsampledGaussian(16_384 / 1_271_167, 2.5, 71_587)
+SMALL_NOISE = SubsampledGaussian(0.01, 0.8, 4500)
+
+
+def divergence_by_quadrature(sample_rate: float, noise_multiplier: float, order: float) -> mpmath.mpf:
+    """E[(1 + q(w − 1))^α] by the trapezoid rule in 40 digits, which converges geometrically for this integrand."""
+    with mpmath.workdps(40):
+        q, sigma, alpha = mpmath.mpf(sample_rate), mpmath.mpf(noise_multiplier), mpmath.mpf(order)
+        spacing = sigma * min(mpmath.mpf("0.25"), sigma / 4)
+        first, last = -14 * sigma, alpha + 14 * sigma
+        total = mpmath.mpf(0)
+        for k in range(int((last - first) / spacing) + 1):
+            z = first + k * spacing
+            ratio = 1 + q * mpmath.expm1((2 * z - 1) / (2 * sigma**2))
+            total += mpmath.npdf(z, 0, sigma) * (ratio**alpha - 1)
+        return mpmath.log1p(total * spacing) / (alpha - 1)
+
+
+@pytest.mark.parametrize("noise_multiplier", [0.4, 1.0, 3.0, 40.0])
+@pytest.mark.parametrize("sample_rate", [1e-6, 0.01, 4096 / 45_000, 0.499, 0.5, 0.95])
+def test_rdp_agrees_with_quadrature_to_nine_digits(sample_rate, noise_multiplier):
+    orders = (1.1, 1.5, 2.0, 3.7, 10.9, 32.0)
+    ours = rdp_of_one_step(sample_rate, noise_multiplier, orders)
+    for order, value in zip(orders, ours, strict=True):
+        expected = divergence_by_quadrature(sample_rate, noise_multiplier, order)
+        assert float(abs(value / expected - 1)) < 1e-9, order
+
+
+@pytest.mark.parametrize("part", [PAPER, IMAGENET, SMALL_NOISE], ids=["paper", "imagenet", "small noise"])
+def test_rdp_agrees_with_opacus(part):
+    orders = ORDERS[:-1]  # Opacus overflows at 1024
+    theirs = compute_rdp(q=part.sample_rate, noise_multiplier=part.noise_multiplier, steps=1, orders=list(orders))
+    np.testing.assert_allclose(rdp_of_one_step(part.sample_rate, part.noise_multiplier)[:-1], theirs, rtol=1e-7)
+
+    opacus = OpacusAccountant()
+    opacus.history = [(part.noise_multiplier, part.sample_rate, part.steps)]
+    assert epsilon([part], 1e-5) == pytest.approx(opacus.get_epsilon(1e-5), rel=1e-7)
+
+
+def test_dp_accounting_reads_slightly_high_beside_the_exact_series():
+    other = RdpAccountant(orders=ORDERS)
+    other.compose(as_dp_event([PAPER]))
+    ours = epsilon([PAPER], 1e-5)
+    assert ours <= other.get_epsilon(1e-5) <= ours * 1.001
+
+
+def test_without_subsampling_rdp_is_that_of_the_gaussian():
+    np.testing.assert_allclose(rdp_of_one_step(1.0, 2.5), np.array(ORDERS) / (2 * 2.5**2), rtol=1e-15)
+
+
+def test_sampling_almost_everything_is_almost_no_subsampling():
+    np.testing.assert_allclose(rdp_of_one_step(1 - 1e-9, 2.5), rdp_of_one_step(1.0, 2.5), rtol=1e-6)
+
+
+def test_without_subsampling_pld_is_that_of_the_gaussian():
+    exact = dp_accounting.get_epsilon_gaussian(30.0 / math.sqrt(100), 1e-6)
+    ours = epsilon([SubsampledGaussian(1.0, 30.0, 100)], 1e-6, "pld")
+    assert exact <= ours * (1 + 1e-9)
+    assert ours <= exact * 1.001
+
+
+def test_orders_are_the_papers_and_go_on_to_1024():
+    paper = [1 + x / 10 for x in range(1, 100)] + list(range(12, 64))
+    np.testing.assert_allclose(ORDERS[: len(paper)], paper, rtol=1e-15)
+    assert max(ORDERS) == 1024
+    assert list(ORDERS) == sorted(set(ORDERS))
+
+
+def test_large_orders_keep_a_small_epsilon_small():
+    part = SubsampledGaussian(1e-3, 8.0, 100)
+    up_to_63 = OpacusAccountant()
+    up_to_63.history = [(part.noise_multiplier, part.sample_rate, part.steps)]
+    assert epsilon([part], 1e-6) < 0.2 * up_to_63.get_epsilon(1e-6)
+    assert epsilon([part], 1e-6) >= epsilon([part], 1e-6, "pld")
+
+
+@pytest.mark.parametrize("sample_rate", [1e-9, 1e-3, 0.3, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("noise_multiplier", [0.02, 0.3, 10.0, 1e3, 1e5])
+def test_rdp_is_finite_positive_and_grows_with_the_order(sample_rate, noise_multiplier):
+    divergences = rdp_of_one_step(sample_rate, noise_multiplier)
+    assert np.isfinite(divergences).all()
+    assert (divergences > 0).all()
+    assert (np.diff(divergences) >= -1e-9 * divergences[1:]).all()
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    sample_rate=st.floats(1e-5, 1.0),
+    noise_multiplier=st.floats(0.3, 50),
+    steps=st.integers(1, 10_000),
+    delta=st.floats(1e-9, 0.1),
+)
+def test_more_steps_less_noise_more_sampling_never_spend_less(sample_rate, noise_multiplier, steps, delta):
+    spent = epsilon([SubsampledGaussian(sample_rate, noise_multiplier, steps)], delta)
+    slack = 1 - 1e-9
+    assert epsilon([SubsampledGaussian(sample_rate, noise_multiplier, steps + 1)], delta) >= spent * slack
+    assert epsilon([SubsampledGaussian(sample_rate, noise_multiplier * 0.9, steps)], delta) >= spent * slack
+    assert epsilon([SubsampledGaussian(min(1.0, sample_rate * 1.1), noise_multiplier, steps)], delta) >= spent * slack
+    assert epsilon([SubsampledGaussian(sample_rate, noise_multiplier, steps)], delta / 2) >= spent * slack
+
+
+def test_pld_of_the_paper_is_below_rdp():
+    assert epsilon([PAPER], 1e-5, "pld") == pytest.approx(7.42, abs=0.01)
+    assert epsilon([PAPER], 1e-5) == pytest.approx(8.0, abs=0.001)
+
+
+@pytest.mark.parametrize("part", [PAPER, IMAGENET, SMALL_NOISE], ids=["paper", "imagenet", "small noise"])
+def test_pld_reads_high_by_at_most_three_in_ten_thousand(part, monkeypatch):
+    """The estimate is an upper bound: a finer grid, ten times as many cells, may only lower it, and by little."""
+    coarse = epsilon([part], 1e-6, "pld")
+    monkeypatch.setattr(accounting, "_PLD_CELLS_PER_DEVIATION", 300)
+    monkeypatch.setattr(accounting, "_PLD_CELLS_AT_MOST", 10**9)
+    fine = epsilon([part], 1e-6, "pld")
+    assert fine <= coarse <= fine * 1.0003
+
+
+def test_pld_in_blocks_agrees_with_pld_at_once(monkeypatch):
+    part = SubsampledGaussian(0.01, 10.0, 50_001)
+    at_once = epsilon([part], 1e-6, "pld")
+    monkeypatch.setattr(accounting, "_PLD_MOST_STEPS_AT_ONCE", 1000)
+    assert epsilon([part], 1e-6, "pld") == pytest.approx(at_once, rel=1e-5)
+
+
+def test_different_mechanisms_compose_as_dp_accounting_composes_them():
+    parts = [SubsampledGaussian(0.05, 2.0, 300), SubsampledGaussian(0.01, 1.0, 500), SubsampledGaussian(1.0, 20.0, 3)]
+    independent = PLDAccountant(value_discretization_interval=1e-4)
+    independent.compose(as_dp_event(parts))
+    assert epsilon(parts, 1e-6, "pld") == pytest.approx(independent.get_epsilon(1e-6), rel=5e-4)
+    opacus = OpacusAccountant()
+    opacus.history = [(part.noise_multiplier, part.sample_rate, part.steps) for part in parts]
+    assert epsilon(parts, 1e-5) <= opacus.get_epsilon(1e-5) * (1 + 1e-7)
+
+
+def test_nothing_spent_is_epsilon_zero():
+    assert epsilon([], 1e-5) == 0
+    assert epsilon([SubsampledGaussian(0.1, 1.0, 0)], 1e-5, "pld") == 0
+
+
+def test_too_little_noise_for_pld_is_answered_by_rdp():
+    part = SubsampledGaussian(0.1, 0.01, 1)
+    assert epsilon([part], 1e-5, "pld") == epsilon([part], 1e-5, "rdp") > 1000
+
+
+def test_more_steps_than_pld_counts_are_refused():
+    with pytest.raises(InputError, match="the pld accountant takes at most"):
+        epsilon([SubsampledGaussian(0.1, 100.0, 10**8)], 1e-5, "pld")
+
+
+def test_a_group_of_one_is_one_example():
+    assert group_epsilon([PAPER], 1e-5, 1) == pytest.approx(epsilon([PAPER], 1e-5, "pld"), rel=1e-6)
+
+
+def test_a_group_without_subsampling_is_a_larger_sensitivity():
+    alone = SubsampledGaussian(1.0, 30.0, 100)
+    for size in (2, 5):
+        exact = dp_accounting.get_epsilon_gaussian(30.0 / size / math.sqrt(100), 1e-6)
+        assert group_epsilon([alone], 1e-6, size) == pytest.approx(exact, rel=1e-3)
+
+
+def test_group_privacy_is_tighter_than_the_general_rule():
+    """The general rule for pairs: 2ε at (1 + exp ε)·δ'. With δ' chosen so that the right side is δ, it gives more."""
+    delta_inside = 1e-5
+    for _ in range(50):
+        delta_inside = 1e-5 / (1 + math.exp(epsilon([PAPER], delta_inside, "pld")))
+    pair = group_epsilon([PAPER], 1e-5, 2)
+    assert epsilon([PAPER], 1e-5, "pld") < pair < 2 * epsilon([PAPER], delta_inside, "pld")
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    root=st.integers(1, 500),
+    guess=st.integers(1, 600),
+    stride=st.integers(1, 50),
+    power=st.sampled_from([0.2, 1.0, 5.0]),
+)
+def test_the_search_finds_the_first_number_whatever_the_guess(root, guess, stride, power):
+    assert first_non_negative(lambda n: n**power - root**power, guess, stride) == root
+
+
+def test_the_search_says_when_there_is_nothing_to_find():
+    with pytest.raises(LookupError):
+        first_non_negative(lambda n: -1.0, 5, 1, largest=1000)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((1.5, 1.0, 1), "sample_rate is 1.5"),
+        ((0.0, 1.0, 1), "sample_rate is 0"),
+        ((0.1, 0.0, 1), "noise_multiplier is 0"),
+        ((0.1, -1.0, 1), "noise_multiplier is -1"),
+        ((0.1, 1.0, -1), "steps is -1"),
+    ],
+)
+def test_impossible_mechanisms_are_refused(arguments, message):
+    with pytest.raises(InputError, match=message):
+        SubsampledGaussian(*arguments)
+
+
+@pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, math.nan])
+def test_impossible_deltas_are_refused(delta):
+    with pytest.raises(InputError, match="delta is"):
+        epsilon([PAPER], delta)
+
+
+def test_planning_and_accounting_import_no_torch():
+    code = "import sys, dp_microadam.privacy.plan, dp_microadam.privacy.accounting; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

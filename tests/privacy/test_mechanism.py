@@ -1,0 +1,128 @@
+"""The Gaussian mechanism. False-alarm rates of the statistical tests are below 1e-6."""
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from dp_microadam import GaussianMechanism, InputError, PrivacyError, PrivacyPlan, Randomness
+
+ALARM = 1e-7
+ZEROS = {"weight": torch.zeros(1000, 500), "bias": torch.zeros(77)}
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_noise_has_deviation_sigma_times_sensitivity_over_the_expected_batch(secure):
+    mechanism = GaussianMechanism(3.0, 0.5, 256, randomness=Randomness.from_entropy(secure=secure))
+    drawn = mechanism.privatize(ZEROS, step=0)["weight"].double().flatten().numpy()
+    deviation = 3.0 * 0.5 / 256
+    assert mechanism.noise_deviation == pytest.approx(deviation)
+    assert stats.kstest(drawn / deviation, "norm").pvalue > ALARM
+    error_of_variance = np.sqrt(2 / drawn.size)
+    assert abs(drawn.var() / deviation**2 - 1) < stats.norm.isf(ALARM / 2) * error_of_variance
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_the_sum_is_divided_by_the_expected_batch_size_never_by_the_realised_one(secure):
+    """With the same seed, two different sums differ after the mechanism by exactly their difference over B."""
+    means = []
+    for examples in (3, 300):
+        mechanism = GaussianMechanism(2.0, 1.0, 100, randomness=Randomness.seeded(1, secure=secure))
+        means.append(mechanism.privatize({"w": torch.full((50,), float(examples), dtype=torch.float64)}, step=0)["w"])
+    expected = torch.full((50,), 297 / 100, dtype=torch.float64)
+    torch.testing.assert_close(means[1] - means[0], expected, rtol=1e-12 if not secure else 1e-7, atol=0)
+
+
+def test_an_empty_batch_is_a_step_of_pure_noise():
+    mechanism = GaussianMechanism(2.0, 1.0, 100)
+    means = mechanism.privatize(ZEROS, step=0)
+    assert means.keys() == ZEROS.keys()
+    assert all(tensor.ne(0).any() for tensor in means.values())
+
+
+def test_noise_is_added_once_per_logical_step():
+    mechanism = GaussianMechanism(2.0, 1.0, 100)
+    mechanism.privatize(ZEROS, step=4)
+    for step in (4, 3, 0):
+        with pytest.raises(PrivacyError, match=f"step {step} was privatized already"):
+            mechanism.privatize(ZEROS, step=step)
+    mechanism.privatize(ZEROS, step=5)
+
+
+@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_noise_is_float32_or_wider_whatever_the_sums_are(dtype, secure):
+    mechanism = GaussianMechanism(1.0, 1.0, 1, randomness=Randomness.from_entropy(secure=secure))
+    mean = mechanism.privatize({"w": torch.zeros(100_000, dtype=dtype)}, step=0)["w"]
+    assert mean.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    # A bfloat16 or float16 number survives the way there and back; numbers of float32 almost never do.
+    for narrow in (torch.bfloat16, torch.float16):
+        assert (mean.to(narrow).to(mean.dtype) != mean).float().mean() > 0.9
+
+
+def test_what_goes_in_is_not_changed_and_shapes_are_kept():
+    sums = {"w": torch.ones(3, 4, 5), "scalar": torch.tensor(2.0), "transposed": torch.arange(6.0).view(2, 3).t()}
+    before = {name: tensor.clone() for name, tensor in sums.items()}
+    means = GaussianMechanism(1.0, 1.0, 10).privatize(sums, step=0)
+    for name, tensor in sums.items():
+        assert torch.equal(tensor, before[name])
+        assert means[name].shape == tensor.shape
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_sums_that_are_not_finite_are_refused(value):
+    mechanism = GaussianMechanism(1.0, 1.0, 10)
+    with pytest.raises(PrivacyError, match="not finite"):
+        mechanism.privatize({"good": torch.zeros(3), "bad": torch.tensor([0.0, value])}, step=0)
+
+
+def test_the_plan_reaches_the_noise():
+    """What the plan solved is what the mechanism adds."""
+    plan = PrivacyPlan.solve(dataset_size=45_000, batch_size=4096, delta=1e-5, epsilon=1.0, steps=500)
+    mechanism = GaussianMechanism.from_plan(plan, sensitivity=1.5)
+    drawn = mechanism.privatize(ZEROS, step=0)["weight"].double()
+    deviation = plan.noise_deviation(1.5)
+    error_of_deviation = 1 / np.sqrt(2 * drawn.numel())
+    assert abs(drawn.std().item() / deviation - 1) < stats.norm.isf(ALARM / 2) * error_of_deviation
+
+
+def test_a_seeded_step_is_repeatable_and_steps_and_tensors_differ():
+    sums = {"a": torch.zeros(1000), "b": torch.zeros(1000)}
+    one, other = (GaussianMechanism(1.0, 1.0, 10, randomness=Randomness.seeded(3)) for _ in range(2))
+    first = one.privatize(sums, step=7)
+    again = other.privatize(dict(reversed(sums.items())), step=7)
+    assert torch.equal(first["a"], again["a"])
+    assert torch.equal(first["b"], again["b"])
+    assert not torch.equal(first["a"], first["b"])
+    assert not torch.equal(first["a"], one.privatize(sums, step=8)["a"])
+    assert not one.private
+    assert "not private" in repr(one)
+
+
+def test_noise_of_successive_steps_is_independent():
+    mechanism = GaussianMechanism(1.0, 1.0, 1)
+    a, b = (mechanism.privatize(ZEROS, step=step)["weight"].double() for step in (0, 1))
+    assert abs((a * b).mean().item()) < stats.norm.isf(ALARM / 2) / np.sqrt(a.numel())
+
+
+def test_secure_results_lie_on_a_grid_that_hides_the_last_bits():
+    """All results are multiples of one power of two, whatever the sums were: float64's last bits are gone."""
+    mechanism = GaussianMechanism(3.0, 1.0, 1, randomness=Randomness.from_entropy(secure=True))
+    sums = torch.rand(10_000, dtype=torch.float64) * 1e-3
+    cells = mechanism.privatize({"w": sums}, step=0)["w"] * 2**19  # grid: 2^(⌊log2 3⌋ − 20)
+    assert torch.equal(cells, cells.round())
+    assert len(cells.unique()) > 9_900
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0.0, 1.0, 10), "noise_multiplier is 0.0"),
+        ((1.0, 0.0, 10), "sensitivity is 0.0"),
+        ((1.0, float("inf"), 10), "sensitivity is inf"),
+        ((1.0, 1.0, 0), "expected_batch_size is 0"),
+    ],
+)
+def test_bad_input_is_refused(arguments, message):
+    with pytest.raises(InputError, match=message):
+        GaussianMechanism(*arguments)

@@ -1,0 +1,307 @@
+"""The training loop does what the plan says, writes what it promises, and shows nothing private."""
+
+import copy
+import json
+import math
+import re
+
+import pytest
+import torch
+
+from dp_microadam import InputError, PrivacyPlan
+from dp_microadam.clipping.per_example import clipped_sum
+from dp_microadam.privacy.ledger import read_ledger
+from dp_microadam.training.evaluation import class_loss
+from dp_microadam.training.schedules import Schedule
+from dp_microadam.training.trainer import UnprotectedPlan
+
+
+def weights_of(trainer):
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_it_stops_at_the_last_step_that_fits_the_budget(make_trainer, training_part):
+    plan = PrivacyPlan.solve(
+        dataset_size=len(training_part[0]), batch_size=64, delta=1e-5, noise_multiplier=1.0, epsilon=1.5
+    )
+    trainer = make_trainer(plan=plan)
+    result = trainer.fit(training_part)
+    assert result.finished
+    assert result.steps_done == plan.steps
+    assert result.epsilon <= 1.5 < plan.epsilon_after(plan.steps + 1)
+    assert read_ledger(result.run_dir).steps == plan.steps
+
+
+def test_max_steps_stops_early_and_changes_nothing_else(make_trainer, training_part):
+    whole = make_trainer(steps=6, seed=1, run="whole", schedule=Schedule("cosine", 6))
+    states = []
+    whole.callbacks = (lambda report: states.append(weights_of(whole)),)
+    whole.fit(training_part)
+    part = make_trainer(steps=6, seed=1, run="part", schedule=Schedule("cosine", 6), max_steps=3)
+    result = part.fit(training_part)
+    assert result.steps_done == 3
+    assert same(weights_of(part), states[2])
+    assert result.epsilon == pytest.approx(part.plan.epsilon_after(3))
+
+
+def test_a_step_is_clipped_sum_plus_noise_over_the_expected_batch(make_trainer, training_part, digits):
+    # The same step from its definition: one example at a time, in float64, with the noise and the sample that the seed gives.
+    from dp_microadam.privacy.randomness import Randomness
+    from dp_microadam.privacy.sampling import PoissonSampler
+    from dp_microadam.recipes.assemble import Normalize
+
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
+    trainer = make_trainer(
+        steps=1, seed=3, model=model, max_grad_norm=0.7, optimizer=lambda params: torch.optim.SGD(params, lr=1.0)
+    )
+    before = {name: value.double().clone() for name, value in model.state_dict().items()}
+    randomness = Randomness.seeded(3)
+    plan = trainer.plan
+    (step,) = PoissonSampler.from_plan(plan, randomness=Randomness.seeded(3))
+    rows = torch.cat(list(step.chunks))
+    batch = Normalize(digits)((training_part[0][rows], training_part[1][rows]))
+    totals, _ = clipped_sum(copy.deepcopy(model).double(), class_loss, (batch[0].double(), batch[1]), max_grad_norm=0.7)
+    trainer.fit(training_part)
+    for name, total in totals.items():
+        noise = randomness.normals(f"noise {name}", 0, total.numel(), torch.float32).double().view_as(total)
+        expected = before[name] - (total + noise * plan.noise_multiplier * 0.7) / plan.batch_size
+        assert torch.allclose(model.state_dict()[name].double(), expected, atol=1e-6)
+
+
+def test_an_empty_batch_is_a_step_of_pure_noise_and_is_accounted(make_trainer, training_part):
+    # One example in 3,600 is expected per step: about a third of steps are empty.
+    trainer = make_trainer(steps=8, batch_size=1)
+    before = weights_of(trainer)
+    result = trainer.fit(training_part)
+    assert result.steps_done == 8
+    assert read_ledger(result.run_dir).steps == 8
+    assert not same(before, weights_of(trainer))
+
+
+def test_the_schedule_follows_optimizer_steps_with_warm_up_from_the_first(make_trainer, training_part):
+    schedule = Schedule("linear", 6, warmup=0.5)
+    trainer = make_trainer(steps=6, schedule=schedule)
+    rates = []
+    trainer.callbacks = (lambda report: rates.append(report.learning_rate),)
+    trainer.fit(training_part)
+    assert rates == pytest.approx([1e-2 * factor for factor in (1 / 3, 2 / 3, 1, 1, 2 / 3, 1 / 3)])
+
+
+@pytest.mark.parametrize(("shape", "end"), [("constant", 1.0), ("cosine", 0.0), ("linear", 0.0)])
+def test_schedules_start_at_the_full_rate_and_end_where_they_should(shape, end):
+    schedule = Schedule(shape, steps=1000)
+    assert schedule.factor(0) == 1.0
+    assert schedule.factor(999) == pytest.approx(end, abs=2e-3)
+    assert schedule.factor(500) == pytest.approx({"constant": 1.0, "cosine": 0.5, "linear": 0.5}[shape], abs=1e-9)
+
+
+def test_the_weight_average_follows_its_formula(make_trainer, training_part):
+    trainer = make_trainer(steps=5, ema_decay=0.3)
+    average = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+    def follow(report):
+        decay = min(0.3, (1 + report.step) / (10 + report.step))
+        for name, value in trainer.model.state_dict().items():
+            average[name] = decay * average[name] + (1 - decay) * value
+
+    trainer.callbacks = (follow,)
+    trainer.fit(training_part)
+    for name, value in trainer.average.state_dict().items():
+        assert torch.allclose(value, average[name], atol=1e-6)
+
+
+def test_raw_and_averaged_weights_are_evaluated_and_the_raw_ones_come_back(make_trainer, training_part, validation_part):
+    trainer = make_trainer(steps=4, ema_decay=0.9, evaluate_every=2)
+    result = trainer.fit(training_part, validation=validation_part)
+    lines = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4]
+    for line in lines:
+        assert 0 <= line["validation_accuracy"] <= 1
+        assert 0 <= line["ema_validation_accuracy"] <= 1
+        assert math.isfinite(line["ema_validation_loss"])
+    assert not same(weights_of(trainer), trainer.average.state_dict())
+    assert result.metrics["validation_accuracy"] == lines[-1]["validation_accuracy"]
+
+
+def test_it_learns(make_trainer, training_part, validation_part):
+    # Ten classes: chance is 10 %. Noise is low here, so 150 steps are plenty.
+    trainer = make_trainer(steps=150, batch_size=256, physical_batch_size=256)
+    assert trainer.fit(training_part, validation=validation_part).metrics["validation_accuracy"] > 0.6
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        lambda params: torch.optim.Adam(params, lr=1e-3),
+        lambda params: torch.optim.RMSprop(params, lr=1e-3),
+    ],
+    ids=["sgd", "adam", "rmsprop"],
+)
+def test_any_torch_optimizer_will_do_and_resumes_to_the_bit(make_trainer, training_part, optimizer):
+    whole = make_trainer(steps=6, seed=2, optimizer=optimizer, run="whole")
+    whole.fit(training_part)
+    first = make_trainer(steps=6, seed=2, optimizer=optimizer, run="parts", max_steps=3)
+    first.fit(training_part)
+    second = make_trainer(steps=6, seed=2, optimizer=optimizer, run="parts")
+    second.resume().fit(training_part)
+    assert same(weights_of(whole), weights_of(second))
+
+
+def test_any_dataset_will_do(make_trainer, digits):
+    class Examples(torch.utils.data.Dataset):
+        def __len__(self):
+            return len(digits.train_labels)
+
+        def __getitem__(self, index):
+            return digits.train_images[index], digits.train_labels[index]
+
+    from_tensors = make_trainer(steps=3, seed=4, run="tensors")
+    from_tensors.fit((digits.train_images, digits.train_labels))
+    from_dataset = make_trainer(steps=3, seed=4, run="dataset", num_workers=1)
+    from_dataset.fit(Examples())
+    assert same(weights_of(from_tensors), weights_of(from_dataset))
+
+
+def test_a_dataset_of_another_size_than_the_plan_s_is_refused_before_anything_is_written(make_trainer, training_part):
+    trainer = make_trainer()
+    with pytest.raises(InputError, match="data has 100 examples"):
+        trainer.fit((training_part[0][:100], training_part[1][:100]))
+    assert not trainer.folder.path.exists()
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(make_trainer, training_part):
+    options = {"steps": 9, "seed": 11, "ema_decay": 0.9, "schedule": Schedule("cosine", 9, warmup=0.3)}
+    whole = make_trainer(run="whole", **options)
+    whole.fit(training_part)
+    for stop in (2, 5, 8):
+        part = make_trainer(run="parts", max_steps=stop, **options)
+        (part if stop == 2 else part.resume()).fit(training_part)
+    last = make_trainer(run="parts", **options).resume()
+    result = last.fit(training_part)
+    assert result.finished
+    assert same(weights_of(whole), weights_of(last))
+    assert same(whole.average.state_dict(), last.average.state_dict())
+
+
+def test_a_private_run_does_not_repeat_itself(make_trainer, training_part):
+    first, second = make_trainer(run="a"), make_trainer(run="b")
+    first.fit(training_part)
+    second.fit(training_part)
+    assert not same(weights_of(first), weights_of(second))
+
+
+def test_a_fixed_seed_is_stamped_not_private_everywhere(make_trainer, training_part, capsys):
+    trainer = make_trainer(seed=1, show_progress=True)
+    result = trainer.fit(training_part)
+    assert result.private is False
+    assert "not private" in capsys.readouterr().err
+    assert json.loads((result.run_dir / "privacy.json").read_text())["private"] is False
+    assert "NOT PRIVATE" in (result.run_dir / "privacy.txt").read_text()
+    assert "not private" in (result.run_dir / "ledger.jsonl").read_text().splitlines()[0]
+    assert "not private" in (result.run_dir / "log.txt").read_text()
+
+
+def test_a_non_private_run_is_stamped_so_and_claims_no_epsilon(make_trainer, training_part, validation_part, capsys):
+    plan = UnprotectedPlan(len(training_part[0]), 64, 40)
+    trainer = make_trainer(plan=plan, method="non-private", show_progress=True)
+    result = trainer.fit(training_part, validation=validation_part)
+    assert result.private is False
+    assert result.epsilon is None
+    assert "not private" in capsys.readouterr().err
+    summary = json.loads((result.run_dir / "privacy.json").read_text())
+    assert (summary["private"], summary["epsilon"], summary["steps_done"]) == (False, None, 40)
+    assert result.metrics["validation_accuracy"] > 0.3
+
+
+def test_a_non_private_step_is_the_plain_gradient_over_the_expected_batch(make_trainer, training_part, digits):
+    from dp_microadam.privacy.randomness import Randomness
+    from dp_microadam.privacy.sampling import PoissonSampler
+    from dp_microadam.recipes.assemble import Normalize
+
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
+    plan = UnprotectedPlan(len(training_part[0]), 64, 1)
+    trainer = make_trainer(
+        plan=plan, method="non-private", seed=3, model=model, optimizer=lambda params: torch.optim.SGD(params, lr=1.0)
+    )
+    (step,) = PoissonSampler(plan.dataset_size, 64, steps=1, randomness=Randomness.seeded(3))
+    rows = torch.cat(list(step.chunks))
+    loss = class_loss(model, Normalize(digits)((training_part[0][rows], training_part[1][rows]))).sum() / 64
+    expected = [param.detach() - grad for param, grad in zip(model.parameters(), torch.autograd.grad(loss, model.parameters()), strict=True)]
+    trainer.fit(training_part)
+    for param, wanted in zip(model.parameters(), expected, strict=True):
+        assert torch.allclose(param, wanted, atol=1e-6)
+
+
+def test_a_private_run_without_a_privacy_plan_is_refused(make_trainer):
+    with pytest.raises(InputError, match="a private run needs a PrivacyPlan"):
+        make_trainer(plan=UnprotectedPlan(100, 10, 5))
+
+
+def test_training_metrics_appear_only_when_asked_for_and_marked(make_trainer, training_part, validation_part, capsys):
+    silent = make_trainer(steps=4, evaluate_every=2, run="silent", show_progress=True)
+    silent.fit(training_part, validation=validation_part)
+    written = "".join(path.read_text() for path in silent.folder.path.iterdir() if path.suffix in (".jsonl", ".json", ".txt"))
+    assert "training_loss" not in written
+    assert "training loss" not in capsys.readouterr().err
+    loud = make_trainer(steps=4, evaluate_every=2, run="loud", show_progress=True, show_private_metrics=True)
+    loud.fit(training_part, validation=validation_part)
+    first = json.loads((loud.folder.path / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["outside_the_guarantee"].keys() == {"training_loss", "training_accuracy"}
+    assert "outside the guarantee" in capsys.readouterr().err
+    outside = json.loads((loud.folder.path / "privacy.json").read_text())["outside_the_guarantee"]
+    assert any("training batches" in item for item in outside)
+
+
+def test_nothing_the_run_writes_depends_on_realised_batch_sizes(make_trainer, training_part, validation_part, capsys):
+    # Two runs whose batches differ in size, by the sample: everything they write but weights is equal.
+    texts = []
+    for run, seed in (("a", 1), ("b", 2)):
+        trainer = make_trainer(steps=4, evaluate_every=2, run=run, seed=seed, show_progress=True)
+        trainer.fit(training_part)
+        files = [path for path in sorted(trainer.folder.path.iterdir()) if path.suffix in (".jsonl", ".json", ".txt")]
+        text = capsys.readouterr().err + "".join(path.read_text() for path in files)
+        text = re.sub(r"\d{4}-\d\d-\d\dT[\d:]+Z", "TIME", text).replace(f"/{run}", "/RUN").replace(f"seed {seed}", "seed")
+        texts.append(text)
+    assert texts[0] == texts[1]
+
+
+def test_checkpoints_hold_no_random_state_and_no_partial_sums(make_trainer, training_part):
+    trainer = make_trainer(ema_decay=0.5)
+    trainer.fit(training_part)
+    _, content, _ = trainer.checkpoints.newest()
+    assert content.keys() == {"updates", "model", "optimizer", "average"}
+    assert all(param.grad is None for param in trainer.model.parameters())
+    # Of the optimizer's own seed it holds the one for rounding, which is post-processing.
+    assert set(content["optimizer"]["state"][0]) == {"step", "indices", "values", "codes", "bounds"}
+
+
+def test_an_optimizer_of_other_parameters_is_refused(make_trainer):
+    with pytest.raises(InputError, match="that is not the model's"):
+        make_trainer(optimizer=lambda params: torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1))
+
+
+def test_batchnorm_is_refused_before_anything_is_written(make_trainer, tmp_path):
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.BatchNorm1d(784), torch.nn.Linear(784, 10))
+    with pytest.raises(InputError, match="BatchNorm"):
+        make_trainer(model=model)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_run_folder_that_exists_is_refused(make_trainer, training_part):
+    make_trainer().fit(training_part)
+    with pytest.raises(InputError, match="exists already"):
+        make_trainer().fit(training_part)
+
+
+def test_callbacks_learn_public_facts_only(make_trainer, training_part):
+    reports = []
+    trainer = make_trainer(steps=3, callbacks=[reports.append])
+    trainer.fit(training_part)
+    assert [(report.step, report.steps) for report in reports] == [(1, 3), (2, 3), (3, 3)]
+    assert reports[-1].epsilon == pytest.approx(trainer.plan.epsilon)
+    assert set(vars(reports[0])) == {"step", "steps", "epsilon", "learning_rate", "metrics"}
