@@ -34,7 +34,7 @@ CLIPPING = "forward, backward, clipping"
 
 def crop_and_flip(images: torch.Tensor) -> torch.Tensor:
     """Random crops of images padded by four pixels, and random flips, on the whole batch at once."""
-    count, channels, height, width = images.shape
+    count, _, height, width = images.shape
     padded = torch.nn.functional.pad(images, (4, 4, 4, 4))
     rows = torch.randint(9, (count, 1)) + torch.arange(height)
     columns = torch.randint(9, (count, 1)) + torch.arange(width)

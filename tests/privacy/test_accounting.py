@@ -244,3 +244,10 @@ def test_planning_and_accounting_import_no_torch():
     code = "import sys, dp_microadam.privacy.plan, dp_microadam.privacy.accounting; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_what_cannot_be_computed_is_never_called_private(accountant):
+    # At such noise the series leaves the range of floating point; nothing but infinity, or a huge number, is right.
+    for noise in (1e-3, 1e-6, 1e-100, 1e-152, 1e-158, 1e-300):
+        assert epsilon([SubsampledGaussian(0.1, noise, 10)], 1e-5, accountant) > 1e5

@@ -1,6 +1,7 @@
 """What a run claims about privacy, as JSON and in words."""
 
 import json
+import math
 
 import pytest
 
@@ -77,3 +78,7 @@ def test_several_examples_per_person_are_offered_group_privacy(tmp_path):
 )
 def test_epsilon_is_never_rounded_down(epsilon, shown):
     assert round_up(epsilon) == shown
+
+
+def test_an_infinite_epsilon_is_shown_as_such():
+    assert round_up(math.inf) == "inf"

@@ -76,6 +76,9 @@ NOISE_RESOLUTION = 1e-4
 _MULTIPLES_PER_UNIT = round(1 / NOISE_RESOLUTION)
 LARGEST_NOISE_MULTIPLIER = 100_000
 
+# Less noise protects nothing (one step spends ε in the hundreds of thousands) and would leave the range of floating point.
+SMALLEST_NOISE_MULTIPLIER = 1e-3
+
 
 @dataclass(frozen=True)
 class SubsampledGaussian:
@@ -124,6 +127,8 @@ def rdp_of_one_step(sample_rate: float, noise_multiplier: float, orders: tuple[f
     require_in_open_closed("sample_rate", sample_rate, 0, 1)
     require_positive("noise_multiplier", noise_multiplier)
     alphas = np.array(orders, dtype=np.float64)
+    if noise_multiplier < SMALLEST_NOISE_MULTIPLIER:
+        return np.full_like(alphas, np.inf)
     if sample_rate == 1.0:
         divergences = alphas / (2 * noise_multiplier**2)
     else:
@@ -207,7 +212,9 @@ def _total_rdp(spent: Iterable[SubsampledGaussian]) -> Floats:
 
 
 def _rdp_epsilon(spent: Sequence[SubsampledGaussian], delta: float) -> float:
-    return max(0.0, float(np.min(_total_rdp(spent) + _conversion(delta))))
+    # A divergence that could not be computed bounds nothing. Without this a NaN would read as perfect privacy.
+    candidates = np.nan_to_num(_total_rdp(spent) + _conversion(delta), nan=np.inf, posinf=np.inf)
+    return max(0.0, float(np.min(candidates)))
 
 
 def most_steps(sample_rate: float, noise_multiplier: float, epsilon_limit: float, delta: float, accountant: str) -> int:
@@ -369,7 +376,8 @@ def group_epsilon(spent: Sequence[SubsampledGaussian], delta: float, group_size:
     sampling via mixture of Gaussians mechanisms"). This is tighter than the general rule, k·ε at a δ multiplied by Σ
     exp(i·ε), i < k.
 
-    Formal guarantees: as :func:`epsilon`, for datasets that differ in at most ``group_size`` examples.
+    Formal guarantees: as :func:`epsilon`, for datasets of which one is the other with at most ``group_size`` examples added,
+    or with as many removed; not for some added and others removed.
     """
     require_in_open("delta", delta, 0, 1)
     require_integer("group_size", group_size, 1)

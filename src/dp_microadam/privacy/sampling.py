@@ -132,6 +132,8 @@ class PoissonSampler:
         Raises:
             InputError: if ``data`` does not have exactly ``dataset_size`` examples: the accounting would not match.
         """
+        if not loader_options.get("in_order", True):
+            raise InputError("in_order is False; chunks must arrive in order, or a step would be taken apart")
         if isinstance(data, TensorDataset) and collate_fn is default_collate:
             data = data.tensors
         tensors = _tensors_of(data)

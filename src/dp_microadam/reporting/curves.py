@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dp_microadam.errors import DPMicroAdamError
+from dp_microadam.privacy.statement import round_up
 
 _RAW, _AVERAGED, _INK, _FAINT = "#1f5fa8", "#d9730d", "#333333", "#d8d8d8"
 _NUMBER_OF_EPSILON_TICKS = 6
@@ -72,7 +73,7 @@ def _add_epsilon_axis(axes: Any, metrics: Sequence[Mapping[str, Any]]) -> None:
     count = min(_NUMBER_OF_EPSILON_TICKS, len(spent))
     chosen = [spent[round(index * (len(spent) - 1) / max(1, count - 1))] for index in range(count)]
     top = axes.secondary_xaxis("top")
-    top.set_xticks([step for step, _ in chosen], [f"{epsilon:.2f}" for _, epsilon in chosen])
+    top.set_xticks([step for step, _ in chosen], [round_up(epsilon) for _, epsilon in chosen])
     top.set_xlabel("ε spent", color=_INK)
     top.spines["top"].set_color(_FAINT)
     top.tick_params(colors=_INK)

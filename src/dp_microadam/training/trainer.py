@@ -88,6 +88,7 @@ class PrivateTrainer:
         max_steps: stop early, changing nothing else.
         run_dir: the run's folder; a new one under ``runs/`` by default.
         config: kept in the folder as ``config.toml``.
+        public: what else the run declares public, in words; it stands in the statement and cannot change on resume.
         callbacks: called with a :class:`StepReport` after each step.
         secure: draw noise and samples from a cryptographic generator.
         seed: for tests only: makes all randomness repeatable, and the run not private.
@@ -126,6 +127,7 @@ class PrivateTrainer:
         keep_checkpoints: int = 2,
         run_dir: str | Path | None = None,
         config: str | None = None,
+        public: Iterable[str] = ("normalization constants of the input",),
         callbacks: Iterable[Callable[[StepReport], None]] = (),
         num_workers: int = 0,
         secure: bool = False,
@@ -153,6 +155,7 @@ class PrivateTrainer:
         self.folder = RunFolder(default_folder("run") if run_dir is None else run_dir)
         self.checkpoints = CheckpointFolder(self.folder.path / CHECKPOINTS, keep_checkpoints)
         self._config = config
+        self._public = ("clipping norm", *public)
         self._events = Events(self.folder.path / EVENTS)
         self._measures: dict[str, PerExample] = {"loss": per_example_loss}
         if per_example_accuracy is not None:
@@ -472,6 +475,7 @@ class PrivateTrainer:
             randomness=self._randomness.description,
             sensitivity=self._mechanism.sensitivity,
             clipping=f"the gradient of each example, {scope}, in L2 norm",
+            public=self._public,
         )
 
     def _epsilon(self) -> float | None:
