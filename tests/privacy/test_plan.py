@@ -130,7 +130,7 @@ TWO = {"epsilon": 8.0, "noise_multiplier": 3.0}
         ({**CIFAR, "epsilon": 8.0}, "exactly two of"),
         ({**CIFAR, "epsilon": 0.001, "steps": 5}, "no noise_multiplier up to"),
         ({**CIFAR, "epsilon": 8.0, "noise_multiplier": 0.3}, "noise_multiplier 0.3 spends epsilon"),
-        ({**CIFAR, "epsilon": 8.0, "noise_multiplier": 1e5}, "never runs out"),
+        ({**CIFAR, "epsilon": 8.0, "noise_multiplier": 1e5, "accountant": "pld"}, "never runs out"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence_that_names_the_value(arguments, message):
