@@ -310,3 +310,31 @@ def test_forced_ways_are_taken(capsys):
         assert way in engine.explain().splitlines()[1].split()
     with pytest.raises(InputError, match="'ghost', 'keep', 'drop'"):
         ClippedGradients(nn.Conv2d(2, 3, 3), loss, max_grad_norm=1.0, way="forget")
+
+
+def test_norms_are_taken_in_full_precision_and_the_settings_come_back():
+    seen = []
+
+    class Spy(nn.Module):
+        """A layer without a family: torch.func repeats its forward where norms are taken."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append((torch.backends.mkldnn.matmul.fp32_precision, torch.is_autocast_enabled("cpu")))
+            return x * self.weight
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        engine = ClippedGradients(Spy(), loss, max_grad_norm=1.0)
+        with torch.autocast("cpu", dtype=torch.float16):  # no products in this model
+            engine.accumulate(torch.randn(3, 4))
+            assert torch.is_autocast_enabled("cpu")
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert ("tf32", True) in seen  # the user's own forward
+    assert seen[-1] == ("ieee", False)  # the repetition for norms
