@@ -57,16 +57,16 @@ def prove(
     Runs on synthetic examples of the batch's shape, or on those ``given``; leaves random streams and buffers as they
     were.
     """
-    # The middle one of the examples has neighbours on both sides.
     examples = synthetic(batch, max(_FEWEST, batch_size(batch)), seed=0) if given is None else given
     count = batch_size(examples)
     if count < _FEWEST:
         raise InputError(f"synthetic_batch holds {count} examples; it must hold at least {_FEWEST}")
     proof = _Proof(model, per_example_loss, rules)
+    row = (count // 2 - 1) | 1  # odd, so that it differs from the row before it, and with neighbours on both sides
     with undisturbed(model) as rewind:
-        proof.examples_do_not_mix(examples, count // 2, rewind)
+        proof.examples_do_not_mix(examples, row, rewind)
         proof.every_parameter_is_seen(examples, rewind)
-        proof.rows_are_owned(examples, count // 2, rewind)
+        proof.rows_are_owned(examples, row, rewind)
         # A different batch size: what has one row per example by coincidence in one run has not in the other.
         proof.sums_are_gradients(rows_of(examples, _FEWEST - 1), rewind)
 
