@@ -15,8 +15,7 @@ examples on some inputs only is outside this proof.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from dp_microadam.clipping.batches import batch_size, rows_of, synthetic, with_a
 from dp_microadam.clipping.precision import full_precision
 from dp_microadam.clipping.recording import Recording
 from dp_microadam.clipping.rule import LayerCall, LayerRule
+from dp_microadam.clipping.undisturbed import Rewind, undisturbed
 from dp_microadam.errors import InputError
 
 PerExampleLoss = Callable[[nn.Module, Any], Tensor]
@@ -57,39 +57,18 @@ def prove(
     Runs on synthetic examples of the batch's shape, or on those ``given``; leaves random streams and buffers as they
     were.
     """
-    # The middle one of the examples has neighbours on both sides.
     examples = synthetic(batch, max(_FEWEST, batch_size(batch)), seed=0) if given is None else given
     count = batch_size(examples)
     if count < _FEWEST:
         raise InputError(f"synthetic_batch holds {count} examples; it must hold at least {_FEWEST}")
     proof = _Proof(model, per_example_loss, rules)
-    with _undisturbed(model) as rewind:
-        proof.examples_do_not_mix(examples, count // 2, rewind)
+    row = (count // 2 - 1) | 1  # odd, so that it differs from the row before it, and with neighbours on both sides
+    with undisturbed(model) as rewind:
+        proof.examples_do_not_mix(examples, row, rewind)
         proof.every_parameter_is_seen(examples, rewind)
-        proof.rows_are_owned(examples, count // 2, rewind)
+        proof.rows_are_owned(examples, row, rewind)
         # A different batch size: what has one row per example by coincidence in one run has not in the other.
         proof.sums_are_gradients(rows_of(examples, _FEWEST - 1), rewind)
-
-
-@contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[Callable[[int], None]]:
-    """Yields a function that rewinds buffers and random streams; restores both at the end."""
-    buffers = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()}
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-
-    def rewind(seed: int = 0) -> None:
-        with torch.no_grad():
-            for buffer, value in buffers.values():
-                buffer.copy_(value)
-        torch.manual_seed(seed)
-
-    with torch.random.fork_rng(devices=[index for index in devices if index is not None]):
-        try:
-            yield rewind
-        finally:
-            with torch.no_grad():
-                for buffer, value in buffers.values():
-                    buffer.copy_(value)
 
 
 class _Proof:
@@ -98,7 +77,7 @@ class _Proof:
         self._loss = per_example_loss
         self._rules = rules
 
-    def examples_do_not_mix(self, batch: Any, row: int, rewind: Callable[[int], None]) -> None:
+    def examples_do_not_mix(self, batch: Any, row: int, rewind: Rewind) -> None:
         """Change one example: the other losses stay, and so does every buffer."""
         results = []
         for version in (batch, with_another_example(batch, row)):
@@ -127,7 +106,7 @@ class _Proof:
                     "keeps no statistics, or call its eval()"
                 )
 
-    def every_parameter_is_seen(self, batch: Any, rewind: Callable[[int], None]) -> None:
+    def every_parameter_is_seen(self, batch: Any, rewind: Rewind) -> None:
         seen: set[str] = set()
         for seed in range(_PASSES_TO_BE_SEEN):
             rewind(seed)
@@ -144,7 +123,7 @@ class _Proof:
             "its weight through a function), or freeze it with requires_grad_(False)"
         )
 
-    def rows_are_owned(self, batch: Any, row: int, rewind: Callable[[int], None]) -> None:
+    def rows_are_owned(self, batch: Any, row: int, rewind: Rewind) -> None:
         def check(rule: LayerRule, call: LayerCall, gradient: Tensor) -> None:
             others = torch.arange(len(gradient), device=gradient.device) != row
             if bool((gradient[others] != 0).any()):
@@ -161,7 +140,7 @@ class _Proof:
             one[row] = 1
             recording.backward(losses, one)
 
-    def sums_are_gradients(self, batch: Any, rewind: Callable[[int], None]) -> None:
+    def sums_are_gradients(self, batch: Any, rewind: Rewind) -> None:
         sums: dict[str, Tensor] = {}
 
         def unclipped(rule: LayerRule, call: LayerCall, gradient: Tensor) -> None:
