@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from dp_microadam.clipping.batches import batch_size, detached, signature
 from dp_microadam.clipping.families import build_rules, refuse_batch_statistics
-from dp_microadam.clipping.ownership import PerExampleLoss, losses_of, prove
+from dp_microadam.clipping.kept_state import refuse_kept_examples
+from dp_microadam.clipping.ownership import PROVED_AT_FIRST, PerExampleLoss, losses_of, prove, prove_size
 from dp_microadam.clipping.precision import full_precision
 from dp_microadam.clipping.recording import Recording
 from dp_microadam.clipping.rule import LayerCall, LayerRule
@@ -80,7 +81,8 @@ class ClippedGradients:
         if layer_weights is not None and clipping == "flat":
             raise InputError("layer_weights is given, but clipping is 'flat'; pass clipping='per-layer'")
         self._synthetic_batch = synthetic_batch
-        self._proved: set[Any] = set()
+        self._proved: dict[Any, int] = {}
+        self._calls = 0
         self._sums: dict[str, Tensor] = {}
         self._closed = False
         self.reset()
@@ -131,13 +133,22 @@ class ClippedGradients:
             return torch.zeros(0, device=device)
         batch = detached(batch)
         with torch.enable_grad():
+            self._calls += 1
+            if self._calls >= 16 and self._calls.bit_count() == 1:
+                self._proved.clear()  # a model may begin to mix later: look again at calls 16, 32, 64, …
             self._prove_once(batch)
-            norms, calls = self._norms(batch, count)
+            with refuse_kept_examples(self._model):
+                norms, calls = self._norms(batch, count)
             with torch.no_grad(), full_precision(device):
                 return self._add_clipped(norms, calls)
 
     def prove(self, batch: Any) -> None:
-        """Prove now what ``accumulate`` would prove before its first step, on synthetic examples shaped like these."""
+        """Prove now, on synthetic examples shaped like those of ``batch``, what ``accumulate`` would prove first.
+
+        A trainer can so refuse a model before it creates anything. Give it a batch as large as the largest chunk:
+        ``accumulate`` then repeats nothing for chunks of up to that size. No value of the batch is looked at.
+        """
+        self._refuse_changes()
         with torch.enable_grad():
             self._prove_once(detached(batch))
 
@@ -173,11 +184,13 @@ class ClippedGradients:
     def _prove_once(self, batch: Any) -> None:
         modes = tuple(module.training for module in self._model.modules())
         key = (signature(batch), modes)
-        if key in self._proved:
-            return
-        refuse_batch_statistics(self._model)
-        prove(self._model, self._loss, self._rules, batch, self._synthetic_batch)
-        self._proved.add(key)
+        if key not in self._proved:
+            refuse_batch_statistics(self._model)
+            prove(self._model, self._loss, self._rules, batch, self._synthetic_batch)
+            self._proved[key] = PROVED_AT_FIRST
+        if batch_size(batch) > self._proved[key]:
+            prove_size(self._model, self._loss, self._rules, batch, self._synthetic_batch)
+            self._proved[key] = batch_size(batch)
 
     def _norms(self, batch: Any, count: int) -> tuple[dict[str, Tensor], dict[str, LayerCall]]:
         """Squared norms and kept call of every layer that took part."""

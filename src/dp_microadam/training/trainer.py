@@ -373,13 +373,14 @@ class PrivateTrainer:
         return self._finish(self._augment(batch) if self._augment else batch)
 
     def _prove(self, train: Any) -> None:
-        """Refuse a model in which examples interact before anything is written. Only the shapes of two examples are used."""
+        """Refuse a model in which examples interact before anything is written. Only the shapes of examples are used."""
         if not isinstance(self._gradients, ClippedGradients):
             return
+        count = min(self.physical_batch_size, self.plan.dataset_size)
         if isinstance(train, Dataset):
-            sample = default_collate([train[i] for i in range(min(2, self.plan.dataset_size))])
+            sample = default_collate([train[i] for i in range(count)])
         else:
-            sample = next(batches(train, 2))
+            sample = next(batches(train, count))
         with torch.random.fork_rng():
             self._gradients.prove(self._training_batch(sample))
 
