@@ -137,9 +137,7 @@ def _groups_in_words(report: dict[str, Any]) -> str:
     if size == 1:
         return "none computed; a person with several examples is protected less, ask for a group size"
     epsilon = round_up(report["group_epsilon"])
-    return (
-        f"a person with up to {size} examples: ε = {epsilon} at δ = {report['delta']:g}, by privacy loss distribution"
-    )
+    return f"a person with up to {size} examples: ε = {epsilon} at δ = {report['delta']:g}, by privacy loss distribution"
 
 
 def write_privacy_files(folder: str | os.PathLike[str], record: LedgerRecord, *, group_size: int = 1) -> dict[str, Any]:
