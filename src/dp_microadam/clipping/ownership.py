@@ -22,9 +22,9 @@ Clipping rows then bounds what adding or removing one example changes.
 
 Not proved, and outside the guarantee if it happens:
 
-- mixing on some inputs only: values beyond those tried (a threshold that neither scale reaches, a class or token other
-  than 0 and 1), sizes between three and the largest proved (a model that mixes batches of exactly 17), other lengths of
-  the dimensions that are not the batch's;
+- mixing on some inputs only: values beyond those tried (a threshold that no scale reaches; a class, token or integer
+  pixel other than 0 and 1), sizes between three and the largest proved (a model that mixes batches of exactly 17),
+  other lengths of the dimensions that are not the batch's;
 - mixing that begins later, after a number of calls or by a switch from outside: the engine repeats the proof at calls
   16, 32, 64, …, so that it is refused, but steps taken until then were not bounded;
 - mixing weaker than the tolerances above;
@@ -34,7 +34,8 @@ Not proved, and outside the guarantee if it happens:
 Randomness: all compared passes start from one seed (of torch, ``random`` and NumPy). A replaced example leaves all
 shapes as they are, so dropout and stochastic depth draw what they drew before. Taking an example out would shift the
 stream; there, models that draw at all are compared with one draw for all rows (``one_draw.py``). A generator of the
-model's own is not rewound: examples then seem to change, and the model is refused.
+model's own is not rewound: examples then seem to change, and the model is refused. What examples draw is taken to be
+secret: whoever knows the seed of dropout sees the masks of all examples move when one of them is gone.
 """
 
 from __future__ import annotations
@@ -108,14 +109,10 @@ def prove(
     with _undisturbed(model) as rewind:
         own = _Proof(model, per_example_loss, rules, rewind)
         own.every_parameter_is_seen(examples)
-        exact = _in_double(own, examples)
-        if exact is not None:
-            examples, others = in_double(examples), in_double(others)
-        independent = exact or own
-        independent.examples_do_not_mix(examples, others, _ONE_OR_TWO, 1.0)
+        exact, cast = _in_double(own, examples)
+        exact.examples_do_not_mix(cast(examples), cast(others), _ONE_OR_TWO, 1.0)
         for scale in _OTHER_SCALES:
-            independent.examples_do_not_mix(scaled(examples, scale), None, _ALONE, scale)
-        examples, _ = _examples(batch, PROVED_AT_FIRST, given)
+            exact.examples_do_not_mix(scaled(cast(examples), scale), None, _ALONE, scale)
         for row in range(PROVED_AT_FIRST):
             own.rows_are_owned(examples, row)
         own.sums_are_gradients(examples)
@@ -186,8 +183,11 @@ def _undisturbed(model: nn.Module) -> Iterator[Callable[[int], None]]:
                 parameter.grad = gradient
 
 
-def _in_double(own: _Proof, examples: Any) -> _Proof | None:
-    """The same proof on a copy in double precision; None for models that cannot be copied or run in it."""
+def _in_double(own: _Proof, examples: Any) -> tuple[_Proof, Callable[[Any], Any]]:
+    """The same proof on a copy in double precision, and what casts batches for it.
+
+    A model that cannot be copied, or does not run in double precision throughout, is proved as it is.
+    """
     try:
         model = copy.deepcopy(own.model).double()
         rules = {
@@ -200,8 +200,9 @@ def _in_double(own: _Proof, examples: Any) -> _Proof | None:
     except InputError:
         raise
     except Exception:  # whatever a model does that was not made for this
-        return None
-    return twin if losses.dtype == torch.float64 and not rounding.seen else None
+        return own, lambda batch: batch
+    exact = losses.dtype == torch.float64 and not rounding.seen
+    return (twin, in_double) if exact else (own, lambda batch: batch)
 
 
 class _WatchForRounding(TorchDispatchMode):
@@ -295,7 +296,8 @@ class _Proof:
         if scale == 1:
             raise InputError(
                 "per_example_loss or its gradient is not finite on synthetic examples (uniform in [0, 1), whole "
-                "numbers 0 or 1), so that independence cannot be proved; pass synthetic_batch= with examples the model accepts"
+                "numbers 0 or 1), so that independence cannot be proved; pass synthetic_batch= with examples the model "
+                "accepts"
             )
         return None
 
