@@ -215,6 +215,7 @@ class ClippedGradients:
         usable = torch.isfinite(norms)
         removed = torch.nonzero(~usable).flatten()
         flat = self._coefficients(norms, self._bound, usable)
+        totals: dict[str, Tensor] = {}
         for name in list(calls):
             call = calls.pop(name)  # its memory is free once its sum is taken
             if len(removed):
@@ -222,7 +223,9 @@ class ClippedGradients:
             bounds = self._layer_bounds
             coefficients = flat if bounds is None else self._coefficients(squared[name].sqrt(), bounds[name], usable)
             for key, total in call.clipped_sums(coefficients.to(squared[name].dtype)).items():
-                self._sums[f"{name}.{key}" if name else key] += total
+                totals[f"{name}.{key}" if name else key] = total
+        for name, total in totals.items():  # all of them or, on an error above, none
+            self._sums[name] += total
         return norms
 
     @staticmethod

@@ -41,8 +41,6 @@ secret: whoever knows the seed of dropout sees the masks of all examples move wh
 from __future__ import annotations
 
 import copy
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -67,6 +65,7 @@ from dp_microadam.clipping.one_draw import one_draw_for_all_rows
 from dp_microadam.clipping.precision import full_precision
 from dp_microadam.clipping.recording import Recording
 from dp_microadam.clipping.rule import LayerCall, LayerRule, at_least_float32
+from dp_microadam.clipping.undisturbed import Rewind, undisturbed
 from dp_microadam.errors import InputError
 
 PerExampleLoss = Callable[[nn.Module, Any], Tensor]
@@ -106,7 +105,7 @@ def prove(
     as they were.
     """
     examples, others = _examples(batch, PROVED_AT_FIRST, given)
-    with _undisturbed(model) as rewind:
+    with undisturbed(model) as rewind:
         own = _Proof(model, per_example_loss, rules, rewind)
         own.every_parameter_is_seen(examples)
         exact, cast = _in_double(own, examples)
@@ -128,7 +127,7 @@ def prove_size(
     count = batch_size(batch)
     rows = torch.tensor([0, count // 2, count - 1])
     examples, others = _examples(batch, count, given)
-    with _undisturbed(model) as rewind:
+    with undisturbed(model) as rewind:
         proof = _Proof(model, per_example_loss, rules, rewind)
         proof.examples_do_not_mix(examples, others, _Neighbours(replaced=[rows], removed=[rows]), 1.0)
 
@@ -153,34 +152,6 @@ _ALL_BUT_ONE = [torch.tensor(rows) for rows in ([1, 2], [0, 2], [0, 1])]
 _EACH = [torch.tensor([row]) for row in range(PROVED_AT_FIRST)]
 _ONE_OR_TWO = _Neighbours(replaced=_EACH, removed=_EACH + _ALL_BUT_ONE)
 _ALONE = _Neighbours(replaced=[], removed=_ALL_BUT_ONE)
-
-
-@contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[Callable[[int], None]]:
-    """Yields a function that starts random streams anew; puts them, modes and gradients back at the end."""
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    modes = [(module, module.training) for module in model.modules()]
-    gradients = [(p, p.grad) for p in model.parameters()]
-    numpy = sys.modules.get("numpy")  # a model can only draw from it if somebody loaded it
-    state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
-
-    def rewind(seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        random.seed(seed)
-        if numpy is not None:
-            numpy.random.seed(seed)
-
-    with torch.random.fork_rng(devices=[index for index in devices if index is not None]):
-        try:
-            yield rewind
-        finally:
-            random.setstate(state)
-            if numpy is not None:
-                numpy.random.set_state(numpy_state)
-            for module, training in modes:
-                module.training = training
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
 
 
 def _in_double(own: _Proof, examples: Any) -> tuple[_Proof, Callable[[Any], Any]]:
@@ -248,7 +219,7 @@ class _Proof:
         model: nn.Module,
         per_example_loss: PerExampleLoss,
         rules: Mapping[str, LayerRule],
-        rewind: Callable[[int], None],
+        rewind: Rewind,
     ) -> None:
         self.model = model
         self.loss = per_example_loss

@@ -1,27 +1,37 @@
-"""Full float32 for norms and clipped sums, whatever the surrounding code allows its own products."""
+"""Full precision for norms and clipped sums, whatever the surrounding code allows its own products."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 
+def _switches() -> list[tuple[Any, str, Any]]:
+    """Where torch decides how precise float32 products are, and the value that means full precision."""
+    backends: Any = torch.backends
+    places = [backends.cuda.matmul]
+    if not hasattr(places[0], "fp32_precision"):  # before torch 2.9
+        return [(place, "allow_tf32", False) for place in (*places, backends.cudnn)]
+    places += [backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv]
+    return [(place, "fp32_precision", "ieee") for place in places]
+
+
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """No autocast and no TF32 inside; both are as they were outside afterwards.
+    """No autocast, TF32 or bfloat16 products inside; all switches are as they were afterwards.
 
     TF32 keeps ten bits of the mantissa: a norm could then be under-estimated by a thousandth.
     """
-    if device.type != "cuda":
-        with torch.autocast(device.type, enabled=False):
-            yield
-        return
-    matmul, convolution = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    switches = _switches()
+    before = [getattr(place, name) for place, name, _ in switches]
     try:
+        for place, name, full in switches:
+            setattr(place, name, full)
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, convolution
+        for (place, name, _), value in zip(switches, before, strict=True):
+            setattr(place, name, value)
