@@ -33,7 +33,7 @@ def main() -> None:
     first = seconds(lambda: engine.prove((inputs[:3], labels[:3])))
     size = seconds(lambda: engine.prove((inputs, labels)))
     step = statistics.median(seconds(lambda: engine.accumulate((inputs, labels))) for _ in range(3))
-    print(f"WRN-16-4, batch 64: proof {first:.1f} s, at the batch's size {size:.1f} s more; one accumulate {step:.1f} s")
+    print(f"WRN-16-4, batch 64: proof {first:.1f} s, at the batch's size {size:.1f} s more; a step {step:.1f} s")
 
 
 if __name__ == "__main__":

@@ -122,8 +122,8 @@ def prove_size(
 ) -> None:
     """Raise :class:`InputError` unless examples are independent in batches as large as this one too.
 
-    Three forward and backward passes of the batch's size, four if the model draws random numbers. The engine asks for it
-    when a batch is larger than all before: of T batches of random sizes about ln T are.
+    Three forward and backward passes of the batch's size, four if the model draws random numbers. The engine asks for
+    it when a batch is larger than all before: of T batches of random sizes about ln T are.
     """
     count = batch_size(batch)
     rows = torch.tensor([0, count // 2, count - 1])
