@@ -4,11 +4,11 @@ Formal guarantees: after :func:`prove` has returned, on synthetic input of the b
 
 - replacing one example by another, or taking it or two of them out, left every other example as it was: its loss, the
   norm of its gradient in every layer, and a random projection of its output gradient in every layer. Tried with three
-  examples, for each of them; and with inputs multiplied by -30 and by 1000, where each of three examples was the same
-  alone as beside the others. So neither the place in the batch, nor its size, nor the range of its values decides. It
-  runs in double precision on a copy of the model, and what may differ is at most 1e-9 of the largest loss and 1e-7 of
-  the largest gradient; a model that does not run in double throughout is proved as it is, to 1e-5 and 1e-3 in float32,
-  and to hardly anything in half precision;
+  examples, for each of them; and with examples multiplied by 1000, 1 and 30 or by -30, 1 and -1000, where each was the
+  same alone as beside the others. So neither the place in the batch, nor its size, nor the range of its values decides.
+  It runs in double precision on a copy of the model, and what may differ is at most 1e-9 of the largest loss and 1e-7
+  of the largest gradient; a model that does not run in double throughout is proved as it is, to 1e-5 and 1e-3 in
+  float32, and to hardly anything in half precision;
 - nothing a checkpoint holds (parameters, buffers, extra state) was changed by a forward and backward pass;
 - the loss of one example alone had an output gradient in its own row of every observed layer and in no other row, so
   row i of what a layer reports is the gradient of example i;
@@ -75,7 +75,8 @@ PROVED_AT_FIRST = 3
 
 _FEWEST_GIVEN = 4
 
-_OTHER_SCALES = (-30.0, 1e3)
+# One example stays as it is: its loss is not saturated, and shows what the large ones do to it.
+_OTHER_SCALES = ((1e3, 1.0, 30.0), (-30.0, 1.0, -1e3))
 
 # A block may be skipped at random in training (stochastic depth): a layer counts as unused after this many passes.
 _PASSES_TO_BE_SEEN = 16
@@ -110,8 +111,8 @@ def prove(
         own.every_parameter_is_seen(examples)
         exact, cast = _in_double(own, examples)
         exact.examples_do_not_mix(cast(examples), cast(others), _ONE_OR_TWO, 1.0)
-        for scale in _OTHER_SCALES:
-            exact.examples_do_not_mix(scaled(cast(examples), scale), None, _ALONE, scale)
+        for factors in _OTHER_SCALES:
+            exact.examples_do_not_mix(scaled(cast(examples), factors), None, _ALONE, max(map(abs, factors)))
         for row in range(PROVED_AT_FIRST):
             own.rows_are_owned(examples, row)
         own.sums_are_gradients(examples)
