@@ -109,8 +109,8 @@ def test_a_sequence_with_time_first_is_refused():
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x.transpose(0, 1)).transpose(0, 1)
 
-    # As many steps as examples: only the gradients tell rows from columns.
-    refuses(TimeFirst(), torch.randn(4, 4, 3), "layer 'layer'.*mixes examples")
+    # As many steps as the proof has examples: only the gradients tell rows from columns.
+    refuses(TimeFirst(), torch.randn(4, 3, 3), "layer 'layer'.*mixes examples")
     refuses(TimeFirst(), torch.randn(4, 5, 3), "layer 'layer'.*first dimension must be the batch")
 
 

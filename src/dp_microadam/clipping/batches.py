@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -89,9 +90,15 @@ def with_other_rows(batch: Any, others: Any, rows: Tensor) -> Any:
     return tree_map(changed, batch, others)
 
 
-def scaled(batch: Any, factor: float) -> Any:
-    """Real numbers multiplied; whole ones are classes, tokens and masks and stay."""
-    return tree_map(lambda leaf: leaf * factor if _is_real(leaf) else leaf, batch)
+def scaled(batch: Any, factors: Sequence[float]) -> Any:
+    """Example i multiplied by factor i, in its real numbers; whole ones are classes, tokens and masks and stay."""
+
+    def multiplied(leaf: Any) -> Any:
+        if not _is_real(leaf):
+            return leaf
+        return leaf * torch.tensor(factors).to(leaf).view(-1, *[1] * (leaf.dim() - 1))
+
+    return tree_map(multiplied, batch)
 
 
 def in_double(batch: Any) -> Any:

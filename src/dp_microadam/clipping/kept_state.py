@@ -2,9 +2,10 @@
 
 Formal guarantees: a pass through the model inside :func:`refuse_kept_examples` leaves buffers, parameters and extra
 state as they were, or is refused and undone before anything is made of it. Buffers, and parameters of up to 65,536
-numbers, are compared by value; larger parameters by autograd's version counter and address, which a write through
-``.data`` escapes: such writes are found by the proof of ``ownership.py``, which compares all values, if they happen on
-synthetic examples too. Plain Python attributes are not part of a ``state_dict`` and are not looked at.
+numbers, are compared by value. Larger parameters are compared by autograd's version counter and address, and are
+refused but not put back; a write through ``.data`` escapes the counter: such writes are found by the proof of
+``ownership.py``, which compares all values, if they happen on synthetic examples too. Plain Python attributes are not
+part of a ``state_dict`` and are not looked at.
 """
 
 from __future__ import annotations

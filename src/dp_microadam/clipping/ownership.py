@@ -4,11 +4,11 @@ Formal guarantees: after :func:`prove` has returned, on synthetic input of the b
 
 - replacing one example by another, or taking it or two of them out, left every other example as it was: its loss, the
   norm of its gradient in every layer, and a random projection of its output gradient in every layer. Tried with three
-  examples, for each of them; and with inputs multiplied by -30 and by 1000, where each of three examples was the same
-  alone as beside the others. So neither the place in the batch, nor its size, nor the range of its values decides. It
-  runs in double precision on a copy of the model, and what may differ is at most 1e-9 of the largest loss and 1e-7 of
-  the largest gradient; a model that does not run in double throughout is proved as it is, to 1e-5 and 1e-3 in float32,
-  and to hardly anything in half precision;
+  examples, for each of them; and with examples multiplied by 1000, 1 and 30 or by -30, 1 and -1000, where each was the
+  same alone as beside the others. So neither the place in the batch, nor its size, nor the range of its values decides.
+  It runs in double precision on a copy of the model, and what may differ is at most 1e-9 of the largest loss and 1e-7
+  of the largest gradient; a model that does not run in double throughout is proved as it is, to 1e-5 and 1e-3 in
+  float32, and to hardly anything in half precision;
 - nothing a checkpoint holds (parameters, buffers, extra state) was changed by a forward and backward pass;
 - the loss of one example alone had an output gradient in its own row of every observed layer and in no other row, so
   row i of what a layer reports is the gradient of example i;
@@ -22,9 +22,9 @@ Clipping rows then bounds what adding or removing one example changes.
 
 Not proved, and outside the guarantee if it happens:
 
-- mixing on some inputs only: values beyond those tried (a threshold that neither scale reaches, a class or token other
-  than 0 and 1), sizes between three and the largest proved (a model that mixes batches of exactly 17), other lengths of
-  the dimensions that are not the batch's;
+- mixing on some inputs only: values beyond those tried (a threshold that no scale reaches; a class, token or integer
+  pixel other than 0 and 1), sizes between three and the largest proved (a model that mixes batches of exactly 17),
+  other lengths of the dimensions that are not the batch's;
 - mixing that begins later, after a number of calls or by a switch from outside: the engine repeats the proof at calls
   16, 32, 64, …, so that it is refused, but steps taken until then were not bounded;
 - mixing weaker than the tolerances above;
@@ -34,14 +34,13 @@ Not proved, and outside the guarantee if it happens:
 Randomness: all compared passes start from one seed (of torch, ``random`` and NumPy). A replaced example leaves all
 shapes as they are, so dropout and stochastic depth draw what they drew before. Taking an example out would shift the
 stream; there, models that draw at all are compared with one draw for all rows (``one_draw.py``). A generator of the
-model's own is not rewound: examples then seem to change, and the model is refused.
+model's own is not rewound: examples then seem to change, and the model is refused. What examples draw is taken to be
+secret: whoever knows the seed of dropout sees the masks of all examples move when one of them is gone.
 """
 
 from __future__ import annotations
 
 import copy
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -66,6 +65,7 @@ from dp_microadam.clipping.one_draw import one_draw_for_all_rows
 from dp_microadam.clipping.precision import full_precision
 from dp_microadam.clipping.recording import Recording
 from dp_microadam.clipping.rule import LayerCall, LayerRule, at_least_float32
+from dp_microadam.clipping.undisturbed import Rewind, undisturbed
 from dp_microadam.errors import InputError
 
 PerExampleLoss = Callable[[nn.Module, Any], Tensor]
@@ -75,7 +75,8 @@ PROVED_AT_FIRST = 3
 
 _FEWEST_GIVEN = 4
 
-_OTHER_SCALES = (-30.0, 1e3)
+# One example stays as it is: its loss is not saturated, and shows what the large ones do to it.
+_OTHER_SCALES = ((1e3, 1.0, 30.0), (-30.0, 1.0, -1e3))
 
 # A block may be skipped at random in training (stochastic depth): a layer counts as unused after this many passes.
 _PASSES_TO_BE_SEEN = 16
@@ -105,17 +106,13 @@ def prove(
     as they were.
     """
     examples, others = _examples(batch, PROVED_AT_FIRST, given)
-    with _undisturbed(model) as rewind:
+    with undisturbed(model) as rewind:
         own = _Proof(model, per_example_loss, rules, rewind)
         own.every_parameter_is_seen(examples)
-        exact = _in_double(own, examples)
-        if exact is not None:
-            examples, others = in_double(examples), in_double(others)
-        independent = exact or own
-        independent.examples_do_not_mix(examples, others, _ONE_OR_TWO, 1.0)
-        for scale in _OTHER_SCALES:
-            independent.examples_do_not_mix(scaled(examples, scale), None, _ALONE, scale)
-        examples, _ = _examples(batch, PROVED_AT_FIRST, given)
+        exact, cast = _in_double(own, examples)
+        exact.examples_do_not_mix(cast(examples), cast(others), _ONE_OR_TWO, 1.0)
+        for factors in _OTHER_SCALES:
+            exact.examples_do_not_mix(scaled(cast(examples), factors), None, _ALONE, max(map(abs, factors)))
         for row in range(PROVED_AT_FIRST):
             own.rows_are_owned(examples, row)
         own.sums_are_gradients(examples)
@@ -126,12 +123,13 @@ def prove_size(
 ) -> None:
     """Raise :class:`InputError` unless examples are independent in batches as large as this one too.
 
-    Three forward and backward passes of the batch's size, four if the model draws random numbers.
+    Three forward and backward passes of the batch's size, four if the model draws random numbers. The engine asks for
+    it when a batch is larger than all before: of T batches of random sizes about ln T are.
     """
     count = batch_size(batch)
     rows = torch.tensor([0, count // 2, count - 1])
     examples, others = _examples(batch, count, given)
-    with _undisturbed(model) as rewind:
+    with undisturbed(model) as rewind:
         proof = _Proof(model, per_example_loss, rules, rewind)
         proof.examples_do_not_mix(examples, others, _Neighbours(replaced=[rows], removed=[rows]), 1.0)
 
@@ -158,36 +156,11 @@ _ONE_OR_TWO = _Neighbours(replaced=_EACH, removed=_EACH + _ALL_BUT_ONE)
 _ALONE = _Neighbours(replaced=[], removed=_ALL_BUT_ONE)
 
 
-@contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[Callable[[int], None]]:
-    """Yields a function that starts random streams anew; puts them, modes and gradients back at the end."""
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    modes = [(module, module.training) for module in model.modules()]
-    gradients = [(p, p.grad) for p in model.parameters()]
-    numpy = sys.modules.get("numpy")  # a model can only draw from it if somebody loaded it
-    state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
+def _in_double(own: _Proof, examples: Any) -> tuple[_Proof, Callable[[Any], Any]]:
+    """The same proof on a copy in double precision, and what casts batches for it.
 
-    def rewind(seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        random.seed(seed)
-        if numpy is not None:
-            numpy.random.seed(seed)
-
-    with torch.random.fork_rng(devices=[index for index in devices if index is not None]):
-        try:
-            yield rewind
-        finally:
-            random.setstate(state)
-            if numpy is not None:
-                numpy.random.set_state(numpy_state)
-            for module, training in modes:
-                module.training = training
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-
-
-def _in_double(own: _Proof, examples: Any) -> _Proof | None:
-    """The same proof on a copy in double precision; None for models that cannot be copied or run in it."""
+    A model that cannot be copied, or does not run in double precision throughout, is proved as it is.
+    """
     try:
         model = copy.deepcopy(own.model).double()
         rules = {
@@ -200,8 +173,9 @@ def _in_double(own: _Proof, examples: Any) -> _Proof | None:
     except InputError:
         raise
     except Exception:  # whatever a model does that was not made for this
-        return None
-    return twin if losses.dtype == torch.float64 and not rounding.seen else None
+        return own, lambda batch: batch
+    exact = losses.dtype == torch.float64 and not rounding.seen
+    return (twin, in_double) if exact else (own, lambda batch: batch)
 
 
 class _WatchForRounding(TorchDispatchMode):
@@ -247,7 +221,7 @@ class _Proof:
         model: nn.Module,
         per_example_loss: PerExampleLoss,
         rules: Mapping[str, LayerRule],
-        rewind: Callable[[int], None],
+        rewind: Rewind,
     ) -> None:
         self.model = model
         self.loss = per_example_loss
@@ -295,7 +269,8 @@ class _Proof:
         if scale == 1:
             raise InputError(
                 "per_example_loss or its gradient is not finite on synthetic examples (uniform in [0, 1), whole "
-                "numbers 0 or 1), so that independence cannot be proved; pass synthetic_batch= with examples the model accepts"
+                "numbers 0 or 1), so that independence cannot be proved; pass synthetic_batch= with examples the model "
+                "accepts"
             )
         return None
 
