@@ -45,7 +45,6 @@ def test_a_run_folder_holds_what_it_promises(finished_run):
 
 
 def test_tensorboard_events_are_written_where_it_is_installed(finished_run):
-    pytest.importorskip("tensorboard", reason="TensorBoard is optional")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(finished_run / "tensorboard")).Reload()
