@@ -19,9 +19,7 @@ def batch_size(batch: Any) -> int:
     sizes = {len(tensor) if tensor.dim() else None for tensor in tensors}
     if len(sizes) > 1 or None in sizes:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        raise InputError(
-            f"batch holds tensors of shapes {shapes}; all must share their first dimension, one row per example"
-        )
+        raise InputError(f"batch holds tensors of shapes {shapes}; all must share their first dimension, one row per example")
     return len(tensors[0])
 
 
@@ -55,8 +53,12 @@ def synthetic(batch: Any, count: int, seed: int) -> Any:
 
 
 def rows_of(batch: Any, count: int) -> Any:
-    """The first ``count`` examples."""
-    return tree_map(lambda leaf: leaf[:count] if isinstance(leaf, Tensor) else leaf, batch)
+    """The first ``count`` examples, from the first again where there are fewer."""
+
+    def taken(leaf: Any) -> Any:
+        return leaf[torch.arange(count, device=leaf.device) % len(leaf)] if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(taken, batch)
 
 
 def with_another_example(batch: Any, row: int) -> Any:

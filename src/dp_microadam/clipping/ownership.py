@@ -4,10 +4,10 @@ Formal guarantees: after :func:`prove` has returned, on synthetic input of the b
 
 - changing one example left every other example's loss as it was, so no layer, loss or statistic mixes examples, and no
   buffer stores what it saw;
-- the loss of one example alone had an output gradient in its own row of every observed layer and in no other row, so
-  row i of what a layer reports is the gradient of example i;
-- the unclipped sum that the engine forms equals the gradient that autograd computes, for every trainable parameter,
-  so no parameter is used outside the layer calls that are observed.
+- the loss of one example alone had an output gradient in its own rows of every observed use of a parameter and in no
+  other row, so these rows are the gradient of that example;
+- each example's gradient norm and the unclipped sum that the engine forms equal those of autograd, for every trainable
+  parameter, so no parameter is used where it is not observed.
 
 Clipping rows then bounds what adding or removing one example changes. A model that decides by its input's values to mix
 examples on some inputs only is outside this proof.
@@ -15,20 +15,23 @@ examples on some inputs only is outside this proof.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dp_microadam.clipping import recurrent
 from dp_microadam.clipping.batches import batch_size, rows_of, synthetic, with_another_example
+from dp_microadam.clipping.passes import parts_of
 from dp_microadam.clipping.precision import full_precision
-from dp_microadam.clipping.recording import Recording
-from dp_microadam.clipping.rule import LayerCall, LayerRule
+from dp_microadam.clipping.recording import Observed, Recording, Use
+from dp_microadam.clipping.rows import LEARNING_SIZES, Relearn
 from dp_microadam.errors import InputError
 
 PerExampleLoss = Callable[[nn.Module, Any], Tensor]
+Gradients = tuple[Tensor | None, ...]
 
 _FEWEST = 4
 
@@ -50,25 +53,31 @@ def losses_of(model: nn.Module, per_example_loss: PerExampleLoss, batch: Any) ->
 
 
 def prove(
-    model: nn.Module, per_example_loss: PerExampleLoss, rules: Mapping[str, LayerRule], batch: Any, given: Any = None
+    model: nn.Module,
+    per_example_loss: PerExampleLoss,
+    observed: Observed,
+    batch: Any,
+    given: Any = None,
+    precision: float = 0.0,
 ) -> None:
     """Raise :class:`InputError` unless examples are independent and every trainable parameter is observed.
 
     Runs on synthetic examples of the batch's shape, or on those ``given``; leaves random streams and buffers as they
-    were.
+    were. Fills ``observed.table``. ``precision`` is the relative error of the products in the model, if it is
+    coarser than that of its parameters.
     """
     # The middle one of the examples has neighbours on both sides.
     examples = synthetic(batch, max(_FEWEST, batch_size(batch)), seed=0) if given is None else given
     count = batch_size(examples)
     if count < _FEWEST:
         raise InputError(f"synthetic_batch holds {count} examples; it must hold at least {_FEWEST}")
-    proof = _Proof(model, per_example_loss, rules)
+    proof = _Proof(model, per_example_loss, observed, precision)
     with _undisturbed(model) as rewind:
         proof.examples_do_not_mix(examples, count // 2, rewind)
         proof.every_parameter_is_seen(examples, rewind)
         proof.rows_are_owned(examples, count // 2, rewind)
         # A different batch size: what has one row per example by coincidence in one run has not in the other.
-        proof.sums_are_gradients(rows_of(examples, _FEWEST - 1), rewind)
+        proof.gradients_are_exact(rows_of(examples, _FEWEST - 1), rewind)
 
 
 @contextmanager
@@ -93,10 +102,11 @@ def _undisturbed(model: nn.Module) -> Iterator[Callable[[int], None]]:
 
 
 class _Proof:
-    def __init__(self, model: nn.Module, per_example_loss: PerExampleLoss, rules: Mapping[str, LayerRule]) -> None:
+    def __init__(self, model: nn.Module, per_example_loss: PerExampleLoss, observed: Observed, precision: float) -> None:
         self._model = model
         self._loss = per_example_loss
-        self._rules = rules
+        self._observed = observed
+        self._precision = precision
 
     def examples_do_not_mix(self, batch: Any, row: int, rewind: Callable[[int], None]) -> None:
         """Change one example: the other losses stay, and so does every buffer."""
@@ -128,69 +138,97 @@ class _Proof:
                 )
 
     def every_parameter_is_seen(self, batch: Any, rewind: Callable[[int], None]) -> None:
-        seen: set[str] = set()
+        """Learns at the same time which tensors have rows for each example."""
+        table = self._observed.table
+        table.learning = True
+        try:
+            while True:
+                try:
+                    unseen = self._unseen(batch, rewind)
+                    break
+                except Relearn:  # each time one coincidence fewer
+                    continue
+        finally:
+            table.learning = False
+        if unseen:
+            raise InputError(
+                f"parameter {unseen[0]!r} is trainable, but no operation uses it; use it, or freeze it with "
+                "requires_grad_(False)"
+            )
+
+    def _unseen(self, batch: Any, rewind: Callable[[int], None]) -> list[str]:
+        unseen = list(self._observed.parameters)
         for seed in range(_PASSES_TO_BE_SEEN):
-            rewind(seed)
-            with Recording(self._rules, batch_size(batch), _ignore) as recording:
-                losses_of(self._model, self._loss, batch)
-            seen |= recording.seen
-            if len(seen) == len(self._rules):
-                return
-        name = next(name for name in self._rules if name not in seen)
-        rule = self._rules[name]
-        parameter = f"{name}.{rule.trainable[0]}" if name else rule.trainable[0]
-        raise InputError(
-            f"parameter {parameter!r} is trainable, but its module was never called; call the module itself (not "
-            "its weight through a function), or freeze it with requires_grad_(False)"
-        )
+            for size in LEARNING_SIZES:
+                rewind(seed)
+                with Recording(self._observed, size, _ignore) as recording:
+                    losses_of(self._model, self._loss, rows_of(batch, size))
+                unseen = [name for name in unseen if not recording.uses[name]]
+            if not unseen:
+                break
+        return unseen
 
     def rows_are_owned(self, batch: Any, row: int, rewind: Callable[[int], None]) -> None:
-        def check(rule: LayerRule, call: LayerCall, gradient: Tensor) -> None:
-            others = torch.arange(len(gradient), device=gradient.device) != row
-            if bool((gradient[others] != 0).any()):
+        def check(use: Use, gradient: Tensor) -> None:
+            rows = gradient.unflatten(0, (-1, use.call.rows_per_example))
+            others = torch.arange(len(rows), device=gradient.device) != row
+            if bool((rows[others] != 0).any()):
                 raise InputError(
-                    f"layer {rule.name!r} ({type(rule.module).__name__}) mixes examples: the loss of one example has a "
-                    "gradient in rows of others; its first dimension must be the batch, and no operation after it may "
-                    "combine examples"
+                    f"{use.label} mixes examples: the loss of one example has a gradient in rows of others; its first "
+                    "dimension must be the batch, several rows of one example must be next to each other, and no "
+                    "operation after it may combine examples"
                 )
 
         rewind(0)
-        with Recording(self._rules, batch_size(batch), check) as recording:
+        with Recording(self._observed, batch_size(batch), check) as recording:
             losses = self._differentiable(losses_of(self._model, self._loss, batch))
             one = torch.zeros_like(losses)
             one[row] = 1
             recording.backward(losses, one)
 
-    def sums_are_gradients(self, batch: Any, rewind: Callable[[int], None]) -> None:
+    def gradients_are_exact(self, batch: Any, rewind: Callable[[int], None]) -> None:
+        count = batch_size(batch)
+        rewind(0)
+        parts, detached = parts_of(self._observed, lambda: losses_of(self._model, self._loss, batch), count, {})
         sums: dict[str, Tensor] = {}
-
-        def unclipped(rule: LayerRule, call: LayerCall, gradient: Tensor) -> None:
-            with torch.no_grad(), full_precision(gradient.device):
-                ones = torch.ones_like(call.squared_norms(gradient))
-                for key, total in call.clipped_sums(ones).items():
-                    sums[f"{rule.name}.{key}" if rule.name else key] = total
-
+        with torch.no_grad(), full_precision(detached.device):
+            squared = sum((part.squared for part in parts), torch.zeros(count, device=detached.device))
+            for part in parts:
+                for key, total in part.call.clipped_sums(torch.ones_like(part.squared)).items():
+                    sums[part.names[key]] = total
         rewind(0)
-        with Recording(self._rules, batch_size(batch), unclipped) as recording:
-            losses = self._differentiable(losses_of(self._model, self._loss, batch))
-            recording.backward(losses, torch.ones_like(losses))
-        rewind(0)
-        trainable = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-        total_loss = losses_of(self._model, self._loss, batch).sum()
-        gradients = torch.autograd.grad(total_loss, list(trainable.values()), allow_unused=True)
-        expected = dict(zip(trainable, gradients, strict=True))
-        scale = sum(float(g.float().square().sum()) for g in gradients if g is not None) ** 0.5
+        with recurrent.step_by_step(self._observed.recurrent):
+            losses = losses_of(self._model, self._loss, batch)
+        parameters = list(self._observed.parameters.values())
+        alone = [torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True) for loss in losses]
         rounding = 100 * torch.finfo(losses.dtype).eps * float(losses.detach().abs().sum())
-        for name, parameter in trainable.items():
-            reference = expected[name]
-            reference = torch.zeros_like(parameter) if reference is None else reference
-            found = sums.get(name, torch.zeros_like(parameter))
-            error = float((found.to(reference.dtype) - reference).float().norm())
-            if not error <= 1e-2 * float(reference.float().norm()) + 1e-4 * scale + rounding:
+        self._compare_sums(sums, alone, rounding)
+        self._compare_norms(squared, alone, rounding)
+
+    def _compare_sums(self, sums: Mapping[str, Tensor], alone: Sequence[Gradients], rounding: float) -> None:
+        relative = max(1e-2, 4 * self._precision)
+        scale = sum(_norm(gradients) for gradients in alone)
+        for index, (name, parameter) in enumerate(self._observed.parameters.items()):
+            reference = torch.zeros_like(parameter, dtype=torch.float32)
+            for gradients in alone:
+                gradient = gradients[index]
+                if gradient is not None:
+                    reference = reference + gradient.float()
+            error = float((sums.get(name, torch.zeros_like(reference)).float() - reference).norm())
+            if not error <= relative * float(reference.norm()) + 1e-2 * relative * scale + rounding:
                 raise InputError(
-                    f"parameter {name!r} is used outside the call of its own layer (tied to another layer, or "
-                    "passed to a function), so its gradient would be clipped in part only; give each use a layer of "
-                    "its own, or freeze it with requires_grad_(False)"
+                    f"parameter {name!r} is used where it is not observed (through a reference kept elsewhere, or in "
+                    "an autograd function of your own), so its gradient would be clipped in part only; read it from "
+                    "its module and use it in operations of torch, or freeze it with requires_grad_(False)"
+                )
+
+    def _compare_norms(self, squared: Tensor, alone: Sequence[Gradients], rounding: float) -> None:
+        relative = max(1e-2, 4 * self._precision)
+        for found, gradients in zip(squared.sqrt().tolist(), alone, strict=True):
+            if not abs(found - _norm(gradients)) <= relative * _norm(gradients) + rounding:
+                raise InputError(
+                    f"an example's gradient norm is {_norm(gradients):.6g}, but {found:.6g} was found by layers; the "
+                    "model cannot be clipped exactly"
                 )
 
     def _differentiable(self, losses: Tensor) -> Tensor:
@@ -202,5 +240,9 @@ class _Proof:
         return losses
 
 
-def _ignore(rule: LayerRule, call: LayerCall, gradient: Tensor) -> None:
+def _norm(gradients: Gradients) -> float:
+    return sum(float(gradient.float().square().sum()) for gradient in gradients if gradient is not None) ** 0.5
+
+
+def _ignore(use: Use, gradient: Tensor) -> None:
     """A forward pass without a backward one."""

@@ -41,9 +41,7 @@ def run(options: argparse.Namespace) -> int:
         records[path] = read_ledger(path)
     deltas = {record.plan.delta for record in records.values()}
     if options.delta is None and len(deltas) > 1:
-        raise InputError(
-            f"the runs have different deltas ({', '.join(f'{d:g}' for d in sorted(deltas))}); give --delta"
-        )
+        raise InputError(f"the runs have different deltas ({', '.join(f'{d:g}' for d in sorted(deltas))}); give --delta")
     sizes = {record.plan.dataset_size for record in records.values()}
     if len(sizes) > 1:
         warnings.warn(

@@ -17,9 +17,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Solve a privacy plan. Give exactly two of --epsilon, --noise-multiplier and --steps.",
     )
     parser.add_argument("--dataset-size", type=int, required=True, metavar="N", help="number of training examples")
-    parser.add_argument(
-        "--batch-size", type=int, required=True, metavar="B", help="expected number of examples per step"
-    )
+    parser.add_argument("--batch-size", type=int, required=True, metavar="B", help="expected number of examples per step")
     parser.add_argument("--delta", type=float, required=True, metavar="D", help="below 1/N, e.g. 1e-5")
     parser.add_argument("--epsilon", type=float, metavar="E", help="the most to spend")
     parser.add_argument("--noise-multiplier", type=float, metavar="S", help="noise deviation over sensitivity")

@@ -227,9 +227,7 @@ def most_steps(sample_rate: float, noise_multiplier: float, epsilon_limit: float
     return first_non_negative(excess, guess=by_rdp + 1, stride=1 + by_rdp // 8, largest=PLD_MOST_STEPS) - 1
 
 
-def least_noise_multiplier(
-    sample_rate: float, steps: int, epsilon_limit: float, delta: float, accountant: str
-) -> float:
+def least_noise_multiplier(sample_rate: float, steps: int, epsilon_limit: float, delta: float, accountant: str) -> float:
     """The smallest multiple of ``NOISE_RESOLUTION`` that keeps ``steps`` steps within ``epsilon_limit``.
 
     Formal guarantees: ε of the returned noise multiplier is at most the limit; that of the next smaller multiple
@@ -295,9 +293,7 @@ def as_dp_event(spent: Sequence[SubsampledGaussian]) -> DpEvent:
     return dp_accounting.ComposedDpEvent(
         [
             dp_accounting.SelfComposedDpEvent(
-                dp_accounting.PoissonSampledDpEvent(
-                    part.sample_rate, dp_accounting.GaussianDpEvent(part.noise_multiplier)
-                ),
+                dp_accounting.PoissonSampledDpEvent(part.sample_rate, dp_accounting.GaussianDpEvent(part.noise_multiplier)),
                 part.steps,
             )
             for part in spent

@@ -186,9 +186,7 @@ class PrivacyLedger:
         return cls(path, plan)
 
     @classmethod
-    def resume(
-        cls, run: str | os.PathLike[str], plan: PrivacyPlan, settings: RunSettings, *, position: int
-    ) -> PrivacyLedger:
+    def resume(cls, run: str | os.PathLike[str], plan: PrivacyPlan, settings: RunSettings, *, position: int) -> PrivacyLedger:
         """Go on with the run in folder ``run`` from a checkpoint that was made after ``position`` steps.
 
         Steps recorded after the checkpoint stay spent, so the run may end with fewer useful steps than planned.
@@ -260,9 +258,7 @@ class PrivacyLedger:
     def __enter__(self) -> PrivacyLedger:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def _end_torn_line(self) -> None:
@@ -294,8 +290,7 @@ def _require_same(path: Path, what: str, recorded: Mapping[str, Any], given: Map
     for name, value in recorded.items():
         if given[name] != value:
             raise PrivacyError(
-                f"{path} began with {what} {name} = {value!r} and cannot go on with {given[name]!r}; "
-                "start a new run instead"
+                f"{path} began with {what} {name} = {value!r} and cannot go on with {given[name]!r}; start a new run instead"
             )
 
 
@@ -310,9 +305,7 @@ def _write_whole(path: Path, content: bytes) -> None:
         os.chmod(temporary, 0o644)
         os.link(temporary, path)
     except FileExistsError:
-        raise InputError(
-            f"run is {str(path.parent)!r}; it has a ledger already: resume it, or name a new folder"
-        ) from None
+        raise InputError(f"run is {str(path.parent)!r}; it has a ledger already: resume it, or name a new folder") from None
     finally:
         os.unlink(temporary)
     folder = os.open(path.parent, os.O_RDONLY)

@@ -62,9 +62,7 @@ class GaussianMechanism:
         self._last_step = -1
 
     @classmethod
-    def from_plan(
-        cls, plan: PrivacyPlan, sensitivity: float, *, randomness: Randomness | None = None
-    ) -> GaussianMechanism:
+    def from_plan(cls, plan: PrivacyPlan, sensitivity: float, *, randomness: Randomness | None = None) -> GaussianMechanism:
         """The mechanism ``plan`` accounts for, on sums of the given sensitivity."""
         return cls(plan.noise_multiplier, sensitivity, plan.batch_size, randomness=randomness)
 
@@ -89,8 +87,7 @@ class GaussianMechanism:
         require_integer("step", step, 0)
         if step <= self._last_step:
             raise PrivacyError(
-                f"step {step} was privatized already; noise is added once per logical step, "
-                "to the sum over all its chunks"
+                f"step {step} was privatized already; noise is added once per logical step, to the sum over all its chunks"
             )
         if not _all_finite(sums):
             raise PrivacyError("the clipped sums are not finite, so no amount of noise bounds what they reveal")

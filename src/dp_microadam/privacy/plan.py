@@ -149,8 +149,7 @@ def _require_sampling_and_delta(dataset_size: int, batch_size: int, delta: float
     require_integer("batch_size", batch_size, 1)
     if batch_size > dataset_size:
         raise InputError(
-            f"batch_size is {batch_size}, more than the {dataset_size} examples of the dataset; "
-            "it must be at most dataset_size"
+            f"batch_size is {batch_size}, more than the {dataset_size} examples of the dataset; it must be at most dataset_size"
         )
     require_in_open("delta", delta, 0, 1)
     require_one_of("accountant", accountant, ACCOUNTANTS)

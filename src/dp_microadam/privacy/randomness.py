@@ -160,6 +160,4 @@ def _require_cryptography() -> None:
     try:
         import cryptography  # noqa: F401
     except ImportError:
-        raise InputError(
-            "secure is True; it needs the package cryptography (pip install 'dp-microadam[secure]')"
-        ) from None
+        raise InputError("secure is True; it needs the package cryptography (pip install 'dp-microadam[secure]')") from None
