@@ -51,7 +51,7 @@ class JointCall:
         norms = []
         for examples in self._pieces():
             gradients = self._gradients(examples)
-            squares = [torch.linalg.vector_norm(part.flatten(1), dim=1).square() for part in gradients.values()]
+            squares = [torch.linalg.vector_norm(part.reshape(len(part), -1), dim=1).square() for part in gradients.values()]
             norms.append(torch.stack(squares).sum(0))
             if keep is not None:
                 keep.append(gradients)

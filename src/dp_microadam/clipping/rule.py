@@ -121,7 +121,7 @@ class GradientRows:
         self._rows = rows
 
     def squared_norms(self) -> Tensor:
-        return torch.linalg.vector_norm(self._rows.flatten(1), dim=1).square()
+        return torch.linalg.vector_norm(self._rows.reshape(len(self._rows), -1), dim=1).square()
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         return torch.tensordot(coefficients, self._rows, dims=1)
