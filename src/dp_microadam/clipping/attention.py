@@ -13,8 +13,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from dp_microadam.errors import InputError
+
+
+class Unfused(TorchFunctionMode):
+    """Within it every nn.MultiheadAttention runs as the function below does."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is F.multi_head_attention_forward:
+            return multi_head_attention_forward(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
 
 
 def multi_head_attention_forward(

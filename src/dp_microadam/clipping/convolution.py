@@ -184,6 +184,11 @@ def padded_shape(inputs: Tensor, margins: list[int]) -> torch.Size:
 
 
 class ConvolutionCall(LayerCall):
+    @property
+    def masks_rows(self) -> bool:  # type: ignore[override]
+        """A transposed convolution's outputs are not the rows of its weight."""
+        return not self._rule.module.transposed
+
     def __init__(self, rule: ConvolutionRule, inputs: UnchangedInput | None) -> None:
         self._rule = rule
         self._inputs = inputs
@@ -194,9 +199,10 @@ class ConvolutionCall(LayerCall):
         deltas = at_least_float32(output_gradient)
         total = deltas.new_zeros(len(deltas) // self.rows_per_example)
         if "bias" in self._rule.trainable:
-            self._bias = GradientRows(folded(deltas.flatten(2).sum(2), self.rows_per_example))
+            self._bias = GradientRows(folded(self.masked(deltas, "bias", 1).flatten(2).sum(2), self.rows_per_example))
             total += self._bias.squared_norms()
         if self._inputs is not None:
+            deltas = self.masked(deltas, "weight", 1)
             factors, way = self._rule.factors_and_way(self._inputs.read(), deltas, self.rows_per_example)
             self._weight = OuterProductSum(factors, way)
             total += self._weight.squared_norms()

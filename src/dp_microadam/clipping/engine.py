@@ -187,7 +187,7 @@ class ClippedGradients:
         with torch.enable_grad():
             observed = self._prove_once(batch)
             parts, losses = parts_of(
-                observed, lambda: losses_of(self._model, self._loss, batch), count, self._factors_before_clipping()
+                observed, lambda: losses_of(self._model, self._loss, batch), count, self._scale, self._row_masks
             )
             if not parts:
                 return torch.zeros(count, device=losses.device)
@@ -232,14 +232,6 @@ class ClippedGradients:
             prove(self._model, self._loss, observed, batch, self._synthetic_batch, self._precision)
             self._proved[key] = observed
         return self._proved[key]
-
-    def _factors_before_clipping(self) -> dict[str, Tensor]:
-        """Scale and row mask of each parameter that has one, as one factor."""
-        factors = dict(self._scale)
-        for name, mask in self._row_masks.items():
-            rows = mask.view(-1, *[1] * (self._trainable[name].dim() - 1))
-            factors[name] = factors[name] * rows if name in factors else rows
-        return factors
 
     def _add_clipped(self, parts: list[Part]) -> Tensor:
         norms = torch.stack([part.squared for part in parts]).sum(0).sqrt()

@@ -42,6 +42,8 @@ def cancelled_magnitude(input_gram: Tensor, delta_gram: Tensor) -> Tensor:
 
 
 class LinearCall(LayerCall):
+    masks_rows = True
+
     def __init__(self, rule: LinearRule, inputs: UnchangedInput | None) -> None:
         self._rule = rule
         self._inputs = inputs
@@ -52,10 +54,10 @@ class LinearCall(LayerCall):
         deltas = self._positions(at_least_float32(output_gradient))
         total = deltas.new_zeros(len(deltas))
         if "bias" in self._rule.trainable:
-            self._bias = GradientRows(deltas.sum(1))
+            self._bias = GradientRows(self.masked(deltas, "bias", 2).sum(1))
             total += self._bias.squared_norms()
         if self._inputs is not None:
-            factors = LinearFactors(self._positions(self._inputs.read()), deltas)
+            factors = LinearFactors(self._positions(self._inputs.read()), self.masked(deltas, "weight", 2))
             self._weight = OuterProductSum(factors, self._rule.choose(factors))
             total += self._weight.squared_norms()
         del self._inputs

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_microadam.clipping import recurrent
+from dp_microadam.clipping import attention, recurrent
 from dp_microadam.clipping.batches import batch_size, rows_of, synthetic, with_another_example
 from dp_microadam.clipping.passes import parts_of
 from dp_microadam.clipping.precision import full_precision
@@ -189,7 +189,7 @@ class _Proof:
     def gradients_are_exact(self, batch: Any, rewind: Callable[[int], None]) -> None:
         count = batch_size(batch)
         rewind(0)
-        parts, detached = parts_of(self._observed, lambda: losses_of(self._model, self._loss, batch), count, {})
+        parts, detached = parts_of(self._observed, lambda: losses_of(self._model, self._loss, batch), count)
         sums: dict[str, Tensor] = {}
         with torch.no_grad(), full_precision(detached.device):
             squared = sum((part.squared for part in parts), torch.zeros(count, device=detached.device))
@@ -197,7 +197,8 @@ class _Proof:
                 for key, total in part.call.clipped_sums(torch.ones_like(part.squared)).items():
                     sums[part.names[key]] = total
         rewind(0)
-        with recurrent.step_by_step(self._observed.recurrent):
+        # The same operations as under observation draw the same random numbers.
+        with recurrent.step_by_step(self._observed.recurrent), attention.Unfused():
             losses = losses_of(self._model, self._loss, batch)
         parameters = list(self._observed.parameters.values())
         alone = [torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True) for loss in losses]
@@ -217,9 +218,10 @@ class _Proof:
             error = float((sums.get(name, torch.zeros_like(reference)).float() - reference).norm())
             if not error <= relative * float(reference.norm()) + 1e-2 * relative * scale + rounding:
                 raise InputError(
-                    f"parameter {name!r} is used where it is not observed (through a reference kept elsewhere, or in "
-                    "an autograd function of your own), so its gradient would be clipped in part only; read it from "
-                    "its module and use it in operations of torch, or freeze it with requires_grad_(False)"
+                    f"parameter {name!r} is used where it is not observed (through a reference kept elsewhere, in an "
+                    "autograd function of your own, or in a block checkpointed with use_reentrant=True), so its "
+                    "gradient would be clipped in part only; read it from its module, use it in operations of torch, "
+                    "pass use_reentrant=False, or freeze it with requires_grad_(False)"
                 )
 
     def _compare_norms(self, squared: Tensor, alone: Sequence[Gradients], rounding: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -33,9 +34,15 @@ class Part:
 
 
 def parts_of(
-    observed: Observed, losses_of_batch: Callable[[], Tensor], count: int, scales: Mapping[str, Tensor]
+    observed: Observed,
+    losses_of_batch: Callable[[], Tensor],
+    count: int,
+    scales: Mapping[str, Tensor] = MappingProxyType({}),
+    row_masks: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[list[Part], Tensor]:
-    """Forward and backward pass; the parts' parameters do not overlap, so that squared norms add up.
+    """Forward and backward pass. The parts' parameters do not overlap, so that squared norms add up.
+
+    Gradients are multiplied with ``scales``, and rows that ``row_masks`` leaves out are zero.
 
     Formal guarantees: each trainable parameter's gradient, summed over all its uses and scaled, is in at most one part,
     and a parameter in none has had no output gradient.
@@ -44,10 +51,13 @@ def parts_of(
     held: list[Held] = []
 
     def arrived(use: Use, gradient: Tensor) -> None:
-        names = use.names.values()
-        if any(recording.uses[name] > 1 or name in scales for name in names):
+        names = set(use.names.values())
+        single = all(recording.uses[name] == 1 for name in names)
+        needs_mask = not names.isdisjoint(row_masks)
+        if not single or not names.isdisjoint(scales) or (needs_mask and not use.call.masks_rows):
             held.append(Held(use, gradient))
             return
+        use.call.row_masks = {key: row_masks[name] for key, name in use.names.items() if name in row_masks}
         with torch.no_grad(), full_precision(gradient.device):
             parts.append(Part(use.call, use.names, use.call.squared_norms(gradient)))
 
@@ -56,8 +66,18 @@ def parts_of(
         if losses.requires_grad:  # every trainable layer may have been skipped at random
             recording.backward(losses, torch.ones_like(losses))
         with torch.no_grad(), full_precision(losses.device):
-            parts.extend(_joint_part(members, scales, count) for members in connected(held))
+            factors = _combined(observed, scales, row_masks)
+            parts.extend(_joint_part(members, factors, count) for members in connected(held))
     return parts, losses.detach()
+
+
+def _combined(observed: Observed, scales: Mapping[str, Tensor], row_masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Scale and row mask of each parameter that has one, as one factor."""
+    factors = dict(scales)
+    for name, mask in row_masks.items():
+        rows = mask.view(-1, *[1] * (observed.parameters[name].dim() - 1))
+        factors[name] = factors[name] * rows if name in factors else rows
+    return factors
 
 
 def _joint_part(members: list[Held], scales: Mapping[str, Tensor], count: int) -> Part:

@@ -121,17 +121,13 @@ class Recording:
         self._over = True
 
     def backward(self, losses: Tensor, weights: Tensor) -> None:
-        """Backpropagate Σ weights·losses; every observed use's output gradient arrives on the way."""
+        """Backpropagate Σ weights·losses; every observed use's output gradient arrives on the way.
+
+        Everything is backpropagated that can be, not only what leads to the anchor: a model may let a tensor of its own
+        require gradients, as transformers does for checkpointing.
+        """
         self._in_backward = True
-        try:
-            torch.autograd.grad(losses, [self._anchor], grad_outputs=weights, allow_unused=True)
-        except RuntimeError as error:
-            if "Checkpointing is not compatible" in str(error):
-                raise InputError(
-                    "the model checkpoints activations with use_reentrant=True, which hides its layers from the "
-                    "backward pass; use torch.utils.checkpoint with use_reentrant=False"
-                ) from error
-            raise
+        torch.autograd.backward(losses, weights)
 
     def _before(self, rule: LayerRule) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:

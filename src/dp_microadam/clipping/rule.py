@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +31,10 @@ class LayerCall(ABC):
     # Consecutive rows that belong to one example: views of an augmented image, windows of an attention.
     rows_per_example = 1
 
+    # Families that can leave out rows of a weight, its outputs, at no cost; ``row_masks`` holds ones and zeros by key.
+    masks_rows = False
+    row_masks: Mapping[str, Tensor] = MappingProxyType({})
+
     @abstractmethod
     def squared_norms(self, output_gradient: Tensor) -> Tensor:
         """‖gᵢ‖² for every example i; keeps what ``clipped_sums`` needs and lets go of the rest."""
@@ -50,6 +55,14 @@ class LayerCall(ABC):
     def joined(cls, calls: Sequence[tuple[LayerCall, Tensor]]) -> tuple[LayerCall, Tensor] | None:
         """Several calls with the same parameters as one call with more positions, where the family can do so."""
         return None
+
+    def masked(self, deltas: Tensor, key: str, dimension: int) -> Tensor:
+        """δ without the outputs whose row of parameter ``key`` does not train."""
+        if key not in self.row_masks:
+            return deltas
+        shape = [1] * deltas.dim()
+        shape[dimension] = -1
+        return deltas * self.row_masks[key].view(shape)
 
     def rows(self, examples: slice) -> slice:
         """The rows of these examples."""
