@@ -201,7 +201,15 @@ class _Proof:
         with recurrent.step_by_step(self._observed.recurrent), attention.Unfused():
             losses = losses_of(self._model, self._loss, batch)
         parameters = list(self._observed.parameters.values())
-        alone = [torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True) for loss in losses]
+        try:
+            alone = [torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True) for loss in losses]
+        except RuntimeError as error:
+            if "use_reentrant=True" not in str(error):
+                raise
+            raise InputError(
+                "the model checkpoints activations with use_reentrant=True, which hides its layers from the backward "
+                "pass; call torch.utils.checkpoint with use_reentrant=False"
+            ) from error
         rounding = 100 * torch.finfo(losses.dtype).eps * float(losses.detach().abs().sum())
         self._compare_sums(sums, alone, rounding)
         self._compare_norms(squared, alone, rounding)
