@@ -5,9 +5,8 @@ Two facts keep patches from ever being copied out of the image:
 - *Direct gradients.* A batch of n images with G groups is, as far as a weight gradient is concerned, one image with n·G
   groups: the library's own weight-gradient kernel then returns one gradient per example.
 - *Gram matrices of patches.* At stride 1 the product of the patches at t and t' is the sum over the kernel's shifts s
-  of the product of the pixels at t+s and t'+s: K^d times fewer multiplications than with patches. Images are
-  flattened with their margins, so that a shift in any dimension is an offset along the diagonal of the pixels' Gram
-  matrix, and the sum over shifts is taken one dimension after the other.
+  of the product of the pixels at t+s and t'+s: K^d times fewer multiplications than with patches. The sum
+  over shifts is taken one dimension after the other.
 """
 
 from __future__ import annotations
@@ -106,35 +105,40 @@ class ConvolutionFactors(Factors):
         """(B·G, channels of a group, *image)."""
         return tensor.reshape(len(self) * self.geometry.groups, -1, *tensor.shape[2:])
 
-    def _padded_inputs(self) -> Tensor:
-        margins = [side for margin in reversed(self.geometry.padding) for side in (margin, margin)]
-        return self._grouped(F.pad(self.inputs, margins) if any(margins) else self.inputs)
-
     def _grams_by_shifts(self) -> tuple[Tensor, Tensor]:
-        images = self._padded_inputs()
+        images, deltas = self._grouped(self.inputs), self._grouped(self.deltas)
         size = images.shape[2:]
-        images = images.flatten(2)
-        inputs = images.transpose(1, 2) @ images
-        # The output gradient gets the image's row lengths, zeros in the margin; only the first dimension stays its own.
-        maps = self.deltas.shape[2:]
-        missing = [full - own for full, own in zip(size[1:], maps[1:], strict=True)]
-        margins = [side for count in reversed(missing) for side in (0, count)]
-        deltas = self._grouped(F.pad(self.deltas, margins) if any(margins) else self.deltas).flatten(2)
-        deltas = deltas.transpose(1, 2) @ deltas
-        for dimension, (kernel, dilation) in enumerate(zip(self.geometry.kernel, self.geometry.dilation, strict=True)):
-            inputs = sum_along_diagonal(inputs, kernel, dilation * prod(size[dimension + 1 :]))
-        # What remains past the last row of the output gradient belongs to no position.
-        return inputs[:, : deltas.shape[1], : deltas.shape[1]], deltas[:, : inputs.shape[1], : inputs.shape[1]]
+        inputs = grams_of(images).view(-1, *size, *size)
+        for dimension, length in enumerate(deltas.shape[2:]):
+            inputs = self._sum_over_shifts(inputs, dimension, length)
+        deltas = grams_of(deltas)
+        return inputs.reshape(deltas.shape), deltas
+
+    def _sum_over_shifts(self, grams: Tensor, dimension: int, length: int) -> Tensor:
+        """Σₖ G[t + k, t' + k] along one dimension of the image, over ``length`` positions; zero outside the image."""
+        first, second = 1 + dimension, 1 + dimension + len(self.geometry.kernel)
+        pixels, padding = grams.shape[first], self.geometry.padding[dimension]
+        shape = list(grams.shape)
+        shape[first] = shape[second] = length
+        total = grams.new_zeros(shape)
+        for k in range(self.geometry.kernel[dimension]):
+            shift = k * self.geometry.dilation[dimension] - padding
+            start, stop = max(0, -shift), min(length, pixels - shift)
+            if start < stop:
+                count = stop - start
+                shifted = grams.narrow(first, start + shift, count).narrow(second, start + shift, count)
+                total.narrow(first, start, count).narrow(second, start, count).add_(shifted)
+        return total
 
     def _grams_by_offsets(self) -> tuple[Tensor, Tensor]:
-        images = self._padded_inputs()
-        deltas = self._grouped(self.deltas).flatten(2)
-        positions = deltas.shape[2]
-        inputs = images.new_zeros(len(images), positions, positions)
+        margins = [side for margin in reversed(self.geometry.padding) for side in (margin, margin)]
+        images = self._grouped(F.pad(self.inputs, margins) if any(margins) else self.inputs)
+        deltas = grams_of(self._grouped(self.deltas))
+        inputs = torch.zeros_like(deltas)
         for offset in product(*map(range, self.geometry.kernel)):
             pixels = images[(slice(None), slice(None), *self._seen_at(offset))].flatten(2)
             inputs.baddbmm_(pixels.transpose(1, 2), pixels)
-        return inputs, deltas.transpose(1, 2) @ deltas
+        return inputs, deltas
 
     def _seen_at(self, offset: tuple[int, ...]) -> list[slice]:
         """The pixels that meet the kernel's element at ``offset``, over all output positions."""
@@ -144,15 +148,10 @@ class ConvolutionFactors(Factors):
         return [slice(b, b + (n - 1) * s + 1, s) for b, n, s in zip(starts, lengths, steps, strict=True)]
 
 
-def sum_along_diagonal(grams: Tensor, count: int, step: int) -> Tensor:
-    """Σₖ G[t + k·step, t' + k·step] for k < count, over the t and t' for which all terms exist."""
-    length = grams.shape[1] - (count - 1) * step
-    total = grams[:, :length, :length]
-    if count > 1:
-        total = total + grams[:, step : step + length, step : step + length]
-    for k in range(2, count):
-        total += grams[:, k * step : k * step + length, k * step : k * step + length]
-    return total
+def grams_of(images: Tensor) -> Tensor:
+    """Products of all pairs of pixels, (B, pixels, pixels)."""
+    flat = images.flatten(2)
+    return flat.transpose(1, 2) @ flat
 
 
 def weight_gradient(inputs: Tensor, deltas: Tensor, shape: tuple[int, ...], geometry: Geometry, groups: int) -> Tensor:
@@ -264,7 +263,7 @@ def convolution_shapes(geometry: Geometry, image_shape: torch.Size, itemsize: in
     positions = prod((n - r - 1) // s + 1 for n, r, s in zip(padded, reach, geometry.stride, strict=True))
     weights, outputs = prod(geometry.weight_shape), geometry.weight_shape[0]
     if all(step == 1 for step in geometry.stride):
-        pixels = prod(padded)
+        pixels = prod(image)
         input_gram, passes = pixels**2 * channels, sum(geometry.kernel) * pixels**2
     else:
         taps = prod(geometry.kernel)

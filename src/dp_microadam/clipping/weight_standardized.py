@@ -48,7 +48,7 @@ class Projection:
     @cached_property
     def _probes(self) -> Tensor:
         """1 and v side by side: one product with G yields both 1ᵀG and vᵀG."""
-        return torch.stack([torch.ones_like(self.filters), self.filters], dim=2)
+        return torch.stack([torch.ones_like(self.filters), self.filters], dim=1).transpose(1, 2)
 
     def coordinates(self, gradients: Tensor) -> tuple[Tensor, Tensor]:
         """1ᵀG and vᵀG, each (examples, channels)."""

@@ -1,0 +1,337 @@
+"""What private gradients cost, against ordinary ones and against Opacus.
+
+Time is measured interleaved in one process: every round takes one step of every method, and ratios are taken within a
+round, so that a busy machine slows all of them alike. Beside wall-clock time stands processor time, which other
+processes disturb least. Peak memory is measured in a fresh process per method: the growth of the resident set during
+a step.
+
+    python benchmarks/clipping.py                                   # the table at physical batch 64
+    python benchmarks/clipping.py --batches 16 64 256 --figure docs/images/clipping.png --json
+    python benchmarks/clipping.py --layers                          # is the way chosen for a layer the fastest one?
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dp_microadam import ClippedGradients, models
+from dp_microadam.clipping.convolution import ConvolutionFactors, Geometry, convolution_shapes
+from dp_microadam.clipping.cost import KEEP_LIMIT, choose
+from dp_microadam.clipping.outer_product import OuterProductSum
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "wrn-16-4 ws": (lambda: models.wide_resnet(16, 4), (3, 32, 32)),
+    "wrn-16-4": (lambda: models.wide_resnet(16, 4, weight_standardization=False), (3, 32, 32)),
+    "small cnn": (models.small_cnn, (3, 32, 32)),
+    "tanh cnn": (models.tanh_cnn, (1, 28, 28)),
+}
+METHODS = ("non-private", "ours", "opacus hooks", "opacus ghost", "opacus functorch")
+MAX_GRAD_NORM = 1.0
+
+
+def per_example_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def make_step(method: str, model: nn.Module) -> Callable[[tuple[Tensor, Tensor]], None]:
+    """One step's gradient by this method, thrown away at the end."""
+    if method == "non-private":
+        return lambda batch: _ordinary_step(model, batch)
+    if method == "ours":
+        engine = ClippedGradients(model, per_example_loss, max_grad_norm=MAX_GRAD_NORM)
+
+        def ours(batch: tuple[Tensor, Tensor]) -> None:
+            engine.accumulate(batch)
+            engine.reset()
+
+        return ours
+    if method == "opacus ghost":
+        return _opacus_ghost(model)
+    return _opacus_samples(model, functorch=method == "opacus functorch")
+
+
+def _ordinary_step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    per_example_loss(model, batch).mean().backward()
+    model.zero_grad(set_to_none=True)
+
+
+def _opacus_samples(model: nn.Module, functorch: bool) -> Callable[[tuple[Tensor, Tensor]], None]:
+    from opacus import GradSampleModule
+
+    wrapped = GradSampleModule(model, loss_reduction="sum", force_functorch=functorch)
+
+    def step(batch: tuple[Tensor, Tensor]) -> None:
+        per_example_loss(wrapped, batch).sum().backward()
+        samples = [p.grad_sample for p in model.parameters()]
+        norms = torch.stack([s.flatten(1).norm(dim=1) for s in samples]).norm(dim=0)
+        coefficients = (MAX_GRAD_NORM / (norms + 1e-6)).clamp(max=1.0)
+        for parameter, sample in zip(model.parameters(), samples, strict=True):
+            parameter.summed_grad = torch.einsum("i,i...", coefficients, sample)
+            parameter.grad_sample = parameter.grad = None
+        for parameter in model.parameters():
+            parameter.summed_grad = None
+
+    return step
+
+
+def _opacus_ghost(model: nn.Module) -> Callable[[tuple[Tensor, Tensor]], None]:
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+
+    wrapped = GradSampleModuleFastGradientClipping(
+        model, max_grad_norm=MAX_GRAD_NORM, use_ghost_clipping=True, loss_reduction="sum"
+    )
+
+    def step(batch: tuple[Tensor, Tensor]) -> None:
+        losses = per_example_loss(wrapped, batch)
+        losses.sum().backward(retain_graph=True)
+        wrapped.zero_grad(set_to_none=True)
+        coefficients = wrapped.get_clipping_coef()
+        wrapped.disable_hooks()
+        (coefficients * losses).sum().backward()
+        wrapped.enable_hooks()
+        wrapped.zero_grad(set_to_none=True)
+
+    return step
+
+
+def make_batch(shape: tuple[int, ...], size: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(size, *shape, generator=generator), torch.randint(10, (size,), generator=generator)
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name][0]()
+
+
+def measure_times(name: str, methods: list[str], size: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Medians over rounds of seconds, processor seconds and their ratios to the non-private step of the same round."""
+    model = build(name)
+    steps = {method: make_step(method, copy.deepcopy(model)) for method in methods}
+    batch = make_batch(MODELS[name][1], size)
+    walls: dict[str, list[float]] = {method: [] for method in methods}
+    processors: dict[str, list[float]] = {method: [] for method in methods}
+    for method in methods:
+        steps[method](batch)  # warm-up, and our proof of ownership
+    for _ in range(rounds):
+        for method in methods:
+            wall, processor = time.perf_counter(), time.process_time()
+            steps[method](batch)
+            walls[method].append(time.perf_counter() - wall)
+            processors[method].append(time.process_time() - processor)
+
+    def ratio(times: dict[str, list[float]], method: str) -> float:
+        return statistics.median(a / b for a, b in zip(times[method], times["non-private"], strict=True))
+
+    return {
+        method: {
+            "seconds": statistics.median(walls[method]),
+            "processor_seconds": statistics.median(processors[method]),
+            "ratio": ratio(walls, method),
+            "processor_ratio": ratio(processors, method),
+        }
+        for method in methods
+    }
+
+
+def measure_peak_here(name: str, method: str, size: int) -> float:
+    """Bytes by which the resident set grows during a step, in this process."""
+    step = make_step(method, build(name))
+    step(make_batch(MODELS[name][1], 2))  # libraries are loaded and ownership is proved
+    batch = make_batch(MODELS[name][1], size)
+    Path("/proc/self/clear_refs").write_text("5")  # start the high-water mark afresh
+    before = _status("VmRSS")
+    for _ in range(3):
+        step(batch)
+    return _status("VmHWM") - before
+
+
+def _status(key: str) -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key):
+            return 1024.0 * float(line.split()[1])
+    raise RuntimeError(f"/proc/self/status has no {key}")
+
+
+def measure_peak(name: str, method: str, size: int, threads: int, repeats: int) -> float:
+    """The median over fresh processes."""
+    command = [sys.executable, __file__, "--peak-of", name, method, str(size), "--threads", str(threads)]
+    return statistics.median(
+        float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(repeats)
+    )
+
+
+def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
+    results = []
+    for name in options.models:
+        for size in options.batches:
+            times = measure_times(name, options.methods, size, options.rounds)
+            peaks = {
+                method: measure_peak(name, method, size, options.threads, options.peak_repeats)
+                for method in options.methods
+            }
+            for method in options.methods:
+                row = {"model": name, "batch": size, "method": method, **times[method], "peak_bytes": peaks[method]}
+                row["peak_ratio"] = peaks[method] / peaks["non-private"]
+                results.append(row)
+                show(row)
+    return results
+
+
+def show(row: dict[str, Any]) -> None:
+    each = row["batch"]
+    print(
+        f"{row['model']:12} {each:4d}  {row['method']:17} {1e3 * row['seconds'] / each:8.2f} ms/example "
+        f"{row['ratio']:6.2f}×  processor {row['processor_ratio']:6.2f}×  "
+        f"{row['peak_bytes'] / each / 1e6:7.2f} MB/example {row['peak_ratio']:6.2f}×",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+# (channels in, channels out, image side, stride, kernel side): the layers of WRN-16-4 and of the small networks.
+LAYERS = (
+    (3, 16, 32, 1, 3),
+    (16, 64, 32, 1, 3),
+    (64, 64, 32, 1, 3),
+    (64, 128, 32, 2, 3),
+    (128, 128, 16, 1, 3),
+    (128, 256, 16, 2, 3),
+    (256, 256, 8, 1, 3),
+    (16, 64, 32, 1, 1),
+    (64, 128, 32, 2, 1),
+    (128, 256, 16, 2, 1),
+    (1, 16, 28, 2, 8),
+    (16, 32, 13, 2, 4),
+)
+
+
+def measure_layers(size: int, rounds: int) -> list[dict[str, Any]]:
+    """Milliseconds of processor time of each way, on the real shapes, and the way that is chosen."""
+    results = []
+    for n_in, n_out, side, stride, kernel in LAYERS:
+        padding = 3 if kernel == 8 else 0 if kernel == 4 else kernel // 2
+        geometry = Geometry((n_out, n_in, kernel, kernel), (stride, stride), (padding, padding), (1, 1), 1)
+        out = (side + 2 * padding - kernel) // stride + 1
+        inputs, deltas = torch.randn(size, n_in, side, side), torch.randn(size, n_out, out, out)
+        coefficients = torch.rand(size)
+        shapes = convolution_shapes(geometry, torch.Size((n_in, side, side)), 4)
+        times: dict[str, list[float]] = {way: [] for way in ("ghost", "keep", "drop")}
+        for _ in range(rounds + 1):
+            for way, found in times.items():
+                start = time.process_time()
+                total = OuterProductSum(ConvolutionFactors(inputs, deltas, geometry), way)
+                total.squared_norms()
+                total.weighted_sum(coefficients)
+                found.append(1e3 * (time.process_time() - start))
+        milliseconds = {way: min(found[1:]) for way, found in times.items()}
+        allowed = [w for w in milliseconds if w != "keep" or shapes.weights <= KEEP_LIMIT * shapes.activations]
+        chosen = choose(shapes).way
+        results.append(
+            {
+                "layer": f"{n_in}→{n_out} {kernel}×{kernel} at {side}×{side} stride {stride}",
+                "chosen": chosen,
+                "slower_than_best": milliseconds[chosen] / min(milliseconds[way] for way in allowed),
+                **milliseconds,
+            }
+        )
+        row = results[-1]
+        print(
+            f"{row['layer']:36} chosen {chosen:6} ghost {row['ghost']:8.1f}  keep {row['keep']:8.1f}  "
+            f"drop {row['drop']:8.1f} ms   {row['slower_than_best']:.2f}× the best way allowed",
+            file=sys.stderr,
+            flush=True,
+        )
+    return results
+
+
+def draw(results: list[dict[str, Any]], path: Path) -> None:
+    """Time and memory per example over the physical batch, one column per model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    names = list(dict.fromkeys(row["model"] for row in results))
+    figure, axes = plt.subplots(2, len(names), figsize=(4.2 * len(names), 7), squeeze=False, sharex=True)
+    quantities = (("seconds", 1e3, "ms per example"), ("peak_bytes", 1e-6, "peak MB per example"))
+    for column, name in enumerate(names):
+        for line, (key, unit, label) in enumerate(quantities):
+            axis = axes[line][column]
+            for index, method in enumerate(METHODS):
+                rows = [row for row in results if row["model"] == name and row["method"] == method]
+                if rows:
+                    axis.plot(
+                        [row["batch"] for row in rows],
+                        [unit * row[key] / row["batch"] for row in rows],
+                        marker="o",
+                        color=f"C{index}",
+                        linewidth=2.5 if method == "ours" else 1.5,
+                        label=method,
+                    )
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+            axis.set_xticks(sorted({row["batch"] for row in results}))
+            axis.xaxis.set_major_formatter("{x:.0f}")
+            axis.grid(True, which="both", alpha=0.25)
+            if column == 0:
+                axis.set_ylabel(label)
+            if line == 0:
+                axis.set_title(name)
+            else:
+                axis.set_xlabel("physical batch")
+    axes[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--batches", nargs="+", type=int, default=[64])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peak-repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--layers", action="store_true", help="time the three ways on single layers instead")
+    parser.add_argument("--figure", type=Path, help="where to draw time and memory over the physical batch")
+    parser.add_argument("--json", action="store_true", help="print all measurements as JSON on stdout")
+    parser.add_argument("--peak-of", nargs=3, metavar=("MODEL", "METHOD", "BATCH"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if "non-private" not in options.methods:
+        options.methods.insert(0, "non-private")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    torch.set_num_threads(options.threads)
+    warnings.filterwarnings("ignore")
+    if options.peak_of:
+        name, method, size = options.peak_of
+        print(measure_peak_here(name, method, int(size)))
+        return
+    results = measure_layers(options.batches[0], options.rounds) if options.layers else compare(options)
+    if options.figure and not options.layers:
+        draw(results, options.figure)
+    if options.json:
+        print(json.dumps({"threads": options.threads, "torch": torch.__version__, "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
