@@ -26,7 +26,16 @@ def test_train_ends_with_accuracy_and_epsilon(tmp_path, capsys):
 
 def test_a_run_folder_holds_what_it_promises(finished_run):
     names = {path.name for path in finished_run.iterdir()}
-    promised = {"config.toml", "ledger.jsonl", "privacy.json", "privacy.txt", "metrics.jsonl", "checkpoints", "log.txt", "curves.png"}
+    promised = {
+        "config.toml",
+        "ledger.jsonl",
+        "privacy.json",
+        "privacy.txt",
+        "metrics.jsonl",
+        "checkpoints",
+        "log.txt",
+        "curves.png",
+    }
     assert promised <= names
     assert (finished_run / "curves.png").read_bytes().startswith(b"\x89PNG")
     summary = json.loads((finished_run / "privacy.json").read_text())
@@ -79,7 +88,12 @@ def test_exported_weights_load_in_plain_pytorch(finished_run, tmp_path, capsys):
 
     output = tmp_path / "export"
     assert main(["export", str(finished_run), "--output", str(output)]) == 0
-    assert {path.name for path in output.iterdir()} == {"model.safetensors", "model_ema.safetensors", "README.md", "privacy.json"}
+    assert {path.name for path in output.iterdir()} == {
+        "model.safetensors",
+        "model_ema.safetensors",
+        "README.md",
+        "privacy.json",
+    }
     digits = data.load("digits", None)
     model = models.build("mlp", 10, (1, 28, 28))
     model.load_state_dict(load_file(output / "model_ema.safetensors"))

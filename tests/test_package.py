@@ -19,9 +19,7 @@ def test_importing_the_package_does_not_import_torch():
 
 
 def test_help_does_not_import_torch():
-    code = (
-        "import sys; from dp_microadam.cli import main\ntry: main(['--help'])\nfinally: print('torch' in sys.modules)"
-    )
+    code = "import sys; from dp_microadam.cli import main\ntry: main(['--help'])\nfinally: print('torch' in sys.modules)"
     assert run("-c", code).stdout.strip().endswith("False")
 
 

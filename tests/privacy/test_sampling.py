@@ -87,8 +87,7 @@ def test_chunks_are_independent():
 
 def test_chunking_does_not_change_what_is_drawn():
     whole, cut = (
-        PoissonSampler(5000, 500, steps=20, physical_batch_size=size, randomness=Randomness.seeded(4))
-        for size in (5000, 7)
+        PoissonSampler(5000, 500, steps=20, physical_batch_size=size, randomness=Randomness.seeded(4)) for size in (5000, 7)
     )
     assert np.array_equal(membership(whole), membership(cut))
 

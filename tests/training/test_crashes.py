@@ -97,7 +97,9 @@ def test_a_run_killed_twenty_times_resumes_and_counts_every_step(tmp_path):
 
 def test_ctrl_c_writes_a_checkpoint_and_says_how_to_resume(tmp_path):
     recipe, run = tmp_path / "crash.toml", tmp_path / "run"
-    recipe.write_text(RECIPE.replace("checkpoint_every = 7", "checkpoint_every = 1000").replace(f"steps = {STEPS}", "steps = 100000"))
+    recipe.write_text(
+        RECIPE.replace("checkpoint_every = 7", "checkpoint_every = 1000").replace(f"steps = {STEPS}", "steps = 100000")
+    )
     process = start(["train", str(recipe), "--run-dir", str(run)])
     wait_for_step(process, run, 9)
     process.send_signal(signal.SIGINT)

@@ -25,9 +25,7 @@ def same(one, other):
 
 
 def test_it_stops_at_the_last_step_that_fits_the_budget(make_trainer, training_part):
-    plan = PrivacyPlan.solve(
-        dataset_size=len(training_part[0]), batch_size=64, delta=1e-5, noise_multiplier=1.0, epsilon=1.5
-    )
+    plan = PrivacyPlan.solve(dataset_size=len(training_part[0]), batch_size=64, delta=1e-5, noise_multiplier=1.0, epsilon=1.5)
     trainer = make_trainer(plan=plan)
     result = trainer.fit(training_part)
     assert result.finished
@@ -231,7 +229,10 @@ def test_a_non_private_step_is_the_plain_gradient_over_the_expected_batch(make_t
     (step,) = PoissonSampler(plan.dataset_size, 64, steps=1, randomness=Randomness.seeded(3))
     rows = torch.cat(list(step.chunks))
     loss = class_loss(model, Normalize(digits)((training_part[0][rows], training_part[1][rows]))).sum() / 64
-    expected = [param.detach() - grad for param, grad in zip(model.parameters(), torch.autograd.grad(loss, model.parameters()), strict=True)]
+    expected = [
+        param.detach() - grad
+        for param, grad in zip(model.parameters(), torch.autograd.grad(loss, model.parameters()), strict=True)
+    ]
     trainer.fit(training_part)
     for param, wanted in zip(model.parameters(), expected, strict=True):
         assert torch.allclose(param, wanted, atol=1e-6)

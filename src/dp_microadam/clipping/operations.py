@@ -237,17 +237,18 @@ def call_of_operation(
     structure: Any,
     given: Sequence[int],
     rows: int,
-    shared_result: Callable[[], SharedTensor],
+    copied: SharedTensor | None,
     rules: dict[str, LayerRule],
 ) -> tuple[LayerCall, Mapping[str, str]]:
     """The call that knows this operation's gradients, and the names of the parameters it is about.
 
-    ``given`` holds the rows per example of each tensor among ``leaves``, ``rows`` those of the result.
+    ``given`` holds the rows per example of each tensor among ``leaves``, ``rows`` those of the result. ``copied`` is the
+    result itself, with its graph, if it was made from parameters alone.
     """
     call = _layer_like(function, leaves, structure, rows, rules)
     if call is not None:
         return call
-    found = _by_formula(function, leaves, structure, given, rows, shared_result)
+    found = _by_formula(function, leaves, structure, given, rows, copied)
     name, what = next(iter(found.names)), getattr(function, "__name__", "operation")
     rule = rules.setdefault(f"{name} ({what})", OperationRule(name, nn.Identity(), tuple(found.names)))
     rule.estimate = Estimate("keep", float("nan"), float("nan"), 4.0 * sum(r.numel() for r in found.roots.values()))
@@ -295,18 +296,17 @@ def _by_formula(
     structure: Any,
     given: Sequence[int],
     rows: int,
-    shared_result: Callable[[], SharedTensor],
+    copied: SharedTensor | None,
 ) -> OperationCall:
     operands = [leaf for leaf in leaves if is_shared(leaf)]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     others = [(leaf, own) for leaf, own in zip(tensors, given, strict=True) if not is_shared(leaf)]
     args, kwargs = tree_unflatten(leaves, structure)
-    if not any(own for _, own in others):
-        result = shared_result()
+    if copied is not None:
         equal = function is torch.Tensor.expand or (function is torch.Tensor.repeat and len(operands[0].plain) == 1)
         if equal:
-            result = SharedTensor.holding(result.plain[:1], result.roots, result.recording)
-        return CopyCall(result, rows, equal)
+            copied = SharedTensor.holding(copied.plain[:1], copied.roots, copied.recording)
+        return CopyCall(copied, rows, equal)
     if function is F.linear and not is_shared(args[0]):
         return LinearMapCall(operands, rows, args[1] if len(args) > 1 else kwargs["weight"], args[0])
     if function in _SUMS and not kwargs:

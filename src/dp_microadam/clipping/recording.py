@@ -162,24 +162,38 @@ class Recording:
             args, kwargs = tree_unflatten(leaves, structure)
             return attention.multi_head_attention_forward(*args, **kwargs)
         names = sorted(set().union(*(leaf.roots for leaf in leaves if is_shared(leaf))))
+        layer_does_it = any(self._running[name] > 0 for name in names)
+        observed = not (layer_does_it or self._over) and torch.is_grad_enabled()
+        from_parameters_alone = not any(isinstance(leaf, Tensor) and not is_shared(leaf) for leaf in leaves)
         with torch._C.DisableTorchFunctionSubclass():
+            if observed and from_parameters_alone:
+                return self._from_parameters(function, names, leaves, structure)
             values = [leaf.plain.detach() if is_shared(leaf) else leaf for leaf in leaves]
             args, kwargs = tree_unflatten(values, structure)
             output = function(*args, **kwargs)
-            layer_does_it = any(self._running[name] > 0 for name in names)
-            if layer_does_it or self._over or not torch.is_grad_enabled():
-                return output
-            return self._result(function, names, leaves, structure, output)
+            return self._with_others(function, names, leaves, structure, output) if observed else output
 
-    def _result(self, function: Callable[..., Any], names: list[str], leaves: list[Any], structure: Any, output: Any) -> Any:
+    def _from_parameters(self, function: Callable[..., Any], names: list[str], leaves: list[Any], structure: Any) -> Any:
+        """The result is shared too, unless it holds a copy for each example."""
+        output = self._shared(function, leaves, structure)
+        if not is_shared(output):
+            return output
+        kind = (getattr(function, "__name__", "operation"), *names)
+        rows, *given = self._rows(kind, [output, *(leaf for leaf in leaves if is_shared(leaf))])
+        if not rows:
+            return output
+        return self._use(function, names, leaves, structure, [rows, *given], output.plain.detach(), output)
+
+    def _with_others(
+        self, function: Callable[..., Any], names: list[str], leaves: list[Any], structure: Any, output: Any
+    ) -> Any:
+        """The result is what the parameters are used for, unless it is the same for the whole batch."""
         what = getattr(function, "__name__", "operation")
         if what == "__setitem__":
             raise InputError(
                 f"parameter {names[0]!r} is written into a tensor by index; use torch.where or torch.cat instead, or "
                 "freeze it with requires_grad_(False)"
             )
-        if isinstance(output, tuple | list) and not any(isinstance(x, Tensor) and not is_shared(x) for x in leaves):
-            return self._shared(function, names, leaves, structure)
         if isinstance(output, tuple) and any(isinstance(x, Tensor) and x.is_floating_point() for x in output):
             raise InputError(
                 f"parameter {names[0]!r} is used in {what!r}, which returns several tensors; freeze it with "
@@ -187,36 +201,40 @@ class Recording:
             )
         if not isinstance(output, Tensor) or not output.is_floating_point():
             return output
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        rows, *given = self._rows((what, *names), [output, *tensors])
-        if not rows:
-            return self._shared(function, names, leaves, structure)
+        rows = self._rows((what, *names), [output, *(leaf for leaf in leaves if isinstance(leaf, Tensor))])
+        if not rows[0]:
+            return self._shared(function, leaves, structure)
+        return self._use(function, names, leaves, structure, rows, output, None)
+
+    def _use(
+        self,
+        function: Callable[..., Any],
+        names: list[str],
+        leaves: list[Any],
+        structure: Any,
+        rows: Sequence[int],
+        output: Tensor,
+        copied: SharedTensor | None,
+    ) -> Tensor:
         if self._in_backward:
             return self._repeated(output)
-        call, own_names = call_of_operation(
-            function,
-            leaves,
-            structure,
-            given,
-            rows,
-            lambda: self._shared(function, names, leaves, structure),
-            self._observed.operations,
-        )
-        return self._watch(Use(call, own_names, f"parameter {names[0]!r} in {what!r}"), output)
+        operations = self._observed.operations
+        call, own_names = call_of_operation(function, leaves, structure, rows[1:], rows[0], copied, operations)
+        label = f"parameter {names[0]!r} in {getattr(function, '__name__', 'operation')!r}"
+        return self._watch(Use(call, own_names, label), output)
 
-    def _shared(self, function: Callable[..., Any], names: list[str], leaves: list[Any], structure: Any) -> Any:
-        """The operation once more, now with its graph: its result is the same for the whole batch."""
-        plain = [leaf.plain if is_shared(leaf) else leaf for leaf in leaves]
-        args, kwargs = tree_unflatten(plain, structure)
+    def _shared(self, function: Callable[..., Any], leaves: list[Any], structure: Any) -> Any:
+        """The operation with its graph; results that depend on parameters are shared tensors."""
+        args, kwargs = tree_unflatten([leaf.plain if is_shared(leaf) else leaf for leaf in leaves], structure)
         with _keep_out_of_checkpoints():
             output = function(*args, **kwargs)
+        roots = {name: root for leaf in leaves if is_shared(leaf) for name, root in leaf.roots.items()}
 
         def wrapped(value: Any) -> Any:
-            graph = isinstance(value, Tensor) and value.requires_grad
-            roots = {name: root for leaf in leaves if is_shared(leaf) for name, root in leaf.roots.items()}
-            return SharedTensor.holding(value, roots, self) if graph else value
+            depends = isinstance(value, Tensor) and value.requires_grad
+            return SharedTensor.holding(value, roots, self) if depends else value
 
-        return type(output)(map(wrapped, output)) if isinstance(output, tuple | list) else wrapped(output)
+        return type(output)(map(wrapped, output)) if type(output) in (tuple, list) else wrapped(output)
 
     def _rows(self, kind: tuple[str, ...], tensors: Sequence[Tensor]) -> tuple[int, ...]:
         ordinal = -1
