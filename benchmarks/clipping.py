@@ -274,6 +274,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
             axis = axes[line][column]
             for index, method in enumerate(METHODS):
                 rows = [row for row in results if row["model"] == name and row["method"] == method]
+                rows.sort(key=lambda row: row["batch"])
                 if rows:
                     axis.plot(
                         [row["batch"] for row in rows],
@@ -310,6 +311,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--layers", action="store_true", help="time the three ways on single layers instead")
     parser.add_argument("--figure", type=Path, help="where to draw time and memory over the physical batch")
+    parser.add_argument("--results", nargs="+", type=Path, help="read what --json printed before instead of measuring")
     parser.add_argument("--json", action="store_true", help="print all measurements as JSON on stdout")
     parser.add_argument("--peak-of", nargs=3, metavar=("MODEL", "METHOD", "BATCH"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -326,7 +328,12 @@ def main() -> None:
         name, method, size = options.peak_of
         print(measure_peak_here(name, method, int(size)))
         return
-    results = measure_layers(options.batches[0], options.rounds) if options.layers else compare(options)
+    if options.layers:
+        results = measure_layers(options.batches[0], options.rounds)
+    elif options.results:
+        results = [row for path in options.results for row in json.loads(path.read_text())["results"]]
+    else:
+        results = compare(options)
     if options.figure and not options.layers:
         draw(results, options.figure)
     if options.json:

@@ -186,3 +186,17 @@ def test_channels_last_images_agree_with_the_loop(assert_agrees):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(4, 6, 3, padding=1), nn.GroupNorm(2, 6)).to(memory_format=torch.channels_last)
     assert_agrees(model, torch.randn(3, 4, 5, 6).to(memory_format=torch.channels_last))
+
+
+def test_in_place_activations_agree_with_the_loop(assert_agrees):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3),
+        nn.ReLU(inplace=True),
+        WeightStandardizedConv2d(4, 4, 3),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(16, 3),
+        nn.ReLU(inplace=True),
+    )
+    assert_agrees(model, torch.randn(3, 2, 6, 6))

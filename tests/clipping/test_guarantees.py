@@ -42,13 +42,17 @@ def network() -> nn.Module:
 
 
 LAYERS = {
-    "linear": (lambda: nn.Linear(5, 4), (6, 5), (6, 4)),
-    "convolution": (lambda: nn.Conv2d(2, 3, 3, padding=1), (2, 6, 6), (3, 6, 6)),
+    "linear": (lambda: nn.Linear(5, 4, bias=False), (5,), (4,)),
+    "linear on sequences": (lambda: nn.Linear(5, 4, bias=False), (6, 5), (6, 4)),
+    "pointwise": (lambda: nn.Conv1d(3, 2, 1, bias=False), (3, 6), (2, 6)),
+    "convolution": (lambda: nn.Conv2d(2, 3, 3, padding=1, bias=False), (2, 6, 6), (3, 6, 6)),
     "strided": (lambda: nn.Conv2d(2, 3, 3, stride=2), (2, 7, 7), (3, 3, 3)),
     "norm form": (lambda: WeightStandardizedConv2d(2, 3, 3), (2, 8, 8), (3, 6, 6)),
     "variance form": (lambda: WeightStandardizedConv2d(2, 3, 3, form="variance"), (2, 8, 8), (3, 6, 6)),
     "group norm": (lambda: nn.GroupNorm(1, 3), (3, 5), (3, 5)),
 }
+
+KINDS = ("huge", "tiny", "tiny input, huge gradient", "one tiny position", "constant image", "cancelling", "mixed")
 
 
 def adversarial(kind: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -62,6 +66,13 @@ def adversarial(kind: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) ->
         return x * 1e12, d * 1e4
     if kind == "tiny":
         return x * 1e-20, d * 1e-18
+    if kind == "tiny input, huge gradient":  # squares of the input vanish in float32, the product does not
+        return x * 1e-23, d * 1e17
+    if kind == "one tiny position":  # the same, beside a position that hides it in every sum
+        x[..., 0] *= 1e-23
+        d[..., 1:] *= 1e-30
+        d[..., 0] *= 1e17
+        return x, d
     if kind == "constant image":  # gradients along the filter of ones, which standardization projects out
         return 1e3 * torch.ones_like(x) + 1e-4 * x, torch.ones_like(d) + 1e-4 * d
     if kind == "cancelling":  # Σₜ δₜaₜ is a small difference of large terms
@@ -69,14 +80,14 @@ def adversarial(kind: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) ->
     return 10.0 ** (3 * x), d * 10.0 ** (3 * d)  # mixed magnitudes
 
 
-@pytest.mark.parametrize("kind", ["huge", "tiny", "constant image", "cancelling", "mixed"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("way", WAYS)
 def test_no_contribution_exceeds_the_clipping_norm(layer, kind, way):
     torch.manual_seed(0)
     build, inputs, outputs = LAYERS[layer]
     x, d = adversarial(kind, inputs, outputs)
-    for bound in (1e-4, 1.0):
+    for bound in (1e-8, 1.0):
         engine = ClippedGradients(build(), linear_loss, max_grad_norm=bound, way=way)
         for row in range(len(x)):
             # Seven copies go through the same kernels as seven examples do.

@@ -3,11 +3,14 @@
 import copy
 import io
 import pickle
+import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dp_microadam import ClippedGradients, InputError, models
 from dp_microadam.clipping.per_example import clipped_sum
@@ -144,20 +147,29 @@ def test_the_ownership_proof_disturbs_neither_random_streams_nor_buffers():
 
         def forward(self, x: Tensor) -> Tensor:
             self.calls += 1
-            return x
+            return x * (1 + random.random()) * (1 + np.random.random())  # noqa: NPY002
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), Counting(), nn.Linear(4, 2))
     x = torch.randn(3, 4)
     engine = ClippedGradients(model, loss, max_grad_norm=1.0)
-    torch.manual_seed(7)
+
+    def seed() -> None:
+        torch.manual_seed(7)
+        random.seed(7)
+        np.random.seed(7)  # noqa: NPY002
+
+    def draw() -> list[float]:
+        return [*torch.rand(3).tolist(), random.random(), np.random.random()]  # noqa: NPY002
+
+    seed()
     engine.accumulate(x)  # proves, then draws one mask
-    after_proof_and_step = torch.rand(3)
+    after_proof_and_step = draw()
     first = {name: part.clone() for name, part in engine.sums.items()}
     assert float(model[2].calls) == 1
-    torch.manual_seed(7)
+    seed()
     engine.reset()
     engine.accumulate(x)  # draws one mask
-    assert torch.equal(torch.rand(3), after_proof_and_step)
+    assert draw() == after_proof_and_step
     assert all(torch.equal(part, first[name]) for name, part in engine.sums.items())
 
 
@@ -237,6 +249,43 @@ def test_frozen_parameters_have_no_sums_and_keep_no_activations():
         torch.testing.assert_close(part, expected[name], rtol=1e-4, atol=1e-6)
 
 
+def test_a_layer_whose_weight_is_frozen_keeps_no_activation():
+    alive = {}
+
+    class Watch(nn.Module):
+        """Remembers, weakly, the tensor that the next layer takes as its input."""
+
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 1.0
+            alive[self.name] = StorageWeakRef(y.untyped_storage())
+            return y
+
+    def survivors(trainable: set[str]) -> set[str]:
+        torch.manual_seed(0)
+        # The loss multiplies the output by a constant: nothing but the engine needs the activations later.
+        model = nn.Sequential(Watch("first"), nn.Linear(4, 4), Watch("second"), nn.Linear(4, 2))
+        for name, p in model.named_parameters():
+            p.requires_grad_(name in trainable)
+        found: set[str] = set()
+
+        def watching(model: nn.Module, batch: Tensor) -> Tensor:
+            output = model(batch)
+            found.clear()
+            found.update(name for name, reference in alive.items() if not reference.expired())
+            return output.sum(1)
+
+        ClippedGradients(model, watching, max_grad_norm=1.0).accumulate(torch.randn(3, 4))
+        return found
+
+    assert survivors({"1.weight", "3.weight"}) == {"first", "second"}
+    assert survivors({"3.weight"}) == {"second"}
+    assert survivors({"1.bias", "3.bias"}) == set()
+
+
 def test_frozen_layers_before_the_first_trainable_one_are_not_backpropagated():
     class Reports(torch.autograd.Function):
         reached = False
@@ -310,3 +359,31 @@ def test_forced_ways_are_taken(capsys):
         assert way in engine.explain().splitlines()[1].split()
     with pytest.raises(InputError, match="'ghost', 'keep', 'drop'"):
         ClippedGradients(nn.Conv2d(2, 3, 3), loss, max_grad_norm=1.0, way="forget")
+
+
+def test_norms_are_taken_in_full_precision_and_the_settings_come_back():
+    seen = []
+
+    class Spy(nn.Module):
+        """A layer without a family: torch.func repeats its forward where norms are taken."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append((torch.backends.mkldnn.matmul.fp32_precision, torch.is_autocast_enabled("cpu")))
+            return x * self.weight
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        engine = ClippedGradients(Spy(), loss, max_grad_norm=1.0)
+        with torch.autocast("cpu", dtype=torch.float16):  # no products in this model
+            engine.accumulate(torch.randn(3, 4))
+            assert torch.is_autocast_enabled("cpu")
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert ("tf32", True) in seen  # the user's own forward
+    assert seen[-1] == ("ieee", False)  # the repetition for norms

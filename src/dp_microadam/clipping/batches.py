@@ -47,7 +47,9 @@ def synthetic(batch: Any, count: int, seed: int) -> Any:
         shape = (count, *leaf.shape[1:])
         if leaf.is_floating_point() or leaf.is_complex():
             return torch.rand(shape, generator=generator).to(device=leaf.device, dtype=leaf.dtype)
-        return torch.randint(2, shape, generator=generator).to(device=leaf.device, dtype=leaf.dtype)
+        values = torch.randint(2, shape, generator=generator)
+        values[1::2] = 1 - values[: count - count % 2 : 2]  # each odd row differs everywhere from the row before it
+        return values.to(device=leaf.device, dtype=leaf.dtype)
 
     return tree_map(like, batch)
 

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from dp_microadam.clipping.cost import Shapes, choose
 from dp_microadam.clipping.folding import FoldedFactors
-from dp_microadam.clipping.linear import cancelled_magnitude
-from dp_microadam.clipping.outer_product import Factors, OuterProductSum, dot_rows
+from dp_microadam.clipping.outer_product import Factors, Measured, OuterProductSum, measured_by_grams
 from dp_microadam.clipping.rule import (
     GradientRows,
     LayerCall,
@@ -94,12 +93,10 @@ class ConvolutionFactors(Factors):
         scaled = self.deltas * coefficients.view(-1, *[1] * (self.deltas.dim() - 1))
         return weight_gradient(self.inputs, scaled, self.geometry.weight_shape, self.geometry, self.geometry.groups)
 
-    def ghost(self) -> tuple[Tensor, Tensor]:
+    def ghost(self) -> Measured:
         by_shifts = all(step == 1 for step in self.geometry.stride)
         inputs, deltas = self._grams_by_shifts() if by_shifts else self._grams_by_offsets()
-        batch, groups = len(self), self.geometry.groups
-        magnitudes = cancelled_magnitude(inputs, deltas).view(batch, groups).sum(1)
-        return dot_rows(inputs, deltas).view(batch, groups).sum(1), magnitudes
+        return measured_by_grams(inputs, deltas, len(self))
 
     def _grouped(self, tensor: Tensor) -> Tensor:
         """(B·G, channels of a group, *image)."""

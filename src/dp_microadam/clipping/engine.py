@@ -238,12 +238,15 @@ class ClippedGradients:
         usable = torch.isfinite(norms)
         removed = torch.nonzero(~usable).flatten()
         coefficients = self._coefficients_of_parts(parts, norms, usable)
+        totals: dict[str, Tensor] = {}
         while parts:
             part = parts.pop()  # its memory is free once its sum is taken
             if len(removed):
                 part.call.remove(removed)
             for key, total in part.call.clipped_sums(coefficients.pop().to(part.squared.dtype)).items():
-                self._sums[part.names[key]] += total
+                totals[part.names[key]] = total
+        for name, total in totals.items():  # all of them or, on an error above, none
+            self._sums[name] += total
         return norms
 
     def _coefficients_of_parts(self, parts: list[Part], norms: Tensor, usable: Tensor) -> list[Tensor]:

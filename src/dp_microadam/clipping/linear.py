@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_microadam.clipping.cost import Shapes, choose
-from dp_microadam.clipping.outer_product import Factors, OuterProductSum, dot_rows, squared_norms
+from dp_microadam.clipping.outer_product import Factors, Measured, OuterProductSum, measured_by_grams, squared_norms
 from dp_microadam.clipping.rule import GradientRows, LayerCall, LayerRule, UnchangedInput, at_least_float32
 
 
@@ -19,13 +19,14 @@ class LinearFactors(Factors):
     def gradient_size(self) -> int:
         return self.inputs.shape[2] * self.deltas.shape[2]
 
-    def ghost(self) -> tuple[Tensor, Tensor]:
+    def ghost(self) -> Measured:
         if self.inputs.shape[1] == 1:  # one outer product: ‖δaᵀ‖ = ‖δ‖‖a‖, and nothing can cancel
-            norms = squared_norms(self.inputs) * squared_norms(self.deltas)
-            return norms, norms
-        inputs = self.inputs @ self.inputs.transpose(1, 2)
-        deltas = self.deltas @ self.deltas.transpose(1, 2)
-        return dot_rows(inputs, deltas), cancelled_magnitude(inputs, deltas)
+            inputs, deltas = squared_norms(self.inputs), squared_norms(self.deltas)
+            norms = inputs * deltas
+            return Measured(norms, norms, inputs + deltas)
+        return measured_by_grams(
+            self.inputs @ self.inputs.transpose(1, 2), self.deltas @ self.deltas.transpose(1, 2), len(self)
+        )
 
     def per_example(self, rows: slice | Tensor) -> Tensor:
         return self.deltas[rows].transpose(1, 2) @ self.inputs[rows]
@@ -33,12 +34,6 @@ class LinearFactors(Factors):
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         scaled = self.deltas * coefficients.view(-1, 1, 1)
         return scaled.flatten(0, 1).t() @ self.inputs.flatten(0, 1)
-
-
-def cancelled_magnitude(input_gram: Tensor, delta_gram: Tensor) -> Tensor:
-    """(Σₜ ‖aₜ‖‖δₜ‖)² from the diagonals of two batches of Gram matrices."""
-    diagonals = input_gram.diagonal(dim1=-2, dim2=-1) * delta_gram.diagonal(dim1=-2, dim2=-1)
-    return diagonals.clamp(min=0).sqrt().sum(-1).square()
 
 
 class LinearCall(LayerCall):

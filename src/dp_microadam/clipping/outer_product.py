@@ -4,28 +4,46 @@ Norms are never under-estimated. Three things could make the norm smaller than t
 
 - a Gram matrix product ‖gᵢ‖² = Σₜₜ' (aₜ·aₜ')(δₜ·δₜ') whose terms cancel;
 - two kernels that round differently, one for the norm and one for the sum, where the terms of gᵢ itself cancel;
-- a difference of norms (weight standardization) that cancels.
+- a difference of norms (weight standardization) that cancels;
+- squares too small for their type, as those of a tiny input that meets a huge output gradient.
 
-Each example comes with a bound on the magnitude that was cancelled. Where the squared norm is below ``CANCELLATION``
-of it, the example's gradient is formed explicitly, its norm is taken from that tensor, and that same tensor, not the
-fast kernel's, enters the sum. Elsewhere rounding is amplified by at most 1/√CANCELLATION ≈ 32, which keeps float32
-within 1e-5.
+Each example comes with a bound on the magnitude that was cancelled and with the size of what was squared. Where the
+squared norm is below ``CANCELLATION`` of it, the example's gradient is formed explicitly, its norm is taken from that
+tensor, and that same tensor, not the fast kernel's, enters the sum. Elsewhere rounding is amplified by at most
+1/√CANCELLATION ≈ 32, which keeps float32 within 1e-5.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 CANCELLATION = 1e-3
 
+# A squared norm below this many times the smallest number, relative to ‖a‖² + ‖δ‖², may be what vanished squares
+# left. It allows for 1e10 sums of such squares and six digits.
+UNDERFLOW = 1e16
+
 # Elements of the per-example gradients formed at once. On CPU a piece should stay in the last cache; a GPU wants more
 # work per launch.
 PIECE_CPU = 1 << 20
 PIECE_GPU = 1 << 26
+
+
+class Measured(NamedTuple):
+    """Squared norms of examples, and whether to trust them."""
+
+    norms: Tensor
+    magnitude: Tensor  # what they may be small differences of
+    extent: Tensor  # ‖a‖² + ‖δ‖², by which squares that vanish are judged
+
+    def doubtful(self) -> Tensor:
+        floor = UNDERFLOW * torch.finfo(self.norms.dtype).tiny
+        return (self.norms < CANCELLATION * self.magnitude) | (self.norms < floor * self.extent)
 
 
 class Factors(ABC):
@@ -45,8 +63,8 @@ class Factors(ABC):
         """Number of elements of one gᵢ."""
 
     @abstractmethod
-    def ghost(self) -> tuple[Tensor, Tensor]:
-        """‖gᵢ‖² from Gram matrices, and (Σₜ ‖aₜ‖‖δₜ‖)², which bounds what may have cancelled."""
+    def ghost(self) -> Measured:
+        """‖gᵢ‖² from Gram matrices, with (Σₜ ‖aₜ‖‖δₜ‖)² as what may have cancelled."""
 
     @abstractmethod
     def per_example(self, rows: slice | Tensor) -> Tensor:
@@ -55,10 +73,6 @@ class Factors(ABC):
     @abstractmethod
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         """Σᵢ cᵢgᵢ by the library's ordinary weight-gradient kernel."""
-
-    def magnitude(self) -> Tensor:
-        """‖a‖²‖δ‖² ≥ ‖gᵢ‖² for each example: a cheaper bound than that of ``ghost``."""
-        return squared_norms(self.inputs) * squared_norms(self.deltas)
 
     def remove(self, rows: Tensor) -> None:
         self.inputs = self.inputs.index_fill(0, rows, 0)
@@ -72,9 +86,20 @@ def squared_norms(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows.flatten(2), dim=2).square().sum(1)
 
 
-def dot_rows(left: Tensor, right: Tensor) -> Tensor:
-    """Σ left·right for each row."""
-    return (left * right).flatten(1).sum(1)
+def measured_by_grams(inputs: Tensor, deltas: Tensor, examples: int) -> Measured:
+    """Norms from Gram matrices (examples × groups, T, T) of inputs and output gradients; groups add up."""
+
+    def of_examples(values: Tensor) -> Tensor:
+        return values.view(examples, -1).sum(1)
+
+    input_squares = inputs.diagonal(dim1=1, dim2=2).clamp(min=0)
+    delta_squares = deltas.diagonal(dim1=1, dim2=2).clamp(min=0)
+    lengths = (input_squares.sqrt() * delta_squares.sqrt()).sum(1)
+    return Measured(
+        of_examples((inputs * deltas).sum((1, 2))),
+        of_examples(lengths.square()),
+        of_examples(input_squares) + of_examples(delta_squares),
+    )
 
 
 class OuterProductSum:
@@ -95,8 +120,9 @@ class OuterProductSum:
 
     def squared_norms(self) -> Tensor:
         """Squared norm of each example's final gradient."""
-        norms, magnitude = self._ghost_norms() if self._way == "ghost" else self._direct_norms()
-        self._exceptions = torch.nonzero(norms < CANCELLATION * magnitude).flatten()
+        measured = self.ghost_norms() if self._way == "ghost" else self._direct_norms()
+        norms = measured.norms
+        self._exceptions = self._not_zero(torch.nonzero(measured.doubtful()).flatten())
         for rows in self._exception_pieces():
             explicit = self.finished(self.factors.per_example(rows))
             norms[rows] = squared_norms(explicit)
@@ -141,19 +167,25 @@ class OuterProductSum:
         norms = squared_norms(gradients)
         return norms, norms
 
-    def magnitude(self) -> Tensor:
-        """What may have cancelled in a gradient that one kernel measures and another one sums."""
-        return self.factors.magnitude()
+    def ghost_norms(self) -> Measured:
+        return self.factors.ghost()
+
+    def scaled_deltas(self) -> Tensor:
+        """Output gradients in the units of the final gradient."""
+        return self.factors.deltas
 
     @property
     def factors(self) -> Factors:
         assert self._factors is not None, "factors are let go once gradients are kept"
         return self._factors
 
-    def _ghost_norms(self) -> tuple[Tensor, Tensor]:
-        return self.factors.ghost()
+    def _not_zero(self, rows: Tensor) -> Tensor:
+        """Those of the examples that have a gradient at all: zero is not a doubtful norm."""
+        if len(rows) == 0:
+            return rows
+        return rows[self.factors.deltas[rows].flatten(1).any(1)]
 
-    def _direct_norms(self) -> tuple[Tensor, Tensor]:
+    def _direct_norms(self) -> Measured:
         norms, magnitudes = [], []
         step = self._piece
         for start in range(0, self._count, step):
@@ -163,8 +195,11 @@ class OuterProductSum:
             magnitudes.append(magnitude)
             if self._way == "keep":
                 self._kept.append(gradients)
-        magnitude = torch.cat(magnitudes)
-        return torch.cat(norms), magnitude if self._way == "keep" else magnitude.maximum(self.magnitude())
+        found, magnitude = torch.cat(norms), torch.cat(magnitudes)
+        if self._way == "keep":  # the tensor that is measured is the one that is summed
+            return Measured(found, magnitude, torch.zeros_like(found))
+        inputs, deltas = squared_norms(self.factors.inputs), squared_norms(self.scaled_deltas())
+        return Measured(found, magnitude.maximum(inputs * deltas), inputs + deltas)
 
     def _weigh_kept(self, coefficients: Tensor) -> Tensor:
         total = torch.zeros_like(self._kept[0][0])

@@ -15,8 +15,7 @@ examples on some inputs only is outside this proof.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from dp_microadam.clipping.passes import parts_of
 from dp_microadam.clipping.precision import full_precision
 from dp_microadam.clipping.recording import Observed, Recording, Use
 from dp_microadam.clipping.rows import LEARNING_SIZES, Relearn
+from dp_microadam.clipping.undisturbed import Rewind, undisturbed
 from dp_microadam.errors import InputError
 
 PerExampleLoss = Callable[[nn.Module, Any], Tensor]
@@ -66,39 +66,18 @@ def prove(
     were. Fills ``observed.table``. ``precision`` is the relative error of the products in the model, if it is
     coarser than that of its parameters.
     """
-    # The middle one of the examples has neighbours on both sides.
     examples = synthetic(batch, max(_FEWEST, batch_size(batch)), seed=0) if given is None else given
     count = batch_size(examples)
     if count < _FEWEST:
         raise InputError(f"synthetic_batch holds {count} examples; it must hold at least {_FEWEST}")
     proof = _Proof(model, per_example_loss, observed, precision)
-    with _undisturbed(model) as rewind:
-        proof.examples_do_not_mix(examples, count // 2, rewind)
+    row = (count // 2 - 1) | 1  # odd, so that it differs from the row before it, and with neighbours on both sides
+    with undisturbed(model) as rewind:
+        proof.examples_do_not_mix(examples, row, rewind)
         proof.every_parameter_is_seen(examples, rewind)
-        proof.rows_are_owned(examples, count // 2, rewind)
+        proof.rows_are_owned(examples, row, rewind)
         # A different batch size: what has one row per example by coincidence in one run has not in the other.
         proof.gradients_are_exact(rows_of(examples, _FEWEST - 1), rewind)
-
-
-@contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[Callable[[int], None]]:
-    """Yields a function that rewinds buffers and random streams; restores both at the end."""
-    buffers = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()}
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-
-    def rewind(seed: int = 0) -> None:
-        with torch.no_grad():
-            for buffer, value in buffers.values():
-                buffer.copy_(value)
-        torch.manual_seed(seed)
-
-    with torch.random.fork_rng(devices=[index for index in devices if index is not None]):
-        try:
-            yield rewind
-        finally:
-            with torch.no_grad():
-                for buffer, value in buffers.values():
-                    buffer.copy_(value)
 
 
 class _Proof:
@@ -108,7 +87,7 @@ class _Proof:
         self._observed = observed
         self._precision = precision
 
-    def examples_do_not_mix(self, batch: Any, row: int, rewind: Callable[[int], None]) -> None:
+    def examples_do_not_mix(self, batch: Any, row: int, rewind: Rewind) -> None:
         """Change one example: the other losses stay, and so does every buffer."""
         results = []
         for version in (batch, with_another_example(batch, row)):
@@ -137,7 +116,7 @@ class _Proof:
                     "keeps no statistics, or call its eval()"
                 )
 
-    def every_parameter_is_seen(self, batch: Any, rewind: Callable[[int], None]) -> None:
+    def every_parameter_is_seen(self, batch: Any, rewind: Rewind) -> None:
         """Learns at the same time which tensors have rows for each example."""
         table = self._observed.table
         table.learning = True
@@ -156,7 +135,7 @@ class _Proof:
                 "requires_grad_(False)"
             )
 
-    def _unseen(self, batch: Any, rewind: Callable[[int], None]) -> list[str]:
+    def _unseen(self, batch: Any, rewind: Rewind) -> list[str]:
         unseen = list(self._observed.parameters)
         for seed in range(_PASSES_TO_BE_SEEN):
             for size in LEARNING_SIZES:
@@ -168,7 +147,7 @@ class _Proof:
                 break
         return unseen
 
-    def rows_are_owned(self, batch: Any, row: int, rewind: Callable[[int], None]) -> None:
+    def rows_are_owned(self, batch: Any, row: int, rewind: Rewind) -> None:
         def check(use: Use, gradient: Tensor) -> None:
             rows = gradient.unflatten(0, (-1, use.call.rows_per_example))
             others = torch.arange(len(rows), device=gradient.device) != row
@@ -186,7 +165,7 @@ class _Proof:
             one[row] = 1
             recording.backward(losses, one)
 
-    def gradients_are_exact(self, batch: Any, rewind: Callable[[int], None]) -> None:
+    def gradients_are_exact(self, batch: Any, rewind: Rewind) -> None:
         count = batch_size(batch)
         rewind(0)
         parts, detached = parts_of(self._observed, lambda: losses_of(self._model, self._loss, batch), count)

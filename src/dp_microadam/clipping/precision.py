@@ -1,4 +1,4 @@
-"""Full float32 for norms and clipped sums, whatever the model is allowed for its own products."""
+"""Full precision for norms and clipped sums, whatever the model is allowed for its own products."""
 
 from __future__ import annotations
 
@@ -10,34 +10,28 @@ import torch
 from torch import Tensor, nn
 
 
+def _switches() -> list[tuple[Any, str, Any]]:
+    """Where torch decides how precise float32 products are, and the value that means full precision."""
+    backends: Any = torch.backends
+    places = [backends.cuda.matmul]
+    if not hasattr(places[0], "fp32_precision"):  # before torch 2.9
+        return [(place, "allow_tf32", False) for place in (*places, backends.cudnn)]
+    places += [backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv]
+    return [(place, "fp32_precision", "ieee") for place in places]
+
+
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """No autocast and no TF32 inside; both are as they were outside afterwards.
+    """No autocast, TF32 or bfloat16 products inside; all switches are as they were afterwards.
 
     TF32 keeps ten bits of the mantissa: a norm could then be under-estimated by a thousandth.
     """
-    if device.type != "cuda":
-        with torch.autocast(device.type, enabled=False):
-            yield
-        return
-    matmul, convolution = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    switches = _switches()
+    before = [getattr(place, name) for place, name, _ in switches]
     try:
+        for place, name, full in switches:
+            setattr(place, name, full)
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, convolution
-
-
-def autocasting(
-    per_example_loss: Callable[[nn.Module, Any], Tensor], device: torch.device, dtype: torch.dtype | None
-) -> Callable[[nn.Module, Any], Tensor]:
-    """The same loss with the model's products in ``dtype``; the backward pass follows the forward's precision."""
-    if dtype is None:
-        return per_example_loss
-
-    def under_autocast(model: nn.Module, batch: Any) -> Tensor:
-        with torch.autocast(device.type, dtype=dtype):
-            return per_example_loss(model, batch)
-
-    return under_autocast
+"""Full precision for norms and clipped sums, whatever the model is allowed for its own products."""

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dp_microadam.clipping.convolution import ConvolutionFactors, ConvolutionRule, geometry_of, padded_shape
-from dp_microadam.clipping.outer_product import Factors, OuterProductSum, squared_norms
+from dp_microadam.clipping.outer_product import Factors, Measured, OuterProductSum, squared_norms
 from dp_microadam.clipping.rule import GradientRows, LayerCall, UnchangedInput, at_least_float32, folded
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 
@@ -92,23 +92,20 @@ class StandardizedSum(OuterProductSum):
         self._along_filter.append(along_filter)
         return self._projection.squared_norms(whole, along_ones, along_filter), whole
 
-    def magnitude(self) -> Tensor:
-        rows = self.factors.rows_per_example
-        return folded(squared_norms(self.factors.inputs), rows) * folded(squared_norms(self._scaled_deltas()), rows)
+    def scaled_deltas(self) -> Tensor:
+        slope = self._projection.slope.repeat(self.factors.rows_per_example)
+        return self.factors.deltas * slope.view(-1, 1, 1)
 
-    def _ghost_norms(self) -> tuple[Tensor, Tensor]:
+    def ghost_norms(self) -> Measured:
         factors = self.factors
         assert isinstance(factors, ConvolutionFactors)
         assert self._ungained is not None
         along_filter = (factors.deltas * self._ungained).flatten(2).sum(2)
         self._ungained = None
         self._along_filter.append(along_filter)
-        whole, magnitude = ConvolutionFactors(factors.inputs, self._scaled_deltas(), factors.geometry).ghost()
-        norms = self._projection.squared_norms(whole, sums_of_gradients(factors), along_filter)
-        return norms, magnitude.maximum(whole)
-
-    def _scaled_deltas(self) -> Tensor:
-        return self.factors.deltas * self._projection.slope.view(-1, 1, 1)
+        whole = ConvolutionFactors(factors.inputs, self.scaled_deltas(), factors.geometry).ghost()
+        norms = self._projection.squared_norms(whole.norms, sums_of_gradients(factors), along_filter)
+        return Measured(norms, whole.magnitude.maximum(whole.norms), whole.extent)
 
 
 def sums_of_gradients(factors: ConvolutionFactors) -> Tensor:
