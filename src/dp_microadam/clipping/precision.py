@@ -34,4 +34,19 @@ def full_precision(device: torch.device) -> Iterator[None]:
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-"""Full precision for norms and clipped sums, whatever the model is allowed for its own products."""
+        for (place, name, _), value in zip(switches, before, strict=True):
+            setattr(place, name, value)
+
+
+def autocasting(
+    per_example_loss: Callable[[nn.Module, Any], Tensor], device: torch.device, dtype: torch.dtype | None
+) -> Callable[[nn.Module, Any], Tensor]:
+    """The same loss with the model's products in ``dtype``; the backward pass follows the forward's precision."""
+    if dtype is None:
+        return per_example_loss
+
+    def under_autocast(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast(device.type, dtype=dtype):
+            return per_example_loss(model, batch)
+
+    return under_autocast
