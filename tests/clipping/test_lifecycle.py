@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import handle_torch_function, has_torch_function
 
 from dp_microadam import ClippedGradients, InputError, models
 from dp_microadam.clipping.per_example import clipped_sum
