@@ -68,6 +68,7 @@ def parts_of(
         with torch.no_grad(), full_precision(losses.device):
             factors = _combined(observed, scales, row_masks)
             parts.extend(_joint_part(members, factors, count) for members in connected(held))
+        held.clear()  # the closure above would keep activations alive until the next collection of cycles
     return parts, losses.detach()
 
 
