@@ -56,6 +56,8 @@ class JointCall:
             if keep is not None:
                 keep.append(gradients)
         self._kept = keep
+        if keep is not None:
+            self._members = []  # inputs and output gradients are free
         return torch.cat(norms)
 
     def clipped_sums(self, coefficients: Tensor) -> Mapping[str, Tensor]:

@@ -49,24 +49,24 @@ def parts_of(
     """
     parts: list[Part] = []
     held: list[Held] = []
+    factors = _combined(observed, scales, row_masks)
 
     def arrived(use: Use, gradient: Tensor) -> None:
         names = set(use.names.values())
-        single = all(recording.uses[name] == 1 for name in names)
-        needs_mask = not names.isdisjoint(row_masks)
-        if not single or not names.isdisjoint(scales) or (needs_mask and not use.call.masks_rows):
-            held.append(Held(use, gradient))
-            return
-        use.call.row_masks = {key: row_masks[name] for key, name in use.names.items() if name in row_masks}
         with torch.no_grad(), full_precision(gradient.device):
-            parts.append(Part(use.call, use.names, use.call.squared_norms(gradient)))
+            if any(recording.uses[name] > 1 for name in names):
+                held.append(Held(use, gradient))
+            elif not names.isdisjoint(scales) or not (use.call.masks_rows or names.isdisjoint(row_masks)):
+                parts.append(_joint_part([Held(use, gradient)], factors, count))
+            else:
+                use.call.row_masks = {key: row_masks[name] for key, name in use.names.items() if name in row_masks}
+                parts.append(Part(use.call, use.names, use.call.squared_norms(gradient)))
 
     with Recording(observed, count, arrived) as recording:
         losses = losses_of_batch()
         if losses.requires_grad:  # every trainable layer may have been skipped at random
             recording.backward(losses, torch.ones_like(losses))
         with torch.no_grad(), full_precision(losses.device):
-            factors = _combined(observed, scales, row_masks)
             parts.extend(_joint_part(members, factors, count) for members in connected(held))
         held.clear()  # the closure above would keep activations alive until the next collection of cycles
     return parts, losses.detach()
