@@ -310,7 +310,7 @@ def measure_layers(size: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """Time and memory per example over the physical batch, one column per model."""
+    """Time and memory over the physical batch, one column per model."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -318,9 +318,13 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
 
     names = list(dict.fromkeys(row["model"] for row in results))
     figure, axes = plt.subplots(2, len(names), figsize=(4.2 * len(names), 7), squeeze=False, sharex=True)
-    quantities = (("seconds", 1e3, "ms per example"), ("peak_bytes", 1e-6, "peak MB per example"))
+    # Ratios within a round survive a machine whose load changes between batch sizes; seconds would not.
+    quantities = (
+        ("processor time ÷ non-private", lambda row: row["processor_ratio"]),
+        ("peak MB per example", lambda row: row["peak_bytes"] / row["batch"] / 1e6),
+    )
     for column, name in enumerate(names):
-        for line, (key, unit, label) in enumerate(quantities):
+        for line, (label, quantity) in enumerate(quantities):
             axis = axes[line][column]
             for index, method in enumerate(METHODS):
                 rows = [row for row in results if row["model"] == name and row["method"] == method]
@@ -328,14 +332,14 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
                 if rows:
                     axis.plot(
                         [row["batch"] for row in rows],
-                        [unit * row[key] / row["batch"] for row in rows],
+                        [quantity(row) for row in rows],
                         marker="o",
                         color=f"C{index}",
                         linewidth=2.5 if method == "ours" else 1.5,
                         label=method,
                     )
             axis.set_xscale("log", base=2)
-            axis.set_yscale("log")
+            axis.set_ylim(0, 1.08 * axis.get_ylim()[1])
             axis.set_xticks(sorted({row["batch"] for row in results}))
             axis.xaxis.set_major_formatter("{x:.0f}")
             axis.grid(True, which="both", alpha=0.25)

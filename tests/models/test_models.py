@@ -46,7 +46,7 @@ def test_an_activation_comes_before_each_normalization():
     seen = []
     for module in model.modules():
         if isinstance(module, nn.GroupNorm):
-            module.register_forward_pre_hook(lambda _, args: seen.append(float(args[0].min())))
+            module.register_forward_pre_hook(lambda _, args: seen.append(args[0].min().item()))
     model(torch.randn(2, 3, 16, 16))
     assert seen
     assert min(seen) == 0
