@@ -4,7 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: test test-all lint clean
+.PHONY: demo test test-all lint clean
+
+# A private model on real handwritten digits, in minutes and without a download.
+demo: $(VENV)/.ready-demo
+	$(BIN)/dp-microadam train
 
 test: $(VENV)/.ready-test lint
 	$(BIN)/python -m pytest -n 2

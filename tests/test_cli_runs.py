@@ -88,12 +88,8 @@ def test_exported_weights_load_in_plain_pytorch(finished_run, tmp_path, capsys):
 
     output = tmp_path / "export"
     assert main(["export", str(finished_run), "--output", str(output)]) == 0
-    assert {path.name for path in output.iterdir()} == {
-        "model.safetensors",
-        "model_ema.safetensors",
-        "README.md",
-        "privacy.json",
-    }
+    weights = {"model.safetensors", "model_ema.safetensors"}
+    assert {path.name for path in output.iterdir()} == weights | {"README.md", "privacy.json", "privacy.txt"}
     digits = data.load("digits", None)
     model = models.build("mlp", 10, (1, 28, 28))
     model.load_state_dict(load_file(output / "model_ema.safetensors"))
@@ -105,6 +101,17 @@ def test_exported_weights_load_in_plain_pytorch(finished_run, tmp_path, capsys):
     card = (output / "README.md").read_text()
     assert "differentially private" in card
     assert "test accuracy" in card
+
+
+def test_an_export_states_what_the_ledger_says_not_what_was_written_before(tmp_path):
+    run, output = tmp_path / "run", tmp_path / "export"
+    assert main(["train", "demo", *QUICK, "--run-dir", str(run)]) == 0
+    stale = json.loads((run / "privacy.json").read_text())
+    (run / "privacy.json").write_text(json.dumps({**stale, "epsilon": 0.01, "steps_done": 1}))
+    (run / "privacy.txt").write_text("PRIVATE. (0.01, 1e-05)")
+    assert main(["export", str(run), "--output", str(output)]) == 0
+    assert json.loads((output / "privacy.json").read_text())["epsilon"] == stale["epsilon"]
+    assert "0.01" not in (output / "privacy.txt").read_text().splitlines()[0]
 
 
 def test_export_refuses_to_overwrite(finished_run, tmp_path, capsys):

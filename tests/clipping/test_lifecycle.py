@@ -138,20 +138,13 @@ def test_sums_handed_out_survive_a_reset():
     assert float(handed_out["6.weight"].norm()) == norm > 0
 
 
-def test_the_ownership_proof_disturbs_neither_random_streams_nor_buffers():
-    class Counting(nn.Module):
-        """Counts its calls: a buffer that depends on no example."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("calls", torch.zeros(()))
-
+def test_the_ownership_proof_does_not_disturb_random_streams():
+    class Draws(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
             return x * (1 + random.random()) * (1 + np.random.random())  # noqa: NPY002
 
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), Counting(), nn.Linear(4, 2))
-    x = torch.randn(3, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), Draws(), nn.Linear(4, 2))
+    x = torch.randn(5, 4)
     engine = ClippedGradients(model, loss, max_grad_norm=1.0)
 
     def seed() -> None:
@@ -166,7 +159,6 @@ def test_the_ownership_proof_disturbs_neither_random_streams_nor_buffers():
     engine.accumulate(x)  # proves, then draws one mask
     after_proof_and_step = draw()
     first = {name: part.clone() for name, part in engine.sums.items()}
-    assert float(model[2].calls) == 1
     seed()
     engine.reset()
     engine.accumulate(x)  # draws one mask

@@ -99,6 +99,14 @@ def test_a_seeded_step_is_repeatable_and_steps_and_tensors_differ():
     assert "not private" in repr(one)
 
 
+def test_seeded_noise_is_drawn_for_the_purpose_noise_and_the_tensors_name():
+    """So that no tensor's name can make its noise and the sample of a step come from the same stream."""
+    mechanism = GaussianMechanism(1.0, 1.0, 1, randomness=Randomness.seeded(3))
+    mean = mechanism.privatize({"sampling": torch.zeros(100)}, step=2)["sampling"]
+    assert torch.equal(mean, Randomness.seeded(3).normals("noise sampling", 2, 100))
+    assert not torch.equal(mean, Randomness.seeded(3).normals("sampling", 2, 100))
+
+
 def test_noise_of_successive_steps_is_independent():
     mechanism = GaussianMechanism(1.0, 1.0, 1)
     a, b = (mechanism.privatize(ZEROS, step=step)["weight"].double() for step in (0, 1))

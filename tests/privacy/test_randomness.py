@@ -44,6 +44,12 @@ def test_every_bit_of_the_operating_systems_entropy_reaches_the_noise(monkeypatc
     assert len(drawn) == 257
 
 
+@pytest.mark.parametrize("generate", [module._statistical_bits, module._aes_bits])
+def test_the_generators_use_every_bit_of_their_key(generate):
+    keys = [(1 << bit).to_bytes(32, "little") for bit in range(256)]
+    assert len({tuple(generate(key, 4).tolist()) for key in keys}) == 256
+
+
 @pytest.mark.parametrize("make", SOURCES)
 def test_two_runs_and_two_draws_differ(make):
     one, other = make(), make()
@@ -142,7 +148,7 @@ def test_noise_is_independent_between_steps_tensors_and_neighbours(make):
     source = make()
     a, b = source.normals("a", 0, count, torch.float64), source.normals("a", 1, count, torch.float64)
     c = source.normals("b", 0, count, torch.float64)
-    half = 1 << 15  # cosines and sines of one block come from the same radii
+    half = module._BLOCK // 2  # cosines and sines of one block come from the same radii
     bound = stats.norm.isf(ALARM / 2) / np.sqrt(count - half)
     for x, y in [(a, b), (a, c), (a[:-1], a[1:]), (a[:-half], a[half:])]:
         for f in (lambda v: v, lambda v: (v**2 - 1) / np.sqrt(2)):

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from dp_microadam import InputError, PrivacyPlan
+from dp_microadam import InputError, PrivacyError, PrivacyPlan
 from dp_microadam.clipping.per_example import clipped_sum
 from dp_microadam.privacy.ledger import read_ledger
 from dp_microadam.training.evaluation import class_loss
@@ -306,3 +306,102 @@ def test_callbacks_learn_public_facts_only(make_trainer, training_part):
     assert [(report.step, report.steps) for report in reports] == [(1, 3), (2, 3), (3, 3)]
     assert reports[-1].epsilon == pytest.approx(trainer.plan.epsilon)
     assert set(vars(reports[0])) == {"step", "steps", "epsilon", "learning_rate", "metrics"}
+
+
+def test_dropout_cannot_be_predicted_from_a_seed_set_before(make_trainer, training_part):
+    # Weights, sample and noise are the same; only dropout differs between two runs that both begin with the same torch seed.
+    from dp_microadam.training.torch_randomness import unpredictable_torch
+
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        with unpredictable_torch():
+            drawn.append(torch.rand(4))
+        assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(0)))
+    assert not torch.equal(*drawn)
+
+
+def test_unpredictable_torch_draws_uniform_numbers():
+    # Dvoretzky–Kiefer–Wolfowitz with N = 1e6: beyond 0.0029 with probability at most 1e-7.
+    from dp_microadam.training.torch_randomness import unpredictable_torch
+
+    with unpredictable_torch():
+        drawn = torch.rand(1_000_000)
+    counts = torch.histc(drawn, bins=1000, min=0, max=1).double().cumsum(0) / 1e6
+    assert float((counts - torch.arange(1, 1001, dtype=torch.float64) / 1000).abs().max()) <= 0.0029 + 2.0**-24
+
+
+def test_a_step_leaves_the_caller_s_random_stream_alone(make_trainer, training_part):
+    trainer = make_trainer()
+    torch.manual_seed(3)
+    trainer.fit(training_part)
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(3)))
+
+
+def test_an_error_in_a_training_batch_is_spent_and_says_nothing_private(make_trainer, training_part):
+    labels = training_part[1].clone()
+    labels[:] = 41
+    trainer = make_trainer()
+    with pytest.raises(PrivacyError, match="could not be processed") as caught:
+        trainer.fit((training_part[0], labels))
+    assert "41" not in str(caught.value)
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+    assert read_ledger(trainer.folder.path).steps == 1
+
+
+def test_the_statement_never_claims_fewer_steps_than_what_it_covers(make_trainer, training_part, validation_part, monkeypatch):
+    trainer = make_trainer(steps=6, evaluate_every=2, checkpoint_every=100)
+    append, write = trainer.folder.append_metrics, trainer.checkpoints.write
+    covered = []
+
+    def claimed():
+        return json.loads((trainer.folder.path / "privacy.json").read_text())["steps_done"]
+
+    def checked_append(values):
+        covered.append((values["step"], claimed()))
+        append(values)
+
+    def checked_write(position, content):
+        covered.append((position, claimed()))
+        return write(position, content)
+
+    monkeypatch.setattr(trainer.folder, "append_metrics", checked_append)
+    monkeypatch.setattr(trainer.checkpoints, "write", checked_write)
+    trainer.fit(training_part, validation=validation_part)
+    assert [step for step, _ in covered] == [0, 2, 4, 6, 6]
+    assert all(claim >= step for step, claim in covered)
+
+
+def test_private_metrics_once_shown_stay_in_the_statement_after_a_resume(make_trainer, training_part, validation_part):
+    first = make_trainer(steps=6, evaluate_every=2, max_steps=3, show_private_metrics=True)
+    first.fit(training_part, validation=validation_part)
+    make_trainer(steps=6).resume().fit(training_part, validation=validation_part)
+    outside = json.loads((first.folder.path / "privacy.json").read_text())["outside_the_guarantee"]
+    assert any("training batches" in item for item in outside)
+
+
+def test_modules_stay_in_the_mode_they_are_given_in(make_trainer, training_part, validation_part):
+    model = torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Dropout(0.5).eval(), torch.nn.Linear(784, 10), torch.nn.Dropout(0.1)
+    )
+    make_trainer(model=model).fit(training_part, validation=validation_part)
+    assert [module.training for module in model] == [True, False, True, True]
+
+
+def test_validation_on_the_training_data_is_refused(make_trainer, training_part):
+    trainer = make_trainer()
+    with pytest.raises(InputError, match="validation is the training data itself"):
+        trainer.fit(training_part, validation=(training_part[0], training_part[1]))
+    assert not trainer.folder.path.exists()
+
+
+def test_examples_that_interact_are_refused_before_anything_is_written(make_trainer, training_part):
+    class Centred(torch.nn.Module):
+        def forward(self, batch):
+            return batch - batch.mean(0)
+
+    trainer = make_trainer(model=torch.nn.Sequential(torch.nn.Flatten(), Centred(), torch.nn.Linear(784, 10)))
+    with pytest.raises(InputError):
+        trainer.fit(training_part)
+    assert not trainer.folder.path.exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,44 +34,79 @@ def signature(batch: Any) -> tuple[Any, ...]:
     return tuple((leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else type(leaf) for leaf in tree_leaves(batch))
 
 
-def synthetic(batch: Any, count: int, seed: int) -> Any:
-    """``count`` random examples shaped like those of ``batch``; no value of the batch is looked at.
+def synthetic(batch: Any, count: int) -> tuple[Any, Any]:
+    """``count`` random examples shaped like those of ``batch``, and as many others; no value of the batch is looked at.
 
     Real numbers are uniform in [0, 1), where roots and logarithms exist; whole numbers are 0 or 1, which are valid
-    classes, tokens and masks.
+    classes, tokens and masks. Example i of the others differs from example i in every number.
     """
-    generator = torch.Generator().manual_seed(seed)
+    return _random(batch, count, flip=False), _random(batch, count, flip=True)
+
+
+def _random(batch: Any, count: int, *, flip: bool) -> Any:
+    whole = torch.Generator().manual_seed(0)
+    real = torch.Generator().manual_seed(int(flip))
 
     def like(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         shape = (count, *leaf.shape[1:])
         if leaf.is_floating_point() or leaf.is_complex():
-            return torch.rand(shape, generator=generator).to(device=leaf.device, dtype=leaf.dtype)
-        values = torch.randint(2, shape, generator=generator)
-        values[1::2] = 1 - values[: count - count % 2 : 2]  # each odd row differs everywhere from the row before it
-        return values.to(device=leaf.device, dtype=leaf.dtype)
+            return torch.rand(shape, generator=real).to(device=leaf.device, dtype=leaf.dtype)
+        bits = torch.randint(2, shape, generator=whole)
+        return (1 - bits if flip else bits).to(device=leaf.device, dtype=leaf.dtype)
 
     return tree_map(like, batch)
 
 
-def rows_of(batch: Any, count: int) -> Any:
-    """The first ``count`` examples, from the first again where there are fewer."""
+def repeated(given: Any, count: int) -> tuple[Any, Any]:
+    """``count`` examples of those given, from the start again where they do not suffice, and as many others.
 
-    def taken(leaf: Any) -> Any:
-        return leaf[torch.arange(count, device=leaf.device) % len(leaf)] if isinstance(leaf, Tensor) else leaf
+    Example i of the others is the given one that differs from example i in the largest part of its numbers.
+    """
+    size = batch_size(given)
+    differing = torch.zeros(size, size)
+    for leaf in tree_leaves(given):
+        if isinstance(leaf, Tensor):
+            rows = leaf.detach().reshape(size, -1).cpu()
+            differing += torch.stack([(rows != row).float().mean(1) for row in rows])
+    chosen = torch.arange(count) % size
+    return select(given, chosen), select(given, differing.argmax(1)[chosen])
 
-    return tree_map(taken, batch)
+
+def select(batch: Any, rows: Tensor) -> Any:
+    """The examples of these rows, in this order."""
+    return tree_map(lambda leaf: leaf[rows.to(leaf.device)] if isinstance(leaf, Tensor) else leaf, batch)
 
 
-def with_another_example(batch: Any, row: int) -> Any:
-    """A copy in which one example is replaced by the one before it."""
+def with_other_rows(batch: Any, others: Any, rows: Tensor) -> Any:
+    """A copy in which these rows are those of the others."""
 
-    def changed(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
+    def changed(leaf: Any, other: Any) -> Any:
+        return leaf.index_copy(0, rows.to(leaf.device), other[rows.to(leaf.device)]) if _is_tensor(leaf) else leaf
+
+    return tree_map(changed, batch, others)
+
+
+def scaled(batch: Any, factors: Sequence[float]) -> Any:
+    """Example i multiplied by factor i, in its real numbers; whole ones are classes, tokens and masks and stay."""
+
+    def multiplied(leaf: Any) -> Any:
+        if not _is_real(leaf):
             return leaf
-        leaf = leaf.clone()
-        leaf[row] = leaf[row - 1]
-        return leaf
+        return leaf * torch.tensor(factors).to(leaf).view(-1, *[1] * (leaf.dim() - 1))
 
-    return tree_map(changed, batch)
+    return tree_map(multiplied, batch)
+
+
+def in_double(batch: Any) -> Any:
+    """Real numbers in double precision."""
+    return tree_map(lambda leaf: leaf.double() if _is_real(leaf) and not leaf.is_complex() else leaf, batch)
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor)
+
+
+def _is_real(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())

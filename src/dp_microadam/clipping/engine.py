@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 from dp_microadam.clipping.batches import batch_size, detached, signature
 from dp_microadam.clipping.families import observe, refuse_batch_statistics
-from dp_microadam.clipping.ownership import PerExampleLoss, losses_of, prove
+from dp_microadam.clipping.kept_state import refuse_kept_examples
+from dp_microadam.clipping.ownership import PROVED_AT_FIRST, PerExampleLoss, losses_of, prove, prove_size
 from dp_microadam.clipping.passes import Part, parts_of
 from dp_microadam.clipping.precision import autocasting, full_precision
 from dp_microadam.clipping.recording import Observed
@@ -30,10 +32,13 @@ class ClippedGradients:
     Formal guarantees: for batches that differ by adding or removing one example, ``sums``, read as one vector over all
     parameters, differ by at most ``sensitivity`` in L2 norm (up to a relative 1e-5 of rounding), however the batch
     was cut into chunks. It holds for models in which examples do not interact; that is proved on synthetic data
-    before the first step (``ownership.py``), and such models are refused otherwise. An example whose gradient is not
-    finite, or whose squared norm overflows, contributes nothing. What ``accumulate`` returns, and ``sums`` before
-    noise, are private. With ``scale`` or ``row_masks`` all of this holds for the scaled gradients s⊙gᵢ: ``sums`` is
-    Σᵢ clip(s⊙gᵢ, C) and ``sensitivity`` is its sensitivity. Noise belongs there, before anything is divided by s.
+    before the first step (``ownership.py``), and such models are refused otherwise. Not proved is that they never
+    interact on values, at sizes or after numbers of calls that the proof does not try; ``ownership.py`` lists these. A
+    model that changes its own buffers or parameters while examples pass through it is refused at every call. An
+    example whose gradient is not finite, or whose squared norm overflows, contributes nothing. What ``accumulate``
+    returns, and ``sums`` before noise, are private. With ``scale`` or ``row_masks`` all of this holds for the scaled
+    gradients s⊙gᵢ: ``sums`` is Σᵢ clip(s⊙gᵢ, C) and ``sensitivity`` is its sensitivity. Noise belongs there, before
+    anything is divided by s.
 
     An example's gradient is the sum over all uses of a parameter, be it a layer that is called several times, a weight
     that layers share, or several rows of one example (views of an image, windows of an attention).
@@ -95,7 +100,9 @@ class ClippedGradients:
         if layer_weights is not None and clipping == "flat":
             raise InputError("layer_weights is given, but clipping is 'flat'; pass clipping='per-layer'")
         self._synthetic_batch = synthetic_batch
-        self._proved: dict[Any, Observed] = {}
+        # What was learned about the model, and the largest batch that was proved, by structure of the batch and mode.
+        self._proved: dict[Any, tuple[Observed, int]] = {}
+        self._calls = 0
         self._sums: dict[str, Tensor] = {}
         self._scale: dict[str, Tensor] = {}
         self._row_masks: dict[str, Tensor] = {}
@@ -185,15 +192,28 @@ class ClippedGradients:
             return torch.zeros(0, device=self._device)
         batch = detached(batch)
         with torch.enable_grad():
+            self._calls += 1
+            if self._calls >= 16 and self._calls.bit_count() == 1:
+                self._proved.clear()  # a model may begin to mix later: look again at calls 16, 32, 64, …
             observed = self._prove_once(batch)
-            parts, losses = parts_of(
-                observed, lambda: losses_of(self._model, self._loss, batch), count, self._scale, self._row_masks
-            )
+            losses_of_batch = partial(losses_of, self._model, self._loss, batch)
+            with refuse_kept_examples(self._model):
+                parts, losses = parts_of(observed, losses_of_batch, count, self._scale, self._row_masks)
             if not parts:
                 return torch.zeros(count, device=losses.device)
             self._accumulated = True
             with torch.no_grad(), full_precision(self._device):
                 return self._add_clipped(parts)
+
+    def prove(self, batch: Any) -> None:
+        """Prove now, on synthetic examples shaped like those of ``batch``, what ``accumulate`` would prove first.
+
+        A trainer can so refuse a model before it creates anything. Give it a batch as large as the largest chunk:
+        ``accumulate`` then repeats nothing for chunks of up to that size. No value of the batch is looked at.
+        """
+        self._refuse_changes()
+        with torch.enable_grad():
+            self._prove_once(detached(batch))
 
     def explain(self) -> str:
         """Print, and return, a table of the layers: the way taken, its estimated cost and what it keeps."""
@@ -230,8 +250,12 @@ class ClippedGradients:
             refuse_batch_statistics(self._model)
             observed = replace(self._observed, table=RowTable())
             prove(self._model, self._loss, observed, batch, self._synthetic_batch, self._precision)
-            self._proved[key] = observed
-        return self._proved[key]
+            self._proved[key] = observed, PROVED_AT_FIRST
+        observed, largest = self._proved[key]
+        if batch_size(batch) > largest:
+            prove_size(self._model, self._loss, observed, batch, self._synthetic_batch, self._precision)
+            self._proved[key] = observed, batch_size(batch)
+        return observed
 
     def _add_clipped(self, parts: list[Part]) -> Tensor:
         norms = torch.stack([part.squared for part in parts]).sum(0).sqrt()

@@ -66,7 +66,7 @@ def observe(model: nn.Module, way: str | None) -> Observed:
             rules[name].full_names = own
         if own and isinstance(module, nn.RNNBase):
             recurrent.append(module)
-    return Observed(rules, parameters, holders, recurrent, RowTable(), {})
+    return Observed(rules, parameters, holders, recurrent, way, RowTable(), {})
 
 
 def refuse_batch_statistics(model: nn.Module) -> None:

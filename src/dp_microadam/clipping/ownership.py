@@ -2,38 +2,87 @@
 
 Formal guarantees: after :func:`prove` has returned, on synthetic input of the batch's shape,
 
-- changing one example left every other example's loss as it was, so no layer, loss or statistic mixes examples, and no
-  buffer stores what it saw;
+- replacing one example by another, or taking it or two of them out, left every other example as it was: its loss, the
+  norm of its gradient in every layer, and a random projection of its output gradient at every use of a parameter. Tried
+  with three examples, for each of them; and with examples multiplied by 1000, 1 and 30 or by -30, 1 and -1000, where each was the
+  same alone as beside the others. So neither the place in the batch, nor its size, nor the range of its values decides.
+  It runs in double precision on a copy of the model, and what may differ is at most 1e-9 of the largest loss and 1e-7
+  of the largest gradient; a model that does not run in double throughout is proved as it is, to 1e-5 and 1e-3 in
+  float32, and to hardly anything in half precision;
+- nothing a checkpoint holds (parameters, buffers, extra state) was changed by a forward and backward pass;
 - the loss of one example alone had an output gradient in its own rows of every observed use of a parameter and in no
   other row, so these rows are the gradient of that example;
 - each example's gradient norm and the unclipped sum that the engine forms equal those of autograd, for every trainable
   parameter, so no parameter is used where it is not observed.
 
-Clipping rows then bounds what adding or removing one example changes. A model that decides by its input's values to mix
-examples on some inputs only is outside this proof.
+After :func:`prove_size` the first holds for the first, middle and last example of a batch of that very size too, all
+three replaced or taken out at once, at scale 1 and in the model's own precision.
+
+Clipping rows then bounds what adding or removing one example changes.
+
+Not proved, and outside the guarantee if it happens:
+
+- mixing on some inputs only: values beyond those tried (a threshold that no scale reaches; a class, token or integer
+  pixel other than 0 and 1), sizes between three and the largest proved (a model that mixes batches of exactly 17),
+  other lengths of the dimensions that are not the batch's;
+- mixing that begins later, after a number of calls or by a switch from outside: the engine repeats the proof at calls
+  16, 32, 64, …, so that it is refused, but steps taken until then were not bounded;
+- mixing weaker than the tolerances above;
+- mixing by random draws only, where these draws happen to mix nothing with the seed of the proof;
+- plain attributes, files and global variables in which a model stores examples without using them.
+
+Randomness: all compared passes start from one seed (of torch, ``random`` and NumPy). A replaced example leaves all
+shapes as they are, so dropout and stochastic depth draw what they drew before. Taking an example out would shift the
+stream; there, models that draw at all are compared with one draw for all rows (``one_draw.py``). A generator of the
+model's own is not rewound: examples then seem to change, and the model is refused. What examples draw is taken to be
+secret: whoever knows the seed of dropout sees the masks of all examples move when one of them is gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dp_microadam.clipping import attention, recurrent
-from dp_microadam.clipping.batches import batch_size, rows_of, synthetic, with_another_example
+from dp_microadam.clipping.batches import (
+    batch_size,
+    in_double,
+    repeated,
+    scaled,
+    select,
+    synthetic,
+    with_other_rows,
+)
+from dp_microadam.clipping.families import observe
+from dp_microadam.clipping.kept_state import KeptState
+from dp_microadam.clipping.one_draw import one_draw_for_all_rows
 from dp_microadam.clipping.passes import parts_of
 from dp_microadam.clipping.precision import full_precision
 from dp_microadam.clipping.recording import Observed, Recording, Use
 from dp_microadam.clipping.rows import LEARNING_SIZES, Relearn
+from dp_microadam.clipping.rule import at_least_float32
 from dp_microadam.clipping.undisturbed import Rewind, undisturbed
 from dp_microadam.errors import InputError
 
 PerExampleLoss = Callable[[nn.Module, Any], Tensor]
 Gradients = tuple[Tensor | None, ...]
 
-_FEWEST = 4
+# As many examples as most of the proof runs on: a first, a middle and a last one.
+PROVED_AT_FIRST = 3
+
+_FEWEST_GIVEN = 4
+
+# One example stays as it is: its loss is not saturated, and shows what the large ones do to it.
+_OTHER_SCALES = ((1e3, 1.0, 30.0), (-30.0, 1.0, -1e3))
 
 # A block may be skipped at random in training (stochastic depth): a layer counts as unused after this many passes.
 _PASSES_TO_BE_SEEN = 16
@@ -62,68 +111,231 @@ def prove(
 ) -> None:
     """Raise :class:`InputError` unless examples are independent and every trainable parameter is observed.
 
-    Runs on synthetic examples of the batch's shape, or on those ``given``; leaves random streams and buffers as they
-    were. Fills ``observed.table``. ``precision`` is the relative error of the products in the model, if it is
-    coarser than that of its parameters.
+    Runs on three synthetic examples of the batch's shape, or on those ``given``: 24 forward and backward passes of one to
+    three examples, 27 if the model draws random numbers, and two forward passes of 13 and 11 examples, from which
+    ``observed.table`` learns what has rows for each example; up to 30 more for layers that are skipped at random. ``precision`` is the relative error of the products in the model, if it is coarser than
+    that of its parameters. Leaves random streams, parameters, their gradients, buffers and modes
+    as they were.
     """
-    examples = synthetic(batch, max(_FEWEST, batch_size(batch)), seed=0) if given is None else given
-    count = batch_size(examples)
-    if count < _FEWEST:
-        raise InputError(f"synthetic_batch holds {count} examples; it must hold at least {_FEWEST}")
-    proof = _Proof(model, per_example_loss, observed, precision)
-    row = (count // 2 - 1) | 1  # odd, so that it differs from the row before it, and with neighbours on both sides
+    examples, others = _examples(batch, PROVED_AT_FIRST, given)
     with undisturbed(model) as rewind:
-        proof.examples_do_not_mix(examples, row, rewind)
-        proof.every_parameter_is_seen(examples, rewind)
-        proof.rows_are_owned(examples, row, rewind)
-        # A different batch size: what has one row per example by coincidence in one run has not in the other.
-        proof.gradients_are_exact(rows_of(examples, _FEWEST - 1), rewind)
+        own = _Proof(model, per_example_loss, observed, rewind, precision)
+        own.every_parameter_is_seen(examples)
+        exact, cast = _in_double(own, examples)
+        exact.examples_do_not_mix(cast(examples), cast(others), _ONE_OR_TWO, 1.0)
+        for factors in _OTHER_SCALES:
+            exact.examples_do_not_mix(scaled(cast(examples), factors), None, _ALONE, max(map(abs, factors)))
+        for row in range(PROVED_AT_FIRST):
+            own.rows_are_owned(examples, row)
+        own.gradients_are_exact(examples)
+
+
+def prove_size(
+    model: nn.Module,
+    per_example_loss: PerExampleLoss,
+    observed: Observed,
+    batch: Any,
+    given: Any = None,
+    precision: float = 0.0,
+) -> None:
+    """Raise :class:`InputError` unless examples are independent in batches as large as this one too.
+
+    Three forward and backward passes of the batch's size, four if the model draws random numbers. The engine asks for
+    it when a batch is larger than all before: of T batches of random sizes about ln T are.
+    """
+    count = batch_size(batch)
+    rows = torch.tensor([0, count // 2, count - 1])
+    examples, others = _examples(batch, count, given)
+    with undisturbed(model) as rewind:
+        proof = _Proof(model, per_example_loss, observed, rewind, precision)
+        proof.examples_do_not_mix(examples, others, _Neighbours(replaced=[rows], removed=[rows]), 1.0)
+
+
+def _examples(batch: Any, count: int, given: Any) -> tuple[Any, Any]:
+    if given is None:
+        return synthetic(batch, count)
+    if batch_size(given) < _FEWEST_GIVEN:
+        raise InputError(f"synthetic_batch holds {batch_size(given)} examples; it must hold at least {_FEWEST_GIVEN}")
+    return repeated(given, count)
+
+
+@dataclass(frozen=True)
+class _Neighbours:
+    """Rows that are replaced together, and rows that are taken out together."""
+
+    replaced: list[Tensor]
+    removed: list[Tensor]
+
+
+_ALL_BUT_ONE = [torch.tensor(rows) for rows in ([1, 2], [0, 2], [0, 1])]
+_EACH = [torch.tensor([row]) for row in range(PROVED_AT_FIRST)]
+_ONE_OR_TWO = _Neighbours(replaced=_EACH, removed=_EACH + _ALL_BUT_ONE)
+_ALONE = _Neighbours(replaced=[], removed=_ALL_BUT_ONE)
+
+
+def _in_double(own: _Proof, examples: Any) -> tuple[_Proof, Callable[[Any], Any]]:
+    """The same proof on a copy in double precision, and what casts batches for it.
+
+    A model that cannot be copied, or does not run in double precision throughout, is proved as it is.
+    """
+    try:
+        model = copy.deepcopy(own.model).double()
+        observed = replace(observe(model, own.observed.way), table=own.observed.table)
+        twin = _Proof(model, own.loss, observed, own.rewind, own.precision)
+        with _WatchForRounding() as rounding:
+            losses = twin.look(in_double(examples)).losses
+    except InputError:
+        raise
+    except Exception:  # whatever a model does that was not made for this
+        return own, lambda batch: batch
+    exact = losses.dtype == torch.float64 and not rounding.seen
+    return (twin, in_double) if exact else (own, lambda batch: batch)
+
+
+class _WatchForRounding(TorchDispatchMode):
+    """Notices computations that leave double precision, such as a softmax that is always taken in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self.seen and any(_is_double(leaf) for leaf in tree_leaves((args, kwargs))):
+            self.seen = any(
+                isinstance(leaf, Tensor) and leaf.is_floating_point() and not _is_double(leaf) for leaf in tree_leaves(result)
+            )
+        return result
+
+
+def _is_double(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dtype == torch.float64
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What one pass shows of each example: row i of everything belongs to example i."""
+
+    losses: Tensor
+    norms: dict[str, Tensor]
+    projections: dict[str, Tensor]
+    drew: bool
+
+    def is_finite(self) -> bool:
+        values = (self.losses, *self.norms.values(), *self.projections.values())
+        return all(bool(torch.isfinite(value).all()) for value in values)
 
 
 class _Proof:
-    def __init__(self, model: nn.Module, per_example_loss: PerExampleLoss, observed: Observed, precision: float) -> None:
-        self._model = model
-        self._loss = per_example_loss
-        self._observed = observed
-        self._precision = precision
+    def __init__(
+        self,
+        model: nn.Module,
+        per_example_loss: PerExampleLoss,
+        observed: Observed,
+        rewind: Rewind,
+        precision: float,
+    ) -> None:
+        self.model = model
+        self.loss = per_example_loss
+        self.observed = observed
+        self.rewind = rewind
+        self.precision = precision
+        self._state = KeptState(model, copy_large=True)
 
-    def examples_do_not_mix(self, batch: Any, row: int, rewind: Rewind) -> None:
-        """Change one example: the other losses stay, and so does every buffer."""
-        results = []
-        for version in (batch, with_another_example(batch, row)):
-            rewind(0)
-            with torch.no_grad():
-                losses = losses_of(self._model, self._loss, version)
-            if not bool(torch.isfinite(losses).all()):
-                raise InputError(
-                    "per_example_loss is not finite on synthetic examples (uniform in [0, 1), whole numbers 0 or "
-                    "1), so that independence cannot be proved; pass synthetic_batch= with examples the model accepts"
-                )
-            results.append((losses, {name: buffer.clone() for name, buffer in self._model.named_buffers()}))
-        (before, buffers), (after, other_buffers) = results
-        others = torch.arange(len(before), device=before.device) != row
-        tolerance = 1e-5 * float(before.abs().max())
-        if bool(((before - after)[others].abs() > tolerance).any()):
+    @contextmanager
+    def _pass(self, seed: int = 0) -> Iterator[None]:
+        """From the same random streams and state; refuses what is left behind in the model."""
+        self.rewind(seed)
+        with self._state.unchanged():
+            yield
+
+    def examples_do_not_mix(self, batch: Any, others: Any, neighbours: _Neighbours, scale: float) -> None:
+        """Replace some examples, and take some out: the rest stay as they are."""
+        count = batch_size(batch)
+        before = self._first_look(batch, scale)
+        if before is None:
+            return
+        for rows in neighbours.replaced:
+            after = self.look(with_other_rows(batch, others, rows))
+            kept = _without(rows, count)
+            self._refuse_difference(before, after, kept, kept, scale, "replacing")
+        drew = before.drew
+        if drew:
+            before = self.look(batch, one_draw=True)
+        for rows in neighbours.removed:
+            kept = _without(rows, count)
+            after = self.look(select(batch, kept), one_draw=drew)
+            self._refuse_difference(before, after, kept, torch.arange(len(kept)), scale, "taking out")
+
+    def _first_look(self, batch: Any, scale: float) -> _Seen | None:
+        """None where the model does not accept this scale."""
+        try:
+            seen = self.look(batch)
+        except InputError:
+            raise
+        except Exception:
+            if scale == 1:
+                raise
+            return None
+        if seen.is_finite():
+            return seen
+        if scale == 1:
             raise InputError(
-                "per_example_loss mixes examples: changing one example of a batch changed the loss of others; "
-                "remove batch statistics and losses between examples (use GroupNorm or LayerNorm, and a loss of "
-                "each example alone)"
+                "per_example_loss or its gradient is not finite on synthetic examples (uniform in [0, 1), whole "
+                "numbers 0 or 1), so that independence cannot be proved; pass synthetic_batch= with examples the model "
+                "accepts"
             )
-        for name, buffer in buffers.items():
-            if not torch.equal(buffer, other_buffers[name]):
-                raise InputError(
-                    f"buffer {name!r} stores what the examples of a batch contain, without noise; use a layer that "
-                    "keeps no statistics, or call its eval()"
-                )
+        return None
 
-    def every_parameter_is_seen(self, batch: Any, rewind: Rewind) -> None:
+    def look(self, batch: Any, *, one_draw: bool = False) -> _Seen:
+        """One forward and backward pass."""
+        projections: dict[str, Tensor] = {}
+
+        def arrived(use: Use, gradient: Tensor) -> None:
+            rows = at_least_float32(gradient).reshape(batch_size(batch), -1)
+            projections[f"{use.label}, use {len(projections) + 1}"] = rows @ _direction(rows)
+
+        with self._pass(), one_draw_for_all_rows() if one_draw else nullcontext():
+            start = _random_state(self.model)
+            losses = partial(losses_of, self.model, self.loss, batch)
+            parts, values = parts_of(self.observed, losses, batch_size(batch), also=arrived)
+            norms = {f"parameter {', '.join(sorted(part.names.values()))!r}": part.squared.sqrt() for part in parts}
+            return _Seen(values, norms, projections, drew=_random_state(self.model) != start)
+
+    def _refuse_difference(
+        self, before: _Seen, after: _Seen, rows: Tensor, rows_after: Tensor, scale: float, what: str
+    ) -> None:
+        eps = torch.finfo(before.losses.dtype).eps
+        tolerance = 1e-9 if before.losses.dtype == torch.float64 else 100 * eps
+        floor = 100 * eps * max(1.0, abs(scale))  # cancellation in losses near zero
+        limit = tolerance * float(before.losses.abs().max()) + floor
+        if _differ(before.losses[rows], after.losses[rows_after], limit):
+            raise InputError(
+                f"per_example_loss mixes examples: {what} one example of a batch changed the loss of others; "
+                "remove batch statistics and losses between examples (use GroupNorm or LayerNorm, and a loss of "
+                "each example alone, not divided by the number of examples)"
+            )
+        for part, part_after in ((before.norms, after.norms), (before.projections, after.projections)):
+            limit = 100 * tolerance * max((float(value.abs().max()) for value in part.values()), default=0.0) + floor
+            for name in part.keys() | part_after.keys():
+                gone = name not in part or name not in part_after
+                if gone or _differ(part[name][rows], part_after[name][rows_after], limit):
+                    raise InputError(
+                        f"{name} mixes examples: {what} one example of a batch changed the gradient of others; "
+                        "several rows of one example must be next to each other, and no operation, forward or "
+                        "backward, may combine examples"
+                    )
+
+    def every_parameter_is_seen(self, batch: Any) -> None:
         """Learns at the same time which tensors have rows for each example."""
-        table = self._observed.table
+        table = self.observed.table
         table.learning = True
         try:
             while True:
                 try:
-                    unseen = self._unseen(batch, rewind)
+                    unseen = self._unseen(batch)
                     break
                 except Relearn:  # each time one coincidence fewer
                     continue
@@ -135,19 +347,19 @@ class _Proof:
                 "requires_grad_(False)"
             )
 
-    def _unseen(self, batch: Any, rewind: Rewind) -> list[str]:
-        unseen = list(self._observed.parameters)
+    def _unseen(self, batch: Any) -> list[str]:
+        unseen = list(self.observed.parameters)
         for seed in range(_PASSES_TO_BE_SEEN):
             for size in LEARNING_SIZES:
-                rewind(seed)
-                with Recording(self._observed, size, _ignore) as recording:
-                    losses_of(self._model, self._loss, rows_of(batch, size))
+                examples = select(batch, torch.arange(size) % batch_size(batch))
+                with self._pass(seed), Recording(self.observed, size, _ignore) as recording:
+                    losses_of(self.model, self.loss, examples)
                 unseen = [name for name in unseen if not recording.uses[name]]
             if not unseen:
                 break
         return unseen
 
-    def rows_are_owned(self, batch: Any, row: int, rewind: Rewind) -> None:
+    def rows_are_owned(self, batch: Any, row: int) -> None:
         def check(use: Use, gradient: Tensor) -> None:
             rows = gradient.unflatten(0, (-1, use.call.rows_per_example))
             others = torch.arange(len(rows), device=gradient.device) != row
@@ -158,30 +370,37 @@ class _Proof:
                     "operation after it may combine examples"
                 )
 
-        rewind(0)
-        with Recording(self._observed, batch_size(batch), check) as recording:
-            losses = self._differentiable(losses_of(self._model, self._loss, batch))
+        with self._pass(), Recording(self.observed, batch_size(batch), check) as recording:
+            losses = self._differentiable(losses_of(self.model, self.loss, batch))
             one = torch.zeros_like(losses)
             one[row] = 1
             recording.backward(losses, one)
 
-    def gradients_are_exact(self, batch: Any, rewind: Rewind) -> None:
+    def gradients_are_exact(self, batch: Any) -> None:
         count = batch_size(batch)
-        rewind(0)
-        parts, detached = parts_of(self._observed, lambda: losses_of(self._model, self._loss, batch), count)
+        with self._pass():
+            parts, detached = parts_of(self.observed, partial(losses_of, self.model, self.loss, batch), count)
         sums: dict[str, Tensor] = {}
         with torch.no_grad(), full_precision(detached.device):
             squared = sum((part.squared for part in parts), torch.zeros(count, device=detached.device))
             for part in parts:
                 for key, total in part.call.clipped_sums(torch.ones_like(part.squared)).items():
                     sums[part.names[key]] = total
-        rewind(0)
         # The same operations as under observation draw the same random numbers.
-        with recurrent.step_by_step(self._observed.recurrent), attention.Unfused():
-            losses = losses_of(self._model, self._loss, batch)
-        parameters = list(self._observed.parameters.values())
+        with self._pass(), recurrent.step_by_step(self.observed.recurrent), attention.Unfused():
+            losses, alone = self._one_at_a_time(batch)
+        rounding = 100 * torch.finfo(losses.dtype).eps * float(losses.detach().abs().sum())
+        self._compare_sums(sums, alone, rounding)
+        self._compare_norms(squared, alone, rounding)
+
+    def _one_at_a_time(self, batch: Any) -> tuple[Tensor, list[Gradients]]:
+        """The gradient of each example's loss, by autograd."""
+        parameters = list(self.observed.parameters.values())
+        losses = losses_of(self.model, self.loss, batch)
+        alone: list[Gradients] = []
         try:
-            alone = [torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True) for loss in losses]
+            for loss in losses:
+                alone.append(torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True))
         except RuntimeError as error:
             if "use_reentrant=True" not in str(error):
                 raise
@@ -189,14 +408,12 @@ class _Proof:
                 "the model checkpoints activations with use_reentrant=True, which hides its layers from the backward "
                 "pass; call torch.utils.checkpoint with use_reentrant=False"
             ) from error
-        rounding = 100 * torch.finfo(losses.dtype).eps * float(losses.detach().abs().sum())
-        self._compare_sums(sums, alone, rounding)
-        self._compare_norms(squared, alone, rounding)
+        return losses, alone
 
     def _compare_sums(self, sums: Mapping[str, Tensor], alone: Sequence[Gradients], rounding: float) -> None:
-        relative = max(1e-2, 4 * self._precision)
+        relative = max(1e-2, 4 * self.precision)
         scale = sum(_norm(gradients) for gradients in alone)
-        for index, (name, parameter) in enumerate(self._observed.parameters.items()):
+        for index, (name, parameter) in enumerate(self.observed.parameters.items()):
             reference = torch.zeros_like(parameter, dtype=torch.float32)
             for gradients in alone:
                 gradient = gradients[index]
@@ -212,7 +429,7 @@ class _Proof:
                 )
 
     def _compare_norms(self, squared: Tensor, alone: Sequence[Gradients], rounding: float) -> None:
-        relative = max(1e-2, 4 * self._precision)
+        relative = max(1e-2, 4 * self.precision)
         for found, gradients in zip(squared.sqrt().tolist(), alone, strict=True):
             if not abs(found - _norm(gradients)) <= relative * _norm(gradients) + rounding:
                 raise InputError(
@@ -235,3 +452,25 @@ def _norm(gradients: Gradients) -> float:
 
 def _ignore(use: Use, gradient: Tensor) -> None:
     """A forward pass without a backward one."""
+
+
+def _without(rows: Tensor, count: int) -> Tensor:
+    everything = torch.arange(count)
+    return everything[~torch.isin(everything, rows)]
+
+
+def _differ(before: Tensor, after: Tensor, limit: float) -> bool:
+    """Whether a value moved by more than the limit, or is no number any more."""
+    return not bool(((before - after).abs() <= limit).all())
+
+
+def _direction(rows: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows.shape[1], generator=generator, dtype=torch.float64).to(rows)
+
+
+def _random_state(model: nn.Module) -> list[Any]:
+    """Whether it moves tells whether a pass draws random numbers."""
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+    return [state.tolist() for state in states]

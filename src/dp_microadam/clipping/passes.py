@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dp_microadam.clipping.joint import Held, JointCall, connected, joined
 from dp_microadam.clipping.precision import full_precision
-from dp_microadam.clipping.recording import Observed, Recording, Use
+from dp_microadam.clipping.recording import Arrival, Observed, Recording, Use
 
 
 class Clippable(Protocol):
@@ -39,10 +39,12 @@ def parts_of(
     count: int,
     scales: Mapping[str, Tensor] = MappingProxyType({}),
     row_masks: Mapping[str, Tensor] = MappingProxyType({}),
+    also: Arrival | None = None,
 ) -> tuple[list[Part], Tensor]:
     """Forward and backward pass. The parts' parameters do not overlap, so that squared norms add up.
 
-    Gradients are multiplied with ``scales``, and rows that ``row_masks`` leaves out are zero.
+    Gradients are multiplied with ``scales``, and rows that ``row_masks`` leaves out are zero. ``also`` sees every use with
+    its output gradient.
 
     Formal guarantees: each trainable parameter's gradient, summed over all its uses and scaled, is in at most one part,
     and a parameter in none has had no output gradient.
@@ -54,6 +56,8 @@ def parts_of(
     def arrived(use: Use, gradient: Tensor) -> None:
         names = set(use.names.values())
         with torch.no_grad(), full_precision(gradient.device):
+            if also is not None:
+                also(use, gradient)
             if any(recording.uses[name] > 1 for name in names):
                 held.append(Held(use, gradient))
             elif not names.isdisjoint(scales) or not (use.call.masks_rows or names.isdisjoint(row_masks)):

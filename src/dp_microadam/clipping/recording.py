@@ -40,6 +40,7 @@ class Observed:
     parameters: Mapping[str, nn.Parameter]
     holders: Mapping[str, Sequence[tuple[nn.Module, str]]]
     recurrent: Sequence[nn.RNNBase]
+    way: str | None
     table: RowTable
     operations: dict[str, LayerRule]
 

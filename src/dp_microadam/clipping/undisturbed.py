@@ -1,4 +1,4 @@
-"""Trial passes through a model that leave no trace: random streams and buffers are put back."""
+"""Trial passes through a model that leave no trace: random streams, modes and gradients are put back."""
 
 from __future__ import annotations
 
@@ -15,20 +15,16 @@ Rewind = Callable[[int], None]
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[Rewind]:
-    """Yields a function that puts buffers back and starts all random streams at a seed; restores everything at the end.
+    """Yields a function that starts all random streams at a seed; restores everything at the end.
 
     The streams are those a model may draw from: torch's on the CPU and on the model's GPUs, Python's and NumPy's.
+    Parameters and buffers are watched, and put back, by ``kept_state.py``.
     """
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    modes = [(module, module.training) for module in model.modules()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     gpus = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
 
-    def restore_buffers() -> None:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-
     def rewind(seed: int) -> None:
-        restore_buffers()
         torch.default_generator.manual_seed(seed)
         for index in gpus:
             torch.cuda.default_generators[index].manual_seed(seed)
@@ -40,6 +36,9 @@ def undisturbed(model: nn.Module) -> Iterator[Rewind]:
         try:
             yield rewind
         finally:
-            restore_buffers()
+            for module, training in modes:
+                module.training = training
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
             random.setstate(python_state)
             np.random.set_state(numpy_state)  # noqa: NPY002

@@ -20,7 +20,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(options: argparse.Namespace) -> int:
-    from dp_microadam.privacy.statement import PRIVACY_NAME, STATEMENT_NAME
+    from dp_microadam.privacy.statement import STATEMENT_NAME
     from dp_microadam.reporting.model_card import model_card
     from dp_microadam.training.export import save_weights
 
@@ -36,11 +36,12 @@ def run(options: argparse.Namespace) -> int:
     save_weights(experiment.model.state_dict(), unfinished / "model.safetensors")
     if experiment.trainer.average is not None:
         save_weights(experiment.trainer.average.state_dict(), unfinished / "model_ema.safetensors")
-    statement = (options.run_dir / STATEMENT_NAME).read_text(encoding="utf-8")
+    # Anew from the ledger: what is published must not claim less than was spent.
+    experiment.trainer.write_privacy(unfinished)
+    statement = (unfinished / STATEMENT_NAME).read_text(encoding="utf-8")
     metrics = {"test accuracy": f"{100 * accuracy:.2f} % ({weights})", "steps": result.steps_done}
     card = model_card(experiment.recipe.name, experiment.recipe.to_toml(), statement, metrics)
     (unfinished / "README.md").write_text(card, encoding="utf-8")
-    shutil.copyfile(options.run_dir / PRIVACY_NAME, unfinished / PRIVACY_NAME)
     unfinished.rename(output)
     print(f"exported to {output}")
     print(privacy_line(result))

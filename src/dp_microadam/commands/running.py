@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dp_microadam.errors import InputError
+from dp_microadam.errors import DPMicroAdamError, InputError
 
 if TYPE_CHECKING:
     from dp_microadam.recipes.assemble import Experiment
@@ -97,8 +97,8 @@ def _draw(experiment: Experiment, options: argparse.Namespace, result: RunResult
         return
     try:
         draw_curves(metrics, result.run_dir / CURVES, title=experiment.recipe.name, private=result.private)
-    except ImportError:
-        say(options, "curves.png was not drawn: matplotlib is not installed (pip install 'dp-microadam[plots]')")
+    except DPMicroAdamError as error:
+        say(options, f"{CURVES} was not drawn: {error}")
 
 
 def say(options: argparse.Namespace, text: str) -> None:

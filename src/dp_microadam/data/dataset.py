@@ -17,8 +17,8 @@ from dp_microadam.validation import require_in_open, require_integer
 class ImageData:
     """Images as uint8 [N, C, H, W] and labels as int64 [N] of the training, validation and test part.
 
-    ``mean`` and ``std`` are one number per channel for pixels scaled to [0, 1]. They are public constants of the data set,
-    known before the private data is seen, and never computed from it.
+    ``mean`` and ``std`` are one number per channel for pixels scaled to [0, 1]. They are published constants of the data set,
+    declared public, and never computed from the data at hand.
     """
 
     name: str

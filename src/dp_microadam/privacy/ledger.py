@@ -44,12 +44,13 @@ class RunSettings:
     public: tuple[str, ...] = ("normalization constants of the input", "clipping norm")
 
     def __post_init__(self) -> None:
-        require_positive("sensitivity", self.sensitivity)
+        object.__setattr__(self, "sensitivity", float(require_positive("sensitivity", self.sensitivity)))
+        object.__setattr__(self, "public", tuple(self.public))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunSettings:
         known = {field.name: values[field.name] for field in fields(cls) if field.name in values}
-        return cls(**{**known, "public": tuple(known.get("public", ()))})
+        return cls(**known)
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ class PrivacyLedger:
         """Record that one more step is spent, and return its number once that is on the disk.
 
         Raises:
-            PrivacyError: if the plan's steps are spent.
+            PrivacyError: if the plan's steps are spent, or the file cannot be written; the step must not be used then.
         """
         if self._closed:
             raise PrivacyError(f"{self.path} is not open in this process, so no step can be recorded")
@@ -238,7 +239,11 @@ class PrivacyLedger:
             "noise_multiplier": self.plan.noise_multiplier,
         }
         self._steps += 1  # spent from here on, even if writing fails half-way
-        self._append(json.dumps(event).encode() + b"\n")
+        try:
+            self._append(json.dumps(event).encode() + b"\n")
+        except OSError as error:
+            self.close()
+            raise PrivacyError(f"{self.path} cannot be written, so step {step} is not taken: {error}") from error
         return step
 
     def epsilon(self, delta: float | None = None, accountant: str | None = None) -> float:

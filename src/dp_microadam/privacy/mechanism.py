@@ -92,18 +92,22 @@ class GaussianMechanism:
         if not _all_finite(sums):
             raise PrivacyError("the clipped sums are not finite, so no amount of noise bounds what they reveal")
         self._last_step = step
-        return {name: self._privatize_tensor(name, tensor.detach(), step) for name, tensor in sums.items()}
+        wide = self._randomness.secure or any(total.dtype == torch.float64 for total in sums.values())
+        counts = {f"noise {name}": total.numel() for name, total in sums.items()}
+        noise = self._randomness.normals_for(counts, step, torch.float64 if wide else torch.float32)
+        return {name: self._noisy_mean(total.detach(), noise.pop(f"noise {name}")) for name, total in sums.items()}
 
-    def _privatize_tensor(self, name: str, total: Tensor, step: int) -> Tensor:
+    def _noisy_mean(self, total: Tensor, standard: Tensor) -> Tensor:
+        """(total + σS · standard normal) / B. Overwrites the noise, which nobody needs again."""
         result_dtype = torch.promote_types(total.dtype, torch.float32)
-        working_dtype = torch.float64 if self._randomness.secure else result_dtype
-        noise = self._randomness.normals(f"noise {name}", step, total.numel(), working_dtype)
-        noise = noise.mul_(self.noise_multiplier * self.sensitivity).view(total.shape)
-        noisy = noise.to(total.device).add_(total.to(working_dtype))
-        if self._randomness.secure:
-            grid = 2.0 ** (math.floor(math.log2(self.noise_multiplier * self.sensitivity)) - _GRID_BITS)
-            noisy = noisy.div_(grid).round_().mul_(grid)
-        return noisy.div_(self.expected_batch_size).to(result_dtype)
+        deviation = self.noise_multiplier * self.sensitivity
+        if not self._randomness.secure:
+            noise = standard.to(total.device, result_dtype).view(total.shape)
+            return noise.mul_(deviation).add_(total).div_(self.expected_batch_size)
+        noise = standard.to(total.device).view(total.shape).mul_(deviation)
+        grid = 2.0 ** (math.floor(math.log2(deviation)) - _GRID_BITS)
+        on_grid = noise.add_(total).div_(grid).round_().mul_(grid)
+        return on_grid.div_(self.expected_batch_size).to(result_dtype)
 
     def __repr__(self) -> str:
         return (

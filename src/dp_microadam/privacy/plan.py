@@ -16,6 +16,7 @@ from dp_microadam.errors import InputError, PrivacyWarning
 from dp_microadam.privacy.accounting import (
     ACCOUNTANTS,
     LARGEST_NOISE_MULTIPLIER,
+    SMALLEST_NOISE_MULTIPLIER,
     SubsampledGaussian,
     epsilon,
     least_noise_multiplier,
@@ -51,8 +52,12 @@ class PrivacyPlan:
 
     def __post_init__(self) -> None:
         _require_sampling_and_delta(self.dataset_size, self.batch_size, self.delta, self.accountant)
-        require_positive("noise_multiplier", self.noise_multiplier)
+        _require_noise_multiplier(self.noise_multiplier)
         require_integer("steps", self.steps, 1)
+        # Plain numbers, whatever array library they came from: the plan is compared, and written as JSON.
+        for kind, names in ((int, ("dataset_size", "batch_size", "steps")), (float, ("noise_multiplier", "delta"))):
+            for name in names:
+                object.__setattr__(self, name, kind(getattr(self, name)))
 
     @classmethod
     def solve(
@@ -84,9 +89,9 @@ class PrivacyPlan:
         if epsilon is not None:
             require_positive("epsilon", epsilon)
         if noise_multiplier is not None:
-            noise_multiplier = float(require_positive("noise_multiplier", noise_multiplier))
+            noise_multiplier = _require_noise_multiplier(noise_multiplier)
         if steps is not None:
-            steps = require_integer("steps", steps, 1)
+            require_integer("steps", steps, 1)
         if delta > 1 / dataset_size:
             warnings.warn(
                 f"delta is {delta:g}, above 1/{dataset_size} = {1 / dataset_size:.3g}: publishing one whole example "
@@ -103,7 +108,7 @@ class PrivacyPlan:
         if steps is None:
             assert epsilon is not None
             steps = _solve_steps(sample_rate, noise_multiplier, epsilon, delta, accountant)
-        return cls(dataset_size, batch_size, noise_multiplier, steps, float(delta), accountant)
+        return cls(dataset_size, batch_size, noise_multiplier, steps, delta, accountant)
 
     @property
     def sample_rate(self) -> float:
@@ -142,6 +147,15 @@ class PrivacyPlan:
         if missing:
             raise InputError(f"a privacy plan lacks {', '.join(missing)}")
         return cls(**{name: values[name] for name in names})
+
+
+def _require_noise_multiplier(value: float) -> float:
+    require_positive("noise_multiplier", value)
+    if not SMALLEST_NOISE_MULTIPLIER <= value <= LARGEST_NOISE_MULTIPLIER:
+        raise InputError(
+            f"noise_multiplier is {value:g}; it must be from {SMALLEST_NOISE_MULTIPLIER:g} to {LARGEST_NOISE_MULTIPLIER}"
+        )
+    return float(value)
 
 
 def _require_sampling_and_delta(dataset_size: int, batch_size: int, delta: float, accountant: str) -> None:

@@ -14,6 +14,7 @@ import hashlib
 import math
 import os
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
@@ -93,20 +94,26 @@ class Randomness:
 
     def normals(self, purpose: str, step: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """``count`` independent standard normal numbers on the CPU, drawn in float64 and rounded to ``dtype``."""
-        label = self._label(purpose, step)
-        out = torch.empty(count, dtype=dtype)
+        return self.normals_for({purpose: count}, step, dtype)[purpose]
 
-        def fill(block: int) -> None:
-            part = out[block * _BLOCK : (block + 1) * _BLOCK]
+    def normals_for(self, counts: Mapping[str, int], step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Standard normal numbers for several purposes at once, which keeps all cores busy."""
+        out = {purpose: torch.empty(count, dtype=dtype) for purpose, count in counts.items()}
+        work = []
+        for purpose, numbers in out.items():
+            label = self._label(purpose, step)
+            work += [(part, label, block) for block, part in enumerate(numbers.split(_BLOCK)) if len(part)]
+
+        def fill(task: tuple[torch.Tensor, bytes, int]) -> None:
+            part, label, block = task
             part.copy_(_normals(self._bits(label, block, len(part) + len(part) % 2))[: len(part)])
 
-        blocks = range(math.ceil(count / _BLOCK))
-        if len(blocks) < 2:
-            for block in blocks:
-                fill(block)
+        if len(work) < 2 or _THREADS == 1:
+            for task in work:
+                fill(task)
         else:
-            with ThreadPoolExecutor(min(_THREADS, len(blocks))) as pool:
-                list(pool.map(fill, blocks))
+            with ThreadPoolExecutor(min(_THREADS, len(work))) as pool:
+                list(pool.map(fill, work))
         return out
 
     def _label(self, purpose: str, step: int) -> bytes:

@@ -132,6 +132,8 @@ class PoissonSampler:
         Raises:
             InputError: if ``data`` does not have exactly ``dataset_size`` examples: the accounting would not match.
         """
+        if not loader_options.get("in_order", True):
+            raise InputError("in_order is False; chunks must arrive in order, or a step would be taken apart")
         if isinstance(data, TensorDataset) and collate_fn is default_collate:
             data = data.tensors
         tensors = _tensors_of(data)
@@ -159,8 +161,17 @@ class PoissonSampler:
             num_workers=num_workers,
             **options,
         )
-        for index, chunks in groupby(loader, key=itemgetter(0)):
-            yield LogicalStep(index, (batch for _, batch in chunks if batch is not None))
+        current = self.first_step
+
+        def batches(index: int, group: Iterator[tuple[int, Any]]) -> Iterator[Any]:
+            if index != current:
+                raise InputError(f"step {index} has passed; its chunks must be consumed before the next step is taken")
+            for _, batch in group:
+                if batch is not None:
+                    yield batch
+
+        for current, group in groupby(loader, key=itemgetter(0)):
+            yield LogicalStep(current, batches(current, group))
 
     def __repr__(self) -> str:
         return (

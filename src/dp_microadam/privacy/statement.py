@@ -26,11 +26,13 @@ OUTSIDE_THE_GUARANTEE = (
     "the choice of hyperparameters by looking at earlier runs; every run on the same data adds to the budget",
     "the number of training examples, which is taken as public",
     "how the data was split and prepared before training",
+    "whether training data could be processed at all: a run that stops with an error says so",
+    "attacks on floating-point arithmetic; noise from a cryptographic stream (secure) mitigates them without proof",
 )
 
 _ACCOUNTANT_NAMES = {
     "rdp": "Rényi differential privacy, exact for the subsampled Gaussian, converted to (ε, δ)",
-    "pld": "privacy loss distribution, discretised from above (dp-accounting)",
+    "pld": "privacy loss distribution, discretised from above (dp-accounting); RDP where the noise is below 0.05",
 }
 
 
@@ -85,8 +87,8 @@ def statement_in_words(report: dict[str, Any]) -> str:
     if report["private"]:
         opening = (
             f"PRIVATE. Training was {claim}-differentially private for {report['unit']}:\n"
-            "whatever is concluded from the trained model would have been concluded, with nearly the same probability,\n"
-            "had that data not been there.\n"
+            "had that data not been there, the probability of any conclusion from the trained model would have been smaller\n"
+            f"or larger by a factor of at most e^ε = {_factor(report['epsilon'])}, apart from a chance of δ.\n"
         )
     else:
         opening = (
@@ -121,11 +123,21 @@ def statement_in_words(report: dict[str, Any]) -> str:
     return f"{opening}\n{facts}\n\nOutside the guarantee:\n{outside}\n"
 
 
+def _factor(epsilon: float) -> str:
+    """e^ε with three digits, rounded up; in powers of ten where that is shorter."""
+    if epsilon > 700:
+        return "more than 10^300"
+    factor = math.exp(epsilon)
+    digits = max(0, 2 - math.floor(math.log10(factor)))
+    return f"{math.ceil(factor * 10**digits) / 10**digits:,.{digits}f}" if factor < 1e6 else f"{factor * 1.01:.1e}"
+
+
 def _groups_in_words(report: dict[str, Any]) -> str:
     size = report["group_size"]
     if size == 1:
         return "none computed; a person with several examples is protected less, ask for a group size"
-    return f"a person with up to {size} examples: ε = {round_up(report['group_epsilon'])} at δ = {report['delta']:g}"
+    epsilon = round_up(report["group_epsilon"])
+    return f"a person with up to {size} examples: ε = {epsilon} at δ = {report['delta']:g}, by privacy loss distribution"
 
 
 def write_privacy_files(folder: str | os.PathLike[str], record: LedgerRecord, *, group_size: int = 1) -> dict[str, Any]:
@@ -148,6 +160,8 @@ def round_up(epsilon: float, digits: int = 2) -> str:
     >>> round_up(7.9911), round_up(8.0), round_up(0.0004)
     ('8.00', '8.00', '0.01')
     """
+    if not math.isfinite(epsilon):
+        return str(epsilon)
     scaled = epsilon * 10**digits
     whole = round(scaled) if math.isclose(scaled, round(scaled), rel_tol=1e-12) else math.ceil(scaled)
     return f"{whole / 10**digits:.{digits}f}"

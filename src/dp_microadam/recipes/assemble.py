@@ -105,6 +105,10 @@ def assemble(
         keep_checkpoints=recipe.keep_checkpoints,
         run_dir=default_folder(recipe.name) if run_dir is None else run_dir,
         config=recipe.to_toml(),
+        public=(
+            "normalization constants of the input",
+            f"which {recipe.validation_fraction:g} of {recipe.data} is held out (split seed {recipe.split_seed})",
+        ),
         secure=recipe.secure,
         seed=recipe.seed,
         show_progress=show_progress,

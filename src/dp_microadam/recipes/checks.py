@@ -14,7 +14,6 @@ from dp_microadam.validation import (
     require_in_closed_open,
     require_in_open,
     require_integer,
-    require_non_negative,
     require_one_of,
     require_positive,
 )
@@ -23,6 +22,8 @@ Check = Callable[[str, Any], Any]
 
 _LARGEST_INTEGER = 2**63 - 1
 """What TOML promises to carry."""
+
+_LONGEST_NAME = 100
 
 
 def _number(key: str, value: Any) -> float:
@@ -36,10 +37,6 @@ def _number(key: str, value: Any) -> float:
 
 def positive(key: str, value: Any) -> float:
     return require_positive(key, _number(key, value))
-
-
-def non_negative(key: str, value: Any) -> float:
-    return require_non_negative(key, _number(key, value))
 
 
 def inside_unit_interval(key: str, value: Any) -> float:
@@ -76,9 +73,13 @@ def text(key: str, value: Any) -> str:
     return value
 
 
-def non_empty_text(key: str, value: Any) -> str:
-    if not text(key, value).strip():
-        raise InputError(f"{key} is {value!r}; it must not be empty")
+def name(key: str, value: Any) -> str:
+    """Text that can be shown on one line and be part of a folder's name."""
+    fits = bool(text(key, value).strip()) and len(value) <= _LONGEST_NAME and value.isprintable()
+    if not fits or value.startswith(".") or "/" in value or "\\" in value:
+        raise InputError(
+            f"{key} is {value!r}; it must be 1 to {_LONGEST_NAME} printable characters without slashes and not start with a dot"
+        )
     return value
 
 

@@ -35,7 +35,7 @@ class Recipe:
     dp_microadam.errors.InputError: recipe key modle = 'mlp' is unknown; the nearest known key is model
     """
 
-    name: str = _key(checks.non_empty_text)
+    name: str = _key(checks.name)
     method: str = _key(checks.one_of(*vocabulary.METHODS), default="dp-microadam")
 
     data: str = _key(checks.one_of(*vocabulary.DATA_SETS))

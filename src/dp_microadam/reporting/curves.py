@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dp_microadam.errors import DPMicroAdamError
+from dp_microadam.privacy.statement import round_up
 
 _RAW, _AVERAGED, _INK, _FAINT = "#1f5fa8", "#d9730d", "#333333", "#d8d8d8"
 _NUMBER_OF_EPSILON_TICKS = 6
@@ -26,6 +27,7 @@ def draw_curves(metrics: Sequence[Mapping[str, Any]], path: Path, *, title: str,
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         raise DPMicroAdamError("curves need matplotlib; run pip install 'dp-microadam[plots]'") from None
     if not metrics:
@@ -37,9 +39,10 @@ def draw_curves(metrics: Sequence[Mapping[str, Any]], path: Path, *, title: str,
     accuracy, loss = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     _draw(accuracy, metrics, "validation_accuracy", "validation accuracy (%)", scale=100)
     _draw(loss, metrics, "validation_loss", "validation loss", scale=1)
-    loss.set_xlabel("step")
-    if len(accuracy.lines) > 1:
-        accuracy.legend(loc="lower right", frameon=False)
+    loss.set_xlabel("step", color=_INK)
+    loss.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if accuracy.lines:
+        accuracy.legend(loc="lower right", frameon=False, labelcolor=_INK)
     if private:
         _add_epsilon_axis(accuracy, metrics)
     figure.suptitle(title if private else f"{title}: not private", color=_INK if private else "#b00020", fontweight="bold")
@@ -47,13 +50,13 @@ def draw_curves(metrics: Sequence[Mapping[str, Any]], path: Path, *, title: str,
 
 
 def _draw(axes: Any, metrics: Sequence[Mapping[str, Any]], key: str, label: str, *, scale: float) -> None:
-    """Raw and averaged weights over steps; the last value of the better-known line is written at its end."""
+    """One line for the raw and, where there are figures, one for the averaged weights."""
     for name, colour, what in ((key, _RAW, "weights"), (f"ema_{key}", _AVERAGED, "averaged weights")):
         points = [(row["step"], scale * row[name]) for row in metrics if _is_number(row.get(name))]
         if points:
             steps, values = zip(*points, strict=True)
             marker = "o" if len(points) == 1 else None
-            axes.plot(steps, values, color=colour, linewidth=1.8, marker=marker, label=f"{what}: {values[-1]:.4g} at the end")
+            axes.plot(steps, values, color=colour, linewidth=1.8, marker=marker, label=f"{what}, {values[-1]:.2f} at the end")
     axes.set_ylabel(label, color=_INK)
     axes.grid(axis="y", color=_FAINT, linewidth=0.8)
     axes.set_axisbelow(True)
@@ -70,7 +73,7 @@ def _add_epsilon_axis(axes: Any, metrics: Sequence[Mapping[str, Any]]) -> None:
     count = min(_NUMBER_OF_EPSILON_TICKS, len(spent))
     chosen = [spent[round(index * (len(spent) - 1) / max(1, count - 1))] for index in range(count)]
     top = axes.secondary_xaxis("top")
-    top.set_xticks([step for step, _ in chosen], [f"{epsilon:.2f}" for _, epsilon in chosen])
+    top.set_xticks([step for step, _ in chosen], [round_up(epsilon) for _, epsilon in chosen])
     top.set_xlabel("ε spent", color=_INK)
     top.spines["top"].set_color(_FAINT)
     top.tick_params(colors=_INK)

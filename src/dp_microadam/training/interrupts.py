@@ -7,6 +7,8 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+from dp_microadam.training.progress import tell
+
 
 class Interruptible:
     """Within the block the first Ctrl-C, or SIGTERM, only sets ``requested``; a second one interrupts at once.
@@ -29,6 +31,7 @@ class Interruptible:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
+        tell("finishing this step; once more to stop at once")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._before.items():

@@ -16,6 +16,7 @@ LOG = "log.txt"
 CURVES = "curves.png"
 CHECKPOINTS = "checkpoints"
 EVENTS = "tensorboard"
+PRIVATE_METRICS_SHOWN = "private_metrics_shown.txt"
 
 
 def default_folder(name: str) -> Path:

@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
-from torch.utils.data import Dataset
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import Dataset, default_collate
 
 from dp_microadam.clipping.engine import ClippedGradients
-from dp_microadam.errors import InputError
+from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError
 from dp_microadam.privacy.ledger import PrivacyLedger, RunSettings, read_ledger
 from dp_microadam.privacy.mechanism import GaussianMechanism
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.randomness import Randomness
-from dp_microadam.privacy.sampling import PoissonSampler
-from dp_microadam.privacy.statement import PRIVACY_NAME, STATEMENT_NAME, privacy_report, statement_in_words
+from dp_microadam.privacy.sampling import LogicalStep, PoissonSampler
+from dp_microadam.privacy.statement import PRIVACY_NAME, STATEMENT_NAME, privacy_report, round_up, statement_in_words
 from dp_microadam.training.checkpoint import CheckpointFolder
 from dp_microadam.training.ema import WeightAverage
-from dp_microadam.training.evaluation import PerExample, evaluate
+from dp_microadam.training.evaluation import PerExample, batches, evaluate
 from dp_microadam.training.gradients import GradientSums, UnclippedGradients, set_gradients
 from dp_microadam.training.interrupts import Interruptible
 from dp_microadam.training.progress import Progress, tell
-from dp_microadam.training.run_folder import CHECKPOINTS, CONFIG, EVENTS, RunFolder, default_folder
+from dp_microadam.training.run_folder import CHECKPOINTS, CONFIG, EVENTS, PRIVATE_METRICS_SHOWN, RunFolder, default_folder
 from dp_microadam.training.schedules import Schedule
 from dp_microadam.training.tensorboard import Events
+from dp_microadam.training.torch_randomness import seeded_torch, unpredictable_torch
 from dp_microadam.validation import require_integer, require_one_of, require_positive
 
 
@@ -70,9 +71,10 @@ class RunResult:
 class PrivateTrainer:
     """Trains ``model`` with ``optimizer`` under ``plan``.
 
-    Each step samples the training data with the plan's rate, in chunks of at most ``physical_batch_size``; clips every
-    example's gradient to ``max_grad_norm`` and sums; records the step in the ledger; adds noise to the sum and divides by the
-    expected batch size; and hands the result to the optimizer. It stops at the last step that fits the plan.
+    Each step is recorded in the ledger; then the training data is sampled with the plan's rate, in chunks of at most
+    ``physical_batch_size``; every example's gradient is clipped to ``max_grad_norm`` and summed; noise is added to the sum,
+    which is divided by the expected batch size and handed to the optimizer. It stops at the last step that fits the plan.
+    Modules stay in the mode they are given in, so a part in ``eval()`` stays so.
 
     Arguments:
         per_example_loss: ``f(model, batch)`` returns one loss per example.
@@ -86,17 +88,20 @@ class PrivateTrainer:
         max_steps: stop early, changing nothing else.
         run_dir: the run's folder; a new one under ``runs/`` by default.
         config: kept in the folder as ``config.toml``.
+        public: what else the run declares public, in words; it stands in the statement and cannot change on resume.
         callbacks: called with a :class:`StepReport` after each step.
         secure: draw noise and samples from a cryptographic generator.
         seed: for tests only: makes all randomness repeatable, and the run not private.
-        show_private_metrics: also report loss and accuracy on training batches. They are outside the guarantee.
+        show_private_metrics: also report loss and accuracy on training batches, and the text of errors that processing them
+            raises. All that is outside the guarantee.
 
     Formal guarantees: with a plan, ``method="private"`` and no seed, everything the run writes or shows — weights, averages,
     checkpoints, metrics on validation data that is not part of the training data, logs — is (ε, δ)-differentially private
-    in the training data under adding or removing one example, with ε as the ledger says. Excepted are timing, and what
-    ``show_private_metrics`` shows. Assumes that ``per_example_loss``, ``prepare`` and ``augment`` treat examples one by one
-    (the first is proved on synthetic data) and that validation data, callbacks and the choice of hyperparameters do not depend
-    on the training data.
+    in the training data under adding or removing one example, with ε as the ledger says. Excepted are timing, whether a
+    training batch could be processed at all, and what ``show_private_metrics`` shows. Assumes that ``per_example_loss`` (proved
+    on synthetic data, as far as :class:`ClippedGradients` says), ``prepare``, ``augment`` and the Dataset treat examples one by
+    one, and that validation data, callbacks and the choice of hyperparameters do not depend on the training data. Dropout and
+    augmentation must draw from torch's generators, which are made unpredictable for each step.
     """
 
     def __init__(
@@ -122,6 +127,7 @@ class PrivateTrainer:
         keep_checkpoints: int = 2,
         run_dir: str | Path | None = None,
         config: str | None = None,
+        public: Iterable[str] = ("normalization constants of the input",),
         callbacks: Iterable[Callable[[StepReport], None]] = (),
         num_workers: int = 0,
         secure: bool = False,
@@ -149,6 +155,7 @@ class PrivateTrainer:
         self.folder = RunFolder(default_folder("run") if run_dir is None else run_dir)
         self.checkpoints = CheckpointFolder(self.folder.path / CHECKPOINTS, keep_checkpoints)
         self._config = config
+        self._public = ("clipping norm", *public)
         self._events = Events(self.folder.path / EVENTS)
         self._measures: dict[str, PerExample] = {"loss": per_example_loss}
         if per_example_accuracy is not None:
@@ -199,7 +206,10 @@ class PrivateTrainer:
             first_step=min(self._position, self.last_step),
             randomness=self._randomness,
         )
+        if validation is not None and _shares_data(train, validation):
+            raise InputError("validation is the training data itself; its metrics would be private, pass data held out of it")
         steps = sampler.load(train, num_workers=self.num_workers)
+        self._prove(train)
         if not self._resumed:
             self._begin()
         progress = Progress(
@@ -282,27 +292,25 @@ class PrivateTrainer:
 
     def _begin(self) -> None:
         self.folder.create()
-        if self._config is not None:
-            self.folder.write(CONFIG, self._config)
         if self.private:
+            # First of all: of two processes that begin in the same folder, one is refused here.
             assert isinstance(self.plan, PrivacyPlan)
             self._ledger = PrivacyLedger.create(self.folder.path, self.plan, self._settings())
+        if self._config is not None:
+            self.folder.write(CONFIG, self._config)
         self.folder.log(f"began; this run is {self.stamp}")
         self._checkpoint()
 
-    def _loop(self, steps: Any, validation: Any, progress: Progress, interruption: Interruptible) -> None:
+    def _loop(self, steps: Iterator[LogicalStep], validation: Any, progress: Progress, interruption: Interruptible) -> None:
         saved_at = time.monotonic()
-        if self._position >= self.last_step:
-            return
-        for logical in steps:
-            self._seed_for_tests(logical.index)
-            private_metrics = self._accumulate(logical.chunks, interruption)
+        while self._position < self.last_step:
             if interruption.requested:
-                self._gradients.reset()
                 progress.say(f"stopped at step {self._position}; go on with: dp-microadam resume {self.folder.path}")
                 self.folder.log(f"interrupted at step {self._position}")
                 return
-            self._take_step(logical.index)
+            index = self._record_step()
+            private_metrics = self._accumulate(steps, index)
+            self._take_step(index)
             progress.advance(self._position)
             metrics = None
             if self._position % self.evaluate_every == 0 and self._position < self.last_step:
@@ -314,14 +322,43 @@ class PrivateTrainer:
                 rate = float(self.optimizer.param_groups[0]["lr"])
                 callback(StepReport(self._position, self.plan.steps, self._epsilon(), rate, metrics))
 
-    def _accumulate(self, chunks: Iterable[Any], interruption: Interruptible) -> dict[str, float]:
-        """Sum the step's clipped gradients. What it returns is empty unless private metrics are asked for."""
-        self.model.train()
+    def _record_step(self) -> int:
+        """Spend the next step before anything of it is drawn: a step that fails is spent all the same."""
+        if self._ledger is None:
+            return self._position
+        index = self._ledger.record_step()
+        if index != self._position:
+            raise PrivacyError(f"the ledger is at step {index} and the run at {self._position}; they must agree")
+        return index
+
+    def _accumulate(self, steps: Iterator[LogicalStep], index: int) -> dict[str, float]:
+        """Sum the clipped gradients of the next step. What it returns is empty unless private metrics are asked for."""
+        try:
+            with self._torch_stream(index):  # workers, too, are seeded from it
+                step = next(steps)
+            if step.index != index:
+                raise PrivacyError(f"the sampler is at step {step.index} and the ledger at {index}; they must agree")
+            with self._torch_stream(index):
+                return self._accumulate_chunks(step.chunks)
+        except DPMicroAdamError:
+            raise
+        except Exception as error:
+            if self._show_private_metrics or not self.private:
+                raise
+            # What went wrong, and with which example, is private. The run stops and the step stays spent.
+            raise PrivacyError(
+                f"a training batch could not be processed ({type(error).__name__}); its message may hold private data and is "
+                "withheld, show it with show_private_metrics"
+            ) from None
+
+    def _torch_stream(self, step: int) -> AbstractContextManager[None]:
+        return unpredictable_torch() if self._seed is None else seeded_torch(self._seed, step)
+
+    def _accumulate_chunks(self, chunks: Iterable[Any]) -> dict[str, float]:
         totals: dict[str, float] = {}
         count = 0
         for chunk in chunks:
-            batch = self._move(chunk)
-            batch = self._finish(self._augment(batch) if self._augment else batch)
+            batch = self._training_batch(chunk)
             self._gradients.accumulate(batch)
             if self._show_private_metrics:
                 with torch.no_grad():
@@ -329,14 +366,25 @@ class PrivateTrainer:
                         values = measure(self.model, batch)
                         totals[name] = totals.get(name, 0.0) + float(values.sum())
                 count += len(values)
-            if interruption.requested:
-                break
         return {f"training_{name}": total / count for name, total in totals.items()}
 
+    def _training_batch(self, chunk: Any) -> Any:
+        batch = self._move(chunk)
+        return self._finish(self._augment(batch) if self._augment else batch)
+
+    def _prove(self, train: Any) -> None:
+        """Refuse a model in which examples interact before anything is written. Only the shapes of examples are used."""
+        if not isinstance(self._gradients, ClippedGradients):
+            return
+        count = min(self.physical_batch_size, self.plan.dataset_size)
+        if isinstance(train, Dataset):
+            sample = default_collate([train[i] for i in range(count)])
+        else:
+            sample = next(batches(train, count))
+        with torch.random.fork_rng():
+            self._gradients.prove(self._training_batch(sample))
+
     def _take_step(self, index: int) -> None:
-        if self._ledger is not None:
-            recorded = self._ledger.record_step()
-            assert recorded == index, "the sampler and the ledger disagree on which step this is"
         if self._mechanism is not None:
             means = self._mechanism.privatize(self._gradients.sums, step=index)
         else:
@@ -366,6 +414,7 @@ class PrivateTrainer:
         record: dict[str, Any] = {"step": self._position, "epsilon": self._epsilon(), **metrics}
         if private_metrics:
             record["outside_the_guarantee"] = private_metrics
+        self.write_privacy()  # before what it covers
         self.folder.append_metrics(record)
         self._events.write(self._position, {**metrics, "epsilon": record["epsilon"]})
         self._last_metrics = metrics
@@ -390,31 +439,34 @@ class PrivateTrainer:
         }
         if self.average is not None:
             content["average"] = self.average.state_dict()
+        self.write_privacy()  # before what it covers
         self.checkpoints.write(self._position, content)
-        self.write_privacy()
 
-    def write_privacy(self) -> None:
+    def write_privacy(self, folder: Path | None = None) -> None:
         """Write ``privacy.json`` and the statement in words, as of the steps recorded so far."""
-        if self._ledger is None:
-            self.folder.write_json(
-                PRIVACY_NAME,
-                {
-                    "private": False,
-                    "epsilon": None,
-                    "delta": None,
-                    "steps_planned": self.plan.steps,
-                    "steps_done": self._position,
-                    "accountant": None,
-                    "reason": self.stamp,
-                },
-            )
-            self.folder.write(STATEMENT_NAME, f"This model is {self.stamp}. No privacy guarantee of any kind holds for it.\n")
-            return
-        report = privacy_report(self._ledger.read())
-        if self._show_private_metrics:
-            report["outside_the_guarantee"].append("loss and accuracy on training batches, which this run was asked to show")
-        self.folder.write_json(PRIVACY_NAME, report)
-        self.folder.write(STATEMENT_NAME, statement_in_words(report))
+        target = self.folder if folder is None else RunFolder(folder)
+        if not self.private:
+            report: dict[str, Any] = {
+                "private": False,
+                "epsilon": None,
+                "delta": None,
+                "steps_planned": self.plan.steps,
+                "steps_done": self._position,
+                "accountant": None,
+                "reason": self.stamp,
+            }
+            words = f"NOT PRIVATE: {self.stamp}. No guarantee of any kind holds for this model.\n"
+        else:
+            report = privacy_report(read_ledger(self.folder.path))
+            if self._show_private_metrics:
+                self.folder.write(PRIVATE_METRICS_SHOWN, "This run showed loss and accuracy on training batches.\n")
+            if (self.folder.path / PRIVATE_METRICS_SHOWN).exists():
+                report["outside_the_guarantee"].append(
+                    "loss and accuracy on training batches, which this run showed; they also tell how large the batches were"
+                )
+            words = statement_in_words(report)
+        target.write_json(PRIVACY_NAME, report)
+        target.write(STATEMENT_NAME, words)
 
     def _settings(self) -> RunSettings:
         assert self._mechanism is not None
@@ -424,6 +476,7 @@ class PrivateTrainer:
             randomness=self._randomness.description,
             sensitivity=self._mechanism.sensitivity,
             clipping=f"the gradient of each example, {scope}, in L2 norm",
+            public=self._public,
         )
 
     def _epsilon(self) -> float | None:
@@ -436,13 +489,7 @@ class PrivateTrainer:
         if not self.private:
             return "not private"
         assert isinstance(self.plan, PrivacyPlan)
-        return f"ε {self.plan.epsilon_after(max(1, steps)):.2f}" + ("" if self._randomness.private else " (not private)")
-
-    def _seed_for_tests(self, step: int) -> None:
-        # Dropout and augmentation draw from torch's generator. In test mode that is a function of seed and step too.
-        if self._seed is not None:
-            digest = hashlib.sha256(f"{self._seed} {step}".encode()).digest()
-            torch.manual_seed(int.from_bytes(digest[:4], "little"))
+        return f"ε {round_up(self.plan.epsilon_after(max(1, steps)))}" + ("" if self._randomness.private else " (not private)")
 
     def _move(self, batch: Any) -> Any:
         device = next(self.model.parameters()).device
@@ -465,3 +512,12 @@ class PrivateTrainer:
                         f"optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's; build it from "
                         "model.parameters()"
                     )
+
+
+def _shares_data(train: Any, validation: Any) -> bool:
+    """Whether the two are the same object, or have a tensor in common."""
+    storages = [
+        {leaf.data_ptr() for leaf in tree_leaves(data) if isinstance(leaf, Tensor) and leaf.numel()}
+        for data in (train, validation)
+    ]
+    return train is validation or not storages[0].isdisjoint(storages[1])

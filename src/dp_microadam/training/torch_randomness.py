@@ -1,0 +1,50 @@
+"""What dropout, stochastic depth and augmentation draw from during a step: torch's generators, made unpredictable.
+
+One example more or less shifts the random stream of all that come after it in a batch. As long as nobody can predict the
+stream, their masks have the same distribution as before and one example's influence stays bounded. With a stream that follows
+from a seed someone set before, it does not. So every step gets a stream of its own, and the caller's comes back afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+_WORDS = 624
+_FIRST_WORD_BYTE = 24
+
+
+@contextmanager
+def unpredictable_torch() -> Iterator[None]:
+    """Within the block torch's generators draw from the operating system's entropy."""
+    with torch.random.fork_rng():
+        torch.set_rng_state(_random_state())
+        if torch.cuda.is_available():
+            torch.cuda.manual_seed_all(int.from_bytes(os.urandom(8), "little") >> 1)
+        yield
+
+
+@contextmanager
+def seeded_torch(seed: int, step: int) -> Iterator[None]:
+    """Within the block torch's generators are a function of seed and step, for tests."""
+    with torch.random.fork_rng():
+        torch.manual_seed(int(np.random.SeedSequence([seed, step]).generate_state(1, np.uint64)[0] >> np.uint64(1)))
+        yield
+
+
+def _random_state() -> torch.Tensor:
+    """A state of torch's CPU generator, a Mersenne twister, all of whose words are random: a seed would fill 32 bits.
+
+    Seeding first gives a valid state to start from; its words lie one to eight bytes behind the header.
+    """
+    generator = torch.Generator()
+    generator.manual_seed(int.from_bytes(os.urandom(8), "little") >> 1)
+    torch.empty(1).uniform_(generator=generator)
+    state = generator.get_state()
+    words = state.numpy()[_FIRST_WORD_BYTE : _FIRST_WORD_BYTE + 8 * _WORDS].view(np.uint64)
+    words[:] = np.frombuffer(os.urandom(4 * _WORDS), dtype=np.uint32)
+    return state

@@ -1,0 +1,84 @@
+"""What a run claims about privacy, as JSON and in words."""
+
+import json
+import math
+
+import pytest
+
+from dp_microadam import PrivacyLedger, PrivacyPlan, Randomness
+from dp_microadam.privacy.accounting import group_epsilon
+from dp_microadam.privacy.ledger import RunSettings, read_ledger
+from dp_microadam.privacy.statement import privacy_report, round_up, statement_in_words, write_privacy_files
+
+PLAN = PrivacyPlan.solve(dataset_size=60_000, batch_size=512, delta=1e-5, noise_multiplier=1.5, steps=50)
+
+
+def run(folder, randomness: Randomness, steps: int):
+    described = RunSettings(private=randomness.private, randomness=randomness.description, sensitivity=0.7)
+    with PrivacyLedger.create(folder, PLAN, described) as ledger:
+        for _ in range(steps):
+            ledger.record_step()
+    return read_ledger(folder)
+
+
+def test_the_report_says_what_was_spent_and_what_was_planned(tmp_path):
+    report = write_privacy_files(tmp_path, run(tmp_path, Randomness.from_entropy(), steps=30))
+    assert json.loads((tmp_path / "privacy.json").read_text()) == report
+    assert report["private"] is True
+    assert report["epsilon"] == PLAN.epsilon_after(30) < report["epsilon_planned"] == PLAN.epsilon
+    assert (report["steps_done"], report["steps_planned"]) == (30, 50)
+    assert (report["delta"], report["accountant"]) == (1e-5, "rdp")
+    assert report["noise"]["deviation_of_the_sum"] == pytest.approx(1.5 * 0.7)
+
+
+def test_the_words_cover_everything_an_officer_asks(tmp_path):
+    write_privacy_files(tmp_path, run(tmp_path, Randomness.from_entropy(secure=True), steps=50))
+    words = (tmp_path / "privacy.txt").read_text()
+    assert words.startswith("PRIVATE. ")
+    for asked in (
+        f"{round_up(PLAN.epsilon)} at δ = 1e-05",
+        "Unit of privacy:       one training example",
+        "with one unit added or removed",
+        "Rényi",
+        "each of 60000 examples in each step with probability 0.00853333, independently; 512 expected",
+        "one example changes the sum by at most 0.7",
+        "Gaussian, 1.5 times that bound",
+        "50 done of 50 planned",
+        "operating system's entropy, AES-256 in counter mode",
+        "dp-microadam 0",
+        "torch 2",
+        "normalization constants",
+        "validation",
+        "running time",
+        "hyperparameters",
+        "ask for a group size",
+    ):
+        assert asked in words, asked
+
+
+def test_a_seeded_run_is_stamped_not_private_in_json_and_words(tmp_path):
+    report = privacy_report(run(tmp_path, Randomness.seeded(3), steps=5))
+    assert report["private"] is False
+    words = statement_in_words(report)
+    assert words.startswith("NOT PRIVATE. ")
+    assert "fixed seed 3" in words
+    assert "nothing is guaranteed" in words
+
+
+def test_several_examples_per_person_are_offered_group_privacy(tmp_path):
+    record = run(tmp_path, Randomness.from_entropy(), steps=50)
+    report = privacy_report(record, group_size=2)
+    assert report["group_epsilon"] == group_epsilon(record.spent, 1e-5, 2) > record.epsilon(accountant="pld")
+    assert f"a person with up to 2 examples: ε = {round_up(report['group_epsilon'])}" in statement_in_words(report)
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "shown"),
+    [(7.9911, "8.00"), (7.9900, "7.99"), (0.29, "0.29"), (1e-9, "0.01"), (0.0, "0.00"), (2.0, "2.00")],
+)
+def test_epsilon_is_never_rounded_down(epsilon, shown):
+    assert round_up(epsilon) == shown
+
+
+def test_an_infinite_epsilon_is_shown_as_such():
+    assert round_up(math.inf) == "inf"
