@@ -4,8 +4,8 @@ Formal guarantees: after :func:`prove` has returned, on synthetic input of the b
 
 - replacing one example by another, or taking it or two of them out, left every other example as it was: its loss, the
   norm of its gradient in every layer, and a random projection of its output gradient at every use of a parameter. Tried
-  with three examples, for each of them; and with examples multiplied by 1000, 1 and 30 or by -30, 1 and -1000, where each was the
-  same alone as beside the others. So neither the place in the batch, nor its size, nor the range of its values decides.
+  with three examples, for each of them; and with examples multiplied by 1000, 1 and 30 or by -30, 1 and -1000, where
+  each was the same alone as beside the others. So neither the place in the batch, nor its size, nor the range of its values decides.
   It runs in double precision on a copy of the model, and what may differ is at most 1e-9 of the largest loss and 1e-7
   of the largest gradient; a model that does not run in double throughout is proved as it is, to 1e-5 and 1e-3 in
   float32, and to hardly anything in half precision;
@@ -113,9 +113,9 @@ def prove(
 
     Runs on three synthetic examples of the batch's shape, or on those ``given``: 24 forward and backward passes of one to
     three examples, 27 if the model draws random numbers, and two forward passes of 13 and 11 examples, from which
-    ``observed.table`` learns what has rows for each example; up to 30 more for layers that are skipped at random. ``precision`` is the relative error of the products in the model, if it is coarser than
-    that of its parameters. Leaves random streams, parameters, their gradients, buffers and modes
-    as they were.
+    ``observed.table`` learns what has rows for each example; up to 30 more for layers that are skipped at random.
+    ``precision`` is the relative error of the products in the model, if it is coarser than that of its parameters.
+    Leaves random streams, parameters, their gradients, buffers and modes as they were.
     """
     examples, others = _examples(batch, PROVED_AT_FIRST, given)
     with undisturbed(model) as rewind:
