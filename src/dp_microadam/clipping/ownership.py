@@ -5,7 +5,8 @@ Formal guarantees: after :func:`prove` has returned, on synthetic input of the b
 - replacing one example by another, or taking it or two of them out, left every other example as it was: its loss, the
   norm of its gradient in every layer, and a random projection of its output gradient at every use of a parameter. Tried
   with three examples, for each of them; and with examples multiplied by 1000, 1 and 30 or by -30, 1 and -1000, where
-  each was the same alone as beside the others. So neither the place in the batch, nor its size, nor the range of its values decides.
+  each was the same alone as beside the others. So neither the place in the batch, nor its size, nor the range of its
+  values decides.
   It runs in double precision on a copy of the model, and what may differ is at most 1e-9 of the largest loss and 1e-7
   of the largest gradient; a model that does not run in double throughout is proved as it is, to 1e-5 and 1e-3 in
   float32, and to hardly anything in half precision;
