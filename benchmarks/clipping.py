@@ -7,6 +7,7 @@ a step.
 
     python benchmarks/clipping.py                                   # the table at physical batch 64
     python benchmarks/clipping.py --batches 16 64 256 --figure docs/images/clipping.png --json
+    python benchmarks/clipping.py --models vit-tiny "text encoder" "vit-tiny bitfit" "text bitfit" --batches 32
     python benchmarks/clipping.py --layers                          # is the way chosen for a layer the fastest one?
 """
 
@@ -33,12 +34,49 @@ from dp_microadam.clipping.convolution import ConvolutionFactors, Geometry, conv
 from dp_microadam.clipping.cost import KEEP_LIMIT, choose
 from dp_microadam.clipping.outer_product import OuterProductSum
 
+
+class Logits(nn.Module):
+    """A classifier of transformers that returns a tensor."""
+
+    def __init__(self, model: nn.Module, only_biases_and_head: bool) -> None:
+        super().__init__()
+        self.model = model
+        for name, parameter in model.named_parameters():
+            trains = not only_biases_and_head or name.endswith("bias") or name.startswith("classifier")
+            parameter.requires_grad_(trains)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.model(inputs).logits
+
+
+def vit_tiny(only_biases_and_head: bool = False) -> nn.Module:
+    """ViT-Tiny/16 at 224×224, 5.5 million parameters."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    shape = {"hidden_size": 192, "num_hidden_layers": 12, "num_attention_heads": 3, "intermediate_size": 768}
+    return Logits(ViTForImageClassification(ViTConfig(**shape, num_labels=10)), only_biases_and_head)
+
+
+def text_encoder(only_biases_and_head: bool = False) -> nn.Module:
+    """Six layers of BERT, 384 wide, 22.7 million parameters, half of them in the vocabulary."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    shape = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 1536}
+    return Logits(BertForSequenceClassification(BertConfig(**shape, num_labels=10)), only_biases_and_head)
+
+
+# A shape of one dimension stands for that many tokens.
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "wrn-16-4 ws": (lambda: models.wide_resnet(16, 4), (3, 32, 32)),
     "wrn-16-4": (lambda: models.wide_resnet(16, 4, weight_standardization=False), (3, 32, 32)),
     "small cnn": (models.small_cnn, (3, 32, 32)),
     "tanh cnn": (models.tanh_cnn, (1, 28, 28)),
+    "vit-tiny": (vit_tiny, (3, 224, 224)),
+    "text encoder": (text_encoder, (128,)),
+    "vit-tiny bitfit": (lambda: vit_tiny(True), (3, 224, 224)),
+    "text bitfit": (lambda: text_encoder(True), (128,)),
 }
+CONVOLUTIONAL = ["wrn-16-4 ws", "wrn-16-4", "small cnn", "tanh cnn"]
 METHODS = ("non-private", "ours", "opacus hooks", "opacus ghost", "opacus functorch")
 MAX_GRAD_NORM = 1.0
 
@@ -76,13 +114,14 @@ def _opacus_samples(model: nn.Module, functorch: bool) -> Callable[[tuple[Tensor
 
     def step(batch: tuple[Tensor, Tensor]) -> None:
         per_example_loss(wrapped, batch).sum().backward()
-        samples = [p.grad_sample for p in model.parameters()]
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        samples = [p.grad_sample for p in trainable]
         norms = torch.stack([s.flatten(1).norm(dim=1) for s in samples]).norm(dim=0)
         coefficients = (MAX_GRAD_NORM / (norms + 1e-6)).clamp(max=1.0)
-        for parameter, sample in zip(model.parameters(), samples, strict=True):
+        for parameter, sample in zip(trainable, samples, strict=True):
             parameter.summed_grad = torch.einsum("i,i...", coefficients, sample)
             parameter.grad_sample = parameter.grad = None
-        for parameter in model.parameters():
+        for parameter in trainable:
             parameter.summed_grad = None
 
     return step
@@ -110,7 +149,10 @@ def _opacus_ghost(model: nn.Module) -> Callable[[tuple[Tensor, Tensor]], None]:
 
 def make_batch(shape: tuple[int, ...], size: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(size, *shape, generator=generator), torch.randint(10, (size,), generator=generator)
+    inputs = torch.randn(size, *shape, generator=generator)
+    if len(shape) == 1:
+        inputs = torch.randint(30_000, (size, *shape), generator=generator)
+    return inputs, torch.randint(10, (size,), generator=generator)
 
 
 def build(name: str) -> nn.Module:
@@ -121,8 +163,8 @@ def build(name: str) -> nn.Module:
 def measure_times(name: str, methods: list[str], size: int, rounds: int) -> dict[str, dict[str, float]]:
     """Medians over rounds of seconds, processor seconds and their ratios to the non-private step of the same round."""
     model = build(name)
-    steps = {method: make_step(method, copy.deepcopy(model)) for method in methods}
     batch = make_batch(MODELS[name][1], size)
+    steps = {method: make_step(method, copy.deepcopy(model)) for method in methods}
     walls: dict[str, list[float]] = {method: [] for method in methods}
     processors: dict[str, list[float]] = {method: [] for method in methods}
     for method in methods:
@@ -175,16 +217,24 @@ def measure_peak(name: str, method: str, size: int, threads: int, repeats: int) 
     )
 
 
+def works(name: str, method: str) -> bool:
+    """Whether the method can train this model as it comes; Opacus does not know every module."""
+    try:
+        make_step(method, build(name))(make_batch(MODELS[name][1], 2))
+    except Exception as error:
+        print(f"{name:12} {method} does not work: {str(error).splitlines()[0][:150]}", file=sys.stderr, flush=True)
+        return False
+    return True
+
+
 def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
     results = []
     for name in options.models:
         for size in options.batches:
-            times = measure_times(name, options.methods, size, options.rounds)
-            peaks = {
-                method: measure_peak(name, method, size, options.threads, options.peak_repeats)
-                for method in options.methods
-            }
-            for method in options.methods:
+            methods = [method for method in options.methods if works(name, method)]
+            times = measure_times(name, methods, size, options.rounds)
+            peaks = {method: measure_peak(name, method, size, options.threads, options.peak_repeats) for method in methods}
+            for method in methods:
                 row = {"model": name, "batch": size, "method": method, **times[method], "peak_bytes": peaks[method]}
                 row["peak_ratio"] = peaks[method] / peaks["non-private"]
                 results.append(row)
@@ -307,7 +357,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=CONVOLUTIONAL)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--batches", nargs="+", type=int, default=[64])
     parser.add_argument("--rounds", type=int, default=5)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.clipping.per_example import clipped_sum
@@ -23,8 +24,9 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
 
 def random_loss(model: nn.Module, batch: object) -> Tensor:
     """A loss with another output gradient at every position and in every example."""
-    inputs = batch[0] if isinstance(batch, tuple) else batch
-    output = model(inputs)
+    output = model(**batch) if isinstance(batch, dict) else model(batch[0] if isinstance(batch, tuple) else batch)
+    output = getattr(output, "logits", output)
+    output = output[0] if isinstance(output, tuple) else output
     pattern = torch.linspace(-1, 1.3, output[0].numel(), dtype=output.dtype).view_as(output[0])
     return (output.sin() * pattern + 0.1 * output).flatten(1).sum(1)
 
@@ -37,13 +39,11 @@ def flat(sums: dict[str, Tensor]) -> Tensor:
 def assert_agrees() -> Callable[..., None]:
     """The engine's sums and norms are the twin's: to 1e-9 in float64 and to 1e-5 of the gradient's norm in float32."""
 
-    def check(
-        model: nn.Module, batch: Tensor, *, ways: tuple[str | None, ...] = WAYS, loss: Callable = random_loss
-    ) -> None:
+    def check(model: nn.Module, batch: object, *, ways: tuple[str | None, ...] = WAYS, loss: Callable = random_loss) -> None:
         randomize(model)
         for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
             model.to(dtype)
-            converted = batch.to(dtype) if batch.is_floating_point() else batch
+            converted = tree_map(lambda leaf, dtype=dtype: leaf.to(dtype) if leaf.is_floating_point() else leaf, batch)
             _, norms = clipped_sum(model, loss, converted, max_grad_norm=1.0)
             bound = sorted(norms)[len(norms) // 2] * 0.999 + 1e-6  # some examples are clipped, some are not
             expected, norms = clipped_sum(model, loss, converted, max_grad_norm=bound)

@@ -120,9 +120,7 @@ def test_normalizations_agree_with_the_loop(assert_agrees, name):
     assert_agrees(build(), 0.5 + torch.randn(4, *shape), ways=(None,))
 
 
-@pytest.mark.parametrize(
-    "build", [lambda: nn.GroupNorm(3, 6, affine=False), lambda: nn.LayerNorm(6, elementwise_affine=False)]
-)
+@pytest.mark.parametrize("build", [lambda: nn.GroupNorm(3, 6, affine=False), lambda: nn.LayerNorm(6, elementwise_affine=False)])
 def test_normalizations_without_affine_pass_gradients_through(assert_agrees, build):
     torch.manual_seed(0)
     assert_agrees(nn.Sequential(nn.Linear(4, 6), build(), nn.Linear(6, 2)), torch.randn(3, 4))

@@ -201,9 +201,7 @@ def test_per_layer_bounds_follow_the_weights_given():
     )
     assert engine.layer_bounds == pytest.approx({"0": 3.0, "1": 4.0})
     with pytest.raises(ValueError, match="'1' is missing or unknown"):
-        ClippedGradients(
-            model, lambda m, b: m(b).sum(1), max_grad_norm=5.0, clipping="per-layer", layer_weights={"0": 3.0}
-        )
+        ClippedGradients(model, lambda m, b: m(b).sum(1), max_grad_norm=5.0, clipping="per-layer", layer_weights={"0": 3.0})
 
 
 def test_low_precision_parameters_are_summed_in_float32():

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import handle_torch_function, has_torch_function
 
 from dp_microadam import ClippedGradients, InputError, models
 from dp_microadam.clipping.per_example import clipped_sum
@@ -356,16 +357,20 @@ def test_forced_ways_are_taken(capsys):
 def test_norms_are_taken_in_full_precision_and_the_settings_come_back():
     seen = []
 
-    class Spy(nn.Module):
-        """A layer without a family: torch.func repeats its forward where norms are taken."""
+    def spied(x: Tensor, weight: Tensor) -> Tensor:
+        """An operation nothing is known about: it is repeated where norms are taken."""
+        if has_torch_function((x, weight)):
+            return handle_torch_function(spied, (x, weight), x, weight)
+        seen.append((torch.backends.mkldnn.matmul.fp32_precision, torch.is_autocast_enabled("cpu")))
+        return x * weight
 
+    class Spy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(4))
 
         def forward(self, x: Tensor) -> Tensor:
-            seen.append((torch.backends.mkldnn.matmul.fp32_precision, torch.is_autocast_enabled("cpu")))
-            return x * self.weight
+            return spied(x, self.weight)
 
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")

@@ -21,15 +21,11 @@ NETWORKS = {
         lambda: torch.randn(5, 3, 8, 8),
     ),
     "signals": (
-        lambda: nn.Sequential(
-            nn.Conv1d(2, 4, 3, dilation=2), nn.Tanh(), nn.Conv1d(4, 2, 1), nn.Flatten(), nn.Linear(12, 2)
-        ),
+        lambda: nn.Sequential(nn.Conv1d(2, 4, 3, dilation=2), nn.Tanh(), nn.Conv1d(4, 2, 1), nn.Flatten(), nn.Linear(12, 2)),
         lambda: torch.randn(5, 2, 10),
     ),
     "text": (
-        lambda: nn.Sequential(
-            nn.Embedding(11, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh(), nn.Flatten(), nn.Linear(42, 3)
-        ),
+        lambda: nn.Sequential(nn.Embedding(11, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh(), nn.Flatten(), nn.Linear(42, 3)),
         lambda: torch.randint(11, (5, 7)),
     ),
 }

@@ -20,9 +20,7 @@ def batch_size(batch: Any) -> int:
     sizes = {len(tensor) if tensor.dim() else None for tensor in tensors}
     if len(sizes) > 1 or None in sizes:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        raise InputError(
-            f"batch holds tensors of shapes {shapes}; all must share their first dimension, one row per example"
-        )
+        raise InputError(f"batch holds tensors of shapes {shapes}; all must share their first dimension, one row per example")
     return len(tensors[0])
 
 

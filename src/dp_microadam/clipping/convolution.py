@@ -22,8 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_microadam.clipping.cost import Shapes, choose
+from dp_microadam.clipping.folding import FoldedFactors
 from dp_microadam.clipping.outer_product import Factors, Measured, OuterProductSum, measured_by_grams
-from dp_microadam.clipping.rule import GradientRows, LayerCall, LayerRule, UnchangedInput, at_least_float32
+from dp_microadam.clipping.rule import (
+    GradientRows,
+    LayerCall,
+    LayerRule,
+    UnchangedInput,
+    at_least_float32,
+    folded,
+)
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -172,6 +180,11 @@ def padded_shape(inputs: Tensor, margins: list[int]) -> torch.Size:
 
 
 class ConvolutionCall(LayerCall):
+    @property
+    def masks_rows(self) -> bool:  # type: ignore[override]
+        """A transposed convolution's outputs are not the rows of its weight."""
+        return not self._rule.module.transposed
+
     def __init__(self, rule: ConvolutionRule, inputs: UnchangedInput | None) -> None:
         self._rule = rule
         self._inputs = inputs
@@ -180,13 +193,14 @@ class ConvolutionCall(LayerCall):
 
     def squared_norms(self, output_gradient: Tensor) -> Tensor:
         deltas = at_least_float32(output_gradient)
-        total = deltas.new_zeros(len(deltas))
+        total = deltas.new_zeros(len(deltas) // self.rows_per_example)
         if "bias" in self._rule.trainable:
-            self._bias = GradientRows(deltas.flatten(2).sum(2))
+            self._bias = GradientRows(folded(self.masked(deltas, "bias", 1).flatten(2).sum(2), self.rows_per_example))
             total += self._bias.squared_norms()
         if self._inputs is not None:
-            factors = self._rule.factors(self._inputs.read(), deltas)
-            self._weight = OuterProductSum(factors, self._rule.choose(factors.inputs.shape[1:]))
+            deltas = self.masked(deltas, "weight", 1)
+            factors, way = self._rule.factors_and_way(self._inputs.read(), deltas, self.rows_per_example)
+            self._weight = OuterProductSum(factors, way)
             total += self._weight.squared_norms()
         del self._inputs
         return total
@@ -199,6 +213,15 @@ class ConvolutionCall(LayerCall):
         for part in (self._weight, self._bias):
             if part is not None:
                 part.remove(rows)
+
+    def per_example(self, output_gradient: Tensor, examples: slice) -> Mapping[str, Tensor]:
+        rows = self.rows(examples)
+        deltas = at_least_float32(output_gradient)[rows]
+        found = {"bias": deltas.flatten(2).sum(2)} if "bias" in self._rule.trainable else {}
+        if self._inputs is not None:
+            factors = self._rule.factors(self._inputs.read()[rows], deltas)
+            found["weight"] = factors.per_example(slice(0, len(deltas)))
+        return {key: folded(gradients, self.rows_per_example) for key, gradients in found.items()}
 
 
 class ConvolutionRule(LayerRule):
@@ -213,6 +236,14 @@ class ConvolutionRule(LayerRule):
             mode = "constant" if self.module.padding_mode == "zeros" else self.module.padding_mode
             inputs = F.pad(inputs, margins, mode=mode)
         return ConvolutionFactors(inputs, deltas, geometry)
+
+    def factors_and_way(self, inputs: Tensor, deltas: Tensor, rows_per_example: int) -> tuple[Factors, str]:
+        """The factors of examples, which may have several rows each, and the way to take with them."""
+        factors = self.factors(inputs, deltas)
+        way = self.choose(factors.inputs.shape[1:])
+        if rows_per_example == 1:
+            return factors, way
+        return FoldedFactors(factors, rows_per_example), "drop" if way == "ghost" else way
 
     def choose(self, image_shape: torch.Size) -> str:
         """The way for an input of this shape, without the batch and with the margins that are padded beforehand."""

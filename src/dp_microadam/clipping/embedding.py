@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,48 +13,73 @@ from dp_microadam.errors import InputError
 
 
 class EmbeddingCall(LayerCall):
-    def __init__(self, module: nn.Embedding, indices: Tensor) -> None:
-        self._module = module
+    """Looks up ``indices``, (rows, …), in a table of shape ``table``."""
+
+    def __init__(self, table: torch.Size, padding_idx: int | None, indices: Tensor) -> None:
+        self._table = table
+        self._padding_idx = padding_idx
         self._indices = indices.detach().clone()
         self._rows = self._owners = self._entries = torch.empty(0)
 
+    def occurrences(self, output_gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Indices as (examples, occurrences), and the gradient of each occurrence."""
+        examples = len(self._indices) // self.rows_per_example
+        indices = self._indices.reshape(examples, -1)
+        deltas = at_least_float32(output_gradient).reshape(*indices.shape, output_gradient.shape[-1])
+        if self._padding_idx is not None:
+            padding = self._padding_idx % self._table[0]
+            deltas = deltas.masked_fill((indices == padding).unsqueeze(2), 0)
+        return indices, deltas
+
     def squared_norms(self, output_gradient: Tensor) -> Tensor:
-        width = output_gradient.shape[-1]
-        deltas = at_least_float32(output_gradient).reshape(-1, width)
-        batch = len(self._indices)
-        indices = self._indices.reshape(batch, -1)
-        owners = torch.arange(batch, device=indices.device).view(-1, 1).expand_as(indices)
-        keys = (owners * self._module.num_embeddings + indices).flatten()
-        keys, positions = torch.unique(keys, return_inverse=True)
-        self._rows = deltas.new_zeros(len(keys), width).index_add_(0, positions, deltas)
-        self._owners = keys // self._module.num_embeddings
-        self._entries = keys % self._module.num_embeddings
-        if self._module.padding_idx is not None:
-            self._rows[self._entries == self._module.padding_idx] = 0
+        indices, deltas = self.occurrences(output_gradient)
+        owners = torch.arange(len(indices), device=indices.device).view(-1, 1).expand_as(indices)
+        keys, positions = torch.unique((owners * self._table[0] + indices).flatten(), return_inverse=True)
+        self._rows = deltas.new_zeros(len(keys), self._table[1]).index_add_(0, positions, deltas.flatten(0, 1))
+        self._owners = keys // self._table[0]
+        self._entries = keys % self._table[0]
         squares = torch.linalg.vector_norm(self._rows, dim=1).square()
-        return deltas.new_zeros(batch).index_add_(0, self._owners, squares)
+        return deltas.new_zeros(len(indices)).index_add_(0, self._owners, squares)
 
     def clipped_sums(self, coefficients: Tensor) -> Mapping[str, Tensor]:
-        total = self._rows.new_zeros(self._module.weight.shape)
+        total = self._rows.new_zeros(self._table)
         scaled = self._rows * coefficients[self._owners].unsqueeze(1)
         return {"weight": total.index_add_(0, self._entries, scaled)}
 
     def remove(self, rows: Tensor) -> None:
         self._rows = self._rows.masked_fill(torch.isin(self._owners, rows).unsqueeze(1), 0)
 
+    def per_example(self, output_gradient: Tensor, examples: slice) -> Mapping[str, Tensor]:
+        indices, deltas = (part[examples] for part in self.occurrences(output_gradient))
+        gradients = deltas.new_zeros(len(indices), *self._table)
+        return {"weight": gradients.scatter_add_(1, indices.unsqueeze(2).expand_as(deltas), deltas)}
+
+    @classmethod
+    def joined(cls, calls: Sequence[tuple[LayerCall, Tensor]]) -> tuple[LayerCall, Tensor] | None:
+        """Occurrences of all calls side by side."""
+        own = [(call, gradient) for call, gradient in calls if isinstance(call, EmbeddingCall)]
+        parts = [call.occurrences(gradient) for call, gradient in own]
+        indices = torch.cat([indices for indices, _ in parts], 1)
+        return EmbeddingCall(own[0][0]._table, None, indices), torch.cat([deltas for _, deltas in parts], 1)
+
 
 class EmbeddingRule(LayerRule):
-    module: nn.Embedding
+    module: nn.Embedding | nn.EmbeddingBag
 
     def observe(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> LayerCall:
-        if self.module.max_norm is not None:
-            raise InputError(
-                f"embedding {self.name!r} has max_norm={self.module.max_norm}, which rewrites the weights by what "
-                "the batch contains; build it with max_norm=None"
-            )
-        if self.module.scale_grad_by_freq:
-            raise InputError(
-                f"embedding {self.name!r} has scale_grad_by_freq=True, which counts over the whole batch; "
-                "build it with scale_grad_by_freq=False"
-            )
-        return EmbeddingCall(self.module, self.only_input(args, kwargs))
+        refuse_batch_counts(self.name, self.module)
+        return EmbeddingCall(self.module.weight.shape, self.module.padding_idx, self.only_input(args, kwargs))
+
+
+def refuse_batch_counts(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+    """Options that look at the whole batch."""
+    if module.max_norm is not None:
+        raise InputError(
+            f"embedding {name!r} has max_norm={module.max_norm}, which rewrites the weights by what the batch "
+            "contains; build it with max_norm=None"
+        )
+    if module.scale_grad_by_freq:
+        raise InputError(
+            f"embedding {name!r} has scale_grad_by_freq=True, which counts over the whole batch; build it with "
+            "scale_grad_by_freq=False"
+        )

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dp_microadam.clipping.batches import batch_size, detached, signature
-from dp_microadam.clipping.families import build_rules, refuse_batch_statistics
+from dp_microadam.clipping.families import observe, refuse_batch_statistics
 from dp_microadam.clipping.kept_state import refuse_kept_examples
 from dp_microadam.clipping.ownership import PROVED_AT_FIRST, PerExampleLoss, losses_of, prove, prove_size
-from dp_microadam.clipping.precision import full_precision
-from dp_microadam.clipping.recording import Recording
-from dp_microadam.clipping.rule import LayerCall, LayerRule
+from dp_microadam.clipping.passes import Part, parts_of
+from dp_microadam.clipping.precision import autocasting, full_precision
+from dp_microadam.clipping.recording import Observed
+from dp_microadam.clipping.rows import RowTable
 from dp_microadam.errors import InputError
 from dp_microadam.validation import require_one_of
 
@@ -33,7 +36,12 @@ class ClippedGradients:
     interact on values, at sizes or after numbers of calls that the proof does not try; ``ownership.py`` lists these. A
     model that changes its own buffers or parameters while examples pass through it is refused at every call. An
     example whose gradient is not finite, or whose squared norm overflows, contributes nothing. What ``accumulate``
-    returns, and ``sums`` before noise, are private.
+    returns, and ``sums`` before noise, are private. With ``scale`` or ``row_masks`` all of this holds for the scaled
+    gradients s⊙gᵢ: ``sums`` is Σᵢ clip(s⊙gᵢ, C) and ``sensitivity`` is its sensitivity. Noise belongs there, before
+    anything is divided by s.
+
+    An example's gradient is the sum over all uses of a parameter, be it a layer that is called several times, a weight
+    that layers share, or several rows of one example (views of an image, windows of an attention).
 
     Args:
         model: any module; its parameters that require gradients are the ones that are clipped and summed.
@@ -43,6 +51,11 @@ class ClippedGradients:
         layer_weights: for per-layer clipping, C_l in proportion to these numbers by layer name; all equal by default.
         way: ``"ghost"``, ``"keep"`` or ``"drop"`` for all layers that have a choice; by default each layer takes its
             cheapest.
+        scale: numbers to multiply the gradient with before it is clipped, by parameter name and of the parameter's shape;
+            they must not depend on the examples of the step. Such parameters' gradients are formed one by one.
+        row_masks: for weights of which only some rows train, which ones, by parameter name; one entry per row, the
+            parameter's first dimension. Gradients of other rows are zero and do not count.
+        autocast: run forward and backward pass in this precision (``torch.bfloat16``); norms and sums stay float32.
         synthetic_batch: examples to prove independence on, for models that do not accept random ones; at least four,
             and never private data.
 
@@ -62,32 +75,40 @@ class ClippedGradients:
         clipping: str = "flat",
         layer_weights: Mapping[str, float] | None = None,
         way: str | None = None,
+        scale: Mapping[str, Tensor] | None = None,
+        row_masks: Mapping[str, Tensor] | None = None,
+        autocast: torch.dtype | None = None,
         synthetic_batch: Any = None,
     ) -> None:
         if not (math.isfinite(max_grad_norm) and max_grad_norm >= _SMALLEST_NORM):
-            raise InputError(
-                f"max_grad_norm is {max_grad_norm}; it must be a finite number of at least {_SMALLEST_NORM}"
-            )
+            raise InputError(f"max_grad_norm is {max_grad_norm}; it must be a finite number of at least {_SMALLEST_NORM}")
         require_one_of("clipping", clipping, ("flat", "per-layer"))
         if way is not None:
             require_one_of("way", way, ("ghost", "keep", "drop"))
         self._model = model
-        self._loss = per_example_loss
         self._bound = float(max_grad_norm)
         self._trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self._trainable:
             raise InputError("model has no trainable parameter; call requires_grad_(True) on those to be trained")
         refuse_batch_statistics(model)
-        self._rules = build_rules(model, way)
+        self._device = next(iter(self._trainable.values())).device
+        self._loss = autocasting(per_example_loss, self._device, autocast)
+        self._precision = 0.0 if autocast is None else torch.finfo(autocast).eps
+        self._observed = observe(model, way)
+        self._layers = list(dict.fromkeys(layer_of(name) for name in self._trainable))
         self._layer_bounds = self._share_out(layer_weights) if clipping == "per-layer" else None
         if layer_weights is not None and clipping == "flat":
             raise InputError("layer_weights is given, but clipping is 'flat'; pass clipping='per-layer'")
         self._synthetic_batch = synthetic_batch
-        self._proved: dict[Any, int] = {}
+        # What was learned about the model, and the largest batch that was proved, by structure of the batch and mode.
+        self._proved: dict[Any, tuple[Observed, int]] = {}
         self._calls = 0
         self._sums: dict[str, Tensor] = {}
+        self._scale: dict[str, Tensor] = {}
+        self._row_masks: dict[str, Tensor] = {}
         self._closed = False
         self.reset()
+        self.scale, self.row_masks = scale, row_masks
 
     @property
     def sensitivity(self) -> float:
@@ -104,8 +125,45 @@ class ClippedGradients:
         """C_l by layer name for per-layer clipping."""
         return None if self._layer_bounds is None else dict(self._layer_bounds)
 
+    @property
+    def scale(self) -> Mapping[str, Tensor] | None:
+        """What gradients are multiplied with before they are clipped; may be set between steps."""
+        return self._scale or None
+
+    @scale.setter
+    def scale(self, scale: Mapping[str, Tensor] | None) -> None:
+        self._refuse_within_step("scale")
+        self._scale = {name: self._checked("scale", name, factor) for name, factor in (scale or {}).items()}
+
+    @property
+    def row_masks(self) -> Mapping[str, Tensor] | None:
+        """Which rows of weights train; may be set between steps."""
+        return self._row_masks or None
+
+    @row_masks.setter
+    def row_masks(self, row_masks: Mapping[str, Tensor] | None) -> None:
+        self._refuse_within_step("row_masks")
+        self._row_masks = {name: self._checked("row_masks", name, mask) for name, mask in (row_masks or {}).items()}
+
+    def _refuse_within_step(self, what: str) -> None:
+        if self._accumulated:
+            raise InputError(f"{what} was set in the middle of a step; call reset() first, the sums would be mixed")
+
+    def _checked(self, what: str, name: str, values: Tensor) -> Tensor:
+        if name not in self._trainable:
+            raise InputError(f"{what} names {name!r}, which is not a trainable parameter of the model")
+        parameter = self._trainable[name]
+        shape = parameter.shape if what == "scale" else parameter.shape[:1]
+        if values.shape != shape:
+            raise InputError(f"{what}[{name!r}] has shape {tuple(values.shape)}; it must have shape {tuple(shape)}")
+        values = values.detach().to(parameter.device, torch.promote_types(parameter.dtype, torch.float32))
+        if not bool(torch.isfinite(values).all()):
+            raise InputError(f"{what}[{name!r}] holds values that are not finite")
+        return values if what == "scale" else (values != 0).to(values.dtype)
+
     def reset(self) -> None:
         """Start the next step's sums at zero."""
+        self._accumulated = False
         self._sums = {
             name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32), requires_grad=False)
             for name, p in self._trainable.items()
@@ -114,7 +172,7 @@ class ClippedGradients:
     def close(self) -> None:
         """Let go of the model. Nothing of the engine is left on it: hooks exist only while ``accumulate`` runs."""
         self._closed = True
-        self._rules = {}
+        self._proved = {}
         self._sums = {}
 
     def __enter__(self) -> ClippedGradients:
@@ -130,19 +188,22 @@ class ClippedGradients:
         """
         self._refuse_changes()
         count = batch_size(batch)
-        device = next(iter(self._trainable.values())).device
         if count == 0:
-            return torch.zeros(0, device=device)
+            return torch.zeros(0, device=self._device)
         batch = detached(batch)
         with torch.enable_grad():
             self._calls += 1
             if self._calls >= 16 and self._calls.bit_count() == 1:
                 self._proved.clear()  # a model may begin to mix later: look again at calls 16, 32, 64, …
-            self._prove_once(batch)
+            observed = self._prove_once(batch)
+            losses_of_batch = partial(losses_of, self._model, self._loss, batch)
             with refuse_kept_examples(self._model):
-                norms, calls = self._norms(batch, count)
-            with torch.no_grad(), full_precision(device):
-                return self._add_clipped(norms, calls)
+                parts, losses = parts_of(observed, losses_of_batch, count, self._scale, self._row_masks)
+            if not parts:
+                return torch.zeros(count, device=losses.device)
+            self._accumulated = True
+            with torch.no_grad(), full_precision(self._device):
+                return self._add_clipped(parts)
 
     def prove(self, batch: Any) -> None:
         """Prove now, on synthetic examples shaped like those of ``batch``, what ``accumulate`` would prove first.
@@ -158,9 +219,9 @@ class ClippedGradients:
         """Print, and return, a table of the layers: the way taken, its estimated cost and what it keeps."""
         header = ("layer", "type", "way", "cost ×", "kept kB/example")
         rows = [header]
-        for name, rule in self._rules.items():
+        for name, rule in {**self._observed.rules, **self._observed.operations}.items():
             estimate = rule.estimate
-            kind = type(rule.module).__name__
+            kind = "operation" if name in self._observed.operations else type(rule.module).__name__
             if estimate is None:
                 rows.append((name, kind, "keep", "-", "-"))
             else:
@@ -179,56 +240,51 @@ class ClippedGradients:
         if now.keys() != self._trainable.keys() or any(now[name] is not p for name, p in self._trainable.items()):
             name = next(iter(now.keys() ^ self._trainable.keys()), next(iter(now), ""))
             raise InputError(
-                f"parameter {name!r} was frozen, unfrozen or replaced since this ClippedGradients was made; make a "
-                "new one"
+                f"parameter {name!r} was frozen, unfrozen or replaced since this ClippedGradients was made; make a new one"
             )
 
-    def _prove_once(self, batch: Any) -> None:
+    def _prove_once(self, batch: Any) -> Observed:
         modes = tuple(module.training for module in self._model.modules())
         key = (signature(batch), modes)
         if key not in self._proved:
             refuse_batch_statistics(self._model)
-            prove(self._model, self._loss, self._rules, batch, self._synthetic_batch)
-            self._proved[key] = PROVED_AT_FIRST
-        if batch_size(batch) > self._proved[key]:
-            prove_size(self._model, self._loss, self._rules, batch, self._synthetic_batch)
-            self._proved[key] = batch_size(batch)
+            observed = replace(self._observed, table=RowTable())
+            prove(self._model, self._loss, observed, batch, self._synthetic_batch, self._precision)
+            self._proved[key] = observed, PROVED_AT_FIRST
+        observed, largest = self._proved[key]
+        if batch_size(batch) > largest:
+            prove_size(self._model, self._loss, observed, batch, self._synthetic_batch, self._precision)
+            self._proved[key] = observed, batch_size(batch)
+        return observed
 
-    def _norms(self, batch: Any, count: int) -> tuple[dict[str, Tensor], dict[str, LayerCall]]:
-        """Squared norms and kept call of every layer that took part."""
-        norms: dict[str, Tensor] = {}
-        calls: dict[str, LayerCall] = {}
-
-        def arrived(rule: LayerRule, call: LayerCall, gradient: Tensor) -> None:
-            with torch.no_grad(), full_precision(gradient.device):
-                norms[rule.name] = call.squared_norms(gradient)
-            calls[rule.name] = call
-
-        with Recording(self._rules, count, arrived) as recording:
-            losses = losses_of(self._model, self._loss, batch)
-            if losses.requires_grad:  # every trainable layer may have been skipped at random
-                recording.backward(losses, torch.ones_like(losses))
-        if not norms:
-            norms[""] = torch.zeros(count, device=losses.device)
-        return norms, calls
-
-    def _add_clipped(self, squared: dict[str, Tensor], calls: dict[str, LayerCall]) -> Tensor:
-        norms = torch.stack(list(squared.values())).sum(0).sqrt()
+    def _add_clipped(self, parts: list[Part]) -> Tensor:
+        norms = torch.stack([part.squared for part in parts]).sum(0).sqrt()
         usable = torch.isfinite(norms)
         removed = torch.nonzero(~usable).flatten()
-        flat = self._coefficients(norms, self._bound, usable)
+        coefficients = self._coefficients_of_parts(parts, norms, usable)
         totals: dict[str, Tensor] = {}
-        for name in list(calls):
-            call = calls.pop(name)  # its memory is free once its sum is taken
+        while parts:
+            part = parts.pop()  # its memory is free once its sum is taken
             if len(removed):
-                call.remove(removed)
-            bounds = self._layer_bounds
-            coefficients = flat if bounds is None else self._coefficients(squared[name].sqrt(), bounds[name], usable)
-            for key, total in call.clipped_sums(coefficients.to(squared[name].dtype)).items():
-                totals[f"{name}.{key}" if name else key] = total
+                part.call.remove(removed)
+            for key, total in part.call.clipped_sums(coefficients.pop().to(part.squared.dtype)).items():
+                totals[part.names[key]] = total
         for name, total in totals.items():  # all of them or, on an error above, none
             self._sums[name] += total
         return norms
+
+    def _coefficients_of_parts(self, parts: list[Part], norms: Tensor, usable: Tensor) -> list[Tensor]:
+        """Flat: one coefficient per example. Per layer: one for each block of layers that share a part."""
+        if self._layer_bounds is None:
+            return [self._coefficients(norms, self._bound, usable)] * len(parts)
+        blocks = blocks_of([{layer_of(name) for name in part.names.values()} for part in parts])
+        found = []
+        for part in parts:
+            block = next(block for block in blocks if layer_of(next(iter(part.names.values()))) in block)
+            members = [p.squared for p in parts if layer_of(next(iter(p.names.values()))) in block]
+            bound = math.hypot(*(self._layer_bounds[layer] for layer in block))
+            found.append(self._coefficients(torch.stack(members).sum(0).sqrt(), bound, usable))
+        return found
 
     @staticmethod
     def _coefficients(norms: Tensor, bound: float, usable: Tensor) -> Tensor:
@@ -237,12 +293,26 @@ class ClippedGradients:
 
     def _share_out(self, weights: Mapping[str, float] | None) -> dict[str, float]:
         """C_l in proportion to the weights with Σ C_l² = C²."""
-        given = dict.fromkeys(self._rules, 1.0) if weights is None else dict(weights)
-        if given.keys() != self._rules.keys():
-            wrong = sorted(given.keys() ^ self._rules.keys())[0]
+        given = dict.fromkeys(self._layers, 1.0) if weights is None else dict(weights)
+        if given.keys() != set(self._layers):
+            wrong = sorted(given.keys() ^ set(self._layers))[0]
             raise InputError(f"layer_weights must name exactly the trainable layers; {wrong!r} is missing or unknown")
         for name, weight in given.items():
             if not (math.isfinite(weight) and weight > 0):
                 raise InputError(f"layer_weights[{name!r}] is {weight}; it must be a finite number above 0")
         scale = self._bound / math.sqrt(sum(weight**2 for weight in given.values()))
         return {name: weight * scale for name, weight in given.items()}
+
+
+def layer_of(parameter: str) -> str:
+    """The name of the module that owns a parameter."""
+    return parameter.rpartition(".")[0]
+
+
+def blocks_of(groups: list[set[str]]) -> list[set[str]]:
+    """The finest partition in which no group is divided."""
+    blocks: list[set[str]] = []
+    for group in groups:
+        apart = [block for block in blocks if block.isdisjoint(group)]
+        blocks = [*apart, group.union(*(block for block in blocks if not block.isdisjoint(group)))]
+    return blocks

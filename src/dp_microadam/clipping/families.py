@@ -8,10 +8,13 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from dp_microadam.clipping.batchnorm import is_batchnorm
 from dp_microadam.clipping.convolution import ConvolutionRule
 from dp_microadam.clipping.embedding import EmbeddingRule
-from dp_microadam.clipping.generic import GenericRule
+from dp_microadam.clipping.embedding_bag import EmbeddingBagRule
 from dp_microadam.clipping.linear import LinearRule
 from dp_microadam.clipping.normalization import ChannelNormalizationRule, FeatureNormalizationRule
+from dp_microadam.clipping.recording import Observed
+from dp_microadam.clipping.rows import RowTable
 from dp_microadam.clipping.rule import LayerRule
+from dp_microadam.clipping.transposed_convolution import TransposedConvolutionRule
 from dp_microadam.clipping.weight_standardized import WeightStandardizedRule
 from dp_microadam.errors import InputError
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
@@ -22,6 +25,9 @@ _RULES: dict[type[nn.Module], type[LayerRule]] = {
     nn.Conv1d: ConvolutionRule,
     nn.Conv2d: ConvolutionRule,
     nn.Conv3d: ConvolutionRule,
+    nn.ConvTranspose1d: TransposedConvolutionRule,
+    nn.ConvTranspose2d: TransposedConvolutionRule,
+    nn.ConvTranspose3d: TransposedConvolutionRule,
     nn.GroupNorm: ChannelNormalizationRule,
     nn.InstanceNorm1d: ChannelNormalizationRule,
     nn.InstanceNorm2d: ChannelNormalizationRule,
@@ -29,46 +35,38 @@ _RULES: dict[type[nn.Module], type[LayerRule]] = {
     nn.LayerNorm: FeatureNormalizationRule,
     nn.RMSNorm: FeatureNormalizationRule,
     nn.Embedding: EmbeddingRule,
+    nn.EmbeddingBag: EmbeddingBagRule,
 }
 
 
-def rule_class(module: nn.Module) -> type[LayerRule]:
+def rule_class(module: nn.Module) -> type[LayerRule] | None:
     """The family's rule, if the module computes what the family computes: a subclass with its own forward may not."""
     for family, rule in _RULES.items():
         same_forward = isinstance(module, family) and type(module).forward is family.forward
         # Weight norm, pruning and parametrizations compute the weight from parameters with other names.
         if same_forward and {name for name, _ in module.named_parameters()} <= {"weight", "bias", "gain"}:
             return rule
-    return GenericRule
+    return None
 
 
-def build_rules(model: nn.Module, way: str | None) -> dict[str, LayerRule]:
-    """One rule per module that owns trainable parameters, by the module's name."""
-    refuse_shared_parameters(model)
-    rules = {}
+def observe(model: nn.Module, way: str | None) -> Observed:
+    """Rules for the layers that have one, and every trainable parameter with the modules that hold it."""
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    name_of = {id(parameter): name for name, parameter in parameters.items()}
+    holders: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in parameters}
+    rules: dict[str, LayerRule] = {}
+    recurrent = []
     for name, module in model.named_modules():
-        own = tuple(key for key, parameter in module.named_parameters(recurse=False) if parameter.requires_grad)
-        if not own:
-            continue
-        if any(True for _ in module.children()):
-            names = ", ".join(repr(f"{name}.{key}" if name else key) for key in own)
-            raise InputError(
-                f"module {name!r} ({type(module).__name__}) holds {names} beside layers of its own; move such "
-                "parameters into a module without children, or freeze them with requires_grad_(False)"
-            )
-        rules[name] = rule_class(module)(name, module, own, way)
-    return rules
-
-
-def refuse_shared_parameters(model: nn.Module) -> None:
-    """A parameter that two modules hold would have to be clipped over both of them together."""
-    holders: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad and holders.setdefault(id(parameter), name) != name:
-            raise InputError(
-                f"parameter {name!r} is the same as {holders[id(parameter)]!r}; give each layer a weight of its "
-                "own, or freeze it with requires_grad_(False)"
-            )
+        own = {key: name_of[id(p)] for key, p in module._parameters.items() if p is not None and id(p) in name_of}
+        for key, full_name in own.items():
+            holders[full_name].append((module, key))
+        family = rule_class(module)
+        if own and family is not None:
+            rules[name] = family(name, module, tuple(own), way)
+            rules[name].full_names = own
+        if own and isinstance(module, nn.RNNBase):
+            recurrent.append(module)
+    return Observed(rules, parameters, holders, recurrent, way, RowTable(), {})
 
 
 def refuse_batch_statistics(model: nn.Module) -> None:

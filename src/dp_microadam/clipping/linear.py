@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dp_microadam.clipping.cost import Shapes, choose
@@ -36,6 +37,8 @@ class LinearFactors(Factors):
 
 
 class LinearCall(LayerCall):
+    masks_rows = True
+
     def __init__(self, rule: LinearRule, inputs: UnchangedInput | None) -> None:
         self._rule = rule
         self._inputs = inputs
@@ -43,15 +46,13 @@ class LinearCall(LayerCall):
         self._bias: GradientRows | None = None
 
     def squared_norms(self, output_gradient: Tensor) -> Tensor:
-        deltas = at_least_float32(output_gradient)
-        deltas = deltas.reshape(len(deltas), -1, deltas.shape[-1])
+        deltas = self._positions(at_least_float32(output_gradient))
         total = deltas.new_zeros(len(deltas))
         if "bias" in self._rule.trainable:
-            self._bias = GradientRows(deltas.sum(1))
+            self._bias = GradientRows(self.masked(deltas, "bias", 2).sum(1))
             total += self._bias.squared_norms()
         if self._inputs is not None:
-            inputs = self._inputs.read()
-            factors = LinearFactors(inputs.reshape(len(inputs), -1, inputs.shape[-1]), deltas)
+            factors = LinearFactors(self._positions(self._inputs.read()), self.masked(deltas, "weight", 2))
             self._weight = OuterProductSum(factors, self._rule.choose(factors))
             total += self._weight.squared_norms()
         del self._inputs
@@ -65,6 +66,27 @@ class LinearCall(LayerCall):
         for part in (self._weight, self._bias):
             if part is not None:
                 part.remove(rows)
+
+    def per_example(self, output_gradient: Tensor, examples: slice) -> Mapping[str, Tensor]:
+        deltas = self._positions(at_least_float32(output_gradient))[examples]
+        found = {"bias": deltas.sum(1)} if "bias" in self._rule.trainable else {}
+        if self._inputs is not None:
+            found["weight"] = deltas.transpose(1, 2) @ self._positions(self._inputs.read())[examples]
+        return found
+
+    @classmethod
+    def joined(cls, calls: Sequence[tuple[LayerCall, Tensor]]) -> tuple[LayerCall, Tensor] | None:
+        """Positions of all calls side by side: Σ over calls of Σₜ δₜaₜᵀ is one sum over more positions."""
+        own = [(call, gradient) for call, gradient in calls if isinstance(call, LinearCall)]
+        rule = own[0][0]._rule
+        deltas = torch.cat([call._positions(at_least_float32(gradient)) for call, gradient in own], 1)
+        kept = [call._positions(call._inputs.read()) for call, _ in own if call._inputs is not None]
+        inputs = UnchangedInput(rule.name, torch.cat(kept, 1)) if kept else None
+        return LinearCall(rule, inputs), deltas
+
+    def _positions(self, tensor: Tensor) -> Tensor:
+        """(examples, positions, features), with an example's rows among its positions."""
+        return tensor.reshape(len(tensor) // self.rows_per_example, -1, tensor.shape[-1])
 
 
 class LinearRule(LayerRule):

@@ -12,7 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dp_microadam.clipping.rule import GradientRows, LayerCall, LayerRule, UnchangedInput, at_least_float32
+from dp_microadam.clipping.rule import (
+    GradientRows,
+    LayerCall,
+    LayerRule,
+    UnchangedInput,
+    at_least_float32,
+    folded,
+)
 
 InstanceNorm = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
 
@@ -26,7 +33,7 @@ class NormalizationCall(LayerCall):
     def squared_norms(self, output_gradient: Tensor) -> Tensor:
         deltas = at_least_float32(output_gradient)
         gradients = self._rule.gradients(None if self._inputs is None else self._inputs.read(), deltas)
-        self._parts = {name: GradientRows(rows) for name, rows in gradients.items()}
+        self._parts = {key: GradientRows(folded(rows, self.rows_per_example)) for key, rows in gradients.items()}
         del self._inputs
         return torch.stack([part.squared_norms() for part in self._parts.values()]).sum(0)
 
@@ -36,6 +43,12 @@ class NormalizationCall(LayerCall):
     def remove(self, rows: Tensor) -> None:
         for part in self._parts.values():
             part.remove(rows)
+
+    def per_example(self, output_gradient: Tensor, examples: slice) -> Mapping[str, Tensor]:
+        rows = self.rows(examples)
+        inputs = None if self._inputs is None else self._inputs.read()[rows]
+        gradients = self._rule.gradients(inputs, at_least_float32(output_gradient)[rows])
+        return {key: folded(values, self.rows_per_example) for key, values in gradients.items()}
 
 
 class NormalizationRule(LayerRule):

@@ -106,4 +106,6 @@ class _NoAttentionDropout(TorchFunctionMode):
                 args = (*args[:4], 0.0, *args[5:])
             else:
                 kwargs["dropout_p"] = 0.0
+        if func is F.multi_head_attention_forward:  # drops out inside, where no mode looks
+            args = (*args[:10], 0.0, *args[11:])
         return func(*args, **kwargs)

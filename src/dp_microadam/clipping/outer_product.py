@@ -49,6 +49,8 @@ class Measured(NamedTuple):
 class Factors(ABC):
     """Input and output gradient of one layer call, and the three things one can do with them."""
 
+    rows_per_example = 1
+
     def __init__(self, inputs: Tensor, deltas: Tensor) -> None:
         self.inputs = inputs
         self.deltas = deltas

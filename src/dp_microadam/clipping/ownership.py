@@ -3,17 +3,18 @@
 Formal guarantees: after :func:`prove` has returned, on synthetic input of the batch's shape,
 
 - replacing one example by another, or taking it or two of them out, left every other example as it was: its loss, the
-  norm of its gradient in every layer, and a random projection of its output gradient in every layer. Tried with three
-  examples, for each of them; and with examples multiplied by 1000, 1 and 30 or by -30, 1 and -1000, where each was the
-  same alone as beside the others. So neither the place in the batch, nor its size, nor the range of its values decides.
-  It runs in double precision on a copy of the model, and what may differ is at most 1e-9 of the largest loss and 1e-7
-  of the largest gradient; a model that does not run in double throughout is proved as it is, to 1e-5 and 1e-3 in
-  float32, and to hardly anything in half precision;
+  norm of its gradient in every layer, and a random projection of its output gradient at every use of a parameter. Tried
+  with three examples, for each of them; and with examples multiplied by 1000, 1 and 30 or by -30, 1 and -1000, where
+  each was the same alone as beside the others. So neither the place in the batch, nor its size, nor the range of its
+  values decides. It runs in double precision on a copy of the model, which autocast leaves alone, and what may differ
+  is at most 1e-9 of the largest loss and 1e-7 of the largest gradient; a model that does not run in double throughout
+  is proved as it is: to 1e-5 and 1e-3 in float32, to four roundings of the products under autocast (3e-2 in bfloat16),
+  and to hardly anything if its parameters are in half precision;
 - nothing a checkpoint holds (parameters, buffers, extra state) was changed by a forward and backward pass;
-- the loss of one example alone had an output gradient in its own row of every observed layer and in no other row, so
-  row i of what a layer reports is the gradient of example i;
-- the unclipped sum that the engine forms equals the gradient that autograd computes, for every trainable parameter,
-  so no parameter is used outside the layer calls that are observed.
+- the loss of one example alone had an output gradient in its own rows of every observed use of a parameter and in no
+  other row, so these rows are the gradient of that example;
+- each example's gradient norm and the unclipped sum that the engine forms equal those of autograd, for every trainable
+  parameter, so no parameter is used where it is not observed.
 
 After :func:`prove_size` the first holds for the first, middle and last example of a batch of that very size too, all
 three replaced or taken out at once, at scale 1 and in the model's own precision.
@@ -43,7 +44,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,6 +53,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dp_microadam.clipping import attention, recurrent
 from dp_microadam.clipping.batches import (
     batch_size,
     in_double,
@@ -60,15 +63,19 @@ from dp_microadam.clipping.batches import (
     synthetic,
     with_other_rows,
 )
+from dp_microadam.clipping.families import observe
 from dp_microadam.clipping.kept_state import KeptState
 from dp_microadam.clipping.one_draw import one_draw_for_all_rows
+from dp_microadam.clipping.passes import parts_of
 from dp_microadam.clipping.precision import full_precision
-from dp_microadam.clipping.recording import Recording
-from dp_microadam.clipping.rule import LayerCall, LayerRule, at_least_float32
+from dp_microadam.clipping.recording import Observed, Recording, Use
+from dp_microadam.clipping.rows import LEARNING_SIZES, Relearn
+from dp_microadam.clipping.rule import at_least_float32
 from dp_microadam.clipping.undisturbed import Rewind, undisturbed
 from dp_microadam.errors import InputError
 
 PerExampleLoss = Callable[[nn.Module, Any], Tensor]
+Gradients = tuple[Tensor | None, ...]
 
 # As many examples as most of the proof runs on: a first, a middle and a last one.
 PROVED_AT_FIRST = 3
@@ -96,18 +103,24 @@ def losses_of(model: nn.Module, per_example_loss: PerExampleLoss, batch: Any) ->
 
 
 def prove(
-    model: nn.Module, per_example_loss: PerExampleLoss, rules: Mapping[str, LayerRule], batch: Any, given: Any = None
+    model: nn.Module,
+    per_example_loss: PerExampleLoss,
+    observed: Observed,
+    batch: Any,
+    given: Any = None,
+    precision: float = 0.0,
 ) -> None:
     """Raise :class:`InputError` unless examples are independent and every trainable parameter is observed.
 
-    Runs on three synthetic examples of the batch's shape, or on those ``given``: 25 forward passes of one to three
-    examples, 24 of them with a backward one; 28 and 27 if the model draws random numbers, and up to 15 forward passes
-    more for layers that are skipped at random. Leaves random streams, parameters, their gradients, buffers and modes
-    as they were.
+    Runs on three synthetic examples of the batch's shape, or on those ``given``: 24 forward and backward passes of one to
+    three examples, 27 if the model draws random numbers, and two forward passes of 13 and 11 examples, from which
+    ``observed.table`` learns what has rows for each example; up to 30 more for layers that are skipped at random.
+    ``precision`` is the relative error of the products in the model, if it is coarser than that of its parameters.
+    Leaves random streams, parameters, their gradients, buffers and modes as they were.
     """
     examples, others = _examples(batch, PROVED_AT_FIRST, given)
     with undisturbed(model) as rewind:
-        own = _Proof(model, per_example_loss, rules, rewind)
+        own = _Proof(model, per_example_loss, observed, rewind, precision)
         own.every_parameter_is_seen(examples)
         exact, cast = _in_double(own, examples)
         exact.examples_do_not_mix(cast(examples), cast(others), _ONE_OR_TWO, 1.0)
@@ -115,11 +128,16 @@ def prove(
             exact.examples_do_not_mix(scaled(cast(examples), factors), None, _ALONE, max(map(abs, factors)))
         for row in range(PROVED_AT_FIRST):
             own.rows_are_owned(examples, row)
-        own.sums_are_gradients(examples)
+        own.gradients_are_exact(examples)
 
 
 def prove_size(
-    model: nn.Module, per_example_loss: PerExampleLoss, rules: Mapping[str, LayerRule], batch: Any, given: Any = None
+    model: nn.Module,
+    per_example_loss: PerExampleLoss,
+    observed: Observed,
+    batch: Any,
+    given: Any = None,
+    precision: float = 0.0,
 ) -> None:
     """Raise :class:`InputError` unless examples are independent in batches as large as this one too.
 
@@ -130,7 +148,7 @@ def prove_size(
     rows = torch.tensor([0, count // 2, count - 1])
     examples, others = _examples(batch, count, given)
     with undisturbed(model) as rewind:
-        proof = _Proof(model, per_example_loss, rules, rewind)
+        proof = _Proof(model, per_example_loss, observed, rewind, precision)
         proof.examples_do_not_mix(examples, others, _Neighbours(replaced=[rows], removed=[rows]), 1.0)
 
 
@@ -163,11 +181,8 @@ def _in_double(own: _Proof, examples: Any) -> tuple[_Proof, Callable[[Any], Any]
     """
     try:
         model = copy.deepcopy(own.model).double()
-        rules = {
-            name: type(rule)(name, model.get_submodule(name), rule.trainable, rule.forced_way)
-            for name, rule in own.rules.items()
-        }
-        twin = _Proof(model, own.loss, rules, own.rewind)
+        observed = replace(observe(model, own.observed.way), table=own.observed.table)
+        twin = _Proof(model, own.loss, observed, own.rewind, precision=0.0)  # autocast leaves double alone
         with _WatchForRounding() as rounding:
             losses = twin.look(in_double(examples)).losses
     except InputError:
@@ -191,8 +206,7 @@ class _WatchForRounding(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if not self.seen and any(_is_double(leaf) for leaf in tree_leaves((args, kwargs))):
             self.seen = any(
-                isinstance(leaf, Tensor) and leaf.is_floating_point() and not _is_double(leaf)
-                for leaf in tree_leaves(result)
+                isinstance(leaf, Tensor) and leaf.is_floating_point() and not _is_double(leaf) for leaf in tree_leaves(result)
             )
         return result
 
@@ -220,13 +234,15 @@ class _Proof:
         self,
         model: nn.Module,
         per_example_loss: PerExampleLoss,
-        rules: Mapping[str, LayerRule],
+        observed: Observed,
         rewind: Rewind,
+        precision: float,
     ) -> None:
         self.model = model
         self.loss = per_example_loss
-        self.rules = rules
+        self.observed = observed
         self.rewind = rewind
+        self.precision = precision
         self._state = KeptState(model, copy_large=True)
 
     @contextmanager
@@ -276,30 +292,29 @@ class _Proof:
 
     def look(self, batch: Any, *, one_draw: bool = False) -> _Seen:
         """One forward and backward pass."""
-        norms: dict[str, Tensor] = {}
         projections: dict[str, Tensor] = {}
 
-        def arrived(rule: LayerRule, call: LayerCall, gradient: Tensor) -> None:
-            with torch.no_grad(), full_precision(gradient.device):
-                norms[rule.name] = call.squared_norms(gradient).sqrt()
-                rows = at_least_float32(gradient).reshape(len(gradient), -1)
-                projections[rule.name] = rows @ _direction(rows)
+        def arrived(use: Use, gradient: Tensor) -> None:
+            rows = at_least_float32(gradient).reshape(batch_size(batch), -1)
+            projections[f"{use.label}, use {len(projections) + 1}"] = rows @ _direction(rows)
 
         with self._pass(), one_draw_for_all_rows() if one_draw else nullcontext():
             start = _random_state(self.model)
-            with Recording(self.rules, batch_size(batch), arrived) as recording:
-                losses = losses_of(self.model, self.loss, batch)
-                if losses.requires_grad:  # every trainable layer may have been skipped at random
-                    recording.backward(losses, torch.ones_like(losses))
-            return _Seen(losses.detach(), norms, projections, drew=_random_state(self.model) != start)
+            losses = partial(losses_of, self.model, self.loss, batch)
+            parts, values = parts_of(self.observed, losses, batch_size(batch), also=arrived)
+            norms = {f"parameter {', '.join(sorted(part.names.values()))!r}": part.squared.sqrt() for part in parts}
+            return _Seen(values, norms, projections, drew=_random_state(self.model) != start)
 
     def _refuse_difference(
         self, before: _Seen, after: _Seen, rows: Tensor, rows_after: Tensor, scale: float, what: str
     ) -> None:
         eps = torch.finfo(before.losses.dtype).eps
-        tolerance = 1e-9 if before.losses.dtype == torch.float64 else 100 * eps
+        of_losses = 1e-9 if before.losses.dtype == torch.float64 else 100 * eps
+        of_gradients = 100 * of_losses
+        if self.precision:  # losses may be wider than the products they come from
+            of_losses = of_gradients = 4 * self.precision
         floor = 100 * eps * max(1.0, abs(scale))  # cancellation in losses near zero
-        limit = tolerance * float(before.losses.abs().max()) + floor
+        limit = of_losses * float(before.losses.abs().max()) + floor
         if _differ(before.losses[rows], after.losses[rows_after], limit):
             raise InputError(
                 f"per_example_loss mixes examples: {what} one example of a batch changed the loss of others; "
@@ -307,76 +322,123 @@ class _Proof:
                 "each example alone, not divided by the number of examples)"
             )
         for part, part_after in ((before.norms, after.norms), (before.projections, after.projections)):
-            limit = 100 * tolerance * max((float(value.abs().max()) for value in part.values()), default=0.0) + floor
+            limit = of_gradients * max((float(value.abs().max()) for value in part.values()), default=0.0) + floor
             for name in part.keys() | part_after.keys():
                 gone = name not in part or name not in part_after
                 if gone or _differ(part[name][rows], part_after[name][rows_after], limit):
                     raise InputError(
-                        f"layer {name!r} mixes examples: {what} one example of a batch changed the gradient of others; "
-                        "no operation, forward or backward, may combine examples"
+                        f"{name} mixes examples: {what} one example of a batch changed the gradient of others; "
+                        "several rows of one example must be next to each other, and no operation, forward or "
+                        "backward, may combine examples"
                     )
 
     def every_parameter_is_seen(self, batch: Any) -> None:
-        seen: set[str] = set()
+        """Learns at the same time which tensors have rows for each example."""
+        table = self.observed.table
+        table.learning = True
+        try:
+            while True:
+                try:
+                    unseen = self._unseen(batch)
+                    break
+                except Relearn:  # each time one coincidence fewer
+                    continue
+        finally:
+            table.learning = False
+        if unseen:
+            raise InputError(
+                f"parameter {unseen[0]!r} is trainable, but no operation uses it; use it, or freeze it with "
+                "requires_grad_(False)"
+            )
+
+    def _unseen(self, batch: Any) -> list[str]:
+        unseen = list(self.observed.parameters)
         for seed in range(_PASSES_TO_BE_SEEN):
-            with self._pass(seed), Recording(self.rules, batch_size(batch), _ignore) as recording:
-                losses_of(self.model, self.loss, batch)
-            seen |= recording.seen
-            if len(seen) == len(self.rules):
-                return
-        name = next(name for name in self.rules if name not in seen)
-        rule = self.rules[name]
-        parameter = f"{name}.{rule.trainable[0]}" if name else rule.trainable[0]
-        raise InputError(
-            f"parameter {parameter!r} is trainable, but its module was never called; call the module itself (not "
-            "its weight through a function), or freeze it with requires_grad_(False)"
-        )
+            for size in LEARNING_SIZES:
+                examples = select(batch, torch.arange(size) % batch_size(batch))
+                with self._pass(seed), Recording(self.observed, size, _ignore) as recording:
+                    losses_of(self.model, self.loss, examples)
+                unseen = [name for name in unseen if not recording.uses[name]]
+            if not unseen:
+                break
+        return unseen
 
     def rows_are_owned(self, batch: Any, row: int) -> None:
-        def check(rule: LayerRule, call: LayerCall, gradient: Tensor) -> None:
-            others = torch.arange(len(gradient), device=gradient.device) != row
-            if bool((gradient[others] != 0).any()):
+        def check(use: Use, gradient: Tensor) -> None:
+            rows = gradient.unflatten(0, (-1, use.call.rows_per_example))
+            others = torch.arange(len(rows), device=gradient.device) != row
+            if bool((rows[others] != 0).any()):
                 raise InputError(
-                    f"layer {rule.name!r} ({type(rule.module).__name__}) mixes examples: the loss of one example has a "
-                    "gradient in rows of others; its first dimension must be the batch, and no operation after it may "
-                    "combine examples"
+                    f"{use.label} mixes examples: the loss of one example has a gradient in rows of others; its first "
+                    "dimension must be the batch, several rows of one example must be next to each other, and no "
+                    "operation after it may combine examples"
                 )
 
-        with self._pass(), Recording(self.rules, batch_size(batch), check) as recording:
+        with self._pass(), Recording(self.observed, batch_size(batch), check) as recording:
             losses = self._differentiable(losses_of(self.model, self.loss, batch))
             one = torch.zeros_like(losses)
             one[row] = 1
             recording.backward(losses, one)
 
-    def sums_are_gradients(self, batch: Any) -> None:
-        sums: dict[str, Tensor] = {}
-
-        def unclipped(rule: LayerRule, call: LayerCall, gradient: Tensor) -> None:
-            with torch.no_grad(), full_precision(gradient.device):
-                ones = torch.ones_like(call.squared_norms(gradient))
-                for key, total in call.clipped_sums(ones).items():
-                    sums[f"{rule.name}.{key}" if rule.name else key] = total
-
-        with self._pass(), Recording(self.rules, batch_size(batch), unclipped) as recording:
-            losses = self._differentiable(losses_of(self.model, self.loss, batch))
-            recording.backward(losses, torch.ones_like(losses))
-        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+    def gradients_are_exact(self, batch: Any) -> None:
+        count = batch_size(batch)
         with self._pass():
-            total_loss = losses_of(self.model, self.loss, batch).sum()
-            gradients = torch.autograd.grad(total_loss, list(trainable.values()), allow_unused=True)
-        expected = dict(zip(trainable, gradients, strict=True))
-        scale = sum(float(g.float().square().sum()) for g in gradients if g is not None) ** 0.5
+            parts, detached = parts_of(self.observed, partial(losses_of, self.model, self.loss, batch), count)
+        sums: dict[str, Tensor] = {}
+        with torch.no_grad(), full_precision(detached.device):
+            squared = sum((part.squared for part in parts), torch.zeros(count, device=detached.device))
+            for part in parts:
+                for key, total in part.call.clipped_sums(torch.ones_like(part.squared)).items():
+                    sums[part.names[key]] = total
+        # The same operations as under observation draw the same random numbers.
+        with self._pass(), recurrent.step_by_step(self.observed.recurrent), attention.Unfused():
+            losses, alone = self._one_at_a_time(batch)
         rounding = 100 * torch.finfo(losses.dtype).eps * float(losses.detach().abs().sum())
-        for name, parameter in trainable.items():
-            reference = expected[name]
-            reference = torch.zeros_like(parameter) if reference is None else reference
-            found = sums.get(name, torch.zeros_like(parameter))
-            error = float((found.to(reference.dtype) - reference).float().norm())
-            if not error <= 1e-2 * float(reference.float().norm()) + 1e-4 * scale + rounding:
+        self._compare_sums(sums, alone, rounding)
+        self._compare_norms(squared, alone, rounding)
+
+    def _one_at_a_time(self, batch: Any) -> tuple[Tensor, list[Gradients]]:
+        """The gradient of each example's loss, by autograd."""
+        parameters = list(self.observed.parameters.values())
+        losses = losses_of(self.model, self.loss, batch)
+        alone: list[Gradients] = []
+        try:
+            for loss in losses:
+                alone.append(torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True))
+        except RuntimeError as error:
+            if "use_reentrant=True" not in str(error):
+                raise
+            raise InputError(
+                "the model checkpoints activations with use_reentrant=True, which hides its layers from the backward "
+                "pass; call torch.utils.checkpoint with use_reentrant=False"
+            ) from error
+        return losses, alone
+
+    def _compare_sums(self, sums: Mapping[str, Tensor], alone: Sequence[Gradients], rounding: float) -> None:
+        relative = max(1e-2, 4 * self.precision)
+        scale = sum(_norm(gradients) for gradients in alone)
+        for index, (name, parameter) in enumerate(self.observed.parameters.items()):
+            reference = torch.zeros_like(parameter, dtype=torch.float32)
+            for gradients in alone:
+                gradient = gradients[index]
+                if gradient is not None:
+                    reference = reference + gradient.float()
+            error = float((sums.get(name, torch.zeros_like(reference)).float() - reference).norm())
+            if not error <= relative * float(reference.norm()) + 1e-2 * relative * scale + rounding:
                 raise InputError(
-                    f"parameter {name!r} is used outside the call of its own layer (tied to another layer, or "
-                    "passed to a function), so its gradient would be clipped in part only; give each use a layer of "
-                    "its own, or freeze it with requires_grad_(False)"
+                    f"parameter {name!r} is used where it is not observed (through a reference kept elsewhere, in an "
+                    "autograd function of your own, or in a block checkpointed with use_reentrant=True), so its "
+                    "gradient would be clipped in part only; read it from its module, use it in operations of torch, "
+                    "pass use_reentrant=False, or freeze it with requires_grad_(False)"
+                )
+
+    def _compare_norms(self, squared: Tensor, alone: Sequence[Gradients], rounding: float) -> None:
+        relative = max(1e-2, 4 * self.precision)
+        for found, gradients in zip(squared.sqrt().tolist(), alone, strict=True):
+            if not abs(found - _norm(gradients)) <= relative * _norm(gradients) + rounding:
+                raise InputError(
+                    f"an example's gradient norm is {_norm(gradients):.6g}, but {found:.6g} was found by layers; the "
+                    "model cannot be clipped exactly"
                 )
 
     def _differentiable(self, losses: Tensor) -> Tensor:
@@ -388,7 +450,11 @@ class _Proof:
         return losses
 
 
-def _ignore(rule: LayerRule, call: LayerCall, gradient: Tensor) -> None:
+def _norm(gradients: Gradients) -> float:
+    return sum(float(gradient.float().square().sum()) for gradient in gradients if gradient is not None) ** 0.5
+
+
+def _ignore(use: Use, gradient: Tensor) -> None:
     """A forward pass without a backward one."""
 
 

@@ -6,6 +6,8 @@ than in one pass over a batch, and are compared in other ways.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,9 +49,14 @@ def clipped(gradient: dict[str, Tensor], max_grad_norm: float) -> dict[str, Tens
 
 
 def clipped_sum(
-    model: nn.Module, per_example_loss: PerExampleLoss, batch: Any, *, max_grad_norm: float
+    model: nn.Module,
+    per_example_loss: PerExampleLoss,
+    batch: Any,
+    *,
+    max_grad_norm: float,
+    scale: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Σᵢ clip(gᵢ, C) by parameter name, and the norm of every gᵢ.
+    """Σᵢ clip(s⊙gᵢ, C) by parameter name, and the norm of every s⊙gᵢ; s is 1 for parameters without a ``scale``.
 
     >>> model = nn.Linear(2, 1, bias=False)
     >>> total, norms = clipped_sum(model, lambda m, x: m(x).squeeze(1), torch.tensor([[3.0, 4.0]]), max_grad_norm=1.0)
@@ -58,7 +65,8 @@ def clipped_sum(
     """
     total = {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}
     norms = []
-    for gradient in per_example_gradients(model, per_example_loss, batch):
+    for unscaled in per_example_gradients(model, per_example_loss, batch):
+        gradient = {name: part * scale[name] if name in scale else part for name, part in unscaled.items()}
         norms.append(norm(gradient))
         for name, part in clipped(gradient, max_grad_norm).items():
             total[name] = total[name].detach() + part

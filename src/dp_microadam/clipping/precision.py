@@ -1,12 +1,13 @@
-"""Full precision for norms and clipped sums, whatever the surrounding code allows its own products."""
+"""Full precision for norms and clipped sums, whatever the model is allowed for its own products."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 
 def _switches() -> list[tuple[Any, str, Any]]:
@@ -35,3 +36,17 @@ def full_precision(device: torch.device) -> Iterator[None]:
     finally:
         for (place, name, _), value in zip(switches, before, strict=True):
             setattr(place, name, value)
+
+
+def autocasting(
+    per_example_loss: Callable[[nn.Module, Any], Tensor], device: torch.device, dtype: torch.dtype | None
+) -> Callable[[nn.Module, Any], Tensor]:
+    """The same loss with the model's products in ``dtype``; the backward pass follows the forward's precision."""
+    if dtype is None:
+        return per_example_loss
+
+    def under_autocast(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast(device.type, dtype=dtype):
+            return per_example_loss(model, batch)
+
+    return under_autocast

@@ -2,18 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
+from dp_microadam.clipping import attention, recurrent
+from dp_microadam.clipping.operations import call_of_operation
+from dp_microadam.clipping.rows import RowTable
 from dp_microadam.clipping.rule import LayerCall, LayerRule
+from dp_microadam.clipping.shared import SharedTensor, is_shared
 from dp_microadam.errors import InputError
 
-Arrival = Callable[[LayerRule, LayerCall, Tensor], None]
+
+@dataclass(frozen=True)
+class Use:
+    """One use of some parameters in a forward pass; ``names`` maps the call's own keys to names in the model."""
+
+    call: LayerCall
+    names: Mapping[str, str]
+    label: str
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What of a model is observed: layers with rules, and every trainable parameter with the places that hold it."""
+
+    rules: Mapping[str, LayerRule]
+    parameters: Mapping[str, nn.Parameter]
+    holders: Mapping[str, Sequence[tuple[nn.Module, str]]]
+    recurrent: Sequence[nn.RNNBase]
+    way: str | None
+    table: RowTable
+    operations: dict[str, LayerRule]
+
+
+Arrival = Callable[[Use, Tensor], None]
 
 
 class _Source(torch.autograd.Function):
@@ -33,41 +65,48 @@ class _Source(torch.autograd.Function):
 
 
 class Recording:
-    """Context in which a model's forward is observed; ``backward`` then delivers output gradients layer by layer.
+    """Context in which a model's forward is observed; ``backward`` then delivers output gradients use by use.
 
-    Within it no parameter requires a gradient, so the backward pass computes output gradients and nothing else. Hooks
-    exist only within it: between two recordings the model can be saved, copied and evaluated like any other.
+    Within it no parameter requires a gradient, so the backward pass computes output gradients and nothing else. A layer
+    with a rule is observed as a whole. Elsewhere a parameter is a :class:`SharedTensor`, and the operation that first
+    brings it together with rows of examples is observed. Hooks exist only within the context: between two recordings
+    the model can be saved, copied and evaluated like any other.
     """
 
-    def __init__(self, rules: Mapping[str, LayerRule], batch_size: int, on_arrival: Arrival) -> None:
-        self._rules = rules
+    def __init__(self, observed: Observed, batch_size: int, on_arrival: Arrival) -> None:
+        self._observed = observed
         self._batch_size = batch_size
         self._on_arrival = on_arrival
         self._handles: list[RemovableHandle] = []
         self._installed: list[LayerRule] = []
-        self._parameters: list[nn.Parameter] = []
         self._anchor = torch.zeros((), requires_grad=True)
+        self._step_by_step = ExitStack()
         self._in_backward = False
-        self.seen: set[str] = set()
+        self._over = False
+        self._ordinals: Counter[tuple[str, ...]] = Counter()
+        # Parameters of layers that are running: the layer's rule deals with them.
+        self._running: Counter[str] = Counter()
+        self.uses: Counter[str] = Counter()
 
     def __enter__(self) -> Recording:
         try:
-            for rule in self._rules.values():
+            for rule in self._observed.rules.values():
                 rule.install()
                 self._installed.append(rule)
-                self._handles.append(rule.module.register_forward_hook(self._hook_for(rule), with_kwargs=True))
-                for key in rule.trainable:
-                    parameter = rule.module.get_parameter(key)
-                    parameter.requires_grad_(False)
-                    self._parameters.append(parameter)
+                self._handles.append(rule.module.register_forward_pre_hook(self._before(rule)))
+                self._handles.append(rule.module.register_forward_hook(self._after(rule), with_kwargs=True))
+            for name, parameter in self._observed.parameters.items():
+                parameter.requires_grad_(False)
+                stand_in = SharedTensor.standing_for(name, parameter, self)
+                for module, key in self._observed.holders[name]:
+                    module._parameters[key] = stand_in  # type: ignore[assignment]
+            self._step_by_step.enter_context(recurrent.step_by_step(self._observed.recurrent))
         except BaseException:
             self._restore()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
         self._restore()
 
     def _restore(self) -> None:
@@ -75,46 +114,157 @@ class Recording:
             handle.remove()
         for rule in self._installed:
             rule.uninstall()
-        for parameter in self._parameters:
+        for name, parameter in self._observed.parameters.items():
             parameter.requires_grad_(True)
+            for module, key in self._observed.holders[name]:
+                module._parameters[key] = parameter
+        self._step_by_step.close()
+        self._over = True
 
     def backward(self, losses: Tensor, weights: Tensor) -> None:
-        """Backpropagate Σ weights·losses; every observed layer's output gradient arrives on the way."""
+        """Backpropagate Σ weights·losses; every observed use's output gradient arrives on the way.
+
+        Everything is backpropagated that can be, not only what leads to the anchor: a model may let a tensor of its own
+        require gradients, as transformers does for checkpointing.
+        """
         self._in_backward = True
-        torch.autograd.grad(losses, [self._anchor], grad_outputs=weights, allow_unused=True)
+        torch.autograd.backward(losses, weights)
 
-    def _hook_for(self, rule: LayerRule) -> Callable[..., Tensor | None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
-            if self._in_backward:  # a rule repeats the forward of its own module
-                return None
-            self._refuse_unusable(rule, output)
-            self.seen.add(rule.name)
-            call = rule.observe(args, kwargs, output)
-
-            def arrived(gradient: Tensor) -> None:
-                self._on_arrival(rule, call, gradient)
-
-            if output.requires_grad:
-                output.register_hook(arrived)
-                return None
-            return _Source.apply(output.detach(), self._anchor, arrived)
+    def _before(self, rule: LayerRule) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self._running.update(rule.full_names.values())
 
         return hook
 
-    def _refuse_unusable(self, rule: LayerRule, output: Any) -> None:
-        what = f"layer {rule.name!r} ({type(rule.module).__name__})"
-        if rule.name in self.seen:
+    def _after(self, rule: LayerRule) -> Callable[..., Any]:
+        kind = ("layer", rule.name, type(rule.module).__name__)
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            self._running.subtract(rule.full_names.values())
+            if not isinstance(output, Tensor):
+                raise InputError(
+                    f"layer {rule.name!r} ({kind[2]}) returns {type(output).__name__}, not a tensor; wrap it so that "
+                    "its parameters sit in layers that return one tensor, or freeze it with requires_grad_(False)"
+                )
+            (rows,) = self._rows(kind, [output])
+            if not rows:
+                return module.forward(*args, **kwargs)  # once more, with its parameters as shared tensors
+            if self._in_backward:
+                return self._repeated(output)
+            call = rule.observe(args, kwargs, output)
+            call.rows_per_example = rows
+            return self._watch(Use(call, rule.full_names, f"layer {rule.name!r} ({kind[2]})"), output)
+
+        return hook
+
+    def operation(self, function: Callable[..., Any], leaves: list[Any], structure: Any) -> Any:
+        """An operation with at least one shared tensor among its arguments."""
+        if function is F.multi_head_attention_forward and not self._over:
+            args, kwargs = tree_unflatten(leaves, structure)
+            return attention.multi_head_attention_forward(*args, **kwargs)
+        names = sorted(set().union(*(leaf.roots for leaf in leaves if is_shared(leaf))))
+        layer_does_it = any(self._running[name] > 0 for name in names)
+        observed = not (layer_does_it or self._over) and torch.is_grad_enabled()
+        from_parameters_alone = not any(isinstance(leaf, Tensor) and not is_shared(leaf) for leaf in leaves)
+        with torch._C.DisableTorchFunctionSubclass():
+            if observed and from_parameters_alone:
+                return self._from_parameters(function, names, leaves, structure)
+            values = [leaf.plain.detach() if is_shared(leaf) else leaf for leaf in leaves]
+            args, kwargs = tree_unflatten(values, structure)
+            output = function(*args, **kwargs)
+            return self._with_others(function, names, leaves, structure, output) if observed else output
+
+    def _from_parameters(self, function: Callable[..., Any], names: list[str], leaves: list[Any], structure: Any) -> Any:
+        """The result is shared too, unless it holds a copy for each example."""
+        output = self._shared(function, leaves, structure)
+        if not is_shared(output):
+            return output
+        kind = (getattr(function, "__name__", "operation"), *names)
+        rows, *given = self._rows(kind, [output, *(leaf for leaf in leaves if is_shared(leaf))])
+        if not rows:
+            return output
+        return self._use(function, names, leaves, structure, [rows, *given], output.plain.detach(), output)
+
+    def _with_others(
+        self, function: Callable[..., Any], names: list[str], leaves: list[Any], structure: Any, output: Any
+    ) -> Any:
+        """The result is what the parameters are used for, unless it is the same for the whole batch."""
+        what = getattr(function, "__name__", "operation")
+        if what == "__setitem__":
             raise InputError(
-                f"{what} is used twice in one forward pass, which is not supported yet; use one layer per call, or "
+                f"parameter {names[0]!r} is written into a tensor by index; use torch.where or torch.cat instead, or "
                 "freeze it with requires_grad_(False)"
             )
-        if not isinstance(output, Tensor):
+        if isinstance(output, tuple) and any(isinstance(x, Tensor) and x.is_floating_point() for x in output):
             raise InputError(
-                f"{what} returns {type(output).__name__}, not a tensor; wrap it so that its parameters sit in "
-                "layers that return one tensor, or freeze it with requires_grad_(False)"
+                f"parameter {names[0]!r} is used in {what!r}, which returns several tensors; freeze it with "
+                "requires_grad_(False), or use operations that return one"
             )
-        if output.dim() == 0 or len(output) != self._batch_size:
-            raise InputError(
-                f"{what} returns shape {tuple(output.shape)} for a batch of {self._batch_size}; its first dimension "
-                "must be the batch (for sequences use batch_first=True)"
-            )
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return output
+        rows = self._rows((what, *names), [output, *(leaf for leaf in leaves if isinstance(leaf, Tensor))])
+        if not rows[0]:
+            return self._shared(function, leaves, structure)
+        return self._use(function, names, leaves, structure, rows, output, None)
+
+    def _use(
+        self,
+        function: Callable[..., Any],
+        names: list[str],
+        leaves: list[Any],
+        structure: Any,
+        rows: Sequence[int],
+        output: Tensor,
+        copied: SharedTensor | None,
+    ) -> Tensor:
+        if self._in_backward:
+            return self._repeated(output)
+        operations = self._observed.operations
+        call, own_names = call_of_operation(function, leaves, structure, rows[1:], rows[0], copied, operations)
+        label = f"parameter {names[0]!r} in {getattr(function, '__name__', 'operation')!r}"
+        return self._watch(Use(call, own_names, label), output)
+
+    def _shared(self, function: Callable[..., Any], leaves: list[Any], structure: Any) -> Any:
+        """The operation with its graph; results that depend on parameters are shared tensors."""
+        args, kwargs = tree_unflatten([leaf.plain if is_shared(leaf) else leaf for leaf in leaves], structure)
+        with _keep_out_of_checkpoints():
+            output = function(*args, **kwargs)
+        roots = {name: root for leaf in leaves if is_shared(leaf) for name, root in leaf.roots.items()}
+
+        def wrapped(value: Any) -> Any:
+            depends = isinstance(value, Tensor) and value.requires_grad
+            return SharedTensor.holding(value, roots, self) if depends else value
+
+        return type(output)(map(wrapped, output)) if type(output) in (tuple, list) else wrapped(output)
+
+    def _rows(self, kind: tuple[str, ...], tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        ordinal = -1
+        if not self._in_backward:
+            ordinal = self._ordinals[kind]
+            self._ordinals[kind] += 1
+        shapes = [tensor.plain.shape if is_shared(tensor) else tensor.shape for tensor in tensors]
+        return self._observed.table.look_up(kind, ordinal, shapes, self._batch_size)
+
+    def _watch(self, use: Use, output: Tensor) -> Tensor:
+        self.uses.update(use.names.values())
+
+        def arrived(gradient: Tensor) -> None:
+            self._on_arrival(use, gradient.detach())
+
+        if output.requires_grad:
+            output.register_hook(arrived)
+            return output
+        return _Source.apply(output.detach(), self._anchor, arrived)
+
+    def _repeated(self, output: Tensor) -> Tensor:
+        """A checkpointed block runs again during the backward pass: it must build the graph it built before."""
+        return output if output.requires_grad else _Source.apply(output.detach(), self._anchor, _ignore)
+
+
+def _keep_out_of_checkpoints() -> AbstractContextManager[Any]:
+    """A checkpointed block neither drops nor recomputes what belongs to parameters alone."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def _ignore(gradient: Tensor) -> None:
+    """Already reported by the first run."""

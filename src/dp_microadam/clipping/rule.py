@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,6 +28,13 @@ class LayerCall(ABC):
     alone. Errors of rounding stay below 1e-5 of the norm (see ``outer_product.py``).
     """
 
+    # Consecutive rows that belong to one example: views of an augmented image, windows of an attention.
+    rows_per_example = 1
+
+    # Families that can leave out rows of a weight, its outputs, at no cost; ``row_masks`` holds ones and zeros by key.
+    masks_rows = False
+    row_masks: Mapping[str, Tensor] = MappingProxyType({})
+
     @abstractmethod
     def squared_norms(self, output_gradient: Tensor) -> Tensor:
         """‖gᵢ‖² for every example i; keeps what ``clipped_sums`` needs and lets go of the rest."""
@@ -39,6 +47,32 @@ class LayerCall(ABC):
     def remove(self, rows: Tensor) -> None:
         """Take these examples out of what is kept, whatever it holds (0·NaN would be NaN)."""
 
+    @abstractmethod
+    def per_example(self, output_gradient: Tensor, examples: slice) -> Mapping[str, Tensor]:
+        """The gradients themselves, for calls that are not clipped on their own; used instead of ``squared_norms``."""
+
+    @classmethod
+    def joined(cls, calls: Sequence[tuple[LayerCall, Tensor]]) -> tuple[LayerCall, Tensor] | None:
+        """Several calls with the same parameters as one call with more positions, where the family can do so."""
+        return None
+
+    def masked(self, deltas: Tensor, key: str, dimension: int) -> Tensor:
+        """δ without the outputs whose row of parameter ``key`` does not train."""
+        if key not in self.row_masks:
+            return deltas
+        shape = [1] * deltas.dim()
+        shape[dimension] = -1
+        return deltas * self.row_masks[key].view(shape)
+
+    def rows(self, examples: slice) -> slice:
+        """The rows of these examples."""
+        return slice(examples.start * self.rows_per_example, examples.stop * self.rows_per_example)
+
+
+def folded(rows: Tensor, rows_per_example: int) -> Tensor:
+    """The sum of each example's rows."""
+    return rows if rows_per_example == 1 else rows.unflatten(0, (-1, rows_per_example)).sum(1)
+
 
 class LayerRule(ABC):
     """How one module's gradients are clipped."""
@@ -48,6 +82,8 @@ class LayerRule(ABC):
         self.module = module
         self.trainable = trainable
         self.forced_way = forced_way
+        # The parameters' names in the model, which clipped sums are kept under.
+        self.full_names = {key: f"{name}.{key}" if name else key for key in trainable}
         self.estimate: Estimate | None = None
 
     @abstractmethod
@@ -98,7 +134,7 @@ class GradientRows:
         self._rows = rows
 
     def squared_norms(self) -> Tensor:
-        return torch.linalg.vector_norm(self._rows.flatten(1), dim=1).square()
+        return torch.linalg.vector_norm(self._rows.reshape(len(self._rows), -1), dim=1).square()
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         return torch.tensordot(coefficients, self._rows, dims=1)

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dp_microadam.clipping.convolution import ConvolutionFactors, ConvolutionRule, geometry_of, padded_shape
-from dp_microadam.clipping.outer_product import Measured, OuterProductSum, squared_norms
-from dp_microadam.clipping.rule import GradientRows, LayerCall, UnchangedInput, at_least_float32
+from dp_microadam.clipping.outer_product import Factors, Measured, OuterProductSum, squared_norms
+from dp_microadam.clipping.rule import GradientRows, LayerCall, UnchangedInput, at_least_float32, folded
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 
 
@@ -72,7 +72,7 @@ class Projection:
 class StandardizedSum(OuterProductSum):
     """Norms and clipped sum of ∂w, with vᵀG of every example as a by-product: the gradient of the gain."""
 
-    def __init__(self, factors: ConvolutionFactors, way: str, projection: Projection, ungained: Tensor | None) -> None:
+    def __init__(self, factors: Factors, way: str, projection: Projection, ungained: Tensor | None) -> None:
         super().__init__(factors, way)
         self._projection = projection
         self._ungained = ungained
@@ -93,7 +93,8 @@ class StandardizedSum(OuterProductSum):
         return self._projection.squared_norms(whole, along_ones, along_filter), whole
 
     def scaled_deltas(self) -> Tensor:
-        return self.factors.deltas * self._projection.slope.view(-1, 1, 1)
+        slope = self._projection.slope.repeat(self.factors.rows_per_example)
+        return self.factors.deltas * slope.view(-1, 1, 1)
 
     def ghost_norms(self) -> Measured:
         factors = self.factors
@@ -120,6 +121,7 @@ def sums_of_gradients(factors: ConvolutionFactors) -> Tensor:
 class StandardizedCall(LayerCall):
     def __init__(self, rule: WeightStandardizedRule, inputs: UnchangedInput | None, ungained: Tensor | None) -> None:
         self._rule = rule
+        self._projection = rule.projection
         self._inputs = inputs
         self._ungained = ungained
         self._weight: StandardizedSum | None = None
@@ -127,12 +129,11 @@ class StandardizedCall(LayerCall):
 
     def squared_norms(self, output_gradient: Tensor) -> Tensor:
         deltas = at_least_float32(output_gradient)
-        total = deltas.new_zeros(len(deltas))
+        total = deltas.new_zeros(len(deltas) // self.rows_per_example)
         if "bias" in self._rule.trainable:
-            self._rows["bias"] = GradientRows(deltas.flatten(2).sum(2))
+            self._rows["bias"] = GradientRows(folded(deltas.flatten(2).sum(2), self.rows_per_example))
         if self._inputs is not None:
-            factors = self._rule.factors(self._inputs.read(), deltas)
-            way = self._rule.choose(factors.inputs.shape[1:])
+            factors, way = self._rule.factors_and_way(self._inputs.read(), deltas, self.rows_per_example)
             weight = StandardizedSum(factors, way, self._rule.projection, self._ungained)
             norms = weight.squared_norms()
             if "gain" in self._rule.trainable:
@@ -155,6 +156,19 @@ class StandardizedCall(LayerCall):
         for part in (*self._rows.values(), self._weight):
             if part is not None:
                 part.remove(rows)
+
+    def per_example(self, output_gradient: Tensor, examples: slice) -> Mapping[str, Tensor]:
+        rows = self.rows(examples)
+        deltas = at_least_float32(output_gradient)[rows]
+        found = {"bias": deltas.flatten(2).sum(2)} if "bias" in self._rule.trainable else {}
+        if self._inputs is not None:
+            projection = self._projection
+            gradients = self._rule.factors(self._inputs.read()[rows], deltas).per_example(slice(0, len(deltas)))
+            if "gain" in self._rule.trainable:
+                found["gain"] = projection.unit * projection.coordinates(gradients)[1]
+            if "weight" in self._rule.trainable:
+                found["weight"] = projection.weight_gradients(gradients)
+        return {key: folded(values, self.rows_per_example) for key, values in found.items()}
 
 
 class WeightStandardizedRule(ConvolutionRule):

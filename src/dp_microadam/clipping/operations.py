@@ -1,0 +1,316 @@
+"""Per-example gradients of one operation that brings shared parameters together with rows of examples.
+
+With δ the gradient of the operation's result, an example's gradient of a shared operand is what its own rows of δ say
+about it. Additions, products and linear maps have formulas; any other operation is repeated for each example alone and
+differentiated by torch.func. An operand that was itself computed from parameters passes the gradient on through
+its graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_unflatten
+
+from dp_microadam.clipping.cost import Estimate
+from dp_microadam.clipping.embedding import EmbeddingCall
+from dp_microadam.clipping.linear import LinearCall, LinearRule
+from dp_microadam.clipping.outer_product import PIECE_CPU, PIECE_GPU
+from dp_microadam.clipping.rule import GradientRows, LayerCall, LayerRule, UnchangedInput, at_least_float32
+from dp_microadam.clipping.shared import SharedTensor, is_shared
+from dp_microadam.errors import InputError
+
+_SUMS = {
+    torch.add,
+    torch.Tensor.add,
+    torch.Tensor.add_,
+    torch.Tensor.__add__,
+    torch.Tensor.__radd__,
+    torch.Tensor.__iadd__,
+}
+_PRODUCTS = {torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__}
+
+
+class OperationCall(LayerCall):
+    """One use; its clipped sums are kept under the parameters' names in the model."""
+
+    def __init__(self, operands: Sequence[SharedTensor], rows: int) -> None:
+        self._operands = operands
+        self.rows_per_example = rows
+        self.roots = {name: root for operand in operands for name, root in operand.roots.items()}
+        self.names = {name: name for name in self.roots}
+        self._parts: dict[str, GradientRows] = {}
+
+    def cotangents(self, deltas: Tensor, examples: slice) -> list[Tensor]:
+        """For each operand, the gradient of each of these examples; ``deltas`` is (examples, rows, …)."""
+        raise NotImplementedError
+
+    def squared_norms(self, output_gradient: Tensor) -> Tensor:
+        count = len(output_gradient) // self.rows_per_example
+        step = self._examples_at_once(output_gradient.device)
+        pieces = [self.per_example(output_gradient, slice(start, min(start + step, count))) for start in range(0, count, step)]
+        self._parts = {name: GradientRows(torch.cat([piece[name] for piece in pieces])) for name in self.names}
+        return torch.stack([part.squared_norms() for part in self._parts.values()]).sum(0)
+
+    def per_example(self, output_gradient: Tensor, examples: slice) -> Mapping[str, Tensor]:
+        deltas = at_least_float32(output_gradient)[self.rows(examples)].unflatten(0, (-1, self.rows_per_example))
+        with torch.enable_grad():
+            return self._through_graphs(self.cotangents(deltas, examples))
+
+    def clipped_sums(self, coefficients: Tensor) -> Mapping[str, Tensor]:
+        return {name: part.weighted_sum(coefficients) for name, part in self._parts.items()}
+
+    def remove(self, rows: Tensor) -> None:
+        for part in self._parts.values():
+            part.remove(rows)
+
+    def _through_graphs(self, cotangents: list[Tensor]) -> dict[str, Tensor]:
+        found = {name: cotangents[0].new_zeros(len(cotangents[0]), *root.shape) for name, root in self.roots.items()}
+        for operand, cotangent in zip(self._operands, cotangents, strict=True):
+            if is_root(operand):
+                (name,) = operand.roots
+                found[name] = found[name] + cotangent
+                continue
+            gradients = torch.autograd.grad(
+                operand.plain,
+                list(operand.roots.values()),
+                cotangent.to(operand.plain.dtype),
+                retain_graph=True,
+                allow_unused=True,
+                is_grads_batched=True,
+            )
+            for name, gradient in zip(operand.roots, gradients, strict=True):
+                if gradient is not None:
+                    found[name] = found[name] + at_least_float32(gradient)
+        return {name: gradient.detach() for name, gradient in found.items()}
+
+    def _examples_at_once(self, device: torch.device) -> int:
+        size = sum(max(operand.plain.numel(), 1) for operand in self._operands)
+        return max(1, (4 * PIECE_CPU if device.type == "cpu" else PIECE_GPU) // size)
+
+
+def is_root(operand: SharedTensor) -> bool:
+    """Whether it is a parameter itself rather than something computed from parameters."""
+    return any(operand.plain is root for root in operand.roots.values())
+
+
+def unbroadcast(deltas: Tensor, shape: torch.Size) -> Tensor:
+    """The gradient of an operand that was broadcast to (examples, rows, …): summed over what it was repeated for."""
+    count, dimensions = len(deltas), deltas.dim() - 1
+    aligned = (1,) * (dimensions - len(shape)) + tuple(shape)
+    repeated = [index + 1 for index in range(dimensions) if aligned[index] == 1 and deltas.shape[index + 1] > 1]
+    return (deltas.sum(repeated, keepdim=True) if repeated else deltas).reshape(count, *shape)
+
+
+class SumCall(OperationCall):
+    """examples + parameter."""
+
+    def cotangents(self, deltas: Tensor, examples: slice) -> list[Tensor]:
+        return [unbroadcast(deltas, operand.plain.shape) for operand in self._operands]
+
+
+class ProductCall(OperationCall):
+    """examples · parameter, elementwise."""
+
+    def __init__(self, operand: SharedTensor, rows: int, factor: Tensor) -> None:
+        super().__init__([operand], rows)
+        self._factor = UnchangedInput(next(iter(self.names)), factor)
+
+    def cotangents(self, deltas: Tensor, examples: slice) -> list[Tensor]:
+        factor = self._factor.read()[self.rows(examples)].unflatten(0, (-1, self.rows_per_example))
+        return [unbroadcast(deltas * factor, self._operands[0].plain.shape)]
+
+
+class LinearMapCall(OperationCall):
+    """F.linear with a weight or bias that was computed from parameters."""
+
+    def __init__(self, operands: Sequence[SharedTensor], rows: int, weight: Any, inputs: Tensor) -> None:
+        super().__init__(operands, rows)
+        self._weight = weight
+        self._inputs = UnchangedInput(next(iter(self.names)), inputs)
+
+    def cotangents(self, deltas: Tensor, examples: slice) -> list[Tensor]:
+        deltas = deltas.reshape(len(deltas), -1, deltas.shape[-1])
+        found = []
+        for operand in self._operands:
+            if operand is self._weight:
+                inputs = self._inputs.read()[self.rows(examples)]
+                found.append(deltas.transpose(1, 2) @ inputs.reshape(len(deltas), -1, inputs.shape[-1]))
+            else:
+                found.append(deltas.sum(1))
+        return found
+
+
+class CopyCall(OperationCall):
+    """A result with rows for each example that was made from parameters alone."""
+
+    def __init__(self, result: SharedTensor, rows: int, all_rows_equal: bool) -> None:
+        super().__init__([result], rows)
+        self._all_rows_equal = all_rows_equal
+
+    def cotangents(self, deltas: Tensor, examples: slice) -> list[Tensor]:
+        shape = self._operands[0].plain.shape
+        if self._all_rows_equal:
+            return [deltas.sum(1, keepdim=True)]
+        blocks = deltas.new_zeros(len(deltas), shape[0] // self.rows_per_example, *deltas.shape[1:])
+        own = torch.arange(len(deltas), device=deltas.device)
+        blocks[own, own + examples.start] = deltas
+        return [blocks.flatten(1, 2)]
+
+
+class RepeatedCall(OperationCall):
+    """Any other operation, repeated for each example alone."""
+
+    def __init__(
+        self, function: Callable[..., Any], leaves: list[Any], structure: Any, given: Sequence[int], rows: int
+    ) -> None:
+        super().__init__([leaf for leaf in leaves if is_shared(leaf)], rows)
+        self._function = function
+        self._structure = structure
+        self._what = getattr(function, "__name__", "an operation")
+        rows_of = iter(given)
+        # Of each tensor: how many rows an example has of it, 0 if it is the same for all.
+        self._leaves: list[tuple[Any, int]] = []
+        for leaf in leaves:
+            own = next(rows_of) if isinstance(leaf, Tensor) else 0
+            kept = isinstance(leaf, Tensor) and not is_shared(leaf)
+            self._leaves.append((UnchangedInput(next(iter(self.names)), leaf) if kept else leaf, own))
+
+    def cotangents(self, deltas: Tensor, examples: slice) -> list[Tensor]:
+        values: list[Any] = []
+        varying: list[int] = []
+        for index, (leaf, rows) in enumerate(self._leaves):
+            value = leaf.read() if isinstance(leaf, UnchangedInput) else leaf
+            if rows and not is_shared(leaf):
+                value = value[examples.start * rows : examples.stop * rows].unflatten(0, (-1, rows))
+                varying.append(index)
+            values.append(value)
+        shared = [index for index, (leaf, _) in enumerate(self._leaves) if is_shared(leaf)]
+        operands = [at_least_float32(operand.plain) for operand in self._operands]
+
+        def of_one_example(delta: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
+            def forward(*parameters: Tensor) -> Tensor:
+                filled = list(values)
+                for index, value in zip(varying, own, strict=True):
+                    filled[index] = value
+                for index, parameter in zip(shared, parameters, strict=True):
+                    filled[index] = parameter
+                args, kwargs = tree_unflatten(filled, self._structure)
+                return self._function(*args, **kwargs)
+
+            return torch.func.vjp(forward, *operands)[1](delta)
+
+        return list(self._for_each(of_one_example, deltas, [values[index] for index in varying]))
+
+    def _for_each(
+        self, of_one_example: Callable[..., tuple[Tensor, ...]], deltas: Tensor, own: list[Tensor]
+    ) -> Sequence[Tensor]:
+        before = torch.random.get_rng_state()
+        try:
+            return torch.func.vmap(of_one_example)(deltas, *own)
+        except RuntimeError as error:
+            if "random" in str(error):
+                raise self._refusal("draws random numbers together with it") from error
+        try:
+            found = [of_one_example(deltas[i], *[value[i] for value in own]) for i in range(len(deltas))]
+        except RuntimeError as error:
+            raise self._refusal(f"cannot be repeated for one example: {str(error).splitlines()[0]}") from error
+        if not torch.equal(before, torch.random.get_rng_state()):
+            raise self._refusal("draws random numbers together with it")
+        return [torch.stack(column) for column in zip(*found, strict=True)]
+
+    def _refusal(self, why: str) -> InputError:
+        name = next(iter(self.names))
+        return InputError(
+            f"parameter {name!r} is used in {self._what!r}, which {why}; use separate operations, or freeze it with "
+            "requires_grad_(False)"
+        )
+
+
+def call_of_operation(
+    function: Callable[..., Any],
+    leaves: list[Any],
+    structure: Any,
+    given: Sequence[int],
+    rows: int,
+    copied: SharedTensor | None,
+    rules: dict[str, LayerRule],
+) -> tuple[LayerCall, Mapping[str, str]]:
+    """The call that knows this operation's gradients, and the names of the parameters it is about.
+
+    ``given`` holds the rows per example of each tensor among ``leaves``, ``rows`` those of the result. ``copied`` is the
+    result itself, with its graph, if it was made from parameters alone.
+    """
+    call = _layer_like(function, leaves, structure, rows, rules)
+    if call is not None:
+        return call
+    found = _by_formula(function, leaves, structure, given, rows, copied)
+    name, what = next(iter(found.names)), getattr(function, "__name__", "operation")
+    rule = rules.setdefault(f"{name} ({what})", OperationRule(name, nn.Identity(), tuple(found.names)))
+    rule.estimate = Estimate("keep", float("nan"), float("nan"), 4.0 * sum(r.numel() for r in found.roots.values()))
+    return found, found.names
+
+
+class OperationRule(LayerRule):
+    """Stands for an operation in the table of ``explain``; what to do was decided when it was observed."""
+
+    def observe(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> LayerCall:
+        raise NotImplementedError("operations are observed by call_of_operation")
+
+
+def _layer_like(
+    function: Callable[..., Any], leaves: list[Any], structure: Any, rows: int, rules: dict[str, LayerRule]
+) -> tuple[LayerCall, Mapping[str, str]] | None:
+    """F.linear and F.embedding on parameters themselves are clipped like the layers."""
+    operands = [leaf for leaf in leaves if is_shared(leaf)]
+    if function not in (F.linear, F.embedding) or not all(map(is_root, operands)):
+        return None
+    args, kwargs = tree_unflatten(leaves, structure)
+    signature = ("input", "weight", "bias") if function is F.linear else ("input", "weight", "padding_idx", "max_norm")
+    given = dict(zip(signature, args, strict=False)) | kwargs
+    keys = [key for key in ("weight", "bias") if is_shared(given.get(key))]
+    names = {key: next(iter(given[key].roots)) for key in keys}
+    if is_shared(given["input"]) or len(set(names.values())) < len(names):
+        return None
+    label = f"{names[keys[0]]} ({function.__name__})"
+    call: LayerCall
+    if function is F.linear:
+        rule = rules.setdefault(label, LinearRule(label, nn.Identity(), tuple(keys)))
+        assert isinstance(rule, LinearRule)
+        call = LinearCall(rule, UnchangedInput(label, given["input"]) if "weight" in keys else None)
+    elif given.get("max_norm") is None and not given.get("scale_grad_by_freq"):
+        call = EmbeddingCall(given["weight"].plain.shape, given.get("padding_idx"), given["input"])
+    else:
+        return None
+    call.rows_per_example = rows
+    return call, names
+
+
+def _by_formula(
+    function: Callable[..., Any],
+    leaves: list[Any],
+    structure: Any,
+    given: Sequence[int],
+    rows: int,
+    copied: SharedTensor | None,
+) -> OperationCall:
+    operands = [leaf for leaf in leaves if is_shared(leaf)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    others = [(leaf, own) for leaf, own in zip(tensors, given, strict=True) if not is_shared(leaf)]
+    args, kwargs = tree_unflatten(leaves, structure)
+    if copied is not None:
+        equal = function is torch.Tensor.expand or (function is torch.Tensor.repeat and len(operands[0].plain) == 1)
+        if equal:
+            copied = SharedTensor.holding(copied.plain[:1], copied.roots, copied.recording)
+        return CopyCall(copied, rows, equal)
+    if function is F.linear and not is_shared(args[0]):
+        return LinearMapCall(operands, rows, args[1] if len(args) > 1 else kwargs["weight"], args[0])
+    if function in _SUMS and not kwargs:
+        return SumCall(operands, rows)
+    if function in _PRODUCTS and len(operands) == 1 and others[0][1] and others[0][0].dim() >= operands[0].plain.dim():
+        return ProductCall(operands[0], rows, others[0][0])
+    return RepeatedCall(function, leaves, structure, given, rows)

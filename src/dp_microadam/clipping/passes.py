@@ -1,0 +1,95 @@
+"""One observed pass over a batch: every example's squared gradient norm, and what is needed for the clipped sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dp_microadam.clipping.joint import Held, JointCall, connected, joined
+from dp_microadam.clipping.precision import full_precision
+from dp_microadam.clipping.recording import Arrival, Observed, Recording, Use
+
+
+class Clippable(Protocol):
+    def clipped_sums(self, coefficients: Tensor) -> Mapping[str, Tensor]: ...
+
+    def remove(self, rows: Tensor) -> None: ...
+
+
+@dataclass
+class Part:
+    """Some parameters' share of every example's gradient: squared norms, and the call that sums it.
+
+    ``names`` maps the keys of ``call.clipped_sums`` to parameter names.
+    """
+
+    call: Clippable
+    names: Mapping[str, str]
+    squared: Tensor
+
+
+def parts_of(
+    observed: Observed,
+    losses_of_batch: Callable[[], Tensor],
+    count: int,
+    scales: Mapping[str, Tensor] = MappingProxyType({}),
+    row_masks: Mapping[str, Tensor] = MappingProxyType({}),
+    also: Arrival | None = None,
+) -> tuple[list[Part], Tensor]:
+    """Forward and backward pass. The parts' parameters do not overlap, so that squared norms add up.
+
+    Gradients are multiplied with ``scales``, and rows that ``row_masks`` leaves out are zero. ``also`` sees every use with
+    its output gradient.
+
+    Formal guarantees: each trainable parameter's gradient, summed over all its uses and scaled, is in at most one part,
+    and a parameter in none has had no output gradient.
+    """
+    parts: list[Part] = []
+    held: list[Held] = []
+    factors = _combined(observed, scales, row_masks)
+
+    def arrived(use: Use, gradient: Tensor) -> None:
+        names = set(use.names.values())
+        with torch.no_grad(), full_precision(gradient.device):
+            if also is not None:
+                also(use, gradient)
+            if any(recording.uses[name] > 1 for name in names):
+                held.append(Held(use, gradient))
+            elif not names.isdisjoint(scales) or not (use.call.masks_rows or names.isdisjoint(row_masks)):
+                parts.append(_joint_part([Held(use, gradient)], factors, count))
+            else:
+                use.call.row_masks = {key: row_masks[name] for key, name in use.names.items() if name in row_masks}
+                parts.append(Part(use.call, use.names, use.call.squared_norms(gradient)))
+
+    with Recording(observed, count, arrived) as recording:
+        losses = losses_of_batch()
+        if losses.requires_grad:  # every trainable layer may have been skipped at random
+            recording.backward(losses, torch.ones_like(losses))
+        with torch.no_grad(), full_precision(losses.device):
+            parts.extend(_joint_part(members, factors, count) for members in connected(held))
+        held.clear()  # the closure above would keep activations alive until the next collection of cycles
+    return parts, losses.detach()
+
+
+def _combined(observed: Observed, scales: Mapping[str, Tensor], row_masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Scale and row mask of each parameter that has one, as one factor."""
+    factors = dict(scales)
+    for name, mask in row_masks.items():
+        rows = mask.view(-1, *[1] * (observed.parameters[name].dim() - 1))
+        factors[name] = factors[name] * rows if name in factors else rows
+    return factors
+
+
+def _joint_part(members: list[Held], scales: Mapping[str, Tensor], count: int) -> Part:
+    members = joined(members)
+    names: dict[str, Any] = {name: name for held in members for name in held.use.names.values()}
+    if len(members) == 1 and scales.keys().isdisjoint(names):
+        use = members[0].use
+        return Part(use.call, use.names, use.call.squared_norms(members[0].gradient))
+    joint = JointCall(members, scales, count)
+    return Part(joint, names, joint.squared_norms())

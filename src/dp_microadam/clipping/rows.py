@@ -1,0 +1,90 @@
+"""Which tensors have rows for each example, and which are the same for the whole batch.
+
+A first dimension that equals the batch size may be a coincidence: 32 positions in a batch of 32. What grows with the
+batch is therefore learned once, from two synthetic batches of different sizes, and only looked up afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dp_microadam.errors import InputError
+
+# Two sizes that few dimensions are multiples of.
+LEARNING_SIZES = (13, 11)
+
+Kind = tuple[str, ...]
+
+
+class Relearn(Exception):
+    """A coincidence was found out; what was learned before it may be wrong too."""
+
+
+class RowTable:
+    """Rows per example of the tensors that take part in an event; 0 for those without rows of examples.
+
+    An event is one call of a layer, or one operation on a shared parameter; ``kind`` says which, and ``ordinal``
+    tells its occurrences in one forward pass apart.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Kind, int], tuple[int, ...]] = {}
+        self._shapes: dict[tuple[Kind, int], tuple[int, torch.Size]] = {}
+        self._coincidences: set[tuple[Kind, int, int]] = set()
+        self.learning = False
+
+    def look_up(self, kind: Kind, ordinal: int, shapes: Sequence[torch.Size], batch_size: int) -> tuple[int, ...]:
+        """Rows per example of each tensor; the first is the event's result, the others what it was given."""
+        sizes = [shape[0] if len(shape) else 0 for shape in shapes]
+        known = self._known.get((kind, ordinal)) or (None if self.learning else self._common(kind))
+        if known is None or len(known) != len(sizes):
+            if not self.learning:
+                raise InputError(
+                    f"{describe(kind)} happens in a way that was not seen when the model was examined; a forward pass "
+                    "must take the same path for every batch"
+                )
+            known = tuple(
+                size // batch_size if size % batch_size == 0 and (kind, ordinal, index) not in self._coincidences else 0
+                for index, size in enumerate(sizes)
+            )
+            self._known[kind, ordinal] = known
+        for index, (size, rows) in enumerate(zip(sizes, known, strict=True)):
+            if rows and size != rows * batch_size:
+                self._contradiction(kind, ordinal, index, shapes[index], batch_size)
+        if self.learning and not known[0]:
+            self._refuse_growth_elsewhere(kind, ordinal, shapes[0], batch_size)
+        return known
+
+    def _common(self, kind: Kind) -> tuple[int, ...] | None:
+        """What all occurrences of this kind agree on: a longer sequence repeats an operation more often."""
+        found = {rows for (other, _), rows in self._known.items() if other == kind}
+        return found.pop() if len(found) == 1 else None
+
+    def _contradiction(self, kind: Kind, ordinal: int, index: int, shape: torch.Size, batch_size: int) -> None:
+        if not self.learning:
+            raise InputError(
+                f"{describe(kind)} meets shape {tuple(shape)} in a batch of {batch_size}; its first dimension must be "
+                "the batch (for sequences use batch_first=True)"
+            )
+        self._coincidences.add((kind, ordinal, index))
+        self._known.clear()
+        self._shapes.clear()
+        raise Relearn
+
+    def _refuse_growth_elsewhere(self, kind: Kind, ordinal: int, shape: torch.Size, batch_size: int) -> None:
+        other_size, other_shape = self._shapes.setdefault((kind, ordinal), (batch_size, shape))
+        if other_size != batch_size and other_shape != shape:
+            raise InputError(
+                f"{describe(kind)} results in shape {tuple(shape)} for a batch of {batch_size} and "
+                f"{tuple(other_shape)} for one of {other_size}; its first dimension must be the batch (for sequences "
+                "use batch_first=True; for several views of an example keep them next to each other)"
+            )
+
+
+def describe(kind: Kind) -> str:
+    """The event in words."""
+    if kind[0] == "layer":
+        return f"layer {kind[1]!r}"
+    return f"parameter {kind[1]!r} in {kind[0]!r}"

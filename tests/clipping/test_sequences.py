@@ -1,0 +1,180 @@
+"""Attention, recurrent layers, bags of embeddings and transposed convolutions agree with one example at a time."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dp_microadam.clipping import attention, recurrent
+
+quick = settings(deadline=None, max_examples=8, derandomize=True)
+
+
+class Attention(nn.Module):
+    """Self-attention, or attention to other features of the same example; may run with time first inside."""
+
+    def __init__(self, cross: bool = False, need_weights: bool = False, **options: object) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, **options)
+        self.cross, self.need_weights = cross, need_weights
+        self.time_first = not options.get("batch_first", False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = torch.tanh(x[:, :3, : self.attention.kdim]) if self.cross else x
+        padding = other[..., 0] > 0.5
+        padding[:, 0] = False
+        if self.time_first:
+            x, other = x.transpose(0, 1), x.transpose(0, 1) if other is x else other.transpose(0, 1)
+        output, weights = self.attention(x, other, other, key_padding_mask=padding, need_weights=self.need_weights)
+        output = output.transpose(0, 1) if self.time_first else output
+        return output if weights is None else output + weights.sum(-1, keepdim=True)
+
+
+@quick
+@given(
+    cross=st.booleans(),
+    need_weights=st.booleans(),
+    batch_first=st.booleans(),
+    bias=st.booleans(),
+    extra=st.booleans(),
+    other_width=st.booleans(),
+    batch=st.integers(1, 5),
+)
+def test_multihead_attention_agrees_with_the_loop(
+    assert_agrees, cross, need_weights, batch_first, bias, extra, other_width, batch
+):
+    torch.manual_seed(0)
+    width = {"kdim": 6, "vdim": 6} if cross and other_width else {}
+    model = Attention(cross, need_weights, batch_first=batch_first, bias=bias, add_bias_kv=extra, add_zero_attn=extra, **width)
+    assert_agrees(model, torch.randn(batch, 5, 8), ways=(None,))
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_transformer_encoders_agree_with_the_loop(assert_agrees, mode, norm_first):
+    # In eval mode torch.nn would take its fused inference path, which no hook sees.
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=norm_first)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    assert_agrees(model.train(mode == "train"), torch.randn(4, 5, 8))
+
+
+def test_a_transformer_decoder_agrees_with_the_loop(assert_agrees):
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            causal = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+            return self.layer(x, x.flip(1), tgt_mask=causal, tgt_is_causal=True)
+
+    torch.manual_seed(0)
+    assert_agrees(Decoder(), torch.randn(3, 5, 8), ways=(None,))
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_the_attention_used_for_recording_is_that_of_torch(need_weights):
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(8, 2, add_bias_kv=True, add_zero_attn=True).double()
+    x = torch.randn(5, 3, 8, dtype=torch.float64)
+    masks = {
+        "attn_mask": torch.randn(6, 5, 5, dtype=torch.float64),
+        "key_padding_mask": torch.tensor([[False] * 4 + [True]] * 3),
+    }
+    expected = module(x, x, x, need_weights=need_weights, average_attn_weights=False, **masks)
+    with attention.Unfused():
+        found = module(x, x, x, need_weights=need_weights, average_attn_weights=False, **masks)
+    torch.testing.assert_close(found[0], expected[0])
+    assert (found[1] is None) == (expected[1] is None)
+    if need_weights:
+        torch.testing.assert_close(found[1], expected[1])
+
+
+@quick
+@given(
+    kind=st.sampled_from([nn.LSTM, nn.GRU, nn.RNN]),
+    layers=st.integers(1, 2),
+    both_ways=st.booleans(),
+    batch_first=st.booleans(),
+    bias=st.booleans(),
+    projection=st.booleans(),
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 5)),
+)
+def test_recurrent_layers_agree_with_the_loop(assert_agrees, kind, layers, both_ways, batch_first, bias, projection, shape):
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            options = {"proj_size": 2} if projection and kind is nn.LSTM else {}
+            self.layer = kind(4, 3, layers, bias=bias, batch_first=batch_first, bidirectional=both_ways, **options)
+
+        def forward(self, x: Tensor) -> Tensor:
+            output, state = self.layer(x if batch_first else x.transpose(0, 1))
+            last = (state[0] if kind is nn.LSTM else state).transpose(0, 1).flatten(1)
+            return torch.cat([(output if batch_first else output.transpose(0, 1)).flatten(1), last], 1)
+
+    torch.manual_seed(0)
+    assert_agrees(Last(), torch.randn(*shape, 4), ways=(None,))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_step_by_step_are_those_of_torch(kind):
+    torch.manual_seed(0)
+    options = {"nonlinearity": "relu"} if kind is nn.RNN else {}
+    module = kind(4, 3, 2, bidirectional=True, **options).double()
+    x, state = torch.randn(5, 2, 4, dtype=torch.float64), torch.randn(4, 2, 3, dtype=torch.float64)
+    hx = (state, state.cos()) if kind is nn.LSTM else state
+    expected = module(x, hx)
+    with recurrent.step_by_step([module]):
+        found = module(x, hx)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(module(x, hx), expected)  # and the module is its own again
+
+
+@quick
+@given(mode=st.sampled_from(["sum", "mean", "max"]), padding=st.booleans(), shape=st.tuples(*[st.integers(1, 5)] * 2))
+def test_bags_of_embeddings_agree_with_the_loop(assert_agrees, mode, padding, shape):
+    torch.manual_seed(0)
+    bag = nn.EmbeddingBag(4, 3, mode=mode, padding_idx=1 if padding else None)
+    assert_agrees(bag, torch.randint(4, shape), ways=(None,))
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_bags_with_offsets_and_weights_agree_with_the_loop(assert_agrees, last):
+    class Bags(nn.Module):
+        """Bags of different lengths in one row of indices, the second without entries."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag = nn.EmbeddingBag(5, 3, mode="sum", include_last_offset=last)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            lengths = ids[:, 0]
+            inside = torch.arange(ids.shape[1] - 1) < lengths.unsqueeze(1)
+            offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+            flat = ids[:, 1:][inside]
+            weights = 0.5 + flat.to(self.bag.weight.dtype)
+            return self.bag(flat, offsets if last else offsets[:-1], weights)
+
+    torch.manual_seed(0)
+    assert_agrees(Bags(), torch.tensor([[3, 0, 1, 1], [0, 4, 4, 4], [2, 4, 2, 0], [1, 3, 3, 3]]), ways=(None,))
+
+
+@st.composite
+def transposed(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...]]:
+    dimensions = draw(st.integers(1, 3))
+    family = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dimensions - 1]
+    groups, stride, dilation = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    kernel, more = draw(st.integers(1, 3)), draw(st.integers(0, max(stride, dilation) - 1))
+    padding = draw(st.integers(0, dilation * (kernel - 1)))
+    layer = family(2 * groups, 3 * groups, kernel, stride, padding, more, groups, draw(st.booleans()), dilation)
+    return layer, (2 * groups, *[draw(st.integers(2, 4)) for _ in range(dimensions)])
+
+
+@quick
+@given(case=transposed(), batch=st.integers(1, 4))
+def test_transposed_convolutions_agree_with_the_loop(assert_agrees, case, batch):
+    model, shape = case
+    torch.manual_seed(0)
+    assert_agrees(model, torch.randn(batch, *shape))
