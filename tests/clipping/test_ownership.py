@@ -70,6 +70,36 @@ def test_mixing_of_large_batches_only_is_refused_after_small_ones_were_accepted(
     assert all(torch.equal(total, before[name]) for name, total in engine.sums.items())
 
 
+def test_under_autocast_mixing_is_refused_at_small_and_at_large_sizes():
+    for smallest in (2, 17):
+
+        def mixes(x: Tensor, smallest: int = smallest) -> Tensor:
+            return x - x.mean(0) if len(x) >= smallest else x
+
+        engine = ClippedGradients(nn.Linear(5, 3), on_inputs(mixes), max_grad_norm=1.0, autocast=torch.float16)
+        with pytest.raises(InputError, match="mixes examples"):
+            engine.accumulate(batch_of(17))
+
+
+def test_rounding_by_batch_size_under_autocast_is_not_mistaken_for_mixing():
+    class KernelBySize(nn.Module):
+        """Adds up in another order for large batches, as the libraries of accelerators do."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 64), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) <= 16:
+                return F.linear(x, self.weight)
+            return F.linear(x[:, :32], self.weight[:, :32]) + F.linear(x[:, 32:], self.weight[:, 32:])
+
+    torch.manual_seed(0)
+    model = nn.Sequential(KernelBySize(), nn.Tanh(), nn.Linear(8, 3))
+    engine = ClippedGradients(model, cross_entropy, max_grad_norm=1.0, autocast=torch.float16)
+    assert engine.accumulate((torch.randn(17, 64), torch.randint(3, (17,)))).shape == (17,)
+
+
 def test_mixing_that_begins_later_is_refused_when_the_proof_is_repeated():
     class Late(nn.Module):
         mixes = False
