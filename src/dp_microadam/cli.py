@@ -1,6 +1,6 @@
 """The ``dp-microadam`` command; its subcommands live in :mod:`dp_microadam.commands`.
 
-Exit codes: 0 done, 1 failure, 2 wrong input.
+Exit codes: 0 done, 1 failure, 2 wrong input, 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations

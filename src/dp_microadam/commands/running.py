@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from dp_microadam.training.trainer import RunResult
 
 
+INTERRUPTED = 130
+"""Exit code of a run that was asked to stop, as shells have it."""
+
+
 def add_display(parser: argparse.ArgumentParser) -> None:
     """How much a run shows."""
     parser.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")
@@ -50,7 +54,7 @@ def train(experiment: Experiment, options: argparse.Namespace) -> int:
     result = experiment.fit()
     _draw(experiment, options, result)
     conclude(experiment, options, result)
-    return 0
+    return 0 if result.finished else INTERRUPTED
 
 
 def conclude(experiment: Experiment, options: argparse.Namespace, result: RunResult) -> None:
@@ -73,6 +77,8 @@ def conclude(experiment: Experiment, options: argparse.Namespace, result: RunRes
         )
         return
     print(f"run folder {result.run_dir}")
+    if not result.finished:
+        print(f"stopped after {result.steps_done} steps; go on with: dp-microadam resume {result.run_dir}")
     print(f"evaluated with the {weights}")
     print(f"test accuracy {100 * accuracy:.2f} %")
     print(privacy_line(result))
