@@ -251,3 +251,9 @@ def test_what_cannot_be_computed_is_never_called_private(accountant):
     # At such noise the series leaves the range of floating point; nothing but infinity, or a huge number, is right.
     for noise in (1e-3, 1e-6, 1e-100, 1e-152, 1e-158, 1e-300):
         assert epsilon([SubsampledGaussian(0.1, noise, 10)], 1e-5, accountant) > 1e5
+
+
+def test_a_function_that_begins_at_minus_infinity_is_solved():
+    for first in (1, 2, 9, 500, 10_000):
+        found = accounting.first_non_negative(lambda n, first=first: 1.0 if n >= first else -math.inf, 10_000, 10_000)
+        assert found == first

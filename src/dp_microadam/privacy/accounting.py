@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -287,7 +288,7 @@ def first_non_negative(function: Callable[[int], float], guess: int, stride: int
         elif candidate == largest:
             raise LookupError(f"negative up to {largest}")
         else:
-            low, at_low = candidate, value
+            low, at_low = candidate, max(value, -sys.float_info.max)  # the smallest stands for "not tried yet"
         if high == 0:
             candidate = min(low + stride, largest)
         elif at_low == -math.inf:
