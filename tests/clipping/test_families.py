@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from dp_microadam import models
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 
-quick = settings(deadline=None, max_examples=40, derandomize=True)
+quick = settings(deadline=None, max_examples=12, derandomize=True)
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
