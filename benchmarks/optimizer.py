@@ -1,9 +1,9 @@
 """State, scratch memory and time of MicroAdam beside AdamW, on the parameter shapes of three models.
 
-    python benchmarks/optimizer.py [--models wrn-16-4 vit-tiny bert-base] [--rounds 15] [--json]
+    python benchmarks/optimizer.py [--models wrn-16-4 vit-tiny bert-base] [--optimizers NAME …] [--rounds 15] [--json]
 
 Times are medians over rounds in which all optimizers take turns, so that a noisy machine disturbs them alike; the ratios are
-what to read. Scratch memory is the peak of resident memory during one step above what was resident before it, measured in a
+what to read; torchao compiles for minutes first. Scratch memory is the peak of resident memory during one step above what was resident before it, measured in a
 process of its own per optimizer. Install with ``pip install 'dp-microadam[bench]'``.
 """
 
@@ -149,11 +149,10 @@ def measure_scratch_apart(model: str, name: str) -> int | None:
     return int(done.stdout.split()[-1])
 
 
-def report(model: str, rounds: int) -> dict[str, object]:
+def report(model: str, names: list[str], rounds: int) -> dict[str, object]:
     shapes = MODELS[model]()
     count = sum(torch.Size(shape).numel() for shape in shapes)
     largest = max(torch.Size(shape).numel() for shape in shapes)
-    names = list(optimizers())
     times, sizes = measure_times(model, names, rounds)
     rows = []
     for name in names:
@@ -185,6 +184,7 @@ def show(result: dict[str, object]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--optimizers", nargs="+", choices=optimizers(), metavar="NAME", help="default: all")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--scratch-of", nargs=2, metavar=("MODEL", "OPTIMIZER"), help=argparse.SUPPRESS)
@@ -194,7 +194,7 @@ def main() -> None:
         return
     results = []
     for model in options.models:
-        results.append(report(model, options.rounds))
+        results.append(report(model, options.optimizers or list(optimizers()), options.rounds))
         if not options.json:
             show(results[-1])
     if options.json:
