@@ -3,8 +3,8 @@
     python benchmarks/optimizer.py [--models wrn-16-4 vit-tiny bert-base] [--optimizers NAME …] [--rounds 15] [--json]
 
 Times are medians over rounds in which all optimizers take turns, so that a noisy machine disturbs them alike; the ratios are
-what to read; torchao compiles for minutes first. Scratch memory is the peak of resident memory during one step above what was resident before it, measured in a
-process of its own per optimizer. Install with ``pip install 'dp-microadam[bench]'``.
+what to read; torchao compiles for minutes first. Scratch memory is the peak of resident memory during one step above what was
+resident before it, measured in a process of its own per optimizer. Install with ``pip install 'dp-microadam[bench]'``.
 """
 
 from __future__ import annotations
