@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Two workers with one thread each: threads that wait for each other on two cores take several times as long.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 .PHONY: demo test test-all lint clean
 
@@ -11,10 +13,10 @@ demo: $(VENV)/.ready-demo
 	$(BIN)/dp-microadam train
 
 test: $(VENV)/.ready-test lint
-	$(BIN)/python -m pytest -n 2
+	$(PYTEST)
 
 test-all: $(VENV)/.ready-test lint
-	$(BIN)/python -m pytest -n 2 -m ''
+	$(PYTEST) -m ''
 
 lint: $(VENV)/.ready-test
 	$(BIN)/ruff check .
