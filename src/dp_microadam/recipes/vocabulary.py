@@ -41,6 +41,18 @@ MODEL_OPTIONS: dict[str, tuple[str, ...]] = {
 }
 """By model."""
 
+DATA_OPTIONS: dict[str, tuple[str, ...]] = {
+    "digits": (),
+    "mnist": (),
+    "fashion-mnist": (),
+    "cifar10": (),
+    "cifar100": ("labels",),
+    "imagenet": (),
+    "image-folder": ("mean", "std"),
+    "table": ("label", "classes", "mean", "std"),
+}
+"""By data set."""
+
 METHODS = tuple(OPTIMIZER_OPTIONS)
 MODELS = tuple(MODEL_OPTIONS)
-DATA_SETS = ("digits", "mnist", "fashion-mnist")
+DATA_SETS = tuple(DATA_OPTIONS)
