@@ -2,9 +2,9 @@
 
     python benchmarks/augmentation.py [--batch 128] [--rounds 5] [--threads 1] [--json]
 
-Each way of augmenting a physical batch, with the normalization that follows it, is measured in processor time and divided by the
-processor time of the clipped gradients of that batch. Rounds are interleaved, so that a busy machine disturbs both alike, and
-medians of the ratios are shown. K views make K times as many images for both. The goal is 3 %.
+Each way of augmenting a physical batch, with the normalization that follows it, is measured in processor time and compared
+with the processor time of the clipped gradients of that batch. Rounds are interleaved, so that a busy machine disturbs both
+alike, and medians of the shares are shown. K views make K times as many images for both. The goal is 3 %.
 """
 
 from __future__ import annotations
