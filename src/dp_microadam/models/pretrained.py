@@ -201,8 +201,20 @@ def _normalization_at(source: str, default: Normalization, **where: bool) -> Nor
 
     try:
         found, _ = ImageProcessingMixin.get_image_processor_dict(source, **where)
-        mean, std = tuple(map(float, found["image_mean"])), tuple(map(float, found["image_std"]))
-    except (OSError, KeyError, TypeError, ValueError):
+    except OSError:
         return default
-    usable = len(mean) == len(std) == 3 and all(map(math.isfinite, mean + std)) and min(std) > 0
-    return Normalization(mean, std) if usable else default
+    if "image_mean" not in found and "image_std" not in found:
+        return default
+    constants = []
+    for key in ("image_mean", "image_std"):
+        try:
+            values = tuple(map(float, found[key]))
+        except (KeyError, TypeError, ValueError):
+            values = ()
+        if len(values) != 3 or not all(map(math.isfinite, values)) or (key == "image_std" and min(values) <= 0):
+            raise InputError(
+                f"pretrained is {source!r}, whose preprocessor_config.json gives {key} as {found.get(key)!r}; it must be "
+                "three finite numbers, above 0 for image_std"
+            )
+        constants.append(values)
+    return Normalization(*constants)
