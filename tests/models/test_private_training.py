@@ -5,14 +5,16 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dp_microadam import MicroAdam, models
+from dp_microadam import MicroAdam, PrivacyPlan, PrivateTrainer, models
 from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.clipping.per_example import clipped_sum
 from dp_microadam.models import TransformerSize
 from dp_microadam.models.nf_resnet import NormalizerFreeResNet
+from dp_microadam.training.evaluation import class_loss
+from dp_microadam.training.export import save_weights
 
 SMALL = TransformerSize(width=16, layers=2, heads=2)
 REAL = os.environ.get("DP_MICROADAM_VIT_TINY")
@@ -105,3 +107,24 @@ def test_a_pretrained_model_of_real_size_is_clipped_to_the_bound(trainable):
     assert bool((norms > 1e-3).all())
     total = torch.cat([part.flatten() for part in engine.sums.values()])
     assert 0 < float(total.norm()) <= 3e-3 * (1 + 1e-5)
+
+
+def test_a_pretrained_model_trains_through_the_trainer_resumes_and_is_exported(tmp_path, timm_checkpoint):
+    save_file(timm_checkpoint(), tmp_path / "weights.safetensors")
+    images, labels = batch_of(30, 32, torch.float32)
+    plan = PrivacyPlan.solve(dataset_size=30, batch_size=6, delta=1e-3, noise_multiplier=1.0, steps=4)
+
+    def trainer(**options):
+        torch.manual_seed(0)
+        model = models.vit(SMALL, 3, pretrained=str(tmp_path / "weights.safetensors"), resolution=32, patch_size=8)
+        options = {"run_dir": tmp_path / "run", "show_progress": False, "physical_batch_size": 4, **options}
+        return PrivateTrainer(model, MicroAdam(model.parameters(), fused=False), plan, class_loss, **options), model
+
+    interrupted, _ = trainer(max_steps=2, checkpoint_every=1)
+    assert interrupted.fit((images, labels)).steps_done == 2
+    resumed, model = trainer()
+    assert resumed.resume().fit((images, labels)).steps_done == 4
+    save_weights(model.state_dict(), tmp_path / "exported.safetensors")
+    plain = models.vit(SMALL, 3, resolution=32, patch_size=8)
+    plain.load_state_dict(load_file(tmp_path / "exported.safetensors"))
+    assert torch.equal(plain.eval()(images), model.eval()(images))
