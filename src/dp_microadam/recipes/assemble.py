@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -78,6 +78,9 @@ def assemble(
         torch.manual_seed(recipe.seed)
     model = models.build(recipe.model, data.num_classes, _model_shape(recipe, data), **recipe.model_options)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
+    normalization = models.normalization_of(model)
+    if normalization is not None:  # pretrained weights expect the constants they were trained with
+        data = replace(data, mean=normalization.mean, std=normalization.std)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     trainer = PrivateTrainer(
         model,
