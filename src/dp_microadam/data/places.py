@@ -16,14 +16,15 @@ _DEBIAN_FOLDER = Path("/usr/share/datasets")
 
 
 def usual_folders(name: str) -> list[Path]:
-    """Where a data set is looked for, in this order: the variable's folder, the user's own, the system's."""
-    return [own_folder(name), _user_folder() / name, _DEBIAN_FOLDER / name][0 if os.environ.get(FOLDER_VARIABLE) else 1 :]
+    """Where a data set is looked for, in this order: the variable's folder if it is set, the user's own, the system's."""
+    variable = os.environ.get(FOLDER_VARIABLE)
+    chosen = [Path(variable).expanduser()] if variable else []
+    return [folder / name for folder in (*chosen, _user_folder(), _DEBIAN_FOLDER)]
 
 
 def own_folder(name: str) -> Path:
-    """Where a download goes: under the environment variable's folder if it is set, else under the user's data folder."""
-    variable = os.environ.get(FOLDER_VARIABLE)
-    return (Path(variable).expanduser() if variable else _user_folder()) / name
+    """Where a download goes."""
+    return usual_folders(name)[0]
 
 
 def find(name: str, data: KnownData, folder: str | None) -> Path:
