@@ -11,7 +11,11 @@ from torch import Tensor, nn
 from dp_microadam import data as data_sources
 from dp_microadam import models
 from dp_microadam.data import ImageData
-from dp_microadam.methods.registry import METHODS, build_optimizer
+from dp_microadam.data.dataset import split
+from dp_microadam.errors import InputError
+from dp_microadam.methods.method import Method
+from dp_microadam.methods.registry import build, refuse_bad_options
+from dp_microadam.methods.scale_sources import PublicExamples, refuse_shared_indices
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.recipes.recipe import Recipe
 from dp_microadam.training.evaluation import class_hits, class_loss, evaluate
@@ -75,6 +79,7 @@ def assemble(
     Raises:
         InputError: if data cannot be found or read, or something does not fit.
     """
+    refuse_bad_options(recipe.algorithm, recipe.resolved_learning_rate, recipe.optimizer)
     data = data_sources.load(
         recipe.data, recipe.data_folder or None, validation_fraction=recipe.validation_fraction, split_seed=recipe.split_seed
     )
@@ -84,14 +89,15 @@ def assemble(
     shape = data.train_images.shape
     model = models.build(recipe.model, data.num_classes, (shape[1], shape[2], shape[3]), **recipe.model_options)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    method = _method(recipe, model, data)
     trainer = PrivateTrainer(
         model,
-        build_optimizer(recipe.method, trainable, recipe.resolved_learning_rate, recipe.optimizer),
+        method.optimizer,
         plan,
         class_loss,
         per_example_accuracy=class_hits,
-        method="private" if METHODS[recipe.method].private else "non-private",
+        method="private" if recipe.protected else "non-private",
+        procedure=method.procedure,
         max_grad_norm=recipe.max_grad_norm,
         clipping=recipe.clipping,
         physical_batch_size=recipe.physical_batch_size,
@@ -117,8 +123,38 @@ def assemble(
     return Experiment(recipe, data, model, trainer)
 
 
+def _method(recipe: Recipe, model: nn.Module, data: ImageData) -> Method:
+    options = dict(recipe.optimizer)
+    if "public" in options:
+        options["public"] = _public_examples(recipe, data, options["public"])
+    return build(recipe.algorithm, model, recipe.resolved_learning_rate, options)
+
+
+def _public_examples(recipe: Recipe, data: ImageData, chosen: int | list[int]) -> PublicExamples:
+    """The first ``chosen`` held-out examples, or those at these positions of the data set before it was divided."""
+    count = len(data.train_labels) + len(data.validation_labels)
+    training, held_out = split(count, recipe.validation_fraction, recipe.split_seed)
+    if isinstance(chosen, list):
+        refuse_shared_indices(chosen, training.tolist())
+        position = {index: row for row, index in enumerate(held_out.tolist())}
+        outside = [index for index in chosen if index not in position]
+        if outside or not chosen:
+            raise InputError(
+                f"optimizer.public holds {outside[0] if outside else 'nothing'}; it must hold positions below {count}"
+            )
+        rows = torch.tensor([position[index] for index in chosen])
+    else:
+        if chosen > len(held_out):
+            raise InputError(
+                f"optimizer.public is {chosen}; only {len(held_out)} examples are held out, it must be at most that"
+            )
+        rows = torch.arange(chosen)
+    public = (data.validation_images[rows], data.validation_labels[rows])
+    return PublicExamples(public, class_loss, prepare=Normalize(data))
+
+
 def _plan(recipe: Recipe, dataset_size: int) -> PrivacyPlan | UnprotectedPlan:
-    if METHODS[recipe.method].private:
+    if recipe.protected:
         return PrivacyPlan.solve(
             dataset_size=dataset_size,
             batch_size=recipe.batch_size,

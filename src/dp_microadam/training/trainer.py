@@ -37,7 +37,6 @@ from dp_microadam.training.tensorboard import Events
 from dp_microadam.training.torch_randomness import seeded_torch, unpredictable_torch
 from dp_microadam.validation import require_integer, require_one_of, require_positive
 
-
 _NO_BOUND = 1e12
 """Clipping that never clips, for runs without privacy that need each example's gradient."""
 
