@@ -121,8 +121,14 @@ def test_dp_microadam(check, private):
                 row[kept] = accumulated[kept]
                 error[name] = accumulated - row
                 window[name] = [row, *window[name]][:2]
-                first = sum(BETA_1**age * row for age, row in enumerate(window[name])) * (1 - BETA_1) / (1 - BETA_1 ** (step + 1))
-                second = sum(BETA_2**age * row**2 for age, row in enumerate(window[name])) * (1 - BETA_2) / (1 - BETA_2 ** (step + 1))
+                first = (
+                    sum(BETA_1**age * row for age, row in enumerate(window[name])) * (1 - BETA_1) / (1 - BETA_1 ** (step + 1))
+                )
+                second = (
+                    sum(BETA_2**age * row**2 for age, row in enumerate(window[name]))
+                    * (1 - BETA_2)
+                    / (1 - BETA_2 ** (step + 1))
+                )
                 problem.weights[name] -= (LR * first / (np.sqrt(second) + 1e-8)).reshape(gradient.shape)
 
     options = {"density": 0.5, "window": 2, "quantize": False, "window_dtype": torch.float32}
