@@ -3,9 +3,9 @@
     python benchmarks/methods.py --state
     python benchmarks/methods.py --train [--methods NAME …] [--steps 200] [--batch-size 512] [--data-folder DIR]
 
-State is measured on the parameters of a Wide-ResNet-16-4, as the largest total over all phases of the tensors that optimizer and
-method keep for the next step, divided by all parameters of the model. Training runs the recipe fashion-mnist with the options
-below. Few steps favour large learning rates: these figures show that a method trains, not which is best.
+State is measured on the parameters of a Wide-ResNet-16-4, as the largest total over all phases of the tensors that optimizer
+and method keep for the next step, divided by all parameters of the model. Training runs the recipe fashion-mnist with the
+options below. Few steps favour large learning rates: these figures show that a method trains, not which is best.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ def bytes_of(item: object) -> int:
 def train(name: str, steps: int, batch_size: int, folder: str, private: bool) -> dict[str, object]:
     """Test accuracy after a short run of the recipe fashion-mnist."""
     method, options, rate = VARIANTS[name]
-    recipe = load_recipe("fashion-mnist", [f"steps={steps}", f"batch_size={batch_size}", f"data_folder={folder}", "ema_decay=0"])
+    recipe = load_recipe(
+        "fashion-mnist", [f"steps={steps}", f"batch_size={batch_size}", f"data_folder={folder}", "ema_decay=0"]
+    )
     values = {key: value for key, value in vars(recipe).items() if value is not None}
     values.update(method=method, optimizer=options, learning_rate=rate, schedule="constant", warmup=0.0, evaluate_every=10**6)
     if not private:

@@ -231,7 +231,7 @@ def test_scale_then_privatize_public_is_adadps(check, hand, private, behind):
         variance = dict.fromkeys(problem.weights, 0.0)
         moments = {name: Moments() for name in problem.weights}
         for step in range(4):
-            batch = [range(0, 2), range(2, 4), range(4, 5)][step % 3]
+            batch = [range(2), range(2, 4), range(4, 5)][step % 3]
             found = [problem.gradient(public[0][i].numpy(), float(public[1][i])) for i in batch]
             for name in variance:
                 gradient = sum(one[name] for one in found) / len(found)
