@@ -231,6 +231,8 @@ def test_tensors_of_one_element_and_none(make):
 @every_optimizer
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes_follow_float32(make, dtype):
+    if dtype == torch.float16 and make in (OPTIMIZERS["Adam"], OPTIMIZERS["AdamW"]):
+        pytest.skip("torch keeps their moments in the parameter's own type, in which squares of small gradients vanish")
     narrow, wide = tensors(dtype=dtype), tensors()
     with torch.no_grad():
         for one, other in zip(narrow, wide, strict=True):
