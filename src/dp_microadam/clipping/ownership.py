@@ -131,14 +131,6 @@ def prove(
         own.gradients_are_exact(examples)
 
 
-def learn_rows(
-    model: nn.Module, per_example_loss: PerExampleLoss, observed: Observed, batch: Any, given: Any = None, *_: Any
-) -> None:
-    """The part of :func:`prove` that a step needs for its arithmetic; it proves nothing. For measurements."""
-    with undisturbed(model) as rewind:
-        _Proof(model, per_example_loss, observed, rewind, 0.0).every_parameter_is_seen(_examples(batch, 3, given)[0])
-
-
 def prove_size(
     model: nn.Module,
     per_example_loss: PerExampleLoss,
@@ -276,7 +268,7 @@ class _Proof:
         for rows in neighbours.removed:
             kept = _without(rows, count)
             after = self.look(select(batch, kept), one_draw=drew)
-            self._refuse_difference(before, after, kept, torch.arange(len(kept)), scale, "taking out")
+            self._refuse_difference(before, after, kept, torch.arange(len(kept)), scale, "taking out", drew)
 
     def _first_look(self, batch: Any, scale: float) -> _Seen | None:
         """None where the model does not accept this scale."""
@@ -314,7 +306,7 @@ class _Proof:
             return _Seen(values, norms, projections, drew=_random_state(self.model) != start)
 
     def _refuse_difference(
-        self, before: _Seen, after: _Seen, rows: Tensor, rows_after: Tensor, scale: float, what: str
+        self, before: _Seen, after: _Seen, rows: Tensor, rows_after: Tensor, scale: float, what: str, drew: bool = False
     ) -> None:
         eps = torch.finfo(before.losses.dtype).eps
         of_losses = 1e-9 if before.losses.dtype == torch.float64 else 100 * eps
@@ -328,6 +320,7 @@ class _Proof:
                 f"per_example_loss mixes examples: {what} one example of a batch changed the loss of others; "
                 "remove batch statistics and losses between examples (use GroupNorm or LayerNorm, and a loss of "
                 "each example alone, not divided by the number of examples)"
+                + (", and drop out only tensors whose first dimension is the batch" if drew else "")
             )
         for part, part_after in ((before.norms, after.norms), (before.projections, after.projections)):
             limit = of_gradients * max((float(value.abs().max()) for value in part.values()), default=0.0) + floor
