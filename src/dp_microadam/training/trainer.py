@@ -108,8 +108,9 @@ class PrivateTrainer:
     in the training data under adding or removing one example, with ε as the ledger says. Excepted are timing, whether a
     training batch could be processed at all, and what ``show_private_metrics`` shows. Assumes that ``per_example_loss`` (proved
     on synthetic data, as far as :class:`ClippedGradients` says), ``prepare``, ``augment`` and the Dataset treat examples one by
-    one, and that validation data, callbacks and the choice of hyperparameters do not depend on the training data. Dropout and
-    augmentation must draw from torch's generators, which are made unpredictable for each step.
+    one, and that validation data, callbacks, ``procedure`` and the choice of hyperparameters do not depend on the training data
+    but through what the run publishes. Dropout and augmentation must draw from torch's generators, which are made unpredictable
+    for each step.
     """
 
     def __init__(
@@ -328,6 +329,7 @@ class PrivateTrainer:
             phase = phase_at(self._phases, self._updates)
             if phase != self._phase:
                 self._enter(phase)
+                self.folder.log(f"phase {phase.name!r} begins at step {self._position}")
             index = self._record_step()
             private_metrics = self._accumulate(steps, index)
             self._take_step(index)
