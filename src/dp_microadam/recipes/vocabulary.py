@@ -65,11 +65,16 @@ NON_PRIVATE = "non-private"
 NON_PRIVATE_LEARNING_RATES = {"dp-sgd": 0.1}
 """Where a method without clipping wants another: 4.0 suits gradients of norm below one."""
 
+_TRANSFORMER_OPTIONS = ("pretrained", "resolution", "patch_size", "trainable")
+
 MODEL_OPTIONS: dict[str, tuple[str, ...]] = {
     "mlp": ("hidden",),
     "tanh-cnn": (),
     "small-cnn": ("width",),
     "wide-resnet": ("depth", "width", "groups", "weight_standardization"),
+    "nf-resnet-50": ("width", "alpha", "skip_gain", "stochastic_depth", "gain"),
+    **dict.fromkeys(("deit-tiny", "deit-small", "deit-base"), _TRANSFORMER_OPTIONS),
+    **dict.fromkeys(("vit-tiny", "vit-small", "vit-base", "vit-large"), _TRANSFORMER_OPTIONS),
 }
 """By model."""
 
