@@ -31,7 +31,7 @@ VARIANTS = {
     "scaled, MicroAdam": (STP, {"behind": "microadam"}, {}, 3e-3),
     "delayed": (STP, {"source": "delayed", "interval": 2}, {"interval": 20, "rate_ratio": 0.025}, 2.0),
     "delayed, Adam": (STP, {"source": "delayed", "interval": 2, "behind": "adam"}, {"interval": 20}, 1e-3),
-    "public": (STP, {"source": "public", "public": None}, {"public": 100}, 0.1),
+    "public": (STP, {"source": "public", "public": None}, {"public": 100}, 1.0),
     "dp-bitfit": ("dp-bitfit", {}, {}, 0.5),
     "dp-bitfit, Adam": ("dp-bitfit", {"behind": "adam"}, {}, 1e-2),
     "sparta, sum": ("sparta", {"keep": 0.3}, {"scoring_epochs": 0.5}, 0.5),

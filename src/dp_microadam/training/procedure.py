@@ -52,11 +52,16 @@ def phase_at(phases: Sequence[Phase], step: int) -> Phase:
     >>> phase_at([Phase("first", 2), Phase("second", 3)], 2).name
     'second'
     """
-    for phase in phases:
+    return phases_from(phases, step)[0]
+
+
+def phases_from(phases: Sequence[Phase], step: int) -> Sequence[Phase]:
+    """The phase of step number ``step`` and all that follow."""
+    for number, phase in enumerate(phases):
         if step < phase.steps:
-            return phase
+            return phases[number:]
         step -= phase.steps
-    return phases[-1]
+    return phases[-1:]
 
 
 class Procedure:

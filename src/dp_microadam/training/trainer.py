@@ -29,7 +29,7 @@ from dp_microadam.training.evaluation import PerExample, batches, evaluate
 from dp_microadam.training.gradients import GradientSums, UnclippedGradients, set_gradients
 from dp_microadam.training.interrupts import Interruptible
 from dp_microadam.training.masked_rows import other_rows_unmoved, selected_rows, whole_again
-from dp_microadam.training.procedure import ROW_NORMS, Phase, Procedure, phase_at
+from dp_microadam.training.procedure import ROW_NORMS, Phase, Procedure, phase_at, phases_from
 from dp_microadam.training.progress import Progress, tell
 from dp_microadam.training.run_folder import CHECKPOINTS, CONFIG, EVENTS, PRIVATE_METRICS_SHOWN, RunFolder, default_folder
 from dp_microadam.training.schedules import Schedule
@@ -182,6 +182,7 @@ class PrivateTrainer:
         self._clipping = clipping
         self._trainable_before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         self._phase = self._phases[0]
+        self._proved: dict[tuple[frozenset[str] | None, str], GradientSums] = {}
         self._gradients = self._gradients_of(self._phase)
         self._mechanism: GaussianMechanism | None = None
         if self.private:
@@ -242,6 +243,7 @@ class PrivateTrainer:
             progress.close()
             self._events.close()
             self._gradients.close()
+            self._proved.clear()
             self._freeze_all_but(None)
             if self._ledger is not None:
                 self._ledger.close()
@@ -346,10 +348,15 @@ class PrivateTrainer:
 
     def _enter(self, phase: Phase) -> None:
         if phase.asks != self._phase.asks:
-            self._gradients.close()
-            self._gradients = self._gradients_of(phase)
+            self._take_up(phase)
         self._phase = phase
         self.procedure.begin(phase)
+
+    def _take_up(self, phase: Phase) -> None:
+        self._gradients.close()
+        proved = self._proved.pop(phase.asks, None)
+        self._gradients = self._gradients_of(phase) if proved is None else proved
+        self._freeze_all_but(phase.trainable)
 
     def _gradients_of(self, phase: Phase) -> GradientSums:
         """What sums up the answers to what the phase asks of the training data."""
@@ -426,13 +433,14 @@ class PrivateTrainer:
             sample = default_collate([train[i] for i in range(count)])
         else:
             sample = next(batches(train, count))
-        # Every phase now, the current one last: a run must not fail half-way for what could be known before.
-        others = {phase.asks: phase for phase in self._phases if phase.asks != self._phase.asks}
-        for phase in [*others.values(), self._phase]:
-            self._gradients = self._gradients_of(phase)
-            assert isinstance(self._gradients, ClippedGradients)
+        # For all phases now: a run must not fail half-way for what could be known before. Each proof is kept for its phase.
+        for phase in {phase.asks: phase for phase in phases_from(self._phases, self._updates)}.values():
+            gradients = self._gradients_of(phase)
+            assert isinstance(gradients, ClippedGradients)
             with torch.random.fork_rng():
-                self._gradients.prove(self._training_batch(sample))
+                gradients.prove(self._training_batch(sample))
+            self._proved[phase.asks] = gradients
+        self._take_up(self._phase)
 
     def _take_step(self, index: int) -> None:
         masks = self.procedure.row_masks()
