@@ -29,11 +29,11 @@ class Experiment:
 # Everybody takes part in the only step: the Gaussian mechanism itself, whose trade-off between errors has a closed form.
 NOISE = Experiment(
     "noise",
-    PrivacyPlan(dataset_size=2, batch_size=2, noise_multiplier=0.7, steps=1, delta=1e-5),
+    PrivacyPlan(dataset_size=2, batch_size=2, noise_multiplier=0.6, steps=1, delta=1e-5),
     (
-        Probe("noise scale", "is the noise as large as the sum's sensitivity demands?", strength, delta=0.2),
-        Probe("batch size", "does the scale of the result betray how many took part?", quiet, delta=0.2),
-        Probe("coordinates", "does noise in one coordinate cancel against another's?", contrast, delta=0.2),
+        Probe("noise scale", "is the noise as large as the sum's sensitivity demands?", strength, delta=0.3),
+        Probe("batch size", "does the scale of the result betray how many took part?", quiet, delta=0.3),
+        Probe("coordinates", "does noise in one coordinate cancel against another's?", contrast, delta=0.3),
     ),
 )
 

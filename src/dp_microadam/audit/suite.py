@@ -24,7 +24,7 @@ class Profile:
     repetitions: int
 
 
-PROFILES = {"quick": Profile(canaries=10_000, repetitions=1_000), "full": Profile(canaries=20_000, repetitions=10_000)}
+PROFILES = {"quick": Profile(canaries=10_000, repetitions=1_500), "full": Profile(canaries=20_000, repetitions=10_000)}
 
 _PROBES = sum(len(experiment.probes) for experiment in EXPERIMENTS)
 

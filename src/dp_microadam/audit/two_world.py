@@ -1,8 +1,8 @@
 """The two-world auditor: one or two steps on a dataset and its neighbour, thousands of times, and a test to tell them apart.
 
 It sees what one run cannot: with a number in hand for how often the test errs in each world, even noise of half the scale
-contradicts the claim. The test's statistic is fixed beforehand, its threshold on the first half of the repetitions; the bound
-comes from the second half, which the choice never saw.
+contradicts the claim. The test's statistic is fixed beforehand, its threshold and direction on the first half of the
+repetitions; the bound comes from the second half, which the choice never saw.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MOST_THRESHOLDS = 1000
 
 @dataclass(frozen=True)
 class Probe:
-    """One way to look at what a mechanism published: a statistic, larger if the target seems present, and a δ to judge it at.
+    """One way to look at what a mechanism published: a statistic, and a δ to judge it at.
 
     A mechanism has an ε for every δ. Thousands of repetitions cannot resolve δ = 1e-5, so a probe is judged where its statistic
     is strongest; the claim there follows from the same noise and sampling.
@@ -65,10 +65,10 @@ def audit_two_worlds(
     require_integer("repetitions", min(len(without), len(present)), 4)
     fit_without, judge_without = np.array_split(without, 2)
     fit_with, judge_with = np.array_split(present, 2)
-    threshold = _best_threshold(fit_without, fit_with, probe.delta, confidence)
+    sign, threshold = _best_test(fit_without, fit_with, probe.delta, confidence)
     bound = two_world_epsilon(
-        np.count_nonzero(judge_without > threshold),
-        np.count_nonzero(judge_with <= threshold),
+        np.count_nonzero(sign * judge_without > sign * threshold),
+        np.count_nonzero(sign * judge_with <= sign * threshold),
         len(judge_without),
         len(judge_with),
         probe.delta,
@@ -90,16 +90,21 @@ def audit_two_worlds(
     )
 
 
-def _best_threshold(without: Scores, present: Scores, delta: float, confidence: float) -> float:
-    """Where the test would prove most on these scores."""
+def _best_test(without: Scores, present: Scores, delta: float, confidence: float) -> tuple[int, float]:
+    """On which side of which threshold the test should say "in" to prove most on these scores."""
     pooled = np.unique(np.concatenate([without, present]))
     if len(pooled) > _MOST_THRESHOLDS:
         pooled = pooled[np.linspace(0, len(pooled) - 1, _MOST_THRESHOLDS).round().astype(int)]
-    candidates = np.append((pooled[:-1] + pooled[1:]) / 2, pooled[-1])
-    alarms = len(without) - np.searchsorted(np.sort(without), candidates, side="right")
-    misses = np.searchsorted(np.sort(present), candidates, side="right")
-    bounds = two_world_epsilon(alarms, misses, len(without), len(present), delta, confidence)
-    return float(candidates[int(np.argmax(bounds))])
+    # Between scores, so that a repetition on the threshold itself is rare and rounding decides nothing.
+    thresholds = (pooled[:-1] + pooled[1:]) / 2 if len(pooled) > 1 else pooled
+    above_without = len(without) - np.searchsorted(np.sort(without), thresholds, side="right")
+    above_with = len(present) - np.searchsorted(np.sort(present), thresholds, side="right")
+    sizes = len(without), len(present)
+    upward = two_world_epsilon(above_without, sizes[1] - above_with, *sizes, delta, confidence)
+    downward = two_world_epsilon(sizes[0] - above_without, above_with, *sizes, delta, confidence)
+    if downward.max() > upward.max():
+        return -1, float(thresholds[int(np.argmax(downward))])
+    return 1, float(thresholds[int(np.argmax(upward))])
 
 
 def strength(observed: Observations) -> Scores:
