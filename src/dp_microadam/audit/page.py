@@ -91,24 +91,26 @@ def _card(finding: Finding) -> str:
 {_ruler(finding)}
 {_histogram(finding)}
 <p class="legend"><i style="background:var(--without)"></i><span>without the example</span>
-<i style="background:var(--with)"></i><span>with it</span> <span>dashed: where the attack draws its line</span></p>
+<i style="background:var(--with)"></i><span>with it</span> <span>dashed: the line it draws</span></p>
 <dl>{rows}</dl>
 </section>"""
 
 
 def _ruler(finding: Finding) -> str:
     """Bound and claim on one scale that ends where a perfect attack would."""
-    end = 1.08 * max(finding.claim, finding.bound, finding.largest, 0.1)
+    end = max(finding.claim, finding.bound, finding.largest, 0.1)
     x = {name: _WIDTH * value / end for name, value in (("bound", finding.bound), ("claim", finding.claim))}
     colour = "var(--bad)" if finding.violated else "var(--good)"
     anchor = "end" if x["claim"] > _WIDTH / 2 else "start"
     shift = -6 if anchor == "end" else 6
     label = f"shown {finding.bound:.2f}, claimed {finding.claim:.2f}"
-    return f"""<svg class="ruler" viewBox="0 0 {_WIDTH} 40" role="img" aria-label="{label}">
+    return f"""<svg class="ruler" viewBox="0 0 {_WIDTH} 50" role="img" aria-label="{label}">
 <rect x="0" y="20" width="{_WIDTH}" height="10" rx="3" fill="var(--line)"/>
 <rect x="0" y="20" width="{x["bound"]:.1f}" height="10" rx="3" fill="{colour}"/>
-<line x1="{x["claim"]:.1f}" x2="{x["claim"]:.1f}" y1="14" y2="36" stroke="var(--ink)" stroke-width="2"/>
+<line x1="{x["claim"]:.1f}" x2="{x["claim"]:.1f}" y1="15" y2="34" stroke="var(--ink)" stroke-width="2"/>
 <text x="{x["claim"] + shift:.1f}" y="12" text-anchor="{anchor}">claim {finding.claim:.3g}</text>
+<text x="0" y="46">shown {finding.bound:.3g}</text>
+<text x="{_WIDTH}" y="46" text-anchor="end">a perfect attack {finding.largest:.3g}</text>
 </svg>"""
 
 

@@ -41,7 +41,7 @@ NOISE = Experiment(
 COMPOSITION = Experiment(
     "composition",
     PrivacyPlan(dataset_size=2, batch_size=1, noise_multiplier=1.0, steps=2, delta=1e-5),
-    (Probe("repeated noise", "does noise in one step cancel against another's?", change, delta=0.2),),
+    (Probe("repeated noise", "does noise in one step cancel against another's?", change, delta=0.1),),
 )
 
 # Hardly any noise, to see the sampling. The target misses both steps with probability ¼, so no test whatsoever may tell the
