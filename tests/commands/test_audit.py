@@ -118,6 +118,7 @@ def test_other_claims_can_be_audited(tmp_path, capsys):
     assert report["plan"]["steps"] == 2
     assert report["epsilon"] == pytest.approx(8, abs=1e-2)
     assert report["epsilon"] > report["findings"][0]["largest"]
+    assert "out of its reach" in report["summary"]
     assert "could not have refuted it" in (tmp_path / "audit.html").read_text(encoding="utf-8")
 
 

@@ -38,6 +38,11 @@ class Finding:
         """Whether the claim is refuted."""
         return self.bound > self.claim
 
+    @property
+    def in_reach(self) -> bool:
+        """Whether a perfect attack would refute the claim; if not, passing says nothing."""
+        return self.claim < self.largest
+
     def to_dict(self) -> dict[str, Any]:
         """All but the scores, for JSON."""
         return {

@@ -74,9 +74,8 @@ privatized gradient and knows every example but one.</p>
 
 
 def _card(finding: Finding) -> str:
-    badge = (
-        '<span class="badge bad">claim refuted</span>' if finding.violated else '<span class="badge">within the claim</span>'
-    )
+    verdict = "claim refuted" if finding.violated else "within the claim" if finding.in_reach else "claim out of reach"
+    doubt = "" if finding.in_reach and not finding.violated else " bad"
     facts = (
         ("Claim", f"ε = {finding.claim:.3g} at δ = {finding.delta:g}"),
         ("Shown", f"ε ≥ {finding.bound:.3g}" if finding.bound else "nothing (ε ≥ 0)"),
@@ -86,7 +85,7 @@ def _card(finding: Finding) -> str:
     )
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts)
     return f"""<section class="card">
-<header><h3>{escape(finding.name.capitalize())}</h3>{badge}</header>
+<header><h3>{escape(finding.name.capitalize())}</h3><span class="badge{doubt}">{verdict}</span></header>
 <p class="question">{escape(finding.question.capitalize())}</p>
 {_ruler(finding)}
 {_histogram(finding)}
@@ -99,7 +98,8 @@ def _card(finding: Finding) -> str:
 def _ruler(finding: Finding) -> str:
     """Bound and claim on one scale that ends where a perfect attack would."""
     end = max(finding.claim, finding.bound, finding.largest, 0.1)
-    x = {name: _WIDTH * value / end for name, value in (("bound", finding.bound), ("claim", finding.claim))}
+    values = {"bound": finding.bound, "claim": finding.claim, "largest": finding.largest}
+    x = {name: _WIDTH * value / end for name, value in values.items()}
     colour = "var(--bad)" if finding.violated else "var(--good)"
     anchor = "end" if x["claim"] > _WIDTH / 2 else "start"
     shift = -6 if anchor == "end" else 6
@@ -110,7 +110,7 @@ def _ruler(finding: Finding) -> str:
 <line x1="{x["claim"]:.1f}" x2="{x["claim"]:.1f}" y1="15" y2="34" stroke="var(--ink)" stroke-width="2"/>
 <text x="{x["claim"] + shift:.1f}" y="12" text-anchor="{anchor}">claim {finding.claim:.3g}</text>
 <text x="0" y="46">shown {finding.bound:.3g}</text>
-<text x="{_WIDTH}" y="46" text-anchor="end">a perfect attack {finding.largest:.3g}</text>
+<text x="{x["largest"]:.1f}" y="46" text-anchor="end">a perfect attack {finding.largest:.3g}</text>
 </svg>"""
 
 
@@ -161,7 +161,7 @@ def _limits(findings: list[Finding], confidence: float) -> str:
     beyond = (
         f"<li><strong>The claim audited here, ε = {one_run.claim:.3g}, is above {one_run.largest:.2g}, the most that one "
         f"run with {one_run.size:,} canaries can show: that audit could not have refuted it.</strong></li>"
-        if one_run.claim > one_run.largest
+        if not one_run.in_reach
         else ""
     )
     return f"""<h2>What an audit can and cannot show</h2>
