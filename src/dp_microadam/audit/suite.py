@@ -84,6 +84,6 @@ def summary(findings: list[Finding], confidence: float) -> str:
     reach = "" if one_run.in_reach else f" (it can show {one_run.largest:.2f} at most, so this claim is out of its reach)"
     return (
         f"no violation found, {sure}: one run with {one_run.size:,} canaries shows ε ≥ {one_run.bound:.2f} of the claimed "
-        f"{one_run.claim:.2f} at δ = {one_run.delta:g}{reach}; {len(probes)} two-world probes with {probes[0].size:,} repetitions "
-        "stay within their claims"
+        f"{one_run.claim:.2f} at δ = {one_run.delta:g}{reach}; {len(probes)} two-world probes with {probes[0].size:,} "
+        "repetitions stay within their claims"
     )
