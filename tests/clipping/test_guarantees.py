@@ -96,6 +96,47 @@ def test_no_contribution_exceeds_the_clipping_norm(layer, kind, way):
             assert size(engine.sums) <= 7 * bound * (1 + 1e-5)
 
 
+def opposite_positions(positions: int, width: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """Terms of alternating sign that cancel by anything from nothing to six digits."""
+    spread = torch.logspace(-2.2, -0.2, 14).view(-1, 1, 1)
+    x = torch.randn(14, 1, width) + spread * torch.randn(14, positions, width)
+    signs = torch.ones(positions, 1)
+    signs[::2] = -1
+    return nn.Linear(width, width, bias=False), x, signs * torch.randn(14, 1, width)
+
+
+def nearly_constant_images(form: str, mean: float) -> tuple[nn.Module, Tensor, Tensor]:
+    """Most of G lies along the filter of ones, and is projected out; ``mean`` is that of the filters before it is removed."""
+    layer = WeightStandardizedConv2d(4, 4, 3, bias=False, form=form)
+    with torch.no_grad():
+        layer.weight += mean
+    spread = torch.logspace(-2.2, -0.2, 14).view(-1, 1, 1, 1)
+    return layer, 1 + spread * torch.randn(14, 4, 6, 6), torch.randn(14, 4, 1, 1).expand(14, 4, 4, 4)
+
+
+PARTLY_CANCELLING = {
+    "two positions": lambda: opposite_positions(2, 64),
+    "sixteen positions": lambda: opposite_positions(16, 16),
+    "norm form": lambda: nearly_constant_images("norm", 0.0),
+    "variance form": lambda: nearly_constant_images("variance", 0.0),
+    "norm form, filters of mean 10000": lambda: nearly_constant_images("norm", 1e4),
+    "variance form, filters of mean 1000": lambda: nearly_constant_images("variance", 1e3),
+}
+
+
+@pytest.mark.parametrize("case", PARTLY_CANCELLING)
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_no_contribution_exceeds_the_clipping_norm_however_much_of_it_cancels(case, way):
+    torch.manual_seed(0)
+    layer, x, d = PARTLY_CANCELLING[case]()
+    engine = ClippedGradients(layer, linear_loss, max_grad_norm=1e-6, way=way)
+    engine.prove((x[:3], d[:3]))
+    for row in range(len(x)):
+        engine.reset()
+        engine.accumulate((x[row].expand(3, *x.shape[1:]), d[row].expand(3, *d.shape[1:])))
+        assert size(engine.sums) <= 3e-6 * (1 + 1e-5)
+
+
 @settings(deadline=None, max_examples=15, derandomize=True)
 @given(seed=st.integers(0, 1000), scale=st.sampled_from([1e-3, 1.0, 1e3]), way=st.sampled_from(WAYS))
 def test_removing_one_example_changes_the_sum_by_at_most_the_sensitivity(seed, scale, way):

@@ -423,3 +423,33 @@ def test_one_draw_serves_all_rows_whatever_their_number(kind):
         results.append((rows[0], torch.get_rng_state()))
     assert all(torch.equal(row, results[0][0]) and torch.equal(state, results[0][1]) for row, state in results)
     assert len(results[0][0].unique()) > 1 or kind == "exponential_"
+
+
+def test_dropout_on_tensors_that_hold_examples_in_another_dimension_is_refused_by_name():
+    class TimeFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.dropout = nn.MultiheadAttention(4, 2), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.transpose(0, 1)
+            return self.dropout(self.attention(x, x, x)[0]).transpose(0, 1)
+
+    engine = ClippedGradients(TimeFirst(), lambda model, x: model(x).square().sum((1, 2)), max_grad_norm=1.0)
+    with pytest.raises(InputError, match="drop out only tensors whose first dimension is the batch"):
+        engine.accumulate(torch.randn(5, 3, 4))
+
+
+def test_a_branch_that_mixes_is_refused_even_behind_a_gain_and_a_head_of_zeros():
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.gain, self.head = nn.Linear(4, 4), nn.Parameter(torch.zeros(())), nn.Linear(4, 2)
+            nn.init.zeros_(self.head.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x + self.gain * self.layer(x - x.mean(0)))
+
+    engine = ClippedGradients(Branch(), lambda model, x: model(x).square().sum(1), max_grad_norm=1.0)
+    with pytest.raises(InputError, match="mixes examples"):
+        engine.accumulate(torch.randn(5, 4))

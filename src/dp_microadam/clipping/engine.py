@@ -30,15 +30,15 @@ class ClippedGradients:
     """Σᵢ clip(gᵢ, C) over the examples of one step, where gᵢ is the gradient of example i's loss.
 
     Formal guarantees: for batches that differ by adding or removing one example, ``sums``, read as one vector over all
-    parameters, differ by at most ``sensitivity`` in L2 norm (up to a relative 1e-5 of rounding), however the batch
-    was cut into chunks. It holds for models in which examples do not interact; that is proved on synthetic data
-    before the first step (``ownership.py``), and such models are refused otherwise. Not proved is that they never
-    interact on values, at sizes or after numbers of calls that the proof does not try; ``ownership.py`` lists these. A
-    model that changes its own buffers or parameters while examples pass through it is refused at every call. An
-    example whose gradient is not finite, or whose squared norm overflows, contributes nothing. What ``accumulate``
-    returns, and ``sums`` before noise, are private. With ``scale`` or ``row_masks`` all of this holds for the scaled
-    gradients s⊙gᵢ: ``sums`` is Σᵢ clip(s⊙gᵢ, C) and ``sensitivity`` is its sensitivity. Noise belongs there, before
-    anything is divided by s.
+    parameters, differ by at most ``sensitivity`` in L2 norm, however the batch was cut into chunks; up to rounding,
+    which is a relative 1e-5 in what the example itself adds, and that of a float32 sum over all examples. It holds for
+    models in which examples do not interact; that is proved on synthetic data before the first step (``ownership.py``),
+    and such models are refused otherwise. Not proved is that they never interact on values, at sizes or after numbers
+    of calls that the proof does not try; ``ownership.py`` lists these. A model that changes its own buffers or
+    parameters while examples pass through it is refused at every call. An example whose gradient is not finite, or
+    whose squared norm overflows, contributes nothing. What ``accumulate`` returns, and ``sums`` before noise, are
+    private. With ``scale`` or ``row_masks`` all of this holds for the scaled gradients s⊙gᵢ: ``sums`` is Σᵢ clip(s⊙gᵢ,
+    C) and ``sensitivity`` is its sensitivity. Noise belongs there, before anything is divided by s.
 
     An example's gradient is the sum over all uses of a parameter, be it a layer that is called several times, a weight
     that layers share, or several rows of one example (views of an image, windows of an attention).

@@ -23,7 +23,7 @@ class LinearFactors(Factors):
         if self.inputs.shape[1] == 1:  # one outer product: ‖δaᵀ‖ = ‖δ‖‖a‖, and nothing can cancel
             inputs, deltas = squared_norms(self.inputs), squared_norms(self.deltas)
             norms = inputs * deltas
-            return Measured(norms, norms, inputs + deltas)
+            return Measured(norms, torch.zeros_like(norms), inputs + deltas)
         return measured_by_grams(
             self.inputs @ self.inputs.transpose(1, 2), self.deltas @ self.deltas.transpose(1, 2), len(self)
         )

@@ -7,10 +7,14 @@ Norms are never under-estimated. Three things could make the norm smaller than t
 - a difference of norms (weight standardization) that cancels;
 - squares too small for their type, as those of a tiny input that meets a huge output gradient.
 
-Each example comes with a bound on the magnitude that was cancelled and with the size of what was squared. Where the
-squared norm is below ``CANCELLATION`` of it, the example's gradient is formed explicitly, its norm is taken from that
-tensor, and that same tensor, not the fast kernel's, enters the sum. Elsewhere rounding is amplified by at most
-1/√CANCELLATION ≈ 32, which keeps float32 within 1e-5.
+Each example comes with the least squared norm that is trusted and with the size of what was squared. Below it, the
+example's gradient is formed explicitly, its norm is taken from that tensor, and that same tensor, not the fast kernel's,
+enters the sum. The least one is a fraction c of a bound M on what was cancelled, chosen so that float32 stays within 1e-5:
+
+- two kernels: their results differ by ε√M, at most ε/√c ≈ 32ε of the norm for c = ``OF_TERMS``;
+- a difference of squares: it is wrong by εM, at most ε/2c = 25ε of the norm for c = ``OF_SQUARES``;
+- a Gram product: T² errors of εM/T² that do not conspire add up to εM/T, at most 5ε of the norm for c =
+  ``OF_POSITIONS``/T. Where the terms δₜaₜᵀ are orthogonal, the squared norm is M/T, ten times that.
 """
 
 from __future__ import annotations
@@ -22,7 +26,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CANCELLATION = 1e-3
+OF_TERMS = 1e-3
+OF_SQUARES = 2e-2
+OF_POSITIONS = 0.1
 
 # A squared norm below this many times the smallest number, relative to ‖a‖² + ‖δ‖², may be what vanished squares
 # left. It allows for 1e10 sums of such squares and six digits.
@@ -38,12 +44,12 @@ class Measured(NamedTuple):
     """Squared norms of examples, and whether to trust them."""
 
     norms: Tensor
-    magnitude: Tensor  # what they may be small differences of
+    trusted: Tensor  # from which squared norm on
     extent: Tensor  # ‖a‖² + ‖δ‖², by which squares that vanish are judged
 
     def doubtful(self) -> Tensor:
         floor = UNDERFLOW * torch.finfo(self.norms.dtype).tiny
-        return (self.norms < CANCELLATION * self.magnitude) | (self.norms < floor * self.extent)
+        return (self.norms < self.trusted) | (self.norms < floor * self.extent)
 
 
 class Factors(ABC):
@@ -64,7 +70,7 @@ class Factors(ABC):
 
     @abstractmethod
     def ghost(self) -> Measured:
-        """‖gᵢ‖² from Gram matrices, with (Σₜ ‖aₜ‖‖δₜ‖)² as what may have cancelled."""
+        """‖gᵢ‖² from Gram matrices."""
 
     @abstractmethod
     def per_example(self, rows: slice | Tensor) -> Tensor:
@@ -87,7 +93,10 @@ def squared_norms(rows: Tensor) -> Tensor:
 
 
 def measured_by_grams(inputs: Tensor, deltas: Tensor, examples: int) -> Measured:
-    """Norms from Gram matrices (examples × groups, T, T) of inputs and output gradients; groups add up."""
+    """Norms from Gram matrices (examples × groups, T, T) of inputs and output gradients; groups add up.
+
+    What may cancel is (Σₜ ‖aₜ‖‖δₜ‖)².
+    """
 
     def of_examples(values: Tensor) -> Tensor:
         return values.view(examples, -1).sum(1)
@@ -95,9 +104,10 @@ def measured_by_grams(inputs: Tensor, deltas: Tensor, examples: int) -> Measured
     input_squares = inputs.diagonal(dim1=1, dim2=2).clamp(min=0)
     delta_squares = deltas.diagonal(dim1=1, dim2=2).clamp(min=0)
     lengths = (input_squares.sqrt() * delta_squares.sqrt()).sum(1)
+    fraction = max(OF_TERMS, OF_POSITIONS / inputs.shape[1])
     return Measured(
         of_examples((inputs * deltas).sum((1, 2))),
-        of_examples(lengths.square()),
+        fraction * of_examples(lengths.square()),
         of_examples(input_squares) + of_examples(delta_squares),
     )
 
@@ -163,9 +173,9 @@ class OuterProductSum:
         return gradients
 
     def direct_norms_of(self, gradients: Tensor) -> tuple[Tensor, Tensor]:
-        """Squared norms of the final gradients of these G, and of what they are differences of."""
+        """Squared norms of the final gradients of these G, and from which on they are trusted."""
         norms = squared_norms(gradients)
-        return norms, norms
+        return norms, torch.zeros_like(norms)
 
     def ghost_norms(self) -> Measured:
         return self.factors.ghost()
@@ -186,20 +196,20 @@ class OuterProductSum:
         return rows[self.factors.deltas[rows].flatten(1).any(1)]
 
     def _direct_norms(self) -> Measured:
-        norms, magnitudes = [], []
+        norms, thresholds = [], []
         step = self._piece
         for start in range(0, self._count, step):
             gradients = self.factors.per_example(slice(start, start + step))
-            found, magnitude = self.direct_norms_of(gradients)
+            found, trusted = self.direct_norms_of(gradients)
             norms.append(found)
-            magnitudes.append(magnitude)
+            thresholds.append(trusted)
             if self._way == "keep":
                 self._kept.append(gradients)
-        found, magnitude = torch.cat(norms), torch.cat(magnitudes)
+        found, trusted = torch.cat(norms), torch.cat(thresholds)
         if self._way == "keep":  # the tensor that is measured is the one that is summed
-            return Measured(found, magnitude, torch.zeros_like(found))
+            return Measured(found, trusted, torch.zeros_like(found))
         inputs, deltas = squared_norms(self.factors.inputs), squared_norms(self.scaled_deltas())
-        return Measured(found, magnitude.maximum(inputs * deltas), inputs + deltas)
+        return Measured(found, trusted.maximum(OF_TERMS * inputs * deltas), inputs + deltas)
 
     def _weigh_kept(self, coefficients: Tensor) -> Tensor:
         total = torch.zeros_like(self._kept[0][0])

@@ -6,10 +6,11 @@ Formal guarantees: after :func:`prove` has returned, on synthetic input of the b
   norm of its gradient in every layer, and a random projection of its output gradient at every use of a parameter. Tried
   with three examples, for each of them; and with examples multiplied by 1000, 1 and 30 or by -30, 1 and -1000, where
   each was the same alone as beside the others. So neither the place in the batch, nor its size, nor the range of its
-  values decides. It runs in double precision on a copy of the model, which autocast leaves alone, and what may differ
-  is at most 1e-9 of the largest loss and 1e-7 of the largest gradient; a model that does not run in double throughout
-  is proved as it is: to 1e-5 and 1e-3 in float32, to four roundings of the products under autocast (3e-2 in bfloat16),
-  and to hardly anything if its parameters are in half precision;
+  values decides. It runs in double precision on a copy of the model, which autocast leaves alone and in which
+  parameters that are all zero (a new head, a gain) are small random numbers instead; what may differ is at most 1e-9 of
+  the largest loss and 1e-7 of the largest gradient; a model that does not run in double throughout is proved as it is:
+  to 1e-5 and 1e-3 in float32, to four roundings of the products under autocast (3e-2 in bfloat16), and to hardly
+  anything if its parameters are in half precision;
 - nothing a checkpoint holds (parameters, buffers, extra state) was changed by a forward and backward pass;
 - the loss of one example alone had an output gradient in its own rows of every observed use of a parameter and in no
   other row, so these rows are the gradient of that example;
@@ -131,14 +132,6 @@ def prove(
         own.gradients_are_exact(examples)
 
 
-def learn_rows(
-    model: nn.Module, per_example_loss: PerExampleLoss, observed: Observed, batch: Any, given: Any = None, *_: Any
-) -> None:
-    """The part of :func:`prove` that a step needs for its arithmetic; it proves nothing. For measurements."""
-    with undisturbed(model) as rewind:
-        _Proof(model, per_example_loss, observed, rewind, 0.0).every_parameter_is_seen(_examples(batch, 3, given)[0])
-
-
 def prove_size(
     model: nn.Module,
     per_example_loss: PerExampleLoss,
@@ -188,7 +181,7 @@ def _in_double(own: _Proof, examples: Any) -> tuple[_Proof, Callable[[Any], Any]
     A model that cannot be copied, or does not run in double precision throughout, is proved as it is.
     """
     try:
-        model = copy.deepcopy(own.model).double()
+        model = _without_zeros(copy.deepcopy(own.model).double())
         observed = replace(observe(model, own.observed.way), table=own.observed.table)
         twin = _Proof(model, own.loss, observed, own.rewind, precision=0.0)  # autocast leaves double alone
         with _WatchForRounding() as rounding:
@@ -199,6 +192,16 @@ def _in_double(own: _Proof, examples: Any) -> tuple[_Proof, Callable[[Any], Any]
         return own, lambda batch: batch
     exact = losses.dtype == torch.float64 and not rounding.seen
     return (twin, in_double) if exact else (own, lambda batch: batch)
+
+
+def _without_zeros(model: nn.Module) -> nn.Module:
+    """A head or a gain that starts at zero would hide what happens behind it."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and not bool(parameter.any()):
+                parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return model
 
 
 class _WatchForRounding(TorchDispatchMode):
@@ -252,6 +255,7 @@ class _Proof:
         self.rewind = rewind
         self.precision = precision
         self._state = KeptState(model, copy_large=True)
+        self._directions: dict[Any, Tensor] = {}
 
     @contextmanager
     def _pass(self, seed: int = 0) -> Iterator[None]:
@@ -276,7 +280,7 @@ class _Proof:
         for rows in neighbours.removed:
             kept = _without(rows, count)
             after = self.look(select(batch, kept), one_draw=drew)
-            self._refuse_difference(before, after, kept, torch.arange(len(kept)), scale, "taking out")
+            self._refuse_difference(before, after, kept, torch.arange(len(kept)), scale, "taking out", drew)
 
     def _first_look(self, batch: Any, scale: float) -> _Seen | None:
         """None where the model does not accept this scale."""
@@ -304,7 +308,7 @@ class _Proof:
 
         def arrived(use: Use, gradient: Tensor) -> None:
             rows = at_least_float32(gradient).reshape(batch_size(batch), -1)
-            projections[f"{use.label}, use {len(projections) + 1}"] = rows @ _direction(rows)
+            projections[f"{use.label}, use {len(projections) + 1}"] = rows @ self._direction(rows)
 
         with self._pass(), one_draw_for_all_rows() if one_draw else nullcontext():
             start = _random_state(self.model)
@@ -313,8 +317,15 @@ class _Proof:
             norms = {f"parameter {', '.join(sorted(part.names.values()))!r}": part.squared.sqrt() for part in parts}
             return _Seen(values, norms, projections, drew=_random_state(self.model) != start)
 
+    def _direction(self, rows: Tensor) -> Tensor:
+        kind = rows.shape[1], rows.dtype, rows.device
+        if kind not in self._directions:
+            generator = torch.Generator().manual_seed(0)
+            self._directions[kind] = torch.randn(rows.shape[1], generator=generator, dtype=torch.float64).to(rows)
+        return self._directions[kind]
+
     def _refuse_difference(
-        self, before: _Seen, after: _Seen, rows: Tensor, rows_after: Tensor, scale: float, what: str
+        self, before: _Seen, after: _Seen, rows: Tensor, rows_after: Tensor, scale: float, what: str, drew: bool = False
     ) -> None:
         eps = torch.finfo(before.losses.dtype).eps
         of_losses = 1e-9 if before.losses.dtype == torch.float64 else 100 * eps
@@ -328,6 +339,7 @@ class _Proof:
                 f"per_example_loss mixes examples: {what} one example of a batch changed the loss of others; "
                 "remove batch statistics and losses between examples (use GroupNorm or LayerNorm, and a loss of "
                 "each example alone, not divided by the number of examples)"
+                + (", and drop out only tensors whose first dimension is the batch" if drew else "")
             )
         for part, part_after in ((before.norms, after.norms), (before.projections, after.projections)):
             limit = of_gradients * max((float(value.abs().max()) for value in part.values()), default=0.0) + floor
@@ -474,11 +486,6 @@ def _without(rows: Tensor, count: int) -> Tensor:
 def _differ(before: Tensor, after: Tensor, limit: float) -> bool:
     """Whether a value moved by more than the limit, or is no number any more."""
     return not bool(((before - after).abs() <= limit).all())
-
-
-def _direction(rows: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(rows.shape[1], generator=generator, dtype=torch.float64).to(rows)
 
 
 def _random_state(model: nn.Module) -> list[Any]:

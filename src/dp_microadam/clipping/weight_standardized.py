@@ -5,7 +5,10 @@ gradient of an ordinary convolution's weight, n the fan-in, 1 the filter of ones
 κγ/s per channel:
 
     ∂γ = κ·vᵀG            ∂w = k(G − mean G − p·v(vᵀG))
-    ‖∂w‖² = Σ k²[‖G‖² − (1ᵀG)²/n − (2p − p²‖v‖²)(vᵀG)²]        since v is orthogonal to 1
+    ‖∂w‖² = Σ k²[‖G‖² − (1ᵀG)²/n − (2p − p²‖v‖²)(vᵀG)² + 2p(1ᵀv)(1ᵀG)(vᵀG)/n]
+
+The last term is zero for exact arithmetic. It is there for filters whose mean is thousands of times their spread: their v,
+as rounded, is not orthogonal to 1, and the norm must be that of what is summed.
 
 ∂w is linear in G: the clipped sum of G is projected once. Where gradients are formed, 1ᵀG and vᵀG are read off them.
 In the ghost way ‖kG‖² is the ordinary norm with δ scaled by k, 1ᵀG = Σₜ δₜ·(sum of the patch at t) and vᵀG = Σₜ δₜzₜ,
@@ -24,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dp_microadam.clipping.convolution import ConvolutionFactors, ConvolutionRule, geometry_of, padded_shape
-from dp_microadam.clipping.outer_product import Factors, Measured, OuterProductSum, squared_norms
+from dp_microadam.clipping.outer_product import OF_SQUARES, Factors, Measured, OuterProductSum, squared_norms
 from dp_microadam.clipping.rule import GradientRows, LayerCall, UnchangedInput, at_least_float32, folded
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 
@@ -44,6 +47,7 @@ class Projection:
         self.slope = self.gain / at_least_float32(standardized.scale)
         lengths = squared_norms(self.filters)
         self.loss_along_filter = 2 * self.pull - self.pull.square() * lengths
+        self.tilt = 2 * self.pull * self.filters.double().sum(1).to(self.filters) / self.fan_in
 
     @cached_property
     def _probes(self) -> Tensor:
@@ -66,6 +70,7 @@ class Projection:
     def squared_norms(self, whole: Tensor, along_ones: Tensor, along_filter: Tensor) -> Tensor:
         """‖∂w‖² from ‖kG‖², 1ᵀG and vᵀG."""
         lost = along_ones.square() / self.fan_in + self.loss_along_filter * along_filter.square()
+        lost -= self.tilt * along_ones * along_filter
         return whole - lost @ self.slope.square()
 
 
@@ -90,7 +95,7 @@ class StandardizedSum(OuterProductSum):
         whole = lengths @ self._projection.slope.square()
         along_ones, along_filter = self._projection.coordinates(gradients)
         self._along_filter.append(along_filter)
-        return self._projection.squared_norms(whole, along_ones, along_filter), whole
+        return self._projection.squared_norms(whole, along_ones, along_filter), OF_SQUARES * whole
 
     def scaled_deltas(self) -> Tensor:
         slope = self._projection.slope.repeat(self.factors.rows_per_example)
@@ -105,7 +110,7 @@ class StandardizedSum(OuterProductSum):
         self._along_filter.append(along_filter)
         whole = ConvolutionFactors(factors.inputs, self.scaled_deltas(), factors.geometry).ghost()
         norms = self._projection.squared_norms(whole.norms, sums_of_gradients(factors), along_filter)
-        return Measured(norms, whole.magnitude.maximum(whole.norms), whole.extent)
+        return Measured(norms, whole.trusted.maximum(OF_SQUARES * whole.norms), whole.extent)
 
 
 def sums_of_gradients(factors: ConvolutionFactors) -> Tensor:

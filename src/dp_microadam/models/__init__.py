@@ -1,8 +1,24 @@
 """Model families of the experiments: each function builds one, with the initialisation its experiment uses."""
 
 from dp_microadam.models.mlp import mlp
-from dp_microadam.models.registry import build
+from dp_microadam.models.nf_resnet import nf_resnet_50
+from dp_microadam.models.normalization import Normalization
+from dp_microadam.models.registry import build, normalization_of
 from dp_microadam.models.small_cnn import small_cnn, tanh_cnn
+from dp_microadam.models.transformer_size import TransformerSize
+from dp_microadam.models.vit import deit, vit
 from dp_microadam.models.wide_resnet import wide_resnet
 
-__all__ = ["build", "mlp", "small_cnn", "tanh_cnn", "wide_resnet"]
+__all__ = [
+    "build",
+    "normalization_of",
+    "Normalization",
+    "wide_resnet",
+    "nf_resnet_50",
+    "deit",
+    "vit",
+    "TransformerSize",
+    "small_cnn",
+    "tanh_cnn",
+    "mlp",
+]

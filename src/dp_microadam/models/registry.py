@@ -10,7 +10,10 @@ from torch import nn
 
 from dp_microadam.errors import InputError
 from dp_microadam.models.mlp import mlp
+from dp_microadam.models.nf_resnet import nf_resnet_50
+from dp_microadam.models.normalization import CENTRED, IMAGENET, Normalization
 from dp_microadam.models.small_cnn import small_cnn, tanh_cnn
+from dp_microadam.models.vit import VisionTransformer, deit, vit
 from dp_microadam.models.wide_resnet import wide_resnet
 from dp_microadam.validation import require_integer, require_one_of
 
@@ -43,9 +46,49 @@ def _wide_resnet(
     weight_standardization: bool = True,
 ) -> nn.Module:
     _require_shape("wide-resnet", shape, shape[0] == 3, "images with three channels")
-    if not isinstance(weight_standardization, bool):
-        raise InputError(f"weight_standardization is {weight_standardization!r}; it must be true or false")
+    _require_flag("weight_standardization", weight_standardization)
     return wide_resnet(depth, width, num_classes, groups=groups, weight_standardization=weight_standardization)
+
+
+def _nf_resnet_50(
+    num_classes: int,
+    shape: ImageShape,
+    *,
+    width: int = 4,
+    alpha: float = 0.2,
+    skip_gain: float = 1.0,
+    stochastic_depth: float = 0.0,
+    gain: bool = True,
+) -> nn.Module:
+    fits = shape[0] == 3 and min(shape[1:]) >= 32
+    _require_shape("nf-resnet-50", shape, fits, "images of at least 32×32 pixels with three channels")
+    for name, value in {"alpha": alpha, "skip_gain": skip_gain, "stochastic_depth": stochastic_depth}.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InputError(f"{name} is {value!r}; it must be a number")
+    _require_flag("gain", gain)
+    return nf_resnet_50(
+        num_classes, width=width, alpha=alpha, skip_gain=skip_gain, stochastic_depth=stochastic_depth, gain=gain
+    )
+
+
+def _transformer(family: Callable[..., VisionTransformer], size: str) -> Callable[..., nn.Module]:
+    name = f"{family.__name__}-{size}"
+
+    def build(
+        num_classes: int,
+        shape: ImageShape,
+        *,
+        pretrained: str = "",
+        resolution: int = 224,
+        patch_size: int = 16,
+        trainable: str = "all",
+    ) -> nn.Module:
+        _require_shape(name, shape, shape[0] == 3 and shape[1] == shape[2], "square images with three channels")
+        return family(
+            size, num_classes, pretrained=pretrained, resolution=resolution, patch_size=patch_size, trainable=trainable
+        )
+
+    return build
 
 
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
@@ -53,6 +96,9 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "tanh-cnn": _tanh_cnn,
     "small-cnn": _small_cnn,
     "wide-resnet": _wide_resnet,
+    "nf-resnet-50": _nf_resnet_50,
+    **{f"deit-{size}": _transformer(deit, size) for size in ("tiny", "small", "base")},
+    **{f"vit-{size}": _transformer(vit, size) for size in ("tiny", "small", "base", "large")},
 }
 """Each takes the number of classes and the image shape, and its options as keywords."""
 
@@ -64,7 +110,7 @@ def options_of(name: str) -> tuple[str, ...]:
 
 
 def build(name: str, num_classes: int, image_shape: ImageShape, **options: Any) -> nn.Module:
-    """The model called ``name`` for images of ``image_shape``, with freshly initialised weights.
+    """The model called ``name`` for images of ``image_shape``; freshly initialised unless an option names weights.
 
     >>> build("mlp", 10, (1, 28, 28), hidden=32)[1]
     Linear(in_features=784, out_features=32, bias=True)
@@ -80,6 +126,29 @@ def build(name: str, num_classes: int, image_shape: ImageShape, **options: Any) 
             what = f"its options are {', '.join(known)}" if known else "it has no options"
             raise InputError(f"model option {option} = {value!r} is unknown to {name}; {what}")
     return BUILDERS[name](num_classes, image_shape, **options)
+
+
+def normalization_of(model: str | nn.Module) -> Normalization | None:
+    """The public constants that images must be normalized with for a model's pretrained weights.
+
+    For a name, those that the published weights of the family expect. For a model, those of the weights it was built
+    with. None where nothing is prescribed, as for random weights; the data set's own constants serve then.
+
+    >>> normalization_of("deit-tiny").mean, normalization_of("vit-tiny").mean, normalization_of("wide-resnet")
+    ((0.485, 0.456, 0.406), (0.5, 0.5, 0.5), None)
+
+    Raises:
+        InputError: for an unknown name.
+    """
+    if isinstance(model, nn.Module):
+        return getattr(model, "normalization", None)
+    family = require_one_of("model", model, tuple(BUILDERS)).partition("-")[0]
+    return {"deit": IMAGENET, "vit": CENTRED}.get(family)
+
+
+def _require_flag(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise InputError(f"{name} is {value!r}; it must be true or false")
 
 
 def _require_shape(name: str, shape: ImageShape, fits: bool, wanted: str) -> None:

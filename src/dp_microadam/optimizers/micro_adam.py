@@ -374,8 +374,8 @@ def _bucket_rows(flat: Tensor, bucket_size: int) -> Iterator[tuple[slice, int, T
 def _largest(gradients: list[Tensor]) -> Tensor:
     """Largest magnitude of each gradient; NaN if it holds one."""
     # aminmax is the one reduction of torch's that reads a tensor once, at the speed of memory.
-    ends = [torch.stack(torch.aminmax(gradient.detach())).float() for gradient in gradients]
-    return torch.stack([end.to(ends[0].device) for end in ends]).abs().amax(dim=1)
+    ends = [end for gradient in gradients for end in torch.aminmax(gradient.detach())]
+    return torch.stack([end.to(ends[0].device, torch.float32) for end in ends]).view(-1, 2).abs().amax(dim=1)
 
 
 def _fused(param: Tensor, group: dict[str, Any]) -> bool:

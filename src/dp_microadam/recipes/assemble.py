@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -84,6 +84,9 @@ def assemble(
     shape = data.train_images.shape
     model = models.build(recipe.model, data.num_classes, (shape[1], shape[2], shape[3]), **recipe.model_options)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
+    normalization = models.normalization_of(model)
+    if normalization is not None:  # pretrained weights expect the constants they were trained with
+        data = replace(data, mean=normalization.mean, std=normalization.std)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     trainer = PrivateTrainer(
         model,

@@ -33,11 +33,16 @@ OPTIMIZER_OPTIONS: dict[str, tuple[str, ...]] = {
 DEFAULT_LEARNING_RATES = {"dp-microadam": 1e-3, "dp-sgd": 4.0, "dp-adam": 1e-3, "non-private": 1e-3}
 """By method, for recipes that name none."""
 
+_TRANSFORMER_OPTIONS = ("pretrained", "resolution", "patch_size", "trainable")
+
 MODEL_OPTIONS: dict[str, tuple[str, ...]] = {
     "mlp": ("hidden",),
     "tanh-cnn": (),
     "small-cnn": ("width",),
     "wide-resnet": ("depth", "width", "groups", "weight_standardization"),
+    "nf-resnet-50": ("width", "alpha", "skip_gain", "stochastic_depth", "gain"),
+    **dict.fromkeys(("deit-tiny", "deit-small", "deit-base"), _TRANSFORMER_OPTIONS),
+    **dict.fromkeys(("vit-tiny", "vit-small", "vit-base", "vit-large"), _TRANSFORMER_OPTIONS),
 }
 """By model."""
 

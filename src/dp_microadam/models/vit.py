@@ -1,0 +1,160 @@
+"""Vision transformers: ViT (Dosovitskiy et al., 2021) and DeiT without distillation (Touvron et al., 2021).
+
+The encoder is that of the package ``transformers``. Weights are random, or come from the Hugging Face hub, a folder, or a
+file in timm's format. What is returned takes images and gives class scores, like every other model here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dp_microadam.errors import InputError
+from dp_microadam.models.normalization import CENTRED, IMAGENET, Normalization
+from dp_microadam.models.pretrained import config_of, pretrained_weights, transformers
+from dp_microadam.models.transformer_size import SIZES, TransformerSize
+from dp_microadam.validation import require_integer, require_one_of
+
+if TYPE_CHECKING:
+    from transformers import ViTConfig, ViTModel
+
+
+class VisionTransformer(nn.Module):
+    """See :func:`vit`. ``normalization`` is what its pretrained weights expect, None for random ones."""
+
+    def __init__(self, backbone: ViTModel, head: nn.Linear, resolution: int, normalization: Normalization | None) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = head
+        self.resolution = resolution
+        self.normalization = normalization
+
+    def forward(self, images: Tensor) -> Tensor:
+        side = self.resolution
+        if images.shape[-2:] != (side, side):
+            images = F.interpolate(images, size=(side, side), mode="bilinear", antialias=True)
+        return self.head(self.backbone(images).last_hidden_state[:, 0])
+
+
+def vit(
+    size: str | TransformerSize = "tiny",
+    num_classes: int = 1000,
+    *,
+    pretrained: str | None = None,
+    resolution: int = 224,
+    patch_size: int = 16,
+    trainable: str = "all",
+) -> VisionTransformer:
+    """A vision transformer that takes images and returns class scores.
+
+    Args:
+        size: ``"tiny"``, ``"small"``, ``"base"``, ``"large"``, or any :class:`TransformerSize`.
+        num_classes: size of the output. If pretrained weights come with a classifier of this many classes it is kept;
+            otherwise the head is new.
+        pretrained: a folder written by ``save_pretrained``, a file in timm's format (``.safetensors``, ``.pth``), or a name
+            on the Hugging Face hub. None: random weights. They must be public: trained without the private data.
+        resolution: side of the images inside the model, a multiple of ``patch_size``. Images of another size are resized
+            (bilinear); position embeddings for another resolution are interpolated (bicubic, over the grid of patches).
+        patch_size: side of a patch.
+        trainable: ``"all"``, or ``"head"`` to freeze everything else.
+
+    A new head starts as N(0, 0.02²) with bias 0. It does not start at zero: every gradient before the head would then be
+    zero at the first step, and the engine's proof, which is taken then, would have none of the encoder's to check.
+
+    >>> model = vit("tiny", num_classes=10, resolution=32)
+    >>> model(torch.randn(2, 3, 32, 32)).shape
+    torch.Size([2, 10])
+
+    Raises:
+        InputError: if a value cannot be used, weights cannot be found or read or are of another shape, or
+            ``transformers`` is not installed.
+    """
+    return _build("vit", size, num_classes, pretrained, resolution, patch_size, trainable, CENTRED)
+
+
+def deit(
+    size: str | TransformerSize = "tiny",
+    num_classes: int = 1000,
+    *,
+    pretrained: str | None = None,
+    resolution: int = 224,
+    patch_size: int = 16,
+    trainable: str = "all",
+) -> VisionTransformer:
+    """DeiT without distillation: a :func:`vit` whose published weights expect other normalization constants.
+
+    >>> sum(p.numel() for p in deit("tiny").parameters())
+    5717416
+    """
+    return _build("deit", size, num_classes, pretrained, resolution, patch_size, trainable, IMAGENET)
+
+
+def _build(
+    family: str,
+    size: str | TransformerSize,
+    num_classes: int,
+    pretrained: str | None,
+    resolution: int,
+    patch_size: int,
+    trainable: str,
+    normalization: Normalization,
+) -> VisionTransformer:
+    shape = size if isinstance(size, TransformerSize) else SIZES[require_one_of("size", size, tuple(SIZES))]
+    require_integer("num_classes", num_classes, 1)
+    require_integer("patch_size", patch_size, 1)
+    require_integer("resolution", resolution, patch_size)
+    require_one_of("trainable", trainable, ("all", "head"))
+    if pretrained is not None and not isinstance(pretrained, str):
+        raise InputError(f"pretrained is {pretrained!r}; it must be a hub name, a folder or a file, as a string")
+    if resolution % patch_size:
+        raise InputError(f"resolution is {resolution}; it must be a multiple of patch_size, which is {patch_size}")
+    ViTModel = transformers().ViTModel
+    if pretrained:
+        weights = pretrained_weights(pretrained, family, shape, patch_size, normalization)
+        # The names and shapes of all tensors have been compared: nothing is left to chance or at its random start.
+        backbone = ViTModel(_at_resolution(weights.config, resolution), add_pooling_layer=False)
+        backbone.load_state_dict(_for_grid(weights.encoder, resolution // patch_size))
+        model = VisionTransformer(backbone, _head(shape.width, num_classes, weights.head), resolution, weights.normalization)
+    else:
+        backbone = ViTModel(config_of(shape, patch_size, resolution), add_pooling_layer=False)
+        model = VisionTransformer(backbone, _head(shape.width, num_classes, None), resolution, None)
+    if trainable == "head":
+        model.backbone.requires_grad_(False)
+    return model
+
+
+def _at_resolution(config: ViTConfig, resolution: int) -> ViTConfig:
+    return type(config).from_dict({**config.to_dict(), "image_size": resolution})
+
+
+def _for_grid(encoder: dict[str, Tensor], side: int) -> dict[str, Tensor]:
+    name = "embeddings.position_embeddings"
+    return {**encoder, name: resized_positions(encoder[name], side)}
+
+
+def resized_positions(positions: Tensor, side: int) -> Tensor:
+    """Position embeddings (1, 1 + n², width) for a grid of ``side``² patches; that of the class token stays.
+
+    Bicubic without anti-aliasing, as in DeiT's own code and in ``transformers``.
+    """
+    class_token, patches = positions[:, :1], positions[:, 1:]
+    before = math.isqrt(patches.shape[1])
+    if before == side:
+        return positions
+    grid = patches.unflatten(1, (before, before)).permute(0, 3, 1, 2)
+    grid = F.interpolate(grid, size=(side, side), mode="bicubic", align_corners=False)
+    return torch.cat([class_token, grid.permute(0, 2, 3, 1).flatten(1, 2)], dim=1)
+
+
+def _head(width: int, num_classes: int, pretrained: dict[str, Tensor] | None) -> nn.Linear:
+    head = nn.Linear(width, num_classes)
+    if pretrained is not None and len(pretrained["weight"]) == num_classes:
+        head.load_state_dict(pretrained)
+    else:
+        nn.init.normal_(head.weight, std=0.02)
+        nn.init.zeros_(head.bias)
+    return head
