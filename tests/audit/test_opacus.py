@@ -13,6 +13,9 @@ from dp_microadam.audit.two_world import DIRECTIONS, audit_two_worlds
 
 opacus = pytest.importorskip("opacus")
 
+# What Opacus warns about, secure randomness and hooks on inputs without gradients, is not under audit.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
 
 def opacus_gradients(plan, present, *, steps, noise_multiplier, directions=None):
     """The gradients that Opacus hands to the optimizer, in units of the clipping norm."""
