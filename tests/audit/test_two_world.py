@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from dp_microadam import ClippedGradients, GaussianMechanism, Randomness
+from dp_microadam import ClippedGradients, GaussianMechanism, PrivacyPlan, Randomness
 from dp_microadam.audit.canaries import by_canary, canary_batch, canary_loss
 from dp_microadam.audit.probes import COMPOSITION, NOISE, SAMPLING
-from dp_microadam.audit.suite import audit_experiment
+from dp_microadam.audit.suite import PROFILES, audit_experiment, audit_pipeline
 from dp_microadam.audit.two_world import DIRECTIONS, Probe, audit_two_worlds, strength
 from dp_microadam.errors import InputError
 
@@ -22,20 +22,19 @@ def audit(experiment, repetitions):
     return {finding.name: finding for finding in audit_experiment(experiment, repetitions, confidence=SURE)}
 
 
-@pytest.mark.parametrize(
-    ("experiment", "repetitions"),
-    [(NOISE, 1500), (COMPOSITION, 600), (SAMPLING, 400)],
-    ids=lambda value: getattr(value, "name", ""),
-)
-def test_the_honest_pipeline_passes(experiment, repetitions):
-    findings = audit(experiment, repetitions)
+def test_the_honest_pipeline_passes_the_quick_profile():
+    """All audits of ``dp-microadam audit``, of no smaller size than those below."""
+    profile = PROFILES["quick"]
+    plan = PrivacyPlan.solve(
+        dataset_size=profile.canaries, batch_size=profile.canaries // 2, delta=1e-5, epsilon=1.0, steps=4, accountant="pld"
+    )
+    findings = {finding.name: finding for finding in audit_pipeline(plan, profile.repetitions, confidence=SURE)}
     assert [finding.name for finding in findings.values() if finding.violated] == []
-    if experiment is NOISE:
-        # An auditor that always answers 0 fails: at 99 % the same scores show at least a tenth of the claim.
-        scores = findings["noise scale"]
-        worlds = (world[:, None, None] for world in (scores.scores_without, scores.scores_with))
-        again = audit_two_worlds(*worlds, Probe("again", "", strength, scores.delta), scores.claim, confidence=0.99)
-        assert again.bound >= scores.claim / 10
+    # An auditor that always answers 0 fails: at 99 % the same scores show at least a tenth of the claim.
+    noise = findings["noise scale"]
+    worlds = (world[:, None, None] for world in (noise.scores_without, noise.scores_with))
+    again = audit_two_worlds(*worlds, Probe("again", "", strength, noise.delta), noise.claim, confidence=0.99)
+    assert again.bound >= noise.claim / 10
 
 
 @pytest.mark.parametrize("fault", ["half the noise", "an example counted twice"])

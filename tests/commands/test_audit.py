@@ -82,6 +82,7 @@ def test_the_page_stands_alone_and_says_what_an_audit_can_and_cannot_show(honest
         "Confidence",
         "Canaries 2,000",
         "Repetitions 100",
+        "Repetitions 50",
         "cannot be audited by one run",
         "not a proof",
     ):

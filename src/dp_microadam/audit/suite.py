@@ -18,7 +18,7 @@ Watch = Callable[[str, int], Callable[[int], None]]
 
 @dataclass(frozen=True)
 class Profile:
-    """How much an audit runs."""
+    """How much an audit runs. Experiments of two steps get half the repetitions, which is as much work."""
 
     canaries: int
     repetitions: int
@@ -44,14 +44,15 @@ def audit_pipeline(
     1 − ``confidence``. Half of it is the one-run audit's, the probes share the other half.
     """
     require_in_open("confidence", confidence, 0, 1)
-    require_integer("repetitions", repetitions, 4)
+    require_integer("repetitions", repetitions, 8)
     error = 1 - confidence
     scores = trainer_scores(plan, seed=seed, advance=watch("one run", plan.steps))
     one_run = audit_one_run(scores, plan.dataset_size, plan.epsilon, plan.delta, confidence=1 - error / 2, seed=seed)
     findings = [one_run]
     for experiment in EXPERIMENTS:
-        advance = watch(f"two worlds: {experiment.name}", 2 * repetitions * experiment.plan.steps)
-        findings += audit_experiment(experiment, repetitions, confidence=1 - error / 2 / _PROBES, advance=advance)
+        count = repetitions // experiment.plan.steps
+        advance = watch(f"two worlds: {experiment.name}", 2 * count * experiment.plan.steps)
+        findings += audit_experiment(experiment, count, confidence=1 - error / 2 / _PROBES, advance=advance)
     return findings
 
 
@@ -84,6 +85,6 @@ def summary(findings: list[Finding], confidence: float) -> str:
     reach = "" if one_run.in_reach else f" (it can show {one_run.largest:.2f} at most, so this claim is out of its reach)"
     return (
         f"no violation found, {sure}: one run with {one_run.size:,} canaries shows ε ≥ {one_run.bound:.2f} of the claimed "
-        f"{one_run.claim:.2f} at δ = {one_run.delta:g}{reach}; {len(probes)} two-world probes with {probes[0].size:,} "
+        f"{one_run.claim:.2f} at δ = {one_run.delta:g}{reach}; {len(probes)} two-world probes with up to {probes[0].size:,} "
         "repetitions stay within their claims"
     )

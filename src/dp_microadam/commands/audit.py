@@ -35,7 +35,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--steps", type=int, metavar="T", help=f"steps of the one run (default: {_DEFAULT_STEPS})")
     parser.add_argument("--delta", type=float, default=1e-5, metavar="D", help="of the one run's claim (default: 1e-5)")
     parser.add_argument("--canaries", type=int, metavar="M", help="canaries of the one run (default: by profile)")
-    parser.add_argument("--repetitions", type=int, metavar="R", help="repetitions in each of two worlds (default: by profile)")
+    parser.add_argument(
+        "--repetitions", type=int, metavar="R", help="repetitions in each of two worlds, of one step (default: by profile)"
+    )
     parser.add_argument("--confidence", type=float, default=0.95, metavar="P", help="of all audits together (default: 0.95)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the page (default: a new one under runs/)")
     parser.add_argument("--quiet", action="store_true", help="no progress")
