@@ -22,7 +22,7 @@ def make(**changes):
 
 
 def test_recipes_in_the_box_load_and_are_named_after_their_file():
-    assert {"demo", "fashion-mnist"} <= set(known_recipes())
+    assert {"demo", "mnist", "fashion-mnist", "cifar10", "cifar100", "imagenet"} <= set(known_recipes())
     for name in known_recipes():
         assert load_recipe(name).name == name
 
@@ -46,6 +46,35 @@ def test_budgets_of_the_recipes_in_the_box():
     assert demo.delta <= 1e-5
     assert (fashion.epsilon, fashion.delta, fashion.steps, fashion.batch_size) == (3.0, 1e-5, 2500, 1024)
     assert (fashion.data, fashion.model) == ("fashion-mnist", "tanh-cnn")
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "noise"), [("cifar10", 45_000, 5.0), ("cifar100", 45_000, 5.0), ("imagenet", 1_271_167, 2.5)]
+)
+def test_steps_of_the_large_recipes_are_what_the_noise_of_the_paper_allows(name, size, noise):
+    from dp_microadam.privacy.plan import PrivacyPlan
+
+    recipe = load_recipe(name)
+    budget = {"dataset_size": size, "batch_size": recipe.batch_size, "delta": recipe.delta, "epsilon": recipe.epsilon}
+    assert PrivacyPlan.solve(**budget, noise_multiplier=noise).steps == recipe.steps
+    assert PrivacyPlan.solve(**budget, steps=recipe.steps).noise_multiplier == pytest.approx(noise, rel=1e-4)
+
+
+def test_the_recipes_of_the_paper_have_its_settings():
+    cifar, imagenet = load_recipe("cifar10"), load_recipe("imagenet")
+    assert (cifar.model, cifar.batch_size, cifar.delta, cifar.crop_padding, cifar.flip) == ("wide-resnet", 4096, 1e-5, 4, True)
+    assert (imagenet.model, imagenet.batch_size, imagenet.delta) == ("wide-resnet", 16_384, 8e-7)
+    assert (imagenet.validation_size, imagenet.ema_decay, imagenet.resized_crop) == (10_000, 0.99999, True)
+    for recipe in (cifar, imagenet):
+        assert (recipe.resolved_learning_rate, recipe.max_grad_norm, recipe.optimizer) == (1e-3, 1.0, {})
+
+
+def test_options_of_the_data_are_checked():
+    assert make(data="cifar100", data_options={"labels": "coarse"}).data_options == {"labels": "coarse"}
+    with pytest.raises(InputError, match="cifar10 has no options"):
+        make(data="cifar10", data_options={"labels": "coarse"})
+    with pytest.raises(InputError, match=r"data_options.lable = 'x' is unknown; .* of table is label"):
+        make(data="table", data_options={"lable": "x"})
 
 
 def test_loading_a_recipe_does_not_import_torch():
@@ -79,13 +108,23 @@ WRONG_VALUES = [
     ("name", "two\nlines"),
     ("name", "x" * 101),
     ("method", "dp-sdg"),
-    ("data", "imagenet"),
+    ("data", "svhn"),
     ("data_folder", 7),
     ("data_folder", "\udcff"),
     ("base", "non-private"),
     ("validation_fraction", 0.0),
     ("validation_fraction", 1.0),
     ("split_seed", -1),
+    ("validation_size", 0),
+    ("verify_data", "yes"),
+    ("data_memory_gib", 0.0),
+    ("num_workers", -1),
+    ("image_size", 0),
+    ("crop_padding", -1),
+    ("flip", 1),
+    ("resized_crop", "no"),
+    ("multiplicity", 0),
+    ("data_options", 3),
     ("model", "resnet"),
     ("epsilon", 0.0),
     ("epsilon", "8"),
@@ -241,10 +280,12 @@ def test_methods_and_their_options_of_the_vocabulary_are_those_of_the_code():
 
 def test_models_and_data_of_the_vocabulary_are_those_of_the_code():
     from dp_microadam.data import KNOWN_DATA
+    from dp_microadam.data.sources import OPTIONS
     from dp_microadam.models import registry
 
     assert {name: registry.options_of(name) for name in registry.BUILDERS} == vocabulary.MODEL_OPTIONS
     assert vocabulary.DATA_SETS == KNOWN_DATA
+    assert {name: options for name, options in vocabulary.DATA_OPTIONS.items() if options} == OPTIONS
 
 
 options = {

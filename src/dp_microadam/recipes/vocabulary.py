@@ -78,7 +78,19 @@ MODEL_OPTIONS: dict[str, tuple[str, ...]] = {
 }
 """By model."""
 
+DATA_OPTIONS: dict[str, tuple[str, ...]] = {
+    "digits": (),
+    "mnist": (),
+    "fashion-mnist": (),
+    "cifar10": (),
+    "cifar100": ("labels",),
+    "imagenet": (),
+    "image-folder": ("mean", "std"),
+    "table": ("label", "classes", "mean", "std"),
+}
+"""By data set."""
+
 BASES = tuple(OPTIMIZER_OPTIONS)
 METHODS = (*BASES, NON_PRIVATE)
 MODELS = tuple(MODEL_OPTIONS)
-DATA_SETS = ("digits", "mnist", "fashion-mnist")
+DATA_SETS = tuple(DATA_OPTIONS)

@@ -34,7 +34,7 @@ from dp_microadam.training.progress import Progress, tell
 from dp_microadam.training.run_folder import CHECKPOINTS, CONFIG, EVENTS, PRIVATE_METRICS_SHOWN, RunFolder, default_folder
 from dp_microadam.training.schedules import Schedule
 from dp_microadam.training.tensorboard import Events
-from dp_microadam.training.torch_randomness import seeded_torch, unpredictable_torch
+from dp_microadam.training.torch_randomness import seeded_torch, unpredictable_torch, unpredictable_worker
 from dp_microadam.validation import require_integer, require_one_of, require_positive
 
 _NO_BOUND = 1e12
@@ -223,7 +223,8 @@ class PrivateTrainer:
         )
         if validation is not None and _shares_data(train, validation):
             raise InputError("validation is the training data itself; its metrics would be private, pass data held out of it")
-        steps = sampler.load(train, num_workers=self.num_workers)
+        seed_workers = unpredictable_worker if self._seed is None and self.num_workers else None
+        steps = sampler.load(train, num_workers=self.num_workers, worker_init_fn=seed_workers)
         self.procedure.refuse_data(train)
         self._prove(train)
         if not self._resumed:
@@ -495,7 +496,13 @@ class PrivateTrainer:
         return metrics
 
     def _measure(self, data: Any, prefix: str) -> dict[str, float]:
-        found = evaluate(self.model, data, self._measures, prepare=lambda batch: self._finish(self._move(batch)))
+        found = evaluate(
+            self.model,
+            data,
+            self._measures,
+            prepare=lambda batch: self._finish(self._move(batch)),
+            num_workers=self.num_workers,
+        )
         return {f"{prefix}_{name}": value for name, value in found.items()}
 
     def _checkpoint(self) -> None:
