@@ -131,7 +131,7 @@ def test_a_seeded_run_does_not_claim_to_be_private(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith("not private (fixed seed)")
 
 
-@pytest.mark.parametrize("method", ["dp-sgd", "dp-adam"])
+@pytest.mark.parametrize("method", ["dp-sgd", "dp-adam", "dp-adambc", "scale-then-privatize", "dp-bitfit"])
 def test_other_methods_train_the_same_way(method, tmp_path, capsys):
     assert main(["train", *QUICK, "--set", f"method={method}", "--run-dir", str(tmp_path / "run")]) == 0
     assert "ε = " in capsys.readouterr().out

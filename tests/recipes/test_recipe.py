@@ -111,6 +111,7 @@ WRONG_VALUES = [
     ("data", "svhn"),
     ("data_folder", 7),
     ("data_folder", "\udcff"),
+    ("base", "non-private"),
     ("validation_fraction", 0.0),
     ("validation_fraction", 1.0),
     ("split_seed", -1),
@@ -221,7 +222,9 @@ def test_a_fixed_seed_makes_a_recipe_not_private():
 
 def test_learning_rates_default_by_method():
     rates = {method: make(method=method).resolved_learning_rate for method in vocabulary.METHODS}
-    assert rates == {"dp-microadam": 1e-3, "dp-sgd": 4.0, "dp-adam": 1e-3, "non-private": 1e-3}
+    assert rates.pop("dp-sgd") == 4.0
+    assert set(rates.values()) == {1e-3}
+    assert make(method="non-private", base="dp-sgd").resolved_learning_rate == 0.1
     assert make(method="dp-sgd", learning_rate=1).resolved_learning_rate == 1.0
 
 
@@ -238,18 +241,41 @@ def test_options_are_checked_against_the_method_and_the_model():
         make(optimizer={"betas": [[0.9]]})
 
 
-def test_optimizer_options_of_the_vocabulary_are_those_of_the_optimizers():
+def test_a_non_private_run_takes_the_options_of_its_base():
+    recipe = make(method="non-private", base="sparta", optimizer={"keep": 0.5})
+    assert (recipe.algorithm, recipe.private, recipe.protected) == ("sparta", False, False)
+    assert make(method="non-private").algorithm == "dp-microadam"
+    with pytest.raises(InputError, match=r"optimizer.keep = 0.5 is unknown; .* of dp-adam"):
+        make(method="non-private", base="dp-adam", optimizer={"keep": 0.5})
+    with pytest.raises(InputError, match="base is 'dp-sgd', but method is 'dp-adam'"):
+        make(method="dp-adam", base="dp-sgd")
+
+
+def test_methods_and_their_options_of_the_vocabulary_are_those_of_the_code():
     import torch
 
     from dp_microadam import MicroAdam
+    from dp_microadam.methods.registry import METHODS
+    from dp_microadam.optimizers.adam_bc import AdamBC
 
-    optimizers = {"dp-microadam": MicroAdam, "non-private": MicroAdam, "dp-sgd": torch.optim.SGD, "dp-adam": torch.optim.Adam}
-    for method, optimizer in optimizers.items():
-        assert set(vocabulary.OPTIMIZER_OPTIONS[method]) <= set(inspect.signature(optimizer).parameters)
-    # What MicroAdam takes beyond them is no matter of a recipe: the step size has its own key, a dtype is no TOML, and
-    # randomness follows the run's.
+    assert tuple(METHODS) == vocabulary.BASES
+    behind = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, MicroAdam]
+    optimizers = {
+        "dp-microadam": [MicroAdam],
+        "dp-sgd": [torch.optim.SGD],
+        "dp-adam": [torch.optim.Adam],
+        "dp-adamw": [torch.optim.AdamW],
+        "dp-adambc": [AdamBC],
+    }
+    for method, function in METHODS.items():
+        own = {
+            name for name, parameter in inspect.signature(function).parameters.items() if parameter.kind.name == "KEYWORD_ONLY"
+        }
+        its = {name for optimizer in optimizers.get(method, behind) for name in inspect.signature(optimizer).parameters}
+        assert own - {"lr"} <= set(vocabulary.OPTIMIZER_OPTIONS[method]) <= own | its
+    # The rest of MicroAdam's is no matter of a recipe: the step size has its own key, and randomness follows the run's.
     rest = set(inspect.signature(MicroAdam).parameters) - set(vocabulary.OPTIMIZER_OPTIONS["dp-microadam"])
-    assert rest == {"params", "lr", "window_dtype", "seed"}
+    assert rest == {"params", "lr", "seed"}
 
 
 def test_models_and_data_of_the_vocabulary_are_those_of_the_code():

@@ -16,8 +16,10 @@ from dp_microadam.data.images import ImageFolder
 from dp_microadam.data.preparation import Preparation
 from dp_microadam.data.sources import load
 from dp_microadam.errors import InputError
-from dp_microadam.methods.registry import METHODS, build_optimizer
+from dp_microadam.methods.method import Method
+from dp_microadam.methods.registry import build, refuse_bad_options
 from dp_microadam.privacy.plan import PrivacyPlan
+from dp_microadam.recipes.public_part import public_examples
 from dp_microadam.recipes.recipe import Recipe
 from dp_microadam.training.evaluation import class_hits, class_loss, evaluate, over_views
 from dp_microadam.training.run_folder import default_folder
@@ -71,6 +73,7 @@ def assemble(
     Raises:
         InputError: if data cannot be found or read, or something does not fit.
     """
+    refuse_bad_options(recipe.algorithm, recipe.resolved_learning_rate, recipe.optimizer)
     data = _load(recipe)
     augment = _augmentation(recipe, data)
     plan = _plan(recipe, size_of(data.train))
@@ -81,14 +84,15 @@ def assemble(
     normalization = models.normalization_of(model)
     if normalization is not None:  # pretrained weights expect the constants they were trained with
         data = replace(data, mean=normalization.mean, std=normalization.std)
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    method = _method(recipe, model, data)
     trainer = PrivateTrainer(
         model,
-        build_optimizer(recipe.method, trainable, recipe.resolved_learning_rate, recipe.optimizer),
+        method.optimizer,
         plan,
         over_views(class_loss, data.example_shape),
         per_example_accuracy=over_views(class_hits, data.example_shape),
-        method="private" if METHODS[recipe.method].private else "non-private",
+        method="private" if recipe.protected else "non-private",
+        procedure=method.procedure,
         max_grad_norm=recipe.max_grad_norm,
         clipping=recipe.clipping,
         physical_batch_size=recipe.physical_batch_size,
@@ -115,6 +119,13 @@ def assemble(
         show_private_metrics=show_private_metrics,
     )
     return Experiment(recipe, data, model, trainer)
+
+
+def _method(recipe: Recipe, model: nn.Module, data: LabelledData) -> Method:
+    options = dict(recipe.optimizer)
+    if "public" in options:
+        options["public"] = public_examples(recipe, data, options["public"])
+    return build(recipe.algorithm, model, recipe.resolved_learning_rate, options)
 
 
 def _load(recipe: Recipe) -> LabelledData:
@@ -169,7 +180,7 @@ def _model_shape(recipe: Recipe, data: LabelledData) -> tuple[int, int, int]:
 
 
 def _plan(recipe: Recipe, dataset_size: int) -> PrivacyPlan | UnprotectedPlan:
-    if METHODS[recipe.method].private:
+    if recipe.protected:
         return PrivacyPlan.solve(
             dataset_size=dataset_size,
             batch_size=recipe.batch_size,

@@ -37,6 +37,8 @@ class Recipe:
 
     name: str = _key(checks.name)
     method: str = _key(checks.one_of(*vocabulary.METHODS), default="dp-microadam")
+    base: str | None = _key(checks.optional(checks.one_of(*vocabulary.BASES)), default=None)
+    """With method ``"non-private"``: the method that is run without clipping and noise; None: dp-microadam."""
 
     data: str = _key(checks.one_of(*vocabulary.DATA_SETS))
     data_folder: str = _key(checks.text, default="")
@@ -107,7 +109,9 @@ class Recipe:
         for known in fields(self):
             value = getattr(self, known.name)
             object.__setattr__(self, known.name, known.metadata["check"](known.name, value))
-        _refuse_unknown_options("optimizer", self.optimizer, vocabulary.OPTIMIZER_OPTIONS[self.method], self.method)
+        if self.base is not None and self.protected:
+            raise InputError(f"base is {self.base!r}, but method is {self.method!r}; it goes with method 'non-private'")
+        _refuse_unknown_options("optimizer", self.optimizer, vocabulary.OPTIMIZER_OPTIONS[self.algorithm], self.algorithm)
         _refuse_unknown_options("model_options", self.model_options, vocabulary.MODEL_OPTIONS[self.model], self.model)
         _refuse_unknown_options("data_options", self.data_options, vocabulary.DATA_OPTIONS[self.data], self.data)
         self._refuse_unsolvable_budget()
@@ -115,14 +119,25 @@ class Recipe:
     @property
     def private(self) -> bool:
         """Whether the run carries a guarantee: a non-private method and a fixed seed take it away."""
-        return self.method != "non-private" and self.seed is None
+        return self.protected and self.seed is None
+
+    @property
+    def protected(self) -> bool:
+        """Whether the run clips and adds noise."""
+        return self.method != vocabulary.NON_PRIVATE
+
+    @property
+    def algorithm(self) -> str:
+        """The method itself, be it run with privacy or without."""
+        return self.method if self.protected else self.base or "dp-microadam"
 
     @property
     def resolved_learning_rate(self) -> float:
         """``learning_rate``, or the method's default."""
         if self.learning_rate is not None:
             return self.learning_rate
-        return vocabulary.DEFAULT_LEARNING_RATES[self.method]
+        default = vocabulary.DEFAULT_LEARNING_RATES[self.algorithm]
+        return default if self.protected else vocabulary.NON_PRIVATE_LEARNING_RATES.get(self.algorithm, default)
 
     def to_toml(self) -> str:
         """The recipe as a file that :meth:`from_toml` reads back equal; keys that are None are left out."""
@@ -156,7 +171,7 @@ class Recipe:
     def _refuse_unsolvable_budget(self) -> None:
         budget = {"epsilon": self.epsilon, "noise_multiplier": self.noise_multiplier, "steps": self.steps}
         given = [f"{key} = {value}" for key, value in budget.items() if value is not None]
-        if self.method == "non-private":
+        if not self.protected:
             if self.steps is None:
                 raise InputError("steps is not given; a non-private run needs it, since no budget decides when to stop")
         elif len(given) != 2:
