@@ -145,7 +145,9 @@ def test_printed_bound_is_the_papers_last_but_one_line():
     R2 = (s.gradient_bound + math.sqrt(s.dimension) * s.noise_deviation) ** 2
     C0 = math.sqrt(2 * 4 * (1 + qw**2) ** 3 / (1 - qw**2) ** 2 * R2 + s.eps)
     inner = s.initial_gap / math.sqrt(T)
-    inner += s.smoothness * (s.gradient_deviation**2 + s.dimension * s.noise_deviation**2 + s.c2**2 * R2) / (s.eps * math.sqrt(T))
+    inner += (
+        s.smoothness * (s.gradient_deviation**2 + s.dimension * s.noise_deviation**2 + s.c2**2 * R2) / (s.eps * math.sqrt(T))
+    )
     inner += s.smoothness**2 * C0 * s.c1**2 * R2 / (s.eps**2 * T)
     inner += (1 + s.c1) * R2 * math.sqrt(s.dimension) / math.sqrt(T * s.eps)
     inner += (1 + 2 * s.c1) * s.c1 * s.smoothness * R2 * math.sqrt(s.dimension) / (T * math.sqrt(s.eps))
@@ -169,7 +171,9 @@ def test_noise_only_adds_and_without_it_the_non_private_bound_is_left(setting, s
     quiet = replace(setting, noise_deviation=0.0)
     bound = corrected_bound(quiet, steps)
     assert bound.terms["noise"] == bound.terms["rare noise"] == 0.0
-    assert bound.c0 == pytest.approx(math.hypot(setting.gradient_bound / (1 - setting.joint_contraction), math.sqrt(setting.eps)))
+    assert bound.c0 == pytest.approx(
+        math.hypot(setting.gradient_bound / (1 - setting.joint_contraction), math.sqrt(setting.eps))
+    )
     assert bound.total <= corrected_bound(setting, steps).total * (1 + 1e-12)
 
 
