@@ -21,7 +21,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "theory",
         help="what the convergence theorem promises, term by term",
-        description="Compute the convergence bound, as printed in the paper and corrected, for numbers given or read from a run.",
+        description="Compute the convergence bound, as printed and corrected, for numbers given or read from a run.",
     )
     parser.add_argument("run_dir", type=Path, nargs="?", metavar="RUN", help="read from this run what is not given")
     given = parser.add_argument_group("what no run knows (required)")

@@ -172,7 +172,7 @@ class Setting:
     def c0(self, steps: int) -> float:
         """C₀ of the corrected theorem: above √(v̂_t + ε_s) at every t ≤ T, except with a probability of 1/T.
 
-        No ‖η_t‖ of T exceeds σ(√d + 2√ln T) but with that probability, and then every accumulator is at most (G + that)/(1 − q_ω).
+        But with that probability no ‖η_t‖ exceeds σ(√d + 2√ln T), and then no accumulator exceeds (G + that)/(1 − q_ω).
         """
         self.require_applicable()
         largest_noise = self.noise_deviation * (math.sqrt(self.dimension) + 2 * math.sqrt(math.log(steps)))

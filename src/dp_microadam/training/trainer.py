@@ -90,7 +90,7 @@ class PrivateTrainer:
         run_dir: the run's folder; a new one under ``runs/`` by default.
         config: kept in the folder as ``config.toml``.
         public: what else the run declares public, in words; it stands in the statement and cannot change on resume.
-        diagnostics_every: how often to write down how MicroAdam behaves (:mod:`~dp_microadam.training.diagnostics`); None: never.
+        diagnostics_every: steps between :mod:`~dp_microadam.training.diagnostics` of MicroAdam in the metrics; None: never.
         callbacks: called with a :class:`StepReport` after each step.
         secure: draw noise and samples from a cryptographic generator.
         seed: for tests only: makes all randomness repeatable, and the run not private.
