@@ -160,3 +160,20 @@ def test_diagnostics_never_stand_before_the_statement_that_covers_them(make_trai
     monkeypatch.setattr(trainer.folder, "append_metrics", checked)
     trainer.fit(training_part)
     assert sum("diagnostics" in line for line in trainer.folder.metrics()) == 6
+
+
+def test_the_model_card_of_an_exported_run_shows_the_last_figures(tmp_path, capsys):
+    from dp_microadam.cli import main
+
+    run = tmp_path / "run"
+    settings = ["model=mlp", "steps=5", "batch_size=32", "diagnostics_every=2"]
+    assert (
+        main(["train", "demo", *(part for key in settings for part in ("--set", key)), "--quiet", "--run-dir", str(run)]) == 0
+    )
+    assert main(["export", str(run)]) == 0
+    card = (run / "export" / "README.md").read_text(encoding="utf-8")
+    last = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if "diagnostics" in line][-1]
+    assert last["step"] == 4
+    assert "| step 4 | group 0 |" in card
+    assert f"| contraction | {last['diagnostics'][0]['contraction']:.4g} |" in card
+    assert "| condition holds | no |" in card

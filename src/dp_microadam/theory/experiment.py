@@ -27,7 +27,7 @@ from dp_microadam.theory.bounds import (
 from dp_microadam.theory.many_seeds import AnalyticalViews, Array, MicroAdams
 from dp_microadam.theory.problem import CauchyRegression
 
-ALGORITHMS = ("Algorithm 3", "Algorithm 1", "Algorithm 1, window's bias correction")
+ALGORITHMS = ("Algorithm 3", "Algorithm 1", "Algorithm 1, window-corrected")
 """The first is what the theorem covers, the second what is run by default, the third an option of it."""
 KEPT, BITS, EPS = 2, 8, 0.2
 NOISE_MULTIPLIER = 2.0

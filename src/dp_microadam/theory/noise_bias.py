@@ -129,7 +129,9 @@ def main() -> None:
         print(json.dumps([vars(mean) for mean in means]))
         return
     quiet = means[0]
-    print("√dσ/‖g‖   SNR gradient  selected  unselected  without EF   large among selected   v̂ on large: Adam  BC  Micro   small: …")
+    print(
+        "√dσ/‖g‖   SNR gradient  selected  unselected  without EF   large among selected   v̂ on large: Adam  BC  Micro   small: …"
+    )
     for mean in means[1:]:
         ratios = [
             getattr(mean, f"{part}_{name}") / getattr(quiet, f"{part}_{name}")

@@ -52,7 +52,7 @@ def draw_rate(curves: Sequence[Curve], since: int, path: str | Path) -> None:
         axes.set_yscale("log")
         axes.set_xlabel(f"steps T of a run with η = 1/√T; slopes from T = {since:,} on", color=_INK)
         axes.set_title(f"with noise, σ = {shown[0].noise:g}" if noisy else "without noise, σ = 0", color=_INK)
-        axes.legend(loc="center left", bbox_to_anchor=(0.0, 0.55), labelcolor=_INK, fontsize=8.5, **_LEGEND)
+        axes.legend(loc="center left", bbox_to_anchor=(0.0, 0.485), labelcolor=_INK, fontsize=8.5, frameon=False)
     panels[0].set_ylabel("mean of ‖∇f(θₜ)‖² over the run", color=_INK)
     figure.savefig(path, dpi=150, format="png", metadata={"Software": "dp-microadam"})
 
@@ -63,7 +63,7 @@ def _draw_curve(axes: Any, curve: Curve, since: int) -> None:
     if curve.bounds:
         axes.plot(curve.steps, curve.bounds, color=_INK, linewidth=1.8, label="corrected bound (Algorithm 3)")
     within = _TWO_SIDED_99 * error
-    label = f"{curve.algorithm}: slope {slope:.3f} ± {within:.3f}".replace("-", "−")
+    label = f"{curve.algorithm}: slope {slope:.3f} ± {within:.3f}".replace(" -", " −")
     spread = _TWO_SIDED_99 * curve.standard_errors
     axes.errorbar(curve.steps, curve.means, yerr=spread, color=colour, marker=marker, markersize=5, linewidth=1.6, label=label)
     if curve.bounds:
