@@ -2,8 +2,9 @@
 
     python benchmarks/diagnostics.py [--model wide-resnet] [--every 50] [--rounds 4] [--batch-size 64] [--json]
 
-A Wide-ResNet-16-4 on 3×32×32 images, or the demo's perceptron on 1×28×28; processor time of this process, one thread. An optimizer step is measured over rounds of ``--every`` steps,
-watched and unwatched in turns; a training step is clipped gradients of one batch of random images, noise and the optimizer.
+A Wide-ResNet-16-4 on 3×32×32 images, or the demo's perceptron on 1×28×28; processor time of this process, one thread. An
+optimizer step is measured over rounds of ``--every`` steps, watched and unwatched in turns; a training step is clipped
+gradients of one batch of random images, noise and the optimizer.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ def model_card(
     """A short document in Markdown: what the model promises, how well it does, how it was trained and how to load it.
 
     ``statement`` is the privacy statement of the run; it stands in full before everything else. ``metrics`` become a table:
-    keys are read as words, numbers under keys with "accuracy" as percentages. ``diagnostics`` is a line of the run's metrics that
-    holds some; it becomes a table with a column per parameter group. The recipe's ``data_folder`` is left out, as
+    keys are read as words, numbers under keys with "accuracy" as percentages. ``diagnostics``, a line of the run's metrics
+    that holds some, becomes a table with a column per parameter group. The recipe's ``data_folder`` is left out, as
     it describes the machine and not the model.
 
     >>> card = model_card("demo", 'name = "demo"', "This model is (8, 1e-05)-private.", {"test_accuracy": 0.9312})

@@ -27,9 +27,9 @@ NOISE_TO_SIGNAL = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 class Found:
     """What one noise level shows, averaged over the second half of the steps.
 
-    ``snr_*`` is Σ signal²/Σ noise² over a set of coordinates of the accumulator: those selected in a step, the rest, and those a
-    selection without error feedback would have taken. ``large_*`` and ``small_*`` are mean v̂ over the 1 % of coordinates with the
-    largest gradients, and over the others.
+    ``snr_*`` is Σ signal²/Σ noise² over a set of coordinates of the accumulator: those selected in a step, the rest, and those
+    a selection without error feedback would have taken. ``large_*`` and ``small_*`` are mean v̂ over the 1 % of coordinates
+    with the largest gradients, and over the others.
     """
 
     noise_to_signal: float
@@ -126,12 +126,12 @@ def main() -> None:
 
         draw_noise_bias(means, options.out)
     if options.json:
-        print(json.dumps([vars(mean) for mean in means]))
+        # Without noise the ratios of signal to noise are infinite, which JSON does not know.
+        print(json.dumps([{k: v if np.isfinite(v) else None for k, v in vars(mean).items()} for mean in means]))
         return
     quiet = means[0]
-    print(
-        "√dσ/‖g‖   SNR gradient  selected  unselected  without EF   large among selected   v̂ on large: Adam  BC  Micro   small: …"
-    )
+    print("√dσ/‖g‖ │ SNR: gradient, selected, left, without feedback │ large among selected │ v̂ inflated, large and small:")
+    print("        │                                                │                      │ Adam, AdamBC, MicroAdam each")
     for mean in means[1:]:
         ratios = [
             getattr(mean, f"{part}_{name}") / getattr(quiet, f"{part}_{name}")
