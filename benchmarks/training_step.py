@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from dp_microadam import ClippedGradients, GaussianMechanism, MicroAdam, PoissonSampler, PrivacyLedger, PrivacyPlan, Randomness
+from dp_microadam.data import Augmentation
 from dp_microadam.models import wide_resnet
 from dp_microadam.privacy.ledger import RunSettings
 from dp_microadam.training.ema import WeightAverage
@@ -30,18 +31,6 @@ from dp_microadam.training.evaluation import class_loss
 from dp_microadam.training.gradients import set_gradients
 
 CLIPPING = "forward, backward, clipping"
-
-
-def crop_and_flip(images: torch.Tensor) -> torch.Tensor:
-    """Random crops of images padded by four pixels, and random flips, on the whole batch at once."""
-    count, _, height, width = images.shape
-    padded = torch.nn.functional.pad(images, (4, 4, 4, 4))
-    rows = torch.randint(9, (count, 1)) + torch.arange(height)
-    columns = torch.randint(9, (count, 1)) + torch.arange(width)
-    flipped = torch.rand(count, 1) < 0.5
-    columns = torch.where(flipped, columns.flip(1), columns)
-    examples = torch.arange(count).view(-1, 1, 1)
-    return padded.permute(0, 2, 3, 1)[examples, rows.unsqueeze(2), columns.unsqueeze(1)].permute(0, 3, 1, 2).contiguous()
 
 
 def measure(batch: int, physical_batch: int, steps: int) -> dict[str, float]:
@@ -52,6 +41,7 @@ def measure(batch: int, physical_batch: int, steps: int) -> dict[str, float]:
     plan = PrivacyPlan.solve(dataset_size=45_000, batch_size=batch, delta=1e-5, noise_multiplier=5.0, steps=7227)
     model = wide_resnet(depth=16, width=4)
     engine = ClippedGradients(model, class_loss, max_grad_norm=1.0)
+    augment = Augmentation(crop_padding=4, flip=True)
     randomness = Randomness.from_entropy()
     mechanism = GaussianMechanism.from_plan(plan, engine.sensitivity, randomness=randomness)
     sampler = PoissonSampler.from_plan(plan, physical_batch_size=physical_batch, randomness=randomness)
@@ -85,7 +75,7 @@ def measure(batch: int, physical_batch: int, steps: int) -> dict[str, float]:
                 if chunk is None:
                     break
                 with timed("augmentation, normalization"):
-                    inputs = crop_and_flip(chunk[0]).float().sub_(122.0).mul_(1 / 63.0)
+                    inputs = (augment(chunk)[0] - 122.0).mul_(1 / 63.0)
                 with timed(CLIPPING):
                     engine.accumulate((inputs, chunk[1]))
             with timed("ledger"):

@@ -83,7 +83,6 @@ def test_exported_weights_load_in_plain_pytorch(finished_run, tmp_path, capsys):
     from safetensors.torch import load_file
 
     from dp_microadam import data, models
-    from dp_microadam.recipes.assemble import Normalize
 
     output = tmp_path / "export"
     assert main(["export", str(finished_run), "--output", str(output)]) == 0
@@ -92,7 +91,7 @@ def test_exported_weights_load_in_plain_pytorch(finished_run, tmp_path, capsys):
     digits = data.load("digits", None)
     model = models.build("mlp", 10, (1, 28, 28))
     model.load_state_dict(load_file(output / "model_ema.safetensors"))
-    images, labels = Normalize(digits)((digits.test_images, digits.test_labels))
+    images, labels = data.Preparation(digits)(digits.test)
     accuracy = float((model(images).argmax(1) == labels).float().mean())
     capsys.readouterr()
     main(["evaluate", str(finished_run), "--json"])
@@ -132,7 +131,7 @@ def test_a_seeded_run_does_not_claim_to_be_private(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith("not private (fixed seed)")
 
 
-@pytest.mark.parametrize("method", ["dp-sgd", "dp-adam"])
+@pytest.mark.parametrize("method", ["dp-sgd", "dp-adam", "dp-adambc", "scale-then-privatize", "dp-bitfit"])
 def test_other_methods_train_the_same_way(method, tmp_path, capsys):
     assert main(["train", *QUICK, "--set", f"method={method}", "--run-dir", str(tmp_path / "run")]) == 0
     assert "ε = " in capsys.readouterr().out

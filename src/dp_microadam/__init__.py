@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "PrivateTrainer": "dp_microadam.training.trainer",
     "MicroAdam": "dp_microadam.optimizers.micro_adam",
+    "AdamBC": "dp_microadam.optimizers.adam_bc",
     "ClippedGradients": "dp_microadam.clipping.engine",
     "replace_batchnorm": "dp_microadam.clipping.batchnorm",
     "PrivacyPlan": "dp_microadam.privacy.plan",
@@ -27,11 +28,12 @@ _HOMES = {
 }
 
 # Public modules, imported as a whole.
-_MODULES = ("models",)
+_MODULES = ("methods", "models")
 
 __all__ = [
     "PrivateTrainer",
     "MicroAdam",
+    "AdamBC",
     "ClippedGradients",
     "replace_batchnorm",
     "PrivacyPlan",
@@ -39,6 +41,7 @@ __all__ = [
     "GaussianMechanism",
     "PrivacyLedger",
     "Randomness",
+    "methods",
     "models",
     "DPMicroAdamError",
     "InputError",
@@ -47,10 +50,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from dp_microadam import models
+    from dp_microadam import methods, models
     from dp_microadam.clipping.batchnorm import replace_batchnorm
     from dp_microadam.clipping.engine import ClippedGradients
     from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError
+    from dp_microadam.optimizers.adam_bc import AdamBC
     from dp_microadam.optimizers.micro_adam import MicroAdam
     from dp_microadam.privacy.ledger import PrivacyLedger
     from dp_microadam.privacy.mechanism import GaussianMechanism

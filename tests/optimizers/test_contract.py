@@ -7,9 +7,15 @@ import pickle
 import pytest
 import torch
 
-from dp_microadam import MicroAdam
+from dp_microadam import AdamBC, MicroAdam
 from dp_microadam.optimizers.analytical_view import NoisyMicroAdam
 from dp_microadam.optimizers.micro_adam_reference import MicroAdamReference
+
+
+def dense(optimizer, **options):
+    """Makes an optimizer that has no density; it moves every coordinate."""
+    return lambda params, density=None, **more: optimizer(params, **options, **{"lr": 1e-3, **more})
+
 
 OPTIMIZERS = {
     "fused": lambda params, **more: MicroAdam(params, fused=True, **more),
@@ -20,8 +26,14 @@ OPTIMIZERS = {
     "stochastic": lambda params, **more: MicroAdam(params, rounding="stochastic", seed=3, **more),
     "exact window": lambda params, **more: MicroAdam(params, window_dtype=torch.float32, **more),
     "analytical view": lambda params, **more: NoisyMicroAdam(params, **more),
+    "AdamBC": dense(AdamBC),
+    "SGD": dense(torch.optim.SGD),
+    "SGD with momentum": dense(torch.optim.SGD, momentum=0.9),
+    "Adam": dense(torch.optim.Adam),
+    "AdamW": dense(torch.optim.AdamW, weight_decay=0.0),
     "reference": lambda params, **more: MicroAdamReference(params, **more),
 }
+DENSE = ("AdamBC", "SGD", "SGD with momentum", "Adam", "AdamW")
 TRAINABLE = {name: make for name, make in OPTIMIZERS.items() if name != "reference"}
 every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 every_trainable = pytest.mark.parametrize("make", TRAINABLE.values(), ids=TRAINABLE)
@@ -151,7 +163,7 @@ def test_groups_have_their_own_options(make):
     optimizer = make([{"params": [slow]}, {"params": [fast], "lr": 0.1, "density": 1.0}], lr=1e-3)
     slow.grad, fast.grad = torch.ones(50), torch.ones(50)
     optimizer.step()
-    assert int((slow != 0).sum()) == 1
+    assert int((slow != 0).sum()) == (50 if make in [OPTIMIZERS[name] for name in DENSE] else 1)
     assert int((fast != 0).sum()) == 50
     assert float(fast.detach().abs().max()) > 50 * float(slow.detach().abs().max())
 
@@ -219,6 +231,8 @@ def test_tensors_of_one_element_and_none(make):
 @every_optimizer
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes_follow_float32(make, dtype):
+    if dtype == torch.float16 and make in (OPTIMIZERS["Adam"], OPTIMIZERS["AdamW"]):
+        pytest.skip("torch keeps their moments in the parameter's own type, in which squares of small gradients vanish")
     narrow, wide = tensors(dtype=dtype), tensors()
     with torch.no_grad():
         for one, other in zip(narrow, wide, strict=True):

@@ -422,3 +422,20 @@ def test_the_analytical_view_rounds_its_error_without_bias():
 
     mean = torch.stack([randomly_rounded(values, key) for key in range(20_000)]).mean(0)
     assert ((mean - values).abs() <= 0.05 * 1.5 / 15).all()
+
+
+@BOTH_PATHS
+def test_the_second_moment_is_what_the_step_divides_by(fused):
+    # One gradient, no error: v̂ is its square where it was selected, and zero elsewhere; then both rows of the window count.
+    torch.manual_seed(0)
+    param = torch.nn.Parameter(torch.zeros(70_000))
+    optimizer = MicroAdam([param], density=0.01, window=3, window_dtype=torch.float32, error_feedback=False, fused=fused)
+    assert optimizer.second_moment(param) is None
+    rows = []
+    for _ in range(2):
+        param.grad = torch.randn(70_000)
+        optimizer.step()
+        rows.append(torch.where(dense_window(optimizer, param)[len(rows)] != 0, param.grad, 0.0).double())
+    expected = (rows[1].square() + 0.999 * rows[0].square()) * (1 - 0.999) / (1 - 0.999**2)
+    torch.testing.assert_close(optimizer.second_moment(param).double(), expected, rtol=1e-5, atol=1e-12)
+    assert 0 < int((expected > 0).sum()) < 2000

@@ -30,7 +30,8 @@ def test_the_recipe_shown_is_one():
 
 def test_every_word_of_the_vocabulary_and_every_recipe_is_mentioned():
     page = PAGE.read_text("utf-8")
-    options = [option for names in vocabulary.MODEL_OPTIONS.values() for option in names]
+    tables = (*vocabulary.MODEL_OPTIONS.values(), *vocabulary.DATA_OPTIONS.values())
+    options = [option for names in tables for option in names]
     for word in (*vocabulary.METHODS, *vocabulary.MODELS, *vocabulary.DATA_SETS):
         assert f'"{word}"' in page
     for word in (*options, *known_recipes()):

@@ -22,7 +22,7 @@ def make(**changes):
 
 
 def test_recipes_in_the_box_load_and_are_named_after_their_file():
-    assert {"demo", "fashion-mnist"} <= set(known_recipes())
+    assert {"demo", "mnist", "fashion-mnist", "cifar10", "cifar100", "imagenet"} <= set(known_recipes())
     for name in known_recipes():
         assert load_recipe(name).name == name
 
@@ -46,6 +46,35 @@ def test_budgets_of_the_recipes_in_the_box():
     assert demo.delta <= 1e-5
     assert (fashion.epsilon, fashion.delta, fashion.steps, fashion.batch_size) == (3.0, 1e-5, 2500, 1024)
     assert (fashion.data, fashion.model) == ("fashion-mnist", "tanh-cnn")
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "noise"), [("cifar10", 45_000, 5.0), ("cifar100", 45_000, 5.0), ("imagenet", 1_271_167, 2.5)]
+)
+def test_steps_of_the_large_recipes_are_what_the_noise_of_the_paper_allows(name, size, noise):
+    from dp_microadam.privacy.plan import PrivacyPlan
+
+    recipe = load_recipe(name)
+    budget = {"dataset_size": size, "batch_size": recipe.batch_size, "delta": recipe.delta, "epsilon": recipe.epsilon}
+    assert PrivacyPlan.solve(**budget, noise_multiplier=noise).steps == recipe.steps
+    assert PrivacyPlan.solve(**budget, steps=recipe.steps).noise_multiplier == pytest.approx(noise, rel=1e-4)
+
+
+def test_the_recipes_of_the_paper_have_its_settings():
+    cifar, imagenet = load_recipe("cifar10"), load_recipe("imagenet")
+    assert (cifar.model, cifar.batch_size, cifar.delta, cifar.crop_padding, cifar.flip) == ("wide-resnet", 4096, 1e-5, 4, True)
+    assert (imagenet.model, imagenet.batch_size, imagenet.delta) == ("wide-resnet", 16_384, 8e-7)
+    assert (imagenet.validation_size, imagenet.ema_decay, imagenet.resized_crop) == (10_000, 0.99999, True)
+    for recipe in (cifar, imagenet):
+        assert (recipe.resolved_learning_rate, recipe.max_grad_norm, recipe.optimizer) == (1e-3, 1.0, {})
+
+
+def test_options_of_the_data_are_checked():
+    assert make(data="cifar100", data_options={"labels": "coarse"}).data_options == {"labels": "coarse"}
+    with pytest.raises(InputError, match="cifar10 has no options"):
+        make(data="cifar10", data_options={"labels": "coarse"})
+    with pytest.raises(InputError, match=r"data_options.lable = 'x' is unknown; .* of table is label"):
+        make(data="table", data_options={"lable": "x"})
 
 
 def test_loading_a_recipe_does_not_import_torch():
@@ -79,12 +108,23 @@ WRONG_VALUES = [
     ("name", "two\nlines"),
     ("name", "x" * 101),
     ("method", "dp-sdg"),
-    ("data", "imagenet"),
+    ("data", "svhn"),
     ("data_folder", 7),
     ("data_folder", "\udcff"),
+    ("base", "non-private"),
     ("validation_fraction", 0.0),
     ("validation_fraction", 1.0),
     ("split_seed", -1),
+    ("validation_size", 0),
+    ("verify_data", "yes"),
+    ("data_memory_gib", 0.0),
+    ("num_workers", -1),
+    ("image_size", 0),
+    ("crop_padding", -1),
+    ("flip", 1),
+    ("resized_crop", "no"),
+    ("multiplicity", 0),
+    ("data_options", 3),
     ("model", "resnet"),
     ("epsilon", 0.0),
     ("epsilon", "8"),
@@ -183,7 +223,9 @@ def test_a_fixed_seed_makes_a_recipe_not_private():
 
 def test_learning_rates_default_by_method():
     rates = {method: make(method=method).resolved_learning_rate for method in vocabulary.METHODS}
-    assert rates == {"dp-microadam": 1e-3, "dp-sgd": 4.0, "dp-adam": 1e-3, "non-private": 1e-3}
+    assert rates.pop("dp-sgd") == 4.0
+    assert set(rates.values()) == {1e-3}
+    assert make(method="non-private", base="dp-sgd").resolved_learning_rate == 0.1
     assert make(method="dp-sgd", learning_rate=1).resolved_learning_rate == 1.0
 
 
@@ -200,26 +242,51 @@ def test_options_are_checked_against_the_method_and_the_model():
         make(optimizer={"betas": [[0.9]]})
 
 
-def test_optimizer_options_of_the_vocabulary_are_those_of_the_optimizers():
+def test_a_non_private_run_takes_the_options_of_its_base():
+    recipe = make(method="non-private", base="sparta", optimizer={"keep": 0.5})
+    assert (recipe.algorithm, recipe.private, recipe.protected) == ("sparta", False, False)
+    assert make(method="non-private").algorithm == "dp-microadam"
+    with pytest.raises(InputError, match=r"optimizer.keep = 0.5 is unknown; .* of dp-adam"):
+        make(method="non-private", base="dp-adam", optimizer={"keep": 0.5})
+    with pytest.raises(InputError, match="base is 'dp-sgd', but method is 'dp-adam'"):
+        make(method="dp-adam", base="dp-sgd")
+
+
+def test_methods_and_their_options_of_the_vocabulary_are_those_of_the_code():
     import torch
 
     from dp_microadam import MicroAdam
+    from dp_microadam.methods.registry import METHODS
+    from dp_microadam.optimizers.adam_bc import AdamBC
 
-    optimizers = {"dp-microadam": MicroAdam, "non-private": MicroAdam, "dp-sgd": torch.optim.SGD, "dp-adam": torch.optim.Adam}
-    for method, optimizer in optimizers.items():
-        assert set(vocabulary.OPTIMIZER_OPTIONS[method]) <= set(inspect.signature(optimizer).parameters)
-    # What MicroAdam takes beyond them is no matter of a recipe: the step size has its own key, a dtype is no TOML, and
-    # randomness follows the run's.
+    assert tuple(METHODS) == vocabulary.BASES
+    behind = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, MicroAdam]
+    optimizers = {
+        "dp-microadam": [MicroAdam],
+        "dp-sgd": [torch.optim.SGD],
+        "dp-adam": [torch.optim.Adam],
+        "dp-adamw": [torch.optim.AdamW],
+        "dp-adambc": [AdamBC],
+    }
+    for method, function in METHODS.items():
+        own = {
+            name for name, parameter in inspect.signature(function).parameters.items() if parameter.kind.name == "KEYWORD_ONLY"
+        }
+        its = {name for optimizer in optimizers.get(method, behind) for name in inspect.signature(optimizer).parameters}
+        assert own - {"lr"} <= set(vocabulary.OPTIMIZER_OPTIONS[method]) <= own | its
+    # The rest of MicroAdam's is no matter of a recipe: the step size has its own key, and randomness follows the run's.
     rest = set(inspect.signature(MicroAdam).parameters) - set(vocabulary.OPTIMIZER_OPTIONS["dp-microadam"])
-    assert rest == {"params", "lr", "window_dtype", "seed"}
+    assert rest == {"params", "lr", "seed"}
 
 
 def test_models_and_data_of_the_vocabulary_are_those_of_the_code():
     from dp_microadam.data import KNOWN_DATA
+    from dp_microadam.data.sources import OPTIONS
     from dp_microadam.models import registry
 
     assert {name: registry.options_of(name) for name in registry.BUILDERS} == vocabulary.MODEL_OPTIONS
     assert vocabulary.DATA_SETS == KNOWN_DATA
+    assert {name: options for name, options in vocabulary.DATA_OPTIONS.items() if options} == OPTIONS
 
 
 options = {

@@ -7,7 +7,7 @@ import torch
 
 from dp_microadam import MicroAdam, PrivacyPlan
 from dp_microadam import data as sources
-from dp_microadam.recipes.assemble import Normalize
+from dp_microadam.data.preparation import Preparation
 from dp_microadam.training.evaluation import class_hits, class_loss
 from dp_microadam.training.trainer import PrivateTrainer
 
@@ -27,7 +27,7 @@ def make_trainer(digits, tmp_path):
             torch.nn.Flatten(), torch.nn.Linear(784, 16), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(16, 10)
         )
         plan = plan or PrivacyPlan.solve(
-            dataset_size=len(digits.train_labels), batch_size=batch_size, delta=1e-5, noise_multiplier=1.0, steps=steps
+            dataset_size=len(digits.train[1]), batch_size=batch_size, delta=1e-5, noise_multiplier=1.0, steps=steps
         )
         options = {"show_progress": False, "physical_batch_size": 32, "per_example_accuracy": class_hits, **options}
         options.setdefault("run_dir", Path(tmp_path) / run)
@@ -36,7 +36,7 @@ def make_trainer(digits, tmp_path):
             optimizer(model.parameters()) if optimizer else MicroAdam(model.parameters(), lr=1e-2, seed=0),
             plan,
             class_loss,
-            prepare=Normalize(digits),
+            prepare=Preparation(digits),
             **options,
         )
 
@@ -45,9 +45,9 @@ def make_trainer(digits, tmp_path):
 
 @pytest.fixture
 def training_part(digits):
-    return digits.train_images, digits.train_labels
+    return digits.train
 
 
 @pytest.fixture
 def validation_part(digits):
-    return digits.validation_images, digits.validation_labels
+    return digits.validation

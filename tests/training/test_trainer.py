@@ -48,9 +48,9 @@ def test_max_steps_stops_early_and_changes_nothing_else(make_trainer, training_p
 
 def test_a_step_is_clipped_sum_plus_noise_over_the_expected_batch(make_trainer, training_part, digits):
     # The same step from its definition: one example at a time, in float64, with the noise and the sample that the seed gives.
+    from dp_microadam.data.preparation import Preparation
     from dp_microadam.privacy.randomness import Randomness
     from dp_microadam.privacy.sampling import PoissonSampler
-    from dp_microadam.recipes.assemble import Normalize
 
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
     trainer = make_trainer(
@@ -61,7 +61,7 @@ def test_a_step_is_clipped_sum_plus_noise_over_the_expected_batch(make_trainer, 
     plan = trainer.plan
     (step,) = PoissonSampler.from_plan(plan, randomness=Randomness.seeded(3))
     rows = torch.cat(list(step.chunks))
-    batch = Normalize(digits)((training_part[0][rows], training_part[1][rows]))
+    batch = Preparation(digits)((training_part[0][rows], training_part[1][rows]))
     totals, _ = clipped_sum(copy.deepcopy(model).double(), class_loss, (batch[0].double(), batch[1]), max_grad_norm=0.7)
     trainer.fit(training_part)
     for name, total in totals.items():
@@ -153,13 +153,13 @@ def test_any_torch_optimizer_will_do_and_resumes_to_the_bit(make_trainer, traini
 def test_any_dataset_will_do(make_trainer, digits):
     class Examples(torch.utils.data.Dataset):
         def __len__(self):
-            return len(digits.train_labels)
+            return len(digits.train[1])
 
         def __getitem__(self, index):
-            return digits.train_images[index], digits.train_labels[index]
+            return digits.train[0][index], digits.train[1][index]
 
     from_tensors = make_trainer(steps=3, seed=4, run="tensors")
-    from_tensors.fit((digits.train_images, digits.train_labels))
+    from_tensors.fit(digits.train)
     from_dataset = make_trainer(steps=3, seed=4, run="dataset", num_workers=1)
     from_dataset.fit(Examples())
     assert same(weights_of(from_tensors), weights_of(from_dataset))
@@ -217,9 +217,9 @@ def test_a_non_private_run_is_stamped_so_and_claims_no_epsilon(make_trainer, tra
 
 
 def test_a_non_private_step_is_the_plain_gradient_over_the_expected_batch(make_trainer, training_part, digits):
+    from dp_microadam.data.preparation import Preparation
     from dp_microadam.privacy.randomness import Randomness
     from dp_microadam.privacy.sampling import PoissonSampler
-    from dp_microadam.recipes.assemble import Normalize
 
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
     plan = UnprotectedPlan(len(training_part[0]), 64, 1)
@@ -228,7 +228,7 @@ def test_a_non_private_step_is_the_plain_gradient_over_the_expected_batch(make_t
     )
     (step,) = PoissonSampler(plan.dataset_size, 64, steps=1, randomness=Randomness.seeded(3))
     rows = torch.cat(list(step.chunks))
-    loss = class_loss(model, Normalize(digits)((training_part[0][rows], training_part[1][rows]))).sum() / 64
+    loss = class_loss(model, Preparation(digits)((training_part[0][rows], training_part[1][rows]))).sum() / 64
     expected = [
         param.detach() - grad
         for param, grad in zip(model.parameters(), torch.autograd.grad(loss, model.parameters()), strict=True)
@@ -275,7 +275,7 @@ def test_checkpoints_hold_no_random_state_and_no_partial_sums(make_trainer, trai
     trainer = make_trainer(ema_decay=0.5)
     trainer.fit(training_part)
     _, content, _ = trainer.checkpoints.newest()
-    assert content.keys() == {"updates", "model", "optimizer", "average"}
+    assert content.keys() == {"updates", "model", "optimizer", "procedure", "average"}
     assert all(param.grad is None for param in trainer.model.parameters())
     # Of the optimizer's own seed it holds the one for rounding, which is post-processing.
     assert set(content["optimizer"]["state"][0]) == {"step", "indices", "values", "codes", "bounds"}

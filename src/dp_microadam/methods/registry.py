@@ -1,51 +1,67 @@
-"""Which optimizer a method steps with, and whether it is private."""
+"""The methods recipes choose from, by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from dp_microadam.errors import InputError
-from dp_microadam.optimizers.micro_adam import MicroAdam
-from dp_microadam.validation import require_one_of
+from dp_microadam.methods.adam_bc import dp_adambc
+from dp_microadam.methods.bitfit import dp_bitfit
+from dp_microadam.methods.method import Method
+from dp_microadam.methods.optimizers_alone import dp_adam, dp_adamw, dp_microadam, dp_sgd
+from dp_microadam.methods.scale_sources import PublicExamples
+from dp_microadam.methods.scale_then_privatize import scale_then_privatize
+from dp_microadam.methods.sparta import sparta
+from dp_microadam.validation import require_integer, require_one_of
 
-
-@dataclass(frozen=True)
-class Method:
-    """How a recipe's ``method`` trains."""
-
-    optimizer: Callable[..., torch.optim.Optimizer]
-    private: bool = True
-
-
-METHODS: Mapping[str, Method] = {
-    "dp-microadam": Method(MicroAdam),
-    "dp-sgd": Method(torch.optim.SGD),
-    "dp-adam": Method(torch.optim.Adam),
-    "non-private": Method(MicroAdam, private=False),
+METHODS: Mapping[str, Callable[..., Method]] = {
+    "dp-microadam": dp_microadam,
+    "dp-sgd": dp_sgd,
+    "dp-adam": dp_adam,
+    "dp-adamw": dp_adamw,
+    "dp-adambc": dp_adambc,
+    "scale-then-privatize": scale_then_privatize,
+    "dp-bitfit": dp_bitfit,
+    "sparta": sparta,
 }
 
 
-def build_optimizer(
-    method: str, params: Iterable[Tensor], learning_rate: float, options: Mapping[str, Any]
-) -> torch.optim.Optimizer:
-    """The optimizer of ``method`` on ``params``.
+def build(name: str, model: nn.Module, lr: float, options: Mapping[str, Any]) -> Method:
+    """The method called ``name`` on ``model``, with a recipe's options.
 
-    >>> build_optimizer("dp-sgd", [torch.nn.Parameter(torch.zeros(2))], 4.0, {}).defaults["lr"]
-    4.0
+    >>> build("dp-sgd", nn.Linear(2, 2), 4.0, {"momentum": 0.9}).optimizer.defaults["momentum"]
+    0.9
+
+    Raises:
+        InputError: for an option or value that the method or its optimizer does not take, or a model that does not suit it.
     """
-    require_one_of("method", method, tuple(METHODS))
-    named = {name: _value(value) for name, value in options.items()}
+    require_one_of("method", name, tuple(METHODS))
     try:
-        return METHODS[method].optimizer(params, lr=learning_rate, **named)
-    except InputError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise InputError(f"the optimizer of {method} does not take {dict(options)}: {error}") from None
+        return METHODS[name](model, lr=lr, **{option: _value(value) for option, value in options.items()})
+    except TypeError as error:
+        given = ", ".join(f"{option} = {value!r}" for option, value in options.items())
+        raise InputError(f"{name} does not take {given}: {error}") from None
+
+
+def refuse_bad_options(name: str, lr: float, options: Mapping[str, Any]) -> None:
+    """Raise what :func:`build` would raise for these options on any model: before data is read, or a model built."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    options = {option: value for option, value in options.items() if option != "head"}
+    if "public" in options:
+        _refuse_bad_public(options["public"])
+        options["public"] = PublicExamples(torch.zeros(1, 2), lambda model, batch: model(batch).sum(1))
+    with torch.random.fork_rng(devices=[]):
+        build(name, model, lr, options)
+
+
+def _refuse_bad_public(chosen: Any) -> None:
+    """In a recipe ``public`` is how many held-out examples are public, or which."""
+    for number in chosen if isinstance(chosen, list) else [chosen]:
+        require_integer("optimizer.public", number, 0 if isinstance(chosen, list) else 1)
 
 
 def _value(value: Any) -> Any:

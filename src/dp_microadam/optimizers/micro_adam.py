@@ -275,6 +275,21 @@ class MicroAdam(ExactStateOptimizer):
             if isinstance(value, Tensor)
         )
 
+    def second_moment(self, param: Tensor) -> Tensor | None:
+        """v̂ as the last step used it, dense and in float32: zero where the window holds nothing; None before the first step."""
+        state = self.state.get(param)
+        if not state:
+            return None
+        group = self._group_of(param)
+        found = torch.empty(param.numel(), device=param.device)
+        for segment in self._layout(param, group).segments:
+            kept = slice(segment.window_start, segment.window_start + segment.rows * segment.kept)
+            indices = state["indices"][:, kept].view(-1, segment.rows, segment.kept)
+            values = state["values"][:, kept].view(-1, segment.rows, segment.kept)
+            _, second = _moments_from_window(indices, values, segment.length, int(state["step"]), group)
+            found[segment.start : segment.start + second.numel()] = second.view(-1)
+        return found.view_as(param)
+
     def _refuse_unusable_gradients(self) -> None:
         given = [
             (group, number, param)
@@ -338,6 +353,14 @@ def _chunks(segment: Segment, device: torch.device) -> Iterator[tuple[int, int]]
 
 def _step_from_window(indices: Tensor, values: Tensor, length: int, step: int, group: dict[str, Any]) -> Tensor:
     """η·m̂/(ε_s + √v̂) of a chunk of blocks, dense."""
+    first, second = _moments_from_window(indices, values, length, step, group)
+    return first.div_(second.sqrt_().add_(group["eps"])).mul_(float(group["lr"]))
+
+
+def _moments_from_window(
+    indices: Tensor, values: Tensor, length: int, step: int, group: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """m̂ and v̂ of a chunk of blocks, dense."""
     (beta_1, beta_2), window = group["betas"], group["window"]
     slot = (step - 1) % window
     first = torch.zeros(indices.shape[1], length, device=indices.device)
@@ -348,8 +371,7 @@ def _step_from_window(indices: Tensor, values: Tensor, length: int, step: int, g
         # Indices are distinct within a row: gather and scatter add without the races of an atomic addition.
         first.scatter_(1, where, first.gather(1, where) + what * beta_1**age)
         second.scatter_(1, where, second.gather(1, where) + what.square() * beta_2**age)
-    scale_1, scale_2 = bias_correction(beta_1, step, group), bias_correction(beta_2, step, group)
-    return first.mul_(scale_1).div_(second.mul_(scale_2).sqrt_().add_(group["eps"])).mul_(float(group["lr"]))
+    return first.mul_(bias_correction(beta_1, step, group)), second.mul_(bias_correction(beta_2, step, group))
 
 
 def _add_error(accumulator: Tensor, start: int, state: dict[str, Any], bucket_size: int) -> None:

@@ -14,7 +14,7 @@ import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -57,7 +57,8 @@ class RunSettings:
 class LedgerRecord:
     """What a ledger says: read once, without a lock, and never changed.
 
-    ``spent`` has every step, including lines that a crash tore or lost, which count as steps of the plan.
+    ``spent`` has every step, including lines that a crash tore or lost, which count as steps of the plan. ``phases`` has how
+    many steps each phase took, of those recorded with one.
     """
 
     plan: PrivacyPlan
@@ -65,6 +66,7 @@ class LedgerRecord:
     versions: Mapping[str, str]
     spent: tuple[SubsampledGaussian, ...]
     torn_lines: int
+    phases: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -102,13 +104,16 @@ def read_ledger(run: str | os.PathLike[str]) -> LedgerRecord:
         raise InputError(f"{path} does not begin like a privacy ledger: {error}") from None
     if not known:
         raise InputError(f"{path} has format {header['format']}; this version reads format {_FORMAT}")
-    spent, torn = _count_steps(path, plan, lines)
-    return LedgerRecord(plan, settings, versions, spent, torn)
+    spent, torn, phases = _count_steps(path, plan, lines)
+    return LedgerRecord(plan, settings, versions, spent, torn, phases)
 
 
-def _count_steps(path: Path, plan: PrivacyPlan, lines: list[bytes]) -> tuple[tuple[SubsampledGaussian, ...], int]:
+def _count_steps(
+    path: Path, plan: PrivacyPlan, lines: list[bytes]
+) -> tuple[tuple[SubsampledGaussian, ...], int, dict[str, int]]:
     ordinary = (plan.sample_rate, plan.noise_multiplier)
     counts: Counter[tuple[float, float]] = Counter()
+    phases: Counter[str] = Counter()
     total, torn = 0, 0
     for number, line in enumerate(lines, start=2):
         if not line:
@@ -125,8 +130,11 @@ def _count_steps(path: Path, plan: PrivacyPlan, lines: list[bytes]) -> tuple[tup
             raise PrivacyError(f"line {number} of {path} repeats step {step}: the ledger was edited and proves nothing")
         counts[ordinary] += step - total
         counts[mechanism] += 1
+        if "phase" in event:
+            phases[str(event["phase"])] += 1
         total = step + 1
-    return tuple(SubsampledGaussian(*mechanism, count) for mechanism, count in counts.items() if count), torn
+    spent = tuple(SubsampledGaussian(*mechanism, count) for mechanism, count in counts.items() if count)
+    return spent, torn, dict(phases)
 
 
 class PrivacyLedger:
@@ -222,8 +230,10 @@ class PrivacyLedger:
         """Steps the plan still allows."""
         return max(0, self.plan.steps - self._steps)
 
-    def record_step(self) -> int:
+    def record_step(self, phase: str | None = None) -> int:
         """Record that one more step is spent, and return its number once that is on the disk.
+
+        ``phase`` names the part of the run the step belongs to, for runs that have several under their one plan.
 
         Raises:
             PrivacyError: if the plan's steps are spent, or the file cannot be written; the step must not be used then.
@@ -233,11 +243,13 @@ class PrivacyLedger:
         if self.remaining == 0:
             raise PrivacyError(f"all {self.plan.steps} steps of the plan are spent; one more would exceed its epsilon")
         step = self._steps
-        event = {
+        event: dict[str, Any] = {
             "step": step,
             "sample_rate": self.plan.sample_rate,
             "noise_multiplier": self.plan.noise_multiplier,
         }
+        if phase is not None:
+            event["phase"] = phase
         self._steps += 1  # spent from here on, even if writing fails half-way
         try:
             self._append(json.dumps(event).encode() + b"\n")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from dp_microadam.errors import InputError
+from dp_microadam.errors import DPMicroAdamError, InputError
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.randomness import Randomness
 from dp_microadam.validation import require_integer
@@ -155,7 +155,7 @@ class PoissonSampler:
         # prefetching. An empty step is a request for nothing.
         requests = ((step.index, indices) for step in self for indices in (step.chunks or (None,)))
         loader: DataLoader[Any] = DataLoader(
-            _Chunks(data, collate_fn),
+            Chunks(data, collate_fn),
             sampler=requests,
             batch_size=None,
             num_workers=num_workers,
@@ -167,6 +167,8 @@ class PoissonSampler:
             if index != current:
                 raise InputError(f"step {index} has passed; its chunks must be consumed before the next step is taken")
             for _, batch in group:
+                if isinstance(batch, DPMicroAdamError):
+                    raise batch
                 if batch is not None:
                     yield batch
 
@@ -180,8 +182,12 @@ class PoissonSampler:
         )
 
 
-class _Chunks(Dataset[Any]):
-    """A dataset whose items are whole chunks, collated where they are read."""
+class Chunks(Dataset[Any]):
+    """A dataset whose items are whole chunks, collated where they are read: (step, indices) gives (step, batch).
+
+    In place of a batch that cannot be read there is the error, if it is one of ours: torch would wrap what a worker raises into
+    the text of its traceback.
+    """
 
     def __init__(self, data: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
         self.data = data
@@ -191,7 +197,10 @@ class _Chunks(Dataset[Any]):
         step, indices = request
         if indices is None:
             return step, None
-        return step, self.collate_fn([self.data[i] for i in indices.tolist()])
+        try:
+            return step, self.collate_fn([self.data[i] for i in indices.tolist()])
+        except DPMicroAdamError as error:
+            return step, error
 
 
 def _tensors_of(data: Any) -> list[Tensor] | None:

@@ -75,6 +75,8 @@ def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, An
         "public_by_declaration": ["all fields of the plan", *settings.public],
         "outside_the_guarantee": list(OUTSIDE_THE_GUARANTEE),
     }
+    if record.phases:
+        report["phases"] = dict(record.phases)
     if group_size > 1:
         report["group_epsilon"] = group_epsilon(record.spent, plan.delta, group_size)
     return report
@@ -118,6 +120,10 @@ def statement_in_words(report: dict[str, Any]) -> str:
         ("Public by declaration", "; ".join(report["public_by_declaration"])),
         ("Versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())),
     ]
+    if "phases" in report:
+        taken = ", ".join(f"{name} {steps}" for name, steps in report["phases"].items())
+        position = next(i for i, (name, _) in enumerate(lines) if name == "Steps")
+        lines.insert(position + 1, ("Phases", f"steps of each, all under the one plan: {taken}"))
     facts = "\n".join(f"{name + ':':<23}{text}" for name, text in lines)
     outside = "\n".join(f"  - {item}" for item in report["outside_the_guarantee"])
     return f"{opening}\n{facts}\n\nOutside the guarantee:\n{outside}\n"

@@ -6,15 +6,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils._pytree import tree_map
 
-from dp_microadam import data as data_sources
 from dp_microadam import models
-from dp_microadam.data import ImageData
-from dp_microadam.methods.registry import METHODS, build_optimizer
+from dp_microadam.data.augmentation import Augmentation
+from dp_microadam.data.dataset import Examples, LabelledData, size_of
+from dp_microadam.data.images import ImageFolder
+from dp_microadam.data.preparation import Preparation
+from dp_microadam.data.sources import load
+from dp_microadam.errors import InputError
+from dp_microadam.methods.method import Method
+from dp_microadam.methods.registry import build, refuse_bad_options
 from dp_microadam.privacy.plan import PrivacyPlan
+from dp_microadam.recipes.public_part import public_examples
 from dp_microadam.recipes.recipe import Recipe
-from dp_microadam.training.evaluation import class_hits, class_loss, evaluate
+from dp_microadam.training.evaluation import class_hits, class_loss, evaluate, over_views
 from dp_microadam.training.run_folder import default_folder
 from dp_microadam.training.schedules import Schedule
 from dp_microadam.training.trainer import PrivateTrainer, RunResult, UnprotectedPlan
@@ -25,16 +32,13 @@ class Experiment:
     """A recipe with everything it names, ready to train."""
 
     recipe: Recipe
-    data: ImageData
+    data: LabelledData
     model: nn.Module
     trainer: PrivateTrainer
 
     def fit(self) -> RunResult:
         """Train on the training part, with validation on the part held out of it."""
-        return self.trainer.fit(
-            (self.data.train_images, self.data.train_labels),
-            validation=(self.data.validation_images, self.data.validation_labels),
-        )
+        return self.trainer.fit(_training_part(self.recipe, self.data), validation=self.data.validation)
 
     def test_accuracy(self) -> tuple[float, str]:
         """Accuracy on the test set, of the averaged weights if the recipe averages, and which weights these are."""
@@ -46,21 +50,15 @@ class Experiment:
 
     def _accuracy(self) -> float:
         device = next(self.model.parameters()).device
-        test = (self.data.test_images.to(device), self.data.test_labels.to(device))
-        return evaluate(self.model, test, {"accuracy": class_hits}, prepare=Normalize(self.data))["accuracy"]
-
-
-class Normalize:
-    """uint8 images to floats, by public constants."""
-
-    def __init__(self, data: ImageData) -> None:
-        self._mean = torch.tensor(data.mean).view(1, -1, 1, 1) * 255
-        self._scale = 1 / (torch.tensor(data.std).view(1, -1, 1, 1) * 255)
-
-    def __call__(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        images, labels = batch
-        mean, scale = self._mean.to(images.device), self._scale.to(images.device)
-        return images.float().sub_(mean).mul_(scale), labels
+        prepare = Preparation(self.data)
+        found = evaluate(
+            self.model,
+            self.data.test,
+            {"accuracy": class_hits},
+            prepare=lambda batch: prepare(tree_map(lambda leaf: leaf.to(device), batch)),
+            num_workers=self.recipe.num_workers,
+        )
+        return found["accuracy"]
 
 
 def assemble(
@@ -75,30 +73,31 @@ def assemble(
     Raises:
         InputError: if data cannot be found or read, or something does not fit.
     """
-    data = data_sources.load(
-        recipe.data, recipe.data_folder or None, validation_fraction=recipe.validation_fraction, split_seed=recipe.split_seed
-    )
-    plan = _plan(recipe, len(data.train_labels))
+    refuse_bad_options(recipe.algorithm, recipe.resolved_learning_rate, recipe.optimizer)
+    data = _load(recipe)
+    augment = _augmentation(recipe, data)
+    plan = _plan(recipe, size_of(data.train))
     if recipe.seed is not None:
         torch.manual_seed(recipe.seed)
-    shape = data.train_images.shape
-    model = models.build(recipe.model, data.num_classes, (shape[1], shape[2], shape[3]), **recipe.model_options)
+    model = models.build(recipe.model, data.num_classes, _model_shape(recipe, data), **recipe.model_options)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     normalization = models.normalization_of(model)
     if normalization is not None:  # pretrained weights expect the constants they were trained with
         data = replace(data, mean=normalization.mean, std=normalization.std)
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    method = _method(recipe, model, data)
     trainer = PrivateTrainer(
         model,
-        build_optimizer(recipe.method, trainable, recipe.resolved_learning_rate, recipe.optimizer),
+        method.optimizer,
         plan,
-        class_loss,
-        per_example_accuracy=class_hits,
-        method="private" if METHODS[recipe.method].private else "non-private",
+        over_views(class_loss, data.example_shape),
+        per_example_accuracy=over_views(class_hits, data.example_shape),
+        method="private" if recipe.protected else "non-private",
+        procedure=method.procedure,
         max_grad_norm=recipe.max_grad_norm,
         clipping=recipe.clipping,
         physical_batch_size=recipe.physical_batch_size,
-        prepare=Normalize(data),
+        prepare=Preparation(data),
+        augment=augment,
         schedule=Schedule(recipe.schedule, plan.steps, recipe.warmup),
         ema_decay=recipe.ema_decay,
         max_steps=recipe.max_steps,
@@ -111,8 +110,10 @@ def assemble(
         config=recipe.to_toml(),
         public=(
             "normalization constants of the input",
-            f"which {recipe.validation_fraction:g} of {recipe.data} is held out (split seed {recipe.split_seed})",
+            f"which {recipe.validation_size or f'{recipe.validation_fraction:g}'} of {recipe.data} "
+            f"{'are' if recipe.validation_size else 'is'} held out (split seed {recipe.split_seed})",
         ),
+        num_workers=recipe.num_workers,
         secure=recipe.secure,
         seed=recipe.seed,
         show_progress=show_progress,
@@ -121,8 +122,66 @@ def assemble(
     return Experiment(recipe, data, model, trainer)
 
 
+def _method(recipe: Recipe, model: nn.Module, data: LabelledData) -> Method:
+    options = dict(recipe.optimizer)
+    if "public" in options:
+        options["public"] = public_examples(recipe, data, options["public"])
+    return build(recipe.algorithm, model, recipe.resolved_learning_rate, options)
+
+
+def _load(recipe: Recipe) -> LabelledData:
+    return load(
+        recipe.data,
+        recipe.data_folder or None,
+        validation_fraction=recipe.validation_fraction,
+        validation_size=recipe.validation_size,
+        split_seed=recipe.split_seed,
+        image_size=recipe.image_size,
+        verify=recipe.verify_data,
+        memory_gib=recipe.data_memory_gib,
+        **recipe.data_options,
+    )
+
+
+def _training_part(recipe: Recipe, data: LabelledData) -> Examples:
+    """What is trained on. Image files have no common size, so their random crops are cut where they are decoded."""
+    if isinstance(data.train, ImageFolder) and recipe.resized_crop:
+        return data.train.random_crops(recipe.multiplicity)
+    return data.train
+
+
+def _augmentation(recipe: Recipe, data: LabelledData) -> Augmentation | None:
+    """What happens to training images on the device; None if nothing does."""
+    asked = bool(recipe.crop_padding or recipe.flip or recipe.resized_crop)
+    if not data.images and (asked or recipe.multiplicity > 1):
+        raise InputError(f"data is {recipe.data!r}, a table; crop_padding, flip, resized_crop and multiplicity are for images")
+    if not asked:
+        if recipe.multiplicity > 1:
+            raise InputError(
+                f"multiplicity is {recipe.multiplicity}, but without crop_padding, flip or resized_crop all views are the "
+                "same; set one of them"
+            )
+        return None
+    height, width = data.example_shape[-2:]
+    augmentation = Augmentation(
+        recipe.crop_padding, recipe.flip, recipe.resized_crop, recipe.multiplicity, size=(height, width)
+    )
+    if isinstance(data.train, ImageFolder) and recipe.resized_crop:
+        return Augmentation(flip=recipe.flip)
+    return augmentation
+
+
+def _model_shape(recipe: Recipe, data: LabelledData) -> tuple[int, int, int]:
+    if data.images:
+        channels, height, width = data.example_shape
+        return channels, height, width
+    if recipe.model != "mlp":
+        raise InputError(f"model is {recipe.model!r}, which takes images; for the rows of a table it must be 'mlp'")
+    return 1, 1, data.example_shape[0]
+
+
 def _plan(recipe: Recipe, dataset_size: int) -> PrivacyPlan | UnprotectedPlan:
-    if METHODS[recipe.method].private:
+    if recipe.protected:
         return PrivacyPlan.solve(
             dataset_size=dataset_size,
             batch_size=recipe.batch_size,

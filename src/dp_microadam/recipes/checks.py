@@ -53,6 +53,10 @@ def count(key: str, value: Any) -> int:
     return require_integer(key, value, 1, _LARGEST_INTEGER)
 
 
+def count_or_zero(key: str, value: Any) -> int:
+    return require_integer(key, value, 0, _LARGEST_INTEGER)
+
+
 def seed(key: str, value: Any) -> int:
     return require_integer(key, value, 0, _LARGEST_INTEGER)
 

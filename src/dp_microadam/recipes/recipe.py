@@ -37,13 +37,34 @@ class Recipe:
 
     name: str = _key(checks.name)
     method: str = _key(checks.one_of(*vocabulary.METHODS), default="dp-microadam")
+    base: str | None = _key(checks.optional(checks.one_of(*vocabulary.BASES)), default=None)
+    """With method ``"non-private"``: the method that is run without clipping and noise; None: dp-microadam."""
 
     data: str = _key(checks.one_of(*vocabulary.DATA_SETS))
     data_folder: str = _key(checks.text, default="")
     """Where the data files are; empty: the places where they usually are."""
+    verify_data: bool = _key(checks.flag, default=True)
+    """Refuse files that are not the published ones; false for one's own data in the same format."""
+    data_memory_gib: float = _key(checks.positive, default=2.0)
+    """Files larger than this are memory-mapped instead of read."""
+    num_workers: int = _key(checks.count_or_zero, default=0)
+    """Processes that fetch and decode examples of data that is not in memory."""
     validation_fraction: float = _key(checks.inside_unit_interval, default=0.1)
     """Held out from the training part, and so not protected by the guarantee."""
+    validation_size: int | None = _key(checks.optional(checks.count), default=None)
+    """A number of examples instead of a fraction."""
     split_seed: int = _key(checks.seed, default=0)
+
+    image_size: int | None = _key(checks.optional(checks.count), default=None)
+    """Height and width that images are resized to; None: as they are, and 224 for folders of image files."""
+    crop_padding: int = _key(checks.count_or_zero, default=0)
+    """Training images are padded by so many pixels and cropped at random; 0: they are not."""
+    flip: bool = _key(checks.flag, default=False)
+    """Half of the training images are mirrored."""
+    resized_crop: bool = _key(checks.flag, default=False)
+    """Training images are random parts of 8 to 100 % of the area, resized."""
+    multiplicity: int = _key(checks.count, default=1)
+    """Views of each training image, whose gradients are averaged before the clip."""
 
     model: str = _key(checks.one_of(*vocabulary.MODELS))
 
@@ -82,6 +103,7 @@ class Recipe:
     seed: int | None = _key(checks.optional(checks.seed), default=None)
     """For tests: all randomness follows from it, and the run is not private."""
 
+    data_options: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
     model_options: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
     optimizer: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
 
@@ -89,21 +111,35 @@ class Recipe:
         for known in fields(self):
             value = getattr(self, known.name)
             object.__setattr__(self, known.name, known.metadata["check"](known.name, value))
-        _refuse_unknown_options("optimizer", self.optimizer, vocabulary.OPTIMIZER_OPTIONS[self.method], self.method)
+        if self.base is not None and self.protected:
+            raise InputError(f"base is {self.base!r}, but method is {self.method!r}; it goes with method 'non-private'")
+        _refuse_unknown_options("optimizer", self.optimizer, vocabulary.OPTIMIZER_OPTIONS[self.algorithm], self.algorithm)
         _refuse_unknown_options("model_options", self.model_options, vocabulary.MODEL_OPTIONS[self.model], self.model)
+        _refuse_unknown_options("data_options", self.data_options, vocabulary.DATA_OPTIONS[self.data], self.data)
         self._refuse_unsolvable_budget()
 
     @property
     def private(self) -> bool:
         """Whether the run carries a guarantee: a non-private method and a fixed seed take it away."""
-        return self.method != "non-private" and self.seed is None
+        return self.protected and self.seed is None
+
+    @property
+    def protected(self) -> bool:
+        """Whether the run clips and adds noise."""
+        return self.method != vocabulary.NON_PRIVATE
+
+    @property
+    def algorithm(self) -> str:
+        """The method itself, be it run with privacy or without."""
+        return self.method if self.protected else self.base or "dp-microadam"
 
     @property
     def resolved_learning_rate(self) -> float:
         """``learning_rate``, or the method's default."""
         if self.learning_rate is not None:
             return self.learning_rate
-        return vocabulary.DEFAULT_LEARNING_RATES[self.method]
+        default = vocabulary.DEFAULT_LEARNING_RATES[self.algorithm]
+        return default if self.protected else vocabulary.NON_PRIVATE_LEARNING_RATES.get(self.algorithm, default)
 
     def to_toml(self) -> str:
         """The recipe as a file that :meth:`from_toml` reads back equal; keys that are None are left out."""
@@ -137,7 +173,7 @@ class Recipe:
     def _refuse_unsolvable_budget(self) -> None:
         budget = {"epsilon": self.epsilon, "noise_multiplier": self.noise_multiplier, "steps": self.steps}
         given = [f"{key} = {value}" for key, value in budget.items() if value is not None]
-        if self.method == "non-private":
+        if not self.protected:
             if self.steps is None:
                 raise InputError("steps is not given; a non-private run needs it, since no budget decides when to stop")
         elif len(given) != 2:

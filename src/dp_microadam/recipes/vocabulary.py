@@ -17,21 +17,53 @@ _MICRO_ADAM_OPTIONS = (
     "error_feedback",
     "block_size",
     "bucket_size",
+    "window_dtype",
     "bias_correction",
     "rounding",
     "fused",
 )
 
+_SGD_OPTIONS = ("momentum", "dampening", "weight_decay", "nesterov")
+_ADAM_OPTIONS = ("betas", "eps", "weight_decay", "amsgrad")
+_ANY_BEHIND = tuple(dict.fromkeys((*_SGD_OPTIONS, *_ADAM_OPTIONS, *_MICRO_ADAM_OPTIONS)))
+
 OPTIMIZER_OPTIONS: dict[str, tuple[str, ...]] = {
     "dp-microadam": _MICRO_ADAM_OPTIONS,
-    "dp-sgd": ("momentum", "dampening", "weight_decay", "nesterov"),
-    "dp-adam": ("betas", "eps", "weight_decay", "amsgrad"),
-    "non-private": _MICRO_ADAM_OPTIONS,
+    "dp-sgd": _SGD_OPTIONS,
+    "dp-adam": _ADAM_OPTIONS,
+    "dp-adamw": _ADAM_OPTIONS,
+    "dp-adambc": ("floor", "betas", "weight_decay"),
+    "scale-then-privatize": (
+        "source",
+        "behind",
+        "scale_eps",
+        "interval",
+        "decay",
+        "norm_ratio",
+        "rate_ratio",
+        "public",
+        *_ANY_BEHIND,
+    ),
+    "dp-bitfit": ("behind", "head", *_ANY_BEHIND),
+    "sparta": ("keep", "scores", "first_phase", "scoring_epochs", "rows_only", "head", "behind", *_ANY_BEHIND),
 }
-"""By method. The step size is the recipe's ``learning_rate``; the non-private run uses MicroAdam too."""
+"""By method: its own, and those of the optimizer it steps with. The step size is the recipe's ``learning_rate``."""
 
-DEFAULT_LEARNING_RATES = {"dp-microadam": 1e-3, "dp-sgd": 4.0, "dp-adam": 1e-3, "non-private": 1e-3}
-"""By method, for recipes that name none."""
+DEFAULT_LEARNING_RATES = {
+    "dp-microadam": 1e-3,
+    "dp-sgd": 4.0,
+    "dp-adam": 1e-3,
+    "dp-adamw": 1e-3,
+    "dp-adambc": 1e-3,
+    "scale-then-privatize": 1e-3,
+    "dp-bitfit": 1e-3,
+    "sparta": 1e-3,
+}
+"""By method, for recipes that name none: those of the paper's tables."""
+
+NON_PRIVATE = "non-private"
+NON_PRIVATE_LEARNING_RATES = {"dp-sgd": 0.1}
+"""Where a method without clipping wants another: 4.0 suits gradients of norm below one."""
 
 _TRANSFORMER_OPTIONS = ("pretrained", "resolution", "patch_size", "trainable")
 
@@ -46,6 +78,19 @@ MODEL_OPTIONS: dict[str, tuple[str, ...]] = {
 }
 """By model."""
 
-METHODS = tuple(OPTIMIZER_OPTIONS)
+DATA_OPTIONS: dict[str, tuple[str, ...]] = {
+    "digits": (),
+    "mnist": (),
+    "fashion-mnist": (),
+    "cifar10": (),
+    "cifar100": ("labels",),
+    "imagenet": (),
+    "image-folder": ("mean", "std"),
+    "table": ("label", "classes", "mean", "std"),
+}
+"""By data set."""
+
+BASES = tuple(OPTIMIZER_OPTIONS)
+METHODS = (*BASES, NON_PRIVATE)
 MODELS = tuple(MODEL_OPTIONS)
-DATA_SETS = ("digits", "mnist", "fashion-mnist")
+DATA_SETS = tuple(DATA_OPTIONS)

@@ -25,20 +25,22 @@ def numbers_of_run(run_dir: Path) -> dict[str, Any]:
     if not config.is_file():
         raise InputError(f"run is {str(run_dir)!r}, which is not the folder of a run: it has no {CONFIG}")
     recipe = Recipe.from_toml(config.read_text(encoding="utf-8"))
-    if recipe.method not in ("dp-microadam", "non-private"):
-        raise InputError(f"run has method {recipe.method!r}; the theorem is about dp-microadam")
-    _, content, _ = CheckpointFolder(run_dir / CHECKPOINTS).newest()
-    if recipe.method == "non-private":
-        steps, noise_multiplier = recipe.steps, 0.0
-    else:
+    if recipe.algorithm != "dp-microadam":
+        raise InputError(f"run has method {recipe.algorithm!r}; the theorem is about dp-microadam")
+    steps, noise_multiplier = recipe.steps, 0.0
+    if recipe.protected:
         plan = read_ledger(run_dir).plan
         steps, noise_multiplier = plan.steps, plan.noise_multiplier
+    _, content, _ = CheckpointFolder(run_dir / CHECKPOINTS).newest()
+    sizes = [value.numel() for value in content["model"].values() if value.is_floating_point()]
+    trained = sum(len(group["params"]) for group in content["optimizer"]["param_groups"])
     return {
         "steps": steps,
         "noise_multiplier": noise_multiplier,
         "batch_size": recipe.batch_size,
         "max_grad_norm": recipe.max_grad_norm,
-        "sizes": [value.numel() for value in content["model"].values() if value.is_floating_point()],
+        # Which of a partly frozen model's tensors are trained, a checkpoint does not say.
+        "sizes": sizes if len(sizes) == trained else None,
         **{name: value for name, value in recipe.optimizer.items() if name in _OPTIONS},
     }
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from dp_microadam.errors import DPMicroAdamError
+from dp_microadam.privacy.sampling import Chunks
 
 PerExample = Callable[[nn.Module, Any], Tensor]
 """``f(model, batch)`` returns one number per example."""
@@ -25,6 +28,24 @@ def class_hits(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return (model(inputs).argmax(dim=1) == labels).float()
 
 
+def over_views(measure: PerExample, example_shape: Sequence[int]) -> PerExample:
+    """``measure`` averaged over the views of each example, for batches of (inputs [B, K, *example_shape], labels [B]).
+
+    The views of an example stay next to each other, so that the average is inside the clip. Batches without views, as in
+    evaluation, are measured as they are.
+    """
+    dimensions = 1 + len(example_shape)
+
+    def averaged(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        inputs, labels = batch
+        if inputs.dim() == dimensions:
+            return measure(model, batch)
+        views = inputs.shape[1]
+        return measure(model, (inputs.flatten(0, 1), labels.repeat_interleave(views))).view(-1, views).mean(1)
+
+    return averaged
+
+
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
@@ -33,6 +54,7 @@ def evaluate(
     *,
     prepare: Callable[[Any], Any],
     batch_size: int = 512,
+    num_workers: int = 0,
 ) -> dict[str, float]:
     """The mean of each measure over ``data``, with the model in evaluation mode; its mode comes back afterwards.
 
@@ -43,7 +65,7 @@ def evaluate(
     count = 0
     model.eval()
     try:
-        for batch in batches(data, batch_size):
+        for batch in batches(data, batch_size, num_workers):
             batch = prepare(batch)
             for name, measure in measures.items():
                 values = measure(model, batch)
@@ -55,10 +77,16 @@ def evaluate(
     return {name: total / max(1, count) for name, total in totals.items()}
 
 
-def batches(data: Any, batch_size: int) -> Iterator[Any]:
-    """``data`` in order, ``batch_size`` examples at a time."""
+def batches(data: Any, batch_size: int, num_workers: int = 0) -> Iterator[Any]:
+    """``data`` in order, ``batch_size`` examples at a time; a Dataset is read by ``num_workers`` processes, if any."""
     if isinstance(data, Dataset):
-        yield from DataLoader(data, batch_size=batch_size)
+        rows = torch.arange(len(data)).split(batch_size)  # type: ignore[arg-type]
+        chunks = Chunks(data, default_collate)
+        loader: DataLoader[Any] = DataLoader(chunks, sampler=enumerate(rows), batch_size=None, num_workers=num_workers)
+        for _, batch in loader:
+            if isinstance(batch, DPMicroAdamError):
+                raise batch
+            yield batch
         return
     first = data if isinstance(data, Tensor) else next(iter(data.values() if isinstance(data, Mapping) else data))
     for start in range(0, len(first), batch_size):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,9 @@ from dp_microadam.training.evaluation import PerExample
 class GradientSums(Protocol):
     """What the trainer needs of ``ClippedGradients`` and of its unprotected counterpart."""
 
+    scale: Any
+    row_masks: Any
+
     @property
     def sums(self) -> dict[str, Tensor]: ...
 
@@ -25,7 +29,10 @@ class GradientSums(Protocol):
 
 
 class UnclippedGradients:
-    """Σ of ordinary gradients, by autograd: for runs without privacy, which differ from private ones in this alone."""
+    """Σ of ordinary gradients, by autograd: for runs without privacy, which differ from private ones in this alone.
+
+    ``scale`` and ``row_masks`` are those of :class:`~dp_microadam.clipping.engine.ClippedGradients`.
+    """
 
     def __init__(self, model: nn.Module, per_example_loss: PerExample) -> None:
         self._model = model
@@ -34,6 +41,8 @@ class UnclippedGradients:
         if not self._trainable:
             raise InputError("model has no trainable parameter; call requires_grad_(True) on those to be trained")
         self._sums: dict[str, Tensor] = {}
+        self.scale: Mapping[str, Tensor] | None = None
+        self.row_masks: Mapping[str, Tensor] | None = None
         self.reset()
 
     @property
@@ -44,9 +53,11 @@ class UnclippedGradients:
         with torch.enable_grad():
             losses = self._loss(self._model, batch)
             gradients = torch.autograd.grad(losses.sum(), list(self._trainable.values()), allow_unused=True)
-        for total, gradient in zip(self._sums.values(), gradients, strict=True):
+        for (name, total), gradient in zip(self._sums.items(), gradients, strict=True):
             if gradient is not None:
-                total += gradient
+                total += gradient if not self.scale or name not in self.scale else gradient * self.scale[name]
+                if self.row_masks and name in self.row_masks:
+                    total[~self.row_masks[name]] = 0.0
         return losses.detach()
 
     def reset(self) -> None:

@@ -36,6 +36,11 @@ def seeded_torch(seed: int, step: int) -> Iterator[None]:
         yield
 
 
+def unpredictable_worker(worker: int) -> None:
+    """Give a process that loads data a stream of its own: torch would derive it from 32 bits, once for the whole run."""
+    torch.set_rng_state(_random_state())
+
+
 def _random_state() -> torch.Tensor:
     """A state of torch's CPU generator, a Mersenne twister, all of whose words are random: a seed would fill 32 bits.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset, default_collate
 
 from dp_microadam.clipping.engine import ClippedGradients
+from dp_microadam.clipping.row_norms import ClippedRowNorms
 from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError
 from dp_microadam.privacy.ledger import PrivacyLedger, RunSettings, read_ledger
 from dp_microadam.privacy.mechanism import GaussianMechanism
@@ -28,12 +29,17 @@ from dp_microadam.training.ema import WeightAverage
 from dp_microadam.training.evaluation import PerExample, batches, evaluate
 from dp_microadam.training.gradients import GradientSums, UnclippedGradients, set_gradients
 from dp_microadam.training.interrupts import Interruptible
+from dp_microadam.training.masked_rows import other_rows_unmoved, selected_rows, whole_again
+from dp_microadam.training.procedure import ROW_NORMS, Phase, Procedure, phase_at, phases_from
 from dp_microadam.training.progress import Progress, tell
 from dp_microadam.training.run_folder import CHECKPOINTS, CONFIG, EVENTS, PRIVATE_METRICS_SHOWN, RunFolder, default_folder
 from dp_microadam.training.schedules import Schedule
 from dp_microadam.training.tensorboard import Events
-from dp_microadam.training.torch_randomness import seeded_torch, unpredictable_torch
+from dp_microadam.training.torch_randomness import seeded_torch, unpredictable_torch, unpredictable_worker
 from dp_microadam.validation import require_integer, require_one_of, require_positive
+
+_NO_BOUND = 1e12
+"""Clipping that never clips, for runs without privacy that need each example's gradient."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,8 @@ class PrivateTrainer:
         per_example_loss: ``f(model, batch)`` returns one loss per example.
         per_example_accuracy: ``f(model, batch)`` returns 1 or 0 per example; reported as accuracy if given.
         method: ``"private"``, or ``"non-private"`` to train the same way without clip and noise, stamped so everywhere.
+        procedure: what the method does around the steps, for those that are more than an optimizer: phases, frozen
+            parameters, a scale before the clip. ``dp_microadam.methods`` has them.
         prepare: what happens to a batch before the model sees it, for training and evaluation: types, normalization by public
             constants. Batches are moved to the model's device first.
         augment: what happens to training batches before that; one example at a time, whatever the batch.
@@ -102,8 +110,9 @@ class PrivateTrainer:
     in the training data under adding or removing one example, with ε as the ledger says. Excepted are timing, whether a
     training batch could be processed at all, and what ``show_private_metrics`` shows. Assumes that ``per_example_loss`` (proved
     on synthetic data, as far as :class:`ClippedGradients` says), ``prepare``, ``augment`` and the Dataset treat examples one by
-    one, and that validation data, callbacks and the choice of hyperparameters do not depend on the training data. Dropout and
-    augmentation must draw from torch's generators, which are made unpredictable for each step.
+    one, and that validation data, callbacks, ``procedure`` and the choice of hyperparameters do not depend on the training data
+    but through what the run publishes. Dropout and augmentation must draw from torch's generators, which are made unpredictable
+    for each step.
     """
 
     def __init__(
@@ -115,6 +124,7 @@ class PrivateTrainer:
         *,
         per_example_accuracy: PerExample | None = None,
         method: str = "private",
+        procedure: Procedure | None = None,
         max_grad_norm: float = 1.0,
         clipping: str = "flat",
         physical_batch_size: int = 256,
@@ -160,7 +170,9 @@ class PrivateTrainer:
         self.folder = RunFolder(default_folder("run") if run_dir is None else run_dir)
         self.checkpoints = CheckpointFolder(self.folder.path / CHECKPOINTS, keep_checkpoints)
         self._config = config
-        self._public = ("clipping norm", *public)
+        self.procedure = procedure or Procedure()
+        self._phases = self.procedure.phases(plan)
+        self._public = ("clipping norm", *public, *self.procedure.public, *_in_words(self._phases))
         self._events = Events(self.folder.path / EVENTS)
         self._measures: dict[str, PerExample] = {"loss": per_example_loss}
         if per_example_accuracy is not None:
@@ -171,15 +183,18 @@ class PrivateTrainer:
         self._seed = seed
         self._randomness = Randomness.from_entropy(secure=secure) if seed is None else Randomness.seeded(seed, secure=secure)
         self._base_rates = [float(group["lr"]) for group in optimizer.param_groups]
-        self._mechanism: GaussianMechanism | None = None
-        self._gradients: GradientSums
-        if self.private:
-            engine = ClippedGradients(model, per_example_loss, max_grad_norm=max_grad_norm, clipping=clipping)
-            self._mechanism = GaussianMechanism.from_plan(plan, engine.sensitivity, randomness=self._randomness)  # type: ignore[arg-type]
-            self._gradients = engine
-        else:
-            self._gradients = UnclippedGradients(model, per_example_loss)
+        self._max_grad_norm = max_grad_norm
         self._clipping = clipping
+        self._trainable_before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+        self._phase = self._phases[0]
+        self._proved: dict[tuple[frozenset[str] | None, str], GradientSums] = {}
+        self._gradients = self._gradients_of(self._phase)
+        self._mechanism: GaussianMechanism | None = None
+        if self.private:
+            assert isinstance(self._gradients, ClippedGradients)
+            self._mechanism = GaussianMechanism.from_plan(plan, self._gradients.sensitivity, randomness=self._randomness)  # type: ignore[arg-type]
+        self.procedure.calibrate(self._mechanism.noise_deviation if self._mechanism else 0.0)
+        self.procedure.begin(self._phase)
         self._refuse_foreign_parameters()
         self._ledger: PrivacyLedger | None = None
         self._position = 0
@@ -213,7 +228,9 @@ class PrivateTrainer:
         )
         if validation is not None and _shares_data(train, validation):
             raise InputError("validation is the training data itself; its metrics would be private, pass data held out of it")
-        steps = sampler.load(train, num_workers=self.num_workers)
+        seed_workers = unpredictable_worker if self._seed is None and self.num_workers else None
+        steps = sampler.load(train, num_workers=self.num_workers, worker_init_fn=seed_workers)
+        self.procedure.refuse_data(train)
         self._prove(train)
         if not self._resumed:
             self._begin()
@@ -232,6 +249,8 @@ class PrivateTrainer:
             progress.close()
             self._events.close()
             self._gradients.close()
+            self._proved.clear()
+            self._freeze_all_but(None)
             if self._ledger is not None:
                 self._ledger.close()
         return self.result()
@@ -292,7 +311,9 @@ class PrivateTrainer:
         self.optimizer.load_state_dict(content["optimizer"])
         if self.average is not None:
             self.average.load_state_dict(content["average"])
+        self.procedure.load_state_dict(content["procedure"])
         self._updates, self._position = content["updates"], position
+        self._enter(phase_at(self._phases, self._updates))
         return position, damaged
 
     def _begin(self) -> None:
@@ -313,6 +334,10 @@ class PrivateTrainer:
                 progress.say(f"stopped at step {self._position}; go on with: dp-microadam resume {self.folder.path}")
                 self.folder.log(f"interrupted at step {self._position}")
                 return
+            phase = phase_at(self._phases, self._updates)
+            if phase != self._phase:
+                self._enter(phase)
+                self.folder.log(f"phase {phase.name!r} begins at step {self._position}")
             index = self._record_step()
             private_metrics = self._accumulate(steps, index)
             self._take_step(index)
@@ -329,11 +354,37 @@ class PrivateTrainer:
                 rate = float(self.optimizer.param_groups[0]["lr"])
                 callback(StepReport(self._position, self.plan.steps, self._epsilon(), rate, metrics))
 
+    def _enter(self, phase: Phase) -> None:
+        if phase.asks != self._phase.asks:
+            self._take_up(phase)
+        self._phase = phase
+        self.procedure.begin(phase)
+
+    def _take_up(self, phase: Phase) -> None:
+        self._gradients.close()
+        proved = self._proved.pop(phase.asks, None)
+        self._gradients = self._gradients_of(phase) if proved is None else proved
+        self._freeze_all_but(phase.trainable)
+
+    def _gradients_of(self, phase: Phase) -> GradientSums:
+        """What sums up the answers to what the phase asks of the training data."""
+        self._freeze_all_but(phase.trainable)
+        loss = self._measures["loss"]
+        if not self.private and phase.query != ROW_NORMS:
+            return UnclippedGradients(self.model, loss)
+        bound = self._max_grad_norm if self.private else _NO_BOUND
+        kind = ClippedRowNorms if phase.query == ROW_NORMS else ClippedGradients
+        return kind(self.model, loss, max_grad_norm=bound, clipping=self._clipping)
+
+    def _freeze_all_but(self, trainable: frozenset[str] | None) -> None:
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(self._trainable_before[name] if trainable is None else name in trainable)
+
     def _record_step(self) -> int:
         """Spend the next step before anything of it is drawn: a step that fails is spent all the same."""
         if self._ledger is None:
             return self._position
-        index = self._ledger.record_step()
+        index = self._ledger.record_step(self._phase.name if len(self._phases) > 1 else None)
         if index != self._position:
             raise PrivacyError(f"the ledger is at step {index} and the run at {self._position}; they must agree")
         return index
@@ -362,6 +413,8 @@ class PrivateTrainer:
         return unpredictable_torch() if self._seed is None else seeded_torch(self._seed, step)
 
     def _accumulate_chunks(self, chunks: Iterable[Any]) -> dict[str, float]:
+        self._gradients.scale = self.procedure.scale()
+        self._gradients.row_masks = self.procedure.row_masks()
         totals: dict[str, float] = {}
         count = 0
         for chunk in chunks:
@@ -381,32 +434,47 @@ class PrivateTrainer:
 
     def _prove(self, train: Any) -> None:
         """Refuse a model in which examples interact before anything is written. Only the shapes of examples are used."""
-        if not isinstance(self._gradients, ClippedGradients):
+        if not self.private:
             return
         count = min(self.physical_batch_size, self.plan.dataset_size)
         if isinstance(train, Dataset):
             sample = default_collate([train[i] for i in range(count)])
         else:
             sample = next(batches(train, count))
-        with torch.random.fork_rng():
-            self._gradients.prove(self._training_batch(sample))
+        # For all phases now: a run must not fail half-way for what could be known before. Each proof is kept for its phase.
+        for phase in {phase.asks: phase for phase in phases_from(self._phases, self._updates)}.values():
+            gradients = self._gradients_of(phase)
+            assert isinstance(gradients, ClippedGradients)
+            with torch.random.fork_rng():
+                gradients.prove(self._training_batch(sample))
+            self._proved[phase.asks] = gradients
+        self._take_up(self._phase)
 
     def _take_step(self, index: int) -> None:
-        if self._mechanism is not None:
-            means = self._mechanism.privatize(self._gradients.sums, step=index)
-        else:
-            means = {name: total / self.plan.batch_size for name, total in self._gradients.sums.items()}
+        masks = self.procedure.row_masks()
+        gradients = self.procedure.receive(self._privatized(masks, index))
         self._gradients.reset()
-        set_gradients(self.model, means)
-        factor = self.schedule.factor(self._updates)
+        factor = self.schedule.factor(self._updates) * self._phase.rate
         for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = rate * factor
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        if self._phase.rate:
+            set_gradients(self.model, gradients)
+            with other_rows_unmoved(self.model, masks):
+                self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
         self._updates += 1
         self._position = index + 1
         if self.average is not None:
             self.average.update(self.model, self._updates)
+
+    def _privatized(self, masks: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
+        """Means of what was summed, with noise in the rows that train and nothing in others."""
+        sums = selected_rows(self._gradients.sums, masks)
+        if self._mechanism is not None:
+            means = self._mechanism.privatize(sums, step=index)
+        else:
+            means = {name: total / self.plan.batch_size for name, total in sums.items()}
+        return whole_again(means, masks)
 
     def _evaluate(
         self, validation: Any, progress: Progress, private_metrics: dict[str, float] | None = None
@@ -436,7 +504,13 @@ class PrivateTrainer:
         return metrics
 
     def _measure(self, data: Any, prefix: str) -> dict[str, float]:
-        found = evaluate(self.model, data, self._measures, prepare=lambda batch: self._finish(self._move(batch)))
+        found = evaluate(
+            self.model,
+            data,
+            self._measures,
+            prepare=lambda batch: self._finish(self._move(batch)),
+            num_workers=self.num_workers,
+        )
         return {f"{prefix}_{name}": value for name, value in found.items()}
 
     def _checkpoint(self) -> None:
@@ -444,6 +518,7 @@ class PrivateTrainer:
             "updates": self._updates,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "procedure": self.procedure.state_dict(),
         }
         if self.average is not None:
             content["average"] = self.average.state_dict()
@@ -489,7 +564,7 @@ class PrivateTrainer:
             private=self._randomness.private,
             randomness=self._randomness.description,
             sensitivity=self._mechanism.sensitivity,
-            clipping=f"the gradient of each example, {scope}, in L2 norm",
+            clipping=f"{self.procedure.clipped}, {scope}, in L2 norm",
             public=self._public,
         )
 
@@ -526,6 +601,16 @@ class PrivateTrainer:
                         f"optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's; build it from "
                         "model.parameters()"
                     )
+
+
+def _in_words(phases: Sequence[Phase]) -> list[str]:
+    """The phases of a run that has several."""
+    if len(phases) == 1:
+        return []
+    steps: dict[str, int] = {}
+    for phase in phases:
+        steps[phase.name] = steps.get(phase.name, 0) + phase.steps
+    return ["steps of each phase (" + ", ".join(f"{name} {count}" for name, count in steps.items()) + ")"]
 
 
 def _shares_data(train: Any, validation: Any) -> bool:

@@ -1,0 +1,104 @@
+"""Examples that give themselves away, and the privatized gradients that the real trainer makes of them.
+
+The model is one linear layer W without bias. Canary (a, b) has the unit vector e_a as input and output b, times a constant, as
+loss: its gradient is that constant at the single entry W[b, a], whatever the weights are. So no two canaries share a
+direction, each is clipped to exactly the bound, and every step repeats the same experiment however far training got.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import one_hot
+
+from dp_microadam.optimizers.micro_adam import MicroAdam
+from dp_microadam.privacy.plan import PrivacyPlan
+from dp_microadam.training.trainer import PrivateTrainer
+
+# Far above the clipping norm, so that leaving out the clipping shows.
+GRADIENT_NORM = 10.0
+CLIPPING_NORM = 1.0
+
+Batch = tuple[Tensor, Tensor]
+
+
+def canary_width(directions: int) -> int:
+    """Inputs and outputs of the smallest square layer with at least so many entries."""
+    return math.isqrt(directions - 1) + 1
+
+
+def canary_batch(indices: Tensor, width: int) -> Batch:
+    """Inputs and weights of the outputs for canaries ``indices``; canary i is (i div width, i mod width)."""
+    return one_hot(indices // width, width).float(), GRADIENT_NORM * one_hot(indices % width, width).float()
+
+
+def canary_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """One loss per canary, linear in the weights."""
+    inputs, output_weights = batch
+    return (model(inputs) * output_weights).sum(1)
+
+
+def by_canary(gradient: Tensor) -> Tensor:
+    """The layer's gradient as a vector whose entry i is the direction of canary i; further entries are nobody's."""
+    return gradient.detach().t().reshape(-1)
+
+
+def watch_trainer(
+    plan: PrivacyPlan,
+    present: Tensor,
+    observe: Callable[[Tensor], None],
+    *,
+    directions: int | None = None,
+    physical_batch_size: int = 256,
+    seed: int | None = None,
+) -> None:
+    """Train on the canaries that are ``present``, and show ``observe`` what the optimizer is given in each step.
+
+    This is ``PrivateTrainer`` with MicroAdam, as users run it; sampler, clipping, noise, ledger and optimizer are real.
+    The only eye on it is a hook that torch offers on every optimizer, which sees gradients after noise. They are scaled so that
+    a canary that takes part contributes 1.
+
+    A canary that is not present leaves its place in the dataset empty: the place may be drawn, and there is nothing in it. So
+    the two datasets have the same public size and sample rate, and differ exactly by the removal of examples.
+
+    ``seed`` makes all randomness repeatable; without it the run draws from the operating system's entropy, as private ones do.
+    """
+    width = canary_width(directions or len(present))
+    model = nn.Linear(width, width, bias=False)
+    optimizer = MicroAdam(model.parameters())
+    unit = plan.batch_size / CLIPPING_NORM
+
+    def look(*_: object) -> None:
+        assert model.weight.grad is not None
+        observe(by_canary(model.weight.grad) * unit)
+
+    optimizer.register_step_pre_hook(look)
+    with tempfile.TemporaryDirectory(prefix="dp-microadam-audit-", dir=_memory()) as folder:
+        trainer = PrivateTrainer(
+            model,
+            optimizer,
+            # Decided by RDP, which composes any number of steps at once; an audit compares with a claim of its own.
+            replace(plan, accountant="rdp"),
+            canary_loss,
+            max_grad_norm=CLIPPING_NORM,
+            physical_batch_size=physical_batch_size,
+            prepare=lambda indices: canary_batch(indices[present[indices]], width),
+            evaluate_every=plan.steps,
+            checkpoint_every=plan.steps,
+            run_dir=Path(folder) / "run",
+            seed=seed,
+            show_progress=False,
+        )
+        if not trainer.fit(torch.arange(len(present))).finished:
+            raise KeyboardInterrupt
+
+
+def _memory() -> str | None:
+    """Where files stay in memory, if the system has such a place: thousands of ledger entries are synced to disk otherwise."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None

@@ -1,0 +1,58 @@
+"""What one audit found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Scores = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A lower bound on ε beside the claim, and the scores it rests on.
+
+    ``bound`` exceeds the true ε at ``delta`` with probability at most 1 − ``confidence``. ``largest`` is what a perfect
+    attack of this size would have shown: a claim above it cannot be refuted. Scores are larger where the attack sees the
+    example.
+    """
+
+    name: str
+    question: str
+    claim: float
+    delta: float
+    bound: float
+    confidence: float
+    largest: float
+    size: int
+    unit: str
+    scores_without: Scores
+    scores_with: Scores
+    thresholds: tuple[float, ...]
+
+    @property
+    def violated(self) -> bool:
+        """Whether the claim is refuted."""
+        return self.bound > self.claim
+
+    @property
+    def in_reach(self) -> bool:
+        """Whether a perfect attack would refute the claim; if not, passing says nothing."""
+        return self.claim < self.largest
+
+    def to_dict(self) -> dict[str, Any]:
+        """All but the scores, for JSON."""
+        return {
+            "name": self.name,
+            "question": self.question,
+            "claim": self.claim,
+            "delta": self.delta,
+            "bound": self.bound,
+            "confidence": self.confidence,
+            "largest": self.largest,
+            self.unit: self.size,
+            "violated": self.violated,
+        }

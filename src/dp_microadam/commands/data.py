@@ -1,0 +1,156 @@
+"""``dp-microadam data``: which data sets are known, which are here, and how to get them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dp_microadam.errors import DPMicroAdamError, InputError
+
+if TYPE_CHECKING:
+    from dp_microadam.data.catalogue import Download
+    from dp_microadam.data.download import Progress
+
+_REFRESH_SECONDS = 0.2
+_LINE_SECONDS = 5.0
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser("data", help="which data sets are known and here; fetch one; check one")
+    parser.set_defaults(run=lambda options: parser.print_help())
+    actions = parser.add_subparsers(title="actions", metavar="ACTION")
+
+    listing = actions.add_parser("list", help="what is known, where it was found, and whether it is what was published")
+    listing.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    listing.set_defaults(run=run_list)
+
+    get = actions.add_parser("get", help="download a data set from its publisher")
+    get.add_argument("name", metavar="NAME", help="name of a data set, as `data list` shows it")
+    get.add_argument("--folder", type=Path, metavar="DIR", help="where to put it (default: where recipes look for it)")
+    get.add_argument("--mirror", metavar="URL", help="folder on a server that holds the same files; digests are checked too")
+    get.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    get.set_defaults(run=run_get)
+
+    check = actions.add_parser("check", help="look through a data set: digests of files, or every image decoded")
+    check.add_argument("name", metavar="NAME", help="name of a data set, as `data list` shows it")
+    check.add_argument("--folder", metavar="DIR", help="where it is (default: where recipes look for it)")
+    check.add_argument("--workers", type=int, default=0, metavar="N", help="processes that decode images (default: 0)")
+    check.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    check.set_defaults(run=run_check)
+
+
+def run_list(options: argparse.Namespace) -> int:
+    from dp_microadam.data.catalogue import KNOWN_DATA
+    from dp_microadam.data.inspection import inspect
+
+    found = [inspect(name) for name in KNOWN_DATA]
+    if options.json:
+        print(json.dumps([asdict(one) for one in found], ensure_ascii=False))
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Data sets", title_justify="left")
+    for column in ("name", "what", "state", "where"):
+        table.add_column(column, overflow="fold")
+    for one in found:
+        table.add_row(one.name, one.summary, one.state, one.place or "")
+    console = Console(highlight=False)
+    console.print(table)
+    for one in found:
+        if one.problem and one.state != "yours":
+            console.print(f"{one.name}: {one.problem}", soft_wrap=True, markup=False)
+    return 0
+
+
+def run_get(options: argparse.Namespace) -> int:
+    from dp_microadam.data import places
+    from dp_microadam.data.catalogue import known
+    from dp_microadam.data.download import NotFetched, fetch
+
+    data = known(options.name)
+    if not data.downloads:
+        raise InputError(f"{options.name} cannot be downloaded: {data.by_hand}")
+    folder: Path = options.folder or places.own_folder(options.name)
+    fetched = []
+    for download in data.downloads:
+        urls = [f"{options.mirror.rstrip('/')}/{download.name}"] if options.mirror else None
+        try:
+            with _progress(download) as progress:
+                fetched.append(fetch(download, folder, progress, urls))
+        except NotFetched as error:
+            wanted = ", ".join(f"{one.name} (sha256 {one.sha256})" for one in data.downloads)
+            raise DPMicroAdamError(
+                f"{options.name} could not be fetched ({error}); if this machine has no network, put {wanted} into {folder}"
+            ) from None
+        except OSError as error:
+            raise DPMicroAdamError(f"{folder / download.name} cannot be written: {error.strerror or error}") from None
+    if options.json:
+        print(json.dumps({"name": options.name, "folder": str(folder), "fetched": sum(fetched), "verified": True}))
+    else:
+        what = "fetched and verified" if any(fetched) else "was there already, verified"
+        print(f"{options.name} {what}: {folder}")
+    return 0
+
+
+def run_check(options: argparse.Namespace) -> int:
+    from dp_microadam.data.catalogue import known
+    from dp_microadam.data.inspection import inspect, undecodable
+    from dp_microadam.validation import require_integer
+
+    require_integer("workers", options.workers, 0)
+    found = inspect(options.name, options.folder)
+    problems = [found.problem] if found.problem else []
+    if found.place and not problems and known(options.name).kind == "images":
+        with _counter("images") as count:
+            problems += undecodable(Path(found.place), options.workers, count)
+    if options.json:
+        print(json.dumps({"name": options.name, "place": found.place, "state": found.state, "problems": problems}))
+    elif problems:
+        print("\n".join(problems))
+    else:
+        print(f"{options.name} is {'in order' if found.state == 'unverified' else found.state}: {found.place}")
+    if found.state == "missing":
+        return 2
+    return 1 if problems else 0
+
+
+@contextmanager
+def _progress(download: Download) -> Iterator[Progress]:
+    """A bar on a terminal, a line now and then elsewhere; both on standard error."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    if not sys.stderr.isatty():
+        with _counter("bytes", download.name) as count:
+            yield lambda done, total: count(done, total or 0)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=Console(file=sys.stderr)) as bar:
+        task = bar.add_task(download.name, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def _counter(unit: str, name: str = "") -> Iterator[Any]:
+    """Tells every few seconds how many of how many are done."""
+    last = time.monotonic()
+    interval = _REFRESH_SECONDS if sys.stderr.isatty() else _LINE_SECONDS
+
+    def tell(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last < interval:
+            return
+        last = time.monotonic()
+        end = "\r" if sys.stderr.isatty() else "\n"
+        print(f"{name} {done:,} of {total:,} {unit}".strip(), end=end, file=sys.stderr, flush=True)
+
+    yield tell

@@ -1,0 +1,48 @@
+"""DP-BiTFiT: train biases and the new head, freeze the rest.
+
+Bu, Wang, Zha and Karypis, "Differentially Private Bias-Term Fine-tuning of Foundation Models" (2024).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from dp_microadam.errors import InputError
+from dp_microadam.methods.method import Method, make_optimizer
+from dp_microadam.methods.parts import biases_of, head_of
+from dp_microadam.training.procedure import Phase, Procedure, Steps
+
+MOMENTUM = 0.9
+
+
+def dp_bitfit(model: nn.Module, *, lr: float = 1e-3, head: str | None = None, behind: str = "sgd", **options: Any) -> Method:
+    """Biases and the head train with the optimizer ``behind`` it: ``"sgd"``, with momentum 0.9, ``"adam"``, ``"adamw"`` or
+    ``"microadam"``; ``options`` are that optimizer's.
+
+    ``head`` is the name of the head's module, by default the one that holds the model's last parameter. All other parameters
+    are frozen while the trainer runs: nothing of them is clipped, and no activation is kept for their gradients, since a bias'
+    gradient is its output gradient summed over positions.
+
+    Raises:
+        InputError: for a model without trainable biases outside its head.
+    """
+    own_head = head_of(model, head)
+    chosen = own_head | biases_of(model)
+    if chosen == own_head:
+        raise InputError("model has no trainable bias outside its head; dp-bitfit needs a model with biases")
+    params = [model.get_parameter(name) for name, _ in model.named_parameters() if name in chosen]
+    given = {"momentum": MOMENTUM, **options} if behind == "sgd" else options
+    optimizer = make_optimizer(behind, params, lr, given, choices=("sgd", "adam", "adamw", "microadam"))
+    return Method(optimizer, TrainOnly(chosen))
+
+
+class TrainOnly(Procedure):
+    """One phase in which only the parameters of these names train."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+
+    def phases(self, plan: Steps) -> tuple[Phase, ...]:
+        return (Phase("training", plan.steps, self._names),)

@@ -1,0 +1,138 @@
+"""Scale-then-privatize: gradients are brought to a common scale before they are clipped and noised, and back afterwards.
+
+Li et al., "Private Adaptive Optimization with Side Information" (AdaDPS, 2022) and "Differentially Private Adaptive
+Optimization with Delayed Preconditioners" (DP², 2023); §2.2 of "DP-MicroAdam" writes it with the previous step's v̂.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from dp_microadam.errors import InputError
+from dp_microadam.methods.method import Method, make_optimizer, trainable
+from dp_microadam.methods.scale_sources import (
+    DelayedEstimate,
+    PreviousEstimate,
+    PublicEstimate,
+    PublicExamples,
+    ScaleSource,
+)
+from dp_microadam.training.procedure import Phase, Procedure, Steps
+from dp_microadam.validation import require_in_closed_open, require_integer, require_one_of, require_positive
+
+SOURCES = ("previous", "delayed", "public")
+
+
+def scale_then_privatize(
+    model: nn.Module,
+    *,
+    lr: float = 1e-3,
+    source: str = "previous",
+    behind: str | None = None,
+    scale_eps: float = 1e-2,
+    interval: int = 100,
+    decay: float = 0.9,
+    norm_ratio: float = 1.0,
+    rate_ratio: float = 1.0,
+    public: PublicExamples | None = None,
+    **options: Any,
+) -> Method:
+    """g̃ = (Σᵢ clip(s⊙gᵢ, C) + noise)/B/s with s = 1/(√v + ε_s), and an optimizer's step on g̃.
+
+    Arguments:
+        source: of v. ``"previous"``: v̂ of the optimizer behind as of the step before, as in the paper. ``"delayed"``: DP²,
+            which alternates ``interval`` plain and ``interval`` scaled steps. ``"public"``: AdaDPS, from ``public`` examples.
+        behind: the optimizer. ``"adam"`` or ``"microadam"`` step on g̃, brought back to its own scale. ``"sgd"`` steps along
+            the scaled, privatized gradient itself, as the authors of DP² and AdaDPS do: bringing it back would undo the
+            preconditioning. By default ``"adam"`` with ``"previous"``, else ``"sgd"``.
+        scale_eps: ε_s; a scale is at most 1/ε_s.
+        interval: steps of each stretch, with ``"delayed"``.
+        decay: γ of v, with ``"delayed"`` and ``"public"``.
+        norm_ratio: clipping norm of scaled steps over that of plain ones, with ``"delayed"``.
+        rate_ratio: learning rate of scaled steps over that of plain ones, with ``"delayed"``.
+        public: what the scale is computed from, with ``"public"``.
+
+    Other options are those of the optimizer behind.
+
+    Raises:
+        InputError: for a value out of range, or options that do not go together.
+    """
+    require_one_of("source", source, SOURCES)
+    behind = ("adam" if source == "previous" else "sgd") if behind is None else behind
+    require_one_of("behind", behind, ("adam", "microadam", "sgd"))
+    if source == "previous" and behind == "sgd":
+        raise InputError(
+            "behind is 'sgd', which estimates no second moment for source 'previous'; it must be 'adam' or 'microadam'"
+        )
+    if (source == "public") != (public is not None):
+        raise InputError(
+            "source is 'public', but no public examples are given"
+            if public is None
+            else f"public examples are given, but source is {source!r}; it must be 'public'"
+        )
+    require_positive("scale_eps", scale_eps)
+    optimizer = make_optimizer(behind, trainable(model), lr, options)
+    found: ScaleSource
+    if source == "previous":
+        found = PreviousEstimate(model, optimizer, scale_eps)
+    elif source == "delayed":
+        found = DelayedEstimate(
+            scale_eps,
+            require_integer("interval", interval, 1),
+            require_in_closed_open("decay", decay, 0.0, 1.0),
+            require_positive("norm_ratio", norm_ratio),
+            require_positive("rate_ratio", rate_ratio),
+        )
+    else:
+        assert public is not None
+        found = PublicEstimate(model, public, scale_eps, require_in_closed_open("decay", decay, 0.0, 1.0))
+    return Method(optimizer, ScaleThenPrivatize(found, unscale=behind != "sgd", norm_ratio=norm_ratio))
+
+
+class ScaleThenPrivatize(Procedure):
+    """Scales by what a source says, and unscales the privatized means.
+
+    Formal guarantees: s is a function of earlier privatized steps and of public examples, never of the step's own examples, so
+    it may be treated as fixed. What is summed is clip(s⊙gᵢ, C): one example changes it by at most C, in the scaled space,
+    where the noise is added. Dividing by s afterwards is post-processing.
+    """
+
+    clipped = "the gradient of each example, scaled by numbers that earlier noisy steps or public examples gave"
+
+    def __init__(self, source: ScaleSource, *, unscale: bool, norm_ratio: float = 1.0) -> None:
+        self._source = source
+        self._unscale = unscale
+        self._norm_ratio = norm_ratio
+        self._scale: dict[str, Tensor] = {}
+        self.public = source.public
+
+    def phases(self, plan: Steps) -> tuple[Phase, ...]:
+        return self._source.phases(plan)
+
+    def refuse_data(self, train: Any) -> None:
+        self._source.refuse_data(train)
+
+    def begin(self, phase: Phase) -> None:
+        self._source.begin(phase)
+
+    def scale(self) -> Mapping[str, Tensor]:
+        self._scale = self._source.scale()
+        return self._scale
+
+    def receive(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
+        scale, self._scale = self._scale, {}
+        own = {name: mean / scale[name] if name in scale else mean for name, mean in means.items()}
+        self._source.observe(own)
+        if self._unscale:
+            return own
+        # The norm's ratio is part of the scale, so that the sensitivity stays C; it is no part of the preconditioner.
+        return {name: mean * self._norm_ratio if name in scale else mean for name, mean in means.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._source.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._source.load_state_dict(state)

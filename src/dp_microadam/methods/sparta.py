@@ -1,0 +1,167 @@
+"""SPARTA: find the rows of weights that matter by noisy scores, then train only those.
+
+Makni et al., "SPARTA: An Optimization Framework for Differentially Private Sparse Fine-Tuning" (2025).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dp_microadam.errors import InputError
+from dp_microadam.methods.method import Method, make_optimizer
+from dp_microadam.methods.parts import head_of, vectors_of, weights_of
+from dp_microadam.training.procedure import GRADIENTS, ROW_NORMS, Phase, Procedure, Steps
+from dp_microadam.validation import require_in_closed_open, require_in_open_closed, require_one_of, require_positive
+
+FIRST, SCORING, ROWS = "head, biases, norms", "scoring", "selected rows"
+MOMENTUM = 0.9
+
+
+def sparta(
+    model: nn.Module,
+    *,
+    lr: float = 1e-3,
+    keep: float = 0.2,
+    scores: str = "sum",
+    first_phase: float = 0.2,
+    scoring_epochs: float = 1.0,
+    rows_only: bool = False,
+    head: str | None = None,
+    behind: str = "sgd",
+    **options: Any,
+) -> Method:
+    """Three phases under one plan: head, biases and norms train; rows are scored at learning rate 0; the top rows train.
+
+    Arguments:
+        keep: the part of each weight's rows that is selected, at least one row of each.
+        scores: ``"sum"`` or ``"norms"``, see :class:`Sparta`.
+        first_phase: the part of all steps that the first phase takes; 10 of 50 epochs in the paper.
+        scoring_epochs: how long scores are collected; an epoch is ``dataset_size / batch_size`` steps.
+        rows_only: nothing but the selected rows trains in the third phase; by default head, biases and normalization go on.
+        head: name of the head's module; by default the one that holds the model's last parameter.
+        behind: ``"sgd"``, with momentum 0.9, ``"adam"``, ``"adamw"`` or ``"microadam"``; ``options`` are that optimizer's.
+
+    Raises:
+        InputError: for a value out of range, or a model without weights outside its head.
+    """
+    procedure = Sparta(
+        model,
+        keep=keep,
+        scores=scores,
+        first_phase=first_phase,
+        scoring_epochs=scoring_epochs,
+        rows_only=rows_only,
+        head=head,
+    )
+    chosen = procedure.first | procedure.scored
+    params = [parameter for name, parameter in model.named_parameters() if name in chosen]
+    given = {"momentum": MOMENTUM, **options} if behind == "sgd" else options
+    return Method(make_optimizer(behind, params, lr, given, choices=("sgd", "adam", "adamw", "microadam")), procedure)
+
+
+class Sparta(Procedure):
+    """Phases, scores and selection of SPARTA; arguments as in :func:`sparta`.
+
+    Formal guarantees: rows are chosen from noisy quantities alone, so choosing costs nothing beyond the scoring steps, which
+    are sampled, clipped, noised and accounted like all others:
+
+    - ``scores="sum"``: a scoring step publishes g̃ = (Σᵢ clip(gᵢ, C) + noise)/B over the scored weights, of sensitivity C. The
+      score of a row is the norm of that row of Σₜ g̃ₜ: post-processing.
+    - ``scores="norms"``: a scoring step publishes, for every row r of all scored weights, Σᵢ ‖row r of clip(gᵢ, C)‖ with
+      noise. One example changes these numbers by the norms of its clipped gradient's rows, a vector of norm
+      ‖clip(gᵢ, C)‖ ≤ C; so their sensitivity is C too and the same noise protects them
+      (:class:`~dp_microadam.clipping.row_norms.ClippedRowNorms`). The score is their sum over steps. Gradients that cancel
+      between examples count here, and not with ``"sum"``.
+
+    The third phase clips and sums over the selected rows alone, and adds noise to them alone; that it leaves others out
+    follows from the published scores.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        keep: float = 0.2,
+        scores: str = "sum",
+        first_phase: float = 0.2,
+        scoring_epochs: float = 1.0,
+        rows_only: bool = False,
+        head: str | None = None,
+    ) -> None:
+        self._keep = require_in_open_closed("keep", keep, 0.0, 1.0)
+        self._query = {"sum": GRADIENTS, "norms": ROW_NORMS}[require_one_of("scores", scores, ("sum", "norms"))]
+        self._first_phase = require_in_closed_open("first_phase", first_phase, 0.0, 1.0)
+        self._scoring_epochs = require_positive("scoring_epochs", scoring_epochs)
+        self._rows_only = rows_only
+        own_head = head_of(model, head)
+        self.first = own_head | vectors_of(model)
+        """Names of what the first phase trains."""
+        self.scored = weights_of(model) - own_head
+        """Names of the weights whose rows are chosen from."""
+        if not self.scored:
+            raise InputError("model has no trainable weight outside its head; sparta has no rows to choose from")
+        self._totals: dict[str, Tensor] = {}
+        self._masks: dict[str, Tensor] = {}
+        self._phase = FIRST
+
+    def phases(self, plan: Steps) -> tuple[Phase, ...]:
+        first = round(self._first_phase * plan.steps)
+        scoring = max(1, round(self._scoring_epochs * plan.dataset_size / plan.batch_size))
+        rest = plan.steps - first - scoring
+        if rest < 1:
+            raise InputError(
+                f"steps is {plan.steps}; sparta's first phase takes {first} and scoring {scoring}, so it must be larger, or "
+                "first_phase or scoring_epochs smaller"
+            )
+        last = self.scored if self._rows_only else self.scored | self.first
+        phases = (
+            Phase(FIRST, first, self.first),
+            Phase(SCORING, scoring, self.scored, rate=0.0, query=self._query),
+            Phase(ROWS, rest, last),
+        )
+        return phases if first else phases[1:]
+
+    def begin(self, phase: Phase) -> None:
+        self._phase = phase.name
+        if phase.name == ROWS:
+            self._totals = {name: row_scores(total) for name, total in self._totals.items()}
+            self._masks = {name: top_rows(scores, self._keep) for name, scores in self._totals.items()}
+
+    def receive(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self._phase == SCORING:
+            for name, mean in means.items():
+                self._totals[name] = self._totals[name] + mean if name in self._totals else mean.clone()
+        return means
+
+    def row_masks(self) -> Mapping[str, Tensor]:
+        return self._masks if self._phase == ROWS else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"totals": dict(self._totals)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._totals = {name: total.clone() for name, total in state["totals"].items()}
+
+
+def row_scores(total: Tensor) -> Tensor:
+    """The norm of each row; what has one number per row already is a score."""
+    return total if total.dim() == 1 else torch.linalg.vector_norm(total.flatten(1), dim=1)
+
+
+def top_rows(scores: Tensor, keep: float) -> Tensor:
+    """A mask of the ⌈keep·rows⌉ rows with the largest scores; of equal ones the first.
+
+    >>> top_rows(torch.tensor([1.0, 3.0, 3.0, 2.0]), 0.25)
+    tensor([False,  True, False, False])
+    """
+    # The subtraction keeps 0.07 · 100 = 7.000000000000001 from becoming 8.
+    count = max(1, math.ceil(keep * len(scores) - 1e-9))
+    order = torch.argsort(scores, descending=True, stable=True)
+    mask = torch.zeros_like(scores, dtype=torch.bool)
+    mask[order[:count]] = True
+    return mask

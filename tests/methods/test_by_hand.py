@@ -1,0 +1,327 @@
+"""Each method against its formula, written out in numpy and float64 on a problem small enough to do by hand.
+
+Nothing here uses the methods' own code: gradients, clipping, moments, scales, scores and updates are computed anew, with the
+sample and the noise that the run's seed gives. Without privacy the same formulas hold without clip and noise.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from dp_microadam.methods import (
+    PublicExamples,
+    dp_adam,
+    dp_adambc,
+    dp_adamw,
+    dp_bitfit,
+    dp_microadam,
+    dp_sgd,
+    scale_then_privatize,
+    sparta,
+)
+from dp_microadam.methods.registry import build
+
+LR, BETA_1, BETA_2 = 0.05, 0.9, 0.999
+SIGMA_C_OVER_B = 0.8 * 0.6 / 4
+
+with_and_without_privacy = pytest.mark.parametrize("private", [True, False], ids=["private", "non-private"])
+
+
+@pytest.fixture
+def check(hand, tmp_path):
+    """Run ``make`` through the trainer and compare its weights with what ``by_hand(problem)`` leaves in ``problem.weights``."""
+
+    def compare(make, by_hand, *, steps, private, tolerance=1e-12):
+        run = hand.train(make, tmp_path / "run", steps=steps, private=private)
+        run.trainer.fit(run.data)
+        problem = hand.ByHand(private, steps)
+        start = {name: value.copy() for name, value in problem.weights.items()}
+        by_hand(problem)
+        for name, value in run.model.state_dict().items():
+            np.testing.assert_allclose(value.numpy(), problem.weights[name], rtol=0, atol=tolerance)
+        assert any(np.abs(problem.weights[name] - start[name]).max() > 0.01 for name in start)
+
+    return compare
+
+
+class Moments:
+    """Adam's, bias-corrected."""
+
+    def __init__(self):
+        self.first, self.second, self.steps = 0.0, 0.0, 0
+
+    def take(self, gradient):
+        self.steps += 1
+        self.first = BETA_1 * self.first + (1 - BETA_1) * gradient
+        self.second = BETA_2 * self.second + (1 - BETA_2) * gradient**2
+        return self.first / (1 - BETA_1**self.steps), self.hat
+
+    @property
+    def hat(self):
+        return self.second / (1 - BETA_2**self.steps)
+
+
+@with_and_without_privacy
+def test_dp_sgd_with_momentum(check, private):
+    def by_hand(problem):
+        velocity = dict.fromkeys(problem.weights, 0.0)
+        for step in range(4):
+            for name, gradient in problem.mean(step).items():
+                velocity[name] = 0.9 * velocity[name] + gradient
+                problem.weights[name] -= LR * velocity[name]
+
+    check(lambda model: dp_sgd(model, lr=LR, momentum=0.9), by_hand, steps=4, private=private)
+
+
+@with_and_without_privacy
+@pytest.mark.parametrize("make", [dp_adam, dp_adamw])
+def test_dp_adam_and_dp_adamw(check, private, make):
+    decay = 0.1 if make is dp_adamw else 0.0
+
+    def by_hand(problem):
+        moments = {name: Moments() for name in problem.weights}
+        for step in range(4):
+            for name, gradient in problem.mean(step).items():
+                first, second = moments[name].take(gradient)
+                problem.weights[name] *= 1 - LR * decay
+                problem.weights[name] -= LR * first / (np.sqrt(second) + 1e-8)
+
+    check(lambda model: make(model, lr=LR, weight_decay=decay), by_hand, steps=4, private=private)
+
+
+@with_and_without_privacy
+def test_dp_adambc_subtracts_the_noise_of_the_plan(check, private):
+    floor = 2e-3 if private else 1.0
+    noise_variance = SIGMA_C_OVER_B**2 if private else 0.0
+    floored = []
+
+    def by_hand(problem):
+        moments = {name: Moments() for name in problem.weights}
+        for step in range(5):
+            for name, gradient in problem.mean(step).items():
+                first, second = moments[name].take(gradient)
+                floored.extend((second - noise_variance < floor).ravel())
+                problem.weights[name] -= LR * first / np.sqrt(np.maximum(second - noise_variance, floor))
+
+    check(lambda model: dp_adambc(model, lr=LR, floor=floor), by_hand, steps=5, private=private)
+    assert any(floored)
+    assert not all(floored)
+
+
+@with_and_without_privacy
+def test_dp_microadam(check, private):
+    # Density 0.5 and a window of two, dense error: of each tensor's numbers the larger half is kept each step.
+    def by_hand(problem):
+        error = {name: np.zeros(value.size) for name, value in problem.weights.items()}
+        window = {name: [] for name in problem.weights}
+        for step in range(4):
+            for name, gradient in problem.mean(step).items():
+                accumulated = gradient.ravel() + error[name]
+                kept = np.argsort(-np.abs(accumulated))[: -(-accumulated.size // 2)]
+                row = np.zeros_like(accumulated)
+                row[kept] = accumulated[kept]
+                error[name] = accumulated - row
+                window[name] = [row, *window[name]][:2]
+                first = (
+                    sum(BETA_1**age * row for age, row in enumerate(window[name])) * (1 - BETA_1) / (1 - BETA_1 ** (step + 1))
+                )
+                second = (
+                    sum(BETA_2**age * row**2 for age, row in enumerate(window[name]))
+                    * (1 - BETA_2)
+                    / (1 - BETA_2 ** (step + 1))
+                )
+                problem.weights[name] -= (LR * first / (np.sqrt(second) + 1e-8)).reshape(gradient.shape)
+
+    options = {"density": 0.5, "window": 2, "quantize": False, "window_dtype": torch.float32}
+    check(lambda model: dp_microadam(model, lr=LR, **options), by_hand, steps=4, private=private, tolerance=2e-6)
+
+
+@with_and_without_privacy
+def test_scale_then_privatize_with_adam(check, private):
+    eps = 0.01
+
+    def by_hand(problem):
+        moments = {name: Moments() for name in problem.weights}
+        for step in range(5):
+            scale = {
+                name: 1 / (np.sqrt(moments[name].hat) + eps) if step else np.ones_like(value)
+                for name, value in problem.weights.items()
+            }
+            for name, scaled in problem.mean(step, scale).items():
+                first, second = moments[name].take(scaled / scale[name])
+                problem.weights[name] -= LR * first / (np.sqrt(second) + 1e-8)
+
+    check(lambda model: scale_then_privatize(model, lr=LR, scale_eps=eps), by_hand, steps=5, private=private)
+
+
+@with_and_without_privacy
+def test_scale_then_privatize_with_microadam(check, private):
+    # MicroAdam at full density, without error and with a long window: its moments are sums over all rows so far.
+    eps = 0.05
+
+    def by_hand(problem):
+        moments = {name: Moments() for name in problem.weights}
+        for step in range(3):
+            scale = {
+                name: 1 / (np.sqrt(moments[name].hat) + eps) if step else np.ones_like(value)
+                for name, value in problem.weights.items()
+            }
+            for name, scaled in problem.mean(step, scale).items():
+                first, second = moments[name].take(scaled / scale[name])
+                problem.weights[name] -= LR * first / (np.sqrt(second) + 1e-8)
+
+    options = {"behind": "microadam", "density": 1.0, "window": 10, "window_dtype": torch.float32}
+    check(
+        lambda model: scale_then_privatize(model, lr=LR, scale_eps=eps, **options),
+        by_hand,
+        steps=3,
+        private=private,
+        tolerance=3e-6,
+    )
+
+
+@with_and_without_privacy
+@pytest.mark.parametrize("behind", ["sgd", "adam"])
+def test_scale_then_privatize_delayed_is_dp_squared(check, private, behind):
+    # Stretches of two steps. Scaled ones clip to 0.5·C and step with 0.1·lr; the second plain stretch updates v once more.
+    eps, gamma, norm_ratio, rate_ratio = 0.1, 0.8, 0.5, 0.1
+
+    def by_hand(problem):
+        variance = dict.fromkeys(problem.weights, 0.0)
+        total = dict.fromkeys(problem.weights, 0.0)
+        moments = {name: Moments() for name in problem.weights}
+        for step in range(7):
+            plain = step % 4 < 2
+            # clip(x, rC) = r·clip(x/r, C), and noise of deviation σrC is r times noise of deviation σC.
+            ratio = 1.0 if plain else norm_ratio
+            scale = {
+                name: np.ones_like(value) if plain else 1 / (np.sqrt(variance[name]) + eps)
+                for name, value in problem.weights.items()
+            }
+            answers = problem.mean(step, {name: factor / ratio for name, factor in scale.items()})
+            for name, answer in answers.items():
+                scaled = ratio * answer
+                direction = scaled if behind == "sgd" else scaled / scale[name]
+                if behind == "adam":
+                    first, second = moments[name].take(direction)
+                    direction = first / (np.sqrt(second) + 1e-8)
+                problem.weights[name] -= LR * (1.0 if plain else rate_ratio) * direction
+                if plain:
+                    total[name] = total[name] + answer
+                    if step % 4 == 1:
+                        variance[name] = gamma * variance[name] + (1 - gamma) * (total[name] / 2) ** 2
+                        total[name] = 0.0
+
+    options = {"scale_eps": eps, "interval": 2, "decay": gamma, "norm_ratio": norm_ratio, "rate_ratio": rate_ratio}
+    check(
+        lambda model: scale_then_privatize(model, lr=LR, source="delayed", behind=behind, **options),
+        by_hand,
+        steps=7,
+        private=private,
+    )
+
+
+@with_and_without_privacy
+@pytest.mark.parametrize("behind", ["sgd", "adam"])
+def test_scale_then_privatize_public_is_adadps(check, hand, private, behind):
+    # Five public examples in batches of two: two, two, one, and again.
+    eps, gamma = 0.2, 0.7
+    public = hand.examples(5, seed=9)
+
+    def by_hand(problem):
+        variance = dict.fromkeys(problem.weights, 0.0)
+        moments = {name: Moments() for name in problem.weights}
+        for step in range(4):
+            batch = [range(2), range(2, 4), range(4, 5)][step % 3]
+            found = [problem.gradient(public[0][i].numpy(), float(public[1][i])) for i in batch]
+            for name in variance:
+                gradient = sum(one[name] for one in found) / len(found)
+                variance[name] = gamma * variance[name] + (1 - gamma) * gradient**2
+            scale = {name: 1 / (np.sqrt(value) + eps) for name, value in variance.items()}
+            for name, scaled in problem.mean(step, scale).items():
+                direction = scaled
+                if behind == "adam":
+                    first, second = moments[name].take(scaled / scale[name])
+                    direction = first / (np.sqrt(second) + 1e-8)
+                problem.weights[name] -= LR * direction
+
+    given = PublicExamples(public, hand.half_squared_error, batch_size=2)
+    check(
+        lambda model: scale_then_privatize(
+            model, lr=LR, source="public", public=given, behind=behind, scale_eps=eps, decay=gamma
+        ),
+        by_hand,
+        steps=4,
+        private=private,
+    )
+
+
+@with_and_without_privacy
+def test_dp_bitfit(check, private):
+    def by_hand(problem):
+        chosen = {name: np.ones_like(problem.weights[name]) for name in ("0.bias", "1.weight", "1.bias")}
+        velocity = dict.fromkeys(chosen, 0.0)
+        for step in range(4):
+            for name, gradient in problem.mean(step, chosen).items():
+                velocity[name] = 0.9 * velocity[name] + gradient
+                problem.weights[name] -= LR * velocity[name]
+
+    check(lambda model: dp_bitfit(model, lr=LR), by_hand, steps=4, private=private)
+
+
+@with_and_without_privacy
+@pytest.mark.parametrize("rows_only", [False, True], ids=["all go on", "rows only"])
+@pytest.mark.parametrize("scores", ["sum", "norms"])
+def test_sparta(check, private, scores, rows_only):
+    # Ten steps: two for head and biases, two of scoring (an epoch of 8/4 steps), six for one row of three.
+    first = ("0.bias", "1.weight", "1.bias")
+
+    def by_hand(problem):
+        velocity = dict.fromkeys(problem.weights, 0.0)
+
+        def update(gradients):
+            for name, gradient in gradients.items():
+                velocity[name] = 0.9 * velocity[name] + gradient
+                problem.weights[name] -= LR * velocity[name]
+
+        ones = {name: np.ones_like(value) for name, value in problem.weights.items()}
+        for step in (0, 1):
+            update(problem.mean(step, {name: ones[name] for name in first}))
+        scored = {"0.weight": ones["0.weight"]}
+        if scores == "sum":
+            total = sum(problem.mean(step, scored)["0.weight"] for step in (2, 3))
+            found = np.sqrt((total**2).sum(1))
+        else:
+            rows = [problem.mean(step, scored, of=lambda part: np.sqrt((part**2).sum(1)))["0.weight"] for step in (2, 3)]
+            found = sum(rows)
+        best = int(np.argmax(found))
+        mask = np.zeros((3, 1))
+        mask[best] = 1.0
+        for step in range(4, 10):
+            factors = {"0.weight": ones["0.weight"] * mask}
+            if not rows_only:
+                factors.update({name: ones[name] for name in first})
+            # The noise that the seed gives is drawn for the selected row alone.
+            noise, problem.draw = problem.draw, lambda name, step, shape: np.zeros(shape)
+            gradients = problem.mean(step, factors)
+            problem.draw = noise
+            for name in gradients:
+                if name == "0.weight":
+                    gradients[name][best] += noise(name, step, (1, 2))[0] / 4
+                else:
+                    gradients[name] = gradients[name] + noise(name, step, gradients[name].shape) / 4
+            update(gradients)
+
+    options = {"keep": 0.3, "scores": scores, "rows_only": rows_only, "first_phase": 0.2}
+    check(lambda model: sparta(model, lr=LR, **options), by_hand, steps=10, private=private)
+
+
+@with_and_without_privacy
+def test_microadam_at_full_density_with_a_long_exact_window_is_adam(hand, tmp_path, private):
+    options = {"density": 1.0, "window": 20, "window_dtype": "float32"}
+    ours = hand.train(lambda model: build("dp-microadam", model, LR, options), tmp_path / "ours", steps=12, private=private)
+    adam = hand.train(lambda model: dp_adam(model, lr=LR), tmp_path / "adam", steps=12, private=private)
+    for run in (ours, adam):
+        run.trainer.fit(run.data)
+    for name, value in adam.model.state_dict().items():
+        torch.testing.assert_close(ours.model.state_dict()[name], value, rtol=0, atol=1e-6)

@@ -1,0 +1,151 @@
+"""One contract for all methods: they resume exactly, repeat with a seed, leave the model's flags alone, and train."""
+
+import os
+
+import pytest
+import torch
+
+from dp_microadam import InputError
+from dp_microadam.methods import PublicExamples
+from dp_microadam.methods.registry import METHODS, build
+from dp_microadam.recipes.assemble import assemble
+from dp_microadam.recipes.recipe import Recipe
+
+STP = "scale-then-privatize"
+VARIANTS = {
+    # name: method, options on the tiny problem, and for training: more options and a learning rate for 200 steps
+    "dp-microadam": ("dp-microadam", {}, {}, 3e-3),
+    "dense error": ("dp-microadam", {"quantize": False}, {}, 3e-3),
+    "no error feedback": ("dp-microadam", {"error_feedback": False}, {}, 3e-3),
+    "tensor scope": ("dp-microadam", {"scope": "tensor"}, {}, 3e-3),
+    "window's bias": ("dp-microadam", {"bias_correction": "window"}, {}, 3e-3),
+    "stochastic": ("dp-microadam", {"rounding": "stochastic"}, {}, 3e-3),
+    "density 0.1 %": ("dp-microadam", {"density": 0.001}, {}, 1e-2),
+    "density 100 %": ("dp-microadam", {"density": 1.0, "window_dtype": "float32"}, {}, 1e-3),
+    "dp-sgd": ("dp-sgd", {}, {}, 2.0),
+    "momentum": ("dp-sgd", {"momentum": 0.9}, {}, 0.2),
+    "dp-adam": ("dp-adam", {}, {}, 1e-3),
+    "dp-adamw": ("dp-adamw", {}, {}, 1e-3),
+    "dp-adambc": ("dp-adambc", {}, {}, 1e-3),
+    "scaled, Adam": (STP, {}, {}, 1e-3),
+    "scaled, MicroAdam": (STP, {"behind": "microadam"}, {}, 3e-3),
+    "delayed": (STP, {"source": "delayed", "interval": 2}, {"interval": 20, "rate_ratio": 0.025}, 2.0),
+    "delayed, Adam": (STP, {"source": "delayed", "interval": 2, "behind": "adam"}, {"interval": 20}, 1e-3),
+    "public": (STP, {"source": "public", "public": None}, {"public": 100}, 1.0),
+    "dp-bitfit": ("dp-bitfit", {}, {}, 0.5),
+    "dp-bitfit, Adam": ("dp-bitfit", {"behind": "adam"}, {}, 1e-2),
+    "sparta, sum": ("sparta", {"keep": 0.3}, {"scoring_epochs": 0.5}, 0.5),
+    "sparta, norms": ("sparta", {"keep": 0.3, "scores": "norms"}, {"scoring_epochs": 0.5}, 0.5),
+    "sparta, rows only": ("sparta", {"keep": 0.3, "rows_only": True}, {"scoring_epochs": 0.5}, 0.5),
+}
+ON_DIGITS = [
+    *("dp-microadam", "density 0.1 %", "density 100 %", "dp-sgd", "momentum", "dp-adam", "dp-adambc", "scaled, Adam"),
+    *("scaled, MicroAdam", "delayed", "public", "dp-bitfit", "sparta, sum", "sparta, norms"),
+]
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def wired(variant, hand):
+    method, options, _, _ = VARIANTS[variant]
+    if "public" in options:
+        options = {**options, "public": PublicExamples(hand.examples(5, seed=9), hand.half_squared_error, batch_size=2)}
+    return lambda model: build(method, model, 0.05, options)
+
+
+def test_every_method_is_here():
+    assert {method for method, *_ in VARIANTS.values()} == set(METHODS)
+
+
+def test_every_method_is_a_function_of_the_package():
+    import dp_microadam
+
+    for name, function in METHODS.items():
+        assert getattr(dp_microadam.methods, name.replace("-", "_")) is function
+
+
+@every_variant
+@pytest.mark.parametrize("private", [True, False], ids=["private", "non-private"])
+def test_it_resumes_to_the_bit_at_every_phase_boundary(hand, tmp_path, variant, private):
+    # Ten steps: boundaries are at 2 and 4 for sparta, at every second step for DP².
+    torch.manual_seed(0)
+    whole = hand.train(wired(variant, hand), tmp_path / "whole", steps=10, private=private)
+    whole.trainer.fit(whole.data)
+    for stop in (2, 3, 4, None):
+        torch.manual_seed(0)
+        part = hand.train(wired(variant, hand), tmp_path / "parts", steps=10, private=private, max_steps=stop)
+        (part.trainer if stop == 2 else part.trainer.resume()).fit(part.data)
+    assert part.trainer.finished
+    start = dict(hand.train(wired(variant, hand), tmp_path / "other", steps=10, private=private).model.state_dict())
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, part.model.state_dict()[name])
+    assert any(not torch.equal(value, start[name]) for name, value in whole.model.state_dict().items())
+
+
+@every_variant
+def test_what_is_trainable_is_so_again_afterwards(hand, tmp_path, variant):
+    def with_a_frozen_bias(model):
+        model[0].bias.requires_grad_(False)
+        return wired("dp-adam" if variant.startswith("dp-bitfit") else variant, hand)(model)
+
+    run = hand.train(with_a_frozen_bias, tmp_path / "run", steps=10)
+    frozen = run.model[0].bias.detach().clone()
+    run.trainer.fit(run.data)
+    assert [parameter.requires_grad for parameter in run.model.parameters()] == [True, False, True, True]
+    assert torch.equal(run.model[0].bias, frozen)
+
+
+def trained(variant, data, folder, run_dir, *, model, batch_size, **more):
+    method, options, for_training, rate = VARIANTS[variant]
+    recipe = Recipe(
+        name="short",
+        data=data,
+        data_folder=folder,
+        model=model,
+        model_options={"hidden": 16} if model == "mlp" else {},
+        epsilon=8.0,
+        steps=200,
+        batch_size=batch_size,
+        learning_rate=rate,
+        evaluate_every=1000,
+        checkpoint_every=1000,
+        **{"method": method, "optimizer": {**options, **for_training}, **more},
+    )
+    experiment = assemble(recipe, run_dir, show_progress=False)
+    assert experiment.fit().finished
+    return experiment.test_accuracy()[0]
+
+
+@pytest.mark.parametrize("variant", ON_DIGITS)
+def test_it_trains_digits_in_200_steps_to_far_better_than_chance(tmp_path, variant):
+    # Ten classes: chance is 10 %. A fixed seed, so that it cannot fail by chance.
+    accuracy = trained(variant, "digits", "", tmp_path / "run", model="mlp", batch_size=128, seed=1)
+    assert accuracy > 0.35
+
+
+@pytest.mark.parametrize("variant", ["dp-sgd", "dp-adambc", "scaled, Adam", "delayed", "dp-bitfit", "sparta, norms"])
+def test_without_privacy_it_trains_too(tmp_path, variant):
+    method, *_ = VARIANTS[variant]
+    base = {"method": "non-private", "base": method, "seed": 1}
+    accuracy = trained(variant, "digits", "", tmp_path / "run", model="mlp", batch_size=64, **base)
+    assert accuracy > 0.35
+
+
+@pytest.mark.slow
+@every_variant
+def test_it_trains_fashion_mnist_in_200_steps_to_far_better_than_chance(tmp_path, variant):
+    try:
+        accuracy = trained(
+            variant,
+            "fashion-mnist",
+            os.environ.get("FASHION_MNIST", ""),
+            tmp_path / "run",
+            model="tanh-cnn",
+            batch_size=512,
+            physical_batch_size=512,
+        )
+    except InputError as error:
+        if "was not found" not in str(error):
+            raise
+        pytest.skip(f"{error}; or name its folder in FASHION_MNIST")
+    print(f"{variant}: {accuracy:.3f}")
+    assert accuracy > 0.4

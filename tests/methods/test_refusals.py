@@ -1,0 +1,175 @@
+"""Settings a method cannot use are refused in one sentence, before any example is used or anything is written."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Subset, TensorDataset
+
+from dp_microadam import InputError, PrivacyPlan, PrivateTrainer
+from dp_microadam.cli import main
+from dp_microadam.methods import PublicExamples, dp_bitfit, dp_sgd, scale_then_privatize, sparta
+from dp_microadam.methods.registry import build
+
+NETWORK = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+PUBLIC = PublicExamples(torch.zeros(1, 2), lambda model, batch: model(batch).sum(1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["method=sparta", "optimizer.keep=0"], "keep is 0; it must lie in (0, 1]"),
+        (["method=sparta", "optimizer.keep=1.5"], "keep is 1.5; it must lie in (0, 1]"),
+        (["method=sparta", "optimizer.keep=much"], "sparta does not take keep = 'much'"),
+        (["method=sparta", "optimizer.scores=mean"], "scores is 'mean'; it must be one of 'sum', 'norms'"),
+        (["method=sparta", "optimizer.first_phase=1.0"], "first_phase is 1.0"),
+        (["method=sparta", "optimizer.scoring_epochs=0"], "scoring_epochs is 0"),
+        (["method=sparta", "optimizer.scoring_epochs=100"], "steps is 12; sparta's first phase takes 2 and scoring"),
+        (["method=sparta", "optimizer.head=nothing"], "head is 'nothing'; it must name a module"),
+        (["method=sparta", "optimizer.betas=[0.9,0.99]"], "sgd does not take"),
+        (["method=dp-bitfit", "optimizer.behind=lion"], "behind is 'lion'"),
+        (["method=dp-adam", "optimizer.momentum=0.9"], "optimizer.momentum = 0.9 is unknown"),
+        (["method=dp-adam", "optimizer.betas=[2.0,0.9]"], "adam does not take betas"),
+        (["method=dp-adambc", "optimizer.floor=0"], "floor is 0; it must be a finite number above 0"),
+        (["method=dp-adambc", "optimizer.noise_variance=1"], "optimizer.noise_variance = 1 is unknown"),
+        (["method=scale-then-privatize", "optimizer.source=psychic"], "source is 'psychic'"),
+        (["method=scale-then-privatize", "optimizer.behind=sgd"], "behind is 'sgd', which estimates no second moment"),
+        (["method=scale-then-privatize", "optimizer.scale_eps=0"], "scale_eps is 0"),
+        (["method=scale-then-privatize", "optimizer.source=delayed", "optimizer.interval=0"], "interval is 0"),
+        (["method=scale-then-privatize", "optimizer.source=public"], "source is 'public', but no public examples are given"),
+        (["method=scale-then-privatize", "optimizer.public=3"], "public examples are given, but source is 'previous'"),
+        (["method=scale-then-privatize", "optimizer.source=public", "optimizer.public=0"], "optimizer.public is 0"),
+        (["method=scale-then-privatize", "optimizer.source=public", "optimizer.public=9999"], "only 400 examples are held out"),
+        (["method=dp-microadam", "optimizer.density=2"], "density is 2"),
+        (["method=dp-microadam", "optimizer.window_dtype=int8"], "window_dtype is torch.int8"),
+        (["method=dp-sgd", "base=dp-adam"], "base is 'dp-adam', but method is 'dp-sgd'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_settings_get_one_sentence_exit_code_2_and_nothing_written(settings, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    overrides = [part for setting in ("model=mlp", "steps=12", "batch_size=64", *settings) for part in ("--set", setting)]
+    assert main(["train", "demo", *overrides]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.strip().splitlines()) == 1
+    assert message in captured.err
+    assert not any(tmp_path.iterdir())
+
+
+def test_bad_options_are_refused_before_data_is_read(tmp_path, capsys, monkeypatch):
+    """There is no such folder; the option is what is complained about."""
+    monkeypatch.chdir(tmp_path)
+    settings = ["data=mnist", "data_folder=/no/such/folder", "method=sparta", "optimizer.keep=0"]
+    assert main(["train", "demo", *(part for setting in settings for part in ("--set", setting))]) == 2
+    assert "keep is 0" in capsys.readouterr().err
+
+
+def test_a_public_set_that_overlaps_training_indices_is_refused(tmp_path, capsys, monkeypatch):
+    from dp_microadam.data.dataset import split
+
+    monkeypatch.chdir(tmp_path)
+    training, held_out = split(4000, 0.1, 0)
+    settings = ["method=scale-then-privatize", "optimizer.source=public", "model=mlp", "steps=2", "batch_size=64"]
+    common = ["train", "demo", "--quiet", *(part for setting in settings for part in ("--set", setting))]
+    mixed = [*held_out[:5].tolist(), int(training[7])]
+    assert main([*common, "--set", f"optimizer.public={mixed}"]) == 2
+    assert f"public holds example {int(training[7])} of the training data" in capsys.readouterr().err
+    assert main([*common, "--set", "optimizer.public=[5000]"]) == 2
+    assert "positions below 4000" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+    assert main([*common, "--set", f"optimizer.public={held_out[:5].tolist()}", "--run-dir", "run"]) == 0
+
+
+@pytest.mark.parametrize("kind", ["same tensors", "slice", "dataset", "subsets"])
+def test_public_examples_that_are_training_examples_are_refused_by_the_trainer(kind, tmp_path):
+    torch.manual_seed(0)
+    inputs = torch.randn(20, 2)
+    dataset = TensorDataset(inputs)
+    train, public = {
+        "same tensors": ((inputs,), (inputs,)),
+        "slice": (inputs[5:], inputs[:6]),
+        "dataset": (dataset, dataset),
+        "subsets": (Subset(dataset, range(5, 20)), Subset(dataset, range(6))),
+    }[kind]
+    count = 15 if kind in ("slice", "subsets") else 20
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    examples = PublicExamples(public, lambda model, batch: model(batch).sum(1))
+    method = scale_then_privatize(model, source="public", public=examples)
+    seen = []
+
+    def loss(model, batch):
+        seen.append(batch)
+        return model(batch[0] if isinstance(batch, tuple | list) else batch).sum(1)
+
+    trainer = PrivateTrainer(
+        model,
+        method.optimizer,
+        PrivacyPlan(count, 10, 1.0, 2, 1e-2),
+        loss,
+        procedure=method.procedure,
+        run_dir=tmp_path / "run",
+        show_progress=False,
+    )
+    with pytest.raises(InputError, match="public examples must be held out of training"):
+        trainer.fit(train)
+    assert not seen
+    assert not (tmp_path / "run").exists()
+
+
+def test_neighbouring_slices_of_one_tensor_are_no_overlap(tmp_path):
+    inputs = torch.randn(20, 2)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    loss = lambda model, batch: model(batch).square().sum(1)  # noqa: E731
+    method = scale_then_privatize(model, lr=0.1, source="public", public=PublicExamples(inputs[:5], loss))
+    plan = PrivacyPlan(15, 10, 1.0, 2, 1e-2)
+    trainer = PrivateTrainer(
+        model, method.optimizer, plan, loss, procedure=method.procedure, run_dir=tmp_path / "run", show_progress=False
+    )
+    assert trainer.fit(inputs[5:]).finished
+    assert any("public examples" in item for item in trainer._settings().public)
+
+
+def test_a_model_without_biases_is_refused_by_bitfit():
+    bare = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 1))
+    with pytest.raises(InputError, match="no trainable bias outside its head"):
+        dp_bitfit(bare)
+    with pytest.raises(InputError, match="no trainable bias outside its head"):
+        dp_bitfit(nn.Linear(2, 3))
+
+
+def test_a_model_without_weights_outside_its_head_is_refused_by_sparta():
+    with pytest.raises(InputError, match="sparta has no rows to choose from"):
+        sparta(nn.Linear(2, 3))
+    frozen = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    frozen[0].requires_grad_(False)
+    with pytest.raises(InputError, match="sparta has no rows to choose from"):
+        sparta(frozen)
+
+
+def test_a_model_with_nothing_to_train_is_refused():
+    frozen = nn.Linear(2, 3).requires_grad_(False)
+    for make in (dp_bitfit, sparta):
+        with pytest.raises(InputError, match="no trainable parameter"):
+            make(frozen)
+
+
+def test_the_head_can_be_named():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 1))
+    chosen = dp_bitfit(model, head="0").procedure.phases(PrivacyPlan(10, 5, 1.0, 2, 1e-2))[0].trainable
+    assert chosen == {"0.weight", "0.bias", "1.bias", "2.bias"}
+
+
+def test_public_examples_and_their_source_go_together():
+    with pytest.raises(InputError, match="no public examples are given"):
+        scale_then_privatize(NETWORK, source="public")
+    with pytest.raises(InputError, match="but source is 'delayed'"):
+        scale_then_privatize(NETWORK, source="delayed", public=PUBLIC)
+
+
+def test_options_of_another_optimizer_are_refused():
+    with pytest.raises(InputError, match=r"sgd does not take density = 0\.1"):
+        dp_sgd(NETWORK, density=0.1)
+    with pytest.raises(InputError, match=r"adam does not take density = 0\.1"):
+        build("scale-then-privatize", NETWORK, 0.1, {"density": 0.1})
+    with pytest.raises(InputError, match="method is 'dp-lion'; it must be one of 'dp-microadam'"):
+        build("dp-lion", NETWORK, 0.1, {})
