@@ -1,6 +1,8 @@
 """``dp-microadam theory`` as a user runs it."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -56,6 +58,13 @@ def test_zero_noise_is_the_non_private_limit(capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["noise_deviation"] == 0
     assert report["corrected"]["terms"]["noise"] == report["corrected"]["terms"]["rare noise"] == 0
+
+
+def test_without_a_run_it_answers_without_torch():
+    program = "import sys; from dp_microadam.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", program, "theory", *INSIDE, "--json"], capture_output=True, check=False)
+    assert found.returncode == 0
+    assert json.loads(found.stdout)["applies"] is True
 
 
 @pytest.fixture(scope="module")
