@@ -257,11 +257,13 @@ class MicroAdam(ExactStateOptimizer):
         state, group = self.state[param], self._group_of(param)
         step = int(state["step"])
         slots = [(step - 1 - age) % group["window"] for age in range(min(step, group["window"]))]
-        starts = [
-            torch.arange(segment.rows).mul_(segment.length).add_(segment.start).repeat_interleave(segment.kept)
-            for segment in self._layout(param, group).segments
-        ]
-        return state["indices"][slots].long() + torch.cat(starts).to(param.device), state["values"][slots].float()
+        coordinates = state["indices"][slots].long()
+        for segment in self._layout(param, group).segments:
+            if segment.start + segment.rows > 1:  # else a single block, which begins at 0
+                starts = torch.arange(segment.rows, device=param.device).mul_(segment.length).add_(segment.start)
+                kept = slice(segment.window_start, segment.window_start + segment.rows * segment.kept)
+                coordinates[:, kept].view(len(slots), segment.rows, segment.kept).add_(starts.unsqueeze(1))
+        return coordinates, state["values"][slots].float()
 
     def _group_of(self, param: Tensor) -> dict[str, Any]:
         return next(group for group in self.param_groups if any(other is param for other in group["params"]))

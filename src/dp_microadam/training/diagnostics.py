@@ -94,7 +94,7 @@ class MicroAdamDiagnostics:
         if param not in self._selected_before:
             self._selected_before[param] = torch.zeros(param.numel(), dtype=torch.bool, device=param.device)
         coordinates, _ = self._optimizer.window(param)
-        self._selected_before[param][coordinates.view(-1)] = True
+        self._selected_before[param].index_fill_(0, coordinates.view(-1), True)
 
     def _measure(self, group: dict[str, Any]) -> dict[str, Any]:
         whole = left = lost = 0.0
