@@ -40,7 +40,9 @@ def run(options: argparse.Namespace) -> int:
     experiment.trainer.write_privacy(unfinished)
     statement = (unfinished / STATEMENT_NAME).read_text(encoding="utf-8")
     metrics = {"test accuracy": f"{100 * accuracy:.2f} % ({weights})", "steps": result.steps_done}
-    card = model_card(experiment.recipe.name, experiment.recipe.to_toml(), statement, metrics)
+    measured = [line for line in experiment.trainer.folder.metrics() if "diagnostics" in line]
+    diagnostics = measured[-1] if measured else None
+    card = model_card(experiment.recipe.name, experiment.recipe.to_toml(), statement, metrics, diagnostics)
     (unfinished / "README.md").write_text(card, encoding="utf-8")
     unfinished.rename(output)
     print(f"exported to {output}")

@@ -242,6 +242,32 @@ class MicroAdam(ExactStateOptimizer):
             state["error"] = torch.zeros(size, device=device)
         return state
 
+    def error(self, param: Tensor) -> Tensor | None:
+        """What the last step left unselected and will add to the next gradient: decoded, flat, a copy; None if none is kept."""
+        state = self.state.get(param)
+        if not state or not ("error" in state or "codes" in state):
+            return None
+        found = torch.zeros(param.numel(), device=param.device)
+        group = self._group_of(param)
+        _add_error(found, 0, state, group["bucket_size"])
+        return found
+
+    def window(self, param: Tensor) -> tuple[Tensor, Tensor]:
+        """Coordinates and float32 values that the last steps selected, a row per step, newest first."""
+        state, group = self.state[param], self._group_of(param)
+        step = int(state["step"])
+        slots = [(step - 1 - age) % group["window"] for age in range(min(step, group["window"]))]
+        coordinates = state["indices"][slots].long()
+        for segment in self._layout(param, group).segments:
+            if segment.start + segment.rows > 1:  # else a single block, which begins at 0
+                starts = torch.arange(segment.rows, device=param.device).mul_(segment.length).add_(segment.start)
+                kept = slice(segment.window_start, segment.window_start + segment.rows * segment.kept)
+                coordinates[:, kept].view(len(slots), segment.rows, segment.kept).add_(starts.unsqueeze(1))
+        return coordinates, state["values"][slots].float()
+
+    def _group_of(self, param: Tensor) -> dict[str, Any]:
+        return next(group for group in self.param_groups if any(other is param for other in group["params"]))
+
     def state_bytes(self) -> int:
         """Bytes that the optimizer's state takes, over all parameters."""
         return sum(
@@ -256,7 +282,7 @@ class MicroAdam(ExactStateOptimizer):
         state = self.state.get(param)
         if not state:
             return None
-        group = next(group for group in self.param_groups if any(other is param for other in group["params"]))
+        group = self._group_of(param)
         found = torch.empty(param.numel(), device=param.device)
         for segment in self._layout(param, group).segments:
             kept = slice(segment.window_start, segment.window_start + segment.rows * segment.kept)

@@ -102,6 +102,7 @@ def assemble(
         ema_decay=recipe.ema_decay,
         max_steps=recipe.max_steps,
         evaluate_every=recipe.evaluate_every,
+        diagnostics_every=recipe.diagnostics_every,
         checkpoint_every=recipe.checkpoint_every,
         checkpoint_minutes=recipe.checkpoint_minutes,
         keep_checkpoints=recipe.keep_checkpoints,

@@ -92,6 +92,8 @@ class Recipe:
     max_steps: int | None = _key(checks.optional(checks.count), default=None)
     """Stop early; schedule and noise stay those of all steps."""
     evaluate_every: int = _key(checks.count, default=100)
+    diagnostics_every: int | None = _key(checks.optional(checks.count), default=None)
+    """None: how MicroAdam behaves is not measured."""
     checkpoint_every: int = _key(checks.count, default=100)
     checkpoint_minutes: float = _key(checks.positive, default=5.0)
     keep_checkpoints: int = _key(checks.count, default=2)

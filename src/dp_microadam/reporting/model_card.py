@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def model_card(name: str, recipe_toml: str, statement: str, metrics: Mapping[str, Any]) -> str:
+def model_card(
+    name: str, recipe_toml: str, statement: str, metrics: Mapping[str, Any], diagnostics: Mapping[str, Any] | None = None
+) -> str:
     """A short document in Markdown: what the model promises, how well it does, how it was trained and how to load it.
 
     ``statement`` is the privacy statement of the run; it stands in full before everything else. ``metrics`` become a table:
-    keys are read as words, numbers under keys with "accuracy" as percentages. The recipe's ``data_folder`` is left out, as
+    keys are read as words, numbers under keys with "accuracy" as percentages. ``diagnostics``, a line of the run's metrics
+    that holds some, becomes a table with a column per parameter group. The recipe's ``data_folder`` is left out, as
     it describes the machine and not the model.
 
     >>> card = model_card("demo", 'name = "demo"', "This model is (8, 1e-05)-private.", {"test_accuracy": 0.9312})
@@ -28,11 +31,38 @@ def model_card(name: str, recipe_toml: str, statement: str, metrics: Mapping[str
         f"# {' '.join(name.split())}",
         f"## Privacy\n\n{statement.strip()}",
         f"## How well it does\n\n{_table(metrics)}" if metrics else "",
+        f"## How the optimizer behaved\n\n{diagnostics_table(diagnostics)}" if diagnostics else "",
         f"## How it was trained\n\nBy `dp-microadam train` with this recipe:\n\n{_code('toml', _without_folder(recipe_toml))}",
         "## How to load it\n\nThe weights are safetensors files; `safetensors.torch.load_file` reads one as a state dict for "
         "`load_state_dict` of the same PyTorch model.",
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def diagnostics_table(record: Mapping[str, Any]) -> str:
+    """What :mod:`dp_microadam.training.diagnostics` measured in one step, as a Markdown table.
+
+    >>> print(diagnostics_table({"step": 50, "diagnostics": [{"group": 0, "overlap": 0.25, "condition_holds": False}]}))
+    | step 50 | group 0 |
+    |---|---|
+    | overlap | 0.25 |
+    | condition holds | no |
+    <BLANKLINE>
+    Computed from privatized gradients alone, at no privacy cost.
+    """
+    groups: Sequence[Mapping[str, Any]] = record["diagnostics"]
+    lines = [f"| step {record['step']} | " + " | ".join(f"group {group['group']}" for group in groups) + " |"]
+    lines.append("|---" * (1 + len(groups)) + "|")
+    for key in [key for key in groups[0] if key != "group"]:
+        cells = " | ".join(_figure(group[key]) for group in groups)
+        lines.append(f"| {key.replace('_', ' ')} | {cells} |")
+    return "\n".join([*lines, "", "Computed from privatized gradients alone, at no privacy cost."])
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _table(metrics: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ from dp_microadam.privacy.randomness import Randomness
 from dp_microadam.privacy.sampling import LogicalStep, PoissonSampler
 from dp_microadam.privacy.statement import PRIVACY_NAME, STATEMENT_NAME, privacy_report, round_up, statement_in_words
 from dp_microadam.training.checkpoint import CheckpointFolder
+from dp_microadam.training.diagnostics import MicroAdamDiagnostics
 from dp_microadam.training.ema import WeightAverage
 from dp_microadam.training.evaluation import PerExample, batches, evaluate
 from dp_microadam.training.gradients import GradientSums, UnclippedGradients, set_gradients
@@ -97,6 +98,7 @@ class PrivateTrainer:
         run_dir: the run's folder; a new one under ``runs/`` by default.
         config: kept in the folder as ``config.toml``.
         public: what else the run declares public, in words; it stands in the statement and cannot change on resume.
+        diagnostics_every: steps between :mod:`~dp_microadam.training.diagnostics` of MicroAdam in the metrics; None: never.
         callbacks: called with a :class:`StepReport` after each step.
         secure: draw noise and samples from a cryptographic generator.
         seed: for tests only: makes all randomness repeatable, and the run not private.
@@ -135,6 +137,7 @@ class PrivateTrainer:
         checkpoint_every: int = 100,
         checkpoint_minutes: float = 5.0,
         keep_checkpoints: int = 2,
+        diagnostics_every: int | None = None,
         run_dir: str | Path | None = None,
         config: str | None = None,
         public: Iterable[str] = ("normalization constants of the input",),
@@ -159,6 +162,8 @@ class PrivateTrainer:
         self.evaluate_every = require_integer("evaluate_every", evaluate_every, 1)
         self.checkpoint_every = require_integer("checkpoint_every", checkpoint_every, 1)
         self.checkpoint_seconds = 60 * require_positive("checkpoint_minutes", checkpoint_minutes)
+        self.diagnostics = MicroAdamDiagnostics(optimizer, diagnostics_every) if diagnostics_every is not None else None
+        self._unwritten_diagnostics: list[dict[str, Any]] = []
         self.callbacks = tuple(callbacks)
         self.num_workers = require_integer("num_workers", num_workers, 0)
         self.show_progress = show_progress
@@ -337,6 +342,8 @@ class PrivateTrainer:
             private_metrics = self._accumulate(steps, index)
             self._take_step(index)
             progress.advance(self._position)
+            if self.diagnostics is not None and (found := self.diagnostics.take()) is not None:
+                self._unwritten_diagnostics.append({"step": self._position, "diagnostics": found})
             metrics = None
             if self._position % self.evaluate_every == 0 and self._position < self.last_step:
                 metrics = self._evaluate(validation, progress, private_metrics)
@@ -483,6 +490,7 @@ class PrivateTrainer:
         if private_metrics:
             record["outside_the_guarantee"] = private_metrics
         self.write_privacy()  # before what it covers
+        self._write_diagnostics()
         self.folder.append_metrics(record)
         self._events.write(self._position, {**metrics, "epsilon": record["epsilon"]})
         self._last_metrics = metrics
@@ -515,7 +523,13 @@ class PrivateTrainer:
         if self.average is not None:
             content["average"] = self.average.state_dict()
         self.write_privacy()  # before what it covers
+        self._write_diagnostics()
         self.checkpoints.write(self._position, content)
+
+    def _write_diagnostics(self) -> None:
+        for record in self._unwritten_diagnostics:
+            self.folder.append_metrics(record)
+        self._unwritten_diagnostics.clear()
 
     def write_privacy(self, folder: Path | None = None) -> None:
         """Write ``privacy.json`` and the statement in words, as of the steps recorded so far."""

@@ -1,0 +1,1 @@
+"""The convergence theorem of DP-MicroAdam as something to compute and to check."""
