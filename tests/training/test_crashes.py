@@ -59,7 +59,8 @@ def kill_and_resume(tmp_path, kills, seed):
         position, _, damaged = checkpoints.newest()
         assert not damaged, "a killed process must never leave a damaged checkpoint under its final name"
         assert position <= after, "a checkpoint must never be ahead of the ledger"
-        assert after - position <= 8, "nothing is lost but the steps since the last checkpoint"
+        # A process that resumed at ``spent`` may die before its first checkpoint; what the one before it lost stays lost.
+        assert after - max(position, spent) <= 8, "nothing is lost but the steps since the last checkpoint"
         assert after >= spent, "spent budget must never shrink"
         spent = after
         process = start(["resume", str(run)])
