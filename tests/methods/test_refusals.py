@@ -35,6 +35,10 @@ PUBLIC = PublicExamples(torch.zeros(1, 2), lambda model, batch: model(batch).sum
         (["method=scale-then-privatize", "optimizer.behind=sgd"], "behind is 'sgd', which estimates no second moment"),
         (["method=scale-then-privatize", "optimizer.scale_eps=0"], "scale_eps is 0"),
         (["method=scale-then-privatize", "optimizer.source=delayed", "optimizer.interval=0"], "interval is 0"),
+        (
+            ["method=scale-then-privatize", "optimizer.norm_ratio=-1.0"],
+            "norm_ratio is -1.0, which source 'previous' has no use for",
+        ),
         (["method=scale-then-privatize", "optimizer.source=public"], "source is 'public', but no public examples are given"),
         (["method=scale-then-privatize", "optimizer.public=3"], "public examples are given, but source is 'previous'"),
         (["method=scale-then-privatize", "optimizer.source=public", "optimizer.public=0"], "optimizer.public is 0"),

@@ -338,6 +338,38 @@ def test_a_step_leaves_the_caller_s_random_stream_alone(make_trainer, training_p
     assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(3)))
 
 
+def test_an_error_in_the_first_examples_says_nothing_private(make_trainer, training_part):
+    class Records(torch.utils.data.Dataset):
+        def __len__(self):
+            return len(training_part[1])
+
+        def __getitem__(self, index):
+            raise ValueError("record of a patient aged 93")
+
+    with pytest.raises(PrivacyError, match="could not be processed") as caught:
+        make_trainer().fit(Records())
+    assert "93" not in str(caught.value)
+
+
+def test_no_error_tells_how_many_examples_were_drawn(make_trainer, training_part):
+    trainer = make_trainer()
+    loss = trainer._measures["loss"]
+
+    def without_sevens(model, batch):
+        return loss(model, batch)[batch[1] != 7]
+
+    trainer._measures["loss"] = without_sevens
+    with pytest.raises(PrivacyError, match="one value per example") as caught:
+        trainer.fit(training_part)
+    assert not any(character.isdigit() for character in str(caught.value))
+
+
+def test_a_finished_run_is_not_trained_again(make_trainer, training_part, validation_part):
+    make_trainer().fit(training_part, validation=validation_part)
+    again = make_trainer().resume()
+    assert again.fit(training_part, validation=validation_part).steps_done == 6
+
+
 def test_an_error_in_a_training_batch_is_spent_and_says_nothing_private(make_trainer, training_part):
     labels = training_part[1].clone()
     labels[:] = 41
@@ -391,7 +423,7 @@ def test_modules_stay_in_the_mode_they_are_given_in(make_trainer, training_part,
 
 def test_validation_on_the_training_data_is_refused(make_trainer, training_part):
     trainer = make_trainer()
-    with pytest.raises(InputError, match="validation is the training data itself"):
+    with pytest.raises(InputError, match="validation shares examples with the training data"):
         trainer.fit(training_part, validation=(training_part[0], training_part[1]))
     assert not trainer.folder.path.exists()
 

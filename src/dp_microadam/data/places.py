@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from dp_microadam.data.catalogue import KnownData
+from dp_microadam.data.download import PARTIAL
 from dp_microadam.errors import InputError
 
 FOLDER_VARIABLE = "DP_MICROADAM_DATA"
@@ -42,7 +43,8 @@ def find(name: str, data: KnownData, folder: str | None) -> Path:
         raise InputError("data_folder is not given; table is your own data, name its file or its folder")
     usual = usual_folders(name)
     for path in usual:
-        if path.is_dir() and any(path.iterdir()):
+        # What an interrupted download left is no data yet.
+        if path.is_dir() and any(not entry.name.endswith(PARTIAL) for entry in path.iterdir()):
             return path
     raise InputError(
         f"{name} was not found: {how_to_get(name, data)}, or put {wanted_files(data)} into "

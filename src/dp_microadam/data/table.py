@@ -79,7 +79,7 @@ def _labels(path: Path, given: NDArray[Any], classes: int | Sequence[str]) -> ND
     if isinstance(classes, int):
         try:
             labels = given.astype(np.int64)
-        except ValueError:
+        except (ValueError, OverflowError):
             labels = np.array([-1])
         if (given.dtype.kind == "f" and (labels != given).any()) or labels.min() < 0 or labels.max() >= classes:
             raise InputError(f"{path} holds a label that is none; with classes = {classes} labels must be 0 to {classes - 1}")

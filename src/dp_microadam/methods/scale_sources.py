@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import Subset
+from torch.utils._pytree import tree_map
 
 from dp_microadam.errors import InputError
 from dp_microadam.optimizers.micro_adam import MicroAdam
 from dp_microadam.training.evaluation import PerExample, batches
+from dp_microadam.training.held_out import share_examples
 from dp_microadam.training.procedure import Phase, Steps
 
 PLAIN, SCALED = "plain", "scaled"
@@ -166,7 +166,7 @@ class PublicEstimate(ScaleSource):
         parameters = {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
         device = next(iter(parameters.values())).device
         batch = self._batches[self._taken % len(self._batches)]
-        batch = tuple(part.to(device) for part in batch) if isinstance(batch, tuple | list) else batch.to(device)
+        batch = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
         batch = self._examples.prepare(batch) if self._examples.prepare else batch
         with torch.enable_grad():
             loss = self._examples.per_example_loss(self._model, batch).mean()
@@ -196,17 +196,9 @@ def second_moment(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor
 
 
 def refuse_overlap(public: Any, train: Any) -> None:
-    """Refuse public data that shares memory, or positions of the same Dataset, with the training data.
-
-    >>> refuse_overlap(Subset(data := [1, 2, 3], [0, 1]), Subset(data, [1, 2]))
-    Traceback (most recent call last):
-        ...
-    dp_microadam.errors.InputError: public holds example 1 of the training data; public examples must be held out of training
-    """
-    if isinstance(public, Subset) and isinstance(train, Subset) and public.dataset is train.dataset:
-        refuse_shared_indices(public.indices, train.indices)
-    elif public is train or any(_share_memory(one, other) for one in _tensors(public) for other in _tensors(train)):
-        raise InputError("public is part of the training data itself; public examples must be held out of training")
+    """Refuse public data that shares memory, or positions of the same Dataset, with the training data."""
+    if share_examples(public, train):
+        raise InputError("public holds examples of the training data; public examples must be held out of training")
 
 
 def refuse_shared_indices(public: Any, training: Any) -> None:
@@ -214,20 +206,6 @@ def refuse_shared_indices(public: Any, training: Any) -> None:
     shared = sorted(set(map(int, public)) & set(map(int, training)))
     if shared:
         raise InputError(f"public holds example {shared[0]} of the training data; public examples must be held out of training")
-
-
-def _tensors(data: Any) -> list[Tensor]:
-    parts = data.tensors if hasattr(data, "tensors") else data
-    return [leaf for leaf in tree_leaves(parts) if isinstance(leaf, Tensor) and leaf.numel()]
-
-
-def _share_memory(one: Tensor, other: Tensor) -> bool:
-    def span(tensor: Tensor) -> tuple[int, int]:
-        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
-
-    (start, stop), (other_start, other_stop) = span(one), span(other)
-    return one.device == other.device and start < other_stop and other_start < stop
 
 
 def _averaged(moment: Tensor | None, gradient: Tensor, decay: float) -> Tensor:

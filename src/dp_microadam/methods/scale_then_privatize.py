@@ -25,34 +25,41 @@ from dp_microadam.validation import require_in_closed_open, require_integer, req
 
 SOURCES = ("previous", "delayed", "public")
 
+_OPTIONS_OF_SOURCES = {
+    "previous": (),
+    "delayed": ("interval", "decay", "norm_ratio", "rate_ratio"),
+    "public": ("decay",),
+}
+
 
 def scale_then_privatize(
     model: nn.Module,
     *,
-    lr: float = 1e-3,
+    lr: float | None = None,
     source: str = "previous",
     behind: str | None = None,
     scale_eps: float = 1e-2,
-    interval: int = 100,
-    decay: float = 0.9,
-    norm_ratio: float = 1.0,
-    rate_ratio: float = 1.0,
+    interval: int | None = None,
+    decay: float | None = None,
+    norm_ratio: float | None = None,
+    rate_ratio: float | None = None,
     public: PublicExamples | None = None,
     **options: Any,
 ) -> Method:
     """g̃ = (Σᵢ clip(s⊙gᵢ, C) + noise)/B/s with s = 1/(√v + ε_s), and an optimizer's step on g̃.
 
     Arguments:
+        lr: of the optimizer behind; 1e-3 by default, and 4.0 for ``"sgd"``, as for DP-SGD.
         source: of v. ``"previous"``: v̂ of the optimizer behind as of the step before, as in the paper. ``"delayed"``: DP²,
             which alternates ``interval`` plain and ``interval`` scaled steps. ``"public"``: AdaDPS, from ``public`` examples.
         behind: the optimizer. ``"adam"`` or ``"microadam"`` step on g̃, brought back to its own scale. ``"sgd"`` steps along
             the scaled, privatized gradient itself, as the authors of DP² and AdaDPS do: bringing it back would undo the
             preconditioning. By default ``"adam"`` with ``"previous"``, else ``"sgd"``.
         scale_eps: ε_s; a scale is at most 1/ε_s.
-        interval: steps of each stretch, with ``"delayed"``.
-        decay: γ of v, with ``"delayed"`` and ``"public"``.
-        norm_ratio: clipping norm of scaled steps over that of plain ones, with ``"delayed"``.
-        rate_ratio: learning rate of scaled steps over that of plain ones, with ``"delayed"``.
+        interval: steps of each stretch, 100 by default, with ``"delayed"``.
+        decay: γ of v, 0.9 by default, with ``"delayed"`` and ``"public"``.
+        norm_ratio: clipping norm of scaled steps over that of plain ones, 1 by default, with ``"delayed"``.
+        rate_ratio: learning rate of scaled steps over that of plain ones, 1 by default, with ``"delayed"``.
         public: what the scale is computed from, with ``"public"``.
 
     Other options are those of the optimizer behind.
@@ -74,7 +81,15 @@ def scale_then_privatize(
             else f"public examples are given, but source is {source!r}; it must be 'public'"
         )
     require_positive("scale_eps", scale_eps)
-    optimizer = make_optimizer(behind, trainable(model), lr, options)
+    own = {"interval": interval, "decay": decay, "norm_ratio": norm_ratio, "rate_ratio": rate_ratio}
+    for name, value in own.items():
+        if value is not None and name not in _OPTIONS_OF_SOURCES[source]:
+            raise InputError(f"{name} is {value}, which source {source!r} has no use for; it must be left out")
+    interval = 100 if interval is None else interval
+    decay = 0.9 if decay is None else decay
+    norm_ratio = 1.0 if norm_ratio is None else norm_ratio
+    rate_ratio = 1.0 if rate_ratio is None else rate_ratio
+    optimizer = make_optimizer(behind, trainable(model), (4.0 if behind == "sgd" else 1e-3) if lr is None else lr, options)
     found: ScaleSource
     if source == "previous":
         found = PreviousEstimate(model, optimizer, scale_eps)

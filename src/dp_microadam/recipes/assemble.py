@@ -112,6 +112,8 @@ def assemble(
             "normalization constants of the input",
             f"which {recipe.validation_size or f'{recipe.validation_fraction:g}'} of {recipe.data} "
             f"{'are' if recipe.validation_size else 'is'} held out (split seed {recipe.split_seed})",
+            "number and names of the classes",
+            *([f"the pretrained weights {pretrained!r}"] if (pretrained := recipe.model_options.get("pretrained")) else []),
         ),
         num_workers=recipe.num_workers,
         secure=recipe.secure,

@@ -138,8 +138,14 @@ class Recipe:
         """``learning_rate``, or the method's default."""
         if self.learning_rate is not None:
             return self.learning_rate
-        default = vocabulary.DEFAULT_LEARNING_RATES[self.algorithm]
-        return default if self.protected else vocabulary.NON_PRIVATE_LEARNING_RATES.get(self.algorithm, default)
+        stepped_like = "dp-sgd" if self._steps_along_the_scaled_gradient() else self.algorithm
+        default = vocabulary.DEFAULT_LEARNING_RATES[stepped_like]
+        return default if self.protected else vocabulary.NON_PRIVATE_LEARNING_RATES.get(stepped_like, default)
+
+    def _steps_along_the_scaled_gradient(self) -> bool:
+        """Scale-then-privatize with SGD behind it, the default of all its sources but the first."""
+        behind = self.optimizer.get("behind", "adam" if self.optimizer.get("source", "previous") == "previous" else "sgd")
+        return self.algorithm == "scale-then-privatize" and behind == "sgd"
 
     def to_toml(self) -> str:
         """The recipe as a file that :meth:`from_toml` reads back equal; keys that are None are left out."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset, default_collate
 
 from dp_microadam.clipping.engine import ClippedGradients
@@ -28,6 +29,7 @@ from dp_microadam.training.diagnostics import MicroAdamDiagnostics
 from dp_microadam.training.ema import WeightAverage
 from dp_microadam.training.evaluation import PerExample, batches, evaluate
 from dp_microadam.training.gradients import GradientSums, UnclippedGradients, set_gradients
+from dp_microadam.training.held_out import share_examples
 from dp_microadam.training.interrupts import Interruptible
 from dp_microadam.training.masked_rows import other_rows_unmoved, selected_rows, whole_again
 from dp_microadam.training.procedure import ROW_NORMS, Phase, Procedure, phase_at, phases_from
@@ -183,6 +185,7 @@ class PrivateTrainer:
         self._seed = seed
         self._randomness = Randomness.from_entropy(secure=secure) if seed is None else Randomness.seeded(seed, secure=secure)
         self._base_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self._refuse_foreign_parameters()  # before anything of the model is frozen
         self._max_grad_norm = max_grad_norm
         self._clipping = clipping
         self._trainable_before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
@@ -195,7 +198,6 @@ class PrivateTrainer:
             self._mechanism = GaussianMechanism.from_plan(plan, self._gradients.sensitivity, randomness=self._randomness)  # type: ignore[arg-type]
         self.procedure.calibrate(self._mechanism.noise_deviation if self._mechanism else 0.0)
         self.procedure.begin(self._phase)
-        self._refuse_foreign_parameters()
         self._ledger: PrivacyLedger | None = None
         self._position = 0
         self._updates = 0
@@ -226,8 +228,10 @@ class PrivateTrainer:
             first_step=min(self._position, self.last_step),
             randomness=self._randomness,
         )
-        if validation is not None and _shares_data(train, validation):
-            raise InputError("validation is the training data itself; its metrics would be private, pass data held out of it")
+        if self.finished:
+            return self.result()
+        if validation is not None and share_examples(train, validation):
+            raise InputError("validation shares examples with the training data; its metrics would be private, hold it out")
         seed_workers = unpredictable_worker if self._seed is None and self.num_workers else None
         steps = sampler.load(train, num_workers=self.num_workers, worker_init_fn=seed_workers)
         self.procedure.refuse_data(train)
@@ -401,9 +405,13 @@ class PrivateTrainer:
         except DPMicroAdamError:
             raise
         except Exception as error:
-            if self._show_private_metrics or not self.private:
-                raise
-            # What went wrong, and with which example, is private. The run stops and the step stays spent.
+            # The run stops and the step stays spent.
+            self._withhold(error)
+            raise
+
+    def _withhold(self, error: Exception) -> None:
+        """What went wrong with training examples, and with which, is private: raise an error that does not say it."""
+        if self.private and not self._show_private_metrics:
             raise PrivacyError(
                 f"a training batch could not be processed ({type(error).__name__}); its message may hold private data and is "
                 "withheld, show it with show_private_metrics"
@@ -419,7 +427,7 @@ class PrivateTrainer:
         count = 0
         for chunk in chunks:
             batch = self._training_batch(chunk)
-            self._gradients.accumulate(batch)
+            self._add(batch)
             if self._show_private_metrics:
                 with torch.no_grad():
                     for name, measure in self._measures.items():
@@ -428,6 +436,15 @@ class PrivateTrainer:
                 count += len(values)
         return {f"training_{name}": total / count for name, total in totals.items()}
 
+    def _add(self, batch: Any) -> None:
+        try:
+            self._gradients.accumulate(batch)
+        except InputError as error:
+            if not self.private or self._show_private_metrics:
+                raise
+            # How many examples were drawn is private.
+            raise PrivacyError(f"{re.sub('[0-9]+', '…', str(error))} (numbers are withheld)") from None
+
     def _training_batch(self, chunk: Any) -> Any:
         batch = self._move(chunk)
         return self._finish(self._augment(batch) if self._augment else batch)
@@ -435,18 +452,27 @@ class PrivateTrainer:
     def _prove(self, train: Any) -> None:
         """Refuse a model in which examples interact before anything is written. Only the shapes of examples are used."""
         if not self.private:
+            self._take_up(self._phase)  # a fit before this one has closed what it used
             return
         count = min(self.physical_batch_size, self.plan.dataset_size)
-        if isinstance(train, Dataset):
-            sample = default_collate([train[i] for i in range(count)])
-        else:
-            sample = next(batches(train, count))
+        try:
+            if isinstance(train, Dataset):
+                sample = default_collate([train[i] for i in range(count)])
+            else:
+                sample = next(batches(train, count))
+            with torch.random.fork_rng():
+                sample = self._training_batch(sample)
+        except DPMicroAdamError:
+            raise
+        except Exception as error:
+            self._withhold(error)
+            raise
         # For all phases now: a run must not fail half-way for what could be known before. Each proof is kept for its phase.
         for phase in {phase.asks: phase for phase in phases_from(self._phases, self._updates)}.values():
             gradients = self._gradients_of(phase)
             assert isinstance(gradients, ClippedGradients)
             with torch.random.fork_rng():
-                gradients.prove(self._training_batch(sample))
+                gradients.prove(sample)
             self._proved[phase.asks] = gradients
         self._take_up(self._phase)
 
@@ -611,12 +637,3 @@ def _in_words(phases: Sequence[Phase]) -> list[str]:
     for phase in phases:
         steps[phase.name] = steps.get(phase.name, 0) + phase.steps
     return ["steps of each phase (" + ", ".join(f"{name} {count}" for name, count in steps.items()) + ")"]
-
-
-def _shares_data(train: Any, validation: Any) -> bool:
-    """Whether the two are the same object, or have a tensor in common."""
-    storages = [
-        {leaf.data_ptr() for leaf in tree_leaves(data) if isinstance(leaf, Tensor) and leaf.numel()}
-        for data in (train, validation)
-    ]
-    return train is validation or not storages[0].isdisjoint(storages[1])
