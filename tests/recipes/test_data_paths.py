@@ -177,3 +177,19 @@ def test_worker_processes_draw_from_the_operating_systems_entropy():
             states.append(torch.get_rng_state())
     words = [state[24 : 24 + 8 * 624] for state in states]
     assert (words[0] != words[1]).float().mean() > 0.4  # every other four bytes are zero
+
+
+def test_pretrained_weights_get_the_constants_they_expect_and_stand_in_the_statement(cifar10, tmp_path):
+    from transformers import ViTForImageClassification
+
+    from dp_microadam.models.pretrained import config_of
+    from dp_microadam.models.transformer_size import SIZES
+
+    weights = tmp_path / "weights"
+    ViTForImageClassification(config_of(SIZES["tiny"], 16, 32)).save_pretrained(weights)
+    options = ["model=vit-tiny", "model_options.resolution=32", f"model_options.pretrained={weights}"]
+    experiment = assemble(load_recipe("cifar10", [*cifar10, "batch_size=8", *options]), tmp_path / "run", show_progress=False)
+    black_and_white = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1).expand(2, 3, 32, 32)
+    prepared, _ = experiment.trainer._finish((black_and_white, torch.zeros(2, dtype=torch.long)))
+    assert prepared[:, 0, 0, 0].tolist() == pytest.approx([-1.0, 1.0])  # mean = std = 0.5, not CIFAR-10's
+    assert any(f"the pretrained weights '{weights}'" in item for item in experiment.trainer._public)
