@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dp_microadam.audit.canaries import watch_trainer
 from dp_microadam.audit.finding import Finding
-from dp_microadam.audit.statistics import largest_one_run_epsilon, one_run_epsilon
+from dp_microadam.audit.statistics import one_run_epsilon
 from dp_microadam.errors import InputError
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.validation import require_in_open, require_integer
@@ -67,7 +67,7 @@ def audit_one_run(
         delta=delta,
         bound=max(bounds),
         confidence=confidence,
-        largest=largest_one_run_epsilon(canaries, delta, each),
+        largest=max(one_run_epsilon(canaries, 2 * half, 2 * half, delta, each) for half in halves),
         size=canaries,
         unit="canaries",
         scores_without=scores[~present],

@@ -82,6 +82,12 @@ def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, An
     return report
 
 
+def _steps_in_words(done: int, planned: int) -> str:
+    """A run that goes on, or was killed, has spent more than the statement written before says."""
+    later = "" if done >= planned else " when this was written; what was spent since is in ledger.jsonl (dp-microadam budget)"
+    return f"{done} done of {planned} planned{later}"
+
+
 def statement_in_words(report: dict[str, Any]) -> str:
     """The report as plain text. ε is rounded up, never down."""
     sampling, noise, clipping = report["sampling"], report["noise"], report["clipping"]
@@ -114,7 +120,7 @@ def statement_in_words(report: dict[str, Any]) -> str:
             f"Gaussian, {noise['noise_multiplier']:g} times that bound, added once per step to the sum, which is then "
             "divided by the expected batch size",
         ),
-        ("Steps", f"{report['steps_done']} done of {report['steps_planned']} planned"),
+        ("Steps", _steps_in_words(report["steps_done"], report["steps_planned"])),
         ("ε of the whole plan", round_up(report["epsilon_planned"])),
         ("Randomness", report["randomness"]),
         ("Public by declaration", "; ".join(report["public_by_declaration"])),
