@@ -384,3 +384,21 @@ def test_norms_are_taken_in_full_precision_and_the_settings_come_back():
         torch.set_float32_matmul_precision(before)
     assert ("tf32", True) in seen  # the user's own forward
     assert seen[-1] == ("ieee", False)  # the repetition for norms
+
+
+def test_a_tensor_of_the_model_that_requires_gradients_keeps_none():
+    class Prompted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.prompt = nn.Linear(3, 2), torch.ones(3, requires_grad=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x * self.prompt)
+
+    model = Prompted()
+    engine = ClippedGradients(model, lambda model, x: model(x).square().sum(1), max_grad_norm=1.0)
+    engine.accumulate(torch.randn(4, 3))
+    assert model.prompt.grad is None
+    model.prompt.grad = torch.ones(3)
+    engine.accumulate(torch.randn(4, 3))
+    assert model.prompt.grad.tolist() == [1.0, 1.0, 1.0]

@@ -120,6 +120,15 @@ def test_public_examples_that_are_training_examples_are_refused_by_the_trainer(k
     assert not (tmp_path / "run").exists()
 
 
+def test_a_method_without_its_procedure_is_refused(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    method = sparta(model)
+    with pytest.raises(InputError, match=r"procedure=method.procedure"):
+        PrivateTrainer(
+            model, method.optimizer, PrivacyPlan(20, 10, 1.0, 9, 1e-2), lambda m, b: m(b).sum(1), run_dir=tmp_path / "run"
+        )
+
+
 def test_neighbouring_slices_of_one_tensor_are_no_overlap(tmp_path):
     inputs = torch.randn(20, 2)
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -125,10 +125,18 @@ class Recording:
         """Backpropagate Σ weights·losses; every observed use's output gradient arrives on the way.
 
         Everything is backpropagated that can be, not only what leads to the anchor: a model may let a tensor of its own
-        require gradients, as transformers does for checkpointing.
+        require gradients, as transformers does for checkpointing. No such tensor keeps the gradient, which is not clipped.
         """
         self._in_backward = True
-        torch.autograd.backward(losses, weights)
+        leaves = [leaf for leaf in _leaves(losses) if leaf is not self._anchor]
+        before = [leaf.grad for leaf in leaves]
+        try:
+            for leaf in leaves:
+                leaf.grad = None
+            torch.autograd.backward(losses, weights)
+        finally:
+            for leaf, gradient in zip(leaves, before, strict=True):
+                leaf.grad = gradient
 
     def _before(self, rule: LayerRule) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -259,6 +267,20 @@ class Recording:
     def _repeated(self, output: Tensor) -> Tensor:
         """A checkpointed block runs again during the backward pass: it must build the graph it built before."""
         return output if output.requires_grad else _Source.apply(output.detach(), self._anchor, _ignore)
+
+
+def _leaves(output: Tensor) -> Iterator[Tensor]:
+    """The tensors in which a backward pass from ``output`` would leave gradients."""
+    seen: set[Any] = set()
+    waiting = [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting += [following for following, _ in node.next_functions]
 
 
 def _keep_out_of_checkpoints() -> AbstractContextManager[Any]:

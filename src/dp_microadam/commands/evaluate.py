@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from dp_microadam.commands.running import open_run, privacy_line
+from dp_microadam.commands.running import lost_in_words, open_run, privacy_line
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -21,10 +21,10 @@ def run(options: argparse.Namespace) -> int:
     result = experiment.trainer.peek()
     accuracy, weights = experiment.test_accuracy()
     if options.json:
-        values = {"test_accuracy": accuracy, "weights": weights, "steps_done": result.steps_done}
+        values = {"test_accuracy": accuracy, "weights": weights, "steps_done": result.steps_done, "updates": result.updates}
         print(json.dumps({**values, "private": result.private, "epsilon": result.epsilon, "delta": result.delta}))
         return 0
-    print(f"evaluated with the {weights} after {result.steps_done} steps")
+    print(f"evaluated with the {weights}{lost_in_words(result) or f' after {result.updates} steps'}")
     print(f"test accuracy {100 * accuracy:.2f} %")
     print(privacy_line(result))
     return 0

@@ -39,7 +39,9 @@ def run(options: argparse.Namespace) -> int:
     # Anew from the ledger: what is published must not claim less than was spent.
     experiment.trainer.write_privacy(unfinished)
     statement = (unfinished / STATEMENT_NAME).read_text(encoding="utf-8")
-    metrics = {"test accuracy": f"{100 * accuracy:.2f} % ({weights})", "steps": result.steps_done}
+    metrics = {"test accuracy": f"{100 * accuracy:.2f} % ({weights})", "steps": result.updates}
+    if result.updates < result.steps_done:
+        metrics["steps spent that are not in the weights"] = result.steps_done - result.updates
     measured = [line for line in experiment.trainer.folder.metrics() if "diagnostics" in line]
     diagnostics = measured[-1] if measured else None
     card = model_card(experiment.recipe.name, experiment.recipe.to_toml(), statement, metrics, diagnostics)

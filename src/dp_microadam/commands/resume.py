@@ -20,6 +20,8 @@ def run(options: argparse.Namespace) -> int:
     experiment.trainer.resume()
     if not experiment.trainer.finished:
         return train(experiment, options)
-    say(options, f"run {options.run_dir} is finished")
-    conclude(experiment, options, experiment.trainer.result())
+    result, planned = experiment.trainer.result(), experiment.trainer.plan.steps
+    short = f": max_steps = {result.steps_done} ended it, of {planned} planned" if result.steps_done < planned else ""
+    say(options, f"run {options.run_dir} is finished{short}")
+    conclude(experiment, options, result)
     return 0

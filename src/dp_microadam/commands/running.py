@@ -41,7 +41,10 @@ def open_run(run_dir: Path, show_progress: bool = False, show_private_metrics: b
 
     config = run_dir / CONFIG
     if not config.is_file():
-        raise InputError(f"run is {str(run_dir)!r}, which is not the folder of a run: it has no {CONFIG}")
+        raise InputError(
+            f"run is {str(run_dir)!r}, which has no {CONFIG}: it is not the folder of a run, or of one begun from Python, "
+            "where it goes on with trainer.resume(run).fit(data)"
+        )
     recipe = Recipe.from_toml(config.read_text(encoding="utf-8"))
 
     from dp_microadam.recipes.assemble import assemble
@@ -71,6 +74,7 @@ def conclude(experiment: Experiment, options: argparse.Namespace, result: RunRes
                     "epsilon": result.epsilon,
                     "delta": result.delta,
                     "steps_done": result.steps_done,
+                    "updates": result.updates,
                     **result.metrics,
                 }
             )
@@ -79,9 +83,15 @@ def conclude(experiment: Experiment, options: argparse.Namespace, result: RunRes
     print(f"run folder {result.run_dir}")
     if not result.finished:
         print(f"stopped after {result.steps_done} steps; go on with: dp-microadam resume {result.run_dir}")
-    print(f"evaluated with the {weights}")
+    print(f"evaluated with the {weights}{lost_in_words(result)}")
     print(f"test accuracy {100 * accuracy:.2f} %")
     print(privacy_line(result))
+
+
+def lost_in_words(result: RunResult) -> str:
+    """What a kill, or a process that still trains, leaves between the weights and what was spent."""
+    lost = result.steps_done - result.updates
+    return f" after {result.updates} steps; {lost} more were spent and are not in them" if lost else ""
 
 
 def privacy_line(result: RunResult) -> str:

@@ -23,6 +23,10 @@ class Method:
     optimizer: torch.optim.Optimizer
     procedure: Procedure = field(default_factory=Procedure)
 
+    def __post_init__(self) -> None:
+        if type(self.procedure) is not Procedure:
+            self.optimizer.procedure = self.procedure  # type: ignore[attr-defined]  # a trainer without it refuses the optimizer
+
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,

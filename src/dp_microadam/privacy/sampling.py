@@ -134,6 +134,10 @@ class PoissonSampler:
         """
         if not loader_options.get("in_order", True):
             raise InputError("in_order is False; chunks must arrive in order, or a step would be taken apart")
+        if isinstance(data, DataLoader):
+            raise InputError(
+                "data is a DataLoader, which has drawn its batches already; pass its dataset, batches are drawn here"
+            )
         if isinstance(data, TensorDataset) and collate_fn is default_collate:
             data = data.tensors
         tensors = _tensors_of(data)

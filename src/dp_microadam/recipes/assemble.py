@@ -107,7 +107,7 @@ def assemble(
         checkpoint_minutes=recipe.checkpoint_minutes,
         keep_checkpoints=recipe.keep_checkpoints,
         run_dir=default_folder(recipe.name) if run_dir is None else run_dir,
-        config=recipe.to_toml(),
+        config=replace(recipe, learning_rate=recipe.resolved_learning_rate).to_toml(),
         public=(
             "normalization constants of the input",
             f"which {recipe.validation_size or f'{recipe.validation_fraction:g}'} of {recipe.data} "

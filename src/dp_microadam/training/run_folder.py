@@ -31,8 +31,13 @@ def refuse_existing(path: Path) -> None:
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise InputError(
-            f"run_dir is {str(path)!r}, which exists already; name a new folder, or go on with: dp-microadam resume {path}"
+            f"run_dir is {str(path)!r}, which exists already; name a new folder, or go on with: {how_to_go_on(path)}"
         )
+
+
+def how_to_go_on(path: Path) -> str:
+    """A run that a recipe began goes on by the command line; one begun from Python needs its model and data again."""
+    return f"dp-microadam resume {path}" if (path / CONFIG).is_file() else f"trainer.resume({str(path)!r}).fit(data)"
 
 
 class RunFolder:

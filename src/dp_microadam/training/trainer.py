@@ -34,7 +34,15 @@ from dp_microadam.training.interrupts import Interruptible
 from dp_microadam.training.masked_rows import other_rows_unmoved, selected_rows, whole_again
 from dp_microadam.training.procedure import ROW_NORMS, Phase, Procedure, phase_at, phases_from
 from dp_microadam.training.progress import Progress, tell
-from dp_microadam.training.run_folder import CHECKPOINTS, CONFIG, EVENTS, PRIVATE_METRICS_SHOWN, RunFolder, default_folder
+from dp_microadam.training.run_folder import (
+    CHECKPOINTS,
+    CONFIG,
+    EVENTS,
+    PRIVATE_METRICS_SHOWN,
+    RunFolder,
+    default_folder,
+    how_to_go_on,
+)
 from dp_microadam.training.schedules import Schedule
 from dp_microadam.training.tensorboard import Events
 from dp_microadam.training.torch_randomness import seeded_torch, unpredictable_torch, unpredictable_worker
@@ -66,7 +74,10 @@ class StepReport:
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a call of ``fit`` ended."""
+    """How a call of ``fit`` ended.
+
+    ``steps_done`` were spent; ``updates`` of them are in the weights, fewer if steps were lost in a crash.
+    """
 
     run_dir: Path
     private: bool
@@ -75,6 +86,7 @@ class RunResult:
     epsilon: float | None
     delta: float | None
     metrics: dict[str, float]
+    updates: int
 
 
 class PrivateTrainer:
@@ -173,6 +185,8 @@ class PrivateTrainer:
         self.checkpoints = CheckpointFolder(self.folder.path / CHECKPOINTS, keep_checkpoints)
         self._config = config
         self.procedure = procedure or Procedure()
+        if getattr(optimizer, "procedure", self.procedure) is not self.procedure:
+            raise InputError("optimizer is that of a method that does more than step; pass its procedure=method.procedure too")
         self._phases = self.procedure.phases(plan)
         self._public = ("clipping norm", *public, *self.procedure.public, *_in_words(self._phases))
         self._events = Events(self.folder.path / EVENTS)
@@ -274,6 +288,7 @@ class PrivateTrainer:
             self._epsilon(),
             self.plan.delta if isinstance(self.plan, PrivacyPlan) and self.private else None,
             self._last_metrics,
+            self._updates,
         )
 
     def resume(self, run_dir: str | Path | None = None) -> PrivateTrainer:
@@ -335,7 +350,7 @@ class PrivateTrainer:
         saved_at = time.monotonic()
         while self._position < self.last_step:
             if interruption.requested:
-                progress.say(f"stopped at step {self._position}; go on with: dp-microadam resume {self.folder.path}")
+                progress.say(f"stopped at step {self._position}; go on with: {how_to_go_on(self.folder.path)}")
                 self.folder.log(f"interrupted at step {self._position}")
                 return
             phase = phase_at(self._phases, self._updates)
