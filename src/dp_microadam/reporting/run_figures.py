@@ -14,6 +14,7 @@ from dp_microadam.training.run_folder import ADAM_STATE, OPTIMIZER_STATE
 
 _HEIGHT = 250
 _POINTS_OF_EPSILON = 80
+_FAR_APART = 30
 
 Points = Sequence[tuple[float, float]]
 
@@ -139,10 +140,19 @@ def _over_steps(runs: Sequence[Run], points_of: Callable[[Run], Points], name: s
     for run, style, what in zip(runs, styles_of(runs), labels_of(runs), strict=True):
         draw_line(axes, points_of(run), style, what)
     _steps(axes)
-    axes.set_ylim(bottom=0)
+    _begin_low(axes, [max(value for _, value in points) for run in runs if (points := points_of(run))])
     axes.set_ylabel(label)
     add_legend(figure)
     return one_panel(name, title, figure)
+
+
+def _begin_low(axes: Any, largest: Sequence[float]) -> None:
+    """From zero; by powers of ten if the ``largest`` values of some runs would vanish beside those of others."""
+    if min(largest) > 0 and max(largest) > _FAR_APART * min(largest):
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=min(largest) / _FAR_APART)
+    else:
+        axes.set_ylim(bottom=0)
 
 
 def _learning_rate(runs: Sequence[Run]) -> Figure | None:
@@ -153,7 +163,7 @@ def _learning_rate(runs: Sequence[Run]) -> Figure | None:
 
 def _throughput(runs: Sequence[Run]) -> Figure | None:
     return _over_steps(
-        runs, lambda run: run.throughput, "throughput", "Throughput over steps", "expected examples per second (1/s)"
+        runs, lambda run: run.throughput, "throughput", "Throughput over steps", "examples per second (expected)"
     )
 
 
@@ -172,17 +182,13 @@ def _memory(runs: Sequence[Run]) -> Figure | None:
     values = [8 * signs[OPTIMIZER_STATE] / signs[ADAM_STATE] for _, _, signs in rows] + [8.0]
     colours = [style.colour for _, style, _ in rows] + [FAINT]
     axes.barh(range(len(names)), values, color=colours, height=0.6)
-    texts = [
-        f"{value:.2f}  ({in_bytes(signs[OPTIMIZER_STATE])})" for value, (_, _, signs) in zip(values, rows, strict=False)
-    ] + ["8.00"]
-    for place, (value, text) in enumerate(zip(values, texts, strict=True)):
-        inside = value > 5
-        axes.annotate(
-            text, (value, place), xytext=(-6 if inside else 6, 0), textcoords="offset points", va="center",
-            ha="right" if inside else "left", color=INK,
-        )  # fmt: skip
+    texts = [in_bytes(signs[OPTIMIZER_STATE]) for _, _, signs in rows]
+    for place, (value, text) in enumerate(zip(values, [*texts, ""], strict=True)):
+        written = f"{value:.2f}" + (f"  ({text})" if text else "")
+        axes.annotate(written, (value, place), xytext=(6, 0), textcoords="offset points", va="center", color=INK)
+    axes.set_xlim(0, 1.5 * max(values))
     axes.set_yticks(range(len(names)), [shortened(name, 22) for name in names])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    axes.set_xlabel("bytes of optimizer state per trained parameter")
+    axes.set_xlabel("bytes of state per parameter")
     return one_panel("optimizer-state", "Optimizer state against Adam's", figure)

@@ -137,6 +137,7 @@ def _pictures(figures: Sequence[Figure], otherwise: str) -> str:
 def _learning(runs: Sequence[Run], figures: Sequence[Figure], tables: Sequence[Table]) -> str:
     missing = [run.name for run in runs if not run.evaluations]
     words = f'<p class="note">{escape("No evaluation yet: " + ", ".join(missing))}.</p>' if missing else ""
+    words += f'<p class="note">{escape(run_tables.HELD_OUT)}</p>\n' if tables else ""
     return _pictures(figures, "Nothing was evaluated on validation data") + words + _html(tables)
 
 

@@ -15,7 +15,7 @@ from dp_microadam.training.run_folder import ADAM_STATE, OPTIMIZER_STATE
 
 _UNKNOWN = cell("not recorded", faint=True)
 
-_HELD_OUT = (
+HELD_OUT = (
     "Measured on examples that took no part in training; what the figures tell about those is outside the guarantee. "
     "Examples per second are expected ones: the expected size of a batch times steps per second."
 )
@@ -101,7 +101,7 @@ def evaluations(run: Run, *, number: int, label: str) -> Table | None:
             [f"{one.step:,}", *figures, *([significant(rates[one.step]) if one.step in rates else ""] if rates else [])]
         )
     header = ["step", *kept, *(["examples/s (expected)"] if rates else [])]
-    return Table.of(f"evaluations-{number}", f"Evaluations of {label}", header, lines, note=_HELD_OUT)
+    return Table.of(f"evaluations-{number}", f"Evaluations of {label}", header, lines)
 
 
 def memory(runs: Sequence[Run]) -> Table | None:
