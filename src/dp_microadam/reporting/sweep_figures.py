@@ -103,7 +103,7 @@ def _lines(sweep: Sweep, wanted: Mapping[str, Any]) -> list[Figure]:
     def draw(axes: Any, cells: Sequence[Cells]) -> None:
         _draw_lines(axes, sweep, cells, x)
 
-    return _small_multiples(f"{sweep.name}-lines", title, groups, draw, height=330, note=note, also=_hollow(sweep))
+    return _small_multiples(f"{sweep.name}-lines", title, groups, draw, height=280, note=note, also=_hollow(sweep))
 
 
 def _hollow(sweep: Sweep) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def _curves(sweep: Sweep, wanted: Mapping[str, Any]) -> list[Figure]:
     def draw(axes: Any, cells: Sequence[Cells]) -> None:
         _draw_losses(axes, sweep, cells)
 
-    return _small_multiples(f"{sweep.name}-curves", "Validation loss over steps", groups, draw, height=310, note=note)
+    return _small_multiples(f"{sweep.name}-curves", "Validation loss over steps", groups, draw, height=250, note=note)
 
 
 def smoothed_losses(sweep: Sweep, cell: Cells) -> list[tuple[float, float]]:
@@ -224,7 +224,7 @@ def _coordinate(sweep: Sweep, cell: Cells, key: str) -> Any:
 def _draw_difference(sweep: Sweep, wanted: Mapping[str, Any], other: str, values: Mapping[tuple[Any, Any], float]) -> Figure:
     across, up = (ordered([place[axis] for place in values]) for axis in (0, 1))
     of, better = wanted["of"], 1 if sweep.better == "higher" else -1
-    figure, grid = new_figure(max(170.0, 110 + 34 * len(up)), width=max(WIDTH, 110 + 52 * len(across)))
+    figure, grid = new_figure(max(140.0, 80 + 34 * len(up)), width=max(WIDTH, 110 + 52 * len(across)))
     axes = grid[0, 0]
     axes.grid(visible=False)
     largest = max(abs(value) for value in values.values()) or 1.0
