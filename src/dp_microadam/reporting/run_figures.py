@@ -185,6 +185,7 @@ def _memory(runs: Sequence[Run]) -> Figure | None:
         written = f"{value:.2f}" + (f"  ({text})" if text else "")
         axes.annotate(written, (value, place), xytext=(6, 0), textcoords="offset points", va="center", color=INK)
     axes.set_xlim(0, 1.5 * max(values))
+    axes.set_xticks(range(0, 1 + int(max(values)), 2))
     axes.set_yticks(range(len(names)), [shortened(name, 22) for name in names])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")

@@ -152,7 +152,7 @@ def diagnostics(run: Run, *, number: int, label: str) -> Table | None:
     if run.diagnostics is None:
         return None
     header, rows = diagnostics_rows(run.diagnostics)
-    return Table.of(f"diagnostics-{number}", f"MicroAdam in {label}", header, rows, note=DIAGNOSTICS_NOTE)
+    return Table.of(f"diagnostics-{number}", f"Diagnostics of {label}", header, rows, note=DIAGNOSTICS_NOTE)
 
 
 def audit(told: Mapping[str, Any], *, number: int) -> Table:
