@@ -271,7 +271,10 @@ def test_a_run_before_its_first_evaluation_is_reported(runs, tmp_path):
     (young / "test.json").unlink()
     ledger = (young / "ledger.jsonl").read_text().splitlines()
     (young / "ledger.jsonl").write_text("\n".join(ledger[:3]) + '\n{"step": 2, "sam')  # torn by a kill
+    signs = json.loads((young / "run.json").read_text())
+    (young / "run.json").write_text(json.dumps(signs | {"updates": 0, "steps_done": 0, "optimizer_state_bytes": 0}))
     page = page_of(tmp_path, young)
+    assert "of Adam's" not in page.text  # an optimizer has no state before its first step
     assert "3 of 12" in page.text  # a torn line is a step spent
     assert "stopped before its end" in page.text
     assert "No evaluation yet: young" in page.text
