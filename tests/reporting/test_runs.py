@@ -227,6 +227,8 @@ def test_several_runs_share_plots_and_one_table(runs, tmp_path):
     assert {line.get_label() for line in accuracy.lines} == set(labels_of(several))
     assert len({(line.get_color(), line.get_marker()) for line in accuracy.lines}) == 4
     page = page_of(tmp_path, *folders)
+    named = re.findall(r' id="([^"]+)"', (tmp_path / "page" / "report.html").read_text(encoding="utf-8"))
+    assert len(set(named)) == len(named)  # figures refer to parts of themselves and not of each other
     assert "4 runs compared" in page.text
     assert "seeded (not private)" in page.text
     assert page.text.count("Unit of privacy") == 3  # the statement of each that has one
