@@ -156,7 +156,7 @@ def _time(options: argparse.Namespace, study: Study, folder: SweepFolder) -> int
 
 
 def _conclude(options: argparse.Namespace, folder: SweepFolder, failed: int) -> int:
-    from dp_microadam.reporting.write import write_sweep
+    from dp_microadam.reporting.report import write_sweep
 
     written = write_sweep(folder.path) if folder.results() else []
     if options.json:
