@@ -104,9 +104,9 @@ class Study:
         """
         wanted: dict[str, set[str]] = {}
         for condition in conditions:
-            axis, equals, label = condition.partition("=")
-            known = {str(cell.labels[axis]) for cell in self.cells if axis in cell.labels}
-            if not equals or label not in known:
+            axis = next((axis for axis in (*self.rows, *self.columns) if condition.startswith(f"{axis}=")), "")
+            label = condition.removeprefix(f"{axis}=")
+            if label not in {str(cell.labels.get(axis)) for cell in self.cells}:
                 axes = {axis: sorted({str(cell.labels[axis]) for cell in self.cells}) for axis in (*self.rows, *self.columns)}
                 choices = "; ".join(f"{axis}={'|'.join(labels)}" for axis, labels in axes.items())
                 raise InputError(f"only is {condition!r}; it must be AXIS=LABEL with one of: {choices}")
