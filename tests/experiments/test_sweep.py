@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -113,23 +114,42 @@ def test_two_sweeps_in_one_folder_are_refused(swept, study, capsys):
 def test_an_interrupted_sweep_goes_on_where_it_stopped(study, tmp_path):
     """Killed with SIGKILL while a run trains: the run's own steps are not lost, and nothing counts twice."""
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "dp_microadam", "reproduce", str(study), "--max-steps", "600"]
-    command += ["--only", "method=DP-SGD", "--out", str(out)]
-    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
-    [job] = jobs_of(load_study(str(study), None, ["max_steps=600"]).only(["method=DP-SGD"]), 1)
+    command = [sys.executable, "-m", "dp_microadam", "reproduce", str(study), "--max-steps", "300"]
+    command += ["--only", "method=DP-SGD", "--set", "evaluate_every=20", "--set", "checkpoint_every=20", "--out", str(out)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    [job] = jobs_of(load_study(str(study), None, ["max_steps=300"]).only(["method=DP-SGD"]), 1)
     run = SweepFolder(out).run_folder(job)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not (run / "metrics.jsonl").exists():
         time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGKILL)
+    [child] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
+    os.kill(int(child), signal.SIGKILL)
     process.communicate()
     assert (run / "metrics.jsonl").exists()
     assert not (out / "results.jsonl").exists()
     assert subprocess.run(command, capture_output=True).returncode == 0
     [line] = results(out)
     assert "resumed at step" in (run / "log.txt").read_text()
-    assert line["steps"] <= 600
-    assert json.loads((run / "privacy.json").read_text())["steps_done"] == 600
+    assert line["steps"] <= 300
+    assert json.loads((run / "privacy.json").read_text())["steps_done"] == 300
+
+
+def test_ctrl_c_stops_the_runs_at_a_step_and_the_same_command_goes_on(study, tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "dp_microadam", "reproduce", str(study), "--max-steps", "100000"]
+    command += ["--only", "method=DP-SGD", "--set", "evaluate_every=20", "--set", "checkpoint_every=100000", "--out", str(out)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not list(out.glob("runs/*/1/metrics.jsonl")):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert "stopped; the same command goes on" in said
+    [run] = out.glob("runs/*/1")
+    spent = json.loads((run / "privacy.json").read_text())["steps_done"]
+    assert (run / "log.txt").read_text().rstrip().endswith(f"interrupted at step {spent}")
 
 
 def test_estimate_tells_hours_and_runs_nothing(study, tmp_path, capsys, monkeypatch):

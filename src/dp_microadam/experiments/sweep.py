@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -155,9 +156,9 @@ def run_sweep(
                 failures += [failure] if failure else []
                 advance(len(jobs) - len(waiting) - len(running), len(jobs))
     except KeyboardInterrupt:
-        # The runs had the same Ctrl-C from the terminal, or get one now, and write their last checkpoint.
+        tell("stopping the runs at their next step")
         for one in running:
-            one.process.send_signal(2)
+            one.process.send_signal(signal.SIGINT)
         for one in running:
             one.process.wait()
         raise
@@ -240,6 +241,7 @@ def _start(job: Job, folder: SweepFolder, devices: Sequence[int | None], slot: i
         process = subprocess.Popen(
             [sys.executable, "-m", "dp_microadam", *arguments, "--json", "--quiet"],
             stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True, env=environment,
+            process_group=0,  # Ctrl-C reaches the sweep alone, which passes it on once: a run ends at once at the second
         )  # fmt: skip
     return _Running(job, process, slot, time.monotonic())
 
