@@ -13,8 +13,10 @@ from typing import Any
 from dp_microadam.errors import DPMicroAdamError
 from dp_microadam.reporting.palette import FAINT, INK, PAPER, Style, css_variables
 
-WIDTH = 400
+WIDTH = 360
 """Of one panel, in points. As wide as a phone's page, so that text keeps its size there."""
+
+_LONG_LABEL = 22
 
 _SETTINGS = {
     "svg.fonttype": "none",
@@ -66,18 +68,22 @@ class Figure:
         return paths
 
     def html(self) -> str:
-        shown = "\n".join(
-            f'<figure class="card">{panel.svg(f"{self.name}-{number}")}<figcaption>{escape(panel.caption)}</figcaption></figure>'
-            for number, panel in enumerate(self.panels)
-        )
-        return f'<div class="figures" id="figure-{escape(self.name)}">\n{shown}\n</div>'
+        """A card per panel; they are made to stand in a grid."""
+        cards = []
+        for number, panel in enumerate(self.panels):
+            note = f"<small>{escape(self.note)}</small>" if self.note and len(self.panels) == 1 else ""
+            picture = panel.svg(f"{self.name}-{number}")
+            cards.append(f'<figure class="card">{picture}<figcaption>{escape(panel.caption)}{note}</figcaption></figure>')
+        return "\n".join(cards)
 
 
 def one_panel(name: str, title: str, figure: Any, *, note: str = "") -> Figure:
     return Figure(name, title, figure, (Panel(figure, title),), note)
 
 
-def new_figure(height: float, *, width: float = WIDTH, rows: int = 1, columns: int = 1, share_y: bool = False) -> tuple[Any, Any]:
+def new_figure(
+    height: float, *, width: float = WIDTH, rows: int = 1, columns: int = 1, share_y: bool = False
+) -> tuple[Any, Any]:
     """A figure of ``rows`` × ``columns`` panels of this size, and its axes as an array.
 
     It is one of its own and not pyplot's, whose state is global and whose backend may want a screen.
@@ -113,26 +119,42 @@ def whole_steps(axes: Any) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
 
 
-def legend_below(axes: Any, *, columns: int = 2) -> None:
-    """Outside of the data, so that it hides none."""
-    handles, labels = axes.get_legend_handles_labels()
-    if not handles:
+def add_legend(figure: Any, *, columns: int = 2, also: Mapping[str, Any] | None = None) -> None:
+    """One for all panels, below them and so over no data; none for a single line, which the title names."""
+    found = dict(also or {})
+    entries: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    entries |= found
+    if len(entries) < 2:
         return
-    axes.legend(
-        handles,
-        labels,
-        loc="upper left",
-        bbox_to_anchor=(-0.02, -0.2),
-        ncols=columns,
+    fitting = 1 if max(len(label) for label in entries) > _LONG_LABEL else 2
+    figure.legend(
+        list(entries.values()),
+        [shortened(label, 2 * _LONG_LABEL) for label in entries],
+        loc="outside lower center",
+        ncols=columns * fitting // 2,
         frameon=False,
         labelcolor=INK,
-        handlelength=2.6,
-        columnspacing=1.2,
-        borderaxespad=0.0,
+        handlelength=2.8,
+        columnspacing=1.4,
     )
 
 
-def draw_line(axes: Any, points: Sequence[tuple[float, float]], style: Style, label: str, *, markers: bool | None = None) -> None:
+def shortened(text: str, most: int) -> str:
+    """With its middle left out if it is longer: names of runs differ at their ends.
+
+    >>> shortened("a-very-long-name-of-a-run-1", 13)
+    'a-very…-run-1'
+    """
+    half = (most - 1) // 2
+    return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"
+
+
+def draw_line(
+    axes: Any, points: Sequence[tuple[float, float]], style: Style, label: str, *, markers: bool | None = None
+) -> None:
     """A line with markers, all of them where they are few and about ten where they are many."""
     if not points:
         return

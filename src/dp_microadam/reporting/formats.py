@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 MINUS = "−"
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """A finite number; truth values are none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 

@@ -102,8 +102,8 @@ class Run:
         """As readers know it; of a run begun from Python, which has no recipe, the optimizer."""
         method = self.settings.get("method")
         if method == "non-private":
-            base = self.settings.get("base")
-            return "Non-private" + (f" {method_name(base).removeprefix('DP-')}" if base else "")
+            base = str(self.settings.get("base", "dp-microadam"))
+            return f"Non-private {method_name(base).removeprefix('DP-')}"
         if method is not None:
             return method_name(str(method))
         optimizer = str(self.vital_signs.get("optimizer", "unknown method"))

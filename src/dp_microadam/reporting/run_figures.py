@@ -6,14 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dp_microadam.reporting.figures import Figure, draw_line, legend_below, new_figure, one_panel, whole_steps
+from dp_microadam.reporting.figures import Figure, add_legend, draw_line, new_figure, one_panel, shortened, whole_steps
 from dp_microadam.reporting.formats import in_bytes
 from dp_microadam.reporting.palette import FAINT, INK, Style, styles_for, styles_in_order
 from dp_microadam.reporting.run import Run
 from dp_microadam.training.run_folder import ADAM_STATE, OPTIMIZER_STATE
 
-_HEIGHT = 270
+_HEIGHT = 250
 _POINTS_OF_EPSILON = 80
+_FAR_APART = 30
 
 Points = Sequence[tuple[float, float]]
 
@@ -80,7 +81,7 @@ def _measure(runs: Sequence[Run], measure: str, *, over_epsilon: bool) -> Figure
     else:
         _steps(axes)
     axes.set_ylabel(f"validation {measure} ({unit})")
-    legend_below(axes)
+    add_legend(figure)
     over = "epsilon" if over_epsilon else "steps"
     title = f"Validation {measure} over {'the ε spent' if over_epsilon else 'steps'}"
     return one_panel(f"validation-{measure}-over-{over}", title, figure)
@@ -119,17 +120,15 @@ def _epsilon(runs: Sequence[Run]) -> Figure | None:
     for number, (text, budget) in enumerate(budgets.items()):
         axes.axhline(budget, color=INK, linewidth=1.2, linestyle=(0, (5, 3)), label=None if number else "budget of the plan")
         axes.annotate(
-            f"budget {text}", (1, budget), xycoords=("axes fraction", "data"), xytext=(-4, -4), textcoords="offset points",
-            ha="right", va="top", fontsize=10, color=INK,
+            f"budget {text}", (0, budget), xycoords=("axes fraction", "data"), xytext=(4, 3), textcoords="offset points",
+            ha="left", va="bottom", fontsize=10, color=INK,
         )  # fmt: skip
-    axes.set_ylim(bottom=0)
-    axes.margins(y=0.12)
-    axes.set_ylim(0, 1.12 * max([*budgets.values(), *(epsilon for points in spent for _, epsilon in points)]))
+    axes.set_ylim(0, 1.15 * max([*budgets.values(), *(epsilon for points in spent for _, epsilon in points)]))
     planned = max(run.steps_planned for run, points in zip(runs, spent, strict=True) if points)
     axes.set_xlim(0, planned * 1.02)
     _steps(axes)
     axes.set_ylabel("ε spent (no unit)")
-    legend_below(axes)
+    add_legend(figure)
     return one_panel("epsilon-over-steps", "ε over steps, and the budget", figure)
 
 
@@ -141,10 +140,19 @@ def _over_steps(runs: Sequence[Run], points_of: Callable[[Run], Points], name: s
     for run, style, what in zip(runs, styles_of(runs), labels_of(runs), strict=True):
         draw_line(axes, points_of(run), style, what)
     _steps(axes)
-    axes.set_ylim(bottom=0)
+    _begin_low(axes, [max(value for _, value in points) for run in runs if (points := points_of(run))])
     axes.set_ylabel(label)
-    legend_below(axes)
+    add_legend(figure)
     return one_panel(name, title, figure)
+
+
+def _begin_low(axes: Any, largest: Sequence[float]) -> None:
+    """From zero; by powers of ten if the ``largest`` values of some runs would vanish beside those of others."""
+    if min(largest) > 0 and max(largest) > _FAR_APART * min(largest):
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=min(largest) / _FAR_APART)
+    else:
+        axes.set_ylim(bottom=0)
 
 
 def _learning_rate(runs: Sequence[Run]) -> Figure | None:
@@ -155,7 +163,7 @@ def _learning_rate(runs: Sequence[Run]) -> Figure | None:
 
 def _throughput(runs: Sequence[Run]) -> Figure | None:
     return _over_steps(
-        runs, lambda run: run.throughput, "throughput", "Throughput over steps", "expected examples per second (1/s)"
+        runs, lambda run: run.throughput, "throughput", "Throughput over steps", "examples per second (expected)"
     )
 
 
@@ -174,15 +182,13 @@ def _memory(runs: Sequence[Run]) -> Figure | None:
     values = [8 * signs[OPTIMIZER_STATE] / signs[ADAM_STATE] for _, _, signs in rows] + [8.0]
     colours = [style.colour for _, style, _ in rows] + [FAINT]
     axes.barh(range(len(names)), values, color=colours, height=0.6)
-    texts = [f"{value:.2f}  ({in_bytes(signs[OPTIMIZER_STATE])})" for value, (_, _, signs) in zip(values, rows, strict=False)] + ["8.00"]
-    for place, (value, text) in enumerate(zip(values, texts, strict=True)):
-        inside = value > 5
-        axes.annotate(
-            text, (value, place), xytext=(-6 if inside else 6, 0), textcoords="offset points", va="center",
-            ha="right" if inside else "left", color=INK,
-        )  # fmt: skip
-    axes.set_yticks(range(len(names)), names)
+    texts = [in_bytes(signs[OPTIMIZER_STATE]) for _, _, signs in rows]
+    for place, (value, text) in enumerate(zip(values, [*texts, ""], strict=True)):
+        written = f"{value:.2f}" + (f"  ({text})" if text else "")
+        axes.annotate(written, (value, place), xytext=(6, 0), textcoords="offset points", va="center", color=INK)
+    axes.set_xlim(0, 1.5 * max(values))
+    axes.set_yticks(range(len(names)), [shortened(name, 22) for name in names])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    axes.set_xlabel("bytes of optimizer state per trained parameter")
+    axes.set_xlabel("bytes of state per parameter")
     return one_panel("optimizer-state", "Optimizer state against Adam's", figure)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 from dp_microadam.privacy.statement import round_up, statement_parts
 from dp_microadam.reporting import run_tables
 from dp_microadam.reporting.figures import Figure
 from dp_microadam.reporting.page import Section
+from dp_microadam.reporting.palette import css_variables
 from dp_microadam.reporting.run import Run
 from dp_microadam.reporting.run_figures import labels_of, run_figures, styles_of
-from dp_microadam.reporting.palette import css_variables
 from dp_microadam.reporting.tables import Table
 from dp_microadam.training.run_folder import ADAM_STATE, OPTIMIZER_STATE
 
@@ -31,31 +32,32 @@ class Part:
 def run_part(runs: Sequence[Run]) -> Part:
     """All that is to say about ``runs``."""
     figures = run_figures(runs)
-    labels = labels_of(runs)
+    labelled = list(enumerate(zip(runs, labels_of(runs), strict=True), start=1))
     summary = run_tables.summary(runs)
-    evaluations = _known(run_tables.evaluations(run, number=i, label=label) for i, (run, label) in enumerate(zip(runs, labels, strict=True), 1))
-    memory = _known([run_tables.memory(runs)])
-    measured = _known(run_tables.diagnostics(run, number=i, label=label) for i, (run, label) in enumerate(zip(runs, labels, strict=True), 1))
-    audits = [run_tables.audit(run.audit, number=i) for i, run in enumerate(runs, 1) if run.audit]
-    settings = _known([run_tables.settings(runs)])
+    evaluations = _known(run_tables.evaluations(run, number=number, label=label) for number, (run, label) in labelled)
+    measured = _known(run_tables.diagnostics(run, number=number, label=label) for number, (run, label) in labelled)
+    audits = [run_tables.audit(run.audit, number=number) for number, (run, _) in labelled if run.audit]
+    memory, settings = _known([run_tables.memory(runs)]), _known([run_tables.settings(runs)])
+    statements = [_statement(run, label, len(runs)) for _, (run, label) in labelled]
+    state = _pictures(figures["memory"], "The optimizer's state was not recorded") + _html(memory)
     sections = [
-        Section("summary", "Summary", _cards(runs) + _html([summary])),
+        Section("summary", "Summary", _overview(runs, summary)),
         Section("learning", "Validation loss and accuracy", _learning(runs, figures["learning"], evaluations)),
         Section("budget", "Privacy budget", _budget(runs, figures["budget"])),
         Section("course", "Learning rate and throughput", _course(figures["course"])),
-        Section("memory", "Memory", _pictures(figures["memory"], "The optimizer's state was not recorded") + _html(memory)),
+        Section("memory", "Memory", state),
         *([Section("diagnostics", "How MicroAdam behaved", _html(measured))] if measured else []),
-        Section("privacy", "Privacy statement", "\n".join(_statement(run, label, len(runs)) for run, label in zip(runs, labels, strict=True))),
+        Section("privacy", "Privacy statement", "\n".join(statements)),
         *([Section("audit", "Audit", _audits(runs, audits))] if audits else []),
         *([Section("settings", "Settings", _html(settings))] if settings else []),
-    ]  # fmt: skip
+    ]
     drawn = tuple(figure for several in figures.values() for figure in several)
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     return Part(title, _lead(runs), tuple(sections), drawn, (summary, *evaluations, *memory, *measured, *audits, *settings))
 
 
-def _known(tables: object) -> list[Table]:
-    return [table for table in tables if table is not None]  # type: ignore[attr-defined]
+def _known(tables: Iterable[Table | None]) -> list[Table]:
+    return [table for table in tables if table is not None]
 
 
 def _html(tables: Sequence[Table]) -> str:
@@ -77,13 +79,15 @@ def _state(run: Run) -> str:
     return f"{run.state}: {run.steps:,} of {run.steps_planned:,} steps, last sign {run.last_sign:%Y-%m-%d %H:%M} UTC"
 
 
-def _cards(runs: Sequence[Run]) -> str:
+def _overview(runs: Sequence[Run], summary: Table) -> str:
+    """Cards, and the table: beside a single card, below several."""
     names = css_variables()
     shown = [
         _card(run, label, f"var({names[style.colour][0]})")
         for run, label, style in zip(runs, labels_of(runs), styles_of(runs), strict=True)
     ]
-    return '<div class="cards">\n' + "\n".join(shown) + "\n</div>\n<p></p>\n"
+    inside, below = ([*shown, summary.html()], "") if len(runs) == 1 else (shown, summary.html())
+    return '<div class="cards">\n' + "\n".join(inside) + f"\n</div>\n{below}"
 
 
 def _card(run: Run, label: str, colour: str) -> str:
@@ -127,21 +131,23 @@ def _promise(run: Run) -> tuple[str, str]:
 def _pictures(figures: Sequence[Figure], otherwise: str) -> str:
     if not figures:
         return f'<p class="note">{escape(otherwise)}.</p>'
-    panels = "\n".join(figure.html() for figure in figures)
-    # Figures of one panel each stand side by side.
-    inner = panels.replace('<div class="figures"', '<div class="figure-place"')
-    return f'<div class="figures">\n{inner}\n</div>'
+    return '<div class="figures">\n' + "\n".join(figure.html() for figure in figures) + "\n</div>"
 
 
 def _learning(runs: Sequence[Run], figures: Sequence[Figure], tables: Sequence[Table]) -> str:
     missing = [run.name for run in runs if not run.evaluations]
     words = f'<p class="note">{escape("No evaluation yet: " + ", ".join(missing))}.</p>' if missing else ""
+    words += f'<p class="note">{escape(run_tables.HELD_OUT)}</p>\n' if tables else ""
     return _pictures(figures, "Nothing was evaluated on validation data") + words + _html(tables)
 
 
 def _budget(runs: Sequence[Run], figures: Sequence[Figure]) -> str:
     without = [label for run, label in zip(runs, labels_of(runs), strict=True) if run.ledger is None]
-    words = f'<p class="note">{escape(", ".join(without))}: no ε, since nothing was clipped and no noise was added.</p>' if without else ""
+    words = (
+        f'<p class="note">{escape(", ".join(without))}: no ε, since nothing was clipped and no noise was added.</p>'
+        if without
+        else ""
+    )
     private = [run for run in runs if run.private]
     if len(private) > 1:
         words += (
@@ -152,8 +158,8 @@ def _budget(runs: Sequence[Run], figures: Sequence[Figure]) -> str:
 
 
 def _course(figures: Sequence[Figure]) -> str:
-    words = '<p class="note">Throughput is the expected batch size times steps per second: how many examples a step took is private.</p>'
-    return _pictures(figures, "Learning rate and time were not recorded") + (words if figures else "")
+    words = "Throughput is the expected batch size times steps per second: how many examples a step took is private."
+    return _pictures(figures, "Learning rate and time were not recorded") + (f'<p class="note">{words}</p>' if figures else "")
 
 
 def _statement(run: Run, label: str, count: int) -> str:
@@ -176,9 +182,8 @@ def _audits(runs: Sequence[Run], tables: Sequence[Table]) -> str:
     return "\n".join(audit_html(run.audit or {}, table) for run, table in zip(audited, tables, strict=True))
 
 
-def audit_html(told: object, table: Table) -> str:
+def audit_html(told: Mapping[str, Any], table: Table) -> str:
     """The verdict of an audit, and its findings."""
-    assert isinstance(told, dict)
     words = str(told.get("summary", ""))
     kind = " bad" if told.get("violated") else ""
     return f'<p class="verdict{kind}">{escape(words[:1].upper() + words[1:])}.</p>\n{table.html()}'

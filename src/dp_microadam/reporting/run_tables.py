@@ -15,9 +15,9 @@ from dp_microadam.training.run_folder import ADAM_STATE, OPTIMIZER_STATE
 
 _UNKNOWN = cell("not recorded", faint=True)
 
-_HELD_OUT = (
-    "Measured on examples that took no part in training; what the figures tell about those is outside the guarantee. Examples per "
-    "second are expected ones: the size of a batch times steps per second."
+HELD_OUT = (
+    "Measured on examples that took no part in training; what the figures tell about those is outside the guarantee. "
+    "Examples per second are expected ones: the expected size of a batch times steps per second."
 )
 
 
@@ -39,7 +39,7 @@ def summary(runs: Sequence[Run]) -> Table:
         "optimizer state": [_state_per_parameter(run) for run in runs],
     }
     header = ["", *labels_of(runs)] if len(runs) > 1 else ["", runs[0].name]
-    return Table.of("summary", "Summary", header, [[name, *values] for name, values in facts.items()])
+    return Table.of("summary", "Summary", header, [[name, *values] for name, values in facts.items()], words=True)
 
 
 def accuracy_in_words(run: Run) -> Cell:
@@ -97,9 +97,11 @@ def evaluations(run: Run, *, number: int, label: str) -> Table | None:
     lines = []
     for one in run.evaluations:
         figures = [write(value) if (value := one.get(name)) is not None else "" for name, write in kept.values()]
-        lines.append([f"{one.step:,}", *figures, *([significant(rates[one.step]) if one.step in rates else ""] if rates else [])])
+        lines.append(
+            [f"{one.step:,}", *figures, *([significant(rates[one.step]) if one.step in rates else ""] if rates else [])]
+        )
     header = ["step", *kept, *(["examples/s (expected)"] if rates else [])]
-    return Table.of(f"evaluations-{number}", f"Evaluations of {label}", header, lines, note=_HELD_OUT)
+    return Table.of(f"evaluations-{number}", f"Evaluations of {label}", header, lines)
 
 
 def memory(runs: Sequence[Run]) -> Table | None:
@@ -109,15 +111,17 @@ def memory(runs: Sequence[Run]) -> Table | None:
         signs = run.vital_signs
         if signs.get(ADAM_STATE):
             own, adam = signs[OPTIMIZER_STATE], signs[ADAM_STATE]
-            peak = f"{in_bytes(signs['peak_memory_bytes'])} of {signs['peak_memory_of']}" if signs.get("peak_memory_bytes") else ""
-            lines.append(
-                [label, f"{signs['parameters']:,}", f"{signs['trained_parameters']:,}", in_bytes(own), in_bytes(adam)]
-                + [f"{100 * own / adam:.1f} %", peak]
+            peak = (
+                f"{in_bytes(signs['peak_memory_bytes'])} of {signs['peak_memory_of']}" if signs.get("peak_memory_bytes") else ""
             )
+            counts = [f"{signs['parameters']:,}", f"{signs['trained_parameters']:,}"]
+            lines.append([label, *counts, in_bytes(own), in_bytes(adam), f"{100 * own / adam:.1f} %", peak])
     if not lines:
         return None
     header = ["run", "parameters", "of these trained", "optimizer state", "Adam's would be", "share of Adam's", "peak memory"]
-    note = "Adam keeps two float32 moments, 8 bytes per trained parameter. Peak memory of a process includes data and libraries."
+    note = (
+        "Adam keeps two float32 moments, 8 bytes per trained parameter. Peak memory of a process includes data and libraries."
+    )
     return Table.of("memory", "Memory", header, lines, note=note)
 
 
@@ -133,7 +137,7 @@ def settings(runs: Sequence[Run]) -> Table | None:
         lines.append([key, *(cell(value, best=len(set(values)) > 1) for value in values)])
     header = ["setting", *(labels_of(runs) if len(runs) > 1 else ["value"])]
     note = "Settings in which the runs differ are bold." if len(runs) > 1 else ""
-    return Table.of("settings", "Settings", header, lines, note=note)
+    return Table.of("settings", "Settings", header, lines, note=note, words=True)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -159,9 +163,14 @@ def audit(told: Mapping[str, Any], *, number: int) -> Table:
         verdict = "claim refuted" if one["violated"] else "within the claim" if reach else "claim out of reach"
         lines.append(
             [
-                cell(one["name"], one["question"]), verdict, f"ε ≥ {one['bound']:.2f}", f"{one['claim']:.2f}",
-                f"{one['delta']:g}", f"ε ≥ {one['largest']:.2f}", f"{100 * one['confidence']:.10g} %",
-            ]  # fmt: skip
+                cell(one["name"], one["question"]),
+                verdict,
+                f"ε ≥ {one['bound']:.2f}",
+                f"{one['claim']:.2f}",
+                f"{one['delta']:g}",
+                f"ε ≥ {one['largest']:.2f}",
+                f"{100 * one['confidence']:.10g} %",
+            ]
         )
     header = ["audit", "verdict", "shown", "claimed ε", "at δ", "a perfect attack shows", "confidence"]
     note = "An audit is an attack: it shows that ε is at least a number. A number below the claim is no proof of privacy."

@@ -106,7 +106,9 @@ class Sweep:
                 columns=tuple(told["columns"]),
                 cells=tuple({key_of(one): one for one in cells}.values()),
                 outcomes=outcomes,
-                published=tuple(Published(one["cell"], float(one["value"]), one.get("spread")) for one in told.get("paper", [])),
+                published=tuple(
+                    Published(one["cell"], float(one["value"]), one.get("spread")) for one in told.get("paper", [])
+                ),
                 published_source=str(told.get("paper_source") or "the paper"),
                 question=str(told.get("question", "")),
                 scale=str(told.get("scale", "")),

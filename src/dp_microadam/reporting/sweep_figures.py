@@ -12,10 +12,11 @@ from dp_microadam.reporting.figures import (
     WIDTH,
     Figure,
     Panel,
+    add_legend,
     draw_line,
-    legend_below,
     new_figure,
     one_panel,
+    shortened,
     whole_steps,
 )
 from dp_microadam.reporting.formats import fixed, is_number, signed, significant
@@ -51,21 +52,24 @@ def sweep_figures(sweep: Sweep) -> list[Figure]:
 
 
 def rolling_mean(values: Sequence[float], window: int) -> list[float]:
-    """The mean of the ``window`` values around each: ``window // 2`` before it, itself, and the rest after it.
+    """The mean over ``window`` values around each, the outermost two of an even window at half weight to keep it centred.
 
-    At the borders it is the mean of those there are; nothing is made up beyond.
+    Towards the ends the window shrinks on both sides alike: a mean of those that happen to be there would lean to one side
+    and bend a falling curve. A straight line stays itself.
 
-    >>> rolling_mean([1.0, 2.0, 3.0, 4.0], 2)
-    [1.0, 1.5, 2.5, 3.5]
+    >>> rolling_mean([1.0, 2.0, 3.0, 8.0], 2)
+    [1.0, 2.0, 4.0, 8.0]
     """
     sums = [0.0]
     for value in values:
         sums.append(sums[-1] + value)
-    before = window // 2
     means = []
-    for index in range(len(values)):
-        first, end = max(0, index - before), min(len(values), index - before + window)
-        means.append((sums[end] - sums[first]) / (end - first))
+    for index, value in enumerate(values):
+        reach = min(window // 2, index, len(values) - 1 - index)
+        total, count = sums[index + reach + 1] - sums[index - reach], 2 * reach + 1
+        if reach and 2 * reach == window:
+            total, count = total - (values[index - reach] + values[index + reach]) / 2, window
+        means.append(total / count if reach else value)
     return means
 
 
@@ -94,12 +98,26 @@ def _lines(sweep: Sweep, wanted: Mapping[str, Any]) -> list[Figure]:
     note = "Points are medians, bars reach from the smallest to the largest seed." + (
         f" Hollow, dashed: {sweep.published_source}." if with_paper else ""
     )
-    title = f"{sweep.value} over {x}"
+    title = _sentence(f"{sweep.value} over {x}")
 
     def draw(axes: Any, cells: Sequence[Cells]) -> None:
         _draw_lines(axes, sweep, cells, x)
 
-    return _small_multiples(f"{sweep.name}-lines", title, groups, draw, height=330, note=note)
+    return _small_multiples(f"{sweep.name}-lines", title, groups, draw, height=330, note=note, also=_hollow(sweep))
+
+
+def _hollow(sweep: Sweep) -> dict[str, Any]:
+    """The entry of a legend that says whose the hollow points are."""
+    if not sweep.published:
+        return {}
+    from matplotlib.lines import Line2D
+
+    look = Line2D([], [], color=INK, linestyle=(0, (2, 2)), linewidth=1.1, marker="o", markersize=6, markerfacecolor=PAPER)
+    return {"paper": look}
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _draw_lines(axes: Any, sweep: Sweep, cells: Sequence[Cells], x: str) -> None:
@@ -107,12 +125,12 @@ def _draw_lines(axes: Any, sweep: Sweep, cells: Sequence[Cells], x: str) -> None
     for name, style in _styles(sweep).items():
         own = [cell for cell in cells if str(cell[sweep.method_key]) == name]
         ours = [(places[cell[x]], found) for cell in own if (found := sweep.summary(cell)) is not None]
-        theirs = [(places[cell[x]], found.value) for cell in own if (found := sweep.paper(cell)) is not None]
+        theirs = [(places[cell[x]], paper.value) for cell in own if (paper := sweep.paper(cell)) is not None]
         if theirs:
             theirs.sort()
             axes.plot(
                 *zip(*theirs, strict=True), color=style.colour, linestyle=(0, (2, 2)), linewidth=1.1, marker=style.marker,
-                markersize=6, markerfacecolor=PAPER, markeredgecolor=style.colour, label=None if ours else f"{name}, paper",
+                markersize=6, markerfacecolor=PAPER, markeredgecolor=style.colour, label=f"{name}, paper" if not ours else None,
             )  # fmt: skip
         if ours:
             ours.sort(key=lambda pair: pair[0])
@@ -123,7 +141,6 @@ def _draw_lines(axes: Any, sweep: Sweep, cells: Sequence[Cells], x: str) -> None
     axes.set_xticks(list(ticks.values()), list(ticks))
     axes.set_xlabel(x)
     axes.set_ylabel(sweep.value_with_unit)
-    legend_below(axes)
 
 
 def _places(values: Sequence[Any]) -> tuple[dict[Any, float], dict[str, float]]:
@@ -169,7 +186,6 @@ def _draw_losses(axes: Any, sweep: Sweep, cells: Sequence[Cells]) -> None:
     whole_steps(axes)
     axes.set_xlabel("step")
     axes.set_ylabel("validation loss (nats)")
-    legend_below(axes)
 
 
 def _differences(sweep: Sweep, wanted: Mapping[str, Any]) -> list[Figure]:
@@ -225,18 +241,17 @@ def _draw_difference(sweep: Sweep, wanted: Mapping[str, Any], other: str, values
     axes.set_yticks(range(len(up)), [shown(value) for value in up])
     axes.set_xlabel(wanted["x"])
     axes.set_ylabel(wanted["y"])
-    names = [Patch(facecolor=AHEAD, alpha=_STRONGEST), Patch(facecolor=BEHIND, alpha=_STRONGEST)]
-    axes.legend(
-        names, [f"{of} ahead", f"{other} ahead"], loc="upper left", bbox_to_anchor=(0, -0.24 if len(up) < 4 else -0.17), ncols=2,
-        frameon=False, labelcolor=INK, borderaxespad=0,
-    )  # fmt: skip
+    sides = {f"{of} ahead": AHEAD, f"{other} ahead": BEHIND}
+    add_legend(figure, also={name: Patch(facecolor=colour, alpha=_STRONGEST) for name, colour in sides.items()})
     ahead = sum(value * better > 0 for value in values.values())
     title = f"{of} minus {other}: {sweep.value_with_unit}"
     note = f"{of} is ahead in {ahead} of {len(values)} places; the line is where the sign changes."
     return one_panel(f"{sweep.name}-difference-{file_name(other)}", title, figure, note=note)
 
 
-def _draw_border(axes: Any, values: Mapping[tuple[Any, Any], float], place: tuple[Any, Any], across: list[Any], up: list[Any]) -> None:
+def _draw_border(
+    axes: Any, values: Mapping[tuple[Any, Any], float], place: tuple[Any, Any], across: list[Any], up: list[Any]
+) -> None:
     """A line to the neighbours on the right and above whose sign differs."""
     column, row = across.index(place[0]), up.index(place[1])
     right = values.get((across[column + 1], place[1])) if column + 1 < len(across) else None
@@ -257,7 +272,9 @@ def group_ranges(sweep: Sweep, group: str) -> dict[str, tuple[float, float, floa
     """By value of ``group``: worst, median and best of its cells' medians, and how many cells these are."""
     found: dict[str, tuple[float, float, float, int]] = {}
     for name in sweep.values_of(group):
-        own = [summary.median for cell in sweep.cells if cell.get(group) == name and (summary := sweep.summary(cell)) is not None]
+        own = [
+            summary.median for cell in sweep.cells if cell.get(group) == name and (summary := sweep.summary(cell)) is not None
+        ]
         if own:
             ends = (max(own), min(own)) if sweep.better == "lower" else (min(own), max(own))
             found[str(name)] = (ends[0], statistics.median(own), ends[1], len(own))
@@ -277,11 +294,13 @@ def _range(sweep: Sweep, wanted: Mapping[str, Any]) -> list[Figure]:
         axes.plot([worst, best], [row, row], color=style.colour, linewidth=5, alpha=0.35, solid_capstyle="round")
         axes.plot([worst, best], [row, row], color=style.colour, linewidth=0, marker="|", markersize=11, markeredgewidth=2)
         axes.plot([median], [row], color=style.colour, marker=style.marker, markersize=8, markeredgecolor=PAPER)
-        text = f"{fixed(worst, sweep.decimals)}   {fixed(median, sweep.decimals)}   {fixed(best, sweep.decimals)}"
-        axes.annotate(text, (median, row), xytext=(0, 9), textcoords="offset points", ha="center", fontsize=9, color=INK)
-    axes.set_yticks(range(len(ranges)), list(ranges))
+        low, high = min(worst, best), max(worst, best)
+        for value, shift, side in ((low, (-6, -4), "right"), (median, (0, 8), "center"), (high, (6, -4), "left")):
+            text = fixed(value, sweep.decimals)
+            axes.annotate(text, (value, row), xytext=shift, textcoords="offset points", ha=side, fontsize=9.5, color=INK)
+    axes.set_yticks(range(len(ranges)), [shortened(name, 22) for name in ranges])
     axes.set_ylim(len(ranges) - 0.5, -0.8)
-    axes.margins(x=0.12)
+    axes.margins(x=0.22)
     axes.grid(visible=False, axis="y")
     axes.set_xlabel(sweep.value_with_unit)
     title = f"Worst, median and best {sweep.value} by {wanted['group']}"
@@ -297,6 +316,7 @@ def _small_multiples(
     *,
     height: float,
     note: str,
+    also: Mapping[str, Any] | None = None,
 ) -> list[Figure]:
     """All panels in one figure for print, and each alone for pages."""
     if not groups:
@@ -310,7 +330,9 @@ def _small_multiples(
         axes.set_title(label)
         alone, single = new_figure(height)
         draw(single[0, 0], cells)
+        add_legend(alone, also=also)
         panels.append(Panel(alone, f"{title}; {label}" if label else title))
     for axes in list(grid.flat)[len(groups) :]:
         axes.set_visible(False)
+    add_legend(whole, columns=2 * columns, also=also)
     return [Figure(name, title, whole, tuple(panels), note)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 from dp_microadam.privacy.statement import round_up
@@ -12,7 +13,10 @@ from dp_microadam.reporting.sweep import Sweep
 from dp_microadam.reporting.sweep_figures import sweep_figures
 from dp_microadam.reporting.sweep_tables import sweep_tables
 
-_SCALES = {"paper": "at the paper's scale", "cpu": "scaled down to run on a CPU: not comparable with the paper's figures as such"}
+_SCALES = {
+    "paper": "at the paper's scale",
+    "cpu": "scaled down to run on a CPU: not comparable with the paper's figures as such",
+}
 
 
 def sweep_part(sweep: Sweep) -> Part:
@@ -23,16 +27,22 @@ def sweep_part(sweep: Sweep) -> Part:
     sections = [
         Section(f"{name}-about", "What was asked", _about(sweep)),
         Section(f"{name}-results", "Results", main.html()),
-        *([Section(f"{name}-figures", "Figures", "\n".join(_figure(figure) for figure in figures))] if figures else []),
+        *([Section(f"{name}-figures", "Figures", _pictures(figures))] if figures else []),
         Section(f"{name}-privacy", "Privacy of these runs", _privacy(sweep)),
         Section(f"{name}-details", "Data", "\n".join(table.html() for table in (details, *data))),
     ]
     return Part(sweep.title, escape(sweep.question), tuple(sections), tuple(figures), tuple(tables))
 
 
-def _figure(figure: Figure) -> str:
-    note = f'<p class="note">{escape(figure.note)}</p>' if figure.note else ""
-    return f"<h3>{escape(figure.title)}</h3>\n{figure.html()}\n{note}\n<p></p>"
+def _pictures(figures: Sequence[Figure]) -> str:
+    """Figures of one panel side by side, then each of several panels under its own heading."""
+    single = [figure for figure in figures if len(figure.panels) == 1]
+    shown = ['<div class="figures">\n' + "\n".join(figure.html() for figure in single) + "\n</div>"] if single else []
+    for figure in figures:
+        if len(figure.panels) > 1:
+            note = f'<p class="note">{escape(figure.note)}</p>' if figure.note else ""
+            shown.append(f'<h3>{escape(figure.title)}</h3>\n<div class="figures">\n{figure.html()}\n</div>\n{note}')
+    return "\n".join(shown)
 
 
 def _about(sweep: Sweep) -> str:
@@ -56,7 +66,7 @@ def _privacy(sweep: Sweep) -> str:
     if private:
         epsilon = round_up(max(one.epsilon or 0.0 for one in private))
         deltas = ", ".join(dict.fromkeys(f"{one.delta:g}" for one in private))
-        words = f"{len(private)} of {len(sweep.outcomes)} runs were private, each by itself with ε of at most {epsilon} at δ = {deltas}."
+        words = f"{len(private)} of {len(sweep.outcomes)} runs were private, each by itself with ε ≤ {epsilon} at δ = {deltas}."
     else:
         words = "None of these runs was private." if sweep.outcomes else "Nothing was run yet."
     if others and private:

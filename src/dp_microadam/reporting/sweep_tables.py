@@ -1,4 +1,4 @@
-"""The tables of a sweep. Each shows ours (median, spread, seeds), the paper's, and the difference where the paper has the cell."""
+"""The tables of a sweep: ours (median, spread, seeds), the paper's, and the difference where the paper has the cell."""
 
 from __future__ import annotations
 
@@ -100,9 +100,12 @@ def _details(sweep: Sweep) -> Table:
         difference = sweep.difference(place)
         lines.append(
             [
-                *(shown(place.get(key, "")) for key in keys), *ours, *published,
-                "" if difference is None else signed(difference, sweep.decimals), *_facts(runs),
-            ]  # fmt: skip
+                *(shown(place.get(key, "")) for key in keys),
+                *ours,
+                *published,
+                "" if difference is None else signed(difference, sweep.decimals),
+                *_facts(runs),
+            ]
         )
     title = "Every cell in detail"
     return Table.of(f"{sweep.name}-details", title, header, lines, labels=len(keys), note=_where(sweep))
@@ -134,7 +137,7 @@ def _median_of(values: Sequence[float | None]) -> str:
 
 
 def _or_empty(value: float | None) -> str:
-    return significant(value) if is_number(value) and value is not None else ""
+    return significant(value) if is_number(value) else ""
 
 
 def _where(sweep: Sweep) -> str:
@@ -165,7 +168,8 @@ def _difference(sweep: Sweep, wanted: Mapping[str, Any], other: str) -> Table | 
         return None
     across, up = (ordered([place[axis] for place in values]) for axis in (0, 1))
     lines = [
-        [shown(y), *(signed(values[x, y], sweep.decimals) if (x, y) in values else NOT_RUN for x in across)] for y in reversed(up)
+        [shown(y), *(signed(values[x, y], sweep.decimals) if (x, y) in values else NOT_RUN for x in across)]
+        for y in reversed(up)
     ]
     header = [f"{wanted['y']} \\ {wanted['x']}", *(shown(x) for x in across)]
     title = f"{wanted['of']} minus {other}: {sweep.value_with_unit}"

@@ -34,7 +34,10 @@ def cell(*lines: object, best: bool = False, faint: bool = False) -> Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under a header. The first ``labels`` columns name the row and stand left; the others hold figures."""
+    """Rows of cells under a header. The first ``labels`` columns name the row; the others hold figures, or ``words``.
+
+    ``name`` is that of its files.
+    """
 
     name: str
     title: str
@@ -42,17 +45,26 @@ class Table:
     rows: tuple[tuple[Cell, ...], ...]
     labels: int = 1
     note: str = ""
+    words: bool = False
 
     @classmethod
     def of(
-        cls, name: str, title: str, header: Sequence[str], rows: Sequence[Sequence[object]], *, labels: int = 1, note: str = ""
+        cls,
+        name: str,
+        title: str,
+        header: Sequence[str],
+        rows: Sequence[Sequence[object]],
+        *,
+        labels: int = 1,
+        note: str = "",
+        words: bool = False,
     ) -> Table:
         """Rows of cells, or of anything that ``str`` writes."""
         filled = tuple(tuple(one if isinstance(one, Cell) else cell(one) for one in row) for row in rows)
         for row in filled:
             if len(row) != len(header):
                 raise ValueError(f"a row of table {name!r} has {len(row)} cells under {len(header)} headers")
-        return cls(name, title, tuple(header), filled, labels, note)
+        return cls(name, title, tuple(header), filled, labels, note, words)
 
     def markdown(self) -> str:
         """
@@ -64,7 +76,7 @@ class Table:
         | 3 | **70.6**<br>a\\|b |
         """
         lines = [f"**{_markdown(self.title)}**", "", _row(_markdown(name) for name in self.header)]
-        lines.append("|" + "|".join(":---" if i < self.labels else "---:" for i in range(len(self.header))) + "|")
+        lines.append("|" + "|".join(":---" if self._left(i) else "---:" for i in range(len(self.header))) + "|")
         for row in self.rows:
             shown = []
             for one in row:
@@ -100,7 +112,7 @@ class Table:
         \\end{tabular}}
         \\end{table}
         """
-        columns = "l" * self.labels + "r" * (len(self.header) - self.labels)
+        columns = "".join("l" if self._left(i) else "r" for i in range(len(self.header)))
         lines = [
             "% needs \\usepackage{booktabs,graphicx}",
             "\\begin{table}[ht]",
@@ -140,14 +152,21 @@ class Table:
 {note}<p class="take">{links}</p>
 </div>"""
 
+    def _left(self, column: int) -> bool:
+        return self.words or column < self.labels
+
     def _side(self, column: int) -> str:
-        return "" if column < self.labels else ' class="figure"'
+        return "" if self._left(column) else ' class="figure"'
 
     def _html_cell(self, column: int, one: Cell) -> str:
         first, *rest = (escape(line) for line in one.lines)
         inside = f"<strong>{first}</strong>" if one.best else first
         inside += "".join(f"<small>{line}</small>" for line in rest)
-        classes = [*([] if column < self.labels else ["figure"]), *(["faint"] if one.faint else []), *(["best"] if one.best else [])]
+        classes = [
+            *([] if self._left(column) else ["figure"]),
+            *(["faint"] if one.faint else []),
+            *(["best"] if one.best else []),
+        ]
         kind = f' class="{" ".join(classes)}"' if classes else ""
         return f'<th scope="row"{kind}>{inside}</th>' if column < self.labels else f"<td{kind}>{inside}</td>"
 

@@ -77,7 +77,10 @@ def sizes(model: nn.Module, optimizer: torch.optim.Optimizer, procedure_state: A
 def peak_memory() -> dict[str, Any]:
     """The most memory so far: of the GPU that trains, or of this process, data and libraries included."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return {"peak_memory_bytes": two_digits(torch.cuda.max_memory_allocated()), "peak_memory_of": torch.cuda.get_device_name()}
+        return {
+            "peak_memory_bytes": two_digits(torch.cuda.max_memory_allocated()),
+            "peak_memory_of": torch.cuda.get_device_name(),
+        }
     unit = 1 if sys.platform == "darwin" else 1024
     most = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {"peak_memory_bytes": two_digits(most), "peak_memory_of": "the process"}
