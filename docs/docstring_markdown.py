@@ -1,4 +1,4 @@
-"""Docstrings as Markdown, for the reference: Sphinx roles become code, doctests blocks of it."""
+"""Docstrings as Markdown, for the reference: roles become code, doctests blocks of it."""
 
 import re
 from typing import Any
