@@ -13,7 +13,7 @@ import os
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
@@ -289,6 +289,26 @@ class PrivacyLedger:
         while line:
             line = line[os.write(self._file, line) :]
         os.fsync(self._file)
+
+
+def write_past_steps(
+    run: str | os.PathLike[str], plan: PrivacyPlan, settings: RunSettings, spent: Sequence[SubsampledGaussian]
+) -> None:
+    """Write the ledger of steps that another library took and recorded; each line carries its own rate and noise.
+
+    Raises:
+        InputError: if the folder has a ledger already, or the plan allows fewer steps.
+    """
+    total = sum(part.steps for part in spent)
+    if total > plan.steps:
+        raise InputError(f"plan allows {plan.steps} steps and {total} were taken; give a plan for at least as many")
+    with PrivacyLedger.create(run, plan, settings) as ledger:
+        rates = (part for part in spent for _ in range(part.steps))
+        events = (
+            {"step": step, "sample_rate": part.sample_rate, "noise_multiplier": part.noise_multiplier}
+            for step, part in enumerate(rates)
+        )
+        ledger._append("".join(json.dumps(event) + "\n" for event in events).encode())
 
 
 def _close_in_forked_children(ledger: PrivacyLedger) -> None:
