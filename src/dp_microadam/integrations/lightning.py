@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
@@ -82,7 +83,9 @@ class PrivateLightningModule(LightningModule):
             checkpoint[_STAMP_KEY] = steps.stamp()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._stamp = checkpoint.get(_STAMP_KEY, {})
+        trainer = getattr(self, "_trainer", None)
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:  # elsewhere weights are read and nothing goes on
+            self._stamp = checkpoint.get(_STAMP_KEY, {})
 
     def log(self, name: str, value: Any, *arguments: Any, **options: Any) -> None:
         """As ever, but not from within :meth:`per_example_loss`."""
@@ -118,12 +121,10 @@ class PrivateLightningModule(LightningModule):
 
     def _resumed_from(self) -> Mapping[str, Any] | None:
         stamp, self._stamp = self._stamp, None
-        if self.trainer.ckpt_path is None:
-            return None
-        if not stamp:
+        if stamp is not None and not stamp:
             raise PrivacyError(
-                f"{self.trainer.ckpt_path} carries no stamp of a private run, so what its weights have spent is unknown; resume "
-                "from a checkpoint of this run, or begin a new run"
+                "the checkpoint carries no stamp of a private run, so what its weights have spent is unknown; resume from a "
+                "checkpoint of this run, or begin a new run"
             )
         return stamp
 
