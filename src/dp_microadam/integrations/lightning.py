@@ -55,6 +55,10 @@ class PrivateLightningModule(LightningModule):
         """One loss per example of the batch."""
         raise NotImplementedError(f"{type(self).__name__} must define per_example_loss(self, batch), one loss per example")
 
+    def setup(self, stage: str) -> None:
+        if stage == TrainerFn.FITTING:
+            self._refuse_settings()  # before callbacks that would train on their own
+
     def on_train_start(self) -> None:
         self._begin()
 
@@ -144,14 +148,16 @@ class PrivateLightningModule(LightningModule):
                 f"strategy is {type(trainer.strategy).__name__} on {trainer.world_size} devices; it must be one, devices=1",
             ),
             (
-                trainer.limit_train_batches != 1.0 or trainer.overfit_batches != 0.0,
+                isinstance(trainer.limit_train_batches, int)  # 1 is one batch, 1.0 all
+                or trainer.limit_train_batches != 1.0
+                or trainer.overfit_batches != 0.0,
                 "limit_train_batches, overfit_batches or fast_dev_run is set; stop early by max_steps, all steps are accounted for",
             ),
             (
                 trainer.reload_dataloaders_every_n_epochs != 0,
                 "reload_dataloaders_every_n_epochs is set; a run has one PrivateSteps, leave it at 0",
             ),
-            (len(trainer.optimizers) != 1, f"there are {len(trainer.optimizers)} optimizers; a private step has one"),
+            (len(trainer.optimizers) > 1, f"there are {len(trainer.optimizers)} optimizers; a private step has one"),
             (
                 any(isinstance(one.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) for one in trainer.lr_scheduler_configs),
                 "a scheduler is ReduceLROnPlateau, which waits for a loss; use one that follows the steps",

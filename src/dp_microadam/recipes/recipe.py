@@ -170,7 +170,7 @@ class Recipe:
         known = [known.name for known in fields(cls)]
         for key, value in values.items():
             if key not in known:
-                raise InputError(f"recipe key {key} = {value!r} is unknown; the nearest known key is {_nearest(key, known)}")
+                raise InputError(f"recipe key {key} = {value!r} is unknown; {_hint_for_key(key, known)}")
         for needed in fields(cls):
             if needed.default is MISSING and needed.default_factory is MISSING and needed.name not in values:
                 raise InputError(f"the recipe lacks the key {needed.name}; it must be given")
@@ -222,7 +222,7 @@ def _read(name_or_path: str) -> str:
     if not looks_like_a_path and not Path(name_or_path).is_file():
         known = known_recipes()
         raise InputError(
-            f"there is no recipe {name_or_path!r}; known are {', '.join(known)} (nearest: {_nearest(name_or_path, known)}), "
+            f"there is no recipe {name_or_path!r}; known are {', '.join(known)}{_nearest(name_or_path, known, ' (nearest: {})')}, "
             "or give the path of a TOML file"
         )
     try:
@@ -244,12 +244,40 @@ def _keys_of_type(wanted: str) -> frozenset[str]:
     return frozenset(key.name for key in fields(Recipe) if str(key.type).endswith(wanted))
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
-    return difflib.get_close_matches(word, list(known), n=1, cutoff=0.0)[0]
+def _nearest(word: str, known: Iterable[str], sentence: str) -> str:
+    """``sentence`` with the known word that ``word`` seems to be a misspelling of; empty if it resembles none."""
+    found = difflib.get_close_matches(word, list(known), n=1)
+    return sentence.format(found[0]) if found else ""
+
+
+def _hint_for_key(key: str, known: Sequence[str]) -> str:
+    if key in _STEP_SIZES:
+        return "the step size is the key learning_rate"
+    for table, options in (
+        ("optimizer", vocabulary.OPTIMIZER_OPTIONS),
+        ("model_options", vocabulary.MODEL_OPTIONS),
+        ("data_options", vocabulary.DATA_OPTIONS),
+    ):
+        if any(key in own for own in options.values()):
+            return f"it is an option, {table}.{key}"
+    return _nearest(key, known, "the nearest known key is {}") or f"known keys are {', '.join(known)}"
+
+
+def _hint_for_option(option: str, known: Sequence[str], owner: str) -> str:
+    if option in _STEP_SIZES:
+        return "the step size is the recipe's own key learning_rate"
+    if option in {key.name for key in fields(Recipe)}:
+        return f"{option} is a key of the recipe itself"
+    if not known:
+        return f"{owner} has no options"
+    return _nearest(option, known, f"the nearest known option of {owner} is {{}}") or f"{owner} takes {', '.join(known)}"
+
+
+_STEP_SIZES = ("lr", "learning_rate", "step_size")
+"""What users of other libraries call it."""
 
 
 def _refuse_unknown_options(table: str, given: Mapping[str, Any], known: Sequence[str], owner: str) -> None:
     for option, value in given.items():
         if option not in known:
-            hint = f"the nearest known option of {owner} is {_nearest(option, known)}" if known else f"{owner} has no options"
-            raise InputError(f"recipe key {table}.{option} = {value!r} is unknown; {hint}")
+            raise InputError(f"recipe key {table}.{option} = {value!r} is unknown; {_hint_for_option(option, known, owner)}")
