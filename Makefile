@@ -6,11 +6,15 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Two workers with one thread each: threads that wait for each other on two cores take several times as long.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo examples test test-all lint clean
 
 # A private model on real handwritten digits, in minutes and without a download.
 demo: $(VENV)/.ready-demo
 	$(BIN)/dp-microadam train
+
+# Every example, one after the other; each takes less than two minutes of one core.
+examples: $(VENV)/.ready-examples
+	set -e; for example in examples/*.py; do echo "$$example"; $(BIN)/python "$$example"; done
 
 test: $(VENV)/.ready-test lint
 	$(PYTEST)

@@ -114,7 +114,7 @@ def run_get(options: argparse.Namespace) -> int:
                 f"{options.name} could not be fetched ({error}); if this machine has no network, put {wanted} into {folder}"
             ) from None
         except OSError as error:
-            raise DPMicroAdamError(f"{folder / download.name} cannot be written: {error.strerror or error}") from None
+            raise DPMicroAdamError(f"{folder / download.name} cannot be written ({error.strerror or error}); name another folder by --folder") from None
     if options.json:
         print(json.dumps({"name": options.name, "folder": str(folder), "fetched": sum(fetched), "verified": True}))
     else:

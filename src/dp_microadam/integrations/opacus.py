@@ -71,7 +71,7 @@ def ledger_from_opacus(
         if not math.isclose(part.sample_rate, rate, rel_tol=1e-9):
             raise PrivacyError(
                 f"the history has sample rate {part.sample_rate:g} and the loader {rate:g}: gradients of several samples were "
-                "added up, in which an example may be twice; step after every batch, BatchMemoryManager cuts large ones"
+                "added up, in which an example may be twice; call step after every batch, BatchMemoryManager cuts large ones"
             )
     size = len(data_loader.dataset)
     plan = PrivacyPlan(

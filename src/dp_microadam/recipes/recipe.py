@@ -112,7 +112,7 @@ class Recipe:
             value = getattr(self, known.name)
             object.__setattr__(self, known.name, known.metadata["check"](known.name, value))
         if self.base is not None and self.protected:
-            raise InputError(f"base is {self.base!r}, but method is {self.method!r}; it goes with method 'non-private'")
+            raise InputError(f"base is {self.base!r}, but method is {self.method!r}; leave it out, it goes with method 'non-private'")
         _refuse_unknown_options("optimizer", self.optimizer, vocabulary.OPTIMIZER_OPTIONS[self.algorithm], self.algorithm)
         _refuse_unknown_options("model_options", self.model_options, vocabulary.MODEL_OPTIONS[self.model], self.model)
         _refuse_unknown_options("data_options", self.data_options, vocabulary.DATA_OPTIONS[self.data], self.data)
@@ -236,7 +236,7 @@ def _parse(text: str, name: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{name} is not valid TOML: {error}") from None
+        raise InputError(f"{name} is not valid TOML ({error}); write keys as steps = 100, texts in quotes") from None
 
 
 def _keys_of_type(wanted: str) -> frozenset[str]:
@@ -270,7 +270,8 @@ def _hint_for_option(option: str, known: Sequence[str], owner: str) -> str:
         return f"{option} is a key of the recipe itself"
     if not known:
         return f"{owner} has no options"
-    return _nearest(option, known, f"the nearest known option of {owner} is {{}}") or f"{owner} takes {', '.join(known)}"
+    nearest = _nearest(option, known, f"the nearest known option of {owner} is {{}}")
+    return nearest or f"known options of {owner} are {', '.join(known)}"
 
 
 _STEP_SIZES = ("lr", "learning_rate", "step_size")
