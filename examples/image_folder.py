@@ -1,4 +1,4 @@
-"""A private classifier of image files in folders, by a recipe. Needs Pillow and scikit-learn, whose digits stand for your files."""
+"""A private classifier of image files in folders, by a recipe. Needs Pillow, and scikit-learn for digits to write."""
 
 import tempfile
 from pathlib import Path

@@ -37,7 +37,9 @@ train, test = order[:1500], order[1500:]
 
 folder = Path(tempfile.mkdtemp())
 plan = PrivacyPlan.solve(dataset_size=len(train), batch_size=256, delta=1e-4, epsilon=8.0, steps=600)
-trainer = pl.Trainer(default_root_dir=folder, max_epochs=-1, check_val_every_n_epoch=25, enable_progress_bar=False, logger=False)
+trainer = pl.Trainer(
+    default_root_dir=folder, max_epochs=-1, check_val_every_n_epoch=25, enable_progress_bar=False, logger=False
+)
 trainer.fit(
     Digits(),
     PrivateSteps(plan, (images[train], labels[train]), run_dir=folder / "run"),

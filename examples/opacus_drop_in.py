@@ -32,5 +32,6 @@ for _ in range(100):
 folder = tempfile.mkdtemp()
 ledger = ledger_from_opacus(engine, optimizer, data, delta=1e-4, run_dir=folder)
 accuracy = (model(images[test]).argmax(1) == labels[test]).float().mean()
-print(f"ε = {ledger.epsilon(accountant='rdp'):.2f} by RDP, {ledger.epsilon(accountant='pld'):.2f} by PLD; see {folder}/privacy.txt")
+rdp, pld = (ledger.epsilon(accountant=accountant) for accountant in ("rdp", "pld"))
+print(f"ε = {rdp:.2f} by RDP, {pld:.2f} by PLD; see {folder}/privacy.txt")
 print(f"test accuracy {100 * accuracy:.1f} %")

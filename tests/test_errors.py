@@ -15,7 +15,7 @@ OURS = {"InputError", "PrivacyError", "DPMicroAdamError", "CheckpointError"}
 NEXT_STEP = re.compile(
     r"\b(must|needs?|takes?|known|nearest|allows at most|instead|again|"
     r"give|use|pass|run|call|make|install|name|put|choose|start|begin|resume|leave|set|build|wrap|freeze|unfreeze|fetch|save|write|"
-    r"train|try|wait|stop|unpack|add|remove|check|keep|define|log|hold|pad|allow|record|solve|report|go on|move|free|read|load)\b"
+    r"train|try|wait|stop|unpack|add|remove|check|keep|define|log|hold|pad|allow|record|solve|report|go on|move|read|load)\b"
 )
 
 

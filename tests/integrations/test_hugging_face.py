@@ -250,7 +250,11 @@ def test_lengths_that_differ_are_refused_and_padding_to_one_length_is_not(make):
         longest = length or max(len(one["input_ids"]) for one in features)
         ids = [one["input_ids"] + [0] * (longest - len(one["input_ids"])) for one in features]
         words = torch.tensor(ids)
-        return {"input_ids": words, "attention_mask": (words != 0).long(), "labels": torch.tensor([f["labels"] for f in features])}
+        return {
+            "input_ids": words,
+            "attention_mask": (words != 0).long(),
+            "labels": torch.tensor([f["labels"] for f in features]),
+        }
 
     with pytest.raises(PrivacyError, match="pad all to one length"):
         make(train_dataset=ragged, data_collator=lambda features: pad(features, None)).train()

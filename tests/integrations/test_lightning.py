@@ -169,7 +169,9 @@ def test_a_checkpoint_holds_no_random_states(make_network, make_steps, make_trai
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
-def test_settings_that_would_break_the_guarantee_are_refused(make_network, make_steps, make_trainer, options, sentence, tmp_path):
+def test_settings_that_would_break_the_guarantee_are_refused(
+    make_network, make_steps, make_trainer, options, sentence, tmp_path
+):
     with pytest.raises((InputError, MisconfigurationException, RuntimeError), match=sentence):
         make_trainer(**options).fit(Classifier(make_network()), make_steps())
     assert not (tmp_path / "run").exists()
@@ -189,7 +191,7 @@ def test_several_devices_are_refused(make_network, make_steps, make_trainer, mon
 
 
 def test_a_loader_that_draws_its_own_batches_is_refused(make_network, make_trainer, train):
-    with pytest.raises(PrivacyError, match="give trainer.fit a PrivateSteps"):
+    with pytest.raises(PrivacyError, match=r"give trainer.fit a PrivateSteps"):
         make_trainer().fit(Classifier(make_network()), DataLoader(TensorDataset(*train), batch_size=30))
 
 

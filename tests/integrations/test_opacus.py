@@ -78,7 +78,15 @@ def test_the_budget_command_adds_such_a_run_to_others(trained, tmp_path, capsys)
 
 @pytest.mark.parametrize(
     "history",
-    [[(0.0, 0.1, 5)], [(1.0, 0.0, 5)], [(1.0, 1.5, 5)], [(1.0, 0.1, 0)], [(1.0, 0.1)], [("laplace", 0.1, 5)], [(1.0, 0.1, 2.5)]],
+    [
+        [(0.0, 0.1, 5)],
+        [(1.0, 0.0, 5)],
+        [(1.0, 1.5, 5)],
+        [(1.0, 0.1, 0)],
+        [(1.0, 0.1)],
+        [("laplace", 0.1, 5)],
+        [(1.0, 0.1, 2.5)],
+    ],
     ids=str,
 )
 def test_histories_of_other_mechanisms_are_refused(history):
@@ -107,7 +115,7 @@ def test_samples_that_were_added_up_are_refused(trained, tmp_path):
 
 def test_an_empty_history_and_wrong_objects_are_refused(trained, tmp_path):
     engine, optimizer, loader = trained()
-    with pytest.raises(InputError, match="must be an opacus.PrivacyEngine"):
+    with pytest.raises(InputError, match=r"must be an opacus.PrivacyEngine"):
         ledger_from_opacus(None, optimizer, loader, delta=1e-3, run_dir=tmp_path / "run")
     with pytest.raises(InputError, match="that make_private returned"):
         ledger_from_opacus(engine, optimizer.original_optimizer, loader, delta=1e-3, run_dir=tmp_path / "run")

@@ -118,7 +118,7 @@ def test_hints_point_to_what_was_meant_or_list_what_is_known(override, hint):
 
 
 def test_a_recipe_name_that_resembles_none_gets_no_nearest():
-    with pytest.raises(InputError, match="known are .*, or give the path") as refusal:
+    with pytest.raises(InputError, match=r"known are .*, or give the path") as refusal:
         load_recipe("zzz")
     assert "nearest" not in str(refusal.value)
 

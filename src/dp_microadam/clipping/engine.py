@@ -151,7 +151,9 @@ class ClippedGradients:
 
     def _checked(self, what: str, name: str, values: Tensor) -> Tensor:
         if name not in self._trainable:
-            raise InputError(f"{what} names {name!r}, which is not a trainable parameter of the model; name one of model.named_parameters()")
+            raise InputError(
+                f"{what} names {name!r}, which is not a trainable parameter of the model; name one of model.named_parameters()"
+            )
         parameter = self._trainable[name]
         shape = parameter.shape if what == "scale" else parameter.shape[:1]
         if values.shape != shape:

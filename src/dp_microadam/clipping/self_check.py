@@ -36,7 +36,10 @@ class Exactness:
 
 
 def check_exactness(
-    seconds: float, device: str | torch.device = "cpu", kinds: Sequence[str] = (), engine: type[ClippedGradients] = ClippedGradients
+    seconds: float,
+    device: str | torch.device = "cpu",
+    kinds: Sequence[str] = (),
+    engine: type[ClippedGradients] = ClippedGradients,
 ) -> Exactness:
     """Compare on as many networks as ``seconds`` allow, each kind at least once. The data is random and nobody's."""
     end = time.monotonic() + seconds

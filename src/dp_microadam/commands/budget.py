@@ -73,8 +73,8 @@ def _refuse_unprotected(run: str) -> None:
     folder = Path(run)
     if (folder / PRIVACY_NAME).is_file() and not (folder / LEDGER_NAME).exists():
         raise InputError(
-            f"run {run!r} is not private: it was trained without clipping and noise, so no budget covers what it tells about its "
-            "data; leave it out, and do not publish it"
+            f"run {run!r} is not private: it was trained without clipping and noise, so no budget covers what it tells about "
+            "its data; leave it out, and do not publish it"
         )
 
 

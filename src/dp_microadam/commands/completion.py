@@ -37,8 +37,8 @@ compdef _dp_microadam dp-microadam
 }
 
 _WHERE = {
-    "bash": "eval \"$(dp-microadam completion bash)\" in ~/.bashrc",
-    "zsh": "eval \"$(dp-microadam completion zsh)\" after compinit in ~/.zshrc",
+    "bash": 'eval "$(dp-microadam completion bash)" in ~/.bashrc',
+    "zsh": 'eval "$(dp-microadam completion zsh)" after compinit in ~/.zshrc',
     "fish": "dp-microadam completion fish > ~/.config/fish/completions/dp-microadam.fish",
 }
 

@@ -41,7 +41,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     listing.set_defaults(run=run_list)
 
     get = actions.add_parser(
-        "get", help="download a data set from its publisher", epilog="example:\n  dp-microadam data get mnist --folder data/mnist"
+        "get",
+        help="download a data set from its publisher",
+        epilog="example:\n  dp-microadam data get mnist --folder data/mnist",
     )
     get.add_argument("name", metavar="NAME", help="name of a data set, as `data list` shows it")
     get.add_argument("--folder", type=Path, metavar="DIR", help="where to put it (default: where recipes look for it)")
@@ -114,7 +116,9 @@ def run_get(options: argparse.Namespace) -> int:
                 f"{options.name} could not be fetched ({error}); if this machine has no network, put {wanted} into {folder}"
             ) from None
         except OSError as error:
-            raise DPMicroAdamError(f"{folder / download.name} cannot be written ({error.strerror or error}); name another folder by --folder") from None
+            raise DPMicroAdamError(
+                f"{folder / download.name} cannot be written ({error.strerror or error}); name another folder by --folder"
+            ) from None
     if options.json:
         print(json.dumps({"name": options.name, "folder": str(folder), "fetched": sum(fetched), "verified": True}))
     else:

@@ -30,8 +30,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "doctor",
         help="versions, devices, data found, and a self-check of clipped gradients",
-        description="Say what is installed and found here, then compare clipped sums with gradients taken one by one, on random "
-        "networks. Exit code 1 if they differ.",
+        description="Say what is installed and found here, then compare clipped sums with gradients taken one by one, on "
+        "random networks. Exit code 1 if they differ.",
         epilog="example:\n  dp-microadam doctor --seconds 10",
     )
     parser.add_argument("--seconds", type=float, default=10.0, metavar="S", help="how long to check, per device (default: 10)")

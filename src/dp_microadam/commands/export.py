@@ -14,7 +14,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "export",
         help="write a run's weights as safetensors, with a model card and the privacy statement",
-        description="Write a run's weights as safetensors, with a model card that says how to load them, and the privacy statement.",
+        description="Write a run's weights as safetensors, with a model card that says how to load them and the privacy "
+        "statement.",
         epilog="example:\n  dp-microadam export runs/mine --output digits-model",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")
@@ -49,9 +50,7 @@ def run(options: argparse.Namespace) -> int:
     diagnostics = measured[-1] if measured else None
     recipe, data = experiment.recipe, experiment.data
     best = "model.safetensors" if experiment.trainer.average is None else "model_ema.safetensors"
-    code = loading_code(
-        recipe.model, recipe.model_options, data.num_classes, data.example_shape, best, (data.mean, data.std)
-    )
+    code = loading_code(recipe.model, recipe.model_options, data.num_classes, data.example_shape, best, (data.mean, data.std))
     card = model_card(recipe.name, recipe.to_toml(), statement, metrics, diagnostics, code)
     (unfinished / "README.md").write_text(card, encoding="utf-8")
     unfinished.rename(output)

@@ -49,7 +49,9 @@ def _read_pair(image_path: Path, label_path: Path, reading: Reading) -> Arrays:
             f"{image_path} holds images of {images.shape[1]}×{images.shape[2]} pixels; they must be {_SIDE}×{_SIDE}"
         )
     if len(images) != len(labels):
-        raise InputError(f"{label_path} holds {len(labels)} labels for the {len(images)} images of {image_path.name}; fetch both again")
+        raise InputError(
+            f"{label_path} holds {len(labels)} labels for the {len(images)} images of {image_path.name}; fetch both again"
+        )
     if not len(images):
         raise InputError(f"{image_path} holds no images; fetch it again")
     if labels.max() >= _NUM_CLASSES:

@@ -88,7 +88,9 @@ def _labels(path: Path, given: NDArray[Any], classes: int | Sequence[str]) -> ND
     try:
         return np.array([index[str(name)] for name in given], dtype=np.int64)
     except KeyError:
-        raise InputError(f"{path} holds a label that is not among classes = {list(classes)}; name all of them in data_options.classes") from None
+        raise InputError(
+            f"{path} holds a label that is not among classes = {list(classes)}; name all of them in data_options.classes"
+        ) from None
 
 
 def _read_csv(path: Path, reading: Reading, label: str) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -27,19 +27,20 @@ STAMP_NAME = "dp_microadam.json"
 
 # What a private run honours, or what does not touch training. Everything else must be left at its default: a setting that is
 # silently not used would mislead, and one that a later release adds may look at training data.
-_HONOURED = frozenset(
-    "output_dir per_device_train_batch_size per_device_eval_batch_size max_steps learning_rate lr_scheduler_type "
-    "lr_scheduler_kwargs warmup_steps warmup_ratio weight_decay adam_beta1 adam_beta2 adam_epsilon "
-    "logging_strategy logging_steps logging_first_step logging_dir log_level log_level_replica log_on_each_node disable_tqdm "
-    "report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id "
-    "eval_strategy eval_steps eval_delay eval_on_start eval_do_concat_batches eval_use_gather_object eval_accumulation_steps "
-    "prediction_loss_only include_for_metrics batch_eval_metrics "
-    "save_strategy save_steps save_total_limit save_only_model save_on_each_node save_safetensors "
-    "load_best_model_at_end metric_for_best_model greater_is_better restore_callback_states_from_checkpoint "
-    "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision "
-    "seed use_cpu dataloader_num_workers dataloader_pin_memory remove_unused_columns label_names "
-    "do_train do_eval do_predict resume_from_checkpoint use_cache".split()
-)
+_HONOURED_SETTINGS = """
+output_dir per_device_train_batch_size per_device_eval_batch_size max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs
+warmup_steps warmup_ratio weight_decay adam_beta1 adam_beta2 adam_epsilon
+logging_strategy logging_steps logging_first_step logging_dir log_level log_level_replica log_on_each_node disable_tqdm
+report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id
+eval_strategy eval_steps eval_delay eval_on_start eval_do_concat_batches eval_use_gather_object eval_accumulation_steps
+prediction_loss_only include_for_metrics batch_eval_metrics
+save_strategy save_steps save_total_limit save_only_model save_on_each_node save_safetensors
+load_best_model_at_end metric_for_best_model greater_is_better restore_callback_states_from_checkpoint
+push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
+seed use_cpu dataloader_num_workers dataloader_pin_memory remove_unused_columns label_names
+do_train do_eval do_predict resume_from_checkpoint use_cache
+"""
+_HONOURED = frozenset(_HONOURED_SETTINGS.split())
 
 _WHY_NOT = {
     "fp16": "norms of gradients in half precision may be under-estimates; leave it False",
@@ -88,7 +89,8 @@ class PrivateHFTrainer(Trainer):
 
     Formal guarantees: those of :class:`~dp_microadam.integrations.private_steps.PrivateSteps`; the host's loop sees step
     numbers in place of batches. Examples are collated one at a time, so that padding or masking cannot depend on others.
-    Checkpoints hold no random states, and only those of the ledger's own run are resumed. Callbacks must not be given training data.
+    Checkpoints hold no random states, and only those of the ledger's own run are resumed. Callbacks must not be given training
+    data.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class PrivateHFTrainer(Trainer):
         self.private_steps = PrivateSteps(
             plan,
             _CollatedAlone(self.train_dataset, collate),
-            run_dir=Path(args.output_dir, "privacy") if run_dir is None else run_dir,
+            run_dir=Path(str(args.output_dir), "privacy") if run_dir is None else run_dir,
             max_grad_norm=max_grad_norm,
             physical_batch_size=args.per_device_train_batch_size,
             num_workers=args.dataloader_num_workers,
@@ -141,11 +143,16 @@ class PrivateHFTrainer(Trainer):
         resume_from_checkpoint = resume_from_checkpoint or None
         refuse_procedures(self.optimizer)
         stamp = None if resume_from_checkpoint is None else _stamp_of(Path(str(resume_from_checkpoint)))
-        self.model.train()
-        self.private_steps.begin(self.model, self._per_example_loss, stamp)
+        model: nn.Module = self.model  # type: ignore[assignment]
+        model.train()
+        self.private_steps.begin(model, self._per_example_loss, stamp)
         try:
             result = super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
-            metrics = {**_public(result.metrics), "epsilon": self.private_steps.epsilon(), "delta": self.private_steps.plan.delta}
+            metrics = {
+                **_public(result.metrics),
+                "epsilon": self.private_steps.epsilon(),
+                "delta": self.private_steps.plan.delta,
+            }
             return TrainOutput(result.global_step, math.nan, metrics)
         finally:
             self.private_steps.close()
@@ -169,7 +176,8 @@ class PrivateHFTrainer(Trainer):
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
             options: dict[str, Any] = {} if self._default_learning_rate else {"lr": self.args.learning_rate}
             betas, eps = (self.args.adam_beta1, self.args.adam_beta2), self.args.adam_epsilon
-            trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            owner: nn.Module = self.model if model is None else model  # type: ignore[assignment]
+            trainable = [parameter for parameter in owner.parameters() if parameter.requires_grad]
             self.optimizer = MicroAdam(trainable, betas=betas, eps=eps, weight_decay=self.args.weight_decay, **options)
         return super().create_optimizer(model)
 
@@ -190,18 +198,20 @@ class PrivateHFTrainer(Trainer):
 
     def hyperparameter_search(self, *arguments: Any, **options: Any) -> Any:
         """Refused: every trial looks at the training data again."""
-        raise InputError("hyperparameter_search is not accounted for; train each trial as a run, dp-microadam budget adds them up")
+        raise InputError(
+            "hyperparameter_search is not accounted for; train each trial as a run, dp-microadam budget adds them up"
+        )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Weights as the host saves them, with the privacy statement beside them."""
         if self.private_steps.begun_before:
-            folder = Path(output_dir or self.args.output_dir)
+            folder = Path(output_dir or str(self.args.output_dir))
             folder.mkdir(parents=True, exist_ok=True)
             self.private_steps.write_privacy(folder)
         super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+        folder = Path(str(self.args.output_dir), f"checkpoint-{self.state.global_step}")
         folder.mkdir(parents=True, exist_ok=True)
         (folder / STAMP_NAME).write_text(json.dumps(self.private_steps.stamp()) + "\n", encoding="utf-8")
         super()._save_checkpoint(model, trial)
@@ -268,7 +278,9 @@ class _CollatedAlone(Dataset[dict[str, Tensor]]):
         batch = dict(self.collate([self.data[index]]))
         example = {name: value[0] for name, value in batch.items() if isinstance(value, Tensor) and len(value) == 1}
         if example.keys() != batch.keys():
-            raise InputError("data_collator gives something else than tensors with one row per example; it must give those alone")
+            raise InputError(
+                "data_collator gives something else than tensors with one row per example; it must give those alone"
+            )
         shapes = {name: value.shape for name, value in example.items()}
         self._shapes = self._shapes or shapes
         if shapes != self._shapes:

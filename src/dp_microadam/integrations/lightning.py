@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
@@ -66,7 +66,7 @@ class PrivateLightningModule(LightningModule):
         """One private step: gradients, optimizer, schedulers, ε."""
         steps = self._begin()
         optimizer = self.optimizers()
-        with self._nothing_logged():
+        with self._nothing_logged(steps):
             steps.take()
         optimizer.step()  # type: ignore[union-attr]
         optimizer.zero_grad()  # type: ignore[union-attr]
@@ -100,12 +100,12 @@ class PrivateLightningModule(LightningModule):
         super().log(name, value, *arguments, **options)
 
     @contextmanager
-    def _nothing_logged(self) -> Iterator[None]:
+    def _nothing_logged(self, steps: PrivateSteps) -> Iterator[None]:
         self._looking_at_examples = True
         try:
             yield
         except BaseException:
-            self.trainer.train_dataloader.close()  # a run that failed may be resumed in this process
+            steps.close()  # a run that failed may be resumed in this process
             raise
         finally:
             self._looking_at_examples = False
@@ -119,8 +119,8 @@ class PrivateLightningModule(LightningModule):
             )
         if not steps.begun:
             self._refuse_settings()
-            with self._nothing_logged():
-                steps.begin(self, lambda module, batch: module.per_example_loss(batch), self._resumed_from())
+            with self._nothing_logged(steps):
+                steps.begin(self, _loss_of_module, self._resumed_from())
         return steps
 
     def _resumed_from(self) -> Mapping[str, Any] | None:
@@ -150,21 +150,24 @@ class PrivateLightningModule(LightningModule):
             (
                 isinstance(trainer.limit_train_batches, int)  # 1 is one batch, 1.0 all
                 or trainer.limit_train_batches != 1.0
-                or trainer.overfit_batches != 0.0,
-                "limit_train_batches, overfit_batches or fast_dev_run is set; stop early by max_steps, all steps are accounted for",
+                or trainer.overfit_batches != 0.0,  # type: ignore[attr-defined]
+                "limit_train_batches, overfit_batches or fast_dev_run is set; stop early by max_steps, every step counts",
             ),
             (
-                trainer.reload_dataloaders_every_n_epochs != 0,
+                trainer.reload_dataloaders_every_n_epochs != 0,  # type: ignore[attr-defined]
                 "reload_dataloaders_every_n_epochs is set; a run has one PrivateSteps, leave it at 0",
             ),
             (len(trainer.optimizers) > 1, f"there are {len(trainer.optimizers)} optimizers; a private step has one"),
             (
-                any(isinstance(one.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) for one in trainer.lr_scheduler_configs),
+                any(
+                    isinstance(one.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+                    for one in trainer.lr_scheduler_configs
+                ),
                 "a scheduler is ReduceLROnPlateau, which waits for a loss; use one that follows the steps",
             ),
             (
                 any(_holds_data(value) for value in self.hparams.values()),
-                "hyperparameters hold tensors or data sets, and are written into checkpoints; give save_hyperparameters(ignore=…)",
+                "hyperparameters hold tensors or data, and are written into checkpoints; use save_hyperparameters(ignore=…)",
             ),
         ):
             if wrong:
@@ -175,6 +178,11 @@ class PrivateLightningModule(LightningModule):
                     raise InputError(f"callback {kind.__name__} is in use: {_REFUSED_CALLBACKS[kind.__name__]}")
         for optimizer in trainer.optimizers:
             refuse_procedures(optimizer)
+
+
+def _loss_of_module(module: nn.Module, batch: Any) -> Tensor:
+    assert isinstance(module, PrivateLightningModule)
+    return module.per_example_loss(batch)
 
 
 def _holds_data(value: Any) -> bool:

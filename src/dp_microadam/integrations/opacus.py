@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from dp_microadam.errors import InputError, PrivacyError
@@ -21,8 +20,8 @@ def spent_in_opacus(accountant: Any) -> tuple[SubsampledGaussian, ...]:
 
     Takes ``privacy_engine.accountant``, or its ``history`` of (noise multiplier, sample rate, steps).
 
-    >>> spent_in_opacus([(1.0, 0.01, 400), (2.0, 0.01, 100)])
-    (SubsampledGaussian(sample_rate=0.01, noise_multiplier=1.0, steps=400), SubsampledGaussian(sample_rate=0.01, noise_multiplier=2.0, steps=100))
+    >>> spent_in_opacus([(1.0, 0.01, 400)])
+    (SubsampledGaussian(sample_rate=0.01, noise_multiplier=1.0, steps=400),)
 
     Formal guarantees: an upper bound of what was spent if the history is that of Poisson-subsampled Gaussian steps, which
     :func:`ledger_from_opacus` checks on the objects that made it.
@@ -30,29 +29,36 @@ def spent_in_opacus(accountant: Any) -> tuple[SubsampledGaussian, ...]:
     Raises:
         InputError: for entries that are no such step.
     """
-    history: Sequence[Any] = getattr(accountant, "history", accountant)
-    spent = []
-    for entry in history:
-        try:
-            noise_multiplier, sample_rate, steps = (entry[0], entry[1], entry[2]) if len(entry) == 3 else (None, None, None)
-            usable = 0 < float(noise_multiplier) < math.inf and 0 < float(sample_rate) <= 1 and int(steps) == steps > 0  # type: ignore[arg-type]
-        except (TypeError, ValueError, KeyError):
-            usable = False
-        if not usable:
-            raise InputError(
-                f"history holds {entry!r}, which is no Gaussian step on a Poisson sample; entries must be (noise multiplier above "
-                "0, sample rate in (0, 1], number of steps)"
-            )
-        spent.append(SubsampledGaussian(float(sample_rate), float(noise_multiplier), int(steps)))  # type: ignore[arg-type]
-    return tuple(spent)
+    return tuple(_step_of(entry) for entry in getattr(accountant, "history", accountant))
+
+
+def _step_of(entry: Any) -> SubsampledGaussian:
+    try:
+        noise_multiplier, sample_rate, steps = float(entry[0]), float(entry[1]), int(entry[2])
+        usable = len(entry) == 3 and 0 < noise_multiplier < math.inf and 0 < sample_rate <= 1 and steps == entry[2] > 0
+    except (TypeError, ValueError, IndexError, KeyError):
+        usable = False
+    if not usable:
+        raise InputError(
+            f"history holds {entry!r}, which is no Gaussian step on a Poisson sample; entries must be (noise multiplier above "
+            "0, sample rate in (0, 1], number of steps)"
+        )
+    return SubsampledGaussian(sample_rate, noise_multiplier, steps)
 
 
 def ledger_from_opacus(
-    privacy_engine: Any, optimizer: Any, data_loader: Any, *, delta: float, run_dir: str | os.PathLike[str], accountant: str = "rdp"
+    privacy_engine: Any,
+    optimizer: Any,
+    data_loader: Any,
+    *,
+    delta: float,
+    run_dir: str | os.PathLike[str],
+    accountant: str = "rdp",
 ) -> LedgerRecord:
     """Write our ledger and privacy statement of a model that was trained with Opacus into the new folder ``run_dir``.
 
-    ``optimizer`` and ``data_loader`` are those that ``make_private`` returned. ``dp-microadam budget`` then adds the run to others.
+    ``optimizer`` and ``data_loader`` are those that ``make_private`` returned. ``dp-microadam budget`` then adds the run to
+    others.
 
     Formal guarantees: ε as the ledger says holds for the steps in the accountant's history if Opacus clipped, sampled and added
     noise as they say. Unlike a ledger written ahead, it knows nothing of steps that a crash took from that history.
@@ -103,11 +109,13 @@ def _refuse_other_mechanisms(privacy_engine: Any, optimizer: Any, data_loader: A
     if not hasattr(optimizer, "noise_multiplier"):
         raise InputError(f"optimizer is a {type(optimizer).__name__}; it must be the one that make_private returned")
     if any(kind.__name__ == _ADAPTIVE for kind in type(optimizer).__mro__):
-        raise PrivacyError("the clipping norm was adaptive, which spends more than the Gaussian steps; train with clipping='flat'")
+        raise PrivacyError(
+            "the clipping norm was adaptive, which spends more than the Gaussian steps; train with clipping='flat'"
+        )
     if not hasattr(data_loader, "sample_rate"):
         raise PrivacyError(
-            f"data_loader is a {type(data_loader).__name__} that does not draw Poisson samples, so the history understates what "
-            "was spent; train with poisson_sampling=True and pass the loader that make_private returned"
+            f"data_loader is a {type(data_loader).__name__} that does not draw Poisson samples, so the history understates "
+            "what was spent; train with poisson_sampling=True and pass the loader that make_private returned"
         )
 
 

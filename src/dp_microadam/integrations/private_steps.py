@@ -133,9 +133,7 @@ class PrivateSteps:
         """
         self.close()
         self._model = model
-        self._gradients = ClippedGradients(
-            model, per_example_loss, max_grad_norm=self._max_grad_norm, clipping=self._clipping
-        )
+        self._gradients = ClippedGradients(model, per_example_loss, max_grad_norm=self._max_grad_norm, clipping=self._clipping)
         self._mechanism = GaussianMechanism.from_plan(self.plan, self._gradients.sensitivity, randomness=self._randomness)
         self._prove()
         if stamp is None:
@@ -143,9 +141,7 @@ class PrivateSteps:
             (self.run_dir / _RUN_NAME).write_text(secrets.token_hex(16) + "\n", encoding="utf-8")
         else:
             self._refuse_foreign(stamp)
-            self._ledger = PrivacyLedger.resume(
-                self.run_dir, self.plan, self._settings(), position=int(stamp["steps_spent"])
-            )
+            self._ledger = PrivacyLedger.resume(self.run_dir, self.plan, self._settings(), position=int(stamp["steps_spent"]))
         seed_workers = unpredictable_worker if self._seed is None and self._num_workers else None
         sampler = PoissonSampler.from_plan(
             self.plan,

@@ -103,7 +103,9 @@ def read_ledger(run: str | os.PathLike[str]) -> LedgerRecord:
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} does not begin like a privacy ledger: {error}") from None
     if not known:
-        raise InputError(f"{path} has format {header['format']}; this version reads format {_FORMAT}, use the one that wrote it")
+        raise InputError(
+            f"{path} has format {header['format']}; this version reads format {_FORMAT}, use the one that wrote it"
+        )
     spent, torn, phases = _count_steps(path, plan, lines)
     return LedgerRecord(plan, settings, versions, spent, torn, phases)
 
@@ -127,7 +129,9 @@ def _count_steps(
             total += 1
             continue
         if step < total:
-            raise PrivacyError(f"line {number} of {path} repeats step {step}: the ledger was edited and proves nothing, begin a new run")
+            raise PrivacyError(
+                f"line {number} of {path} repeats step {step}: the ledger was edited and proves nothing, begin a new run"
+            )
         counts[ordinary] += step - total
         counts[mechanism] += 1
         if "phase" in event:
@@ -239,9 +243,14 @@ class PrivacyLedger:
             PrivacyError: if the plan's steps are spent, or the file cannot be written; the step must not be used then.
         """
         if self._closed:
-            raise PrivacyError(f"{self.path} is not open in this process, so no step can be recorded; resume it with PrivacyLedger.resume")
+            raise PrivacyError(
+                f"{self.path} is not open in this process, so no step can be recorded; resume it with PrivacyLedger.resume"
+            )
         if self.remaining == 0:
-            raise PrivacyError(f"all {self.plan.steps} steps of the plan are spent; one more would exceed its epsilon, so stop here or solve a new plan for a larger one")
+            raise PrivacyError(
+                f"all {self.plan.steps} steps of the plan are spent; one more would exceed its epsilon, so stop here or "
+                "solve a new plan"
+            )
         step = self._steps
         event: dict[str, Any] = {
             "step": step,
@@ -255,7 +264,9 @@ class PrivacyLedger:
             self._append(json.dumps(event).encode() + b"\n")
         except OSError as error:
             self.close()
-            raise PrivacyError(f"{self.path} cannot be written, so step {step} is not taken: {error}; make room, then resume the run") from error
+            raise PrivacyError(
+                f"{self.path} cannot be written, so step {step} is not taken: {error}; make room, then resume the run"
+            ) from error
         return step
 
     def epsilon(self, delta: float | None = None, accountant: str | None = None) -> float:

@@ -112,7 +112,9 @@ class Recipe:
             value = getattr(self, known.name)
             object.__setattr__(self, known.name, known.metadata["check"](known.name, value))
         if self.base is not None and self.protected:
-            raise InputError(f"base is {self.base!r}, but method is {self.method!r}; leave it out, it goes with method 'non-private'")
+            raise InputError(
+                f"base is {self.base!r}, but method is {self.method!r}; leave it out, it goes with method 'non-private'"
+            )
         _refuse_unknown_options("optimizer", self.optimizer, vocabulary.OPTIMIZER_OPTIONS[self.algorithm], self.algorithm)
         _refuse_unknown_options("model_options", self.model_options, vocabulary.MODEL_OPTIONS[self.model], self.model)
         _refuse_unknown_options("data_options", self.data_options, vocabulary.DATA_OPTIONS[self.data], self.data)
@@ -221,9 +223,9 @@ def _read(name_or_path: str) -> str:
     looks_like_a_path = name_or_path.endswith(".toml") or Path(name_or_path).name != name_or_path
     if not looks_like_a_path and not Path(name_or_path).is_file():
         known = known_recipes()
+        nearest = _nearest(name_or_path, known, " (nearest: {})")
         raise InputError(
-            f"there is no recipe {name_or_path!r}; known are {', '.join(known)}{_nearest(name_or_path, known, ' (nearest: {})')}, "
-            "or give the path of a TOML file"
+            f"there is no recipe {name_or_path!r}; known are {', '.join(known)}{nearest}, or give the path of a TOML file"
         )
     try:
         return Path(name_or_path).read_text("utf-8")

@@ -19,9 +19,9 @@ def model_card(
 
     ``statement`` is the privacy statement of the run; it stands in full before everything else. ``metrics`` become a table:
     keys are read as words, numbers under keys with "accuracy" as percentages. ``diagnostics``, a line of the run's metrics
-    that holds some, becomes a table with a column per parameter group. ``loading`` is Python code that builds the model and loads
-    the weights, as :func:`loading_code` gives. The recipe's ``data_folder`` is left out, as
-    it describes the machine and not the model.
+    that holds some, becomes a table with a column per parameter group. ``loading`` is Python code that builds the model and
+    loads the weights, as :func:`loading_code` gives. The recipe's ``data_folder`` is left out, as it describes the machine and
+    not the model.
 
     >>> card = model_card("demo", 'name = "demo"', "This model is (8, 1e-05)-private.", {"test_accuracy": 0.9312})
     >>> print("\\n".join(card.splitlines()[:5]))
@@ -64,7 +64,7 @@ def loading_code(
     model = models.build("mlp", 10, (1, 28, 28), hidden=32)
     model.load_state_dict(load_file("model.safetensors"))
     model.eval()
-    # inputs: float tensors of shape [B, 1, 28, 28], as (value - mean) / std with mean (0.13,) and std (0.31,), pixels from 0 to 1
+    # inputs: floats of shape [B, 1, 28, 28], as (value - mean) / std with mean (0.13,) and std (0.31,), pixels from 0 to 1
     """
     keywords = "".join(f", {key}={value!r}" for key, value in options.items() if key != "pretrained")
     mean, std = (tuple(constants) for constants in normalization)
@@ -78,7 +78,7 @@ def loading_code(
         f'model = models.build("{model}", {num_classes}, {built_for}{keywords})\n'
         f'model.load_state_dict(load_file("{weights}"))\n'
         "model.eval()\n"
-        f"# inputs: float tensors of shape [B, {', '.join(map(str, shape))}]{scaled}{pixels}"
+        f"# inputs: floats of shape [B, {', '.join(map(str, shape))}]{scaled}{pixels}"
     )
 
 

@@ -9,7 +9,7 @@ from dp_microadam.errors import InputError
 
 
 def numbers_of_run(run_dir: Path) -> dict[str, Any]:
-    """Planned steps, updates done, noise, batch size, clipping norm, parameter sizes and the optimizer's options, for a run with MicroAdam.
+    """Planned steps, updates done, noise, batch size, clipping norm, parameter sizes and the options of a run with MicroAdam.
 
     Everything read is public: the plan, the recipe, and the shapes of the weights.
 

@@ -58,7 +58,9 @@ class CheckpointFolder:
             unfinished.unlink(missing_ok=True)
             last = self.positions()
             kept = f"the checkpoint of step {last[-1]} is intact" if last else "there is no earlier one"
-            raise CheckpointError(f"checkpoint {target} could not be written ({error.strerror}); {kept}, make room and resume") from error
+            raise CheckpointError(
+                f"checkpoint {target} could not be written ({error.strerror}); {kept}, make room and resume"
+            ) from error
         for old in self.positions()[: -self.keep]:
             (self.path / f"step-{old:09d}.ckpt").unlink(missing_ok=True)
         return target
