@@ -155,7 +155,10 @@ def _augmentation(recipe: Recipe, data: LabelledData) -> Augmentation | None:
     """What happens to training images on the device; None if nothing does."""
     asked = bool(recipe.crop_padding or recipe.flip or recipe.resized_crop)
     if not data.images and (asked or recipe.multiplicity > 1):
-        raise InputError(f"data is {recipe.data!r}, a table; crop_padding, flip, resized_crop and multiplicity are for images")
+        raise InputError(
+            f"data is {recipe.data!r}, a table; crop_padding, flip, resized_crop and multiplicity are for images, leave "
+            "them out"
+        )
     if not asked:
         if recipe.multiplicity > 1:
             raise InputError(
