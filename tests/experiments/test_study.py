@@ -205,5 +205,5 @@ def test_a_study_that_cannot_be_meant_is_refused_in_one_sentence(change, message
 def test_an_unknown_study_or_scale_is_refused():
     with pytest.raises(InputError, match=r"there is no study 'sigma'; known are .*sigma-sweep"):
         load_study("sigma")
-    with pytest.raises(InputError, match="scale is 'paper'; map has cpu"):
+    with pytest.raises(InputError, match="scale is 'paper'; map is known at scale cpu"):
         load_study("map", "paper")

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from dp_microadam.experiments.sweep import SweepFolder
 
 _EXAMPLE = """examples:
-  dp-microadam reproduce                                        which studies there are
-  dp-microadam reproduce sigma-sweep --scale cpu --estimate     the hours it would take here
-  dp-microadam reproduce sigma-sweep --scale cpu --seeds 1      one run per cell, then tables and pictures
+  dp-microadam reproduce  # which studies there are
+  dp-microadam reproduce sigma-sweep --scale cpu --estimate  # the hours it would take here
+  dp-microadam reproduce sigma-sweep --scale cpu --seeds 1  # one run per cell, then tables and pictures
 """
 
 
@@ -33,7 +33,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Run a study: an experiment of the paper by its name, or a TOML file of one's own. Runs that are done are "
         "skipped, runs that were stopped go on, and failed ones are named at the end and tried again the next time.",
         epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="name of a study, or a TOML file; without one, all are listed")
     parser.add_argument("--scale", choices=("paper", "cpu"), help="the paper's size (default), or one for two cores")

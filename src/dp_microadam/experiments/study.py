@@ -113,7 +113,7 @@ class Study:
             wanted.setdefault(axis, set()).add(label)
         kept = tuple(cell for cell in self.cells if all(str(cell.labels[axis]) in labels for axis, labels in wanted.items()))
         if not kept:
-            raise InputError(f"only is {', '.join(conditions)}; no cell of {self.name} has all of these labels")
+            raise InputError(f"only is {', '.join(conditions)}; no cell of {self.name} has all of these labels, leave one out")
         return Study(**{**vars(self), "cells": kept})
 
     def describe(self, command: str) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def load_study(name_or_path: str, scale: str | None = None, overrides: Sequence[
     if name_or_path in known:
         scale = scale or known[name_or_path][0]
         if scale not in known[name_or_path]:
-            raise InputError(f"scale is {scale!r}; {name_or_path} has {' and '.join(known[name_or_path])}")
+            raise InputError(f"scale is {scale!r}; {name_or_path} is known at scale {' and '.join(known[name_or_path])}")
         text = (resources.files("dp_microadam.experiments") / f"{name_or_path}.{scale}.toml").read_text("utf-8")
         return parse_study(text, name_or_path, scale, overrides)
     path = Path(name_or_path)
@@ -185,7 +185,7 @@ def parse_study(text: str, name: str, scale: str, overrides: Sequence[str] = ())
     try:
         values = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"study {name} is not valid TOML: {error}") from None
+        raise InputError(f"study {name} cannot be read, it must be valid TOML: {error}") from None
     _refuse_unknown_keys(name, values)
     axes = {axis: _labels(settings) for axis, settings in values["axes"].items()}
     rows, columns = tuple(values["rows"]), tuple(values["columns"])
@@ -266,7 +266,7 @@ def _cell(
     for adjustment in values.get("adjust", []):
         unknown = set(adjustment["cell"]) - set(axes)
         if unknown:
-            raise InputError(f"study {name} adjusts cells by {', '.join(sorted(unknown))}; its axes are {', '.join(axes)}")
+            raise InputError(f"study {name} adjusts cells by {', '.join(sorted(unknown))}; use its axes {', '.join(axes)}")
         if _matches(labels, adjustment["cell"]):
             settings = _merged(settings, adjustment["set"])
     settings = copy.deepcopy(settings)  # overrides reach into tables, which cells share
@@ -304,5 +304,7 @@ def _published(
     by_name = {str(label): label for label in axes[axis]}
     for label, inner in values.items():
         if label not in by_name:
-            raise InputError(f"the paper's values have the label {label!r}, which axis {axis!r} has not")
+            raise InputError(
+                f"the paper's values have the label {label!r}, which axis {axis!r} has not; use one of {', '.join(by_name)}"
+            )
         yield from _published(inner, axes_left[1:], axes, {**(labels or {}), axis: by_name[label]})
