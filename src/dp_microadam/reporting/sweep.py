@@ -114,7 +114,7 @@ class Sweep:
                 scale=str(told.get("scale", "")),
                 command=str(told.get("command", "")),
                 notes=tuple(told.get("notes", [])),
-                figures=tuple(told.get("figures", [])),
+                figures=tuple(dict(one) for one in told.get("figures", [])),
                 value=str(told.get("value", "test accuracy")),
                 unit=str(told.get("unit", "%")),
                 better=str(told.get("better") or _usual_direction(str(told.get("unit", "%")))),
@@ -180,6 +180,11 @@ class Sweep:
     def decimals(self) -> int:
         """As many as the paper prints; one for percentages it does not have, three for other values."""
         return max((decimals_of(one.value) for one in self.published), default=1 if self.unit == "%" else 3)
+
+    @property
+    def slug(self) -> str:
+        """The name as files and anchors have it."""
+        return file_name(self.name)
 
     @property
     def value_with_unit(self) -> str:
