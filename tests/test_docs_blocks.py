@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from dp_microadam.cli import build_parser, main
+from dp_microadam.experiments.study import parse_study
 from dp_microadam.recipes.recipe import Recipe, load_recipe
 from dp_microadam.training.trainer import PrivateTrainer
 
@@ -36,6 +37,7 @@ NOT_RUN = {
 
 ONLY_PARSED = {
     r"dp-microadam audit": "takes a minute; tests/commands/test_audit.py runs it",
+    r"dp-microadam reproduce": "takes hours; tests/experiments runs a small study",
     r"dp-microadam data get": "needs a network; tests/commands/test_data.py runs it against a server of its own",
     r"dp-microadam data check imagenet": "needs ImageNet, which nobody may pass on",
     r"dp-microadam train (cifar|fashion)": "needs files that must be downloaded first; tests/recipes runs such recipes",
@@ -119,7 +121,10 @@ class Reader:
 
     def check_recipe(self, block: Block) -> None:
         title = re.search(r'title="([\w./]+)"', block.info)
-        Recipe.from_toml(block.code)
+        if "\n[recipe]\n" in block.code:
+            parse_study(block.code, block.place, "full")
+        else:
+            Recipe.from_toml(block.code)
         if title:
             (self.folder / title[1]).write_text(block.code, encoding="utf-8")
 
