@@ -53,6 +53,9 @@ NOT_PYTHON = {
 }
 """Python blocks that are compiled and not run, by something in them, and why."""
 
+ONLY_WHOLE = ("finetune_text.md",)
+"""Pages that take long even when shortened: in `make test-all` only."""
+
 
 @dataclass(frozen=True)
 class Block:
@@ -206,7 +209,7 @@ def _stop_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrivateTrainer, "__init__", stops_early)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ONLY_WHOLE])
 def test_every_block_of_a_page_runs(page, tmp_path, monkeypatch):
     work_through(PAGES[page], tmp_path, monkeypatch, whole=False)
 
