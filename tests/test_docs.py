@@ -20,7 +20,7 @@ def test_every_test_a_document_names_exists(document):
 
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2].partition("\n\n")[0]
-    listed = re.findall(r"^ *- (?:[^#:]+: )?(\S+\.md)$", navigation, re.MULTILINE)
+    listed = re.findall(r"^ *- (?:[^#:\n]+: )?(\S+\.md)$", navigation, re.MULTILINE)
     assert sorted(listed) == [str(page.relative_to(ROOT / "docs")) for page in PAGES]
 
 
