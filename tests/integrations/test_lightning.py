@@ -249,3 +249,8 @@ def test_a_scheduler_that_follows_a_loss_is_refused(make_network, make_steps, ma
 
     with pytest.raises(InputError, match="follows the steps"):
         make_trainer().fit(Following(make_network()), make_steps())
+
+
+def test_metrics_of_training_data_are_refused(make_network, make_steps, make_trainer, train):
+    with pytest.raises(InputError, match="hold it out"):
+        make_trainer().fit(Classifier(make_network()), make_steps(), DataLoader(TensorDataset(*train), batch_size=30))
