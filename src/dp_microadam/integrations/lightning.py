@@ -130,6 +130,7 @@ class PrivateLightningModule(LightningModule):
                     )
             with self._nothing_logged(steps):
                 steps.begin(self, _loss_of_module, self._resumed_from())
+            self.trainer.should_stop = not steps.remaining  # a finished run that is resumed
         return steps
 
     def _resumed_from(self) -> Mapping[str, Any] | None:
