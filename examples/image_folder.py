@@ -20,9 +20,9 @@ recipe.write_text(f"""
 data = "image-folder"
 data_folder = "{folder}"
 data_options = {{ mean = [0.5, 0.5, 0.5], std = [0.5, 0.5, 0.5] }}  # public constants
-image_size = 16
-model = "small-cnn"
-model_options = {{ width = 8 }}
+image_size = 8
+model = "mlp"
+model_options = {{ hidden = 64 }}
 epsilon = 8.0
 delta = 1e-4
 steps = 400

@@ -50,7 +50,7 @@ trainer = PrivateHFTrainer(
     plan=plan,
     train_dataset=train,
     eval_dataset=test,
-    optimizers=(MicroAdam(model.parameters(), lr=3e-3), None),
+    optimizers=(MicroAdam(model.parameters(), lr=1e-2), None),
     compute_metrics=lambda result: {"accuracy": float((result.predictions.argmax(1) == result.label_ids).mean())},
 )
 spent = trainer.train().metrics

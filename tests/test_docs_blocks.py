@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from dp_microadam.cli import build_parser, main
+from dp_microadam.experiments.study import parse_study
 from dp_microadam.recipes.recipe import Recipe, load_recipe
 from dp_microadam.training.trainer import PrivateTrainer
 
@@ -36,6 +37,7 @@ NOT_RUN = {
 
 ONLY_PARSED = {
     r"dp-microadam audit": "takes a minute; tests/commands/test_audit.py runs it",
+    r"dp-microadam reproduce": "takes hours; tests/experiments runs a small study",
     r"dp-microadam data get": "needs a network; tests/commands/test_data.py runs it against a server of its own",
     r"dp-microadam data check imagenet": "needs ImageNet, which nobody may pass on",
     r"dp-microadam train (cifar|fashion)": "needs files that must be downloaded first; tests/recipes runs such recipes",
@@ -50,6 +52,9 @@ NOT_PYTHON = {
     'models.deit("tiny", num_classes=10, pretrained="facebook/': "fetches weights from the hub",
 }
 """Python blocks that are compiled and not run, by something in them, and why."""
+
+ONLY_WHOLE = ("finetune_text.md",)
+"""Pages that take long even when shortened: in `make test-all` only."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,10 @@ class Reader:
 
     def check_recipe(self, block: Block) -> None:
         title = re.search(r'title="([\w./]+)"', block.info)
-        Recipe.from_toml(block.code)
+        if "\n[recipe]\n" in block.code:
+            parse_study(block.code, block.place, "full")
+        else:
+            Recipe.from_toml(block.code)
         if title:
             (self.folder / title[1]).write_text(block.code, encoding="utf-8")
 
@@ -188,7 +196,8 @@ def work_through(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *, w
     reader = Reader(folder, whole=whole)
     with torch.random.fork_rng(devices=[]):
         for block in blocks_of(page):
-            reader.read(block)
+            if page.name != "README.md" or block.language != "python":  # tests/test_readme.py runs that one in full
+                reader.read(block)
 
 
 def _stop_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +209,7 @@ def _stop_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrivateTrainer, "__init__", stops_early)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ONLY_WHOLE])
 def test_every_block_of_a_page_runs(page, tmp_path, monkeypatch):
     work_through(PAGES[page], tmp_path, monkeypatch, whole=False)
 

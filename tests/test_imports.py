@@ -12,8 +12,8 @@ ROW = (
     {"clipping", "privacy", "optimizers", "models", "data"},
     {"training"},
     {"methods", "integrations"},
-    {"recipes", "reporting", "experiments"},
-    {"audit", "theory"},
+    {"recipes", "reporting"},
+    {"audit", "experiments", "theory"},
     {"commands"},
     {"cli"},
     {"__main__"},
@@ -21,8 +21,7 @@ ROW = (
 """Rooms from the ground up; a module imports from floors below its own, never from its own floor's other rooms."""
 
 FLOOR = {room: floor for floor, rooms in enumerate(ROW) for room in rooms}
-BESIDE = {("reporting", "recipes"), ("experiments", "recipes"), ("experiments", "reporting"), ("reporting", "experiments")}
-"""Neighbours that may know each other."""
+EXCEPTIONS = {"commands/completion.py": "cli"}  # completion asks the parser what there is to complete
 
 WITHOUT_TORCH = ("privacy/plan.py", "privacy/accounting.py", "theory/bounds.py", "recipes/recipe.py", "recipes/vocabulary.py")
 
@@ -61,8 +60,9 @@ def test_no_arrow_is_turned_around():
             other = rest.partition(".")[0]
             if package != "dp_microadam" or other in ("", "__version__", room):
                 continue
-            if FLOOR[other] >= FLOOR[room] and (room, other) not in BESIDE:
-                wrong.append(f"{path.relative_to(SOURCES)} imports {other}")
+            place = path.relative_to(SOURCES).as_posix()
+            if FLOOR[other] >= FLOOR[room] and EXCEPTIONS.get(place) != other:
+                wrong.append(f"{place} imports {other}")
     assert not wrong
 
 

@@ -129,6 +129,14 @@ def test_resuming_goes_on_with_the_ledger_and_lost_steps_stay_spent(make_network
     assert json.loads((tmp_path / "run" / "privacy.json").read_text())["epsilon"] == pytest.approx(plan.epsilon)
 
 
+def test_resuming_a_finished_run_ends_at_once(make_network, make_steps, make_trainer, plan, tmp_path):
+    make_trainer(**saving(tmp_path, plan.steps)).fit(Classifier(make_network()), make_steps())
+    trainer = make_trainer(max_epochs=-1)
+    trainer.fit(Classifier(make_network()), make_steps(), ckpt_path=tmp_path / "saved" / f"step={plan.steps}.ckpt")
+    assert trainer.global_step == plan.steps
+    assert read_ledger(tmp_path / "run").steps == plan.steps
+
+
 def test_checkpoints_that_do_not_match_the_ledger_are_refused(make_network, make_steps, make_trainer, tmp_path):
     make_trainer(max_steps=3, **saving(tmp_path, 3)).fit(Classifier(make_network()), make_steps())
     checkpoint = tmp_path / "saved" / "step=3.ckpt"
@@ -249,3 +257,8 @@ def test_a_scheduler_that_follows_a_loss_is_refused(make_network, make_steps, ma
 
     with pytest.raises(InputError, match="follows the steps"):
         make_trainer().fit(Following(make_network()), make_steps())
+
+
+def test_metrics_of_training_data_are_refused(make_network, make_steps, make_trainer, train):
+    with pytest.raises(InputError, match="hold it out"):
+        make_trainer().fit(Classifier(make_network()), make_steps(), DataLoader(TensorDataset(*train), batch_size=30))

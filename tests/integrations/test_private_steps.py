@@ -1,6 +1,8 @@
 """What every adapter rests on: the host gets privatized gradients and step numbers, and nothing else."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -211,3 +213,38 @@ def test_a_host_s_seed_does_not_repeat_samples_noise_or_dropout(make_steps, make
         steps.take()
         gradients.append(model[0].weight.grad)
     assert not torch.equal(*gradients)
+
+
+def test_a_hook_on_a_parameter_sees_no_gradient_without_noise(make_steps, make_network):
+    # Trackers that watch gradients register such hooks.
+    model, seen = make_network(), []
+    for parameter in model.parameters():
+        parameter.register_hook(seen.append)
+        parameter.register_post_accumulate_grad_hook(seen.append)
+    steps = make_steps()
+    steps.begin(model, class_loss)
+    seen.clear()  # the proof runs on synthetic examples
+    steps.take()
+    assert not seen
+
+
+def test_examples_are_read_by_workers_if_asked(make_steps, make_network, train):
+    gradients = []
+    for workers in (0, 1):
+        model = make_network().eval()
+        steps = make_steps(torch.utils.data.TensorDataset(*train), run=f"run-{workers}", seed=2, num_workers=workers)
+        steps.begin(model, class_loss)
+        steps.take()
+        gradients.append(model[0].weight.grad)
+        steps.close()
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize(
+    ("module", "host", "extra"),
+    [("hugging_face", "transformers", "hugging-face"), ("lightning", "lightning.pytorch", "lightning")],
+)
+def test_without_the_host_the_import_says_what_to_install(module, host, extra):
+    code = f"import sys; sys.modules['{host}'] = None; import dp_microadam.integrations.{module}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip().endswith(f"run pip install 'dp-microadam[{extra}]'")

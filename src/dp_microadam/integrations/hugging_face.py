@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainingArguments
-from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from dp_microadam.errors import InputError, PrivacyError
 from dp_microadam.integrations.private_steps import PrivateSteps, refuse_procedures
@@ -22,6 +20,14 @@ from dp_microadam.optimizers.micro_adam import MicroAdam
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.training.evaluation import PerExample
 from dp_microadam.training.held_out import share_examples
+
+try:
+    from transformers import Trainer, TrainingArguments
+    from transformers.trainer_utils import TrainOutput, get_last_checkpoint
+except ImportError as error:
+    raise ImportError(
+        "PrivateHFTrainer needs transformers and accelerate; run pip install 'dp-microadam[hugging-face]'"
+    ) from error
 
 STAMP_NAME = "dp_microadam.json"
 

@@ -7,15 +7,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
 from dp_microadam.errors import InputError, PrivacyError
 from dp_microadam.integrations.private_steps import PrivateSteps, refuse_procedures
+
+try:
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
+except ImportError as error:
+    raise ImportError("PrivateLightningModule needs lightning; run pip install 'dp-microadam[lightning]'") from error
 
 __all__ = ["PrivateLightningModule", "PrivateSteps"]
 
@@ -119,8 +123,14 @@ class PrivateLightningModule(LightningModule):
             )
         if not steps.begun:
             self._refuse_settings()
+            for loader in tree_leaves(self.trainer.val_dataloaders):
+                if isinstance(loader, DataLoader) and steps.holds(loader.dataset):
+                    raise InputError(
+                        "validation shares examples with the training data; its metrics would be private, hold it out"
+                    )
             with self._nothing_logged(steps):
                 steps.begin(self, _loss_of_module, self._resumed_from())
+            self.trainer.should_stop = not steps.remaining  # a finished run that is resumed
         return steps
 
     def _resumed_from(self) -> Mapping[str, Any] | None:

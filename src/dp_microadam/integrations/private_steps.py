@@ -25,6 +25,7 @@ from dp_microadam.privacy.sampling import LogicalStep, PoissonSampler
 from dp_microadam.privacy.statement import write_privacy_files
 from dp_microadam.training.evaluation import PerExample, batches
 from dp_microadam.training.gradients import set_gradients
+from dp_microadam.training.held_out import share_examples
 from dp_microadam.training.torch_randomness import seeded_torch, unpredictable_torch, unpredictable_worker
 from dp_microadam.validation import require_integer
 
@@ -179,6 +180,10 @@ class PrivateSteps:
     def stamp(self) -> dict[str, Any]:
         """What a checkpoint of the host must carry, so that :meth:`begin` can tell that it belongs to this run."""
         return {"run": self._run_name(), "steps_spent": self.position}
+
+    def holds(self, data: Any) -> bool:
+        """Whether ``data`` shares examples with the training data, as far as that can be seen without comparing values."""
+        return share_examples(self._train, data)
 
     def write_privacy(self, folder: str | Path | None = None) -> None:
         """Write ``privacy.json`` and the statement in words, as of the steps spent so far, into ``folder`` or the run's own."""

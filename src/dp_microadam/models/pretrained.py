@@ -154,8 +154,8 @@ def _require_complete(source: str, report: dict[str, Any]) -> None:
     """Only a classifier may be missing, and only the pooler of a bare encoder be left over."""
     for name, found, wanted in report["mismatched_keys"]:
         raise InputError(
-            f"pretrained is {source!r}, whose tensor {name} has shape {tuple(found)}; by its configuration it must have "
-            f"{tuple(wanted)}"
+            f"pretrained is {source!r}, whose tensor {name} has shape {tuple(found)}; its configuration says "
+            f"{tuple(wanted)}, fetch both again"
         )
     for name in sorted(set(report["missing_keys"]) - {"classifier.weight", "classifier.bias"}):
         raise InputError(f"pretrained is {source!r}, whose weights lack the tensor {name}; give those of a whole ViT")
@@ -200,7 +200,8 @@ def _require_config(source: str, found: dict[str, Any], family: str, size: Trans
     for key, value in wanted.items():
         if getattr(config, key) != value:
             raise InputError(
-                f"pretrained is {source!r}, whose {key} is {getattr(config, key)}; for this {family} it must be {value}"
+                f"pretrained is {source!r}, whose {key} is {getattr(config, key)}; this {family} has {value}, choose "
+                "the model the weights are of"
             )
 
 
