@@ -121,7 +121,9 @@ class Sweep:
                 folder=Path(folder),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{path} does not describe a sweep: {type(error).__name__}: {error}") from None
+            raise InputError(
+                f"{path} does not describe a sweep, write it again with dp-microadam reproduce: {type(error).__name__}: {error}"
+            ) from None
         sweep._refuse_cells_without_place()
         return sweep
 
@@ -129,7 +131,9 @@ class Sweep:
         for one in self.cells:
             missing = [key for key in (*self.rows, *self.columns) if key not in one]
             if missing:
-                raise InputError(f"cell {dict(one)} of sweep {self.name!r} lacks {missing[0]!r}, which its table is spanned by")
+                raise InputError(
+                    f"cell {dict(one)} of sweep {self.name!r} lacks {missing[0]!r}; a cell needs a label on every axis"
+                )
 
     def of(self, cell: Mapping[str, Any]) -> list[Outcome]:
         """The repeats of a cell, in their order."""
