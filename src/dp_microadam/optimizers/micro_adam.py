@@ -306,7 +306,8 @@ class MicroAdam(ExactStateOptimizer):
             if state and tuple(state["indices"].shape) != (group["window"], self._layout(param, group).kept):
                 raise InputError(
                     f"{_name(param, group, number)} has a window of shape {tuple(state['indices'].shape)}, which does not fit "
-                    "its group's density, window, scope and block_size; these cannot change once training has begun"
+                    "its group's density, window, scope and block_size; these cannot change once training has begun, make "
+                    "a new optimizer"
                 )
         if not given or bool((_largest([param.grad for _, _, param in given]) <= _GRADIENT_LIMIT).all()):
             return

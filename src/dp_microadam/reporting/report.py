@@ -89,7 +89,9 @@ def _audit_part(path: Path) -> Part:
         told = json.loads((path / AUDIT).read_text(encoding="utf-8"))
         table = run_tables.audit(told, name=name)
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path / AUDIT} does not describe an audit: {type(error).__name__}: {error}") from None
+        raise InputError(
+            f"{path / AUDIT} does not describe an audit, run dp-microadam audit again: {type(error).__name__}: {error}"
+        ) from None
     section = Section(name, "Audit", audit_html(told, table))
     return Part("Privacy audit", escape(str(path.resolve().name)), (section,), (), (table,))
 

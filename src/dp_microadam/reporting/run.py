@@ -231,7 +231,7 @@ def _settings(path: Path) -> dict[str, Any]:
     try:
         told = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise InputError(f"{path} is not valid TOML: {error}") from None
+        raise InputError(f"{path} cannot be read, it must be valid TOML: {error}") from None
     return {key: value for key, value in told.items() if key not in _ON_MACHINES}
 
 

@@ -121,7 +121,9 @@ class Sweep:
                 folder=Path(folder),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{path} does not describe a sweep: {type(error).__name__}: {error}") from None
+            raise InputError(
+                f"{path} does not describe a sweep, write it again with dp-microadam reproduce: {type(error).__name__}: {error}"
+            ) from None
         sweep._refuse_cells_without_place()
         return sweep
 
