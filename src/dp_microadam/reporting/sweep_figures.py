@@ -240,6 +240,8 @@ def _draw_difference(sweep: Sweep, wanted: Mapping[str, Any], other: str, values
         axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor=colour, alpha=strength, linewidth=0))
         axes.text(column, row, signed(value, sweep.decimals), color=INK, ha="center", va="center")
         _draw_border(axes, values, (x, y), across, up)
+    for column, row in ((across.index(x), up.index(y)) for x in across for y in up if (x, y) not in values):
+        axes.text(column, row, "not run", color=INK, alpha=0.6, fontsize=9.5, ha="center", va="center")
     axes.set(xlim=(-0.5, len(across) - 0.5), ylim=(-0.5, len(up) - 0.5))
     axes.set_xticks(range(len(across)), [shown(value) for value in across])
     axes.set_yticks(range(len(up)), [shown(value) for value in up])

@@ -87,30 +87,28 @@ def _paper_in_words(sweep: Sweep, place: Mapping[str, Any]) -> list[str]:
 
 def _details(sweep: Sweep) -> Table:
     """A row per cell, with everything in a column of its own, for programs and for those who doubt."""
-    keys = list(dict.fromkeys([*sweep.rows, *sweep.columns, *(key for one in sweep.cells for key in one)]))
-    header = [
-        *keys, sweep.value_with_unit, "smallest", "largest", "seeds", "paper", "paper ±", "difference", "ε", "δ", "private",
-        "steps", "parameters", "time of a run", "date", "commit",
-    ]  # fmt: skip
+    keys = (*sweep.rows, *sweep.columns)
+    of_paper = ["paper", "paper ±", "difference"] if sweep.published else []
+    of_runs = ["ε", "δ", "private", "steps", "model parameters", "time of a run", "date", "commit"]
+    header = [*keys, sweep.value_with_unit, "smallest", "largest", "seeds", *of_paper, *of_runs]
     lines = []
     for place in sweep.cells:
-        summary, theirs, runs = sweep.summary(place), sweep.paper(place), sweep.of(place)
+        summary = sweep.summary(place)
         ours: list[object] = [NOT_RUN, "", "", 0]
         if summary is not None:
             ours = [*(fixed(value, sweep.decimals) for value in (summary.median, summary.low, summary.high)), summary.seeds]
-        published = [fixed(theirs.value, sweep.decimals), _or_empty(theirs.spread)] if theirs is not None else ["", ""]
-        difference = sweep.difference(place)
-        lines.append(
-            [
-                *(shown(place.get(key, "")) for key in keys),
-                *ours,
-                *published,
-                "" if difference is None else signed(difference, sweep.decimals),
-                *_facts(runs),
-            ]
-        )
+        published = _paper_in_columns(sweep, place) if sweep.published else []
+        lines.append([*(shown(place[key]) for key in keys), *ours, *published, *_facts(sweep.of(place))])
     title = "Every cell in detail"
     return Table.of(f"{sweep.slug}-details", title, header, lines, labels=len(keys), note=_where(sweep))
+
+
+def _paper_in_columns(sweep: Sweep, place: Mapping[str, Any]) -> list[str]:
+    theirs, difference = sweep.paper(place), sweep.difference(place)
+    if theirs is None:
+        return ["", "", ""]
+    spread = significant(theirs.spread) if is_number(theirs.spread) else ""
+    return [fixed(theirs.value, sweep.decimals), spread, "" if difference is None else signed(difference, sweep.decimals)]
 
 
 def _facts(runs: Sequence[Outcome]) -> list[str]:
@@ -136,10 +134,6 @@ def _facts(runs: Sequence[Outcome]) -> list[str]:
 def _median_of(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
     return significant(statistics.median(known)) if known else ""
-
-
-def _or_empty(value: float | None) -> str:
-    return significant(value) if is_number(value) else ""
 
 
 def _where(sweep: Sweep) -> str:
