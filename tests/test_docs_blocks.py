@@ -50,6 +50,9 @@ ONLY_PARSED = {
 
 NOT_PYTHON = {
     'models.deit("tiny", num_classes=10, pretrained="facebook/': "fetches weights from the hub",
+    "trainer = PrivateHFTrainer(model, args": "an excerpt of examples/text_classification.py, run by tests/test_examples.py",
+    "class Model(PrivateLightningModule)": "an excerpt of examples/lightning_digits.py, run by tests/test_examples.py",
+    "record = ledger_from_opacus(": "an excerpt of what tests/integrations/test_opacus.py runs",
 }
 """Python blocks that are compiled and not run, by something in them, and why."""
 
