@@ -29,8 +29,6 @@ FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<code>.*?)^(?P=inde
 NOT_RUN = {
     r"pip install ": "changes the environment that the tests run in",
     r"make ": "the commands of the Makefile are what runs these tests",
-    r"python benchmarks/": "takes minutes and measures; no test asserts time",
-    r"python -m dp_microadam\.theory\.experiment": "takes minutes; tests/theory/test_experiment.py runs a smaller one",
     r"pytest ": "run on the patched tree by tests/test_docs_diffs.py",
 }
 """Lines of shell blocks that are neither run nor parsed here, and why."""
