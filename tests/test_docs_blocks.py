@@ -35,6 +35,7 @@ NOT_RUN = {
 
 ONLY_PARSED = {
     r"dp-microadam audit": "takes a minute; tests/commands/test_audit.py runs it",
+    r"dp-microadam report": "needs runs of the reader's own; tests/reporting/test_runs.py makes some and runs it",
     r"dp-microadam reproduce": "takes hours; tests/experiments runs a small study",
     r"dp-microadam data get": "needs a network; tests/commands/test_data.py runs it against a server of its own",
     r"dp-microadam data check imagenet": "needs ImageNet, which nobody may pass on",

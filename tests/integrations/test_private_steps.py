@@ -141,6 +141,23 @@ def test_a_run_goes_on_from_its_stamp_and_lost_steps_stay_spent(make_steps, make
     assert again.epsilon() == plan.epsilon_after(6)
 
 
+def test_a_run_goes_on_from_a_stamp_that_was_taken_after_it_was_closed(make_steps, make_network, plan):
+    steps = make_steps()
+    steps.begin(make_network(), class_loss)
+    steps.take()
+    steps.close()
+    assert steps.epsilon() == plan.epsilon_after(1)
+    again = make_steps()
+    again.begin(make_network(), class_loss, steps.stamp())
+    assert again.take() == 1
+
+
+def test_data_of_another_size_than_the_plan_s_is_refused_at_once(make_steps, train, tmp_path):
+    with pytest.raises(InputError, match="100 examples"):
+        make_steps(tuple(tensor[:100] for tensor in train))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_stamp_of_another_run_is_refused(make_steps, make_network):
     stamps = []
     for run in ("one", "other"):

@@ -370,9 +370,32 @@ def test_a_run_named_twice_and_a_folder_as_page_are_refused(runs, tmp_path, caps
     assert "must be the name of a file" in capsys.readouterr().err
 
 
+def test_a_page_that_cannot_be_written_is_refused_in_one_sentence(runs, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["report", str(runs / "sgd"), "--out", str(tmp_path / "file" / "report.html")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_steps_that_were_spent_and_lost_are_named(runs, tmp_path):
+    lossy = tmp_path / "lossy"
+    shutil.copytree(runs / "sgd", lossy)
+    signs = json.loads((lossy / "run.json").read_text())
+    (lossy / "run.json").write_text(json.dumps(signs | {"updates": signs["steps_done"] - 3}))
+    assert "12 of 12, 3 of them spent and lost" in page_of(tmp_path, lossy).text
+
+
+def test_a_run_that_has_not_taken_a_step_is_reported(runs, tmp_path):
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    (begun / "ledger.jsonl").write_text((runs / "sgd" / "ledger.jsonl").read_text().splitlines()[0] + "\n")
+    page = page_of(tmp_path, begun)
+    assert "0 of 12" in page.text
+    assert "unknown method" in page.text
+
+
 def test_reporting_does_not_import_torch(runs):
-    code = f"import sys; from dp_microadam.reporting.run import Run; Run.read({str(runs / 'sgd')!r}); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code = "import sys; from dp_microadam.reporting.run import Run; Run.read(sys.argv[1]); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, runs / "sgd"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 

@@ -13,6 +13,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="one HTML page about runs or a sweep, with figures and tables for papers",
         description="Write one self-contained HTML page about runs, sweeps and audits, and beside it figures (PNG, PDF) and "
         "tables (CSV, LaTeX, Markdown).",
+        epilog="examples:\n  dp-microadam report runs/mine\n  dp-microadam report runs/mine runs/other --out compared.html",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, a sweep or an audit; several are compared")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: report.html in RUN, or here for several)")

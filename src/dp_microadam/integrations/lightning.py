@@ -86,7 +86,7 @@ class PrivateLightningModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         steps = self.trainer.train_dataloader
-        if isinstance(steps, PrivateSteps) and steps.begun:
+        if isinstance(steps, PrivateSteps) and (steps.begun or steps.position):
             steps.write_privacy()  # before what it covers
             checkpoint[_STAMP_KEY] = steps.stamp()
 

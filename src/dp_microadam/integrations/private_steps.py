@@ -80,7 +80,8 @@ class PrivateSteps:
         self._seed = seed
         self._randomness = Randomness.from_entropy(secure=secure) if seed is None else Randomness.seeded(seed, secure=secure)
         self._ledger: PrivacyLedger | None = None
-        self._steps: Iterator[LogicalStep] = iter(())
+        self._spent = 0
+        self._steps = self._sampled_from(0)  # refuses data that is not as the plan says
         self._last: tuple[int, float] = (0, 0.0)
 
     @property
@@ -100,8 +101,8 @@ class PrivateSteps:
 
     @property
     def position(self) -> int:
-        """Steps spent so far, which is public."""
-        return self._ledger.steps if self._ledger is not None else 0
+        """Steps spent so far, which is public; after :meth:`close`, those spent until then."""
+        return self._ledger.steps if self._ledger is not None else self._spent
 
     @property
     def remaining(self) -> int:
@@ -143,14 +144,7 @@ class PrivateSteps:
         else:
             self._refuse_foreign(stamp)
             self._ledger = PrivacyLedger.resume(self.run_dir, self.plan, self._settings(), position=int(stamp["steps_spent"]))
-        seed_workers = unpredictable_worker if self._seed is None and self._num_workers else None
-        sampler = PoissonSampler.from_plan(
-            self.plan,
-            physical_batch_size=self._physical_batch_size,
-            first_step=min(self.position, self.plan.steps),
-            randomness=self._randomness,
-        )
-        self._steps = sampler.load(self._train, num_workers=self._num_workers, worker_init_fn=seed_workers)
+        self._steps = self._sampled_from(self.position)
         self.write_privacy()
 
     def take(self) -> int:
@@ -193,10 +187,20 @@ class PrivateSteps:
         """Write what was spent and let go of ledger and model. Closing twice is allowed."""
         if self._ledger is not None:
             self.write_privacy()
+            self._spent = self._ledger.steps
             self._ledger.close()
             self._ledger = None
             self._gradients.close()
-            self._steps = iter(())
+
+    def _sampled_from(self, first_step: int) -> Iterator[LogicalStep]:
+        seed_workers = unpredictable_worker if self._seed is None and self._num_workers else None
+        sampler = PoissonSampler.from_plan(
+            self.plan,
+            physical_batch_size=self._physical_batch_size,
+            first_step=first_step,
+            randomness=self._randomness,
+        )
+        return sampler.load(self._train, num_workers=self._num_workers, worker_init_fn=seed_workers)
 
     def _prove(self) -> None:
         """Refuse a model in which examples interact before anything is written. Only the shapes of examples are used."""

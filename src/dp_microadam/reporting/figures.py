@@ -17,6 +17,7 @@ WIDTH = 360
 """Of one panel, in points. As wide as a phone's page, so that text keeps its size there."""
 
 _LONG_LABEL = 22
+_LEGEND_ROW = 16
 
 _SETTINGS = {
     "svg.fonttype": "none",
@@ -121,20 +122,21 @@ def whole_steps(axes: Any) -> None:
 
 def add_legend(figure: Any, *, columns: int = 2, also: Mapping[str, Any] | None = None) -> None:
     """One for all panels, below them and so over no data; none for a single line, which the title names."""
-    found = dict(also or {})
     entries: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
-    entries |= found
+    entries |= also or {}
     if len(entries) < 2:
         return
-    fitting = 1 if max(len(label) for label in entries) > _LONG_LABEL else 2
+    across = columns if max(len(label) for label in entries) <= _LONG_LABEL else columns // 2
+    # The figure grows by what the legend takes, so that the data keeps its room.
+    figure.set_figheight(figure.get_figheight() + -(-len(entries) // across) * _LEGEND_ROW / 72)
     figure.legend(
         list(entries.values()),
         [shortened(label, 2 * _LONG_LABEL) for label in entries],
         loc="outside lower center",
-        ncols=columns * fitting // 2,
+        ncols=across,
         frameon=False,
         labelcolor=INK,
         handlelength=2.8,

@@ -32,7 +32,7 @@ def _variables(*, dark: bool) -> str:
     return "; ".join(f"{name}: {values[dark]}" for name, values in own.items())
 
 
-def _style() -> str:
+def style() -> str:
     """The style sheet after its variables: a light and a dark set, and the light one on paper."""
     rules = resources.files("dp_microadam.reporting").joinpath("page.css").read_text("utf-8")
     return f""":root {{ {_variables(dark=False)}; color-scheme: light dark }}
@@ -52,7 +52,7 @@ def document(title: str, lead: str, sections: Sequence[Section], footer: str = "
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title>
 <style>
-{_style()}</style>
+{style()}</style>
 </head>
 <body>
 <main>

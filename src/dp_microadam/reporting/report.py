@@ -15,7 +15,7 @@ from dp_microadam.reporting import run_tables
 from dp_microadam.reporting.page import Section, document
 from dp_microadam.reporting.run import AUDIT, Run
 from dp_microadam.reporting.run_page import Part, audit_html, run_part
-from dp_microadam.reporting.sweep import EXPERIMENT, Sweep
+from dp_microadam.reporting.sweep import EXPERIMENT, Sweep, file_name
 from dp_microadam.reporting.sweep_page import sweep_part
 
 REPORT = "report.html"
@@ -37,7 +37,7 @@ def write_report(folders: Sequence[str | Path], page: Path, *, files: bool = Tru
     (CSV, LaTeX, Markdown), in folders beside it. Returns what was written, the page first.
 
     Raises:
-        InputError: if one of ``folders`` is none of these, or is named twice.
+        InputError: if one of ``folders`` is none of these, or is named twice, or the page cannot be written.
         DPMicroAdamError: if matplotlib is not installed.
     """
     parts = _parts(folders)
@@ -45,16 +45,18 @@ def write_report(folders: Sequence[str | Path], page: Path, *, files: bool = Tru
     lead = parts[0].lead if len(parts) == 1 else escape("; ".join(part.title for part in parts))
     sections = [section for part in parts for section in _told_apart(part, len(parts))]
     footer = f"Written by dp-microadam {escape(__version__)}. Nothing in this page comes from figures on training data."
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(document(title, lead, sections, footer), encoding="utf-8")
-    written = [page]
-    if files:
-        for part in parts:
+    try:
+        written = [_write(page, document(title, lead, sections, footer))]
+        for part in parts if files else ():
             for figure in part.figures:
                 written += figure.write(page.parent / FIGURES)
             for table in part.tables:
                 forms = {"csv": table.csv(), "tex": table.latex() + "\n", "md": table.markdown() + "\n"}
                 written += [_write(page.parent / TABLES / f"{table.name}.{form}", text) for form, text in forms.items()]
+    except OSError as error:
+        raise InputError(
+            f"page is {str(page)!r}, which cannot be written ({error.strerror}); name another with --out"
+        ) from None
     return written
 
 
@@ -71,19 +73,26 @@ def _parts(folders: Sequence[str | Path]) -> list[Part]:
         if (path / EXPERIMENT).is_file():
             others.append(sweep_part(Sweep.read(path)))
         elif (path / AUDIT).is_file() and not (path / LEDGER_NAME).is_file() and not (path / PRIVACY_NAME).is_file():
-            others.append(_audit_part(path, len(others)))
+            others.append(_audit_part(path))
         else:
             runs.append(Run.read(path))
-    return [*([run_part(runs)] if runs else []), *others]
+    parts = [*([run_part(runs)] if runs else []), *others]
+    names = [table.name for part in parts for table in part.tables]
+    if len(set(names)) < len(names):
+        raise InputError("two sweeps or audits have the same name, so their files would be the same; report them apart")
+    return parts
 
 
-def _audit_part(path: Path, number: int) -> Part:
+def _audit_part(path: Path) -> Part:
+    name = f"audit-{file_name(path.resolve().name)}"
     try:
         told = json.loads((path / AUDIT).read_text(encoding="utf-8"))
-        table = run_tables.audit(told, number=number + 1)
+        table = run_tables.audit(told, name=name)
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path / AUDIT} does not describe an audit: {type(error).__name__}: {error}") from None
-    section = Section(f"audit-of-{number}", "Audit", audit_html(told, table))
+        raise InputError(
+            f"{path / AUDIT} does not describe an audit, run dp-microadam audit again: {type(error).__name__}: {error}"
+        ) from None
+    section = Section(name, "Audit", audit_html(told, table))
     return Part("Privacy audit", escape(str(path.resolve().name)), (section,), (), (table,))
 
 

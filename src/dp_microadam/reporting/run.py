@@ -136,6 +136,11 @@ class Run:
         return int(self.privacy.get("steps_planned", 0))
 
     @property
+    def lost(self) -> int:
+        """Steps that were spent and are not in the weights of the last checkpoint."""
+        return int(self.vital_signs.get("steps_done", 0)) - int(self.vital_signs.get("updates", 0))
+
+    @property
     def averaged(self) -> bool:
         """Whether averaged weights were evaluated, which then are the ones that count."""
         return any(one.get("ema_validation_accuracy") or one.get("ema_validation_loss") for one in self.evaluations)
@@ -209,7 +214,7 @@ def _settings(path: Path) -> dict[str, Any]:
     try:
         told = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise InputError(f"{path} is not valid TOML: {error}") from None
+        raise InputError(f"{path} cannot be read, it must be valid TOML: {error}") from None
     return {key: value for key, value in told.items() if key not in _ON_MACHINES}
 
 

@@ -12,7 +12,7 @@ from dp_microadam.reporting.palette import FAINT, INK, Style, styles_for, styles
 from dp_microadam.reporting.run import Run
 from dp_microadam.training.run_folder import ADAM_STATE, OPTIMIZER_STATE
 
-_HEIGHT = 250
+_HEIGHT = 225
 _POINTS_OF_EPSILON = 80
 _FAR_APART = 30
 
@@ -162,9 +162,7 @@ def _learning_rate(runs: Sequence[Run]) -> Figure | None:
 
 
 def _throughput(runs: Sequence[Run]) -> Figure | None:
-    return _over_steps(
-        runs, lambda run: run.throughput, "throughput", "Throughput over steps", "examples per second (expected)"
-    )
+    return _over_steps(runs, lambda run: run.throughput, "throughput", "Throughput over steps", "examples/s (expected)")
 
 
 def _memory(runs: Sequence[Run]) -> Figure | None:
@@ -187,6 +185,7 @@ def _memory(runs: Sequence[Run]) -> Figure | None:
         written = f"{value:.2f}" + (f"  ({text})" if text else "")
         axes.annotate(written, (value, place), xytext=(6, 0), textcoords="offset points", va="center", color=INK)
     axes.set_xlim(0, 1.5 * max(values))
+    axes.set_xticks(range(0, 1 + int(max(values)), 2))
     axes.set_yticks(range(len(names)), [shortened(name, 22) for name in names])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")

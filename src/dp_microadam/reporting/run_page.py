@@ -36,7 +36,7 @@ def run_part(runs: Sequence[Run]) -> Part:
     summary = run_tables.summary(runs)
     evaluations = _known(run_tables.evaluations(run, number=number, label=label) for number, (run, label) in labelled)
     measured = _known(run_tables.diagnostics(run, number=number, label=label) for number, (run, label) in labelled)
-    audits = [run_tables.audit(run.audit, number=number) for number, (run, _) in labelled if run.audit]
+    audits = [run_tables.audit(run.audit, name=f"audit-{number}") for number, (run, _) in labelled if run.audit]
     memory, settings = _known([run_tables.memory(runs)]), _known([run_tables.settings(runs)])
     statements = [_statement(run, label, len(runs)) for _, (run, label) in labelled]
     state = _pictures(figures["memory"], "The optimizer's state was not recorded") + _html(memory)
@@ -100,7 +100,7 @@ def _card(run: Run, label: str, colour: str) -> str:
     facts = {
         "Method": run.method,
         "Model, data": ", ".join(str(run.settings[key]) for key in ("model", "data") if key in run.settings),
-        "Steps": f"{run.steps:,} of {run.steps_planned:,}",
+        "Steps": run_tables.steps_in_words(run),
         "State": _state(run),
     }
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts.items() if text)

@@ -32,7 +32,7 @@ def summary(runs: Sequence[Run]) -> Table:
         "private": [_stamp(run) for run in runs],
         "ε spent": [epsilon_in_words(run) for run in runs],
         "δ": [f"{run.privacy['delta']:g}" if run.privacy.get("delta") else "none" for run in runs],
-        "steps": [f"{run.steps:,} of {run.steps_planned:,}" for run in runs],
+        "steps": [steps_in_words(run) for run in runs],
         "state": [run.state for run in runs],
         "training time": [about(run.training_seconds) for run in runs],
         "throughput": [_mean_throughput(run) for run in runs],
@@ -55,6 +55,11 @@ def epsilon_in_words(run: Run) -> Cell:
     if run.private:
         return cell(round_up(run.epsilon))
     return cell("no guarantee", f"{round_up(run.epsilon)} with unpredictable randomness")
+
+
+def steps_in_words(run: Run) -> str:
+    lost = f", {run.lost:,} of them spent and lost" if run.lost else ""
+    return f"{run.steps:,} of {run.steps_planned:,}{lost}"
 
 
 def _stamp(run: Run) -> Cell:
@@ -152,10 +157,10 @@ def diagnostics(run: Run, *, number: int, label: str) -> Table | None:
     if run.diagnostics is None:
         return None
     header, rows = diagnostics_rows(run.diagnostics)
-    return Table.of(f"diagnostics-{number}", f"MicroAdam in {label}", header, rows, note=DIAGNOSTICS_NOTE)
+    return Table.of(f"diagnostics-{number}", f"Diagnostics of {label}", header, rows, note=DIAGNOSTICS_NOTE)
 
 
-def audit(told: Mapping[str, Any], *, number: int) -> Table:
+def audit(told: Mapping[str, Any], *, name: str) -> Table:
     """What each audit claimed, showed and could have shown."""
     lines: list[list[object]] = []
     for one in told["findings"]:
@@ -174,4 +179,4 @@ def audit(told: Mapping[str, Any], *, number: int) -> Table:
         )
     header = ["audit", "verdict", "shown", "claimed ε", "at δ", "a perfect attack shows", "confidence"]
     note = "An audit is an attack: it shows that ε is at least a number. A number below the claim is no proof of privacy."
-    return Table.of(f"audit-{number}", "Audits", header, lines, note=note)
+    return Table.of(name, "Audits", header, lines, note=note)

@@ -114,14 +114,16 @@ class Sweep:
                 scale=str(told.get("scale", "")),
                 command=str(told.get("command", "")),
                 notes=tuple(told.get("notes", [])),
-                figures=tuple(told.get("figures", [])),
+                figures=tuple(dict(one) for one in told.get("figures", [])),
                 value=str(told.get("value", "test accuracy")),
                 unit=str(told.get("unit", "%")),
                 better=str(told.get("better") or _usual_direction(str(told.get("unit", "%")))),
                 folder=Path(folder),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{path} does not describe a sweep: {type(error).__name__}: {error}") from None
+            raise InputError(
+                f"{path} does not describe a sweep, write it again with dp-microadam reproduce: {type(error).__name__}: {error}"
+            ) from None
         sweep._refuse_cells_without_place()
         return sweep
 
@@ -129,7 +131,9 @@ class Sweep:
         for one in self.cells:
             missing = [key for key in (*self.rows, *self.columns) if key not in one]
             if missing:
-                raise InputError(f"cell {dict(one)} of sweep {self.name!r} lacks {missing[0]!r}, which its table is spanned by")
+                raise InputError(
+                    f"cell {dict(one)} of sweep {self.name!r} lacks {missing[0]!r}; a cell needs a label on every axis"
+                )
 
     def of(self, cell: Mapping[str, Any]) -> list[Outcome]:
         """The repeats of a cell, in their order."""
@@ -180,6 +184,11 @@ class Sweep:
     def decimals(self) -> int:
         """As many as the paper prints; one for percentages it does not have, three for other values."""
         return max((decimals_of(one.value) for one in self.published), default=1 if self.unit == "%" else 3)
+
+    @property
+    def slug(self) -> str:
+        """The name as files and anchors have it."""
+        return file_name(self.name)
 
     @property
     def value_with_unit(self) -> str:

@@ -28,6 +28,7 @@ SMOOTHED_OVER = 10
 
 _MEASURED = ("parameters", "steps", "epsilon", "seconds")
 _STRONGEST = 0.6
+_FAR_APART = 20
 
 Cells = Mapping[str, Any]
 
@@ -103,7 +104,7 @@ def _lines(sweep: Sweep, wanted: Mapping[str, Any]) -> list[Figure]:
     def draw(axes: Any, cells: Sequence[Cells]) -> None:
         _draw_lines(axes, sweep, cells, x)
 
-    return _small_multiples(f"{sweep.name}-lines", title, groups, draw, height=330, note=note, also=_hollow(sweep))
+    return _small_multiples(f"{sweep.slug}-lines", title, groups, draw, height=280, note=note, also=_hollow(sweep))
 
 
 def _hollow(sweep: Sweep) -> dict[str, Any]:
@@ -138,6 +139,9 @@ def _draw_lines(axes: Any, sweep: Sweep, cells: Sequence[Cells], x: str) -> None
             reach = [[found.median - found.low for _, found in ours], [found.high - found.median for _, found in ours]]
             axes.errorbar(where, [found.median for _, found in ours], yerr=reach, fmt="none", ecolor=style.colour, capsize=3)
             draw_line(axes, [(place, found.median) for place, found in ours], style, name, markers=True)
+    if all(is_number(value) for value in places) and 0 < _FAR_APART * min(places.values()) < max(places.values()):
+        axes.set_xscale("log")
+        axes.minorticks_off()
     axes.set_xticks(list(ticks.values()), list(ticks))
     axes.set_xlabel(x)
     axes.set_ylabel(sweep.value_with_unit)
@@ -167,7 +171,7 @@ def _curves(sweep: Sweep, wanted: Mapping[str, Any]) -> list[Figure]:
     def draw(axes: Any, cells: Sequence[Cells]) -> None:
         _draw_losses(axes, sweep, cells)
 
-    return _small_multiples(f"{sweep.name}-curves", "Validation loss over steps", groups, draw, height=310, note=note)
+    return _small_multiples(f"{sweep.slug}-curves", "Validation loss over steps", groups, draw, height=250, note=note)
 
 
 def smoothed_losses(sweep: Sweep, cell: Cells) -> list[tuple[float, float]]:
@@ -224,7 +228,7 @@ def _coordinate(sweep: Sweep, cell: Cells, key: str) -> Any:
 def _draw_difference(sweep: Sweep, wanted: Mapping[str, Any], other: str, values: Mapping[tuple[Any, Any], float]) -> Figure:
     across, up = (ordered([place[axis] for place in values]) for axis in (0, 1))
     of, better = wanted["of"], 1 if sweep.better == "higher" else -1
-    figure, grid = new_figure(max(170.0, 110 + 34 * len(up)), width=max(WIDTH, 110 + 52 * len(across)))
+    figure, grid = new_figure(max(140.0, 80 + 34 * len(up)), width=max(WIDTH, 110 + 52 * len(across)))
     axes = grid[0, 0]
     axes.grid(visible=False)
     largest = max(abs(value) for value in values.values()) or 1.0
@@ -246,7 +250,7 @@ def _draw_difference(sweep: Sweep, wanted: Mapping[str, Any], other: str, values
     ahead = sum(value * better > 0 for value in values.values())
     title = f"{of} minus {other}: {sweep.value_with_unit}"
     note = f"{of} is ahead in {ahead} of {len(values)} places; the line is where the sign changes."
-    return one_panel(f"{sweep.name}-difference-{file_name(other)}", title, figure, note=note)
+    return one_panel(f"{sweep.slug}-difference-{file_name(other)}", title, figure, note=note)
 
 
 def _draw_border(
@@ -305,7 +309,7 @@ def _range(sweep: Sweep, wanted: Mapping[str, Any]) -> list[Figure]:
     axes.set_xlabel(sweep.value_with_unit)
     title = f"Worst, median and best {sweep.value} by {wanted['group']}"
     note = "Over the medians of all cells of the group: how much its setting matters."
-    return [one_panel(f"{sweep.name}-range", title, figure, note=note)]
+    return [one_panel(f"{sweep.slug}-range", title, figure, note=note)]
 
 
 def _small_multiples(

@@ -23,7 +23,7 @@ def sweep_part(sweep: Sweep) -> Part:
     """All that is to say about a sweep."""
     figures, tables = sweep_figures(sweep), sweep_tables(sweep)
     main, details, *data = tables
-    name = sweep.name
+    name = sweep.slug
     sections = [
         Section(f"{name}-about", "What was asked", _about(sweep)),
         Section(f"{name}-results", "Results", main.html()),

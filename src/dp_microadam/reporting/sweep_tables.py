@@ -44,7 +44,7 @@ def _matrix(sweep: Sweep) -> Table:
         lines.append([*(shown(row[key]) for key in sweep.rows), *(_entry(sweep, place, own, at) for place in places)])
     header = [*sweep.rows, *(", ".join(shown(value) for value in column.values()) for column in columns)]
     note = _READING + (f" Paper: {sweep.published_source}; behind it, ours minus the paper's." if sweep.published else "")
-    return Table.of(sweep.name, f"{sweep.title}: {sweep.value_with_unit}", header, lines, labels=len(sweep.rows), note=note)
+    return Table.of(sweep.slug, f"{sweep.title}: {sweep.value_with_unit}", header, lines, labels=len(sweep.rows), note=note)
 
 
 def _distinct(sweep: Sweep, keys: Sequence[str]) -> list[dict[str, Any]]:
@@ -108,7 +108,7 @@ def _details(sweep: Sweep) -> Table:
             ]
         )
     title = "Every cell in detail"
-    return Table.of(f"{sweep.name}-details", title, header, lines, labels=len(keys), note=_where(sweep))
+    return Table.of(f"{sweep.slug}-details", title, header, lines, labels=len(keys), note=_where(sweep))
 
 
 def _facts(runs: Sequence[Outcome]) -> list[str]:
@@ -159,7 +159,7 @@ def _curves(sweep: Sweep) -> list[Table]:
     if not lines:
         return []
     header = [*others, "step", *(str(name) for name in names)]
-    return [Table.of(f"{sweep.name}-curves", "Validation loss over steps", header, lines, labels=len(others) + 1)]
+    return [Table.of(f"{sweep.slug}-curves", "Validation loss over steps", header, lines, labels=len(others) + 1)]
 
 
 def _difference(sweep: Sweep, wanted: Mapping[str, Any], other: str) -> Table | None:
@@ -173,7 +173,7 @@ def _difference(sweep: Sweep, wanted: Mapping[str, Any], other: str) -> Table | 
     ]
     header = [f"{wanted['y']} \\ {wanted['x']}", *(shown(x) for x in across)]
     title = f"{wanted['of']} minus {other}: {sweep.value_with_unit}"
-    return Table.of(f"{sweep.name}-difference-{file_name(other)}", title, header, lines)
+    return Table.of(f"{sweep.slug}-difference-{file_name(other)}", title, header, lines)
 
 
 def _ranges(sweep: Sweep, group: str) -> list[Table]:
@@ -182,4 +182,4 @@ def _ranges(sweep: Sweep, group: str) -> list[Table]:
         return []
     lines = [[name, *(fixed(value, sweep.decimals) for value in ends), count] for name, (*ends, count) in ranges.items()]
     title = f"Worst, median and best {sweep.value_with_unit} by {group}"
-    return [Table.of(f"{sweep.name}-range", title, [group, "worst", "median", "best", "cells"], lines)]
+    return [Table.of(f"{sweep.slug}-range", title, [group, "worst", "median", "best", "cells"], lines)]

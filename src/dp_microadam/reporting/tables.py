@@ -10,6 +10,9 @@ from html import escape
 from unicodedata import normalize
 from urllib.parse import quote
 
+_WIDE, _LONG = 10, 100
+"""Columns beyond which paper is turned, and rows beyond which it is spared."""
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -112,19 +115,20 @@ class Table:
         \\end{tabular}}
         \\end{table}
         """
+        end = " \\\\ \\addlinespace" if any(len(one.lines) > 1 for row in self.rows for one in row) else " \\\\"
         columns = "".join("l" if self._left(i) else "r" for i in range(len(self.header)))
         lines = [
             "% needs \\usepackage{booktabs,graphicx}",
             "\\begin{table}[ht]",
             "\\centering",
-            f"\\caption{{{latex_escape(' '.join(part for part in (self.title, self.note) if part))}}}",
+            f"\\caption{{{latex_escape('. '.join(part for part in (self.title, self.note) if part))}}}",
             f"\\label{{tab:{self.name}}}",
             "\\resizebox{\\ifdim\\width>\\linewidth\\linewidth\\else\\width\\fi}{!}{%",
             f"\\begin{{tabular}}{{{columns}}}",
             "\\toprule",
             " & ".join(latex_escape(name) for name in self.header) + " \\\\",
             "\\midrule",
-            *(" & ".join(_latex_cell(one) for one in row) + " \\\\" for row in self.rows),
+            *(" & ".join(_latex_cell(one, columns[i]) for i, one in enumerate(row)) + end for row in self.rows),
             "\\bottomrule",
             "\\end{tabular}}",
             "\\end{table}",
@@ -141,7 +145,10 @@ class Table:
             for form, ending, text in forms
         )
         note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
-        return f"""<div class="table" id="table-{escape(self.name)}">
+        sizes = ["table", *(["wide"] if len(self.header) > _WIDE else []), *(["long"] if len(self.rows) > _LONG else [])]
+        if "long" in sizes:
+            note += f'<p class="note on-paper">{len(self.rows):,} rows, not printed: see {escape(self.name)}.csv.</p>'
+        return f"""<div class="{" ".join(sizes)}" id="table-{escape(self.name)}">
 <h3>{escape(self.title)}</h3>
 <div class="scroll" tabindex="0" role="region" aria-label="{escape(self.title)}"><table>
 <thead><tr>{head}</tr></thead>
@@ -202,12 +209,13 @@ def _latex_character(character: str) -> str:
     return "".join(_LATEX.get(part, part) for part in normalize("NFKD", character) if ord(part) < 128 or part in _LATEX)
 
 
-def _latex_cell(one: Cell) -> str:
+def _latex_cell(one: Cell, side: str) -> str:
     first, *rest = (latex_escape(line) for line in one.lines)
     shown = [f"\\textbf{{{first}}}" if one.best else first, *rest]
     # A bracket at the start of a row would be read as an argument of the \\ before it.
     shown = [f"{{}}{line}" if line.startswith(("[", "*")) else line for line in shown]
-    return shown[0] if len(shown) == 1 else "\\shortstack[r]{" + "\\\\".join(shown) + "}"
+    stacked = f"\\begin{{tabular}}[t]{{@{{}}{side}@{{}}}}" + " \\\\ ".join(shown) + "\\end{tabular}"
+    return shown[0] if len(shown) == 1 else stacked
 
 
 def _markdown(text: str) -> str:

@@ -584,6 +584,8 @@ class PrivateTrainer:
             **peak_memory(),
             "dataset_size": self.plan.dataset_size,
             "expected_batch_size": self.plan.batch_size,
+            "steps_done": self._position,
+            "updates": self._updates,
             "last_step": self.last_step,
         }
         self.folder.write_json(VITAL_SIGNS, signs)
