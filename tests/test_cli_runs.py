@@ -36,6 +36,8 @@ def test_a_run_folder_holds_what_it_promises(finished_run):
         "checkpoints",
         "log.txt",
         "curves.png",
+        "run.json",
+        "test.json",
     }
     assert promised <= names
     assert (finished_run / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -205,8 +205,7 @@ class PrivacyLedger:
         Steps recorded after the checkpoint stay spent, so the run may end with fewer useful steps than planned.
 
         Raises:
-            PrivacyError: if another process has it, if plan or settings differ from those it began with, or if the
-            ledger
+            PrivacyError: if another process has it, if plan or settings differ from those it began with, or if the ledger
                 has fewer steps than the checkpoint.
         """
         require_integer("position", position, 0)

@@ -215,7 +215,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     else:
         values = {"name": Path(name_or_path).stem, **_parse(_read(name_or_path), name_or_path)}
     for override in overrides:
-        apply_override(values, override, strings=_keys_of_type("str"), removable=_keys_of_type("| None"))
+        apply_override(values, override, strings=keys_of_type("str"), removable=keys_of_type("| None"))
     return Recipe.from_dict(values)
 
 
@@ -241,7 +241,7 @@ def _parse(text: str, name: str) -> dict[str, Any]:
         raise InputError(f"{name} is not valid TOML ({error}); write keys as steps = 100, texts in quotes") from None
 
 
-def _keys_of_type(wanted: str) -> frozenset[str]:
+def keys_of_type(wanted: str) -> frozenset[str]:
     """Keys whose annotation ends so."""
     return frozenset(key.name for key in fields(Recipe) if str(key.type).endswith(wanted))
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+DIAGNOSTICS_NOTE = "Computed from privatized gradients alone, at no privacy cost."
+
 
 def model_card(
     name: str,
@@ -93,13 +95,18 @@ def diagnostics_table(record: Mapping[str, Any]) -> str:
     <BLANKLINE>
     Computed from privatized gradients alone, at no privacy cost.
     """
+    header, rows = diagnostics_rows(record)
+    lines = [f"| {' | '.join(row)} |" for row in (header, *rows)]
+    lines.insert(1, "|---" * len(header) + "|")
+    return "\n".join([*lines, "", DIAGNOSTICS_NOTE])
+
+
+def diagnostics_rows(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of that table: a column per parameter group."""
     groups: Sequence[Mapping[str, Any]] = record["diagnostics"]
-    lines = [f"| step {record['step']} | " + " | ".join(f"group {group['group']}" for group in groups) + " |"]
-    lines.append("|---" * (1 + len(groups)) + "|")
-    for key in [key for key in groups[0] if key != "group"]:
-        cells = " | ".join(_figure(group[key]) for group in groups)
-        lines.append(f"| {key.replace('_', ' ')} | {cells} |")
-    return "\n".join([*lines, "", "Computed from privatized gradients alone, at no privacy cost."])
+    header = [f"step {record['step']}", *(f"group {group['group']}" for group in groups)]
+    keys = [key for key in groups[0] if key != "group"]
+    return header, [[key.replace("_", " "), *(_figure(group[key]) for group in groups)] for key in keys]
 
 
 def _figure(value: Any) -> str:
