@@ -12,6 +12,7 @@ from dp_microadam.errors import DPMicroAdamError, InputError
 
 if TYPE_CHECKING:
     from dp_microadam.recipes.assemble import Experiment
+    from dp_microadam.training.distributed import Ranks
     from dp_microadam.training.trainer import RunResult
 
 
@@ -30,7 +31,9 @@ def add_display(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def open_run(run_dir: Path, show_progress: bool = False, show_private_metrics: bool = False) -> Experiment:
+def open_run(
+    run_dir: Path, show_progress: bool = False, show_private_metrics: bool = False, ranks: Ranks | None = None
+) -> Experiment:
     """The experiment whose folder this is.
 
     Raises:
@@ -49,13 +52,14 @@ def open_run(run_dir: Path, show_progress: bool = False, show_private_metrics: b
 
     from dp_microadam.recipes.assemble import assemble
 
-    return assemble(recipe, run_dir, show_progress=show_progress, show_private_metrics=show_private_metrics)
+    return assemble(recipe, run_dir, show_progress=show_progress, show_private_metrics=show_private_metrics, ranks=ranks)
 
 
 def train(experiment: Experiment, options: argparse.Namespace) -> int:
     """Train, draw the curves and say how it ended."""
     result = experiment.fit()
-    _draw(experiment, options, result)
+    if experiment.trainer.ranks.main:
+        _draw(experiment, options, result)
     conclude(experiment, options, result)
     return 0 if result.finished else INTERRUPTED
 
@@ -63,6 +67,8 @@ def train(experiment: Experiment, options: argparse.Namespace) -> int:
 def conclude(experiment: Experiment, options: argparse.Namespace, result: RunResult) -> None:
     """The last lines: where everything is, test accuracy and ε."""
     accuracy, weights = experiment.test_accuracy()
+    if not experiment.trainer.ranks.main:
+        return
     if options.json:
         print(
             json.dumps(

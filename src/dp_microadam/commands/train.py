@@ -31,8 +31,14 @@ def run(options: argparse.Namespace) -> int:
 
     # Imported once recipe and folder are known to be usable: torch takes seconds to load.
     from dp_microadam.recipes.assemble import assemble
+    from dp_microadam.training.distributed import torchrun_processes
 
-    experiment = assemble(
-        recipe, options.run_dir, show_progress=not options.quiet, show_private_metrics=options.show_private_metrics
-    )
-    return train(experiment, options)
+    with torchrun_processes() as ranks:
+        experiment = assemble(
+            recipe,
+            options.run_dir,
+            show_progress=not options.quiet,
+            show_private_metrics=options.show_private_metrics,
+            ranks=ranks,
+        )
+        return train(experiment, options)
