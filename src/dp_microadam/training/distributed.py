@@ -268,7 +268,7 @@ def _checksum(tensor: Tensor) -> Tensor:
     weights = torch.arange(min(len(bits), _CHECKSUM_CHUNK), device=tensor.device).mul_(2).add_(1)
     found = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part in bits.split(_CHECKSUM_CHUNK):
-        found = found * 31 + part.long().mul_(weights[: len(part)]).sum()
+        found = found * 31 + (part * weights[: len(part)]).sum()
     return found
 
 

@@ -1,0 +1,109 @@
+"""MicroAdam on parameters that FSDP2 divides over processes: two, then three, on the loopback."""
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+WORKER = Path(__file__).with_name("sharded_worker.py")
+
+_spec = importlib.util.spec_from_file_location("sharded_worker", WORKER)
+worker = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(worker)
+
+
+def run_group(size, arguments):
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), *map(str, arguments)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **shared, "RANK": str(rank)},
+        )
+        for rank in range(size)
+    ]
+    errors = [process.communicate(timeout=400)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * size, "\n".join(errors)
+    return [torch.load(arguments[0] / f"{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory):
+    """What two processes left, and what three did, which also tried to load the checkpoint of the two."""
+    two, three = tmp_path_factory.mktemp("two"), tmp_path_factory.mktemp("three")
+    return {2: run_group(2, [two]), 3: run_group(3, [three, two / "checkpoint"])}
+
+
+@pytest.fixture(params=[2, 3])
+def left(request, groups):
+    return groups[request.param]
+
+
+@pytest.mark.parametrize("options", worker.OPTIONS)
+def test_a_process_steps_its_part_as_if_it_were_a_parameter_of_its_own(left, options):
+    for found in left:
+        for before, after, twin in zip(*(found[options][name] for name in ("before", "after", "twin")), strict=True):
+            assert torch.equal(after, twin)
+            assert after.numel() == 0 or not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("options", worker.OPTIONS)
+def test_all_processes_have_the_same_whole(left, options):
+    for found in left[1:]:
+        assert all(
+            torch.equal(one, other) for one, other in zip(left[0][options]["whole"], found[options]["whole"], strict=True)
+        )
+
+
+@pytest.mark.parametrize("options", worker.OPTIONS)
+def test_a_step_sends_no_message(left, options):
+    assert [found[options]["messages"] for found in left] == [0] * len(left)
+
+
+@pytest.mark.parametrize("options", worker.OPTIONS)
+def test_the_state_stays_divided(left, options):
+    """A process keeps what the largest part of each parameter takes, whatever its own part is: not the whole."""
+    largest = max(found[options]["twin bytes"] for found in left)
+    for found in left:
+        # 8 bytes for the counter, and for the rounding key, of parameters of which another process has all.
+        assert largest <= found[options]["bytes"] <= largest + 16 * 6
+    from dp_microadam import MicroAdam
+
+    model = worker.network()
+    whole = MicroAdam(model.parameters(), lr=0.1, **worker.OPTIONS[options])
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    whole.step()
+    assert left[0][options]["bytes"] < 1.35 * whole.state_bytes() / len(left)
+
+
+def test_a_distributed_checkpoint_brings_the_state_back_to_the_bit(left):
+    for found in left:
+        went_on, loaded = found["checkpoint"]["went on"], found["checkpoint"]["loaded"]
+        assert all(torch.equal(one, other) for one, other in zip(went_on, loaded, strict=True))
+
+
+def test_the_state_of_another_number_of_processes_is_refused(groups):
+    for found in groups[3]:
+        assert "Size mismatch between saved torch.Size([2, " in found["refusals"]["checkpoint"]
+        assert "current: torch.Size([3, " in found["refusals"]["checkpoint"]
+        assert "the number of processes it is divided over" in found["refusals"]["state of one process"]
+
+
+def test_it_works_behind_opacus_ghost_clipping_of_divided_models(left):
+    for found in left:
+        assert found["opacus"]["steps"] == {2}
+        assert all(0 < moved <= 1 for moved in found["opacus"]["moved"])
+        assert found["opacus"]["moved"][0] < 0.5, "two steps of density 0.1 move at most a fifth, and a rest of rounding up"
+        assert all(
+            torch.equal(one, other) for one, other in zip(left[0]["opacus"]["after"], found["opacus"]["after"], strict=True)
+        )
