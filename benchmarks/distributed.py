@@ -4,9 +4,9 @@
 
 Weak scaling: each process has the same number of examples per step (``--batch``, all of its part, so that sizes do not vary),
 and a step of two processes should take hardly longer than one of one. Whole steps of the real trainer are timed: sampling,
-clipping, noise, ledger, reduction, optimizer. Rounds of one and two processes alternate; medians are reported, of the wall clock
-and of processor time beside it: on a machine that does other things too, only the second is to be trusted, and it does not see
-waiting.
+clipping, noise, ledger, reduction, optimizer. Rounds of one and two processes alternate; medians are reported, of the wall
+clock and of processor time beside it: on a machine that does other things too, only the second is to be trusted, and it does
+not see waiting.
 
 Traffic is what the loopback's own counter says. The parts that do not shrink with more processes (noise, optimizer, messages,
 ledger) are timed alone; the projection adds them up for more processes than there are here, by the assumptions it prints.

@@ -72,14 +72,17 @@ def steps(options):
             optimizer.step()
         messages += watched.get_total_counts()
         twin.step()
+    with CommDebugMode() as watched:
+        whole = [param.full_tensor().detach() for param in model.parameters()]
     return {
+        "messages to put it together": watched.get_total_counts(),
         "before": before,
         "after": own_parts(model),
         "twin": [part.detach() for part in alone],
         "messages": messages,
         "bytes": optimizer.state_bytes(),
         "twin bytes": twin.state_bytes(),
-        "whole": [param.full_tensor().detach() for param in model.parameters()],
+        "whole": whole,
     }
 
 

@@ -67,6 +67,7 @@ def test_all_processes_have_the_same_whole(left, options):
 @pytest.mark.parametrize("options", worker.OPTIONS)
 def test_a_step_sends_no_message(left, options):
     assert [found[options]["messages"] for found in left] == [0] * len(left)
+    assert all(found[options]["messages to put it together"] > 0 for found in left), "messages are seen where there are some"
 
 
 @pytest.mark.parametrize("options", worker.OPTIONS)

@@ -261,7 +261,6 @@ class PrivateTrainer:
         self._require_same_run(train)
         if not self._resumed:
             self.ranks.from_main(self._begin)
-            self._saved_position = self._position
         progress = Progress(
             self.last_step, self._position, self.plan.batch_size, self._describe_spent, shown=self.show_progress
         )
@@ -272,7 +271,8 @@ class PrivateTrainer:
                 self._loop(steps, validation, progress, interruption)
                 if self._position >= self.last_step:
                     self._evaluate(validation, progress)
-                self._checkpoint()
+                self.ranks.from_main(self._checkpoint)
+                self._saved_position = self._position
         except ProcessLost as error:
             raise ProcessLost(
                 f"{error}; the steps recorded so far stay spent; go on with: {how_to_go_on(self.folder.path)}"
@@ -442,12 +442,13 @@ class PrivateTrainer:
             self._require_alike()
             private_metrics = self._over_all_ranks(training_totals)
             progress.advance(self._position)
-            if self.diagnostics is not None and (found := self.diagnostics.take()) is not None:
+            if self.ranks.main and self.diagnostics is not None and (found := self.diagnostics.take()) is not None:
                 self._unwritten_diagnostics.append({"step": self._position, "diagnostics": found})
             metrics = None
             if self._position % self.evaluate_every == 0 and self._position < self.last_step:
                 metrics = self._evaluate(validation, progress, private_metrics)
-            if self._position % self.checkpoint_every == 0 or time.monotonic() - saved_at > self.checkpoint_seconds:
+            due = self._position % self.checkpoint_every == 0 or time.monotonic() - saved_at > self.checkpoint_seconds
+            if due and self.ranks.main:
                 self._checkpoint()
                 saved_at = time.monotonic()
             for callback in self.callbacks:
@@ -660,9 +661,6 @@ class PrivateTrainer:
         return {f"{prefix}_{name}": value for name, value in found.items()}
 
     def _checkpoint(self) -> None:
-        self._saved_position = self._position
-        if not self.ranks.main:
-            return
         content: dict[str, Any] = {
             "updates": self._updates,
             "model": self.model.state_dict(),
