@@ -236,7 +236,8 @@ def _heard() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise ProcessLost("another process of this run is gone; this one stops too") from error
+        reason = str(error).partition("] ")[2].partition(". ")[0][:80] or type(error).__name__
+        raise ProcessLost(f"another process of this run is gone ({reason}); this one stops too") from error
 
 
 def _without_text(error: Exception) -> ProcessLost:

@@ -258,7 +258,7 @@ class PrivateTrainer:
             return self.result()
         with self.ranks.together():
             steps = self._steps_of(train, validation)
-        self._require_same_run(train)
+        self._require_same_run(train, validation)
         if not self._resumed:
             self.ranks.from_main(self._begin)
         progress = Progress(
@@ -377,7 +377,8 @@ class PrivateTrainer:
         if self.ranks.size == 1:
             return
         shapes = [(name, tuple(value.shape), value.dtype) for name, value in self.model.state_dict().items()]
-        self.ranks.require_same("the model's parameters", shapes)
+        groups = [len(group["params"]) for group in self.optimizer.param_groups]
+        self.ranks.require_same("model or optimizer", (shapes, type(self.optimizer).__name__, groups))
         self.ranks.broadcast_(self.model.state_dict().values())
         for group in self.optimizer.param_groups:
             own = {name: value for name, value in group.items() if name != "params"}
@@ -389,14 +390,14 @@ class PrivateTrainer:
             return 1 / self.ranks.size
         return 1.0 if self.ranks.main else 0.0
 
-    def _require_same_run(self, train: Any) -> None:
+    def _require_same_run(self, train: Any, validation: Any) -> None:
         """Refuse processes that would not do the same, or whose parts of the data could overlap."""
         if self.ranks.size == 1:
             return
-        settings = (self.plan, self.stamp, self.last_step, self.evaluate_every, self._phases, self._max_grad_norm)
-        self.ranks.require_same(
-            "plan, phases, clipping or randomness", (*settings, self._clipping, self._randomness.description)
-        )
+        rules = (self.plan, self._phases, self._max_grad_norm, self._clipping, self.stamp, self._randomness.description)
+        self.ranks.require_same("plan, phases, clipping or randomness", rules)
+        shown = (self.last_step, self.evaluate_every, validation is None, self.average is None, self._show_private_metrics)
+        self.ranks.require_same("max_steps, evaluate_every, validation, ema_decay or show_private_metrics", shown)
         self.ranks.require_same("the training data or its order", data_digest(train))
 
     def _require_alike(self) -> None:
