@@ -35,7 +35,7 @@ from torch import distributed as dist
 from dp_microadam import GaussianMechanism, MicroAdam, PrivacyLedger, PrivacyPlan, PrivateTrainer, Randomness
 from dp_microadam.models import wide_resnet
 from dp_microadam.privacy.ledger import RunSettings
-from dp_microadam.training.distributed import Ranks, TorchRanks
+from dp_microadam.training.distributed import Ranks, TorchRanks, checksum
 from dp_microadam.training.evaluation import class_loss
 
 ASSUMED = {
@@ -120,6 +120,9 @@ def alone(rounds: int) -> dict[str, float]:
         found = {
             "noise, per number": [
                 processor_seconds(lambda: mechanism.add_noise(sums, step=next(step))) / size for _ in range(rounds)
+            ],
+            "checksum of weights, per number (every 100th step)": [
+                processor_seconds(lambda: [checksum(param) for param in model.parameters()]) / size for _ in range(rounds)
             ],
             "MicroAdam, per parameter": [processor_seconds(optimizer.step) / size for _ in range(rounds)],
             "ledger, per step (wall clock)": [processor_seconds(ledger.record_step, time.perf_counter) for _ in range(rounds)],

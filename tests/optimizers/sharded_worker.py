@@ -86,6 +86,15 @@ def steps(options):
     }
 
 
+def bytes_of_a_large_layer():
+    """State that this process keeps of a layer of 1000 × 1000, at MicroAdam's defaults."""
+    layer = fully_shard(nn.Linear(1000, 1000), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = MicroAdam(layer.parameters())
+    give(layer, 0)
+    optimizer.step()
+    return optimizer.state_bytes()
+
+
 def state_of(model, optimizer):
     return {"optim": get_optimizer_state_dict(model, optimizer)}
 
@@ -185,6 +194,7 @@ def main(folder, foreign):
     found = {name: steps(options) for name, options in OPTIONS.items()}
     found["checkpoint"] = saved_and_loaded(folder / "checkpoint")
     found["opacus"] = behind_opacus()
+    found["large"] = bytes_of_a_large_layer()
     if foreign is not None:
         found["refusals"] = refusals(foreign)
     torch.save(found, folder / f"{rank}.pt")

@@ -87,6 +87,12 @@ def test_the_state_stays_divided(left, options):
     assert left[0][options]["bytes"] < 1.35 * whole.state_bytes() / len(left)
 
 
+def test_a_process_keeps_its_part_of_a_byte_per_parameter(left):
+    for found in left:
+        # Two counters of 8 bytes, and a row more of 1000 than a third of 1000 rows.
+        assert found["large"] <= 0.97 * 1_001_000 / len(left) * 1.003 + 16
+
+
 def test_a_distributed_checkpoint_brings_the_state_back_to_the_bit(left):
     for found in left:
         went_on, loaded = found["checkpoint"]["went on"], found["checkpoint"]["loaded"]

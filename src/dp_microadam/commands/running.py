@@ -40,6 +40,16 @@ def open_run(
         InputError: if it is not the folder of a run.
     """
     from dp_microadam.recipes.recipe import Recipe
+
+    # Of several processes only the first needs to see the folder.
+    recipe = Recipe.from_toml(_config_of(run_dir) if ranks is None else ranks.from_main(lambda: _config_of(run_dir)))
+
+    from dp_microadam.recipes.assemble import assemble
+
+    return assemble(recipe, run_dir, show_progress=show_progress, show_private_metrics=show_private_metrics, ranks=ranks)
+
+
+def _config_of(run_dir: Path) -> str:
     from dp_microadam.training.run_folder import CONFIG
 
     config = run_dir / CONFIG
@@ -48,11 +58,7 @@ def open_run(
             f"run is {str(run_dir)!r}, which has no {CONFIG}: it is not the folder of a run, or of one begun from Python, "
             "where it goes on with trainer.resume(run).fit(data)"
         )
-    recipe = Recipe.from_toml(config.read_text(encoding="utf-8"))
-
-    from dp_microadam.recipes.assemble import assemble
-
-    return assemble(recipe, run_dir, show_progress=show_progress, show_private_metrics=show_private_metrics, ranks=ranks)
+    return config.read_text(encoding="utf-8")
 
 
 def train(experiment: Experiment, options: argparse.Namespace) -> int:

@@ -179,7 +179,7 @@ class TorchRanks(Ranks):
             raise InputError(f"the processes of this run differ in {what}; it must be the same in all of them")
 
     def alike(self, tensors: Iterable[Tensor]) -> bool:
-        checksums = torch.stack([_checksum(tensor).cpu() for tensor in tensors])
+        checksums = torch.stack([checksum(tensor).cpu() for tensor in tensors])
         largest_and_smallest = torch.cat([checksums, ~checksums])
         with _heard():
             dist.all_reduce(largest_and_smallest, op=dist.ReduceOp.MAX, group=self._messages)
@@ -262,7 +262,7 @@ def _gathered(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def _checksum(tensor: Tensor) -> Tensor:
+def checksum(tensor: Tensor) -> Tensor:
     """Σ (2i + 1)·bitsᵢ, carried from chunk to chunk, modulo 2⁶⁴: two coordinates that differ do not cancel."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = tensor.detach().contiguous().view(-1).view(integers[tensor.element_size()])
