@@ -11,6 +11,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed import checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -132,7 +133,7 @@ def refusals(folder):
     model = sharded()
     try:
         load(model, folder)
-    except Exception as error:
+    except CheckpointException as error:
         by_checkpoint = str(error)
     else:
         by_checkpoint = "accepted"
