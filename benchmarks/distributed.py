@@ -163,7 +163,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             times[size].append([step[0] for step in answers[0]["steps"]])
             processor[size] += [step[1] for answer in answers for step in answer["steps"]]
             traffic += [step[2] / size for step in answers[0]["steps"]] if size == 2 else []
-            print(f"round {number + 1}, {size} processes: {times[size][-1]}", file=sys.stderr, flush=True)
+            seconds = [f"{step[0]:.2f} ({step[1]:.2f})" for answer in answers for step in answer["steps"]]
+            print(f"round {number + 1}, {size}: {', '.join(seconds)} s of wall clock (processor)", file=sys.stderr, flush=True)
     wall = {size: statistics.median(second for run in runs for second in run) for size, runs in times.items()}
     used = {size: statistics.median(values) for size, values in processor.items()}
     gradient = 4 * sum(param.numel() for param in wide_resnet(depth=16, width=4).parameters())

@@ -14,13 +14,17 @@ import time
 from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
+from torch.utils.data import Dataset, Subset, TensorDataset
 
+from dp_microadam import InputError
 from dp_microadam.privacy.ledger import read_ledger
 from dp_microadam.training.checkpoint import CheckpointFolder
-from dp_microadam.training.distributed import Ranks
+from dp_microadam.training.data_digest import data_digest
+from dp_microadam.training.distributed import Ranks, ranks_here
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
 ALARM = 1e-8
@@ -214,6 +218,34 @@ def test_shards_are_a_partition_and_never_padded(size, count):
         parts.append(ranks.shard(count))
     assert [example for part in parts for example in part] == list(range(count))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_processes_that_were_not_introduced_to_each_other_are_refused(monkeypatch):
+    assert ranks_here().size == 1
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(InputError, match="torchrun started 4 processes, but torch.distributed is not initialised"):
+        ranks_here()
+
+
+class Named(Dataset):
+    """Reads its examples elsewhere and keeps their names, as a folder of images does."""
+
+    def __init__(self, names):
+        self.names = np.array(names)
+
+    def __len__(self):
+        return len(self.names)
+
+
+def test_another_order_of_the_data_shows_in_its_digest():
+    data = TensorDataset(torch.arange(10.0))
+    assert data_digest(Subset(data, [1, 2, 3])) == data_digest(Subset(TensorDataset(torch.arange(10.0)), [1, 2, 3]))
+    assert data_digest(Subset(data, [1, 2, 3])) != data_digest(Subset(data, [2, 1, 3]))
+    assert data_digest(Subset(data, [1, 2, 3])) != data_digest(Subset(TensorDataset(torch.arange(10.0).flip(0)), [1, 2, 3]))
+    assert data_digest(Named(["a", "b"])) == data_digest(Named(["a", "b"])) != data_digest(Named(["b", "a"]))
+    images = torch.randint(256, (50_000, 3), dtype=torch.uint8)
+    assert data_digest((images,)) != data_digest((images[torch.randperm(50_000)],))
 
 
 RECIPE = """
