@@ -224,7 +224,7 @@ def test_processes_that_were_not_introduced_to_each_other_are_refused(monkeypatc
     assert ranks_here().size == 1
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(InputError, match="torchrun started 4 processes, but torch.distributed is not initialised"):
+    with pytest.raises(InputError, match=r"torchrun started 4 processes, but torch\.distributed is not initialised"):
         ranks_here()
 
 
