@@ -252,7 +252,7 @@ def draw(projected: dict[str, dict[int, dict[str, float]]], path: Path) -> None:
         axes.set_title(model, fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("share of a step (%)")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="lower center", ncol=5, fontsize=8, frameon=False)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="lower center", ncol=6, fontsize=7, frameon=False)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     figure.savefig(path, dpi=130)
 

@@ -1,10 +1,6 @@
 """MicroAdam on parameters that FSDP2 divides over processes: two, then three, on the loopback."""
 
 import importlib.util
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,30 +13,15 @@ worker = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(worker)
 
 
-def run_group(size, arguments):
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), *map(str, arguments)],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **shared, "RANK": str(rank)},
-        )
-        for rank in range(size)
-    ]
-    errors = [process.communicate(timeout=400)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0] * size, "\n".join(errors)
-    return [torch.load(arguments[0] / f"{rank}.pt", weights_only=False) for rank in range(size)]
-
-
 @pytest.fixture(scope="module")
-def groups(tmp_path_factory):
+def groups(run_group):
     """What two processes left, and what three did, which also tried to load the checkpoint of the two."""
-    two, three = tmp_path_factory.mktemp("two"), tmp_path_factory.mktemp("three")
-    return {2: run_group(2, [two]), 3: run_group(3, [three, two / "checkpoint"])}
+    two = run_group("divided", 2, WORKER)
+    folders = {2: two, 3: run_group("divided", 3, WORKER, two / "checkpoint")}
+    return {
+        size: [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
+        for size, folder in folders.items()
+    }
 
 
 @pytest.fixture(params=[2, 3])

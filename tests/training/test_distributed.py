@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -34,27 +33,6 @@ worker = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(worker)
 
 
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-def start_group(size, command):
-    """``size`` processes that find each other on the loopback, as torchrun would start them."""
-    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    return [
-        subprocess.Popen(
-            [sys.executable, *command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(size)
-    ]
-
-
 class Left:
     """What the processes of a group left: ``left["adam"]`` is a list, an entry per rank."""
 
@@ -66,12 +44,8 @@ class Left:
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def left(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(f"ranks-{request.param}")
-    processes = start_group(request.param, [str(WORKER), str(folder)])
-    outputs = [process.communicate(timeout=500) for process in processes]
-    assert [process.returncode for process in processes] == [0] * request.param, "\n".join(errors for _, errors in outputs)
-    return Left(folder, request.param)
+def left(request, run_group):
+    return Left(run_group("together", request.param, WORKER), request.param)
 
 
 def largest_difference(one, other):
@@ -268,7 +242,7 @@ def wait_for_step(processes, run, step):
         time.sleep(0.01)
 
 
-def test_a_killed_rank_ends_the_others_and_another_number_of_ranks_goes_on(tmp_path):
+def test_a_killed_rank_ends_the_others_and_another_number_of_ranks_goes_on(tmp_path, start_group):
     recipe, run = tmp_path / "crash.toml", tmp_path / "run"
     recipe.write_text(RECIPE)
     processes = start_group(3, ["-m", "dp_microadam", "train", str(recipe), "--run-dir", str(run)])
