@@ -6,11 +6,19 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Two workers with one thread each: threads that wait for each other on two cores take several times as long.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo docs examples test test-all lint clean
 
 # A private model on real handwritten digits, in minutes and without a download.
 demo: $(VENV)/.ready-demo
 	$(BIN)/dp-microadam train
+
+# The documentation as a site in site/, strictly: what leads nowhere fails. Needs no network once it is installed.
+docs: $(VENV)/.ready-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Every example, one after the other; each takes less than two minutes of one core.
+examples: $(VENV)/.ready-examples
+	set -e; for example in examples/*.py; do echo "$$example"; $(BIN)/python "$$example"; done
 
 test: $(VENV)/.ready-test lint
 	$(PYTEST)
@@ -34,4 +42,4 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis

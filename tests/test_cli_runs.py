@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+import torch
 
 from dp_microadam.cli import main
 
@@ -35,6 +36,8 @@ def test_a_run_folder_holds_what_it_promises(finished_run):
         "checkpoints",
         "log.txt",
         "curves.png",
+        "run.json",
+        "test.json",
     }
     assert promised <= names
     assert (finished_run / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -79,7 +82,7 @@ def test_evaluate_agrees_with_train(finished_run, capsys):
     assert evaluated["epsilon"] == trained["epsilon"]
 
 
-def test_exported_weights_load_in_plain_pytorch(finished_run, tmp_path, capsys):
+def test_exported_weights_load_in_plain_pytorch_by_the_card_s_own_code(finished_run, tmp_path, capsys, monkeypatch):
     from safetensors.torch import load_file
 
     from dp_microadam import data, models
@@ -99,6 +102,11 @@ def test_exported_weights_load_in_plain_pytorch(finished_run, tmp_path, capsys):
     card = (output / "README.md").read_text()
     assert "differentially private" in card
     assert "test accuracy" in card
+    (code,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
+    monkeypatch.chdir(output)
+    built: dict = {}
+    exec(code, built)
+    assert torch.equal(built["model"](images), model(images))
 
 
 def test_an_export_states_what_the_ledger_says_not_what_was_written_before(tmp_path):

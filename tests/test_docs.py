@@ -1,18 +1,53 @@
-"""What the documents say about the tests is true."""
+"""What the documents say is true: the tests they name exist, every page is in the navigation, and the site builds."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").glob("**/*.md"))
 NAMED = re.compile(r"(tests/[\w/]+\.py)::(test_\w+)")
 
 
-@pytest.mark.parametrize("document", sorted((ROOT / "docs").glob("**/*.md")), ids=lambda path: path.name)
+@pytest.mark.parametrize("document", PAGES, ids=lambda path: path.name)
 def test_every_test_a_document_names_exists(document):
     for file, name in NAMED.findall(document.read_text(encoding="utf-8")):
         assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{document.name} names {file}::{name}"
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2].partition("\n\n")[0]
+    listed = re.findall(r"^ *- (?:[^#:\n]+: )?(\S+\.md)$", navigation, re.MULTILINE)
+    assert sorted(listed) == [str(page.relative_to(ROOT / "docs")) for page in PAGES]
+
+
+def test_every_link_of_the_readme_leads_somewhere():
+    readme = re.sub(r"<!--.*?-->", "", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", readme):
+        assert target.startswith("https://") or (ROOT / target).exists(), target
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    # Strict by mkdocs.yml: a link, an anchor, a picture or a name of the reference that leads nowhere fails it.
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    reference = (tmp_path / "site" / "api.html").read_text(encoding="utf-8")
+    assert "Formal guarantees" in reference
+    assert ":class:" not in reference
+
+
+def test_every_public_name_is_in_the_reference():
+    import dp_microadam
+
+    named = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    shown = {name.rpartition(".")[2] for name in named}
+    for name in dp_microadam.__all__:
+        inside = getattr(getattr(dp_microadam, name), "__all__", None)  # of a module
+        assert set(inside or [name]) <= shown | {"__version__"}, name
 
 
 def test_every_way_to_lose_the_guarantee_has_its_row():

@@ -12,15 +12,25 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dp_microadam import __version__
 from dp_microadam.commands import COMMANDS
 from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyWarning
 
 
+class _Formatter(argparse.HelpFormatter):
+    """Wraps descriptions, but not examples: those are to be copied."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith("example") else super()._fill_text(text, width, indent)
+
+
 class _Parser(argparse.ArgumentParser):
     """Refuses with one sentence, as every other part of the command line does."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": _Formatter, **options})
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
@@ -30,6 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="dp-microadam",
         description="Train and fine-tune PyTorch models with differential privacy.",
+        epilog="example:\n  dp-microadam train  # a private model on real digits, in minutes",
     )
     parser.add_argument("--version", action="version", version=f"dp-microadam {__version__}")
     parser.set_defaults(run=None)

@@ -78,3 +78,11 @@ def test_different_deltas_compose_at_the_one_given(tmp_path, capsys):
     runs = [make(tmp_path / "run"), make(tmp_path / "other", delta=1e-6)]
     assert main(["budget", *runs, "--delta", "1e-5", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["delta"] == 1e-5
+
+
+def test_a_run_without_clipping_and_noise_is_refused_as_such(tmp_path, capsys):
+    (tmp_path / "privacy.json").write_text('{"private": false}')
+    assert main(["budget", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "is not private: it was trained without clipping and noise" in error
+    assert "leave it out" in error

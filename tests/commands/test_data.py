@@ -141,12 +141,14 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(server, tmp_path, capsy
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
-def test_the_list_names_all_and_says_how_to_get_what_is_missing(server, capsys):
+def test_the_list_names_all_and_says_how_to_get_what_is_missing(server, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     assert main(["data", "list"]) == 0
     out = capsys.readouterr().out
     for name in KNOWN_DATA:
         assert name in out
     assert "dp-microadam data get cifar100" in out
+    assert out.rstrip().endswith("┘")  # nothing is damaged, so the table says it all
     found = listed(capsys)
     assert found["digits"]["state"] == "verified"
     assert found["table"]["state"] == "yours"

@@ -84,6 +84,7 @@ def test_numbers_are_read_from_a_run_and_those_given_win(run, capsys):
     plan = read_ledger(run).plan
     sizes = [parameter.numel() for parameter in models.build("mlp", 10, (1, 28, 28)).parameters()]
     assert report["steps"] == 2
+    assert (report["steps_are"], report["updates_done"]) == ("planned", 2)
     assert report["dimension"] == sum(sizes)
     assert report["gradient_bound"] == 0.5
     assert report["noise_deviation"] == pytest.approx(plan.noise_multiplier * 0.5 / 50)
@@ -92,6 +93,9 @@ def test_numbers_are_read_from_a_run_and_those_given_win(run, capsys):
     assert main(["theory", str(run), *UNKNOWN, "--rounding-error", "0", "--steps", "9", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["steps"], report["rounding_error"], report["applies"]) == (9, 0.0, True)
+    assert (report["steps_are"], report["updates_done"]) == ("given", None)
+    assert main(["theory", str(run), *UNKNOWN]) == 0
+    assert "2 planned, 2 done" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

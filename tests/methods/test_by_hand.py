@@ -136,13 +136,12 @@ def test_dp_microadam(check, private):
     check(lambda model: dp_microadam(model, lr=LR, **options), by_hand, steps=4, private=private, tolerance=2e-6)
 
 
-@with_and_without_privacy
-def test_scale_then_privatize_with_adam(check, private):
-    eps = 0.01
+def adam_on_scaled_gradients(steps, eps):
+    """Adam on g̃ that was clipped and noised after scaling by 1/(√v̂ + eps), v̂ that of the step before."""
 
     def by_hand(problem):
         moments = {name: Moments() for name in problem.weights}
-        for step in range(5):
+        for step in range(steps):
             scale = {
                 name: 1 / (np.sqrt(moments[name].hat) + eps) if step else np.ones_like(value)
                 for name, value in problem.weights.items()
@@ -151,29 +150,22 @@ def test_scale_then_privatize_with_adam(check, private):
                 first, second = moments[name].take(scaled / scale[name])
                 problem.weights[name] -= LR * first / (np.sqrt(second) + 1e-8)
 
-    check(lambda model: scale_then_privatize(model, lr=LR, scale_eps=eps), by_hand, steps=5, private=private)
+    return by_hand
+
+
+@with_and_without_privacy
+def test_scale_then_privatize_with_adam(check, private):
+    by_hand = adam_on_scaled_gradients(steps=5, eps=0.01)
+    check(lambda model: scale_then_privatize(model, lr=LR, scale_eps=0.01), by_hand, steps=5, private=private)
 
 
 @with_and_without_privacy
 def test_scale_then_privatize_with_microadam(check, private):
     # MicroAdam at full density, without error and with a long window: its moments are sums over all rows so far.
-    eps = 0.05
-
-    def by_hand(problem):
-        moments = {name: Moments() for name in problem.weights}
-        for step in range(3):
-            scale = {
-                name: 1 / (np.sqrt(moments[name].hat) + eps) if step else np.ones_like(value)
-                for name, value in problem.weights.items()
-            }
-            for name, scaled in problem.mean(step, scale).items():
-                first, second = moments[name].take(scaled / scale[name])
-                problem.weights[name] -= LR * first / (np.sqrt(second) + 1e-8)
-
     options = {"behind": "microadam", "density": 1.0, "window": 10, "window_dtype": torch.float32}
     check(
-        lambda model: scale_then_privatize(model, lr=LR, scale_eps=eps, **options),
-        by_hand,
+        lambda model: scale_then_privatize(model, lr=LR, scale_eps=0.05, **options),
+        adam_on_scaled_gradients(steps=3, eps=0.05),
         steps=3,
         private=private,
         tolerance=3e-6,

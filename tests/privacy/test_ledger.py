@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dp_microadam import InputError, PrivacyError, PrivacyLedger, PrivacyPlan
 from dp_microadam.privacy.accounting import SubsampledGaussian, epsilon
-from dp_microadam.privacy.ledger import LEDGER_NAME, RunSettings, read_ledger
+from dp_microadam.privacy.ledger import LEDGER_NAME, RunSettings, read_ledger, write_past_steps
 
 PLAN = PrivacyPlan.solve(dataset_size=1000, batch_size=50, delta=1e-5, noise_multiplier=2.0, steps=100_000)
 SETTINGS = RunSettings(private=True, randomness="operating system's entropy, statistical generator", sensitivity=1.0)
@@ -287,3 +287,13 @@ def test_nothing_private_is_written(tmp_path):
     path = make(tmp_path, steps=2)
     for line in path.read_text().splitlines()[1:]:
         assert json.loads(line).keys() == {"step", "sample_rate", "noise_multiplier"}
+
+
+def test_steps_of_another_library_are_written_with_their_own_rate_and_noise(tmp_path):
+    plan = PrivacyPlan(1000, 100, 1.0, 5, 1e-5)
+    spent = (SubsampledGaussian(0.1, 1.0, 3), SubsampledGaussian(0.05, 2.0, 2))
+    write_past_steps(tmp_path / "run", plan, SETTINGS, spent)
+    assert read_ledger(tmp_path / "run").spent == spent
+    with pytest.raises(InputError, match="at least as many"):
+        write_past_steps(tmp_path / "other", plan, SETTINGS, (SubsampledGaussian(0.1, 1.0, 6),))
+    assert not (tmp_path / "other").exists()

@@ -12,7 +12,7 @@ from PIL import Image
 from dp_microadam.cli import main
 from dp_microadam.errors import InputError
 from dp_microadam.recipes import load_recipe
-from dp_microadam.recipes.assemble import _training_part, assemble
+from dp_microadam.recipes.assemble import assemble
 
 SMALL_NETWORK = ["model_options.depth=10", "model_options.width=1", "batch_size=8", "physical_batch_size=8", "steps=2"]
 
@@ -85,7 +85,7 @@ def test_views_of_image_files_are_different_crops(image_folder, tmp_path):
     overrides = [f"data_folder={image_folder}", "verify_data=false", "num_workers=0", "validation_size=4", "multiplicity=2"]
     recipe = load_recipe("imagenet", [*overrides, *SMALL_NETWORK, "image_size=16", "delta=1e-5"])
     experiment = assemble(recipe, tmp_path / "run", show_progress=False)
-    views, _ = _training_part(recipe, experiment.data)[0]
+    views, _ = experiment.training_part()[0]
     assert views.shape == (2, 3, 16, 16)
     assert not torch.equal(views[0], views[1])
     assert experiment.fit().steps_done == 2

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import re
 import subprocess
 import sys
 import tomllib
@@ -96,8 +97,30 @@ def test_an_unknown_key_is_refused_with_its_value_and_the_nearest_known_key(key,
     with pytest.raises(InputError) as refusal:
         make(**{key: value})
     assert f"{key} = {value!r} is unknown" in str(refusal.value)
-    if key != "lr":  # too short for a nearest key to mean much
-        assert str(refusal.value).endswith(f" {nearest}")
+    assert str(refusal.value).endswith(f" {nearest}")
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("optimizer.lr=0.1", "the step size is the recipe's own key learning_rate"),
+        ("optimizer.batch_size=3", "batch_size is a key of the recipe itself"),
+        ("optimizer.densty=0.1", "the nearest known option of dp-microadam is density"),
+        ("optimizer.xyz=1", "known options of dp-microadam are betas, eps, weight_decay, density"),
+        ("model_options.depth=3", "tanh-cnn has no options"),
+        ("density=0.1", "it is an option, optimizer.density"),
+        ("xyz=1", "known keys are name, method, base"),
+    ],
+)
+def test_hints_point_to_what_was_meant_or_list_what_is_known(override, hint):
+    with pytest.raises(InputError, match=re.escape(hint)):
+        load_recipe("demo", [override])
+
+
+def test_a_recipe_name_that_resembles_none_gets_no_nearest():
+    with pytest.raises(InputError, match=r"known are .*, or give the path") as refusal:
+        load_recipe("zzz")
+    assert "nearest" not in str(refusal.value)
 
 
 WRONG_VALUES = [

@@ -9,37 +9,25 @@ import numpy as np
 from dp_microadam.audit.finding import Finding, Scores
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.statement import round_up
+from dp_microadam.reporting.page import style
 
 _BINS = 48
 _WIDTH, _HEIGHT, _AXIS = 560, 150, 22
 
 _STYLE = """
-:root { --ink: #1d2433; --faint: #667085; --line: #e4e7ec; --card: #fff; --page: #f7f8fa; --without: #7a8699; --with: #d9730d;
-  --good: #1a7f4b; --bad: #b00020; color-scheme: light dark }
-@media (prefers-color-scheme: dark) { :root { --ink: #e7eaf0; --faint: #9aa4b5; --line: #333b4a; --card: #1b212c;
-  --page: #12161d; --without: #8b97ab; --with: #f0954a; --good: #4cc38a; --bad: #ff6b7d } }
-* { box-sizing: border-box }
-body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.55 system-ui, sans-serif }
-main { max-width: 1080px; margin: 0 auto; padding: 40px 24px 64px }
-h1 { font-size: 28px; margin: 0 0 8px } h2 { font-size: 20px; margin: 40px 0 12px } h3 { font-size: 17px; margin: 0 }
-p { margin: 8px 0; max-width: 76ch }
-.verdict { border-left: 5px solid var(--good); background: var(--card); padding: 14px 18px; margin: 20px 0; border-radius: 4px }
-.verdict.bad { border-color: var(--bad) }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 18px }
-.card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 18px; min-width: 0 }
-.card header { display: flex; justify-content: space-between; gap: 12px; align-items: baseline }
-.badge { font-size: 13px; font-weight: 600; color: var(--good); white-space: nowrap } .badge.bad { color: var(--bad) }
+:root { --without: #7a8699; --with: #d9730d }
+@media (prefers-color-scheme: dark) { :root { --without: #8b97ab; --with: #f0954a } }
 .question { color: var(--faint); margin: 2px 0 10px }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 14px; margin: 10px 0 0; font-size: 14px }
-dt { color: var(--faint) } dd { margin: 0; font-variant-numeric: tabular-nums }
-svg { display: block; width: 100%; height: auto } svg text { font-size: 12px; fill: var(--faint) }
+svg { max-width: none }
+svg text { font-size: 12px; fill: var(--faint) }
 .ruler { margin: 0 0 12px }
-.without { fill: var(--without); fill-opacity: .55 } .with { fill: var(--with); fill-opacity: .55 }
-.threshold { stroke: var(--ink); stroke-dasharray: 4 3 } .axis { stroke: var(--line) }
+.without { fill: var(--without); fill-opacity: .55 }
+.with { fill: var(--with); fill-opacity: .55 }
+.threshold { stroke: var(--ink); stroke-dasharray: 4 3 }
+.axis { stroke: var(--line) }
 .legend { font-size: 13px; color: var(--faint); margin: 4px 0 0 }
 .legend i { display: inline-block; width: 11px; height: 11px; margin: 0 5px 0 0; opacity: .7 }
 .legend i + span { margin-right: 14px }
-ul { padding-left: 22px; max-width: 76ch } li { margin: 6px 0 } code { font-size: 14px }
 """
 
 
@@ -53,7 +41,8 @@ def audit_page(findings: list[Finding], plan: PrivacyPlan, confidence: float, su
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Privacy audit</title>
-<style>{_STYLE}</style>
+<style>
+{style()}{_STYLE}</style>
 </head>
 <body>
 <main>

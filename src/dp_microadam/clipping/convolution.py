@@ -24,14 +24,7 @@ from torch import Tensor, nn
 from dp_microadam.clipping.cost import Shapes, choose
 from dp_microadam.clipping.folding import FoldedFactors
 from dp_microadam.clipping.outer_product import Factors, Measured, OuterProductSum, measured_by_grams
-from dp_microadam.clipping.rule import (
-    GradientRows,
-    LayerCall,
-    LayerRule,
-    UnchangedInput,
-    at_least_float32,
-    folded,
-)
+from dp_microadam.clipping.rule import GradientRows, LayerCall, LayerRule, PartsCall, UnchangedInput, at_least_float32, folded
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -179,40 +172,28 @@ def padded_shape(inputs: Tensor, margins: list[int]) -> torch.Size:
     return torch.Size(shape)
 
 
-class ConvolutionCall(LayerCall):
+class ConvolutionCall(PartsCall):
     @property
     def masks_rows(self) -> bool:  # type: ignore[override]
         """A transposed convolution's outputs are not the rows of its weight."""
         return not self._rule.module.transposed
 
     def __init__(self, rule: ConvolutionRule, inputs: UnchangedInput | None) -> None:
+        super().__init__()
         self._rule = rule
         self._inputs = inputs
-        self._weight: OuterProductSum | None = None
-        self._bias: GradientRows | None = None
 
     def squared_norms(self, output_gradient: Tensor) -> Tensor:
         deltas = at_least_float32(output_gradient)
-        total = deltas.new_zeros(len(deltas) // self.rows_per_example)
         if "bias" in self._rule.trainable:
-            self._bias = GradientRows(folded(self.masked(deltas, "bias", 1).flatten(2).sum(2), self.rows_per_example))
-            total += self._bias.squared_norms()
+            biases = self.masked(deltas, "bias", 1).flatten(2).sum(2)
+            self.parts["bias"] = GradientRows(folded(biases, self.rows_per_example))
         if self._inputs is not None:
             deltas = self.masked(deltas, "weight", 1)
             factors, way = self._rule.factors_and_way(self._inputs.read(), deltas, self.rows_per_example)
-            self._weight = OuterProductSum(factors, way)
-            total += self._weight.squared_norms()
+            self.parts["weight"] = OuterProductSum(factors, way)
         del self._inputs
-        return total
-
-    def clipped_sums(self, coefficients: Tensor) -> Mapping[str, Tensor]:
-        parts = {"weight": self._weight, "bias": self._bias}
-        return {name: part.weighted_sum(coefficients) for name, part in parts.items() if part is not None}
-
-    def remove(self, rows: Tensor) -> None:
-        for part in (self._weight, self._bias):
-            if part is not None:
-                part.remove(rows)
+        return torch.stack([part.squared_norms() for part in self.parts.values()]).sum(0)
 
     def per_example(self, output_gradient: Tensor, examples: slice) -> Mapping[str, Tensor]:
         rows = self.rows(examples)

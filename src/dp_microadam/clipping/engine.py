@@ -151,14 +151,16 @@ class ClippedGradients:
 
     def _checked(self, what: str, name: str, values: Tensor) -> Tensor:
         if name not in self._trainable:
-            raise InputError(f"{what} names {name!r}, which is not a trainable parameter of the model")
+            raise InputError(
+                f"{what} names {name!r}, which is not a trainable parameter of the model; name one of model.named_parameters()"
+            )
         parameter = self._trainable[name]
         shape = parameter.shape if what == "scale" else parameter.shape[:1]
         if values.shape != shape:
             raise InputError(f"{what}[{name!r}] has shape {tuple(values.shape)}; it must have shape {tuple(shape)}")
         values = values.detach().to(parameter.device, torch.promote_types(parameter.dtype, torch.float32))
         if not bool(torch.isfinite(values).all()):
-            raise InputError(f"{what}[{name!r}] holds values that are not finite")
+            raise InputError(f"{what}[{name!r}] holds values that are not finite; all must be")
         return values if what == "scale" else (values != 0).to(values.dtype)
 
     def reset(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dp_microadam.clipping.cost import Shapes, choose
 from dp_microadam.clipping.outer_product import Factors, Measured, OuterProductSum, measured_by_grams, squared_norms
-from dp_microadam.clipping.rule import GradientRows, LayerCall, LayerRule, UnchangedInput, at_least_float32
+from dp_microadam.clipping.rule import GradientRows, LayerCall, LayerRule, PartsCall, UnchangedInput, at_least_float32
 
 
 class LinearFactors(Factors):
@@ -36,36 +36,23 @@ class LinearFactors(Factors):
         return scaled.flatten(0, 1).t() @ self.inputs.flatten(0, 1)
 
 
-class LinearCall(LayerCall):
+class LinearCall(PartsCall):
     masks_rows = True
 
     def __init__(self, rule: LinearRule, inputs: UnchangedInput | None) -> None:
+        super().__init__()
         self._rule = rule
         self._inputs = inputs
-        self._weight: OuterProductSum | None = None
-        self._bias: GradientRows | None = None
 
     def squared_norms(self, output_gradient: Tensor) -> Tensor:
         deltas = self._positions(at_least_float32(output_gradient))
-        total = deltas.new_zeros(len(deltas))
         if "bias" in self._rule.trainable:
-            self._bias = GradientRows(self.masked(deltas, "bias", 2).sum(1))
-            total += self._bias.squared_norms()
+            self.parts["bias"] = GradientRows(self.masked(deltas, "bias", 2).sum(1))
         if self._inputs is not None:
             factors = LinearFactors(self._positions(self._inputs.read()), self.masked(deltas, "weight", 2))
-            self._weight = OuterProductSum(factors, self._rule.choose(factors))
-            total += self._weight.squared_norms()
+            self.parts["weight"] = OuterProductSum(factors, self._rule.choose(factors))
         del self._inputs
-        return total
-
-    def clipped_sums(self, coefficients: Tensor) -> Mapping[str, Tensor]:
-        parts = {"weight": self._weight, "bias": self._bias}
-        return {name: part.weighted_sum(coefficients) for name, part in parts.items() if part is not None}
-
-    def remove(self, rows: Tensor) -> None:
-        for part in (self._weight, self._bias):
-            if part is not None:
-                part.remove(rows)
+        return torch.stack([part.squared_norms() for part in self.parts.values()]).sum(0)
 
     def per_example(self, output_gradient: Tensor, examples: slice) -> Mapping[str, Tensor]:
         deltas = self._positions(at_least_float32(output_gradient))[examples]

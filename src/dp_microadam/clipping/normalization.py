@@ -12,37 +12,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dp_microadam.clipping.rule import (
-    GradientRows,
-    LayerCall,
-    LayerRule,
-    UnchangedInput,
-    at_least_float32,
-    folded,
-)
+from dp_microadam.clipping.rule import GradientRows, LayerCall, LayerRule, PartsCall, UnchangedInput, at_least_float32, folded
 
 InstanceNorm = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
 
 
-class NormalizationCall(LayerCall):
+class NormalizationCall(PartsCall):
     def __init__(self, rule: NormalizationRule, inputs: UnchangedInput | None) -> None:
+        super().__init__()
         self._rule = rule
         self._inputs = inputs
-        self._parts: dict[str, GradientRows] = {}
 
     def squared_norms(self, output_gradient: Tensor) -> Tensor:
         deltas = at_least_float32(output_gradient)
         gradients = self._rule.gradients(None if self._inputs is None else self._inputs.read(), deltas)
-        self._parts = {key: GradientRows(folded(rows, self.rows_per_example)) for key, rows in gradients.items()}
+        self.parts = {key: GradientRows(folded(rows, self.rows_per_example)) for key, rows in gradients.items()}
         del self._inputs
-        return torch.stack([part.squared_norms() for part in self._parts.values()]).sum(0)
-
-    def clipped_sums(self, coefficients: Tensor) -> Mapping[str, Tensor]:
-        return {name: part.weighted_sum(coefficients) for name, part in self._parts.items()}
-
-    def remove(self, rows: Tensor) -> None:
-        for part in self._parts.values():
-            part.remove(rows)
+        return torch.stack([part.squared_norms() for part in self.parts.values()]).sum(0)
 
     def per_example(self, output_gradient: Tensor, examples: slice) -> Mapping[str, Tensor]:
         rows = self.rows(examples)

@@ -20,7 +20,7 @@ from dp_microadam.clipping.cost import Estimate
 from dp_microadam.clipping.embedding import EmbeddingCall
 from dp_microadam.clipping.linear import LinearCall, LinearRule
 from dp_microadam.clipping.outer_product import PIECE_CPU, PIECE_GPU
-from dp_microadam.clipping.rule import GradientRows, LayerCall, LayerRule, UnchangedInput, at_least_float32
+from dp_microadam.clipping.rule import GradientRows, LayerCall, LayerRule, PartsCall, UnchangedInput, at_least_float32
 from dp_microadam.clipping.shared import SharedTensor, is_shared
 from dp_microadam.errors import InputError
 
@@ -35,15 +35,15 @@ _SUMS = {
 _PRODUCTS = {torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__}
 
 
-class OperationCall(LayerCall):
+class OperationCall(PartsCall):
     """One use; its clipped sums are kept under the parameters' names in the model."""
 
     def __init__(self, operands: Sequence[SharedTensor], rows: int) -> None:
+        super().__init__()
         self._operands = operands
         self.rows_per_example = rows
         self.roots = {name: root for operand in operands for name, root in operand.roots.items()}
         self.names = {name: name for name in self.roots}
-        self._parts: dict[str, GradientRows] = {}
 
     def cotangents(self, deltas: Tensor, examples: slice) -> list[Tensor]:
         """For each operand, the gradient of each of these examples; ``deltas`` is (examples, rows, …)."""
@@ -53,20 +53,13 @@ class OperationCall(LayerCall):
         count = len(output_gradient) // self.rows_per_example
         step = self._examples_at_once(output_gradient.device)
         pieces = [self.per_example(output_gradient, slice(start, min(start + step, count))) for start in range(0, count, step)]
-        self._parts = {name: GradientRows(torch.cat([piece[name] for piece in pieces])) for name in self.names}
-        return torch.stack([part.squared_norms() for part in self._parts.values()]).sum(0)
+        self.parts = {name: GradientRows(torch.cat([piece[name] for piece in pieces])) for name in self.names}
+        return torch.stack([part.squared_norms() for part in self.parts.values()]).sum(0)
 
     def per_example(self, output_gradient: Tensor, examples: slice) -> Mapping[str, Tensor]:
         deltas = at_least_float32(output_gradient)[self.rows(examples)].unflatten(0, (-1, self.rows_per_example))
         with torch.enable_grad():
             return self._through_graphs(self.cotangents(deltas, examples))
-
-    def clipped_sums(self, coefficients: Tensor) -> Mapping[str, Tensor]:
-        return {name: part.weighted_sum(coefficients) for name, part in self._parts.items()}
-
-    def remove(self, rows: Tensor) -> None:
-        for part in self._parts.values():
-            part.remove(rows)
 
     def _through_graphs(self, cotangents: list[Tensor]) -> dict[str, Tensor]:
         found = {name: cotangents[0].new_zeros(len(cotangents[0]), *root.shape) for name, root in self.roots.items()}

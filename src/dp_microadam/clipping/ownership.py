@@ -458,7 +458,7 @@ class _Proof:
             if not abs(found - _norm(gradients)) <= relative * _norm(gradients) + rounding:
                 raise InputError(
                     f"an example's gradient norm is {_norm(gradients):.6g}, but {found:.6g} was found by layers; the "
-                    "model cannot be clipped exactly"
+                    "model cannot be clipped exactly, use layers that dp_microadam knows, or freeze the others"
                 )
 
     def _differentiable(self, losses: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +67,30 @@ class LayerCall(ABC):
     def rows(self, examples: slice) -> slice:
         """The rows of these examples."""
         return slice(examples.start * self.rows_per_example, examples.stop * self.rows_per_example)
+
+
+class KeptGradients(Protocol):
+    """What is kept of one parameter's gradients between their norms and their clipped sum."""
+
+    def squared_norms(self) -> Tensor: ...
+
+    def weighted_sum(self, coefficients: Tensor) -> Tensor: ...
+
+    def remove(self, rows: Tensor) -> None: ...
+
+
+class PartsCall(LayerCall):
+    """A call that keeps a part for each of its parameters; ``squared_norms`` fills ``parts``, by the name in the module."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, KeptGradients] = {}
+
+    def clipped_sums(self, coefficients: Tensor) -> Mapping[str, Tensor]:
+        return {name: part.weighted_sum(coefficients) for name, part in self.parts.items()}
+
+    def remove(self, rows: Tensor) -> None:
+        for part in self.parts.values():
+            part.remove(rows)
 
 
 def folded(rows: Tensor, rows_per_example: int) -> Tensor:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from dp_microadam.clipping.convolution import ConvolutionFactors, ConvolutionRule, geometry_of, padded_shape
 from dp_microadam.clipping.outer_product import OF_SQUARES, Factors, Measured, OuterProductSum, squared_norms
-from dp_microadam.clipping.rule import GradientRows, LayerCall, UnchangedInput, at_least_float32, folded
+from dp_microadam.clipping.rule import GradientRows, LayerCall, PartsCall, UnchangedInput, at_least_float32, folded
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 
 
@@ -123,44 +123,32 @@ def sums_of_gradients(factors: ConvolutionFactors) -> Tensor:
     return (deltas @ sums.flatten(2).unsqueeze(3)).flatten(1)
 
 
-class StandardizedCall(LayerCall):
+class StandardizedCall(PartsCall):
     def __init__(self, rule: WeightStandardizedRule, inputs: UnchangedInput | None, ungained: Tensor | None) -> None:
+        super().__init__()
         self._rule = rule
         self._projection = rule.projection
         self._inputs = inputs
         self._ungained = ungained
-        self._weight: StandardizedSum | None = None
-        self._rows: dict[str, GradientRows] = {}
 
     def squared_norms(self, output_gradient: Tensor) -> Tensor:
         deltas = at_least_float32(output_gradient)
         total = deltas.new_zeros(len(deltas) // self.rows_per_example)
         if "bias" in self._rule.trainable:
-            self._rows["bias"] = GradientRows(folded(deltas.flatten(2).sum(2), self.rows_per_example))
+            self.parts["bias"] = GradientRows(folded(deltas.flatten(2).sum(2), self.rows_per_example))
+            total += self.parts["bias"].squared_norms()
         if self._inputs is not None:
             factors, way = self._rule.factors_and_way(self._inputs.read(), deltas, self.rows_per_example)
             weight = StandardizedSum(factors, way, self._rule.projection, self._ungained)
-            norms = weight.squared_norms()
+            norms = weight.squared_norms()  # which also finds the gain's gradients
             if "gain" in self._rule.trainable:
-                self._rows["gain"] = GradientRows(weight.gain_gradients())
+                self.parts["gain"] = GradientRows(weight.gain_gradients())
+                total += self.parts["gain"].squared_norms()
             if "weight" in self._rule.trainable:
-                self._weight = weight
+                self.parts["weight"] = weight
                 total += norms
-        for rows in self._rows.values():
-            total += rows.squared_norms()
         del self._inputs, self._ungained
         return total
-
-    def clipped_sums(self, coefficients: Tensor) -> Mapping[str, Tensor]:
-        sums = {name: rows.weighted_sum(coefficients) for name, rows in self._rows.items()}
-        if self._weight is not None:
-            sums["weight"] = self._weight.weighted_sum(coefficients)
-        return sums
-
-    def remove(self, rows: Tensor) -> None:
-        for part in (*self._rows.values(), self._weight):
-            if part is not None:
-                part.remove(rows)
 
     def per_example(self, output_gradient: Tensor, examples: slice) -> Mapping[str, Tensor]:
         rows = self.rows(examples)

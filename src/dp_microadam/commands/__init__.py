@@ -5,4 +5,18 @@ work. Modules import what is heavy inside that function, so that ``--help`` answ
 its module and name it in ``COMMANDS``, in the order ``--help`` shows.
 """
 
-COMMANDS = ("train", "resume", "evaluate", "export", "plan", "budget", "data", "audit", "theory")
+COMMANDS = (
+    "train",
+    "resume",
+    "evaluate",
+    "export",
+    "plan",
+    "budget",
+    "data",
+    "report",
+    "reproduce",
+    "audit",
+    "theory",
+    "doctor",
+    "completion",
+)

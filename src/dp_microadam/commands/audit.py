@@ -28,6 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "audit",
         help="attack the sampler, clipping, noise and optimizer, and compare with what they claim",
         description="Attack the real training pipeline. Exit code 0 if no claim is refuted, 1 if one is.",
+        epilog="example:\n  dp-microadam audit --profile quick --epsilon 1 --out runs/audit",
     )
     parser.add_argument("--profile", choices=("quick", "full"), default="quick", help="how much to run (default: quick)")
     parser.add_argument("--epsilon", type=float, metavar="E", help=f"claim to audit by one run (default: {_DEFAULT_EPSILON:g})")

@@ -16,6 +16,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "budget",
         help="what several runs on one dataset spend together",
         description="Compose the ledgers of several runs on one dataset into one (ε, δ).",
+        epilog="example:\n  dp-microadam budget runs/first runs/second --group-size 5",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, or its ledger file")
     parser.add_argument("--delta", type=float, metavar="D", help="needed if the runs' own differ")
@@ -35,6 +36,7 @@ def run(options: argparse.Namespace) -> int:
         require_in_open("delta", options.delta, 0, 1)
     records: dict[str, LedgerRecord] = {}
     for name in options.runs:
+        _refuse_unprotected(name)
         path = str(ledger_path(name).resolve())
         if path in records:
             raise InputError(f"run {name!r} is named twice; each run must be named once")
@@ -58,6 +60,22 @@ def run(options: argparse.Namespace) -> int:
     else:
         _print_table(report)
     return 0
+
+
+def _refuse_unprotected(run: str) -> None:
+    """A run without clipping and noise has no ledger; say so instead of asking for one."""
+    from pathlib import Path
+
+    from dp_microadam.errors import InputError
+    from dp_microadam.privacy.ledger import LEDGER_NAME
+    from dp_microadam.privacy.statement import PRIVACY_NAME
+
+    folder = Path(run)
+    if (folder / PRIVACY_NAME).is_file() and not (folder / LEDGER_NAME).exists():
+        raise InputError(
+            f"run {run!r} is not private: it was trained without clipping and noise, so no budget covers what it tells about "
+            "its data; leave it out, and do not publish it"
+        )
 
 
 def _compose(records: dict[str, LedgerRecord], delta: float, options: argparse.Namespace) -> dict[str, Any]:

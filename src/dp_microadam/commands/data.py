@@ -23,22 +23,39 @@ _LINE_SECONDS = 5.0
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("data", help="which data sets are known and here; fetch one; check one")
+    parser = subparsers.add_parser(
+        "data",
+        help="which data sets are known and here; fetch one; check one",
+        description="Which data sets are known and here; fetch one; check one.",
+        epilog="examples:\n  dp-microadam data list\n  dp-microadam data get cifar10",
+    )
     parser.set_defaults(run=lambda options: parser.print_help())
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
 
-    listing = actions.add_parser("list", help="what is known, where it was found, and whether it is what was published")
+    listing = actions.add_parser(
+        "list",
+        help="what is known, where it was found, and whether it is what was published",
+        epilog="example:\n  dp-microadam data list --json",
+    )
     listing.add_argument("--json", action="store_true", help="print JSON and nothing else")
     listing.set_defaults(run=run_list)
 
-    get = actions.add_parser("get", help="download a data set from its publisher")
+    get = actions.add_parser(
+        "get",
+        help="download a data set from its publisher",
+        epilog="example:\n  dp-microadam data get mnist --folder data/mnist",
+    )
     get.add_argument("name", metavar="NAME", help="name of a data set, as `data list` shows it")
     get.add_argument("--folder", type=Path, metavar="DIR", help="where to put it (default: where recipes look for it)")
     get.add_argument("--mirror", metavar="URL", help="folder on a server that holds the same files; digests are checked too")
     get.add_argument("--json", action="store_true", help="print JSON and nothing else")
     get.set_defaults(run=run_get)
 
-    check = actions.add_parser("check", help="look through a data set: digests of files, or every image decoded")
+    check = actions.add_parser(
+        "check",
+        help="look through a data set: digests of files, or every image decoded",
+        epilog="example:\n  dp-microadam data check image-folder --folder photographs --workers 2",
+    )
     check.add_argument("name", metavar="NAME", help="name of a data set, as `data list` shows it")
     check.add_argument("--folder", metavar="DIR", help="where it is (default: where recipes look for it)")
     check.add_argument("--workers", type=int, default=0, metavar="N", help="processes that decode images (default: 0)")
@@ -58,16 +75,24 @@ def run_list(options: argparse.Namespace) -> int:
     from rich.table import Table
 
     table = Table(title="Data sets", title_justify="left")
-    for column in ("name", "what", "state", "where"):
-        table.add_column(column, overflow="fold")
+    for column in ("name", "what", "state"):
+        table.add_column(column)
+    table.add_column("where it is, or how to get it", overflow="fold")
     for one in found:
-        table.add_row(one.name, one.summary, one.state, one.place or "")
+        table.add_row(one.name, one.summary, one.state, one.place or _how_to_get(one.name))
     console = Console(highlight=False)
     console.print(table)
     for one in found:
-        if one.problem and one.state != "yours":
+        if one.state == "damaged":
             console.print(f"{one.name}: {one.problem}", soft_wrap=True, markup=False)
     return 0
+
+
+def _how_to_get(name: str) -> str:
+    from dp_microadam.data.catalogue import known
+
+    data = known(name)
+    return f"dp-microadam data get {name}" if data.downloads else data.by_hand.removeprefix(f"{name} is your own data; ")
 
 
 def run_get(options: argparse.Namespace) -> int:
@@ -91,7 +116,9 @@ def run_get(options: argparse.Namespace) -> int:
                 f"{options.name} could not be fetched ({error}); if this machine has no network, put {wanted} into {folder}"
             ) from None
         except OSError as error:
-            raise DPMicroAdamError(f"{folder / download.name} cannot be written: {error.strerror or error}") from None
+            raise DPMicroAdamError(
+                f"{folder / download.name} cannot be written ({error.strerror or error}); name another folder by --folder"
+            ) from None
     if options.json:
         print(json.dumps({"name": options.name, "folder": str(folder), "fetched": sum(fetched), "verified": True}))
     else:

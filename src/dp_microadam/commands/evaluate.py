@@ -10,7 +10,12 @@ from dp_microadam.commands.running import lost_in_words, open_run, privacy_line
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("evaluate", help="accuracy of a run's newest weights on the test set")
+    parser = subparsers.add_parser(
+        "evaluate",
+        help="accuracy of a run's newest weights on the test set",
+        description="Accuracy of a run's newest weights on the test set; the run may go on meanwhile.",
+        epilog="example:\n  dp-microadam evaluate runs/mine --json",
+    )
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")
     parser.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")
     parser.set_defaults(run=run)

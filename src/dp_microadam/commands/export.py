@@ -12,7 +12,11 @@ from dp_microadam.errors import InputError
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
-        "export", help="write a run's weights as safetensors, with a model card and the privacy statement"
+        "export",
+        help="write a run's weights as safetensors, with a model card and the privacy statement",
+        description="Write a run's weights as safetensors, with a model card that says how to load them and the privacy "
+        "statement.",
+        epilog="example:\n  dp-microadam export runs/mine --output digits-model",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write (default: RUN/export)")
@@ -21,7 +25,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(options: argparse.Namespace) -> int:
     from dp_microadam.privacy.statement import STATEMENT_NAME
-    from dp_microadam.reporting.model_card import model_card
+    from dp_microadam.reporting.model_card import loading_code, model_card
     from dp_microadam.training.export import save_weights
 
     output: Path = options.output or options.run_dir / "export"
@@ -44,7 +48,10 @@ def run(options: argparse.Namespace) -> int:
         metrics["steps spent that are not in the weights"] = result.steps_done - result.updates
     measured = [line for line in experiment.trainer.folder.metrics() if "diagnostics" in line]
     diagnostics = measured[-1] if measured else None
-    card = model_card(experiment.recipe.name, experiment.recipe.to_toml(), statement, metrics, diagnostics)
+    recipe, data = experiment.recipe, experiment.data
+    best = "model.safetensors" if experiment.trainer.average is None else "model_ema.safetensors"
+    code = loading_code(recipe.model, recipe.model_options, data.num_classes, data.example_shape, best, (data.mean, data.std))
+    card = model_card(recipe.name, recipe.to_toml(), statement, metrics, diagnostics, code)
     (unfinished / "README.md").write_text(card, encoding="utf-8")
     unfinished.rename(output)
     print(f"exported to {output}")

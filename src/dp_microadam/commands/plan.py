@@ -15,6 +15,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "plan",
         help="solve for epsilon, noise multiplier or steps",
         description="Solve a privacy plan. Give exactly two of --epsilon, --noise-multiplier and --steps.",
+        epilog="example:\n"
+        "  dp-microadam plan --dataset-size 45000 --batch-size 4096 --delta 1e-5 --epsilon 8 --noise-multiplier 3",
     )
     parser.add_argument("--dataset-size", type=int, required=True, metavar="N", help="number of training examples")
     parser.add_argument("--batch-size", type=int, required=True, metavar="B", help="expected number of examples per step")

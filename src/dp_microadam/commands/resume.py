@@ -13,7 +13,12 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("resume", help="go on with a run that was stopped or killed")
+    parser = subparsers.add_parser(
+        "resume",
+        help="go on with a run that was stopped or killed",
+        description="Go on with a run that was stopped or killed. Steps lost in between stay spent.",
+        epilog="example:\n  dp-microadam resume runs/mine",
+    )
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")
     add_display(parser)
     parser.set_defaults(run=run)

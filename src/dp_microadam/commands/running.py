@@ -66,15 +66,17 @@ def train(experiment: Experiment, options: argparse.Namespace) -> int:
     result = experiment.fit()
     if experiment.trainer.ranks.main:
         _draw(experiment, options, result)
-    conclude(experiment, options, result)
+    accuracy, weights = conclude(experiment, options, result)
+    if experiment.trainer.ranks.main:
+        _keep(experiment, accuracy, weights, result)
     return 0 if result.finished else INTERRUPTED
 
 
-def conclude(experiment: Experiment, options: argparse.Namespace, result: RunResult) -> None:
-    """The last lines: where everything is, test accuracy and ε."""
+def conclude(experiment: Experiment, options: argparse.Namespace, result: RunResult) -> tuple[float, str]:
+    """The last lines: where everything is, test accuracy and ε. Returns that accuracy, and of which weights it is."""
     accuracy, weights = experiment.test_accuracy()
     if not experiment.trainer.ranks.main:
-        return
+        return accuracy, weights
     if options.json:
         print(
             json.dumps(
@@ -91,13 +93,23 @@ def conclude(experiment: Experiment, options: argparse.Namespace, result: RunRes
                 }
             )
         )
-        return
+        return accuracy, weights
     print(f"run folder {result.run_dir}")
     if not result.finished:
         print(f"stopped after {result.steps_done} steps; go on with: dp-microadam resume {result.run_dir}")
     print(f"evaluated with the {weights}{lost_in_words(result)}")
     print(f"test accuracy {100 * accuracy:.2f} %")
     print(privacy_line(result))
+    return accuracy, weights
+
+
+def _keep(experiment: Experiment, accuracy: float, weights: str, result: RunResult) -> None:
+    """The test accuracy, for the report of the run."""
+    from dp_microadam.training.run_folder import TEST
+
+    experiment.trainer.folder.write_json(
+        TEST, {"test_accuracy": accuracy, "weights": weights, "updates": result.updates, "steps_done": result.steps_done}
+    )
 
 
 def lost_in_words(result: RunResult) -> str:

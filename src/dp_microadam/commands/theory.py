@@ -22,6 +22,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "theory",
         help="what the convergence theorem promises, term by term",
         description="Compute the convergence bound, as printed and corrected, for numbers given or read from a run.",
+        epilog="example:\n  dp-microadam theory runs/mine --initial-gap 2.3 --smoothness 1 --gradient-deviation 1",
     )
     parser.add_argument("run_dir", type=Path, nargs="?", metavar="RUN", help="read from this run what is not given")
     given = parser.add_argument_group("what no run knows (required)")
@@ -49,19 +50,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(options: argparse.Namespace) -> int:
     from dp_microadam.theory.bounds import corrected_bound, printed_bound
 
-    setting, steps = _read(options)
+    setting, steps, updates = _read(options)
     bounds: dict[str, Bound] = {}
     if setting.applies:
         bounds = {"corrected": corrected_bound(setting, steps), "printed": printed_bound(setting, steps)}
     if options.json:
-        print(json.dumps(_report(setting, steps, bounds), ensure_ascii=False))
+        print(json.dumps(_report(setting, steps, updates, bounds), ensure_ascii=False))
     else:
-        _print(setting, steps, bounds)
+        _print(setting, steps, updates, bounds)
     return 0
 
 
-def _read(options: argparse.Namespace) -> tuple[Setting, int]:
-    """The setting from the command line, else from the run, else from the defaults of ``MicroAdam``."""
+def _read(options: argparse.Namespace) -> tuple[Setting, int, int | None]:
+    """The setting from the command line, else from the run, else from the defaults of ``MicroAdam``; the number of steps; and,
+    if these are what a run has planned, how many updates it has done of them."""
     from dp_microadam.errors import InputError
     from dp_microadam.theory.bounds import Setting, block_contraction, noise_deviation, stochastic_rounding_error
     from dp_microadam.validation import require_in_open_closed, require_integer
@@ -106,14 +108,16 @@ def _read(options: argparse.Namespace) -> tuple[Setting, int]:
         contraction=block_contraction(sizes, density, block),
         rounding_error=rounding_error,
     )
-    return setting, steps
+    return setting, steps, known.get("updates") if options.steps is None else None
 
 
-def _report(setting: Setting, steps: int, bounds: dict[str, Bound]) -> dict[str, Any]:
+def _report(setting: Setting, steps: int, updates: int | None, bounds: dict[str, Bound]) -> dict[str, Any]:
     report: dict[str, Any] = {
         "applies": setting.applies,
         "covers_what_is_run": False,
         "steps": steps,
+        "steps_are": "given" if updates is None else "planned",
+        "updates_done": updates,
         **asdict(setting),
         "joint_contraction": setting.joint_contraction,
         "largest_rounding_error": setting.largest_rounding_error if setting.contraction > 0 else None,
@@ -126,7 +130,7 @@ def _report(setting: Setting, steps: int, bounds: dict[str, Bound]) -> dict[str,
     return report
 
 
-def _print(setting: Setting, steps: int, bounds: dict[str, Bound]) -> None:
+def _print(setting: Setting, steps: int, updates: int | None, bounds: dict[str, Bound]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -135,7 +139,7 @@ def _print(setting: Setting, steps: int, bounds: dict[str, Bound]) -> None:
     console = Console(highlight=False)
     facts = Table(title="Constants", title_justify="left", show_header=False)
     rows = [
-        ("T", f"{steps}"),
+        ("T", f"{steps}" if updates is None else f"{steps} planned, {updates} done; --steps {updates} for the bound so far"),
         ("d", f"{setting.dimension}"),
         ("σ = noise multiplier · C/B", f"{setting.noise_deviation:.4g}"),
         ("G + √d·σ", f"{setting.noisy_gradient:.4g}"),

@@ -13,7 +13,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "train",
         help="train a recipe; without one, the demo",
         description="Train a recipe: the name of one in the box, or a TOML file. Without one, the demo. Several processes "
-        "train together if torchrun starts them: torchrun --nproc-per-node 2 -m dp_microadam train RECIPE.",
+        "train together if torchrun starts them.",
+        epilog="examples:\n  dp-microadam train\n  dp-microadam train fashion-mnist --set epsilon=4 --run-dir runs/mine\n"
+        "  torchrun --nproc-per-node 8 -m dp_microadam train imagenet",
     )
     parser.add_argument("recipe", nargs="?", default="demo", help="name or TOML file of a recipe (default: demo)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change one key")

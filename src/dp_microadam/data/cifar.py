@@ -118,7 +118,7 @@ def read(name: str, place: Path, reading: Reading, labels: str = "fine") -> tupl
         else:
             images, found = _records(source, content, byte, len(_LABELS[name]))
         if len(found) == 0:
-            raise InputError(f"{source} holds no images")
+            raise InputError(f"{source} holds no images; fetch it again")
         if found.min() < 0 or found.max() >= classes:
             raise InputError(f"{source} holds a label that is none; labels must be 0 to {classes - 1}")
         parts[file] = Arrays([images], found)
@@ -167,7 +167,7 @@ def _unpickled(source: str, content: Bytes, key: str) -> tuple[NDArray[Any], NDA
         # latin1 is what numpy asks for to read arrays that Python 2 pickled.
         batch = _ArraysOnly(io.BytesIO(content.tobytes()), encoding="latin1").load()
     except InputError as error:
-        raise InputError(f"{source} {error}") from None
+        raise InputError(f"{source} {error}; fetch it again") from None
     except Exception:  # whatever a damaged pickle makes the unpickler or numpy raise
         raise InputError(f"{source} is not a whole pickle; fetch it again") from None
     images = batch.get("data") if isinstance(batch, dict) else None

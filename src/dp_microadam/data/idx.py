@@ -49,9 +49,11 @@ def _read_pair(image_path: Path, label_path: Path, reading: Reading) -> Arrays:
             f"{image_path} holds images of {images.shape[1]}×{images.shape[2]} pixels; they must be {_SIDE}×{_SIDE}"
         )
     if len(images) != len(labels):
-        raise InputError(f"{label_path} holds {len(labels)} labels for the {len(images)} images of {image_path.name}")
+        raise InputError(
+            f"{label_path} holds {len(labels)} labels for the {len(images)} images of {image_path.name}; fetch both again"
+        )
     if not len(images):
-        raise InputError(f"{image_path} holds no images")
+        raise InputError(f"{image_path} holds no images; fetch it again")
     if labels.max() >= _NUM_CLASSES:
         raise InputError(f"{label_path} holds a label that is none; labels must be 0 to {_NUM_CLASSES - 1}")
     return Arrays([images[:, None]], labels.astype(np.int64))
@@ -67,7 +69,7 @@ def read_idx(path: Path, reading: Reading, *, dimensions: int) -> Bytes:
     if start != bytes((0, 0, _UNSIGNED_BYTES, dimensions)):
         raise InputError(
             f"{path} starts with the bytes {start.hex(' ')}; an idx file of this kind starts with "
-            f"00 00 {_UNSIGNED_BYTES:02x} {dimensions:02x}"
+            f"00 00 {_UNSIGNED_BYTES:02x} {dimensions:02x}, fetch it again"
         )
     shape = struct.unpack(f">{dimensions}I", bytes(content[4:header]))
     expected = math.prod(shape)

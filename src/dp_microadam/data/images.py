@@ -102,7 +102,7 @@ def read_folder(folder: Path, size: int, expected_classes: int | None) -> tuple[
         )
     unknown = set(_subfolders(test)) - set(classes)
     if unknown:
-        raise InputError(f"{test / min(unknown)} is a class that {train} does not have")
+        raise InputError(f"{test / min(unknown)} is a class that {train} does not have; remove it, or add it there")
     return _scan(train, classes, size), _scan(test, classes, size), len(classes)
 
 
@@ -130,7 +130,7 @@ def _scan(folder: Path, classes: list[str], size: int) -> ImageFolder:
             names.append(os.fsencode(f"{class_name}/{name}"))
         labels += [label] * len(found)
     if not names:
-        raise InputError(f"{folder} holds no images")
+        raise InputError(f"{folder} holds no images; put them into {folder}/CLASS")
     # One compact array instead of a million objects, which worker processes would copy as they count references.
     return ImageFolder(folder, np.array(names), np.array(labels, dtype=np.int64), size)
 

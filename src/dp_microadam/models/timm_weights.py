@@ -53,7 +53,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         else:
             found = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
-        raise InputError(f"pretrained is {str(path)!r}, which is no PyTorch file of tensors alone") from None
+        raise InputError(
+            f"pretrained is {str(path)!r}, which is no PyTorch file of tensors alone; save its state dict"
+        ) from None
     except Exception as error:  # each reader has exceptions of its own for what is cut short or damaged
         raise InputError(f"pretrained is {str(path)!r}, which cannot be read: {first_line(error)}") from None
     for key in ("model", "state_dict"):  # how training scripts wrap the weights
@@ -80,10 +82,15 @@ def encoder_and_head(
     _refuse_other_formats(tensors, path)
     shapes = _shapes(size, patch_size)
     for name in tensors.keys() - shapes.keys() - _HEAD.keys() - {"pos_embed"}:
-        raise InputError(f"pretrained is {str(path)!r}, which holds {name}; a plain vision transformer has no such tensor")
+        raise InputError(
+            f"pretrained is {str(path)!r}, which holds {name}; a plain vision transformer has no such tensor, give "
+            "the weights of one"
+        )
     for name, wanted in shapes.items():
         if name not in tensors:
-            raise InputError(f"pretrained is {str(path)!r}, which lacks the tensor {name} of shape {wanted}")
+            raise InputError(
+                f"pretrained is {str(path)!r}, which lacks the tensor {name} of shape {wanted}; choose the model they are of"
+            )
         _require_shape(path, name, tensors[name], wanted)
     _require_positions(path, tensors, size.width)
     encoder = {_EMBEDDINGS[name]: tensors[name] for name in _EMBEDDINGS}
@@ -97,7 +104,9 @@ def encoder_and_head(
     classes = len(tensors.get("head.bias", ()))
     for name, wanted in {"head.bias": (classes,), "head.weight": (classes, size.width)}.items():
         if name not in tensors:
-            raise InputError(f"pretrained is {str(path)!r}, whose classifier lacks {name}")
+            raise InputError(
+                f"pretrained is {str(path)!r}, whose classifier lacks {name}; remove the rest of it from the file, or add it"
+            )
         _require_shape(path, name, tensors[name], wanted)
     return encoder, {_HEAD[name]: tensors[name] for name in _HEAD}
 
@@ -144,7 +153,9 @@ def _require_shape(path: Path, name: str, tensor: Tensor, wanted: tuple[int, ...
 
 def _require_positions(path: Path, tensors: Mapping[str, Tensor], width: int) -> None:
     if "pos_embed" not in tensors:
-        raise InputError(f"pretrained is {str(path)!r}, which lacks the tensor pos_embed")
+        raise InputError(
+            f"pretrained is {str(path)!r}, which lacks the tensor pos_embed; give the weights of a plain vision transformer"
+        )
     positions = tensors["pos_embed"]
     patches = positions.shape[1] - 1 if positions.dim() == 3 else 0
     if positions.shape != (1, patches + 1, width) or patches < 1 or math.isqrt(patches) ** 2 != patches:

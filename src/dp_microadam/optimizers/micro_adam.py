@@ -334,13 +334,13 @@ class MicroAdam(ExactStateOptimizer):
             if param.grad.layout is not torch.strided:
                 raise InputError(f"{_name(param, group, number)} has a sparse gradient; MicroAdam takes dense ones")
             if is_divided(param) and getattr(param.grad, "placements", None) != param.placements:
-                raise InputError(f"{_name(param, group, number)} and its gradient are not divided over processes alike")
+                raise InputError(f"{_name(param, group, number)} and its gradient must be divided over processes alike")
             state = self.state.get(param)
             if state and not self._fits(param, state, group):
                 raise InputError(
                     f"{_name(param, group, number)} has a window of shape {tuple(state['indices'].shape)}, which does not fit "
                     "its group's density, window, scope and block_size, or the number of processes it is divided over; these "
-                    "cannot change once training has begun"
+                    "cannot change once training has begun, make a new optimizer"
                 )
         here = [entry for entry in given if own_part(entry[2]).numel() > 0]
         if not here or bool((_largest([own_part(param.grad) for _, _, param in here]) <= _GRADIENT_LIMIT).all()):

@@ -13,7 +13,7 @@ import os
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
@@ -105,7 +105,9 @@ def read_ledger(run: str | os.PathLike[str]) -> LedgerRecord:
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} does not begin like a privacy ledger: {error}") from None
     if not known:
-        raise InputError(f"{path} has format {header['format']}; this version reads format {_FORMAT}")
+        raise InputError(
+            f"{path} has format {header['format']}; this version reads format {_FORMAT}, use the one that wrote it"
+        )
     return LedgerRecord(plan, settings, versions, *_count_steps(path, plan, lines))
 
 
@@ -130,7 +132,9 @@ def _count_steps(
             total += 1
             continue
         if step < total:
-            raise PrivacyError(f"line {number} of {path} repeats step {step}: the ledger was edited and proves nothing")
+            raise PrivacyError(
+                f"line {number} of {path} repeats step {step}: the ledger was edited and proves nothing, begin a new run"
+            )
         counts[ordinary] += step - total
         counts[mechanism] += 1
         if "phase" in event:
@@ -206,8 +210,7 @@ class PrivacyLedger:
         Steps recorded after the checkpoint stay spent, so the run may end with fewer useful steps than planned.
 
         Raises:
-            PrivacyError: if another process has it, if plan or settings differ from those it began with, or if the
-            ledger
+            PrivacyError: if another process has it, if plan or settings differ from those it began with, or if the ledger
                 has fewer steps than the checkpoint.
         """
         require_integer("position", position, 0)
@@ -218,7 +221,7 @@ class PrivacyLedger:
             if ledger.steps < position:
                 raise PrivacyError(
                     f"{ledger.path} records {ledger.steps} steps and the checkpoint has taken {position}: steps are "
-                    "missing from the ledger, so what was spent is unknown"
+                    "missing from the ledger, so what was spent is unknown; put the whole ledger back, or begin a new run"
                 )
         except BaseException:
             ledger.close()
@@ -245,9 +248,14 @@ class PrivacyLedger:
             PrivacyError: if the plan's steps are spent, or the file cannot be written; the step must not be used then.
         """
         if self._closed:
-            raise PrivacyError(f"{self.path} is not open in this process, so no step can be recorded")
+            raise PrivacyError(
+                f"{self.path} is not open in this process, so no step can be recorded; resume it with PrivacyLedger.resume"
+            )
         if self.remaining == 0:
-            raise PrivacyError(f"all {self.plan.steps} steps of the plan are spent; one more would exceed its epsilon")
+            raise PrivacyError(
+                f"all {self.plan.steps} steps of the plan are spent; one more would exceed its epsilon, so stop here or "
+                "solve a new plan"
+            )
         step = self._steps
         event: dict[str, Any] = {
             "step": step,
@@ -263,7 +271,9 @@ class PrivacyLedger:
             self._append(json.dumps(event).encode() + b"\n")
         except OSError as error:
             self.close()
-            raise PrivacyError(f"{self.path} cannot be written, so step {step} is not taken: {error}") from error
+            raise PrivacyError(
+                f"{self.path} cannot be written, so step {step} is not taken: {error}; make room, then resume the run"
+            ) from error
         return step
 
     def epsilon(self, delta: float | None = None, accountant: str | None = None) -> float:
@@ -297,6 +307,26 @@ class PrivacyLedger:
         while line:
             line = line[os.write(self._file, line) :]
         os.fsync(self._file)
+
+
+def write_past_steps(
+    run: str | os.PathLike[str], plan: PrivacyPlan, settings: RunSettings, spent: Sequence[SubsampledGaussian]
+) -> None:
+    """Write the ledger of steps that another library took and recorded; each line carries its own rate and noise.
+
+    Raises:
+        InputError: if the folder has a ledger already, or the plan allows fewer steps.
+    """
+    total = sum(part.steps for part in spent)
+    if total > plan.steps:
+        raise InputError(f"plan allows {plan.steps} steps and {total} were taken; give a plan for at least as many")
+    with PrivacyLedger.create(run, plan, settings) as ledger:
+        rates = (part for part in spent for _ in range(part.steps))
+        events = (
+            {"step": step, "sample_rate": part.sample_rate, "noise_multiplier": part.noise_multiplier}
+            for step, part in enumerate(rates)
+        )
+        ledger._append("".join(json.dumps(event) + "\n" for event in events).encode())
 
 
 def _close_in_forked_children(ledger: PrivacyLedger) -> None:

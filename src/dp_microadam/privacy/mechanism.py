@@ -108,10 +108,14 @@ class GaussianMechanism:
         require_integer("step", step, 0)
         if step <= self._last_step:
             raise PrivacyError(
-                f"step {step} was privatized already; noise is added once per logical step, to the sum over all its chunks"
+                f"step {step} was privatized already; noise is added once per logical step, to the sum over all its chunks: "
+                "call this after the last"
             )
         if not _all_finite(sums):
-            raise PrivacyError("the clipped sums are not finite, so no amount of noise bounds what they reveal")
+            raise PrivacyError(
+                "the clipped sums are not finite, so no amount of noise bounds what they reveal; take them from "
+                "ClippedGradients, which leaves out such examples"
+            )
         self._last_step = step
         wide = self._randomness.secure or any(total.dtype == torch.float64 for total in sums.values())
         counts = {f"noise {name}": total.numel() for name, total in sums.items()}

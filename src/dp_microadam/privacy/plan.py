@@ -145,7 +145,7 @@ class PrivacyPlan:
         names = [field.name for field in fields(cls)]
         missing = [name for name in names if name not in values]
         if missing:
-            raise InputError(f"a privacy plan lacks {', '.join(missing)}")
+            raise InputError(f"a privacy plan lacks {', '.join(missing)}, which must be given")
         return cls(**{name: values[name] for name in names})
 
 

@@ -152,7 +152,9 @@ class PoissonSampler:
         tensors = _tensors_of(data)
         size = len(data) if tensors is None else _common_length(tensors)  # type: ignore[arg-type]
         if size != self.dataset_size:
-            raise InputError(f"data has {size} examples; the sampler was made for dataset_size {self.dataset_size}")
+            raise InputError(
+                f"data has {size} examples; the sampler was made for dataset_size {self.dataset_size}, solve a plan for as many"
+            )
         if tensors is not None:
             return self._load_tensors(data)
         return self._load_dataset(data, collate_fn, num_workers, loader_options)  # type: ignore[arg-type]

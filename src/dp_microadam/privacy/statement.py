@@ -92,6 +92,13 @@ def _steps_in_words(done: int, planned: int) -> str:
 
 def statement_in_words(report: dict[str, Any]) -> str:
     """The report as plain text. ε is rounded up, never down."""
+    opening, lines, outside = statement_parts(report)
+    facts = "\n".join(f"{name + ':':<23}{text}" for name, text in lines)
+    return f"{opening}\n{facts}\n\nOutside the guarantee:\n" + "".join(f"  - {item}\n" for item in outside)
+
+
+def statement_parts(report: dict[str, Any]) -> tuple[str, list[tuple[str, str]], list[str]]:
+    """The statement in its parts: the claim, the facts behind it by name, and what is outside the guarantee."""
     sampling, noise, clipping = report["sampling"], report["noise"], report["clipping"]
     claim = f"({round_up(report['epsilon'])}, {report['delta']:g})"
     if report["private"]:
@@ -135,9 +142,7 @@ def statement_in_words(report: dict[str, Any]) -> str:
     if "processes" in report:
         position = next(i for i, (name, _) in enumerate(lines) if name == "Noise")
         lines.insert(position + 1, ("Processes", _processes_in_words(report)))
-    facts = "\n".join(f"{name + ':':<23}{text}" for name, text in lines)
-    outside = "\n".join(f"  - {item}" for item in report["outside_the_guarantee"])
-    return f"{opening}\n{facts}\n\nOutside the guarantee:\n{outside}\n"
+    return opening, lines, list(report["outside_the_guarantee"])
 
 
 def _processes_in_words(report: dict[str, Any]) -> str:

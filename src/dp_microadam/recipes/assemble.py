@@ -39,7 +39,13 @@ class Experiment:
 
     def fit(self) -> RunResult:
         """Train on the training part, with validation on the part held out of it."""
-        return self.trainer.fit(_training_part(self.recipe, self.data), validation=self.data.validation)
+        return self.trainer.fit(self.training_part(), validation=self.data.validation)
+
+    def training_part(self) -> Examples:
+        """What is trained on. Image files have no common size, so their random crops are cut where they are decoded."""
+        if isinstance(self.data.train, ImageFolder) and self.recipe.resized_crop:
+            return self.data.train.random_crops(self.recipe.multiplicity)
+        return self.data.train
 
     def test_accuracy(self) -> tuple[float, str]:
         """Accuracy on the test set, of the averaged weights if the recipe averages, and which weights these are."""
@@ -81,7 +87,7 @@ def assemble(
     with ranks.one_per_machine_first():
         data = _load(recipe)
     augment = _augmentation(recipe, data)
-    plan = _plan(recipe, size_of(data.train))
+    plan = plan_of(recipe, size_of(data.train))
     if recipe.seed is not None:
         torch.manual_seed(recipe.seed)
     model = models.build(recipe.model, data.num_classes, _model_shape(recipe, data), **recipe.model_options)
@@ -151,18 +157,14 @@ def _load(recipe: Recipe) -> LabelledData:
     )
 
 
-def _training_part(recipe: Recipe, data: LabelledData) -> Examples:
-    """What is trained on. Image files have no common size, so their random crops are cut where they are decoded."""
-    if isinstance(data.train, ImageFolder) and recipe.resized_crop:
-        return data.train.random_crops(recipe.multiplicity)
-    return data.train
-
-
 def _augmentation(recipe: Recipe, data: LabelledData) -> Augmentation | None:
     """What happens to training images on the device; None if nothing does."""
     asked = bool(recipe.crop_padding or recipe.flip or recipe.resized_crop)
     if not data.images and (asked or recipe.multiplicity > 1):
-        raise InputError(f"data is {recipe.data!r}, a table; crop_padding, flip, resized_crop and multiplicity are for images")
+        raise InputError(
+            f"data is {recipe.data!r}, a table; crop_padding, flip, resized_crop and multiplicity are for images, leave "
+            "them out"
+        )
     if not asked:
         if recipe.multiplicity > 1:
             raise InputError(
@@ -188,7 +190,8 @@ def _model_shape(recipe: Recipe, data: LabelledData) -> tuple[int, int, int]:
     return 1, 1, data.example_shape[0]
 
 
-def _plan(recipe: Recipe, dataset_size: int) -> PrivacyPlan | UnprotectedPlan:
+def plan_of(recipe: Recipe, dataset_size: int) -> PrivacyPlan | UnprotectedPlan:
+    """The plan a recipe asks for, on a training part of this size."""
     if recipe.protected:
         return PrivacyPlan.solve(
             dataset_size=dataset_size,

@@ -24,13 +24,13 @@ def apply_override(values: dict[str, Any], override: str, *, strings: Collection
     key, equals, text = override.partition("=")
     key, text = key.strip(), text.strip()
     if not (key and equals):
-        raise InputError(f"override {override!r} is not of the form key=value")
+        raise InputError(f"override {override!r} is not of the form key=value; write it as steps=100")
     table, dot, option = key.partition(".")
     target, name = values, key
     if dot:
         target, name = values.setdefault(table, {}), option
         if not isinstance(target, dict):
-            raise InputError(f"recipe key {key} = {text} is unknown; {table} is not a table")
+            raise InputError(f"recipe key {key} = {text} is unknown; {table} is not a table, set {table} itself")
     if text.lower() == "none" and (dot or key in removable):
         target.pop(name, None)
     else:

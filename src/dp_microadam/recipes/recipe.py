@@ -112,7 +112,9 @@ class Recipe:
             value = getattr(self, known.name)
             object.__setattr__(self, known.name, known.metadata["check"](known.name, value))
         if self.base is not None and self.protected:
-            raise InputError(f"base is {self.base!r}, but method is {self.method!r}; it goes with method 'non-private'")
+            raise InputError(
+                f"base is {self.base!r}, but method is {self.method!r}; leave it out, it goes with method 'non-private'"
+            )
         _refuse_unknown_options("optimizer", self.optimizer, vocabulary.OPTIMIZER_OPTIONS[self.algorithm], self.algorithm)
         _refuse_unknown_options("model_options", self.model_options, vocabulary.MODEL_OPTIONS[self.model], self.model)
         _refuse_unknown_options("data_options", self.data_options, vocabulary.DATA_OPTIONS[self.data], self.data)
@@ -170,7 +172,7 @@ class Recipe:
         known = [known.name for known in fields(cls)]
         for key, value in values.items():
             if key not in known:
-                raise InputError(f"recipe key {key} = {value!r} is unknown; the nearest known key is {_nearest(key, known)}")
+                raise InputError(f"recipe key {key} = {value!r} is unknown; {_hint_for_key(key, known)}")
         for needed in fields(cls):
             if needed.default is MISSING and needed.default_factory is MISSING and needed.name not in values:
                 raise InputError(f"the recipe lacks the key {needed.name}; it must be given")
@@ -213,7 +215,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     else:
         values = {"name": Path(name_or_path).stem, **_parse(_read(name_or_path), name_or_path)}
     for override in overrides:
-        apply_override(values, override, strings=_keys_of_type("str"), removable=_keys_of_type("| None"))
+        apply_override(values, override, strings=keys_of_type("str"), removable=keys_of_type("| None"))
     return Recipe.from_dict(values)
 
 
@@ -221,9 +223,9 @@ def _read(name_or_path: str) -> str:
     looks_like_a_path = name_or_path.endswith(".toml") or Path(name_or_path).name != name_or_path
     if not looks_like_a_path and not Path(name_or_path).is_file():
         known = known_recipes()
+        nearest = _nearest(name_or_path, known, " (nearest: {})")
         raise InputError(
-            f"there is no recipe {name_or_path!r}; known are {', '.join(known)} (nearest: {_nearest(name_or_path, known)}), "
-            "or give the path of a TOML file"
+            f"there is no recipe {name_or_path!r}; known are {', '.join(known)}{nearest}, or give the path of a TOML file"
         )
     try:
         return Path(name_or_path).read_text("utf-8")
@@ -236,20 +238,49 @@ def _parse(text: str, name: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{name} is not valid TOML: {error}") from None
+        raise InputError(f"{name} is not valid TOML ({error}); write keys as steps = 100, texts in quotes") from None
 
 
-def _keys_of_type(wanted: str) -> frozenset[str]:
+def keys_of_type(wanted: str) -> frozenset[str]:
     """Keys whose annotation ends so."""
     return frozenset(key.name for key in fields(Recipe) if str(key.type).endswith(wanted))
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
-    return difflib.get_close_matches(word, list(known), n=1, cutoff=0.0)[0]
+def _nearest(word: str, known: Iterable[str], sentence: str) -> str:
+    """``sentence`` with the known word that ``word`` seems to be a misspelling of; empty if it resembles none."""
+    found = difflib.get_close_matches(word, list(known), n=1)
+    return sentence.format(found[0]) if found else ""
+
+
+def _hint_for_key(key: str, known: Sequence[str]) -> str:
+    if key in _STEP_SIZES:
+        return "the step size is the key learning_rate"
+    for table, options in (
+        ("optimizer", vocabulary.OPTIMIZER_OPTIONS),
+        ("model_options", vocabulary.MODEL_OPTIONS),
+        ("data_options", vocabulary.DATA_OPTIONS),
+    ):
+        if any(key in own for own in options.values()):
+            return f"it is an option, {table}.{key}"
+    return _nearest(key, known, "the nearest known key is {}") or f"known keys are {', '.join(known)}"
+
+
+def _hint_for_option(option: str, known: Sequence[str], owner: str) -> str:
+    if option in _STEP_SIZES:
+        return "the step size is the recipe's own key learning_rate"
+    if option in {key.name for key in fields(Recipe)}:
+        return f"{option} is a key of the recipe itself"
+    if not known:
+        return f"{owner} has no options"
+    nearest = _nearest(option, known, f"the nearest known option of {owner} is {{}}")
+    return nearest or f"known options of {owner} are {', '.join(known)}"
+
+
+_STEP_SIZES = ("lr", "learning_rate", "step_size")
+"""What users of other libraries call it."""
 
 
 def _refuse_unknown_options(table: str, given: Mapping[str, Any], known: Sequence[str], owner: str) -> None:
     for option, value in given.items():
         if option not in known:
-            hint = f"the nearest known option of {owner} is {_nearest(option, known)}" if known else f"{owner} has no options"
-            raise InputError(f"recipe key {table}.{option} = {value!r} is unknown; {hint}")
+            raise InputError(f"recipe key {table}.{option} = {value!r} is unknown; {_hint_for_option(option, known, owner)}")

@@ -6,16 +6,24 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+DIAGNOSTICS_NOTE = "Computed from privatized gradients alone, at no privacy cost."
+
 
 def model_card(
-    name: str, recipe_toml: str, statement: str, metrics: Mapping[str, Any], diagnostics: Mapping[str, Any] | None = None
+    name: str,
+    recipe_toml: str,
+    statement: str,
+    metrics: Mapping[str, Any],
+    diagnostics: Mapping[str, Any] | None = None,
+    loading: str = "",
 ) -> str:
     """A short document in Markdown: what the model promises, how well it does, how it was trained and how to load it.
 
     ``statement`` is the privacy statement of the run; it stands in full before everything else. ``metrics`` become a table:
     keys are read as words, numbers under keys with "accuracy" as percentages. ``diagnostics``, a line of the run's metrics
-    that holds some, becomes a table with a column per parameter group. The recipe's ``data_folder`` is left out, as
-    it describes the machine and not the model.
+    that holds some, becomes a table with a column per parameter group. ``loading`` is Python code that builds the model and
+    loads the weights, as :func:`loading_code` gives. The recipe's ``data_folder`` is left out, as it describes the machine and
+    not the model.
 
     >>> card = model_card("demo", 'name = "demo"', "This model is (8, 1e-05)-private.", {"test_accuracy": 0.9312})
     >>> print("\\n".join(card.splitlines()[:5]))
@@ -34,9 +42,46 @@ def model_card(
         f"## How the optimizer behaved\n\n{diagnostics_table(diagnostics)}" if diagnostics else "",
         f"## How it was trained\n\nBy `dp-microadam train` with this recipe:\n\n{_code('toml', _without_folder(recipe_toml))}",
         "## How to load it\n\nThe weights are safetensors files; `safetensors.torch.load_file` reads one as a state dict for "
-        "`load_state_dict` of the same PyTorch model.",
+        "`load_state_dict` of the same PyTorch model." + (f"\n\n{_code('python', loading)}" if loading else ""),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def loading_code(
+    model: str,
+    options: Mapping[str, Any],
+    num_classes: int,
+    shape: Sequence[int],
+    weights: str,
+    normalization: tuple[Sequence[float], Sequence[float]],
+) -> str:
+    """Python that builds the model of a recipe, loads its exported weights and says what inputs it takes.
+
+    Weights that the model began with are not read again: the exported ones replace them.
+
+    >>> print(loading_code("mlp", {"hidden": 32}, 10, (1, 28, 28), "model.safetensors", ((0.13,), (0.31,))))
+    from safetensors.torch import load_file
+    from dp_microadam import models
+    <BLANKLINE>
+    model = models.build("mlp", 10, (1, 28, 28), hidden=32)
+    model.load_state_dict(load_file("model.safetensors"))
+    model.eval()
+    # inputs: floats of shape [B, 1, 28, 28], as (value - mean) / std with mean (0.13,) and std (0.31,), pixels from 0 to 1
+    """
+    keywords = "".join(f", {key}={value!r}" for key, value in options.items() if key != "pretrained")
+    mean, std = (tuple(constants) for constants in normalization)
+    scaled = f", as (value - mean) / std with mean {mean} and std {std}" if mean and std else ""
+    pixels = ", pixels from 0 to 1" if len(shape) == 3 else ""
+    # A table's rows are images of one row to the model.
+    built_for = tuple(shape) if len(shape) == 3 else (1, 1, *shape)
+    return (
+        "from safetensors.torch import load_file\n"
+        "from dp_microadam import models\n\n"
+        f'model = models.build("{model}", {num_classes}, {built_for}{keywords})\n'
+        f'model.load_state_dict(load_file("{weights}"))\n'
+        "model.eval()\n"
+        f"# inputs: floats of shape [B, {', '.join(map(str, shape))}]{scaled}{pixels}"
+    )
 
 
 def diagnostics_table(record: Mapping[str, Any]) -> str:
@@ -50,13 +95,18 @@ def diagnostics_table(record: Mapping[str, Any]) -> str:
     <BLANKLINE>
     Computed from privatized gradients alone, at no privacy cost.
     """
+    header, rows = diagnostics_rows(record)
+    lines = [f"| {' | '.join(row)} |" for row in (header, *rows)]
+    lines.insert(1, "|---" * len(header) + "|")
+    return "\n".join([*lines, "", DIAGNOSTICS_NOTE])
+
+
+def diagnostics_rows(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of that table: a column per parameter group."""
     groups: Sequence[Mapping[str, Any]] = record["diagnostics"]
-    lines = [f"| step {record['step']} | " + " | ".join(f"group {group['group']}" for group in groups) + " |"]
-    lines.append("|---" * (1 + len(groups)) + "|")
-    for key in [key for key in groups[0] if key != "group"]:
-        cells = " | ".join(_figure(group[key]) for group in groups)
-        lines.append(f"| {key.replace('_', ' ')} | {cells} |")
-    return "\n".join([*lines, "", "Computed from privatized gradients alone, at no privacy cost."])
+    header = [f"step {record['step']}", *(f"group {group['group']}" for group in groups)]
+    keys = [key for key in groups[0] if key != "group"]
+    return header, [[key.replace("_", " "), *(_figure(group[key]) for group in groups)] for key in keys]
 
 
 def _figure(value: Any) -> str:

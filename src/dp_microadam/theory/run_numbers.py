@@ -9,7 +9,7 @@ from dp_microadam.errors import InputError
 
 
 def numbers_of_run(run_dir: Path) -> dict[str, Any]:
-    """Steps, noise, batch size, clipping norm, parameter sizes and the optimizer's options, for a run with MicroAdam.
+    """Planned steps, updates done, noise, batch size, clipping norm, parameter sizes and the options of a run with MicroAdam.
 
     Everything read is public: the plan, the recipe, and the shapes of the weights.
 
@@ -36,6 +36,7 @@ def numbers_of_run(run_dir: Path) -> dict[str, Any]:
     trained = sum(len(group["params"]) for group in content["optimizer"]["param_groups"])
     return {
         "steps": steps,
+        "updates": content["updates"],
         "noise_multiplier": noise_multiplier,
         "batch_size": recipe.batch_size,
         "max_grad_norm": recipe.max_grad_norm,

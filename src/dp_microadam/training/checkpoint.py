@@ -58,7 +58,9 @@ class CheckpointFolder:
             unfinished.unlink(missing_ok=True)
             last = self.positions()
             kept = f"the checkpoint of step {last[-1]} is intact" if last else "there is no earlier one"
-            raise CheckpointError(f"checkpoint {target} could not be written ({error.strerror}); {kept}") from error
+            raise CheckpointError(
+                f"checkpoint {target} could not be written ({error.strerror}); {kept}, make room and resume"
+            ) from error
         for old in self.positions()[: -self.keep]:
             (self.path / f"step-{old:09d}.ckpt").unlink(missing_ok=True)
         return target
@@ -84,7 +86,7 @@ class CheckpointFolder:
                 return position, content, damaged
             damaged.append(path.name)
         what = f"all are damaged: {', '.join(damaged)}" if damaged else "there is none"
-        raise CheckpointError(f"no usable checkpoint in {self.path}: {what}")
+        raise CheckpointError(f"no usable checkpoint in {self.path}: {what}; begin a new run, what this one spent stays spent")
 
 
 def _read(path: Path) -> dict[str, Any] | None:

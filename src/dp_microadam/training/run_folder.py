@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dp_microadam.errors import InputError
+from dp_microadam.privacy.ledger import read_ledger
+from dp_microadam.privacy.statement import privacy_report
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
@@ -17,6 +19,9 @@ CURVES = "curves.png"
 CHECKPOINTS = "checkpoints"
 EVENTS = "tensorboard"
 PRIVATE_METRICS_SHOWN = "private_metrics_shown.txt"
+VITAL_SIGNS = "run.json"
+TEST = "test.json"
+OPTIMIZER_STATE, ADAM_STATE = "optimizer_state_bytes", "adam_state_bytes"
 
 
 def default_folder(name: str) -> Path:
@@ -38,6 +43,16 @@ def refuse_existing(path: Path) -> None:
 def how_to_go_on(path: Path) -> str:
     """A run that a recipe began goes on by the command line; one begun from Python needs its model and data again."""
     return f"dp-microadam resume {path}" if (path / CONFIG).is_file() else f"trainer.resume({str(path)!r}).fit(data)"
+
+
+def privacy_of(path: Path) -> dict[str, Any]:
+    """What the run in this folder has spent by now and what that covers, computed from its ledger."""
+    report = privacy_report(read_ledger(path))
+    if (path / PRIVATE_METRICS_SHOWN).exists():
+        report["outside_the_guarantee"].append(
+            "loss and accuracy on training batches, which this run showed; they also tell how large the batches were"
+        )
+    return report
 
 
 class RunFolder:

@@ -23,7 +23,7 @@ from dp_microadam.privacy.mechanism import GaussianMechanism
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.randomness import Randomness
 from dp_microadam.privacy.sampling import LogicalStep, PoissonSampler
-from dp_microadam.privacy.statement import PRIVACY_NAME, STATEMENT_NAME, privacy_report, round_up, statement_in_words
+from dp_microadam.privacy.statement import PRIVACY_NAME, STATEMENT_NAME, round_up, statement_in_words
 from dp_microadam.training.checkpoint import CheckpointFolder
 from dp_microadam.training.data_digest import data_digest
 from dp_microadam.training.diagnostics import MicroAdamDiagnostics
@@ -41,13 +41,16 @@ from dp_microadam.training.run_folder import (
     CONFIG,
     EVENTS,
     PRIVATE_METRICS_SHOWN,
+    VITAL_SIGNS,
     RunFolder,
     default_folder,
     how_to_go_on,
+    privacy_of,
 )
 from dp_microadam.training.schedules import Schedule
 from dp_microadam.training.tensorboard import Events
 from dp_microadam.training.torch_randomness import seeded_torch, unpredictable_torch, unpredictable_worker
+from dp_microadam.training.vital_signs import Pace, peak_memory, sizes
 from dp_microadam.validation import require_integer, require_one_of, require_positive
 
 _NO_BOUND = 1e12
@@ -236,6 +239,7 @@ class PrivateTrainer:
         self._updates = 0
         self._resumed = False
         self._last_metrics: dict[str, float] = {}
+        self._pace = Pace()
 
     @property
     def stamp(self) -> str:
@@ -434,6 +438,7 @@ class PrivateTrainer:
             if phase != self._phase:
                 self._enter(phase)
                 self._log(f"phase {phase.name!r} begins at step {self._position}")
+            self._pace.step()
             index = self.ranks.from_main(self._record_step)
             self._agree_on_scale(index)
             with self.ranks.together():
@@ -625,6 +630,7 @@ class PrivateTrainer:
         self, validation: Any, progress: Progress, private_metrics: dict[str, float] | None = None
     ) -> dict[str, float]:
         """Validation metrics of the weights and of their average, written down and told."""
+        pace = self._pace.take()
         metrics: dict[str, float] = {}
         if validation is not None:
             metrics.update(self._measure(validation, "validation"))
@@ -632,6 +638,9 @@ class PrivateTrainer:
                 with self.average.in_place_of(self.model):
                     metrics.update(self._measure(validation, "ema_validation"))
         record: dict[str, Any] = {"step": self._position, "epsilon": self._epsilon(), **metrics}
+        record["learning_rate"] = float(self.optimizer.param_groups[0]["lr"])
+        if pace is not None:
+            record["steps_per_second"] = pace
         if private_metrics:
             record["outside_the_guarantee"] = private_metrics
         if self.ranks.main:
@@ -662,6 +671,7 @@ class PrivateTrainer:
         return {f"{prefix}_{name}": value for name, value in found.items()}
 
     def _checkpoint(self) -> None:
+        self._pace.rest()
         content: dict[str, Any] = {
             "updates": self._updates,
             "model": self.model.state_dict(),
@@ -672,7 +682,20 @@ class PrivateTrainer:
             content["average"] = self.average.state_dict()
         self.write_privacy()  # before what it covers
         self._write_diagnostics()
+        self._write_vital_signs()
         self.checkpoints.write(self._position, content)
+
+    def _write_vital_signs(self) -> None:
+        signs: dict[str, Any] = {
+            **sizes(self.model, self.optimizer, self.procedure.state_dict()),
+            **peak_memory(),
+            "dataset_size": self.plan.dataset_size,
+            "expected_batch_size": self.plan.batch_size,
+            "steps_done": self._position,
+            "updates": self._updates,
+            "last_step": self.last_step,
+        }
+        self.folder.write_json(VITAL_SIGNS, signs)
 
     def _write_diagnostics(self) -> None:
         for record in self._unwritten_diagnostics:
@@ -694,13 +717,9 @@ class PrivateTrainer:
             }
             words = f"NOT PRIVATE: {self.stamp}. No guarantee of any kind holds for this model.\n"
         else:
-            report = privacy_report(read_ledger(self.folder.path))
             if self._show_private_metrics:
                 self.folder.write(PRIVATE_METRICS_SHOWN, "This run showed loss and accuracy on training batches.\n")
-            if (self.folder.path / PRIVATE_METRICS_SHOWN).exists():
-                report["outside_the_guarantee"].append(
-                    "loss and accuracy on training batches, which this run showed; they also tell how large the batches were"
-                )
+            report = privacy_of(self.folder.path)
             words = statement_in_words(report)
         target.write_json(PRIVACY_NAME, report)
         target.write(STATEMENT_NAME, words)

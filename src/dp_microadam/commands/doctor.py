@@ -1,0 +1,129 @@
+"""``dp-microadam doctor``: what is installed and found here, and whether clipped gradients are exact on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from typing import Any
+
+_REQUIRED = ("torch", "numpy", "scipy", "dp-accounting", "rich", "safetensors")
+_OPTIONAL = {
+    "numba": "fast",
+    "cryptography": "secure",
+    "matplotlib": "plots",
+    "pillow": "images",
+    "mlxtend": "demo",
+    "transformers": "hugging-face",
+    "accelerate": "hugging-face",
+    "lightning": "lightning",
+    "opacus": "opacus",
+}
+"""With the extra that installs each."""
+
+INEXACT = 1
+"""Exit code if the self-check fails."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "doctor",
+        help="versions, devices, data found, and a self-check of clipped gradients",
+        description="Say what is installed and found here, then compare clipped sums with gradients taken one by one, on "
+        "random networks. Exit code 1 if they differ.",
+        epilog="example:\n  dp-microadam doctor --seconds 10",
+    )
+    parser.add_argument("--seconds", type=float, default=10.0, metavar="S", help="how long to check, per device (default: 10)")
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from dp_microadam.validation import require_positive
+
+    require_positive("seconds", options.seconds)
+    report: dict[str, Any] = {"versions": _versions(), "devices": _devices(), "data": _data()}
+    if not options.json:
+        _print_findings(report)
+        print(f"comparing clipped sums with one-by-one gradients for {options.seconds:g} seconds on each device …", flush=True)
+    report["self_check"] = _self_check(options.seconds)
+    report["exact"] = all(check["exact"] for check in report["self_check"])
+    if options.json:
+        print(json.dumps(report, ensure_ascii=False))
+    else:
+        for check in report["self_check"]:
+            print(_verdict(check))
+    return 0 if report["exact"] else INEXACT
+
+
+def _versions() -> dict[str, str | None]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    from dp_microadam import __version__
+
+    found: dict[str, str | None] = {"dp-microadam": __version__, "python": platform.python_version()}
+    for name in (*_REQUIRED, *_OPTIONAL):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _devices() -> list[dict[str, str]]:
+    import torch
+
+    found = [{"device": "cpu", "what": f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"}]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append({"device": f"cuda:{index}", "what": f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"})
+    return found
+
+
+def _data() -> list[dict[str, str | None]]:
+    from dp_microadam.data.catalogue import KNOWN_DATA
+    from dp_microadam.data.inspection import inspect
+
+    found = [inspect(name) for name in KNOWN_DATA]
+    return [{"name": one.name, "state": one.state, "place": one.place} for one in found if one.state != "yours"]
+
+
+def _self_check(seconds: float) -> list[dict[str, Any]]:
+    from dataclasses import asdict
+
+    from dp_microadam.clipping.self_check import check_exactness
+
+    checks = [check_exactness(seconds, device["device"]) for device in _devices()]
+    return [{**asdict(check), "exact": check.exact} for check in checks]
+
+
+def _print_findings(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    def how_to_get(name: str) -> str:
+        return f"not installed; pip install 'dp-microadam[{_OPTIONAL[name]}]'" if name in _OPTIONAL else "not installed"
+
+    console = Console(highlight=False)
+    for title, rows in (
+        ("Versions", [(name, version or how_to_get(name)) for name, version in report["versions"].items()]),
+        ("Devices", [(one["device"], one["what"]) for one in report["devices"]]),
+        ("Data found", [(one["name"], f"{one['state']} {one['place'] or ''}".strip()) for one in report["data"]]),
+    ):
+        table = Table(title=title, title_justify="left", show_header=False)
+        table.add_column()
+        table.add_column(overflow="fold")
+        for row in rows:
+            table.add_row(*(cell.replace("[", r"\[") for cell in row))
+        console.print(table)
+
+
+def _verdict(check: dict[str, Any]) -> str:
+    where = f"{check['device']}: {check['networks']} networks, largest relative deviation {check['deviation']:.1e}"
+    if check["exact"]:
+        return f"{where}: exact"
+    return (
+        f"{where} in {check['worst']}: NOT EXACT, do not train on this device; try another build of torch and report this with "
+        "dp-microadam doctor --json"
+    )

@@ -1,0 +1,351 @@
+"""Hugging Face ``Trainer`` with a privacy plan: its callbacks, evaluation, schedules and checkpoints around private steps."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from dp_microadam.errors import InputError, PrivacyError
+from dp_microadam.integrations.private_steps import PrivateSteps, refuse_procedures
+from dp_microadam.optimizers.micro_adam import MicroAdam
+from dp_microadam.privacy.plan import PrivacyPlan
+from dp_microadam.training.evaluation import PerExample
+from dp_microadam.training.held_out import share_examples
+
+try:
+    from transformers import Trainer, TrainingArguments
+    from transformers.trainer_utils import TrainOutput, get_last_checkpoint
+except ImportError as error:
+    raise ImportError(
+        "PrivateHFTrainer needs transformers and accelerate; run pip install 'dp-microadam[hugging-face]'"
+    ) from error
+
+STAMP_NAME = "dp_microadam.json"
+
+# What a private run honours, or what does not touch training. Everything else must be left at its default: a setting that is
+# silently not used would mislead, and one that a later release adds may look at training data.
+_HONOURED_SETTINGS = """
+output_dir per_device_train_batch_size per_device_eval_batch_size max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs
+warmup_steps warmup_ratio weight_decay adam_beta1 adam_beta2 adam_epsilon
+logging_strategy logging_steps logging_first_step logging_dir log_level log_level_replica log_on_each_node disable_tqdm
+report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id
+eval_strategy eval_steps eval_delay eval_on_start eval_do_concat_batches eval_use_gather_object eval_accumulation_steps
+prediction_loss_only include_for_metrics batch_eval_metrics
+save_strategy save_steps save_total_limit save_only_model save_on_each_node save_safetensors
+load_best_model_at_end metric_for_best_model greater_is_better restore_callback_states_from_checkpoint
+push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
+seed use_cpu dataloader_num_workers dataloader_pin_memory remove_unused_columns label_names
+do_train do_eval do_predict resume_from_checkpoint use_cache
+"""
+_HONOURED = frozenset(_HONOURED_SETTINGS.split())
+
+_WHY_NOT = {
+    "fp16": "norms of gradients in half precision may be under-estimates; leave it False",
+    "bf16": "norms of gradients in half precision may be under-estimates; leave it False",
+    "gradient_accumulation_steps": "a batch that does not fit in memory is cut into chunks of per_device_train_batch_size "
+    "here, and noise is added once; leave it at 1",
+    "max_grad_norm": "it clips the mean gradient, and the noise with it; give max_grad_norm to the trainer itself, where it "
+    "bounds each example's gradient",
+    "num_train_epochs": "the plan says how many steps there are; solve it for other steps, or stop early by max_steps",
+    "train_sampling_strategy": "batches are Poisson samples, which is what is accounted for; leave it at 'random'",
+    "group_by_length": "batches are Poisson samples, which is what is accounted for; leave it False",
+    "dataloader_drop_last": "a Poisson sample of any size is a batch, an empty one too; leave it False",
+    "data_seed": "samples are drawn from the operating system's entropy and must not be repeatable; leave it None",
+    "label_smoothing_factor": "the loss is per_example_loss here; smooth it there",
+    "auto_find_batch_size": "a batch that is tried again is spent twice; choose per_device_train_batch_size yourself",
+    "include_num_input_tokens_seen": "how many tokens a step saw is private; leave it at 'no'",
+    "skip_memory_metrics": "memory in use tells how large batches were, which is private; leave it True",
+    "optim": "the optimizer is MicroAdam; give another by optimizers=(optimizer, None)",
+    "gradient_checkpointing": "layers must run once per step to be clipped exactly; choose a smaller "
+    "per_device_train_batch_size to save memory",
+}
+
+_NOT_MEASURED = ("loss", "train_loss", "total_flos", "train_samples_per_second")
+"""What the host logs of training: 0 here, since the loss of training examples is private and is not computed."""
+
+
+class PrivateHFTrainer(Trainer):
+    """``transformers.Trainer`` whose training steps are private: (ε, δ) as ``plan`` says.
+
+    ``max_steps``, unless given, is the plan's number of steps; an epoch is as many as take each example once on average.
+    ``per_device_train_batch_size`` only says how many examples go through the model at once. Without an optimizer in
+    ``optimizers``, it is :class:`MicroAdam`, with its own learning rate unless ``args.learning_rate`` is set. The training loss
+    is private: it is neither computed nor logged, and is NaN in what :meth:`train` returns. ``grad_norm`` is that of the
+    privatized gradient.
+
+    Arguments:
+        plan: a :class:`~dp_microadam.PrivacyPlan` for as many examples as ``train_dataset`` has.
+        per_example_loss: ``f(model, batch)`` returns one loss per example; by default the cross-entropy of classification
+            models, and :func:`causal_language_loss` serves for language models.
+        max_grad_norm: what each example's gradient is clipped to.
+        run_dir: of the ledger and the privacy statement; ``privacy`` in ``args.output_dir`` by default.
+        secure, seed: as for :class:`~dp_microadam.PrivateTrainer`.
+
+    All other arguments are those of ``transformers.Trainer``. Settings that would break the guarantee, or would not be used,
+    are refused.
+
+    Formal guarantees: those of :class:`~dp_microadam.integrations.private_steps.PrivateSteps`; the host's loop sees step
+    numbers in place of batches. Examples are collated one at a time, so that padding or masking cannot depend on others.
+    Checkpoints hold no random states, and only those of the ledger's own run are resumed. Callbacks must not be given training
+    data.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments,
+        *,
+        plan: PrivacyPlan,
+        per_example_loss: PerExample | None = None,
+        max_grad_norm: float = 1.0,
+        run_dir: str | Path | None = None,
+        secure: bool = False,
+        seed: int | None = None,
+        **host: Any,
+    ) -> None:
+        _refuse_settings(args, plan)
+        _refuse_host_arguments(host)
+        self._default_learning_rate = args.learning_rate == _defaults_of(args).learning_rate
+        args = copy.copy(args)
+        args.max_grad_norm = 0.0  # noise is not clipped
+        args.ignore_data_skip = True  # a resumed run draws afresh
+        args.max_steps = plan.steps if args.max_steps < 0 else args.max_steps
+        super().__init__(model, args, **host)
+        self._refuse_environment()
+        if self.train_dataset is None:
+            raise InputError("train_dataset is not given; a private run needs it from the beginning")
+        self._per_example_loss = per_example_loss or classification_loss
+        collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
+        self.private_steps = PrivateSteps(
+            plan,
+            _CollatedAlone(self.train_dataset, collate),
+            run_dir=Path(str(args.output_dir), "privacy") if run_dir is None else run_dir,
+            max_grad_norm=max_grad_norm,
+            physical_batch_size=args.per_device_train_batch_size,
+            num_workers=args.dataloader_num_workers,
+            secure=secure,
+            seed=seed,
+        )
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: list[str] | None = None
+    ) -> TrainOutput:
+        """Train until the plan, or ``max_steps``, is done. ε stands in the metrics it returns."""
+        if trial is not None:
+            raise InputError("trial is given; a search looks at the data again with every trial, account for each as a run")
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise InputError(f"output_dir is {self.args.output_dir!r}, which has no checkpoint; train without resuming")
+        resume_from_checkpoint = resume_from_checkpoint or None
+        refuse_procedures(self.optimizer)
+        stamp = None if resume_from_checkpoint is None else _stamp_of(Path(str(resume_from_checkpoint)))
+        model: nn.Module = self.model  # type: ignore[assignment]
+        model.train()
+        self.private_steps.begin(model, self._per_example_loss, stamp)
+        try:
+            result = super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
+            metrics = {
+                **_public(result.metrics),
+                "epsilon": self.private_steps.epsilon(),
+                "delta": self.private_steps.plan.delta,
+            }
+            return TrainOutput(result.global_step, math.nan, metrics)
+        finally:
+            self.private_steps.close()
+
+    def get_train_dataloader(self) -> Any:
+        """Step numbers: batches are drawn inside a step, and the host never sees them."""
+        return _StepNumbers(self.private_steps)
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Leave the privatized gradient of the next step in the parameters. What it returns, the host's loss, is 0."""
+        if model is not self.model:
+            raise PrivacyError(f"the model was wrapped in a {type(model).__name__}; train it on one device, as it is")
+        model.train()
+        self.private_steps.take()
+        if not self.private_steps.remaining:
+            self.control.should_training_stop = True
+        return torch.zeros((), device=self.args.device)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """MicroAdam, unless there is one."""
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
+            options: dict[str, Any] = {} if self._default_learning_rate else {"lr": self.args.learning_rate}
+            betas, eps = (self.args.adam_beta1, self.args.adam_beta2), self.args.adam_epsilon
+            owner: nn.Module = self.model if model is None else model  # type: ignore[assignment]
+            trainable = [parameter for parameter in owner.parameters() if parameter.requires_grad]
+            self.optimizer = MicroAdam(trainable, betas=betas, eps=eps, weight_decay=self.args.weight_decay, **options)
+        return super().create_optimizer(model)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """What the host would log, without figures of training examples and with ε."""
+        spent = {"epsilon": self.private_steps.epsilon()} if "loss" in logs else {}
+        super().log({**_public(logs), **spent}, start_time)
+
+    def evaluate(self, eval_dataset: Any = None, *arguments: Any, **options: Any) -> dict[str, float]:
+        """As the host does, on data that is not trained on."""
+        self._refuse_training_data("eval_dataset", self.eval_dataset if eval_dataset is None else eval_dataset)
+        return super().evaluate(eval_dataset, *arguments, **options)
+
+    def predict(self, test_dataset: Any, *arguments: Any, **options: Any) -> Any:
+        """As the host does, on data that is not trained on."""
+        self._refuse_training_data("test_dataset", test_dataset)
+        return super().predict(test_dataset, *arguments, **options)
+
+    def hyperparameter_search(self, *arguments: Any, **options: Any) -> Any:
+        """Refused: every trial looks at the training data again."""
+        raise InputError(
+            "hyperparameter_search is not accounted for; train each trial as a run, dp-microadam budget adds them up"
+        )
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Weights as the host saves them, with the privacy statement beside them."""
+        if self.private_steps.begun_before:
+            folder = Path(output_dir or str(self.args.output_dir))
+            folder.mkdir(parents=True, exist_ok=True)
+            self.private_steps.write_privacy(folder)
+        super().save_model(output_dir, _internal_call)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = Path(str(self.args.output_dir), f"checkpoint-{self.state.global_step}")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / STAMP_NAME).write_text(json.dumps(self.private_steps.stamp()) + "\n", encoding="utf-8")
+        super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """No random states in checkpoints: Datasets and collators draw from them."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """There is none."""
+
+    def _refuse_training_data(self, name: str, data: Any) -> None:
+        for one in data.values() if isinstance(data, dict) else [data]:
+            if one is not None and share_examples(self.train_dataset, one):
+                raise InputError(f"{name} shares examples with train_dataset; its metrics would be private, hold it out")
+
+    def _refuse_environment(self) -> None:
+        if self.args.world_size > 1 or self.args.n_gpu > 1 or self.is_model_parallel:
+            raise InputError(
+                "several devices are in use, and the host would divide each batch between them; set CUDA_VISIBLE_DEVICES to one"
+            )
+        if self.accelerator.mixed_precision != "no":
+            raise InputError(
+                f"accelerate's mixed_precision is {self.accelerator.mixed_precision!r}, and norms in half precision may be "
+                "under-estimates; set ACCELERATE_MIXED_PRECISION=no"
+            )
+        if type(self).compute_loss is not Trainer.compute_loss:
+            raise InputError("compute_loss is overridden, and is a mean over a batch; give per_example_loss instead")
+        if getattr(self.data_collator, "seed", None) is not None:
+            raise InputError("data_collator has a seed, so what it draws is predictable; make it without one")
+
+
+def classification_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Cross-entropy of each example, for models that give logits of classes and batches with one label per example."""
+    labels = batch["labels"]
+    logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+    if labels.dim() != 1 or labels.is_floating_point() or logits.dim() != 2:
+        raise InputError(
+            f"labels have shape {tuple(labels.shape)} and logits {tuple(logits.shape)}, which is no classification; give "
+            "per_example_loss, for language models causal_language_loss"
+        )
+    return nn.functional.cross_entropy(logits, labels, reduction="none")
+
+
+def causal_language_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Mean cross-entropy of the next token within each example; labels of −100 do not count, nor do those of other examples."""
+    logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits[:, :-1]
+    labels = batch["labels"][:, 1:]
+    losses = nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=-100)
+    return losses.sum(1) / (labels != -100).sum(1).clamp(min=1)
+
+
+class _CollatedAlone(Dataset[dict[str, Tensor]]):
+    """Each example as the collator makes it by itself: a batch is then a stack of what does not depend on other examples."""
+
+    def __init__(self, data: Any, collate: Any) -> None:
+        self.data = data
+        self.collate = collate
+        self._shapes: dict[str, torch.Size] = {}
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        batch = dict(self.collate([self.data[index]]))
+        example = {name: value[0] for name, value in batch.items() if isinstance(value, Tensor) and len(value) == 1}
+        if example.keys() != batch.keys():
+            raise InputError(
+                "data_collator gives something else than tensors with one row per example; it must give those alone"
+            )
+        shapes = {name: value.shape for name, value in example.items()}
+        self._shapes = self._shapes or shapes
+        if shapes != self._shapes:
+            raise InputError(
+                "train_dataset has examples of different lengths, and padding to the longest of a batch would make an example "
+                "depend on others; pad all to one length, as padding='max_length' does"
+            )
+        return example
+
+
+class _StepNumbers:
+    """What the host takes for its data loader."""
+
+    def __init__(self, steps: PrivateSteps) -> None:
+        self._steps = steps
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        return ({"step": step} for step in self._steps)
+
+
+def _public(logs: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in logs.items() if name not in _NOT_MEASURED}
+
+
+def _defaults_of(args: TrainingArguments) -> TrainingArguments:
+    return type(args)(output_dir=args.output_dir, report_to="none", use_cpu=args.use_cpu)
+
+
+def _refuse_settings(args: TrainingArguments, plan: PrivacyPlan) -> None:
+    if not isinstance(plan, PrivacyPlan):
+        raise InputError(f"plan is a {type(plan).__name__}; it must be a PrivacyPlan, as PrivacyPlan.solve gives")
+    defaults = _defaults_of(args)
+    for field in fields(args):
+        value, default = getattr(args, field.name), getattr(defaults, field.name)
+        if field.name not in _HONOURED and value != default:
+            why = _WHY_NOT.get(field.name, f"a private run does not use it; leave it at {default!r}")
+            raise InputError(f"TrainingArguments.{field.name} is {value!r}: {why}")
+    if args.max_steps > plan.steps:
+        raise InputError(f"TrainingArguments.max_steps is {args.max_steps}; the plan allows at most {plan.steps} steps")
+
+
+def _refuse_host_arguments(host: dict[str, Any]) -> None:
+    for name, why in {
+        "model_init": "give the model itself, a private run trains one",
+        "compute_loss_func": "it is a mean over a batch; give per_example_loss instead",
+    }.items():
+        if host.get(name) is not None:
+            raise InputError(f"{name} is given: {why}")
+
+
+def _stamp_of(checkpoint: Path) -> dict[str, Any]:
+    path = checkpoint / STAMP_NAME
+    if not path.is_file():
+        raise PrivacyError(
+            f"{checkpoint} has no {STAMP_NAME}, so no private run wrote it and what it has spent is unknown; resume from a "
+            "checkpoint of this run, or begin a new run"
+        )
+    stamp: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return stamp

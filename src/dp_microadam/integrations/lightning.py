@@ -1,0 +1,199 @@
+"""Lightning with a privacy plan: its trainer, callbacks, validation and checkpoints around private steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Dataset
+
+from dp_microadam.errors import InputError, PrivacyError
+from dp_microadam.integrations.private_steps import PrivateSteps, refuse_procedures
+
+try:
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
+except ImportError as error:
+    raise ImportError("PrivateLightningModule needs lightning; run pip install 'dp-microadam[lightning]'") from error
+
+__all__ = ["PrivateLightningModule", "PrivateSteps"]
+
+_STAMP_KEY = "dp_microadam"
+
+_REFUSED_CALLBACKS = {
+    "StochasticWeightAveraging": "it goes through the training data once more; average weights by WeightAveraging",
+    "GradientAccumulationScheduler": "noise is added once per step; large batches are cut into chunks by PrivateSteps",
+    "BatchSizeFinder": "its trial steps would be spent; choose physical_batch_size of PrivateSteps yourself",
+    "LearningRateFinder": "it looks at the training loss, which is private; MicroAdam's default needs no search",
+}
+
+
+class PrivateLightningModule(LightningModule):
+    """A LightningModule whose training steps are private. Define :meth:`per_example_loss` in place of ``training_step``.
+
+    ``configure_optimizers`` and validation, test and prediction steps are as ever; learning-rate schedulers are stepped after
+    each step. Give ``trainer.fit`` a :class:`PrivateSteps` as training data:
+
+        trainer.fit(module, PrivateSteps(plan, train, run_dir="runs/mine"), validation_loader)
+
+    An epoch is as many steps as take each example once on average; training stops with the plan. ε is logged as ``epsilon``.
+
+    Formal guarantees: those of :class:`~dp_microadam.integrations.private_steps.PrivateSteps`; Lightning's loops, callbacks and
+    loggers see step numbers in place of batches. Nothing can be logged from within :meth:`per_example_loss`. Settings of the
+    trainer that would break the guarantee, or would not be used, are refused. Only checkpoints of the ledger's own run are
+    resumed. The module must not hold training data itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self._looking_at_examples = False
+        self._stamp: dict[str, Any] | None = None
+
+    def per_example_loss(self, batch: Any) -> Tensor:
+        """One loss per example of the batch."""
+        raise NotImplementedError(f"{type(self).__name__} must define per_example_loss(self, batch), one loss per example")
+
+    def setup(self, stage: str) -> None:
+        if stage == TrainerFn.FITTING:
+            self._refuse_settings()  # before callbacks that would train on their own
+
+    def on_train_start(self) -> None:
+        self._begin()
+
+    def training_step(self, step: Any, batch_idx: int) -> None:
+        """One private step: gradients, optimizer, schedulers, ε."""
+        steps = self._begin()
+        optimizer = self.optimizers()
+        with self._nothing_logged(steps):
+            steps.take()
+        optimizer.step()  # type: ignore[union-attr]
+        optimizer.zero_grad()  # type: ignore[union-attr]
+        schedulers = self.lr_schedulers() or []
+        for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
+            scheduler.step()  # type: ignore[call-arg]
+        self.log("epsilon", steps.epsilon(), prog_bar=True, batch_size=1)
+        if not steps.remaining:
+            self.trainer.should_stop = True
+
+    def on_train_end(self) -> None:
+        self._begin().close()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        steps = self.trainer.train_dataloader
+        if isinstance(steps, PrivateSteps) and (steps.begun or steps.position):
+            steps.write_privacy()  # before what it covers
+            checkpoint[_STAMP_KEY] = steps.stamp()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        trainer = getattr(self, "_trainer", None)
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:  # elsewhere weights are read and nothing goes on
+            self._stamp = checkpoint.get(_STAMP_KEY, {})
+
+    def log(self, name: str, value: Any, *arguments: Any, **options: Any) -> None:
+        """As ever, but not from within :meth:`per_example_loss`."""
+        if self._looking_at_examples:
+            raise PrivacyError(
+                f"{name!r} was logged from training examples, and is private; log in validation_step, on held-out examples"
+            )
+        super().log(name, value, *arguments, **options)
+
+    @contextmanager
+    def _nothing_logged(self, steps: PrivateSteps) -> Iterator[None]:
+        self._looking_at_examples = True
+        try:
+            yield
+        except BaseException:
+            steps.close()  # a run that failed may be resumed in this process
+            raise
+        finally:
+            self._looking_at_examples = False
+
+    def _begin(self) -> PrivateSteps:
+        """The steps of this fit, begun."""
+        steps = self.trainer.train_dataloader
+        if not isinstance(steps, PrivateSteps):
+            raise PrivacyError(
+                f"the training data is a {type(steps).__name__}, which draws its own batches; give trainer.fit a PrivateSteps"
+            )
+        if not steps.begun:
+            self._refuse_settings()
+            for loader in tree_leaves(self.trainer.val_dataloaders):
+                if isinstance(loader, DataLoader) and steps.holds(loader.dataset):
+                    raise InputError(
+                        "validation shares examples with the training data; its metrics would be private, hold it out"
+                    )
+            with self._nothing_logged(steps):
+                steps.begin(self, _loss_of_module, self._resumed_from())
+            self.trainer.should_stop = not steps.remaining  # a finished run that is resumed
+        return steps
+
+    def _resumed_from(self) -> Mapping[str, Any] | None:
+        stamp, self._stamp = self._stamp, None
+        if stamp is not None and not stamp:
+            raise PrivacyError(
+                "the checkpoint carries no stamp of a private run, so what its weights have spent is unknown; resume from a "
+                "checkpoint of this run, or begin a new run"
+            )
+        return stamp
+
+    def _refuse_settings(self) -> None:
+        trainer = self.trainer
+        for wrong, sentence in (
+            (
+                type(self).training_step is not PrivateLightningModule.training_step or self.automatic_optimization,
+                "training_step or automatic_optimization is overridden; define per_example_loss instead",
+            ),
+            (
+                str(trainer.precision) not in ("32-true", "64-true"),
+                f"precision is {trainer.precision!r}, and norms in half precision may be under-estimates; it must be '32-true'",
+            ),
+            (
+                not isinstance(trainer.strategy, SingleDeviceStrategy) or trainer.world_size > 1,
+                f"strategy is {type(trainer.strategy).__name__} on {trainer.world_size} devices; it must be one, devices=1",
+            ),
+            (
+                isinstance(trainer.limit_train_batches, int)  # 1 is one batch, 1.0 all
+                or trainer.limit_train_batches != 1.0
+                or trainer.overfit_batches != 0.0,  # type: ignore[attr-defined]
+                "limit_train_batches, overfit_batches or fast_dev_run is set; stop early by max_steps, every step counts",
+            ),
+            (
+                trainer.reload_dataloaders_every_n_epochs != 0,  # type: ignore[attr-defined]
+                "reload_dataloaders_every_n_epochs is set; a run has one PrivateSteps, leave it at 0",
+            ),
+            (len(trainer.optimizers) > 1, f"there are {len(trainer.optimizers)} optimizers; a private step has one"),
+            (
+                any(
+                    isinstance(one.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+                    for one in trainer.lr_scheduler_configs
+                ),
+                "a scheduler is ReduceLROnPlateau, which waits for a loss; use one that follows the steps",
+            ),
+            (
+                any(_holds_data(value) for value in self.hparams.values()),
+                "hyperparameters hold tensors or data, and are written into checkpoints; use save_hyperparameters(ignore=…)",
+            ),
+        ):
+            if wrong:
+                raise InputError(sentence)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            for kind in type(callback).__mro__:
+                if kind.__name__ in _REFUSED_CALLBACKS:
+                    raise InputError(f"callback {kind.__name__} is in use: {_REFUSED_CALLBACKS[kind.__name__]}")
+        for optimizer in trainer.optimizers:
+            refuse_procedures(optimizer)
+
+
+def _loss_of_module(module: nn.Module, batch: Any) -> Tensor:
+    assert isinstance(module, PrivateLightningModule)
+    return module.per_example_loss(batch)
+
+
+def _holds_data(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor | Dataset | DataLoader | PrivateSteps) for leaf in tree_leaves(value))

@@ -1,0 +1,79 @@
+"""Numbers as people read them in tables and figures."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeGuard
+
+MINUS = "−"
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """A finite number; truth values are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def fixed(value: float, decimals: int) -> str:
+    """
+    >>> fixed(-1234.56, 1), fixed(-0.04, 1)
+    ('−1,234.6', '0.0')
+    """
+    rounded = round(value, decimals) + 0.0  # no negative zero
+    return f"{rounded:,.{decimals}f}".replace("-", MINUS)
+
+
+def signed(value: float, decimals: int) -> str:
+    """
+    >>> signed(0.26, 1), signed(-0.26, 1), signed(-0.04, 1)
+    ('+0.3', '−0.3', '±0.0')
+    """
+    text = fixed(value, decimals)
+    if round(value, decimals) == 0:
+        return f"±{text}"
+    return text if value < 0 else f"+{text}"
+
+
+def significant(value: float, digits: int = 4) -> str:
+    """
+    >>> significant(0.000123456), significant(26010), significant(1.5), significant(-2)
+    ('0.0001235', '26,010', '1.5', '−2')
+    """
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}".replace("-", MINUS)
+    return f"{value:.{digits}g}".replace("-", MINUS)
+
+
+def decimals_of(value: float) -> int:
+    """How many decimals the number was written with.
+
+    >>> decimals_of(70.6), decimals_of(92.51), decimals_of(3.0)
+    (1, 2, 0)
+    """
+    text = repr(float(value))
+    return 0 if "e" in text or text.endswith(".0") else len(text.partition(".")[2])
+
+
+def in_bytes(count: float) -> str:
+    """
+    >>> in_bytes(812), in_bytes(26010), in_bytes(2.5e9)
+    ('812 B', '26.0 kB', '2.50 GB')
+    """
+    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= limit:
+            scaled = count / limit
+            return f"{scaled:.{2 if scaled < 10 else 1 if scaled < 100 else 0}f} {unit}"
+    return f"{count:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(4.2), duration(301.2), duration(7384)
+    ('4.2 s', '5 min 01 s', '2 h 03 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min"

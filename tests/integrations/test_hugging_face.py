@@ -1,0 +1,318 @@
+"""``PrivateHFTrainer`` in the real ``transformers``: the same steps as ours, and no way round them."""
+
+import json
+import math
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    DataCollatorForLanguageModeling,
+    GPT2Config,
+    GPT2LMHeadModel,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from dp_microadam import InputError, MicroAdam, PrivacyError, PrivacyPlan, PrivateTrainer
+from dp_microadam.integrations.hugging_face import PrivateHFTrainer, causal_language_loss, classification_loss
+from dp_microadam.privacy.ledger import read_ledger
+
+LENGTH, WORDS, COUNT = 6, 20, 120
+
+
+def sentences(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(2, WORDS, (count, LENGTH), generator=generator)
+    return {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": (words[:, 0] > WORDS // 2).long()}
+
+
+def rows(columns):
+    return [{name: value[i] for name, value in columns.items()} for i in range(len(columns["labels"]))]
+
+
+def bert(**options):
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    return BertForSequenceClassification(BertConfig(vocab_size=WORDS, max_position_embeddings=LENGTH, **sizes, **options))
+
+
+@pytest.fixture
+def make(plan, tmp_path):
+    """Builds a trainer; TrainingArguments in ``arguments``, the rest goes to the trainer."""
+    opened = []
+
+    def build(model=None, *, out="out", arguments=None, kind=PrivateHFTrainer, **options):
+        settings = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no"}
+        args = TrainingArguments(output_dir=str(tmp_path / out), **{**settings, **(arguments or {})})
+        options = {"plan": plan, "train_dataset": rows(sentences(COUNT, 0)), "eval_dataset": rows(sentences(20, 1)), **options}
+        model = bert() if model is None else model
+        options.setdefault("optimizers", (torch.optim.SGD(model.parameters(), lr=0.5), None))
+        opened.append(kind(model, args, **options))
+        return opened[-1]
+
+    yield build
+    for trainer in opened:
+        trainer.private_steps.close()
+
+
+def test_weights_are_those_of_our_own_trainer(make, plan, tmp_path):
+    trainer = make(seed=4, arguments={"lr_scheduler_type": "constant", "per_device_train_batch_size": 16})
+    trainer.train()
+    twin = bert().train()
+    ours = PrivateTrainer(
+        twin,
+        torch.optim.SGD(twin.parameters(), lr=0.5),
+        plan,
+        classification_loss,
+        physical_batch_size=16,
+        run_dir=tmp_path / "ours",
+        seed=4,
+        show_progress=False,
+    )
+    ours.fit(sentences(COUNT, 0))
+    for (name, parameter), expected in zip(trainer.model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(parameter, expected), name
+
+
+class Spy(TrainerCallback):
+    """Keeps all the host tells its callbacks."""
+
+    def __init__(self):
+        self.logs, self.batches = [], []
+
+    def on_train_begin(self, args, state, control, train_dataloader=None, **rest):
+        self.batches += list(train_dataloader)
+
+    def on_log(self, args, state, control, logs=None, **rest):
+        self.logs.append(dict(logs))
+
+
+def test_the_host_sees_step_numbers_and_no_training_loss(make, plan, tmp_path):
+    spy = Spy()
+    trainer = make(callbacks=[spy], arguments={"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps"})
+    result = trainer.train()
+    assert all(batch == {"step": 0} for batch in spy.batches)
+    assert math.isnan(result.training_loss)
+    written = json.loads((tmp_path / "out" / f"checkpoint-{plan.steps}" / "trainer_state.json").read_text())["log_history"]
+    names = {name for line in (*spy.logs, *written) for name in line} | result.metrics.keys()
+    assert not {name for name in names if "loss" in name or "sample" in name or "tokens" in name} - {
+        "eval_loss",
+        "eval_samples_per_second",
+    }
+    assert {"epsilon", "grad_norm", "learning_rate"} <= names
+    assert result.metrics["epsilon"] == pytest.approx(plan.epsilon)
+
+
+def test_a_checkpoint_has_the_statement_and_no_random_states(make, plan, tmp_path):
+    trainer = make(arguments={"save_strategy": "steps", "save_steps": 5})
+    trainer.train()
+    checkpoint = tmp_path / "out" / "checkpoint-5"
+    assert not list(checkpoint.glob("rng_state*"))
+    assert json.loads((checkpoint / "privacy.json").read_text())["steps_done"] == 5
+    trainer.save_model()
+    assert (tmp_path / "out" / "privacy.txt").read_text().startswith("PRIVATE")
+
+
+def test_resuming_goes_on_with_the_ledger_and_lost_steps_stay_spent(make, plan, tmp_path):
+    make(arguments={"max_steps": 6, "save_strategy": "steps", "save_steps": 4}).train()
+    # As after a crash: two steps were taken after the checkpoint.
+    trainer = make(arguments={"save_strategy": "steps", "save_steps": 4})
+    result = trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
+    assert result.global_step == plan.steps - 2
+    assert read_ledger(tmp_path / "out" / "privacy").steps == plan.steps
+    assert result.metrics["epsilon"] == pytest.approx(plan.epsilon)
+
+
+def test_resuming_at_the_last_step_takes_none(make, plan, tmp_path):
+    make(arguments={"save_strategy": "steps"}).train()
+    result = make().train(resume_from_checkpoint=True)
+    assert result.global_step == plan.steps
+    assert read_ledger(tmp_path / "out" / "privacy").steps == plan.steps
+
+
+def test_checkpoints_that_do_not_match_the_ledger_are_refused(make, tmp_path):
+    for out in ("out", "other"):
+        make(out=out, arguments={"max_steps": 4, "save_strategy": "steps"}).train()
+    with pytest.raises(PrivacyError, match="another run"):
+        make().train(resume_from_checkpoint=str(tmp_path / "other" / "checkpoint-4"))
+    stamp = tmp_path / "out" / "checkpoint-4" / "dp_microadam.json"
+    kept = stamp.read_text()
+    stamp.unlink()
+    with pytest.raises(PrivacyError, match="no private run wrote it"):
+        make().train(resume_from_checkpoint=True)
+    stamp.write_text(kept)
+    ledger = tmp_path / "out" / "privacy" / "ledger.jsonl"
+    ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(PrivacyError, match="missing from the ledger"):
+        make().train(resume_from_checkpoint=True)
+
+
+def test_a_second_run_in_the_same_folder_is_refused(make):
+    make(arguments={"max_steps": 1}).train()
+    with pytest.raises(InputError, match="has a ledger already"):
+        make().train()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"bf16": True}, "bf16 is True: norms of gradients in half precision"),
+        ({"gradient_accumulation_steps": 2}, "noise is added once"),
+        ({"max_grad_norm": 0.5}, "give max_grad_norm to the trainer itself"),
+        ({"train_sampling_strategy": "group_by_length"}, "Poisson samples"),
+        ({"dataloader_drop_last": True}, "an empty one too"),
+        ({"num_train_epochs": 5}, "the plan says how many steps"),
+        ({"max_steps": 10}, "allows at most 9 steps"),
+        ({"data_seed": 3}, "must not be repeatable"),
+        ({"auto_find_batch_size": True}, "spent twice"),
+        ({"include_num_input_tokens_seen": "all"}, "tokens a step saw is private"),
+        ({"skip_memory_metrics": False}, "how large batches were"),
+        ({"label_smoothing_factor": 0.1}, "smooth it there"),
+        ({"optim": "adafactor"}, "optimizers="),
+        ({"gradient_checkpointing": True}, "run once per step"),
+        ({"neftune_noise_alpha": 5.0}, "does not use it; leave it at None"),
+        ({"dataloader_persistent_workers": True, "dataloader_num_workers": 1}, "does not use it; leave it at False"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_settings_that_would_break_the_guarantee_are_refused(make, arguments, sentence):
+    with pytest.raises(InputError, match=sentence):
+        make(arguments=arguments)
+
+
+def test_half_precision_is_refused_by_its_name(make, monkeypatch):
+    # The host itself refuses fp16 without a GPU, before we are asked; on a machine with one, this is what happens.
+    arguments = TrainingArguments("unused", report_to="none", use_cpu=True)
+    arguments.fp16 = True
+    with pytest.raises(InputError, match="fp16 is True: norms"):
+        PrivateHFTrainer(bert(), arguments, plan=PrivacyPlan(COUNT, 30, 1.0, 9, 1e-3), train_dataset=rows(sentences(COUNT, 0)))
+
+
+def test_mixed_precision_from_the_environment_is_refused(make, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        with pytest.raises(InputError, match="mixed_precision is 'bf16'"):
+            make()
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_several_devices_are_refused(make, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: 2))
+    with pytest.raises(InputError, match="several devices"):
+        make()
+
+
+class OwnLoss(PrivateHFTrainer):
+    def compute_loss(self, model, inputs, **options):
+        return super().compute_loss(model, inputs, **options)
+
+
+def test_losses_over_a_batch_are_refused(make):
+    with pytest.raises(InputError, match="compute_loss is overridden"):
+        make(kind=OwnLoss)
+    with pytest.raises(InputError, match="compute_loss_func"):
+        make(compute_loss_func=lambda outputs, labels: outputs.logits.mean())
+
+
+def test_searches_and_models_made_anew_are_refused(make):
+    with pytest.raises(InputError, match="model_init"):
+        make(model_init=bert)
+    trainer = make()
+    with pytest.raises(InputError, match="budget"):
+        trainer.hyperparameter_search()
+    with pytest.raises(InputError, match="trial"):
+        trainer.train(trial={"lr": 1.0})
+
+
+def test_a_collator_with_a_seed_is_refused(make):
+    collator = DataCollatorForLanguageModeling.__new__(DataCollatorForLanguageModeling)
+    collator.seed = 1
+    with pytest.raises(InputError, match="predictable"):
+        make(data_collator=collator)
+
+
+def test_metrics_of_training_data_are_refused(make):
+    trainer = make()
+    for look in (trainer.evaluate, trainer.predict):
+        with pytest.raises(InputError, match="hold it out"):
+            look(trainer.train_dataset)
+
+
+def test_lengths_that_differ_are_refused_and_padding_to_one_length_is_not(make):
+    ragged = [{"input_ids": [2] * (2 + i % 3), "labels": i % 2} for i in range(COUNT)]
+
+    def pad(features, length):
+        longest = length or max(len(one["input_ids"]) for one in features)
+        ids = [one["input_ids"] + [0] * (longest - len(one["input_ids"])) for one in features]
+        words = torch.tensor(ids)
+        return {
+            "input_ids": words,
+            "attention_mask": (words != 0).long(),
+            "labels": torch.tensor([f["labels"] for f in features]),
+        }
+
+    with pytest.raises(PrivacyError, match="pad all to one length"):
+        make(train_dataset=ragged, data_collator=lambda features: pad(features, None)).train()
+    result = make(out="padded", train_dataset=ragged, data_collator=lambda features: pad(features, LENGTH)).train()
+    assert result.global_step == 9
+
+
+def test_dropout_stays_on_after_an_evaluation(make):
+    modes = []
+
+    def loss(model, batch):
+        modes.append(model.training)
+        return classification_loss(model, batch)
+
+    make(per_example_loss=loss, arguments={"eval_strategy": "steps", "eval_steps": 2}).train()
+    assert all(modes)
+
+
+def test_noise_is_not_clipped_by_the_host(make):
+    # σC/B = 1/30 in each of more than 600 coordinates: a norm of about 0.9 that the host would leave, and ten times that not.
+    trainer = make(max_grad_norm=10.0)
+    trainer.train()
+    norms = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
+    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    assert min(norms) > 0.5 * 10 / 30 * parameters**0.5  # chance of failing below 1e-12: χ² of hundreds of degrees
+
+
+def test_the_optimizer_is_micro_adam_at_its_own_rate_unless_told(make):
+    for arguments, rate in (({}, 1e-3), ({"learning_rate": 0.01}, 0.01)):
+        optimizer = make(arguments=arguments, optimizers=(None, None)).create_optimizer()
+        assert isinstance(optimizer, MicroAdam)
+        assert optimizer.param_groups[0]["lr"] == rate
+
+
+def test_methods_that_do_more_than_step_are_refused(make):
+    optimizer = torch.optim.SGD(bert().parameters(), lr=0.1)
+    optimizer.procedure = object()
+    with pytest.raises(InputError, match="does more than step"):
+        make(optimizers=(optimizer, None)).train()
+
+
+def test_classification_loss_is_the_model_s_own_for_each_example():
+    model, batch = bert().eval(), sentences(5, 2)
+    alone = [model(**{name: value[i : i + 1] for name, value in batch.items()}).loss for i in range(5)]
+    torch.testing.assert_close(classification_loss(model, batch), torch.stack(alone))
+
+
+def test_causal_language_loss_is_the_model_s_own_for_each_example():
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=8, n_layer=1, n_head=2)).eval()
+    batch = sentences(5, 2)
+    batch["labels"] = batch["input_ids"].clone()
+    batch["labels"][1, 3:] = -100
+    alone = [model(**{name: value[i : i + 1] for name, value in batch.items()}).loss for i in range(5)]
+    torch.testing.assert_close(causal_language_loss(model, batch), torch.stack(alone))
+
+
+def test_labels_that_are_no_classes_are_refused_with_the_way_out(make):
+    data = [{**row, "labels": row["input_ids"]} for row in rows(sentences(COUNT, 0))]
+    with pytest.raises(InputError, match="causal_language_loss"):
+        make(train_dataset=data).train()

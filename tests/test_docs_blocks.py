@@ -1,0 +1,246 @@
+"""Every block of code in the documents runs, in the order of its page, in one folder, as a reader would run it.
+
+`make test` shortens what takes minutes: trainers and `dp-microadam train` stop after a few steps, loops over `epochs` make
+one. `make test-all` runs every page as it stands. A block of text is the output of the block before it: each of its lines
+must appear, whatever the numbers; in a block marked ``.exact`` the numbers must be these. ``…`` stands for anything.
+"""
+
+import contextlib
+import doctest
+import io
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from dp_microadam.cli import build_parser, main
+from dp_microadam.experiments.study import parse_study
+from dp_microadam.recipes.recipe import Recipe, load_recipe
+from dp_microadam.training.trainer import PrivateTrainer
+
+ROOT = Path(__file__).parents[1]
+STEPS = 2
+
+FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<code>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
+
+NOT_RUN = {
+    r"pip install ": "changes the environment that the tests run in",
+    r"make ": "the commands of the Makefile are what runs these tests",
+    r"python benchmarks/": "takes minutes and measures; no test asserts time",
+    r"python -m dp_microadam\.theory\.experiment": "takes minutes; tests/theory/test_experiment.py runs a smaller one",
+    r"torchrun ": "starts several processes; tests/training/test_distributed.py does",
+    r"pytest ": "run on the patched tree by tests/test_docs_diffs.py",
+}
+"""Lines of shell blocks that are neither run nor parsed here, and why."""
+
+ONLY_PARSED = {
+    r"dp-microadam audit": "takes a minute; tests/commands/test_audit.py runs it",
+    r"dp-microadam reproduce": "takes hours; tests/experiments runs a small study",
+    r"dp-microadam data get": "needs a network; tests/commands/test_data.py runs it against a server of its own",
+    r"dp-microadam data check imagenet": "needs ImageNet, which nobody may pass on",
+    r"dp-microadam train (cifar|fashion)": "needs files that must be downloaded first; tests/recipes runs such recipes",
+    r"dp-microadam train +#": "the demo, which tests/test_cli_runs.py runs",
+    r"dp-microadam train my\.toml": "stands for a file of the reader's own",
+    r"dp-microadam (resume|evaluate|export) runs/mine": "stands for a run of the reader's own; tests/test_cli_runs.py has one",
+    r"dp-microadam train .*--set data=small-digits": "run on the patched tree by tests/test_docs_diffs.py",
+}
+"""Commands whose options must be accepted, and whose recipe must be one, but which are not run, and why."""
+
+NOT_PYTHON = {
+    'models.deit("tiny", num_classes=10, pretrained="facebook/': "fetches weights from the hub",
+}
+"""Python blocks that are compiled and not run, by something in them, and why."""
+
+ONLY_WHOLE = ("finetune_text.md",)
+"""Pages that take long even when shortened: in `make test-all` only."""
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    info: str
+    code: str
+    place: str
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in FENCE.finditer(text):
+        depth = len(match["indent"])
+        code = "".join(line[depth:] or "\n" for line in match["code"].splitlines(keepends=True))
+        language = next(iter(re.findall(r"\w+", match["info"])), "")
+        line = text.count("\n", 0, match.start()) + 1
+        found.append(Block(language, match["info"], code, f"{page.name}:{line}"))
+    return found
+
+
+class Reader:
+    """Works through one page."""
+
+    def __init__(self, folder: Path, *, whole: bool) -> None:
+        self.folder = folder
+        self.whole = whole
+        self.names: dict[str, object] = {"__name__": "__main__"}
+        self.output = ""
+        self.all_ran = True
+
+    def read(self, block: Block) -> None:
+        if not block.language:
+            return  # a drawing
+        if block.language == "text":
+            self.compare(block)
+            return
+        self.all_ran = True
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            {
+                "python": self.run_python,
+                "pycon": self.run_session,
+                "bash": self.run_shell,
+                "toml": self.check_recipe,
+                "diff": lambda block: None,  # tests/test_docs_diffs.py
+            }[block.language](block)
+        self.output = printed.getvalue()
+
+    def run_python(self, block: Block) -> None:
+        code = block.code if self.whole else re.sub(r"^epochs = \d+", "epochs = 1", block.code, flags=re.MULTILINE)
+        title = re.search(r'title="([\w./]+)"', block.info)
+        if title:
+            (self.folder / title[1]).write_text(block.code, encoding="utf-8")
+        program = compile(code, block.place, "exec")
+        if not any(part in code for part in NOT_PYTHON):
+            exec(program, self.names)
+
+    def run_session(self, block: Block) -> None:
+        options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+        session = doctest.DocTestParser().get_doctest(block.code, self.names, block.place, None, 0)
+        session.globs = self.names  # what later blocks see
+        problems: list[str] = []
+        doctest.DocTestRunner(optionflags=options).run(session, out=problems.append, clear_globs=False)
+        assert not problems, "".join(problems)
+
+    def check_recipe(self, block: Block) -> None:
+        title = re.search(r'title="([\w./]+)"', block.info)
+        if "\n[recipe]\n" in block.code:
+            parse_study(block.code, block.place, "full")
+        else:
+            Recipe.from_toml(block.code)
+        if title:
+            (self.folder / title[1]).write_text(block.code, encoding="utf-8")
+
+    def run_shell(self, block: Block) -> None:
+        for line in block.code.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if not words:
+                continue
+            if any(re.match(pattern, line) for pattern in NOT_RUN):
+                self.all_ran = False
+                continue
+            if words[0] == "python":
+                self.run_script(words[1], block)
+                continue
+            assert words[0] == "dp-microadam", f"{block.place}: no test runs {line!r}, and no reason says why"
+            arguments = words[1:]
+            if any(re.match(pattern, line) for pattern in ONLY_PARSED):
+                self.parse(arguments)
+                self.all_ran = False
+                continue
+            if arguments[0] == "train" and not self.whole:
+                arguments += ["--set", f"max_steps={STEPS}"]
+            assert main(arguments) == 0, f"{block.place}: {line}"
+
+    def run_script(self, name: str, block: Block) -> None:
+        """A file that an earlier block of the page showed under this name; that block was run already."""
+        assert (self.folder / name).is_file(), f"{block.place}: {name} is shown nowhere before"
+
+    def parse(self, arguments: list[str]) -> None:
+        options = build_parser().parse_args(arguments)
+        recipe = getattr(options, "recipe", None)
+        if recipe is not None and not recipe.endswith(".toml"):
+            load_recipe(recipe, [change for change in options.overrides if "small-digits" not in change])
+
+    def compare(self, block: Block) -> None:
+        if not self.all_ran:
+            return
+        exact = ".exact" in block.info
+        seen = _masked(self.output, exact)
+        position = 0
+        for line in block.code.splitlines():
+            pattern = ".*?".join(re.escape(part) for part in _masked(line, exact).strip().split("…"))
+            found = re.search(pattern, seen[position:])
+            assert found, f"{block.place}: {line!r} is not in the output\n{self.output}"
+            position += found.end()
+
+
+def _masked(text: str, exact: bool) -> str:
+    """One space for any white space; one sign for any number, unless the numbers matter."""
+    text = re.sub(r"\s+", " ", text)
+    return text if exact else re.sub(r"\d[\d.,]*\d|\d", "0", text)
+
+
+PAGES = {
+    page.name: page
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))
+    if any(block.language for block in blocks_of(page))
+}
+
+
+def work_through(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *, whole: bool) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("COLUMNS", "120")
+    if not whole:
+        _stop_early(monkeypatch)
+    reader = Reader(folder, whole=whole)
+    with torch.random.fork_rng(devices=[]):
+        for block in blocks_of(page):
+            if page.name != "README.md" or block.language != "python":  # tests/test_readme.py runs that one in full
+                reader.read(block)
+
+
+def _stop_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = PrivateTrainer.__init__
+
+    def stops_early(self, *arguments, max_steps=None, **options):
+        original(self, *arguments, max_steps=min(max_steps or STEPS, STEPS), **options)
+
+    monkeypatch.setattr(PrivateTrainer, "__init__", stops_early)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ONLY_WHOLE])
+def test_every_block_of_a_page_runs(page, tmp_path, monkeypatch):
+    work_through(PAGES[page], tmp_path, monkeypatch, whole=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_every_page_runs_as_it_stands(page, tmp_path, monkeypatch):
+    work_through(PAGES[page], tmp_path, monkeypatch, whole=True)
+
+
+def test_a_block_that_no_test_runs_is_noticed(tmp_path):
+    with pytest.raises(AssertionError, match="no test runs 'wget"):
+        Reader(tmp_path, whole=False).read(Block("bash", "bash", "wget https://example.org\n", "page.md:1"))
+    with pytest.raises(KeyError, match="perl"):
+        Reader(tmp_path, whole=False).read(Block("perl", "perl", "print 1\n", "page.md:1"))
+
+
+def test_output_that_differs_is_noticed(tmp_path):
+    reader = Reader(tmp_path, whole=False)
+    reader.read(Block("python", "python", "print('accuracy 93.1 %')\n", "page.md:1"))
+    reader.read(Block("text", "text", "accuracy 42.80 %\n", "page.md:2"))
+    with pytest.raises(AssertionError, match="not in the output"):
+        reader.read(Block("text", "text", "precision 93.1 %\n", "page.md:3"))
+    with pytest.raises(AssertionError, match="not in the output"):
+        reader.read(Block("text", "{ .text .exact }", "accuracy 42.80 %\n", "page.md:4"))
+
+
+def test_every_reason_still_has_its_block():
+    code = "\n".join(block.code for page in PAGES.values() for block in blocks_of(page))
+    for pattern in (*NOT_RUN, *ONLY_PARSED):
+        assert re.search(f"^{pattern}", code, re.MULTILINE), f"no block has {pattern!r} any more"
+    for part in NOT_PYTHON:
+        assert part in code, f"no block has {part!r} any more"

@@ -1,0 +1,49 @@
+"""Every example is short, explained and runs."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "examples"
+EXAMPLES = sorted(FOLDER.glob("*.py"))
+QUICK = ("custom_loop", "opacus_drop_in")
+"""Seconds of one core each; `make examples` and the slow tests run all."""
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_under_60_lines_and_listed(example):
+    text = example.read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 60
+    assert ast.get_docstring(ast.parse(text))
+    assert f"[{example.name}]({example.name})" in (FOLDER / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_list_has_no_example_that_is_not_there():
+    listed = re.findall(r"\]\((\w+\.py)\)", (FOLDER / "README.md").read_text(encoding="utf-8"))
+    assert sorted(listed) == [example.name for example in EXAMPLES]
+
+
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(path, marks=() if path.stem in QUICK else pytest.mark.slow, id=path.stem) for path in EXAMPLES],
+)
+def test_an_example_learns_within_its_budget(example, tmp_path):
+    done = subprocess.run(
+        [sys.executable, example],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    accuracies = [float(found) for found in re.findall(r"([\d.]+) ?%", done.stdout)]
+    epsilons = [float(found) for found in re.findall(r"ε = ([\d.]+)", done.stdout)]
+    assert accuracies[-1] > 70  # chance is 10 %, or 50 % where there are two classes
+    assert epsilons
+    assert max(epsilons) <= 8.01  # Opacus aims at ε = 8 within 0.01
