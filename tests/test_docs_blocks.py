@@ -29,6 +29,7 @@ FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<code>.*?)^(?P=inde
 NOT_RUN = {
     r"pip install ": "changes the environment that the tests run in",
     r"make ": "the commands of the Makefile are what runs these tests",
+    r"torchrun ": "starts several processes; tests/training/test_distributed.py does",
     r"pytest ": "run on the patched tree by tests/test_docs_diffs.py",
 }
 """Lines of shell blocks that are neither run nor parsed here, and why."""
