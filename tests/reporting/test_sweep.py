@@ -131,6 +131,12 @@ def test_less_is_better_where_the_value_is_time(tmp_path):
     assert [name for name, one in row_of(table, "3").items() if one.best] == ["DP-MicroAdam"]
 
 
+def test_values_of_several_kinds_are_not_compared(tmp_path):
+    table = sweep_tables(Sweep.read(write(tmp_path / "cost", unit="", value="cost")))[0]
+    assert not any(one.best for row in table.rows for one in row)
+    assert "bold" not in table.note
+
+
 def test_the_details_have_every_number_in_a_column_of_its_own(folder):
     details = sweep_tables(Sweep.read(folder))[1]
     rows = list(csv.DictReader(io.StringIO(details.csv())))

@@ -21,7 +21,9 @@ RESULTS = "results.jsonl"
 
 Key = frozenset[tuple[str, Any]]
 
-_LESS_IS_BETTER = ("s", "second", "seconds", "min", "minutes", "h", "hour", "hours", "day", "days", "byte", "bytes", "ε")
+_COUNTED_AGAINST = ("s", "second", "seconds", "min", "minutes", "h", "hour", "hours", "day", "days", "byte", "bytes", "ε")
+_COSTS = ("cost", "time", "memory", "loss", "error")
+"""Units and words of values of which less is better."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class Sweep:
                 figures=tuple(dict(one) for one in told.get("figures", [])),
                 value=str(told.get("value", "test accuracy")),
                 unit=str(told.get("unit", "%")),
-                better=str(told.get("better") or _usual_direction(str(told.get("unit", "%")))),
+                better=str(told.get("better") or _usual_direction(str(told.get("value", "")), str(told.get("unit", "%")))),
                 folder=Path(folder),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -164,10 +166,10 @@ class Sweep:
     def best_of(self, cells: Sequence[Mapping[str, Any]]) -> set[Key]:
         """Which of several cells have the best median, as printed; among runs with a privacy budget, if there are such.
 
-        With a single cell there is nothing to be best of.
+        Of a single cell, and of values that cannot be compared, none is.
         """
         medians = {key_of(one): round(found.median, self.decimals) for one in cells if (found := self.summary(one)) is not None}
-        if len(medians) < 2:
+        if len(medians) < 2 or self.better == "neither":
             return set()
         budgeted = {key_of(one.cell) for one in self.outcomes if one.epsilon is not None}
         rivals = {key: value for key, value in medians.items() if key in budgeted} or medians
@@ -236,5 +238,13 @@ def _read_outcomes(path: Path) -> tuple[Outcome, ...]:
     return tuple(found.values())
 
 
-def _usual_direction(unit: str) -> str:
-    return "lower" if unit in _LESS_IS_BETTER else "higher"
+def _usual_direction(value: str, unit: str) -> str:
+    """Values without a unit are of several kinds, and none of them is better than another.
+
+    >>> _usual_direction("test accuracy", "%"), _usual_direction("training time", "hours"), _usual_direction("cost", "")
+    ('higher', 'lower', 'neither')
+    """
+    if not unit:
+        return "neither"
+    costs = unit in _COUNTED_AGAINST or not {*value.casefold().split()}.isdisjoint(_COSTS)
+    return "lower" if costs else "higher"

@@ -48,7 +48,7 @@ def _pictures(figures: Sequence[Figure]) -> str:
 def _about(sweep: Sweep) -> str:
     done = sum(sweep.summary(cell) is not None for cell in sweep.cells)
     facts = {
-        "Measured": f"{sweep.value_with_unit}; {'less' if sweep.better == 'lower' else 'more'} is better",
+        "Measured": sweep.value_with_unit + {"lower": "; less is better", "higher": "; more is better"}.get(sweep.better, ""),
         "Scale": _SCALES.get(sweep.scale, sweep.scale),
         "Done": f"{done} of {len(sweep.cells)} cells, {len(sweep.outcomes)} runs",
         "Compared with": sweep.published_source if sweep.published else "",

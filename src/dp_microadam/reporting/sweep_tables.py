@@ -14,10 +14,8 @@ from dp_microadam.reporting.tables import Cell, Table, cell
 
 NOT_RUN = "not run"
 
-_READING = (
-    "Ours: the median, the smallest to the largest, and the number of seeds. The best of a row, among runs with a privacy "
-    "budget, is bold."
-)
+_READING = "Ours: the median, the smallest to the largest, and the number of seeds."
+_BOLD = " The best of a row, among runs with a privacy budget, is bold."
 
 
 def sweep_tables(sweep: Sweep) -> list[Table]:
@@ -43,7 +41,11 @@ def _matrix(sweep: Sweep) -> Table:
         best = sweep.best_of(places)
         lines.append([*(shown(row[key]) for key in sweep.rows), *(_entry(sweep, place, best, asked) for place in places)])
     header = [*sweep.rows, *(", ".join(shown(value) for value in column.values()) for column in columns)]
-    note = _READING + (f" Paper: {sweep.published_source}; behind it, ours minus the paper's." if sweep.published else "")
+    note = (
+        _READING
+        + (_BOLD if sweep.better != "neither" else "")
+        + (f" Paper: {sweep.published_source}; behind it, ours minus the paper's." if sweep.published else "")
+    )
     return Table.of(sweep.slug, f"{sweep.title}: {sweep.value_with_unit}", header, lines, labels=len(sweep.rows), note=note)
 
 
