@@ -268,7 +268,7 @@ def test_a_sweep_of_which_nothing_is_run_says_so(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"cells": [{"method": "DP-SGD"}]}, "lacks 'noise multiplier σ'"),
+        ({"cells": [{"method": "DP-SGD"}]}, "must have the keys that span its table: noise multiplier σ, method"),
         ({"cells": None}, "does not describe a sweep"),
         ({"figures": [{"kind": "pie"}]}, "must be one of lines, curves, difference, range"),
         ({"figures": [{"kind": "lines", "x": "batch"}]}, "needs 'batch'"),

@@ -32,10 +32,10 @@ class Style:
 
 
 _BLUE = Style("#0072b2", "#4fb3ee", "o", ())
-_ORANGE = Style("#c77700", "#f2ab3c", "s", (6, 2))
+_ORANGE = Style("#e08e00", "#f5b53f", "s", (6, 2))
 _GREEN = Style("#00815f", "#35c79a", "^", (6, 2, 1.5, 2))
 _PURPLE = Style("#b3538b", "#e08fbf", "D", (3, 1.5))
-_VERMILION = Style("#d55e00", "#ff8a3d", "v", (9, 2, 1.5, 2, 1.5, 2))
+_VERMILION = Style("#a83a00", "#ff7a45", "v", (9, 2, 1.5, 2, 1.5, 2))
 _SKY = Style("#2a8fc9", "#8fd3f8", "P", (1.5, 1.5))
 _OLIVE = Style("#7d7000", "#e0d24a", "X", (4, 1.5, 1.5, 1.5))
 _GREY = Style("#6b7280", "#a3abb8", "*", (1, 2))
@@ -102,8 +102,8 @@ def css_variables() -> dict[str, tuple[str, str, str]]:
     found = {colour: (f"--c{number}", colour, style.dark) for number, (colour, style) in enumerate(colours.items())}
     found[FAINT] = ("--line", "#d9dde4", "#343c4a")
     found[PAPER] = ("--card", "#ffffff", "#1b212c")
-    found[AHEAD] = ("--ahead", _BLUE.colour, _BLUE.dark)
-    found[BEHIND] = ("--behind", _VERMILION.colour, _VERMILION.dark)
+    found[AHEAD] = ("--ahead", "#0072b2", "#4fb3ee")
+    found[BEHIND] = ("--behind", "#d55e00", "#ff8a3d")
     return found
 
 

@@ -15,7 +15,17 @@ from dp_microadam.privacy.ledger import LEDGER_NAME, LedgerRecord, read_ledger
 from dp_microadam.privacy.statement import PRIVACY_NAME, STATEMENT_NAME
 from dp_microadam.reporting.formats import is_number
 from dp_microadam.reporting.palette import method_name
-from dp_microadam.training.run_folder import CONFIG, LOG, METRICS, TEST, VITAL_SIGNS, RunFolder, privacy_of
+from dp_microadam.training.run_folder import (
+    ADAM_STATE,
+    CONFIG,
+    LOG,
+    METRICS,
+    OPTIMIZER_STATE,
+    TEST,
+    VITAL_SIGNS,
+    RunFolder,
+    privacy_of,
+)
 
 AUDIT = "audit.json"
 
@@ -139,6 +149,13 @@ class Run:
     def lost(self) -> int:
         """Steps that were spent and are not in the weights of the last checkpoint."""
         return int(self.vital_signs.get("steps_done", 0)) - int(self.vital_signs.get("updates", 0))
+
+    @property
+    def optimizer_state(self) -> tuple[int, int] | None:
+        """Bytes of the method's own and of what Adam's would be; None before the first step, when there is none yet."""
+        signs = self.vital_signs
+        taken = signs.get("updates") and signs.get(ADAM_STATE)
+        return (int(signs[OPTIMIZER_STATE]), int(signs[ADAM_STATE])) if taken else None
 
     @property
     def averaged(self) -> bool:

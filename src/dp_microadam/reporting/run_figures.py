@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,6 @@ from dp_microadam.reporting.figures import Figure, add_legend, draw_line, new_fi
 from dp_microadam.reporting.formats import in_bytes
 from dp_microadam.reporting.palette import FAINT, INK, Style, styles_for, styles_in_order
 from dp_microadam.reporting.run import Run
-from dp_microadam.training.run_folder import ADAM_STATE, OPTIMIZER_STATE
 
 _HEIGHT = 225
 _POINTS_OF_EPSILON = 80
@@ -167,23 +166,21 @@ def _throughput(runs: Sequence[Run]) -> Figure | None:
 
 def _memory(runs: Sequence[Run]) -> Figure | None:
     """Bytes of optimizer state per trained parameter, beside Adam's."""
-    rows: list[tuple[str, Style, Mapping[str, Any]]] = [
-        (label, style, run.vital_signs)
+    rows = [
+        (label, style.colour, 8 * own / adam, f"  ({in_bytes(own)})")
         for run, style, label in zip(runs, styles_of(runs), labels_of(runs), strict=True)
-        if run.vital_signs.get(ADAM_STATE) and run.vital_signs.get(OPTIMIZER_STATE) is not None
+        for own, adam in [run.optimizer_state or (0, 0)]
+        if adam
     ]
     if not rows:
         return None
-    figure, grid = new_figure(100 + 36 * (len(rows) + 1))
+    rows.append(("Adam", FAINT, 8.0, ""))
+    names, colours, values, sizes = zip(*rows, strict=True)
+    figure, grid = new_figure(100 + 36 * len(rows))
     axes = grid[0, 0]
-    names = [label for label, _, _ in rows] + ["Adam"]
-    values = [8 * signs[OPTIMIZER_STATE] / signs[ADAM_STATE] for _, _, signs in rows] + [8.0]
-    colours = [style.colour for _, style, _ in rows] + [FAINT]
-    axes.barh(range(len(names)), values, color=colours, height=0.6)
-    texts = [in_bytes(signs[OPTIMIZER_STATE]) for _, _, signs in rows]
-    for place, (value, text) in enumerate(zip(values, [*texts, ""], strict=True)):
-        written = f"{value:.2f}" + (f"  ({text})" if text else "")
-        axes.annotate(written, (value, place), xytext=(6, 0), textcoords="offset points", va="center", color=INK)
+    axes.barh(range(len(rows)), values, color=colours, height=0.6)
+    for place, (value, size) in enumerate(zip(values, sizes, strict=True)):
+        axes.annotate(f"{value:.2f}{size}", (value, place), xytext=(6, 0), textcoords="offset points", va="center", color=INK)
     axes.set_xlim(0, 1.5 * max(values))
     axes.set_xticks(range(0, 1 + int(max(values)), 2))
     axes.set_yticks(range(len(names)), [shortened(name, 22) for name in names])

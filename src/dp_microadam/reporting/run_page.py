@@ -15,7 +15,6 @@ from dp_microadam.reporting.palette import css_variables
 from dp_microadam.reporting.run import Run
 from dp_microadam.reporting.run_figures import labels_of, run_figures, styles_of
 from dp_microadam.reporting.tables import Table
-from dp_microadam.training.run_folder import ADAM_STATE, OPTIMIZER_STATE
 
 
 @dataclass(frozen=True)
@@ -92,9 +91,9 @@ def _overview(runs: Sequence[Run], summary: Table) -> str:
 
 def _card(run: Run, label: str, colour: str) -> str:
     numbers = [_accuracy(run), _promise(run)]
-    signs = run.vital_signs
-    if signs.get(ADAM_STATE):
-        share = signs[OPTIMIZER_STATE] / signs[ADAM_STATE]
+    if run.optimizer_state is not None:
+        own, adam = run.optimizer_state
+        share = own / adam
         numbers.append((f"{8 * share:.2f} B", f"state per parameter, {100 * share:.0f} % of Adam's"))
     figures = "".join(f"<div><b>{escape(big)}</b><span>{escape(small)}</span></div>" for big, small in numbers)
     facts = {

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dp_microadam.privacy.statement import round_up
-from dp_microadam.reporting.formats import duration, in_bytes, significant
+from dp_microadam.reporting.formats import duration, fixed, in_bytes, significant
 from dp_microadam.reporting.model_card import DIAGNOSTICS_NOTE, diagnostics_rows
 from dp_microadam.reporting.run import Run
 from dp_microadam.reporting.run_figures import labels_of
 from dp_microadam.reporting.tables import Cell, Table, cell
-from dp_microadam.training.run_folder import ADAM_STATE, OPTIMIZER_STATE
 
 _UNKNOWN = cell("not recorded", faint=True)
 
@@ -79,10 +78,10 @@ def _mean_throughput(run: Run) -> object:
 
 
 def _state_per_parameter(run: Run) -> object:
-    signs = run.vital_signs
-    if not signs.get(ADAM_STATE):
+    if run.optimizer_state is None:
         return _UNKNOWN
-    return cell(f"{8 * signs[OPTIMIZER_STATE] / signs[ADAM_STATE]:.2f} bytes per parameter", "Adam: 8")
+    own, adam = run.optimizer_state
+    return cell(f"{8 * own / adam:.2f} bytes per parameter", "Adam: 8")
 
 
 def evaluations(run: Run, *, number: int, label: str) -> Table | None:
@@ -102,9 +101,7 @@ def evaluations(run: Run, *, number: int, label: str) -> Table | None:
     lines = []
     for one in run.evaluations:
         figures = [write(value) if (value := one.get(name)) is not None else "" for name, write in kept.values()]
-        lines.append(
-            [f"{one.step:,}", *figures, *([significant(rates[one.step]) if one.step in rates else ""] if rates else [])]
-        )
+        lines.append([f"{one.step:,}", *figures, *([fixed(rates[one.step], 0) if one.step in rates else ""] if rates else [])])
     header = ["step", *kept, *(["examples/s (expected)"] if rates else [])]
     return Table.of(f"evaluations-{number}", f"Evaluations of {label}", header, lines)
 
@@ -114,8 +111,8 @@ def memory(runs: Sequence[Run]) -> Table | None:
     lines: list[list[object]] = []
     for run, label in zip(runs, labels_of(runs), strict=True):
         signs = run.vital_signs
-        if signs.get(ADAM_STATE):
-            own, adam = signs[OPTIMIZER_STATE], signs[ADAM_STATE]
+        if run.optimizer_state is not None:
+            own, adam = run.optimizer_state
             peak = (
                 f"{in_bytes(signs['peak_memory_bytes'])} of {signs['peak_memory_of']}" if signs.get("peak_memory_bytes") else ""
             )

@@ -128,11 +128,11 @@ class Sweep:
         return sweep
 
     def _refuse_cells_without_place(self) -> None:
+        spanning = (*self.rows, *self.columns)
         for one in self.cells:
-            missing = [key for key in (*self.rows, *self.columns) if key not in one]
-            if missing:
+            if set(one) != set(spanning):
                 raise InputError(
-                    f"cell {dict(one)} of sweep {self.name!r} lacks {missing[0]!r}; a cell needs a label on every axis"
+                    f"cell {dict(one)} of sweep {self.name!r} must have the keys that span its table: {', '.join(spanning)}"
                 )
 
     def of(self, cell: Mapping[str, Any]) -> list[Outcome]:
@@ -161,24 +161,18 @@ class Sweep:
             ranked.reverse()
         return ranked[(len(ranked) - 1) // 2] if ranked else None
 
-    def best_of(self, cells: Sequence[Mapping[str, Any]]) -> float | None:
-        """The best median of several cells; of the runs with a privacy budget, if there are any."""
-        known = {key_of(one): found.median for one in cells if (found := self.summary(one)) is not None}
-        if len(known) < 2:
-            return None
-        budgeted = {key_of(one.cell) for one in self.outcomes if one.epsilon is not None} & known.keys()
-        values = [value for key, value in known.items() if not budgeted or key in budgeted]
-        return min(values) if self.better == "lower" else max(values)
+    def best_of(self, cells: Sequence[Mapping[str, Any]]) -> set[Key]:
+        """Which of several cells have the best median, as printed; among runs with a privacy budget, if there are such.
 
-    def may_be_best(self, cell: Mapping[str, Any], among: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the cell is, as printed, as good as the best of its row."""
-        best, own = self.best_of(among), self.summary(cell)
-        if best is None or own is None:
-            return False
-        comparable = any(one.epsilon is not None for one in self.of(cell)) or all(
-            one.epsilon is None for other in among for one in self.of(other)
-        )
-        return comparable and round(own.median, self.decimals) == round(best, self.decimals)
+        With a single cell there is nothing to be best of.
+        """
+        medians = {key_of(one): round(found.median, self.decimals) for one in cells if (found := self.summary(one)) is not None}
+        if len(medians) < 2:
+            return set()
+        budgeted = {key_of(one.cell) for one in self.outcomes if one.epsilon is not None}
+        rivals = {key: value for key, value in medians.items() if key in budgeted} or medians
+        best = min(rivals.values()) if self.better == "lower" else max(rivals.values())
+        return {key for key, value in rivals.items() if value == best}
 
     @property
     def decimals(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from dp_microadam.privacy.statement import round_up
 from dp_microadam.reporting.formats import duration, fixed, is_number, signed, significant
-from dp_microadam.reporting.sweep import Outcome, Sweep, file_name, key_of
+from dp_microadam.reporting.sweep import Key, Outcome, Sweep, file_name, key_of
 from dp_microadam.reporting.sweep_figures import difference_map, group_ranges, ordered, shown, smoothed_losses
 from dp_microadam.reporting.tables import Cell, Table, cell
 
@@ -36,12 +36,12 @@ def sweep_tables(sweep: Sweep) -> list[Table]:
 def _matrix(sweep: Sweep) -> Table:
     rows = _distinct(sweep, sweep.rows)
     columns = _distinct(sweep, sweep.columns)
-    at = {key_of(one): one for one in sweep.cells}
+    asked = {key_of(one) for one in sweep.cells}
     lines: list[list[object]] = []
     for row in rows:
         places = [{**row, **column} for column in columns]
-        own = [at[key_of(place)] for place in places if key_of(place) in at]
-        lines.append([*(shown(row[key]) for key in sweep.rows), *(_entry(sweep, place, own, at) for place in places)])
+        best = sweep.best_of(places)
+        lines.append([*(shown(row[key]) for key in sweep.rows), *(_entry(sweep, place, best, asked) for place in places)])
     header = [*sweep.rows, *(", ".join(shown(value) for value in column.values()) for column in columns)]
     note = _READING + (f" Paper: {sweep.published_source}; behind it, ours minus the paper's." if sweep.published else "")
     return Table.of(sweep.slug, f"{sweep.title}: {sweep.value_with_unit}", header, lines, labels=len(sweep.rows), note=note)
@@ -52,16 +52,16 @@ def _distinct(sweep: Sweep, keys: Sequence[str]) -> list[dict[str, Any]]:
     return list({key_of(one): one for one in found}.values())
 
 
-def _entry(sweep: Sweep, place: Mapping[str, Any], row: Sequence[Mapping[str, Any]], at: Mapping[Any, Any]) -> Cell:
+def _entry(sweep: Sweep, place: Mapping[str, Any], best: set[Key], asked: set[Key]) -> Cell:
     """One field: ours, its spread, the paper's and the difference."""
     paper = _paper_in_words(sweep, place)
     summary = sweep.summary(place)
     if summary is None:
         failed = len(sweep.of(place))
-        reason = f"{failed} failed" if failed else NOT_RUN if key_of(place) in at else "–"
+        reason = f"{failed} failed" if failed else NOT_RUN if key_of(place) in asked else "–"
         return cell(reason, *paper, faint=True)
     lines = [fixed(summary.median, sweep.decimals), _spread_in_words(sweep, place)]
-    return cell(*lines, *paper, best=sweep.may_be_best(place, row))
+    return cell(*lines, *paper, best=key_of(place) in best)
 
 
 def _spread_in_words(sweep: Sweep, place: Mapping[str, Any]) -> str:

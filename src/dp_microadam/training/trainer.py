@@ -646,6 +646,7 @@ class PrivateTrainer:
         if self.ranks.main:
             self.write_privacy()  # before what it covers
             self._write_diagnostics()
+            self._write_vital_signs()
             self.folder.append_metrics(record)
             self._events.write(self._position, {**metrics, "epsilon": record["epsilon"]})
         self._last_metrics = metrics

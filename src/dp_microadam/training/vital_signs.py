@@ -62,7 +62,7 @@ def two_digits(value: float) -> float:
 
 
 def sizes(model: nn.Module, optimizer: torch.optim.Optimizer, procedure_state: Any) -> dict[str, Any]:
-    """Parameters, the bytes that the method keeps between steps, and those that Adam would."""
+    """Parameters, the bytes that the method keeps between steps, and those that Adam would; optimizers begin with none."""
     trained = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
     kept = [*_tensors(list(optimizer.state.values())), *_tensors(procedure_state)]
     return {
