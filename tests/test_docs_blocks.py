@@ -29,14 +29,14 @@ FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<code>.*?)^(?P=inde
 NOT_RUN = {
     r"pip install ": "changes the environment that the tests run in",
     r"make ": "the commands of the Makefile are what runs these tests",
-    r"python benchmarks/": "takes minutes and measures; no test asserts time",
-    r"python -m dp_microadam\.theory\.experiment": "takes minutes; tests/theory/test_experiment.py runs a smaller one",
+    r"torchrun ": "starts several processes; tests/training/test_distributed.py does",
     r"pytest ": "run on the patched tree by tests/test_docs_diffs.py",
 }
 """Lines of shell blocks that are neither run nor parsed here, and why."""
 
 ONLY_PARSED = {
     r"dp-microadam audit": "takes a minute; tests/commands/test_audit.py runs it",
+    r"dp-microadam report": "needs runs of the reader's own; tests/reporting/test_runs.py makes some and runs it",
     r"dp-microadam reproduce": "takes hours; tests/experiments runs a small study",
     r"dp-microadam data get": "needs a network; tests/commands/test_data.py runs it against a server of its own",
     r"dp-microadam data check imagenet": "needs ImageNet, which nobody may pass on",
@@ -50,6 +50,9 @@ ONLY_PARSED = {
 
 NOT_PYTHON = {
     'models.deit("tiny", num_classes=10, pretrained="facebook/': "fetches weights from the hub",
+    "trainer = PrivateHFTrainer(model, args": "an excerpt of examples/text_classification.py, run by tests/test_examples.py",
+    "class Model(PrivateLightningModule)": "an excerpt of examples/lightning_digits.py, run by tests/test_examples.py",
+    "record = ledger_from_opacus(": "an excerpt of what tests/integrations/test_opacus.py runs",
 }
 """Python blocks that are compiled and not run, by something in them, and why."""
 

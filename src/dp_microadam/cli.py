@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -60,11 +61,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _privacy_warnings_as_sentences():
             return int(options.run(options) or 0)
     except InputError as error:
-        print(f"dp-microadam: {error}", file=sys.stderr)
+        print(f"{_speaker()}: {error}", file=sys.stderr)
         return 2
     except DPMicroAdamError as error:
-        print(f"dp-microadam: {error}", file=sys.stderr)
+        print(f"{_speaker()}: {error}", file=sys.stderr)
         return 1
+
+
+def _speaker() -> str:
+    """Who says it, of several processes that torchrun started."""
+    rank = os.environ.get("RANK", "0")
+    return "dp-microadam" if rank == "0" else f"dp-microadam (rank {rank})"
 
 
 @contextmanager
@@ -76,7 +83,8 @@ def _privacy_warnings_as_sentences() -> Iterator[None]:
 
         def show(message, category, *details, **more):  # type: ignore[no-untyped-def]
             if issubclass(category, PrivacyWarning):
-                print(f"dp-microadam: warning: {message}", file=sys.stderr)
+                if _speaker() == "dp-microadam":  # others would repeat it
+                    print(f"dp-microadam: warning: {message}", file=sys.stderr)
             else:
                 original(message, category, *details, **more)
 

@@ -11,7 +11,7 @@ from dp_microadam.privacy.sampling import PoissonSampler
 
 
 def no_noise(patch):
-    patch.setattr(GaussianMechanism, "_noisy_mean", lambda self, total, standard: total / self.expected_batch_size)
+    patch.setattr(GaussianMechanism, "_noisy", lambda self, total, standard: total.clone())
 
 
 def no_clipping(patch):
@@ -19,8 +19,8 @@ def no_clipping(patch):
 
 
 def half_the_noise(patch):
-    original = GaussianMechanism._noisy_mean
-    patch.setattr(GaussianMechanism, "_noisy_mean", lambda self, total, standard: original(self, total, standard / 2))
+    original = GaussianMechanism._noisy
+    patch.setattr(GaussianMechanism, "_noisy", lambda self, total, standard: original(self, total, standard / 2))
 
 
 def noise_per_chunk(patch, *, deviation, chunks):

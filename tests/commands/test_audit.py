@@ -102,7 +102,7 @@ def test_one_line_says_what_is_shown_and_at_which_confidence(honest):
 def test_a_violation_gives_exit_code_1_and_is_named(tmp_path, capsys, monkeypatch):
     from dp_microadam.privacy.mechanism import GaussianMechanism
 
-    monkeypatch.setattr(GaussianMechanism, "_noisy_mean", lambda self, total, standard: total / self.expected_batch_size)
+    monkeypatch.setattr(GaussianMechanism, "_noisy", lambda self, total, standard: total.clone())
     assert main(["audit", "--canaries", "1000", "--repetitions", "100", "--json", "--quiet", "--out", str(tmp_path)]) == 1
     shown = capsys.readouterr()
     assert shown.err == ""

@@ -1,5 +1,7 @@
 """Poisson sampling. False-alarm rates of the statistical tests are below 1e-6."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -211,3 +213,34 @@ def test_bad_input_is_refused(arguments, message):
 def test_data_that_is_not_the_dataset_accounted_for_is_refused(data):
     with pytest.raises(InputError, match="examples"):
         PoissonSampler(100, 10, steps=1).load(data)
+
+
+def test_samples_of_shards_are_together_one_poisson_sample():
+    """χ² of the sizes of unions, and of how often each example is drawn; the shards' own sources are independent."""
+    shards = [range(700), range(700, 700), range(700, 2000)]
+    parts = [membership(PoissonSampler(2000, 200, steps=1000, shard=shard)) for shard in shards]
+    drawn = sum(parts)
+    for shard, part in zip(shards, parts, strict=True):
+        assert part[:, : shard.start].sum() == part[:, shard.stop :].sum() == 0, "nothing outside the shard is drawn"
+    variance = 2000 * 0.1 * 0.9
+    statistic = ((drawn.sum(axis=1) - 200) ** 2 / variance).sum()
+    assert ALARM / 2 < stats.chi2.sf(statistic, 1000) < 1 - ALARM / 2
+    statistic = ((drawn.sum(axis=0) - 100) ** 2 / (1000 * 0.1 * 0.9)).sum()
+    assert ALARM / 2 < stats.chi2.sf(statistic, 2000) < 1 - ALARM / 2
+
+
+@pytest.mark.parametrize("edges", [(0, 3, 1000), (0, 65_536, 65_537, 200_000), (0, 70_000, 70_000, 200_000)])
+def test_a_seeded_sample_does_not_depend_on_how_the_examples_are_divided(edges):
+    size = edges[-1]
+    (whole,) = PoissonSampler(size, size // 10, steps=1, randomness=Randomness.seeded(2)).draw(0)
+    parts = []
+    for start, stop in pairwise(edges):
+        sampler = PoissonSampler(size, size // 10, steps=1, shard=range(start, stop), randomness=Randomness.seeded(2))
+        parts += sampler.draw(0)
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("shard", [range(5, 11), range(0, 10, 2), range(-1, 5)])
+def test_a_shard_that_is_no_part_of_the_data_is_refused(shard):
+    with pytest.raises(InputError, match="shard is range"):
+        PoissonSampler(10, 5, steps=1, shard=shard)

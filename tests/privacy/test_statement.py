@@ -82,3 +82,16 @@ def test_epsilon_is_never_rounded_down(epsilon, shown):
 
 def test_an_infinite_epsilon_is_shown_as_such():
     assert round_up(math.inf) == "inf"
+
+
+def test_the_statement_names_the_number_of_processes_and_that_they_trust_each_other(tmp_path):
+    described = RunSettings(private=True, randomness=Randomness.from_entropy().description, sensitivity=0.7)
+    with PrivacyLedger.create(tmp_path, PLAN, described) as ledger:
+        for processes in (2, 2, 3, 1):
+            ledger.record_step(processes=processes)
+    report = privacy_report(read_ledger(tmp_path))
+    assert report["processes"] == {"2": 2, "3": 1}
+    assert report["epsilon"] == PLAN.epsilon_after(4)
+    words = statement_in_words(report)
+    assert "1 steps by 1; 2 steps by 2; 1 steps by 3, with a part of the examples and of the noise's variance each" in words
+    assert "they trust each other" in words

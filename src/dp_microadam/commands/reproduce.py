@@ -56,7 +56,8 @@ def run(options: argparse.Namespace) -> int:
     overrides = list(options.overrides)
     if options.max_steps is not None:
         overrides.append(f"max_steps={require_integer('max_steps', options.max_steps, 1)}")
-    study = load_study(options.name, options.scale, overrides).only(options.only)
+    whole = load_study(options.name, options.scale, overrides)
+    study = whole.only(options.only)
     repeats = require_integer("seeds", study.repeats if options.seeds is None else options.seeds, 1)
     if options.jobs is not None:
         require_integer("jobs", options.jobs, 1)
@@ -67,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
 
     folder = SweepFolder(options.out or _default_folder(study, options))
     with folder.locked():
-        folder.begin(study, _command(options))
+        folder.begin(whole, _command(options))
         return _time(options, study, folder) if study.measure == COST else _train(options, study, folder, repeats)
 
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dp_microadam.commands.running import add_display, conclude, open_run, say, train
+
+if TYPE_CHECKING:
+    from dp_microadam.training.distributed import Ranks
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -21,12 +25,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(options: argparse.Namespace) -> int:
-    experiment = open_run(options.run_dir, show_progress=not options.quiet, show_private_metrics=options.show_private_metrics)
+    from dp_microadam.training.distributed import torchrun_processes
+
+    with torchrun_processes() as ranks:
+        return _go_on(options, ranks)
+
+
+def _go_on(options: argparse.Namespace, ranks: Ranks) -> int:
+    experiment = open_run(
+        options.run_dir, show_progress=not options.quiet, show_private_metrics=options.show_private_metrics, ranks=ranks
+    )
     experiment.trainer.resume()
     if not experiment.trainer.finished:
         return train(experiment, options)
     result, planned = experiment.trainer.result(), experiment.trainer.plan.steps
     short = f": max_steps = {result.steps_done} ended it, of {planned} planned" if result.steps_done < planned else ""
-    say(options, f"run {options.run_dir} is finished{short}")
+    if ranks.main:
+        say(options, f"run {options.run_dir} is finished{short}")
     conclude(experiment, options, result)
     return 0

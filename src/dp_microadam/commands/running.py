@@ -12,6 +12,7 @@ from dp_microadam.errors import DPMicroAdamError, InputError
 
 if TYPE_CHECKING:
     from dp_microadam.recipes.assemble import Experiment
+    from dp_microadam.training.distributed import Ranks
     from dp_microadam.training.trainer import RunResult
 
 
@@ -30,13 +31,25 @@ def add_display(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def open_run(run_dir: Path, show_progress: bool = False, show_private_metrics: bool = False) -> Experiment:
+def open_run(
+    run_dir: Path, show_progress: bool = False, show_private_metrics: bool = False, ranks: Ranks | None = None
+) -> Experiment:
     """The experiment whose folder this is.
 
     Raises:
         InputError: if it is not the folder of a run.
     """
     from dp_microadam.recipes.recipe import Recipe
+
+    # Of several processes only the first needs to see the folder.
+    recipe = Recipe.from_toml(_config_of(run_dir) if ranks is None else ranks.from_main(lambda: _config_of(run_dir)))
+
+    from dp_microadam.recipes.assemble import assemble
+
+    return assemble(recipe, run_dir, show_progress=show_progress, show_private_metrics=show_private_metrics, ranks=ranks)
+
+
+def _config_of(run_dir: Path) -> str:
     from dp_microadam.training.run_folder import CONFIG
 
     config = run_dir / CONFIG
@@ -45,24 +58,25 @@ def open_run(run_dir: Path, show_progress: bool = False, show_private_metrics: b
             f"run is {str(run_dir)!r}, which has no {CONFIG}: it is not the folder of a run, or of one begun from Python, "
             "where it goes on with trainer.resume(run).fit(data)"
         )
-    recipe = Recipe.from_toml(config.read_text(encoding="utf-8"))
-
-    from dp_microadam.recipes.assemble import assemble
-
-    return assemble(recipe, run_dir, show_progress=show_progress, show_private_metrics=show_private_metrics)
+    return config.read_text(encoding="utf-8")
 
 
 def train(experiment: Experiment, options: argparse.Namespace) -> int:
     """Train, draw the curves and say how it ended."""
     result = experiment.fit()
-    _draw(experiment, options, result)
-    _keep(experiment, *conclude(experiment, options, result), result)
+    if experiment.trainer.ranks.main:
+        _draw(experiment, options, result)
+    accuracy, weights = conclude(experiment, options, result)
+    if experiment.trainer.ranks.main:
+        _keep(experiment, accuracy, weights, result)
     return 0 if result.finished else INTERRUPTED
 
 
 def conclude(experiment: Experiment, options: argparse.Namespace, result: RunResult) -> tuple[float, str]:
     """The last lines: where everything is, test accuracy and ε. Returns that accuracy, and of which weights it is."""
     accuracy, weights = experiment.test_accuracy()
+    if not experiment.trainer.ranks.main:
+        return accuracy, weights
     if options.json:
         print(
             json.dumps(

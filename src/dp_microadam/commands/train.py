@@ -12,8 +12,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "train",
         help="train a recipe; without one, the demo",
-        description="Train a recipe: the name of one in the box, or a TOML file. Without one, the demo.",
-        epilog="examples:\n  dp-microadam train\n  dp-microadam train fashion-mnist --set epsilon=4 --run-dir runs/mine",
+        description="Train a recipe: the name of one in the box, or a TOML file. Without one, the demo. Several processes "
+        "train together if torchrun starts them.",
+        epilog="examples:\n  dp-microadam train\n  dp-microadam train fashion-mnist --set epsilon=4 --run-dir runs/mine\n"
+        "  torchrun --nproc-per-node 8 -m dp_microadam train imagenet",
     )
     parser.add_argument("recipe", nargs="?", default="demo", help="name or TOML file of a recipe (default: demo)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change one key")
@@ -32,8 +34,14 @@ def run(options: argparse.Namespace) -> int:
 
     # Imported once recipe and folder are known to be usable: torch takes seconds to load.
     from dp_microadam.recipes.assemble import assemble
+    from dp_microadam.training.distributed import torchrun_processes
 
-    experiment = assemble(
-        recipe, options.run_dir, show_progress=not options.quiet, show_private_metrics=options.show_private_metrics
-    )
-    return train(experiment, options)
+    with torchrun_processes() as ranks:
+        experiment = assemble(
+            recipe,
+            options.run_dir,
+            show_progress=not options.quiet,
+            show_private_metrics=options.show_private_metrics,
+            ranks=ranks,
+        )
+        return train(experiment, options)

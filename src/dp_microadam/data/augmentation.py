@@ -59,7 +59,8 @@ class Augmentation:
         require_integer("multiplicity", self.multiplicity, 1)
         if self.crop_padding and self.resized_crop:
             raise InputError(
-                f"crop_padding is {self.crop_padding} and resized_crop is true; only one of them can be used, leave one out"
+                f"crop_padding is {self.crop_padding} and resized_crop is true; only one of the two crops can be used, leave "
+                "one out"
             )
 
     def __call__(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

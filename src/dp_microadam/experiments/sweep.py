@@ -72,7 +72,7 @@ class SweepFolder:
         return self.path / RUNS / job.cell.key / str(job.repeat)
 
     def begin(self, study: Study, command: str) -> None:
-        """Write down what the study asks, for reports."""
+        """Write down what the study asks, all of it, for reports: cells that were not asked for yet show as not run."""
         self.path.mkdir(parents=True, exist_ok=True)
         unfinished = self.path / f"{STUDY}.unfinished"
         unfinished.write_text(json.dumps(study.describe(command), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -40,6 +40,7 @@ from dp_microadam.optimizers.quantization import (
     unpack,
 )
 from dp_microadam.optimizers.selection import largest_magnitudes
+from dp_microadam.optimizers.shards import is_divided, largest_part, own_part, own_row, zero_rows
 from dp_microadam.validation import (
     require_in_closed_open,
     require_in_open_closed,
@@ -126,6 +127,9 @@ class MicroAdam(ExactStateOptimizer):
         fused: ``None`` runs the Numba kernel where it can (CPU, ``scope="block"``, Numba installed) and plain torch elsewhere;
             ``False`` always plain torch; ``True`` insists on the kernel.
 
+    Of a parameter that is divided over processes (a DTensor, as FSDP2 makes them) each process steps its own part, without a
+    word to the others; blocks follow the parts, so what is selected depends on the number of processes.
+
     A parameter without a gradient is left alone, and its window does not move. A gradient that is not finite is refused before
     anything has changed.
 
@@ -204,63 +208,91 @@ class MicroAdam(ExactStateOptimizer):
         return loss
 
     def _update(self, param: Tensor, group: dict[str, Any], position: int, pending: fused_kernels.Batch) -> None:
-        layout = self._layout(param, group)
-        state = self.state[param] or self._initialize(param, layout, group, position)
-        state["step"] += 1
+        common = self.state[param] or self._initialize(param, group, position)
+        common["step"] += 1
+        own, given = own_part(param), own_part(param.grad)  # type: ignore[arg-type]
+        if own.numel() == 0:  # divided, and nothing of it is here
+            return
+        layout, state = self._layout(own, group), self._own_state(param)
         if group["weight_decay"] != 0:
-            param.mul_(1 - float(group["lr"]) * group["weight_decay"])
-        direct = param.dtype == torch.float32 and param.is_contiguous()
-        target = param.view(-1) if direct else torch.zeros(param.numel(), device=param.device)
-        gradient = param.grad.reshape(-1).float()  # type: ignore[union-attr]
-        if _fused(param, group):
+            own.mul_(1 - float(group["lr"]) * group["weight_decay"])
+        direct = own.dtype == torch.float32 and own.is_contiguous()
+        target = own.view(-1) if direct else torch.zeros(own.numel(), device=own.device)
+        gradient = given.reshape(-1).float()
+        if _fused(own, group):
             pending.add(target, gradient, state, layout)
-            if not direct or gradient.data_ptr() != param.grad.data_ptr():  # type: ignore[union-attr]
+            if not direct or gradient.data_ptr() != given.data_ptr():
                 # Copies are used up at once: scratch memory must not grow with the model.
                 pending.run()
         else:
             plain_update(target, gradient, state, layout, group)
         if not direct:
             # Computed in float32, added in the wider of the two types, whatever the parameter's own.
-            param.add_(target.view_as(param))
+            own.add_(target.view_as(own))
 
     def _layout(self, param: Tensor, group: dict[str, Any]) -> Layout:
         block_size = group["block_size"] if group["scope"] == "block" else None
         return layout_of(param.numel(), block_size, group["density"])
 
-    def _initialize(self, param: Tensor, layout: Layout, group: dict[str, Any], position: int) -> dict[str, Any]:
+    def _initialize(self, param: Tensor, group: dict[str, Any], position: int) -> dict[str, Any]:
         state = self.state[param]
-        device, size = param.device, param.numel()
         state["step"] = torch.zeros((), dtype=torch.int64)
-        state["indices"] = torch.zeros(group["window"], layout.kept, dtype=layout.index_dtype, device=device)
-        state["values"] = torch.zeros(group["window"], layout.kept, dtype=group["window_dtype"], device=device)
-        if group["error_feedback"] and group["quantize"]:
-            state["codes"] = torch.zeros((size + 1) // 2, dtype=torch.uint8, device=device)
-            state["bounds"] = torch.zeros(2, -(-size // group["bucket_size"]), device=device)
-            if group["rounding"] == "stochastic":
-                state["rounding_key"] = torch.tensor(derive_key(group["seed"], position))
-        elif group["error_feedback"]:
-            state["error"] = torch.zeros(size, device=device)
+        if is_divided(param):
+            # The type of indices follows the largest part, so that it is the same everywhere.
+            for name, (shape, dtype) in self._entries(largest_part(param), group).items():
+                state[name] = zero_rows(param, math.prod(shape), dtype)
+        else:
+            for name, (shape, dtype) in self._entries(param.numel(), group).items():
+                state[name] = torch.zeros(shape, dtype=dtype, device=param.device)
+        if "codes" in state and group["rounding"] == "stochastic":
+            state["rounding_key"] = torch.tensor(derive_key(group["seed"], position))
         return state
 
+    def _entries(self, size: int, group: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and type of what is kept of ``size`` coordinates."""
+        layout = layout_of(size, group["block_size"] if group["scope"] == "block" else None, group["density"])
+        window = (group["window"], layout.kept)
+        entries: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "indices": (window, layout.index_dtype),
+            "values": (window, group["window_dtype"]),
+        }
+        if group["error_feedback"] and group["quantize"]:
+            entries["codes"] = (((size + 1) // 2,), torch.uint8)
+            entries["bounds"] = ((2, -(-size // group["bucket_size"])), torch.float32)
+        elif group["error_feedback"]:
+            entries["error"] = ((size,), torch.float32)
+        return entries
+
+    def _own_state(self, param: Tensor) -> dict[str, Any]:
+        """What this process keeps of ``param``: the state itself or, if that is divided, views of its own part."""
+        state = self.state[param]
+        if not is_divided(param):
+            return state
+        entries = self._entries(own_part(param).numel(), self._group_of(param))
+        return {name: own_row(value, entries[name][0]) if name in entries else value for name, value in state.items()}
+
     def error(self, param: Tensor) -> Tensor | None:
-        """What the last step left unselected and will add to the next gradient: decoded, flat, a copy; None if none is kept."""
+        """What the last step left unselected and will add to the next gradient: decoded, flat, a copy; None if none is kept.
+
+        This and the methods below see the own part of a parameter that is divided over processes.
+        """
         state = self.state.get(param)
         if not state or not ("error" in state or "codes" in state):
             return None
-        found = torch.zeros(param.numel(), device=param.device)
-        group = self._group_of(param)
-        _add_error(found, 0, state, group["bucket_size"])
+        own = own_part(param)
+        found = torch.zeros(own.numel(), device=own.device)
+        _add_error(found, 0, self._own_state(param), self._group_of(param)["bucket_size"])
         return found
 
     def window(self, param: Tensor) -> tuple[Tensor, Tensor]:
         """Coordinates and float32 values that the last steps selected, a row per step, newest first."""
-        state, group = self.state[param], self._group_of(param)
+        state, group, own = self._own_state(param), self._group_of(param), own_part(param)
         step = int(state["step"])
         slots = [(step - 1 - age) % group["window"] for age in range(min(step, group["window"]))]
         coordinates = state["indices"][slots].long()
-        for segment in self._layout(param, group).segments:
+        for segment in self._layout(own, group).segments:
             if segment.start + segment.rows > 1:  # else a single block, which begins at 0
-                starts = torch.arange(segment.rows, device=param.device).mul_(segment.length).add_(segment.start)
+                starts = torch.arange(segment.rows, device=own.device).mul_(segment.length).add_(segment.start)
                 kept = slice(segment.window_start, segment.window_start + segment.rows * segment.kept)
                 coordinates[:, kept].view(len(slots), segment.rows, segment.kept).add_(starts.unsqueeze(1))
         return coordinates, state["values"][slots].float()
@@ -269,9 +301,9 @@ class MicroAdam(ExactStateOptimizer):
         return next(group for group in self.param_groups if any(other is param for other in group["params"]))
 
     def state_bytes(self) -> int:
-        """Bytes that the optimizer's state takes, over all parameters."""
+        """Bytes that the optimizer's state takes in this process, over all parameters."""
         return sum(
-            value.numel() * value.element_size()
+            own_part(value).numel() * value.element_size()
             for state in self.state.values()
             for value in state.values()
             if isinstance(value, Tensor)
@@ -279,18 +311,17 @@ class MicroAdam(ExactStateOptimizer):
 
     def second_moment(self, param: Tensor) -> Tensor | None:
         """v̂ as the last step used it, dense and in float32: zero where the window holds nothing; None before the first step."""
-        state = self.state.get(param)
-        if not state:
+        if not self.state.get(param):
             return None
-        group = self._group_of(param)
-        found = torch.empty(param.numel(), device=param.device)
-        for segment in self._layout(param, group).segments:
+        state, group, own = self._own_state(param), self._group_of(param), own_part(param)
+        found = torch.empty(own.numel(), device=own.device)
+        for segment in self._layout(own, group).segments:
             kept = slice(segment.window_start, segment.window_start + segment.rows * segment.kept)
             indices = state["indices"][:, kept].view(-1, segment.rows, segment.kept)
             values = state["values"][:, kept].view(-1, segment.rows, segment.kept)
             _, second = _moments_from_window(indices, values, segment.length, int(state["step"]), group)
             found[segment.start : segment.start + second.numel()] = second.view(-1)
-        return found.view_as(param)
+        return found.view_as(own)
 
     def _refuse_unusable_gradients(self) -> None:
         given = [
@@ -302,22 +333,36 @@ class MicroAdam(ExactStateOptimizer):
         for group, number, param in given:
             if param.grad.layout is not torch.strided:
                 raise InputError(f"{_name(param, group, number)} has a sparse gradient; MicroAdam takes dense ones")
+            if is_divided(param) and getattr(param.grad, "placements", None) != param.placements:
+                raise InputError(f"{_name(param, group, number)} and its gradient must be divided over processes alike")
             state = self.state.get(param)
-            if state and tuple(state["indices"].shape) != (group["window"], self._layout(param, group).kept):
+            if state and not self._fits(param, state, group):
                 raise InputError(
                     f"{_name(param, group, number)} has a window of shape {tuple(state['indices'].shape)}, which does not fit "
-                    "its group's density, window, scope and block_size; these cannot change once training has begun, make "
-                    "a new optimizer"
+                    "its group's density, window, scope and block_size, or the number of processes it is divided over; these "
+                    "cannot change once training has begun, make a new optimizer"
                 )
-        if not given or bool((_largest([param.grad for _, _, param in given]) <= _GRADIENT_LIMIT).all()):
+        here = [entry for entry in given if own_part(entry[2]).numel() > 0]
+        if not here or bool((_largest([own_part(param.grad) for _, _, param in here]) <= _GRADIENT_LIMIT).all()):
             return
-        for group, number, param in given:
-            largest = float(_largest([param.grad]))
+        for group, number, param in here:
+            largest = float(_largest([own_part(param.grad)]))
             if not largest <= _GRADIENT_LIMIT:
                 raise InputError(
                     f"{_name(param, group, number)} has a gradient of magnitude {largest:g}; it must be finite and at most "
                     f"{_GRADIENT_LIMIT:g}; nothing was changed"
                 )
+
+    def _fits(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> bool:
+        kept = state["indices"]
+        if not is_divided(param):
+            return tuple(kept.shape) == (group["window"], self._layout(param, group).kept)
+        row = math.prod(self._entries(largest_part(param), group)["indices"][0])
+        parts = [
+            count if hasattr(placement, "dim") else 1
+            for count, placement in zip(param.device_mesh.shape, param.placements, strict=True)  # type: ignore[attr-defined]
+        ]
+        return is_divided(kept) and tuple(kept.shape) == (*parts, row)
 
 
 def plain_update(target: Tensor, gradient: Tensor, state: dict[str, Any], layout: Layout, group: dict[str, Any]) -> None:

@@ -58,7 +58,8 @@ class LedgerRecord:
     """What a ledger says: read once, without a lock, and never changed.
 
     ``spent`` has every step, including lines that a crash tore or lost, which count as steps of the plan. ``phases`` has how
-    many steps each phase took, of those recorded with one.
+    many steps each phase took, of those recorded with one; ``processes`` how many were taken by each number of processes, of
+    those that more than one took.
     """
 
     plan: PrivacyPlan
@@ -67,6 +68,7 @@ class LedgerRecord:
     spent: tuple[SubsampledGaussian, ...]
     torn_lines: int
     phases: Mapping[str, int] = field(default_factory=dict)
+    processes: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -106,16 +108,16 @@ def read_ledger(run: str | os.PathLike[str]) -> LedgerRecord:
         raise InputError(
             f"{path} has format {header['format']}; this version reads format {_FORMAT}, use the one that wrote it"
         )
-    spent, torn, phases = _count_steps(path, plan, lines)
-    return LedgerRecord(plan, settings, versions, spent, torn, phases)
+    return LedgerRecord(plan, settings, versions, *_count_steps(path, plan, lines))
 
 
 def _count_steps(
     path: Path, plan: PrivacyPlan, lines: list[bytes]
-) -> tuple[tuple[SubsampledGaussian, ...], int, dict[str, int]]:
+) -> tuple[tuple[SubsampledGaussian, ...], int, dict[str, int], dict[int, int]]:
     ordinary = (plan.sample_rate, plan.noise_multiplier)
     counts: Counter[tuple[float, float]] = Counter()
     phases: Counter[str] = Counter()
+    processes: Counter[int] = Counter()
     total, torn = 0, 0
     for number, line in enumerate(lines, start=2):
         if not line:
@@ -123,6 +125,7 @@ def _count_steps(
         try:
             event = json.loads(line)
             step, mechanism = int(event["step"]), (float(event["sample_rate"]), float(event["noise_multiplier"]))
+            together = int(event.get("processes", 1))
         except (ValueError, KeyError, TypeError):
             torn += 1
             counts[ordinary] += 1
@@ -136,9 +139,11 @@ def _count_steps(
         counts[mechanism] += 1
         if "phase" in event:
             phases[str(event["phase"])] += 1
+        if together > 1:
+            processes[together] += 1
         total = step + 1
     spent = tuple(SubsampledGaussian(*mechanism, count) for mechanism, count in counts.items() if count)
-    return spent, torn, dict(phases)
+    return spent, torn, dict(phases), dict(processes)
 
 
 class PrivacyLedger:
@@ -233,10 +238,11 @@ class PrivacyLedger:
         """Steps the plan still allows."""
         return max(0, self.plan.steps - self._steps)
 
-    def record_step(self, phase: str | None = None) -> int:
+    def record_step(self, phase: str | None = None, *, processes: int = 1) -> int:
         """Record that one more step is spent, and return its number once that is on the disk.
 
-        ``phase`` names the part of the run the step belongs to, for runs that have several under their one plan.
+        ``phase`` names the part of the run the step belongs to, for runs that have several under their one plan. ``processes``
+        is how many take the step together.
 
         Raises:
             PrivacyError: if the plan's steps are spent, or the file cannot be written; the step must not be used then.
@@ -258,6 +264,8 @@ class PrivacyLedger:
         }
         if phase is not None:
             event["phase"] = phase
+        if processes > 1:
+            event["processes"] = processes
         self._steps += 1  # spent from here on, even if writing fails half-way
         try:
             self._append(json.dumps(event).encode() + b"\n")

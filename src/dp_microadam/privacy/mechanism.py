@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dp_microadam.errors import PrivacyError
+from dp_microadam.errors import InputError, PrivacyError
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.randomness import Randomness
 from dp_microadam.validation import require_integer, require_positive
@@ -36,6 +36,11 @@ class GaussianMechanism:
     different steps are independent. Assumes unpredictable randomness, one call per logical step, and sums accumulated
     over all its chunks.
 
+    Where several processes have a part of the sum each, every one adds a part of the noise: ``noise_share`` is its part of the
+    variance. They call :meth:`add_noise` on their own sums, add up what it gives, and :meth:`mean` makes of that total what
+    :meth:`privatize` makes of a whole sum. If the shares add up to 1 and come from independent sources, the noise of the total
+    has variance σ²S². What one process hands to the others has the noise of its own share only: processes trust each other.
+
     >>> mechanism = GaussianMechanism(noise_multiplier=1.0, sensitivity=0.5, expected_batch_size=100)
     >>> means = mechanism.privatize({"weight": torch.zeros(2, 3)}, step=0)
     >>> means["weight"].shape
@@ -53,18 +58,24 @@ class GaussianMechanism:
         sensitivity: float,
         expected_batch_size: float,
         *,
+        noise_share: float = 1.0,
         randomness: Randomness | None = None,
     ) -> None:
         self.noise_multiplier = float(require_positive("noise_multiplier", noise_multiplier))
         self.sensitivity = float(require_positive("sensitivity", sensitivity))
         self.expected_batch_size = require_positive("expected_batch_size", expected_batch_size)
+        if not 0.0 <= noise_share <= 1.0:
+            raise InputError(f"noise_share is {noise_share}; it must be a part of the noise's variance, from 0 to 1")
+        self.noise_share = noise_share
         self._randomness = randomness if randomness is not None else Randomness.from_entropy()
         self._last_step = -1
 
     @classmethod
-    def from_plan(cls, plan: PrivacyPlan, sensitivity: float, *, randomness: Randomness | None = None) -> GaussianMechanism:
+    def from_plan(
+        cls, plan: PrivacyPlan, sensitivity: float, *, noise_share: float = 1.0, randomness: Randomness | None = None
+    ) -> GaussianMechanism:
         """The mechanism ``plan`` accounts for, on sums of the given sensitivity."""
-        return cls(plan.noise_multiplier, sensitivity, plan.batch_size, randomness=randomness)
+        return cls(plan.noise_multiplier, sensitivity, plan.batch_size, noise_share=noise_share, randomness=randomness)
 
     @property
     def private(self) -> bool:
@@ -82,8 +93,18 @@ class GaussianMechanism:
         Steps only go forward: a step that was privatized, or one before it, is refused.
 
         Raises:
-            PrivacyError: for a step seen before, or sums that are not finite, whose sensitivity nothing bounds.
+            PrivacyError: for a step seen before, sums that are not finite, whose sensitivity nothing bounds, or a mechanism
+                that adds only a share of the noise.
         """
+        if self.noise_share != 1.0:
+            raise PrivacyError(
+                f"noise_share is {self.noise_share:g}, so the noise of one process does not protect a sum; add up what "
+                "add_noise gives in all of them"
+            )
+        return self.mean(self.add_noise(sums, step=step), like=sums)
+
+    def add_noise(self, sums: Mapping[str, Tensor], *, step: int) -> dict[str, Tensor]:
+        """``sums`` with this process' share of a logical step's noise; :meth:`privatize` says what is refused."""
         require_integer("step", step, 0)
         if step <= self._last_step:
             raise PrivacyError(
@@ -99,25 +120,36 @@ class GaussianMechanism:
         wide = self._randomness.secure or any(total.dtype == torch.float64 for total in sums.values())
         counts = {f"noise {name}": total.numel() for name, total in sums.items()}
         noise = self._randomness.normals_for(counts, step, torch.float64 if wide else torch.float32)
-        return {name: self._noisy_mean(total.detach(), noise.pop(f"noise {name}")) for name, total in sums.items()}
+        return {name: self._noisy(total.detach(), noise.pop(f"noise {name}")) for name, total in sums.items()}
 
-    def _noisy_mean(self, total: Tensor, standard: Tensor) -> Tensor:
-        """(total + σS · standard normal) / B. Overwrites the noise, which nobody needs again."""
-        result_dtype = torch.promote_types(total.dtype, torch.float32)
-        deviation = self.noise_multiplier * self.sensitivity
+    def mean(self, noisy_sums: Mapping[str, Tensor], *, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Sums that have all their noise, divided by the expected batch size. Overwrites them.
+
+        ``like`` are the sums from before the noise, for the types of the result.
+        """
         if not self._randomness.secure:
-            noise = standard.to(total.device, result_dtype).view(total.shape)
-            return noise.mul_(deviation).add_(total).div_(self.expected_batch_size)
-        noise = standard.to(total.device).view(total.shape).mul_(deviation)
-        grid = 2.0 ** (math.floor(math.log2(deviation)) - _GRID_BITS)
-        on_grid = noise.add_(total).div_(grid).round_().mul_(grid)
-        return on_grid.div_(self.expected_batch_size).to(result_dtype)
+            return {name: total.div_(self.expected_batch_size) for name, total in noisy_sums.items()}
+        grid = 2.0 ** (math.floor(math.log2(self.noise_multiplier * self.sensitivity)) - _GRID_BITS)
+        return {
+            name: total.div_(grid).round_().mul_(grid).div_(self.expected_batch_size).to(_wide(like[name].dtype))
+            for name, total in noisy_sums.items()
+        }
+
+    def _noisy(self, total: Tensor, standard: Tensor) -> Tensor:
+        """total + σS · √share · standard normal. Overwrites the noise, which nobody needs again."""
+        deviation = self.noise_multiplier * self.sensitivity * math.sqrt(self.noise_share)
+        dtype = torch.float64 if self._randomness.secure else _wide(total.dtype)
+        return standard.to(total.device, dtype).view(total.shape).mul_(deviation).add_(total)
 
     def __repr__(self) -> str:
         return (
             f"GaussianMechanism(noise_multiplier={self.noise_multiplier}, sensitivity={self.sensitivity}, "
             f"expected_batch_size={self.expected_batch_size}, randomness={self._randomness.description!r})"
         )
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _all_finite(sums: Mapping[str, Tensor]) -> bool:

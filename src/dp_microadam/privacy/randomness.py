@@ -83,14 +83,18 @@ class Randomness:
         generator = "AES-256 in counter mode" if self.secure else "statistical generator"
         return f"operating system's entropy, {generator}"
 
-    def uniforms(self, purpose: str, step: int, count: int) -> NDArray[np.float64]:
-        """``count`` independent numbers in [0, 1), each a multiple of 2⁻⁵³. The first n do not depend on ``count``."""
+    def uniforms(self, purpose: str, step: int, count: int, *, first: int = 0) -> NDArray[np.float64]:
+        """``count`` independent numbers in [0, 1), each a multiple of 2⁻⁵³: those from number ``first`` on.
+
+        From a fixed seed, a number depends on its place alone, not on where the request begins or ends.
+        """
         label = self._label(purpose, step)
+        end = first + count
         blocks = [
-            _uniforms(self._bits(label, block, min(_BLOCK, count - block * _BLOCK)))
-            for block in range(math.ceil(count / _BLOCK))
+            _uniforms(self._bits(label, block, min(_BLOCK, end - block * _BLOCK)))
+            for block in range(first // _BLOCK, math.ceil(end / _BLOCK))
         ]
-        return np.concatenate(blocks) if blocks else np.empty(0)
+        return np.concatenate(blocks)[first % _BLOCK :] if count else np.empty(0)
 
     def normals(self, purpose: str, step: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """``count`` independent standard normal numbers on the CPU, drawn in float64 and rounded to ``dtype``."""

@@ -41,11 +41,13 @@ class PoissonSampler:
     """Yields the logical steps of a run, each as chunks of example indices that fit in memory.
 
     ``batch_size`` is the expected number of examples per step, ``physical_batch_size`` the most that are processed at
-    once. ``first_step`` is where a resumed run goes on.
+    once. ``first_step`` is where a resumed run goes on. ``shard`` is the part of the examples that is drawn from here, where
+    several processes have a part each; the others are never drawn here.
 
-    Formal guarantees: each example is in each step with probability ``batch_size / dataset_size`` (rounded up to a
-    multiple of 2⁻⁵³), independently of all other examples and steps, and of how a step is cut into chunks. What was
-    drawn shows in the chunks alone: not in the sampler's length, its representation or its state.
+    Formal guarantees: each example of the shard is in each step with probability ``batch_size / dataset_size`` (rounded up to
+    a multiple of 2⁻⁵³), independently of all other examples and steps, and of how a step is cut into chunks. So the union of
+    what processes draw from disjoint shards, each from randomness of its own, is one Poisson sample. What was drawn shows in
+    the chunks alone: not in the sampler's length, its representation or its state.
 
     >>> sampler = PoissonSampler(dataset_size=1000, batch_size=100, steps=3, physical_batch_size=32)
     >>> [step.index for step in sampler]
@@ -62,6 +64,7 @@ class PoissonSampler:
         steps: int,
         physical_batch_size: int | None = None,
         first_step: int = 0,
+        shard: range | None = None,
         randomness: Randomness | None = None,
     ) -> None:
         self.dataset_size = require_integer("dataset_size", dataset_size, 1)
@@ -76,6 +79,9 @@ class PoissonSampler:
         if physical_batch_size is None:
             physical_batch_size = dataset_size
         self.physical_batch_size = require_integer("physical_batch_size", physical_batch_size, 1)
+        self.shard = range(dataset_size) if shard is None else shard
+        if self.shard.step != 1 or not 0 <= self.shard.start <= self.shard.stop <= dataset_size:
+            raise InputError(f"shard is {self.shard}; it must be consecutive examples of the {dataset_size} there are")
         self._randomness = randomness if randomness is not None else Randomness.from_entropy()
 
     @classmethod
@@ -85,6 +91,7 @@ class PoissonSampler:
         *,
         physical_batch_size: int | None = None,
         first_step: int = 0,
+        shard: range | None = None,
         randomness: Randomness | None = None,
     ) -> PoissonSampler:
         """The sampler ``plan`` accounts for; it ends at the plan's last step."""
@@ -94,6 +101,7 @@ class PoissonSampler:
             steps=plan.steps,
             physical_batch_size=physical_batch_size,
             first_step=first_step,
+            shard=shard,
             randomness=randomness,
         )
 
@@ -112,7 +120,8 @@ class PoissonSampler:
 
     def draw(self, step: int) -> tuple[Tensor, ...]:
         """The chunks of one step. A second draw of a private run is a new sample."""
-        chosen = np.flatnonzero(self._randomness.uniforms("sampling", step, self.dataset_size) < self.sample_rate)
+        uniforms = self._randomness.uniforms("sampling", step, len(self.shard), first=self.shard.start)
+        chosen = self.shard.start + np.flatnonzero(uniforms < self.sample_rate)
         return torch.from_numpy(chosen).split(self.physical_batch_size) if len(chosen) else ()
 
     def load(

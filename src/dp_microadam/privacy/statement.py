@@ -77,6 +77,8 @@ def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, An
     }
     if record.phases:
         report["phases"] = dict(record.phases)
+    if record.processes:
+        report["processes"] = {str(count): steps for count, steps in record.processes.items()}
     if group_size > 1:
         report["group_epsilon"] = group_epsilon(record.spent, plan.delta, group_size)
     return report
@@ -137,7 +139,21 @@ def statement_parts(report: dict[str, Any]) -> tuple[str, list[tuple[str, str]],
         taken = ", ".join(f"{name} {steps}" for name, steps in report["phases"].items())
         position = next(i for i, (name, _) in enumerate(lines) if name == "Steps")
         lines.insert(position + 1, ("Phases", f"steps of each, all under the one plan: {taken}"))
+    if "processes" in report:
+        position = next(i for i, (name, _) in enumerate(lines) if name == "Noise")
+        lines.insert(position + 1, ("Processes", _processes_in_words(report)))
     return opening, lines, list(report["outside_the_guarantee"])
+
+
+def _processes_in_words(report: dict[str, Any]) -> str:
+    counts = dict(report["processes"])
+    alone = report["steps_done"] - sum(counts.values())
+    taken = {**({"1": alone} if alone else {}), **counts}
+    if len(taken) == 1:
+        numbers = f"all steps by {next(iter(taken))} together"
+    else:
+        numbers = "; ".join(f"{steps} steps by {count}" for count, steps in taken.items())
+    return f"{numbers}, with a part of the examples and of the noise's variance each; they trust each other"
 
 
 def _factor(epsilon: float) -> str:

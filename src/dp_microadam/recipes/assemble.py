@@ -21,6 +21,7 @@ from dp_microadam.methods.registry import build, refuse_bad_options
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.recipes.public_part import public_examples
 from dp_microadam.recipes.recipe import Recipe
+from dp_microadam.training.distributed import Ranks, ranks_here
 from dp_microadam.training.evaluation import class_hits, class_loss, evaluate, over_views
 from dp_microadam.training.run_folder import default_folder
 from dp_microadam.training.schedules import Schedule
@@ -63,6 +64,7 @@ class Experiment:
             {"accuracy": class_hits},
             prepare=lambda batch: prepare(tree_map(lambda leaf: leaf.to(device), batch)),
             num_workers=self.recipe.num_workers,
+            ranks=self.trainer.ranks,
         )
         return found["accuracy"]
 
@@ -73,14 +75,17 @@ def assemble(
     *,
     show_progress: bool = True,
     show_private_metrics: bool = False,
+    ranks: Ranks | None = None,
 ) -> Experiment:
-    """Load what the recipe names and put it together. Nothing is written yet.
+    """Load what the recipe names and put it together. Nothing is written yet. ``ranks`` are the trainer's.
 
     Raises:
         InputError: if data cannot be found or read, or something does not fit.
     """
+    ranks = ranks_here() if ranks is None else ranks
     refuse_bad_options(recipe.algorithm, recipe.resolved_learning_rate, recipe.optimizer)
-    data = _load(recipe)
+    with ranks.one_per_machine_first():
+        data = _load(recipe)
     augment = _augmentation(recipe, data)
     plan = plan_of(recipe, size_of(data.train))
     if recipe.seed is not None:
@@ -126,6 +131,7 @@ def assemble(
         seed=recipe.seed,
         show_progress=show_progress,
         show_private_metrics=show_private_metrics,
+        ranks=ranks,
     )
     return Experiment(recipe, data, model, trainer)
 

@@ -96,7 +96,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     body = whole[start:]
     if whole[:start] != _HEADER + hashlib.sha256(body).digest():
         return None
-    content: dict[str, Any] = torch.load(io.BytesIO(body), weights_only=True)
+    content: dict[str, Any] = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
     return content
 
 

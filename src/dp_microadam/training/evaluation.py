@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from dp_microadam.errors import DPMicroAdamError
 from dp_microadam.privacy.sampling import Chunks
+from dp_microadam.training.distributed import Ranks
 
 PerExample = Callable[[nn.Module, Any], Tensor]
 """``f(model, batch)`` returns one number per example."""
@@ -55,32 +56,44 @@ def evaluate(
     prepare: Callable[[Any], Any],
     batch_size: int = 512,
     num_workers: int = 0,
+    ranks: Ranks | None = None,
 ) -> dict[str, float]:
     """The mean of each measure over ``data``, with the model in evaluation mode; its mode comes back afterwards.
 
-    ``data`` is tensors with examples along the first dimension (one, or a tuple or dict of them), or a map-style Dataset.
+    ``data`` is tensors with examples along the first dimension (one, or a tuple or dict of them), or a map-style Dataset. Of
+    several ``ranks`` each measures its part, at the weights and buffers of its own, and all get the same means.
     """
+    ranks = Ranks() if ranks is None else ranks
     modes = {module: module.training for module in model.modules()}
     totals = dict.fromkeys(measures, 0.0)
     count = 0
     model.eval()
     try:
-        for batch in batches(data, batch_size, num_workers):
-            batch = prepare(batch)
-            for name, measure in measures.items():
-                values = measure(model, batch)
-                totals[name] += float(values.double().sum())
-            count += len(values)
+        with ranks.together():
+            for batch in batches(data, batch_size, num_workers, ranks=ranks):
+                batch = prepare(batch)
+                for name, measure in measures.items():
+                    values = measure(model, batch)
+                    totals[name] += float(values.double().sum())
+                count += len(values)
     finally:
         for module, mode in modes.items():
             module.training = mode
-    return {name: total / max(1, count) for name, total in totals.items()}
+    *sums, whole = ranks.total([*totals.values(), count])
+    return {name: total / max(1, whole) for name, total in zip(totals, sums, strict=True)}
 
 
-def batches(data: Any, batch_size: int, num_workers: int = 0) -> Iterator[Any]:
-    """``data`` in order, ``batch_size`` examples at a time; a Dataset is read by ``num_workers`` processes, if any."""
+def batches(data: Any, batch_size: int, num_workers: int = 0, *, ranks: Ranks | None = None) -> Iterator[Any]:
+    """``data`` in order, ``batch_size`` examples at a time; a Dataset is read by ``num_workers`` processes, if any.
+
+    With ``ranks``, the part of this process alone.
+    """
+    ranks = Ranks() if ranks is None else ranks
     if isinstance(data, Dataset):
-        rows = torch.arange(len(data)).split(batch_size)  # type: ignore[arg-type]
+        shard = ranks.shard(len(data))  # type: ignore[arg-type]
+        if not shard:
+            return
+        rows = torch.arange(shard.start, shard.stop).split(batch_size)
         chunks = Chunks(data, default_collate)
         loader: DataLoader[Any] = DataLoader(chunks, sampler=enumerate(rows), batch_size=None, num_workers=num_workers)
         for _, batch in loader:
@@ -89,8 +102,9 @@ def batches(data: Any, batch_size: int, num_workers: int = 0) -> Iterator[Any]:
             yield batch
         return
     first = data if isinstance(data, Tensor) else next(iter(data.values() if isinstance(data, Mapping) else data))
-    for start in range(0, len(first), batch_size):
-        yield _slice(data, slice(start, start + batch_size))
+    shard = ranks.shard(len(first))
+    for start in range(shard.start, shard.stop, batch_size):
+        yield _slice(data, slice(start, min(start + batch_size, shard.stop)))
 
 
 def _slice(data: Any, rows: slice) -> Any:

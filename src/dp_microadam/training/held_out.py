@@ -25,7 +25,7 @@ def share_examples(one: Any, other: Any) -> bool:
     >>> share_examples((images,), images[5:6]), share_examples(images[::2], images[1::2])
     (True, False)
     """
-    (base, positions), (other_base, other_positions) = _unwrapped(one), _unwrapped(other)
+    (base, positions), (other_base, other_positions) = unwrapped(one), unwrapped(other)
     if base is other_base:
         return positions is None or other_positions is None or not set(positions).isdisjoint(other_positions)
     return any(
@@ -35,7 +35,7 @@ def share_examples(one: Any, other: Any) -> bool:
     )
 
 
-def _unwrapped(data: Any) -> tuple[Any, list[int] | None]:
+def unwrapped(data: Any) -> tuple[Any, list[int] | None]:
     """What Subsets of Subsets are taken from, and which positions; None for all."""
     positions: list[int] | None = None
     while isinstance(data, Subset):

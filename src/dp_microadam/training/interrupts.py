@@ -17,8 +17,9 @@ class Interruptible:
     delivers no signals, this does nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, shown: bool = True) -> None:
         self.requested = False
+        self._shown = shown
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interruptible:
@@ -31,7 +32,8 @@ class Interruptible:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        tell("finishing this step; once more to stop at once")
+        if self._shown:
+            tell("finishing this step; once more to stop at once")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._before.items():

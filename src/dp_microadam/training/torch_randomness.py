@@ -29,10 +29,11 @@ def unpredictable_torch() -> Iterator[None]:
 
 
 @contextmanager
-def seeded_torch(seed: int, step: int) -> Iterator[None]:
-    """Within the block torch's generators are a function of seed and step, for tests."""
+def seeded_torch(seed: int, step: int, rank: int = 0) -> Iterator[None]:
+    """Within the block torch's generators are a function of seed, step and process, for tests."""
+    sequence = np.random.SeedSequence([seed, step, rank] if rank else [seed, step])
     with torch.random.fork_rng():
-        torch.manual_seed(int(np.random.SeedSequence([seed, step]).generate_state(1, np.uint64)[0] >> np.uint64(1)))
+        torch.manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)))
         yield
 
 

@@ -25,7 +25,9 @@ from dp_microadam.privacy.randomness import Randomness
 from dp_microadam.privacy.sampling import LogicalStep, PoissonSampler
 from dp_microadam.privacy.statement import PRIVACY_NAME, STATEMENT_NAME, round_up, statement_in_words
 from dp_microadam.training.checkpoint import CheckpointFolder
+from dp_microadam.training.data_digest import data_digest
 from dp_microadam.training.diagnostics import MicroAdamDiagnostics
+from dp_microadam.training.distributed import ProcessLost, Ranks, ranks_here
 from dp_microadam.training.ema import WeightAverage
 from dp_microadam.training.evaluation import PerExample, batches, evaluate
 from dp_microadam.training.gradients import GradientSums, UnclippedGradients, set_gradients
@@ -53,6 +55,9 @@ from dp_microadam.validation import require_integer, require_one_of, require_pos
 
 _NO_BOUND = 1e12
 """Clipping that never clips, for runs without privacy that need each example's gradient."""
+
+_COMPARE_EVERY = 100
+"""Steps between proofs that all processes of a run have the same weights and optimizer state."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +121,14 @@ class PrivateTrainer:
         config: kept in the folder as ``config.toml``.
         public: what else the run declares public, in words; it stands in the statement and cannot change on resume.
         diagnostics_every: steps between :mod:`~dp_microadam.training.diagnostics` of MicroAdam in the metrics; None: never.
-        callbacks: called with a :class:`StepReport` after each step.
+        callbacks: called with a :class:`StepReport` after each step, in every process.
         secure: draw noise and samples from a cryptographic generator.
         seed: for tests only: makes all randomness repeatable, and the run not private.
         show_private_metrics: also report loss and accuracy on training batches, and the text of errors that processing them
             raises. All that is outside the guarantee.
+        ranks: the processes that train together; by default those of torch.distributed, if it is initialised. Each makes its
+            trainer at the same point and gives it the same arguments and the same data; weights and the optimizer's settings
+            are taken from rank 0, which keeps the run's folder.
 
     Formal guarantees: with a plan, ``method="private"`` and no seed, everything the run writes or shows — weights, averages,
     checkpoints, metrics on validation data that is not part of the training data, logs — is (ε, δ)-differentially private
@@ -129,7 +137,9 @@ class PrivateTrainer:
     on synthetic data, as far as :class:`ClippedGradients` says), ``prepare``, ``augment`` and the Dataset treat examples one by
     one, and that validation data, callbacks, ``procedure`` and the choice of hyperparameters do not depend on the training data
     but through what the run publishes. Dropout and augmentation must draw from torch's generators, which are made unpredictable
-    for each step.
+    for each step. Several processes give the same guarantee to whoever sees what the run publishes: each draws from a part of
+    the examples, disjoint from the others', with the plan's rate, and adds its part of the noise's variance from its own
+    entropy. They trust each other and the network between them: what one sends has its own part of the noise only.
     """
 
     def __init__(
@@ -164,12 +174,15 @@ class PrivateTrainer:
         seed: int | None = None,
         show_progress: bool = True,
         show_private_metrics: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         require_one_of("method", method, ("private", "non-private"))
         if method == "private" and not isinstance(plan, PrivacyPlan):
             raise InputError(f"plan is a {type(plan).__name__}; a private run needs a PrivacyPlan, as PrivacyPlan.solve gives")
+        self.ranks = ranks_here() if ranks is None else ranks
         self.model = model
         self.optimizer = optimizer
+        self._take_from_main()
         self.plan = plan
         self.private = method == "private"
         self.physical_batch_size = require_integer("physical_batch_size", physical_batch_size, 1)
@@ -183,8 +196,8 @@ class PrivateTrainer:
         self._unwritten_diagnostics: list[dict[str, Any]] = []
         self.callbacks = tuple(callbacks)
         self.num_workers = require_integer("num_workers", num_workers, 0)
-        self.show_progress = show_progress
-        self.folder = RunFolder(default_folder("run") if run_dir is None else run_dir)
+        self.show_progress = show_progress and self.ranks.main
+        self.folder = RunFolder(self.ranks.from_main(lambda: default_folder("run") if run_dir is None else Path(run_dir)))
         self.checkpoints = CheckpointFolder(self.folder.path / CHECKPOINTS, keep_checkpoints)
         self._config = config
         self.procedure = procedure or Procedure()
@@ -212,11 +225,17 @@ class PrivateTrainer:
         self._mechanism: GaussianMechanism | None = None
         if self.private:
             assert isinstance(self._gradients, ClippedGradients)
-            self._mechanism = GaussianMechanism.from_plan(plan, self._gradients.sensitivity, randomness=self._randomness)  # type: ignore[arg-type]
+            self._mechanism = GaussianMechanism.from_plan(
+                plan,  # type: ignore[arg-type]
+                self._gradients.sensitivity,
+                noise_share=self._noise_share(),
+                randomness=self._randomness,
+            )
         self.procedure.calibrate(self._mechanism.noise_deviation if self._mechanism else 0.0)
         self.procedure.begin(self._phase)
         self._ledger: PrivacyLedger | None = None
         self._position = 0
+        self._saved_position = -1
         self._updates = 0
         self._resumed = False
         self._last_metrics: dict[str, float] = {}
@@ -236,37 +255,32 @@ class PrivateTrainer:
     ) -> RunResult:
         """Train until the plan's steps are spent, ``max_steps`` is reached, or Ctrl-C asks to stop.
 
-        ``train`` and ``validation`` are map-style Datasets, or tensors with examples along the first dimension.
+        ``train`` and ``validation`` are map-style Datasets, or tensors with examples along the first dimension; all of them in
+        every process, in the same order.
         """
-        sampler = PoissonSampler(
-            self.plan.dataset_size,
-            self.plan.batch_size,
-            steps=self.last_step,
-            physical_batch_size=self.physical_batch_size,
-            first_step=min(self._position, self.last_step),
-            randomness=self._randomness,
-        )
         if self.finished:
             return self.result()
-        if validation is not None and share_examples(train, validation):
-            raise InputError("validation shares examples with the training data; its metrics would be private, hold it out")
-        seed_workers = unpredictable_worker if self._seed is None and self.num_workers else None
-        steps = sampler.load(train, num_workers=self.num_workers, worker_init_fn=seed_workers)
-        self.procedure.refuse_data(train)
-        self._prove(train)
+        with self.ranks.together():
+            steps = self._steps_of(train, validation)
+        self._require_same_run(train, validation)
         if not self._resumed:
-            self._begin()
+            self.ranks.from_main(self._begin)
         progress = Progress(
             self.last_step, self._position, self.plan.batch_size, self._describe_spent, shown=self.show_progress
         )
         if not self.private or not self._randomness.private:
             progress.say(f"this run is {self.stamp}")
         try:
-            with Interruptible() as interruption:
+            with Interruptible(shown=self.ranks.main) as interruption:
                 self._loop(steps, validation, progress, interruption)
                 if self._position >= self.last_step:
                     self._evaluate(validation, progress)
-                self._checkpoint()
+                self.ranks.from_main(self._checkpoint)
+                self._saved_position = self._position
+        except ProcessLost as error:
+            raise ProcessLost(
+                f"{error}; the steps recorded so far stay spent; go on with: {how_to_go_on(self.folder.path)}"
+            ) from error
         finally:
             progress.close()
             self._events.close()
@@ -280,7 +294,7 @@ class PrivateTrainer:
     @property
     def finished(self) -> bool:
         """Whether no step is left and the last one's checkpoint is written."""
-        return self._position >= self.last_step and self._position in self.checkpoints.positions()
+        return self._position >= self.last_step and self._position == self._saved_position
 
     def result(self) -> RunResult:
         """Where the run stands."""
@@ -298,7 +312,7 @@ class PrivateTrainer:
     def resume(self, run_dir: str | Path | None = None) -> PrivateTrainer:
         """Take up a run where its newest whole checkpoint left it; ``fit`` then goes on.
 
-        Steps recorded after that checkpoint are lost and stay spent.
+        Steps recorded after that checkpoint are lost and stay spent. The number of processes may be another than before.
         """
         if run_dir is not None:
             self.folder = RunFolder(run_dir)
@@ -306,9 +320,7 @@ class PrivateTrainer:
             self._events = Events(self.folder.path / EVENTS)
         position, damaged = self._load_newest()
         if self.private:
-            assert isinstance(self.plan, PrivacyPlan)
-            self._ledger = PrivacyLedger.resume(self.folder.path, self.plan, self._settings(), position=position)
-            self._position = self._ledger.steps
+            self._position = self.ranks.from_main(lambda: self._resume_ledger(position))
         if self.finished:
             if self._ledger is not None:
                 self._ledger.close()
@@ -317,9 +329,15 @@ class PrivateTrainer:
             self._tell(f"checkpoint {name} is damaged and was passed over")
         lost = self._position - position
         self._tell(f"resumed at step {position}" + (f"; {lost} steps after it were lost and stay spent" if lost else ""))
-        self.folder.forget_metrics_after(position)
+        if self.ranks.main:
+            self.folder.forget_metrics_after(position)
         self._resumed = True
         return self
+
+    def _resume_ledger(self, position: int) -> int:
+        assert isinstance(self.plan, PrivacyPlan)
+        self._ledger = PrivacyLedger.resume(self.folder.path, self.plan, self._settings(), position=position)
+        return self._ledger.steps
 
     def peek(self) -> RunResult:
         """Load the newest weights to look at them; another process may go on training meanwhile."""
@@ -329,15 +347,74 @@ class PrivateTrainer:
         return self.result()
 
     def _load_newest(self) -> tuple[int, list[str]]:
-        position, content, damaged = self.checkpoints.newest()
+        position, content, damaged = self.ranks.from_main(self.checkpoints.newest)
         self.model.load_state_dict(content["model"])
         self.optimizer.load_state_dict(content["optimizer"])
         if self.average is not None:
             self.average.load_state_dict(content["average"])
-        self.procedure.load_state_dict(content["procedure"])
-        self._updates, self._position = content["updates"], position
+        self.procedure.load_state_dict(self._move(content["procedure"]))
+        self._updates, self._position, self._saved_position = content["updates"], position, position
         self._enter(phase_at(self._phases, self._updates))
         return position, damaged
+
+    def _steps_of(self, train: Any, validation: Any) -> Iterator[LogicalStep]:
+        """The steps ahead, with this process' part of the training data; refuses what cannot be trained on."""
+        sampler = PoissonSampler(
+            self.plan.dataset_size,
+            self.plan.batch_size,
+            steps=self.last_step,
+            physical_batch_size=self.physical_batch_size,
+            first_step=min(self._position, self.last_step),
+            shard=self.ranks.shard(self.plan.dataset_size),
+            randomness=self._randomness,
+        )
+        if validation is not None and share_examples(train, validation):
+            raise InputError("validation shares examples with the training data; its metrics would be private, hold it out")
+        seed_workers = unpredictable_worker if self._seed is None and self.num_workers else None
+        steps = sampler.load(train, num_workers=self.num_workers, worker_init_fn=seed_workers)
+        self.procedure.refuse_data(train)
+        self._prove(train)
+        return steps
+
+    def _take_from_main(self) -> None:
+        """All processes start from the weights of rank 0, and with its optimizer's settings, the rounding seed included."""
+        if self.ranks.size == 1:
+            return
+        shapes = [(name, tuple(value.shape), value.dtype) for name, value in self.model.state_dict().items()]
+        groups = [len(group["params"]) for group in self.optimizer.param_groups]
+        self.ranks.require_same("model or optimizer", (shapes, type(self.optimizer).__name__, groups))
+        self.ranks.broadcast_(self.model.state_dict().values())
+        for group in self.optimizer.param_groups:
+            own = {name: value for name, value in group.items() if name != "params"}
+            group.update(self.ranks.from_main(lambda own=own: own))  # type: ignore[misc]
+
+    def _noise_share(self) -> float:
+        """Of the noise's variance, what this process adds: all alike; from a fixed seed rank 0 adds all, to be repeatable."""
+        if self._randomness.private:
+            return 1 / self.ranks.size
+        return 1.0 if self.ranks.main else 0.0
+
+    def _require_same_run(self, train: Any, validation: Any) -> None:
+        """Refuse processes that would not do the same, or whose parts of the data could overlap."""
+        if self.ranks.size == 1:
+            return
+        rules = (self.plan, self._phases, self._max_grad_norm, self._clipping, self.stamp, self._randomness.description)
+        self.ranks.require_same("plan, phases, clipping or randomness", rules)
+        shown = (self.last_step, self.evaluate_every, validation is None, self.average is None, self._show_private_metrics)
+        self.ranks.require_same("max_steps, evaluate_every, validation, ema_decay or show_private_metrics", shown)
+        self.ranks.require_same("the training data or its order", data_digest(train))
+
+    def _require_alike(self) -> None:
+        """Every so many steps: the processes have taken the same steps, or the run ends."""
+        due = self._updates == 1 or self._position % _COMPARE_EVERY == 0 or self._position == self.last_step
+        if self.ranks.size == 1 or not due:
+            return
+        state = [value for values in self.optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
+        if not self.ranks.alike([*self.model.parameters(), *state]):
+            raise DPMicroAdamError(
+                f"after step {self._position} the processes of this run have different weights or optimizer states; they must "
+                "compute alike: use the same devices and library versions"
+            )
 
     def _begin(self) -> None:
         self.folder.create()
@@ -353,25 +430,31 @@ class PrivateTrainer:
     def _loop(self, steps: Iterator[LogicalStep], validation: Any, progress: Progress, interruption: Interruptible) -> None:
         saved_at = time.monotonic()
         while self._position < self.last_step:
-            if interruption.requested:
+            if self.ranks.any(interruption.requested):
                 progress.say(f"stopped at step {self._position}; go on with: {how_to_go_on(self.folder.path)}")
-                self.folder.log(f"interrupted at step {self._position}")
+                self._log(f"interrupted at step {self._position}")
                 return
             phase = phase_at(self._phases, self._updates)
             if phase != self._phase:
                 self._enter(phase)
-                self.folder.log(f"phase {phase.name!r} begins at step {self._position}")
+                self._log(f"phase {phase.name!r} begins at step {self._position}")
             self._pace.step()
-            index = self._record_step()
-            private_metrics = self._accumulate(steps, index)
-            self._take_step(index)
+            index = self.ranks.from_main(self._record_step)
+            self._agree_on_scale(index)
+            with self.ranks.together():
+                training_totals = self._accumulate(steps, index)
+                noisy_sums = self._noisy_sums(index)
+            self._take_step(index, noisy_sums)
+            self._require_alike()
+            private_metrics = self._over_all_ranks(training_totals)
             progress.advance(self._position)
-            if self.diagnostics is not None and (found := self.diagnostics.take()) is not None:
+            if self.ranks.main and self.diagnostics is not None and (found := self.diagnostics.take()) is not None:
                 self._unwritten_diagnostics.append({"step": self._position, "diagnostics": found})
             metrics = None
             if self._position % self.evaluate_every == 0 and self._position < self.last_step:
                 metrics = self._evaluate(validation, progress, private_metrics)
-            if self._position % self.checkpoint_every == 0 or time.monotonic() - saved_at > self.checkpoint_seconds:
+            due = self._position % self.checkpoint_every == 0 or time.monotonic() - saved_at > self.checkpoint_seconds
+            if due and self.ranks.main:
                 self._checkpoint()
                 saved_at = time.monotonic()
             for callback in self.callbacks:
@@ -408,13 +491,17 @@ class PrivateTrainer:
         """Spend the next step before anything of it is drawn: a step that fails is spent all the same."""
         if self._ledger is None:
             return self._position
-        index = self._ledger.record_step(self._phase.name if len(self._phases) > 1 else None)
+        phase = self._phase.name if len(self._phases) > 1 else None
+        index = self._ledger.record_step(phase, processes=self.ranks.size)
         if index != self._position:
             raise PrivacyError(f"the ledger is at step {index} and the run at {self._position}; they must agree")
         return index
 
     def _accumulate(self, steps: Iterator[LogicalStep], index: int) -> dict[str, float]:
-        """Sum the clipped gradients of the next step. What it returns is empty unless private metrics are asked for."""
+        """Sum the clipped gradients of this process' part of the next step.
+
+        What it returns, totals on training examples and their count, is empty unless private metrics are asked for.
+        """
         try:
             with self._torch_stream(index):  # workers, too, are seeded from it
                 step = next(steps)
@@ -438,13 +525,10 @@ class PrivateTrainer:
             ) from None
 
     def _torch_stream(self, step: int) -> AbstractContextManager[None]:
-        return unpredictable_torch() if self._seed is None else seeded_torch(self._seed, step)
+        return unpredictable_torch() if self._seed is None else seeded_torch(self._seed, step, self.ranks.rank)
 
     def _accumulate_chunks(self, chunks: Iterable[Any]) -> dict[str, float]:
-        self._gradients.scale = self.procedure.scale()
-        self._gradients.row_masks = self.procedure.row_masks()
-        totals: dict[str, float] = {}
-        count = 0
+        totals = dict.fromkeys([*self._measures, "count"], 0.0) if self._show_private_metrics else {}
         for chunk in chunks:
             batch = self._training_batch(chunk)
             self._add(batch)
@@ -452,9 +536,16 @@ class PrivateTrainer:
                 with torch.no_grad():
                     for name, measure in self._measures.items():
                         values = measure(self.model, batch)
-                        totals[name] = totals.get(name, 0.0) + float(values.sum())
-                count += len(values)
-        return {f"training_{name}": total / count for name, total in totals.items()}
+                        totals[name] += float(values.sum())
+                totals["count"] += len(values)
+        return totals
+
+    def _over_all_ranks(self, totals: dict[str, float]) -> dict[str, float]:
+        """Means on the training examples of a step, from totals of every process."""
+        if not totals:
+            return {}
+        *sums, count = self.ranks.total(list(totals.values()))
+        return {f"training_{name}": total / count for name, total in zip(self._measures, sums, strict=True)} if count else {}
 
     def _add(self, batch: Any) -> None:
         try:
@@ -496,9 +587,17 @@ class PrivateTrainer:
             self._proved[phase.asks] = gradients
         self._take_up(self._phase)
 
-    def _take_step(self, index: int) -> None:
+    def _agree_on_scale(self, index: int) -> None:
+        with self._torch_stream(index):
+            scale = self.procedure.scale()
+        # A scale from public examples may differ in the last bits from device to device, and must not.
+        self.ranks.broadcast_(scale.values())
+        self._gradients.scale = scale
+        self._gradients.row_masks = self.procedure.row_masks()
+
+    def _take_step(self, index: int, noisy_sums: dict[str, Tensor]) -> None:
         masks = self.procedure.row_masks()
-        gradients = self.procedure.receive(self._privatized(masks, index))
+        gradients = self.procedure.receive(self._means(noisy_sums, masks))
         self._gradients.reset()
         factor = self.schedule.factor(self._updates) * self._phase.rate
         for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
@@ -513,13 +612,18 @@ class PrivateTrainer:
         if self.average is not None:
             self.average.update(self.model, self._updates)
 
-    def _privatized(self, masks: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
-        """Means of what was summed, with noise in the rows that train and nothing in others."""
-        sums = selected_rows(self._gradients.sums, masks)
+    def _noisy_sums(self, index: int) -> dict[str, Tensor]:
+        """What was summed here, with this process' part of the noise, in the rows that train."""
+        sums = selected_rows(self._gradients.sums, self.procedure.row_masks())
+        return sums if self._mechanism is None else self._mechanism.add_noise(sums, step=index)
+
+    def _means(self, noisy_sums: dict[str, Tensor], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Means over the expected batch of what all processes summed, with nothing in rows that do not train."""
+        self.ranks.sum_(noisy_sums)
         if self._mechanism is not None:
-            means = self._mechanism.privatize(sums, step=index)
+            means = self._mechanism.mean(noisy_sums, like=self._gradients.sums)
         else:
-            means = {name: total / self.plan.batch_size for name, total in sums.items()}
+            means = {name: total / self.plan.batch_size for name, total in noisy_sums.items()}
         return whole_again(means, masks)
 
     def _evaluate(
@@ -539,11 +643,12 @@ class PrivateTrainer:
             record["steps_per_second"] = pace
         if private_metrics:
             record["outside_the_guarantee"] = private_metrics
-        self.write_privacy()  # before what it covers
-        self._write_diagnostics()
-        self._write_vital_signs()
-        self.folder.append_metrics(record)
-        self._events.write(self._position, {**metrics, "epsilon": record["epsilon"]})
+        if self.ranks.main:
+            self.write_privacy()  # before what it covers
+            self._write_diagnostics()
+            self._write_vital_signs()
+            self.folder.append_metrics(record)
+            self._events.write(self._position, {**metrics, "epsilon": record["epsilon"]})
         self._last_metrics = metrics
         words = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items()]
         words += [
@@ -555,12 +660,14 @@ class PrivateTrainer:
         return metrics
 
     def _measure(self, data: Any, prefix: str) -> dict[str, float]:
+        self.ranks.broadcast_(self.model.buffers())  # without privacy, those of batch normalization follow a process' own part
         found = evaluate(
             self.model,
             data,
             self._measures,
             prepare=lambda batch: self._finish(self._move(batch)),
             num_workers=self.num_workers,
+            ranks=self.ranks,
         )
         return {f"{prefix}_{name}": value for name, value in found.items()}
 
@@ -648,8 +755,12 @@ class PrivateTrainer:
     def _finish(self, batch: Any) -> Any:
         return self._prepare(batch) if self._prepare else batch
 
+    def _log(self, text: str) -> None:
+        if self.ranks.main:
+            self.folder.log(text)
+
     def _tell(self, text: str) -> None:
-        self.folder.log(text)
+        self._log(text)
         if self.show_progress:
             tell(text)
 

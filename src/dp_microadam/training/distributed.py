@@ -1,0 +1,281 @@
+"""Several processes that train one model together, on torch's own distributed engine.
+
+Each process has its own part of the examples, draws from it with the common rate, clips and sums, and adds its part of the
+noise; the sums are added up once per step, and all processes take the same optimizer step. Rank 0 keeps the run's folder. A run
+of one process has :class:`Ranks`, whose answers cost nothing; several have :class:`TorchRanks`.
+
+Messages about the run itself (a step was recorded, someone failed) go through gloo, also beside NCCL: a process that dies
+closes its connections, and the others hear of it at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from dp_microadam.errors import DPMicroAdamError, InputError
+
+Answer = TypeVar("Answer")
+
+_BUCKET = 1 << 24
+"""Numbers that are reduced at once; bounds the copy they are gathered into."""
+
+_CHECKSUM_CHUNK = 1 << 20
+
+
+class ProcessLost(DPMicroAdamError):
+    """Another process of the run failed or is gone, so this one cannot go on."""
+
+
+class Ranks:
+    """The processes of a run, seen from one of them; here, a process alone."""
+
+    rank = 0
+    size = 1
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the process that keeps the run's folder and talks to people."""
+        return self.rank == 0
+
+    def shard(self, count: int) -> range:
+        """This process' part of ``count`` examples.
+
+        Formal guarantees: over all ranks the parts are a partition: disjoint, and every example is in one of them. Their sizes
+        differ by at most one; nothing is repeated to make them equal.
+
+        >>> [list(_at(rank, 3).shard(7)) for rank in range(3)]
+        [[0, 1], [2, 3], [4, 5, 6]]
+        """
+        return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+
+    def sum_(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace each tensor by its sum over all processes, the same to the bit in each of them."""
+
+    def broadcast_(self, tensors: Iterable[Tensor]) -> None:
+        """Replace each tensor by that of rank 0."""
+
+    def total(self, numbers: Sequence[float]) -> list[float]:
+        """Each number summed over all processes."""
+        return list(numbers)
+
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` is true in some process."""
+        return flag
+
+    def from_main(self, work: Callable[[], Answer]) -> Answer:
+        """What ``work`` returns, or raises, in rank 0; the others wait for it."""
+        return work()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A block in which processes work apart. It ends well if it does in all of them, else with an error in each."""
+        yield
+
+    @contextmanager
+    def one_per_machine_first(self) -> Iterator[None]:
+        """A block that one process of each machine goes through before the others begin: they find what it fetched."""
+        yield
+
+    def require_same(self, what: str, value: Any) -> None:
+        """
+        Raises:
+            InputError: in every process, if ``value`` is not equal to that of rank 0 in some.
+        """
+
+    def alike(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether all processes have the same tensors to the bit, judged by a checksum of 64 bits."""
+        return True
+
+
+class TorchRanks(Ranks):
+    """The processes of torch's default group, which must be initialised; made in all of them at the same point."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        # Of a group that was initialised for CUDA alone, the messages on the CPU need one of their own.
+        gloo = "gloo" in str(dist.get_backend_config())
+        self._messages = None if gloo else dist.new_group(backend="gloo")
+
+    def sum_(self, tensors: Mapping[str, Tensor]) -> None:
+        for bucket in _buckets(tensors.values()):
+            flat = bucket[0].view(-1) if len(bucket) == 1 and bucket[0].is_contiguous() else _gathered(bucket)
+            with _heard():
+                dist.all_reduce(flat, group=self._group_of(flat))
+            if flat.data_ptr() != bucket[0].data_ptr():
+                for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                    tensor.copy_(part.view_as(tensor))
+
+    def broadcast_(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            whole = tensor.detach().contiguous()
+            with _heard():
+                dist.broadcast(whole, 0, group=self._group_of(whole))
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(whole)
+
+    def total(self, numbers: Sequence[float]) -> list[float]:
+        summed = torch.tensor(numbers, dtype=torch.float64)
+        self.sum_({"numbers": summed})
+        found: list[float] = summed.tolist()
+        return found
+
+    def any(self, flag: bool) -> bool:
+        raised = torch.tensor([int(flag)])
+        with _heard():
+            dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=self._messages)
+        return bool(raised)
+
+    def from_main(self, work: Callable[[], Answer]) -> Answer:
+        value, error = self._outcome(work) if self.main else (None, None)
+        message: list[Any] = [value, error if error is None or isinstance(error, DPMicroAdamError) else _without_text(error)]
+        with _heard():
+            dist.broadcast_object_list(message, 0, group=self._messages)
+        error = error or message[1]
+        if error is not None:
+            raise error
+        answer: Answer = message[0]
+        return answer
+
+    @staticmethod
+    def _outcome(work: Callable[[], Answer]) -> tuple[Answer | None, Exception | None]:
+        try:
+            return work(), None
+        except Exception as error:
+            return None, error
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        try:
+            yield
+        except ProcessLost:
+            raise
+        except Exception:
+            with suppress(ProcessLost):
+                self.any(True)
+            raise
+        if self.any(False):
+            raise ProcessLost("another process of this run failed, and says why; this one stops too")
+
+    @contextmanager
+    def one_per_machine_first(self) -> Iterator[None]:
+        if int(os.environ.get("LOCAL_RANK", self.rank)) == 0:
+            with self.together():
+                yield
+            return
+        with self.together():
+            pass
+        yield
+
+    def require_same(self, what: str, value: Any) -> None:
+        theirs = self.from_main(lambda: value)
+        if self.any(value != theirs):
+            raise InputError(f"the processes of this run differ in {what}; it must be the same in all of them")
+
+    def alike(self, tensors: Iterable[Tensor]) -> bool:
+        own = torch.zeros((), dtype=torch.int64)
+        for tensor in tensors:
+            own = own * 31 + checksum(tensor).cpu()
+        largest_and_smallest = torch.stack([own, ~own])
+        with _heard():
+            dist.all_reduce(largest_and_smallest, op=dist.ReduceOp.MAX, group=self._messages)
+        return bool(largest_and_smallest[0] == ~largest_and_smallest[1])
+
+    def _group_of(self, tensor: Tensor) -> dist.ProcessGroup | None:
+        return self._messages if tensor.device.type == "cpu" else None
+
+
+def ranks_here() -> Ranks:
+    """The processes this one belongs to, as torch knows them; alone, if it knows of none.
+
+    Raises:
+        InputError: if torchrun started several and torch.distributed is not initialised.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return TorchRanks()
+    if started_by_torchrun() and not (dist.is_available() and dist.is_initialized()):
+        raise InputError(
+            f"torchrun started {os.environ['WORLD_SIZE']} processes, but torch.distributed is not initialised; call "
+            "torch.distributed.init_process_group first, or pass ranks=Ranks() to train in each of them alone"
+        )
+    return Ranks()
+
+
+def started_by_torchrun() -> bool:
+    """Whether there are several processes, by the variables torchrun sets."""
+    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+@contextmanager
+def torchrun_processes() -> Iterator[Ranks]:
+    """Join the processes that torchrun started, gloo between CPUs and NCCL between GPUs; without torchrun, a process alone."""
+    if not started_by_torchrun():
+        yield Ranks()
+        return
+    on_cuda = torch.cuda.is_available()
+    if on_cuda:
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if local >= torch.cuda.device_count():
+            raise InputError(
+                f"nproc-per-node is {local + 1} or more; there are {torch.cuda.device_count()} GPUs, and a process needs one"
+            )
+        torch.cuda.set_device(local)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
+    yield TorchRanks()
+    # After an error the process ends instead: taking the group down in order would wait for those that are gone.
+    dist.destroy_process_group()
+
+
+@contextmanager
+def _heard() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).partition("] ")[2].partition(". ")[0][:80] or type(error).__name__
+        raise ProcessLost(f"another process of this run is gone ({reason}); this one stops too") from error
+
+
+def _without_text(error: Exception) -> ProcessLost:
+    return ProcessLost(f"rank 0 failed ({type(error).__name__}), and says why; this process stops too")
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one type on one device, up to ``_BUCKET`` numbers together."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        kind = (tensor.dtype, tensor.device)
+        full = sum(other.numel() for other in bucket) + tensor.numel() > _BUCKET
+        if bucket and (full or kind != (bucket[0].dtype, bucket[0].device)):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
+def _gathered(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Σ (2i + 1)·bitsᵢ, carried from chunk to chunk, modulo 2⁶⁴: two coordinates that differ do not cancel."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = tensor.detach().contiguous().view(-1).view(integers[tensor.element_size()])
+    weights = torch.arange(min(len(bits), _CHECKSUM_CHUNK), device=tensor.device).mul_(2).add_(1)
+    found = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in bits.split(_CHECKSUM_CHUNK):
+        found = found * 31 + (part * weights[: len(part)]).sum()
+    return found
+
+
+def _at(rank: int, size: int) -> Ranks:
+    """For examples: a place among several, without the others."""
+    found = Ranks()
+    found.rank, found.size = rank, size
+    return found

@@ -1,0 +1,206 @@
+"""One of several processes that hold a model together (FSDP2); ``test_sharded.py`` starts them and looks at what they leave.
+
+RANK=… WORLD_SIZE=… MASTER_ADDR=… MASTER_PORT=… python sharded_worker.py FOLDER [FOLDER OF A CHECKPOINT TO LOAD]
+"""
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+from dp_microadam import InputError, MicroAdam
+
+OPTIONS = {
+    "block": {"density": 0.1, "block_size": 64, "bucket_size": 16, "rounding": "stochastic", "seed": 3, "weight_decay": 0.01},
+    "plain": {"density": 0.1, "block_size": 64, "bucket_size": 16, "fused": False},
+    "tensor": {"density": 0.1, "scope": "tensor", "quantize": False, "window_dtype": torch.float32},
+}
+
+
+def network():
+    """Weights of 37, 2 and 1 rows: parts of unequal length, and processes without any."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(50, 37), nn.Tanh(), nn.Linear(37, 2), nn.Tanh(), nn.Linear(2, 1))
+
+
+def sharded():
+    model = network()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (model[0], model[2], model[4]):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def gradients(model, step):
+    """The same in every process and for whole and divided models alike."""
+    generator = torch.Generator().manual_seed(100 + step)
+    return [torch.randn(param.shape, generator=generator) for param in model.parameters()]
+
+
+def give(model, step):
+    from torch.distributed.tensor import distribute_tensor
+
+    for param, gradient in zip(model.parameters(), gradients(model, step), strict=True):
+        param.grad = distribute_tensor(gradient, param.device_mesh, param.placements)
+
+
+def own_parts(model):
+    return [param.to_local().detach().clone() for param in model.parameters()]
+
+
+def steps(options):
+    """Own parts before, after 12 steps, and what MicroAdam on these parts alone makes of them; messages sent meanwhile."""
+    model = sharded()
+    before = own_parts(model)
+    optimizer = MicroAdam(model.parameters(), lr=0.1, **options)
+    alone = [nn.Parameter(part.clone()) for part in before]
+    twin = MicroAdam(alone, lr=0.1, **options)
+    messages = 0
+    for step in range(12):
+        give(model, step)
+        for param, part in zip(model.parameters(), alone, strict=True):
+            part.grad = param.grad.to_local().clone()
+        with CommDebugMode() as watched:
+            optimizer.step()
+        messages += watched.get_total_counts()
+        twin.step()
+    with CommDebugMode() as watched:
+        whole = [param.full_tensor().detach() for param in model.parameters()]
+    return {
+        "messages to put it together": watched.get_total_counts(),
+        "before": before,
+        "after": own_parts(model),
+        "twin": [part.detach() for part in alone],
+        "messages": messages,
+        "bytes": optimizer.state_bytes(),
+        "twin bytes": twin.state_bytes(),
+        "whole": whole,
+    }
+
+
+def bytes_of_a_large_layer():
+    """State that this process keeps of a layer of 1000 × 1000, at MicroAdam's defaults."""
+    layer = fully_shard(nn.Linear(1000, 1000), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = MicroAdam(layer.parameters())
+    give(layer, 0)
+    optimizer.step()
+    return optimizer.state_bytes()
+
+
+def state_of(model, optimizer):
+    return {"optim": get_optimizer_state_dict(model, optimizer)}
+
+
+def saved_and_loaded(folder):
+    """A run of 6 steps goes on for 6 more, directly and from a distributed checkpoint."""
+    model = sharded()
+    optimizer = MicroAdam(model.parameters(), lr=0.1, **OPTIONS["block"])
+    for step in range(6):
+        give(model, step)
+        optimizer.step()
+    checkpoint.save(state_of(model, optimizer), checkpoint_id=folder)
+    other = sharded()
+    with torch.no_grad():
+        for param, source in zip(other.parameters(), model.parameters(), strict=True):
+            param.to_local().copy_(source.to_local())
+    fresh = load(other, folder)
+    for step in range(6, 12):
+        for each, each_optimizer in ((model, optimizer), (other, fresh)):
+            give(each, step)
+            each_optimizer.step()
+    return {"went on": own_parts(model), "loaded": own_parts(other)}
+
+
+def load(model, folder):
+    optimizer = MicroAdam(model.parameters(), lr=0.1, **OPTIONS["block"])
+    state = state_of(model, optimizer)
+    checkpoint.load(state, checkpoint_id=folder)
+    set_optimizer_state_dict(model, optimizer, optim_state_dict=state["optim"])
+    return optimizer
+
+
+def refusals(folder):
+    """What loading the state of another number of processes says."""
+    model = sharded()
+    try:
+        load(model, folder)
+    except CheckpointException as error:
+        by_checkpoint = str(error)
+    else:
+        by_checkpoint = "accepted"
+    model = sharded()
+    optimizer = MicroAdam(model.parameters(), lr=0.1, **OPTIONS["block"])
+    whole = network()
+    single = MicroAdam(whole.parameters(), lr=0.1, **OPTIONS["block"])
+    for param, gradient in zip(whole.parameters(), gradients(whole, 0), strict=True):
+        param.grad = gradient
+    single.step()
+    optimizer.load_state_dict(single.state_dict())
+    give(model, 0)
+    try:
+        optimizer.step()
+    except InputError as error:
+        return {"checkpoint": by_checkpoint, "state of one process": str(error)}
+    return {"checkpoint": by_checkpoint, "state of one process": "accepted"}
+
+
+def behind_opacus():
+    """Two steps of MicroAdam behind Opacus' ghost clipping of a model that FSDP2 divides."""
+    from opacus import PrivacyEngine
+    from opacus.utils.fsdp_utils import FSDP2Wrapper
+    from torch.utils.data import DataLoader, TensorDataset
+
+    warnings.simplefilter("ignore")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(1)
+    model = FSDP2Wrapper(nn.Sequential(nn.Linear(50, 37), nn.Tanh(), nn.Linear(37, 3)))
+    optimizer = MicroAdam(model.parameters(), lr=0.05, density=0.1)
+    inputs, labels = torch.randn(24, 50), torch.randint(3, (24,))
+    own = slice(24 * rank // size, 24 * (rank + 1) // size)
+    private, wrapped, loss, loader = PrivacyEngine().make_private(
+        module=model,
+        optimizer=optimizer,
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(TensorDataset(inputs[own], labels[own]), batch_size=4),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        poisson_sampling=False,
+        grad_sample_mode="ghost_fsdp",
+    )
+    before = [param.full_tensor().detach().clone() for param in model.parameters()]
+    for number, (batch, targets) in enumerate(loader):
+        wrapped.zero_grad()
+        loss(private(batch), targets).backward()
+        wrapped.step()
+        if number == 1:
+            break
+    after = [param.full_tensor().detach() for param in model.parameters()]
+    moved = [float((one != other).float().mean()) for one, other in zip(before, after, strict=True)]
+    taken = {int(state["step"]) for state in optimizer.state.values()}
+    return {"moved": moved, "steps": taken, "bytes": optimizer.state_bytes(), "after": after}
+
+
+def main(folder, foreign):
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    found = {name: steps(options) for name, options in OPTIONS.items()}
+    found["checkpoint"] = saved_and_loaded(folder / "checkpoint")
+    found["opacus"] = behind_opacus()
+    found["large"] = bytes_of_a_large_layer()
+    if foreign is not None:
+        found["refusals"] = refusals(foreign)
+    torch.save(found, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None)

@@ -1,0 +1,267 @@
+"""One of several processes that train together; ``test_distributed.py`` starts them and looks at what they leave behind.
+
+    RANK=… WORLD_SIZE=… MASTER_ADDR=… MASTER_PORT=… python distributed_worker.py FOLDER
+
+Every check runs in the one process group. What a check returns is saved as FOLDER/<check>-<rank>.pt.
+"""
+
+import os
+import signal
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from dp_microadam import ClippedGradients, DPMicroAdamError, MicroAdam, PrivacyPlan, methods
+from dp_microadam.privacy.ledger import read_ledger
+from dp_microadam.training.distributed import Ranks, TorchRanks
+from dp_microadam.training.evaluation import class_hits, class_loss, evaluate
+from dp_microadam.training.trainer import PrivateTrainer
+
+EXAMPLES, FEATURES, CLASSES = 40, 6, 3
+
+
+def problem(count=EXAMPLES):
+    """Examples, numbered by their last feature, and their labels; the same in every process."""
+    generator = torch.Generator().manual_seed(11)
+    inputs = torch.randn(count, FEATURES, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(CLASSES, (count,), generator=generator)
+
+
+def network(seed=1):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES)).double()
+
+
+def plan_of(steps=20, batch_size=16, count=EXAMPLES, noise_multiplier=0.7):
+    return PrivacyPlan.solve(
+        dataset_size=count, batch_size=batch_size, delta=1e-5, noise_multiplier=noise_multiplier, steps=steps
+    )
+
+
+def trainer_of(run_dir, model=None, optimizer=None, *, ranks=None, **options):
+    model = model or network()
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.5)
+    plan = options.pop("plan", None) or plan_of()
+    kind = options.pop("kind", PrivateTrainer)
+    options = {"show_progress": False, "physical_batch_size": 5, "max_grad_norm": 0.8, **options}
+    loss = options.pop("loss", class_loss)
+    return kind(model, optimizer, plan, loss, run_dir=run_dir, ranks=ranks, **options)
+
+
+METHODS = {
+    "sgd": lambda model: methods.dp_sgd(model, lr=0.5, momentum=0.9),
+    "adam": lambda model: methods.dp_adam(model, lr=0.05),
+    "adambc": lambda model: methods.dp_adambc(model, lr=0.05),
+    "sparta": lambda model: methods.sparta(model, lr=0.1, keep=0.5, scoring_epochs=1.0),
+    "sparta norms": lambda model: methods.sparta(model, lr=0.1, keep=0.5, scores="norms"),
+    "previous": lambda model: methods.scale_then_privatize(model, lr=0.05),
+    "delayed": lambda model: methods.scale_then_privatize(model, lr=0.05, source="delayed", interval=4),
+}
+
+
+def methods_for(size):
+    """All of them once, with two processes; what they could do differently with three shows in these."""
+    return METHODS if size == 2 else ("adam", "sparta")
+
+
+def sources_for(size):
+    """Whether noise is cryptographic, in the runs of so many processes."""
+    return (False, True) if size == 2 else (False,)
+
+
+def seeded_run(folder, name, ranks=None):
+    """Weights and their average after 20 seeded steps."""
+    model = network()
+    method = METHODS[name](model)
+    trainer = trainer_of(folder / name, model, method.optimizer, procedure=method.procedure, seed=3, ema_decay=0.9, ranks=ranks)
+    trainer.fit(problem())
+    return {**model.state_dict(), **{f"average {name}": value for name, value in trainer.average.state_dict().items()}}
+
+
+def clipped_sum(ranks, count=23):
+    """Σ of clipped gradients of the first ``count`` examples, each process' part in chunks of 4."""
+    model = network()
+    inputs, labels = problem()
+    engine = ClippedGradients(model, class_loss, max_grad_norm=0.3)
+    shard = ranks.shard(count)
+    for start in range(shard.start, shard.stop, 4):
+        rows = slice(start, min(start + 4, shard.stop))
+        engine.accumulate((inputs[rows], labels[rows]))
+    sums = {name: total.clone() for name, total in engine.sums.items()}
+    ranks.sum_(sums)
+    return sums
+
+
+class Watched(PrivateTrainer):
+    """Keeps what its process sends to the others, and how many steps the ledger had before anything was drawn."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.sent, self.recorded = [], []
+
+    def _accumulate(self, steps, index):
+        self.recorded.append(read_ledger(self.folder.path).steps)
+        return super()._accumulate(steps, index)
+
+    def _noisy_sums(self, index):
+        noisy = super()._noisy_sums(index)
+        self.sent.append({name: total.clone() for name, total in noisy.items()})
+        return noisy
+
+
+def noise_of_two_steps(folder, ranks, secure):
+    """A loss without gradient: what is sent and what is published is noise."""
+    model = nn.Linear(300, 300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    trainer = trainer_of(
+        folder / f"noise-{secure}",
+        model,
+        optimizer,
+        plan=plan_of(steps=2, noise_multiplier=1.5),
+        kind=Watched,
+        loss=lambda model, batch: model(batch[0]).sum(1) * 0.0,
+        secure=secure,
+    )
+    weights = [model.weight.detach().double().clone()]
+    trainer.callbacks = (lambda report: weights.append(model.weight.detach().double().clone()),)
+    trainer.fit((torch.ones(EXAMPLES, 300), torch.zeros(EXAMPLES)))
+    published = [(before - after) * 16 for before, after in pairwise(weights)]
+    return {"sent": [sums["weight"].double() for sums in trainer.sent], "published": published, "recorded": trainer.recorded}
+
+
+def outcome(work):
+    """What ``work`` returns, or its error in words."""
+    try:
+        return work()
+    except DPMicroAdamError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def failing_batch(folder, ranks):
+    """Rank 1 has an example that cannot be processed, and every step takes all examples."""
+    inputs, labels = problem()
+    assert 20 in ranks.shard(EXAMPLES) or ranks.rank != 1
+    inputs[20, 0] = 4711.0
+
+    def loss(model, batch):
+        if batch[0].max() > 4000:
+            raise ValueError(f"secret: {batch[0].max()}")
+        return class_loss(model, batch)
+
+    plan = plan_of(steps=50, batch_size=EXAMPLES)
+    return outcome(lambda: trainer_of(folder / "failing", loss=loss, plan=plan).fit((inputs, labels)))
+
+
+def other_order(folder, ranks):
+    inputs, labels = problem()
+    train = (inputs.flip(0), labels.flip(0)) if ranks.rank == 1 else (inputs, labels)
+    return outcome(lambda: trainer_of(folder / "order").fit(train))
+
+
+def other_plan(folder, ranks):
+    return outcome(lambda: trainer_of(folder / "plan", plan=plan_of(noise_multiplier=0.7 + ranks.rank)).fit(problem()))
+
+
+def other_weights(folder, ranks):
+    """Rank 1 changes one weight by one unit in the last place."""
+    trainer = trainer_of(folder / "weights", plan=plan_of(steps=4))
+
+    def disturb(report):
+        if ranks.rank == 1 and report.step == 2:
+            with torch.no_grad():
+                weight = trainer.model[0].weight.view(-1)
+                weight[3] = torch.nextafter(weight[3], weight.new_tensor(9.0))
+
+    trainer.callbacks = (disturb,)
+    return outcome(lambda: trainer.fit(problem()))
+
+
+def interrupted(folder, ranks):
+    """Only rank 1 is told to stop."""
+    trainer = trainer_of(folder / "interrupted")
+
+    def stop(report):
+        if ranks.rank == 1 and report.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer.callbacks = (stop,)
+    result = trainer.fit(problem())
+    saved = trainer.checkpoints.positions()[-1]
+    again = trainer_of(folder / "interrupted").resume()
+    return {"stopped": result.steps_done, "saved": saved, "resumed": again.fit(problem()).steps_done}
+
+
+def micro_adam_from_different_starts(folder, ranks):
+    """Weights, rounding and data order would differ, were they not taken from rank 0."""
+    model = network(seed=100 + ranks.rank)
+    optimizer = MicroAdam(model.parameters(), lr=0.05, density=0.2, rounding="stochastic", seed=ranks.rank)
+    trainer = trainer_of(folder / "micro", model, optimizer, ema_decay=0.5)
+    metrics = trainer.fit(problem(), validation=problem(7)).metrics
+    return {"weights": model.state_dict(), "average": trainer.average.state_dict(), "metrics": metrics}
+
+
+def fewer_examples_than_processes(folder, ranks):
+    """Two examples, of which one is expected per step: some processes never have any."""
+    trainer = trainer_of(folder / "empty", plan=plan_of(count=2, batch_size=1, steps=5))
+    return trainer.fit(problem(2)).steps_done
+
+
+def shown_metrics(folder, ranks=None):
+    trainer = trainer_of(
+        folder / "shown", plan=plan_of(steps=3), seed=5, show_private_metrics=True, evaluate_every=2, ranks=ranks
+    )
+    trainer.fit(problem())
+    return trainer.folder.metrics() if trainer.ranks.main else None
+
+
+def without_privacy(folder, ranks=None):
+    from dp_microadam.training.trainer import UnprotectedPlan
+
+    model = network()
+    trainer_of(
+        folder / "unprotected", model, plan=UnprotectedPlan(EXAMPLES, 16, 5), method="non-private", seed=3, ranks=ranks
+    ).fit(problem())
+    return model.state_dict()
+
+
+def evaluated(ranks):
+    return evaluate(
+        network(), problem(), {"loss": class_loss, "hits": class_hits}, prepare=lambda batch: batch, batch_size=6, ranks=ranks
+    )
+
+
+def main(folder):
+    dist.init_process_group("gloo")
+    ranks = TorchRanks()
+    checks = {
+        "clipped sum": lambda: clipped_sum(ranks),
+        **{name: lambda name=name: seeded_run(folder, name) for name in methods_for(ranks.size)},
+        **{
+            f"noise {secure}": lambda secure=secure: noise_of_two_steps(folder, ranks, secure)
+            for secure in sources_for(ranks.size)
+        },
+        "failing": lambda: failing_batch(folder, ranks),
+        "order": lambda: other_order(folder, ranks),
+        "plan": lambda: other_plan(folder, ranks),
+        "weights": lambda: other_weights(folder, ranks),
+        "interrupted": lambda: interrupted(folder, ranks),
+        "micro": lambda: micro_adam_from_different_starts(folder, ranks),
+        "empty": lambda: fewer_examples_than_processes(folder, ranks),
+        "shown": lambda: shown_metrics(folder),
+        "unprotected": lambda: without_privacy(folder),
+        "evaluated": lambda: evaluated(ranks),
+        "alone": lambda: (
+            trainer_of(folder / f"alone-{ranks.rank}", plan=plan_of(steps=1), ranks=Ranks()).fit(problem()).steps_done
+        ),
+    }
+    for name, check in checks.items():
+        torch.save(check(), folder / f"{name}-{ranks.rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,290 @@
+"""Several processes train as one would, with the same guarantee. False-alarm rates of statistical tests are below 1e-6.
+
+One group of processes per size runs all checks of ``distributed_worker.py``; the tests look at what they left.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from dp_microadam import InputError
+from dp_microadam.privacy.ledger import read_ledger
+from dp_microadam.training.checkpoint import CheckpointFolder
+from dp_microadam.training.data_digest import data_digest
+from dp_microadam.training.distributed import Ranks, ranks_here
+
+WORKER = Path(__file__).with_name("distributed_worker.py")
+ALARM = 1e-8
+
+_spec = importlib.util.spec_from_file_location("distributed_worker", WORKER)
+worker = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(worker)
+
+
+class Left:
+    """What the processes of a group left: ``left["adam"]`` is a list, an entry per rank."""
+
+    def __init__(self, folder, size):
+        self.folder, self.size = folder, size
+
+    def __getitem__(self, check):
+        return [torch.load(self.folder / f"{check}-{rank}.pt", weights_only=False) for rank in range(self.size)]
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def left(request, run_group):
+    return Left(run_group("together", request.param, WORKER), request.param)
+
+
+def largest_difference(one, other):
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def test_the_clipped_sum_is_that_of_one_process(left):
+    alone = worker.clipped_sum(Ranks())
+    for sums in left["clipped sum"]:
+        assert largest_difference(sums, alone) < 1e-10
+
+
+@pytest.fixture(scope="module")
+def of_one_process(tmp_path_factory):
+    """Weights after a method's 20 seeded steps in one process, and its ledger; each is computed once."""
+    folder = tmp_path_factory.mktemp("alone")
+    found = {}
+
+    def run(method):
+        if method not in found:
+            found[method] = worker.seeded_run(folder, method, Ranks()), read_ledger(folder / method)
+        return found[method]
+
+    return run
+
+
+def test_twenty_seeded_steps_are_those_of_one_process(left, of_one_process):
+    for method in worker.methods_for(left.size):
+        alone, ledger = of_one_process(method)
+        for weights in left[method]:
+            assert largest_difference(weights, alone) < 1e-9, method
+        assert read_ledger(left.folder / method).phases == ledger.phases
+
+
+def test_the_total_noise_has_exactly_the_plan_s_variance(left):
+    for secure in worker.sources_for(left.size):
+        published = torch.stack(left[f"noise {secure}"][0]["published"]).flatten()
+        deviation = 1.5 * 0.8
+        margin = stats.norm.isf(ALARM / 2) * (2 / published.numel()) ** 0.5
+        assert abs(float(published.square().mean()) / deviation**2 - 1) < margin
+        assert stats.kstest((published / deviation).numpy(), "norm").pvalue > ALARM
+
+
+def test_every_rank_adds_its_part_of_the_variance_independently_of_the_others(left):
+    for secure in worker.sources_for(left.size):
+        found = left[f"noise {secure}"]
+        shares = [torch.stack(each["sent"]).flatten() for each in found]
+        count = shares[0].numel()
+        part = (1.5 * 0.8) ** 2 / left.size
+        for share in shares:
+            assert abs(float(share.square().mean()) / part - 1) < stats.norm.isf(ALARM / 2) * (2 / count) ** 0.5
+        for one, other in combinations(shares, 2):
+            assert abs(float((one * other).mean()) / part) < stats.norm.isf(ALARM / 2) / count**0.5
+        published = torch.stack(found[0]["published"]).flatten()
+        assert torch.allclose(sum(shares), published, atol=1e-4), "what is published is the sum of all shares and nothing else"
+
+
+def test_a_step_is_on_the_disk_before_any_rank_draws_from_it(left):
+    for each in left["noise False"]:
+        assert each["recorded"] == [1, 2]
+
+
+def test_one_run_folder_and_one_ledger_that_names_the_number_of_processes(left):
+    run = left.folder / "adam"
+    record = read_ledger(run)
+    assert record.steps == 20
+    assert record.processes == {left.size: 20}
+    assert json.loads((run / "privacy.json").read_text())["processes"] == {str(left.size): 20}
+    words = (run / "privacy.txt").read_text()
+    assert f"all steps by {left.size} together" in words
+    assert "they trust each other" in words
+    assert CheckpointFolder(run / "checkpoints").newest()[0] == 20
+
+
+def test_all_ranks_start_and_stay_alike_whatever_they_were_given(left):
+    first, *others = left["micro"]
+    for other in others:
+        assert largest_difference(first["weights"], other["weights"]) == 0
+        assert largest_difference(first["average"], other["average"]) == 0
+        assert first["metrics"] == other["metrics"]
+
+
+def test_one_unit_in_the_last_place_of_one_weight_on_one_rank_ends_the_run(left):
+    for message in left["weights"]:
+        assert "after step 4 the processes of this run have different weights" in message
+
+
+def test_empty_shares_do_not_hang_the_rest(left):
+    assert left["empty"] == [5] * left.size
+
+
+def test_an_error_in_one_rank_s_batch_ends_all_tells_nothing_and_stays_spent(left):
+    own, others = left["failing"][1], [left["failing"][rank] for rank in range(left.size) if rank != 1]
+    assert own.startswith("PrivacyError: a training batch could not be processed (ValueError)")
+    for message in others:
+        assert message.startswith("ProcessLost: another process of this run failed")
+        assert "stay spent; go on with" in message
+    assert not any("4711" in message for message in left["failing"])
+    run = left.folder / "failing"
+    assert read_ledger(run).steps == CheckpointFolder(run / "checkpoints").newest()[0] + 1 == 1
+
+
+@pytest.mark.parametrize(("check", "what"), [("order", "the training data or its order"), ("plan", "plan, phases")])
+def test_ranks_that_were_given_different_things_are_refused_before_anything_is_written(left, check, what):
+    for message in left[check]:
+        assert message.startswith(f"InputError: the processes of this run differ in {what}")
+    assert not (left.folder / check).exists()
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(left):
+    for found in left["interrupted"]:
+        assert found == {"stopped": 3, "saved": 3, "resumed": 20}
+
+
+def test_evaluation_on_parts_is_evaluation_of_the_whole(left):
+    alone = worker.evaluated(Ranks())
+    for found in left["evaluated"]:
+        assert found == pytest.approx(alone, abs=1e-12)
+
+
+def test_private_metrics_are_those_of_all_ranks(left, tmp_path):
+    alone = worker.shown_metrics(tmp_path, Ranks())[0]["outside_the_guarantee"]
+    assert left["shown"][0][0]["outside_the_guarantee"] == pytest.approx(alone, abs=1e-9)
+
+
+def test_runs_without_privacy_are_those_of_one_process_too(left, tmp_path):
+    alone = worker.without_privacy(tmp_path, Ranks())
+    for weights in left["unprotected"]:
+        assert largest_difference(weights, alone) < 1e-10
+
+
+def test_a_process_can_train_alone_beside_others(left):
+    assert left["alone"] == [1] * left.size
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 512])
+@pytest.mark.parametrize("count", [0, 1, 5, 45_000])
+def test_shards_are_a_partition_and_never_padded(size, count):
+    ranks = Ranks()
+    ranks.size = size
+    parts = []
+    for ranks.rank in range(size):
+        parts.append(ranks.shard(count))
+    assert [example for part in parts for example in part] == list(range(count))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_processes_that_were_not_introduced_to_each_other_are_refused(monkeypatch):
+    assert ranks_here().size == 1
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(InputError, match=r"torchrun started 4 processes, but torch\.distributed is not initialised"):
+        ranks_here()
+
+
+class Named(Dataset):
+    """Reads its examples elsewhere and keeps their names, as a folder of images does."""
+
+    def __init__(self, names):
+        self.names = np.array(names)
+
+    def __len__(self):
+        return len(self.names)
+
+
+def test_another_order_of_the_data_shows_in_its_digest():
+    data = TensorDataset(torch.arange(10.0))
+    assert data_digest(Subset(data, [1, 2, 3])) == data_digest(Subset(TensorDataset(torch.arange(10.0)), [1, 2, 3]))
+    assert data_digest(Subset(data, [1, 2, 3])) != data_digest(Subset(data, [2, 1, 3]))
+    assert data_digest(Subset(data, [1, 2, 3])) != data_digest(Subset(TensorDataset(torch.arange(10.0).flip(0)), [1, 2, 3]))
+    assert data_digest(Named(["a", "b"])) == data_digest(Named(["a", "b"])) != data_digest(Named(["b", "a"]))
+    images = torch.randint(256, (50_000, 3), dtype=torch.uint8)
+    assert data_digest((images,)) != data_digest((images[torch.randperm(50_000)],))
+
+
+RECIPE = """
+name = "crash"
+data = "digits"
+model = "mlp"
+noise_multiplier = 1.0
+steps = 100000
+batch_size = 64
+checkpoint_every = 5
+evaluate_every = 1000
+"""
+
+
+def wait_for_step(processes, run, step):
+    ledger = run / "ledger.jsonl"
+    while all(process.poll() is None for process in processes):
+        if ledger.exists() and len(ledger.read_bytes().splitlines()) > step:
+            return
+        time.sleep(0.01)
+
+
+def test_a_killed_rank_ends_the_others_and_another_number_of_ranks_goes_on(tmp_path, start_group):
+    recipe, run = tmp_path / "crash.toml", tmp_path / "run"
+    recipe.write_text(RECIPE)
+    processes = start_group(3, ["-m", "dp_microadam", "train", str(recipe), "--run-dir", str(run)])
+    wait_for_step(processes, run, 12)
+    processes[1].send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    for rank in (0, 2):
+        _, errors = processes[rank].communicate(timeout=60)
+        assert processes[rank].returncode == 1, errors
+        assert "another process of this run is gone (" in errors
+        assert "); this one stops too; the steps recorded so far stay spent" in errors
+        assert f"go on with: dp-microadam resume {run}" in errors
+        assert "Traceback" not in errors
+    assert time.monotonic() - killed < 60
+    processes[1].communicate()
+    spent = read_ledger(run).steps
+    assert spent >= 12
+
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--shutdown-timeout",
+        "90",
+    ]
+    again = subprocess.Popen(
+        [*torchrun, "-m", "dp_microadam", "resume", str(run)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    wait_for_step([again], run, spent + 7)
+    again.send_signal(signal.SIGINT)
+    output, errors = again.communicate(timeout=100)
+    record = read_ledger(run)
+    assert record.processes == {3: spent, 2: record.steps - spent}, errors
+    assert record.steps >= spent + 7, errors
+    report = json.loads((run / "privacy.json").read_text())
+    assert report["steps_done"] == record.steps == CheckpointFolder(run / "checkpoints").newest()[0]
+    assert report["epsilon"] == pytest.approx(record.plan.epsilon_after(record.steps))
+    assert f"stopped after {record.steps} steps" in output
