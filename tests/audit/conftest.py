@@ -51,7 +51,7 @@ def noise_used_for_two_steps(patch):
 
 
 def division_by_the_realised_batch(patch):
-    accumulate, privatize = ClippedGradients.accumulate, GaussianMechanism.privatize
+    accumulate, mean = ClippedGradients.accumulate, GaussianMechanism.mean
     seen = []
 
     def count(self, batch):
@@ -59,13 +59,14 @@ def division_by_the_realised_batch(patch):
         seen.append(len(norms))
         return norms
 
-    def divide(self, sums, *, step):
+    def divide(self, noisy_sums, *, like):
         realised = max(1, sum(seen))
         seen.clear()
-        return {name: mean * self.expected_batch_size / realised for name, mean in privatize(self, sums, step=step).items()}
+        right = mean(self, noisy_sums, like=like)
+        return {name: value * self.expected_batch_size / realised for name, value in right.items()}
 
     patch.setattr(ClippedGradients, "accumulate", count)
-    patch.setattr(GaussianMechanism, "privatize", divide)
+    patch.setattr(GaussianMechanism, "mean", divide)
 
 
 def last_of_a_chunk_counted_again_in_the_next(patch):

@@ -1,8 +1,5 @@
 """MicroAdam trains real models on real data: as Adam does without privacy, and inside Opacus with it."""
 
-import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -78,11 +75,3 @@ def test_inside_opacus_it_trains_digits_to_88_percent_at_epsilon_8():
     predictions = model(images[TRAINING:]).argmax(1)
     assert engine.get_epsilon(delta) <= 8.0
     assert (predictions == labels[TRAINING:]).float().mean() >= 0.88
-
-
-def test_the_opacus_example_runs_as_it_stands():
-    example = EXAMPLES / "opacus_drop_in.py"
-    assert len(example.read_text().splitlines()) < 30
-    done = subprocess.run([sys.executable, "-W", "ignore", str(example)], capture_output=True, text=True, check=True)
-    accuracy = float(re.search(r"test accuracy ([\d.]+)%", done.stdout).group(1))
-    assert accuracy >= 88.0

@@ -19,6 +19,7 @@ from typing import Any
 
 from dp_microadam.errors import InputError
 from dp_microadam.experiments.study import Cell, Study
+from dp_microadam.training.interrupts import Interruptible
 
 STUDY, RESULTS, RUNS, LOCK = "experiment.json", "results.jsonl", "runs", ".lock"
 _LEDGER, _METRICS = "ledger.jsonl", "metrics.jsonl"
@@ -143,8 +144,12 @@ def run_sweep(
     free = list(range(len(devices)))
     running: list[_Running] = []
     failures: list[Failure] = []
-    try:
+    with Interruptible(shown=False) as interruption:
         while waiting or running:
+            if interruption.requested:
+                tell("stopping the runs at their next step")
+                _stop(running)
+                raise KeyboardInterrupt
             while waiting and free:
                 running.append(_start(waiting.pop(0), folder, devices, free.pop(0)))
                 tell(f"began {running[-1].job.words}")
@@ -155,14 +160,14 @@ def run_sweep(
                 failure = _collect(one, folder, tell)
                 failures += [failure] if failure else []
                 advance(len(jobs) - len(waiting) - len(running), len(jobs))
-    except KeyboardInterrupt:
-        tell("stopping the runs at their next step")
-        for one in running:
-            one.process.send_signal(signal.SIGINT)
-        for one in running:
-            one.process.wait()
-        raise
     return failures
+
+
+def _stop(running: Sequence[_Running]) -> None:
+    for one in running:
+        one.process.send_signal(signal.SIGINT)
+    for one in running:
+        one.process.wait()
 
 
 def collect_line(job: Job, folder: SweepFolder, result: dict[str, Any], seconds: float) -> dict[str, Any]:

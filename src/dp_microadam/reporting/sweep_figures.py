@@ -94,7 +94,11 @@ def _styles(sweep: Sweep) -> dict[str, Style]:
 def _lines(sweep: Sweep, wanted: Mapping[str, Any]) -> list[Figure]:
     """Medians over ``x``, a line per method, bars from the smallest to the largest value; the paper's hollow and dashed."""
     x = wanted["x"]
-    groups = _panels(sweep, (x, sweep.method_key))
+    groups = {
+        name: cells
+        for name, cells in _panels(sweep, (x, sweep.method_key)).items()
+        if any(sweep.summary(cell) or sweep.paper(cell) for cell in cells)
+    }
     with_paper = bool(sweep.published)
     note = "Points are medians, bars reach from the smallest to the largest seed." + (
         f" Hollow, dashed: {sweep.published_source}." if with_paper else ""
