@@ -11,7 +11,7 @@ import pytest
 
 FOLDER = Path(__file__).parents[1] / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
-QUICK = ("custom_loop", "opacus_drop_in")
+QUICK = ("opacus_drop_in",)
 """Seconds of one core each; `make examples` and the slow tests run all."""
 
 

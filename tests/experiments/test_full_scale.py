@@ -11,7 +11,7 @@ from dp_microadam.experiments.study import load_study
 from dp_microadam.recipes.assemble import assemble
 
 STUDIES = ("sigma-sweep", "epsilon-sweep", "validation-curves", "imagenet", "finetune", "runtime")
-QUICK = {("sigma-sweep", "DP-MicroAdam"), ("sigma-sweep", "DP-SGD")}
+QUICK = {("sigma-sweep", "DP-MicroAdam")}
 
 
 def different_recipes():
