@@ -22,6 +22,7 @@ def audit(experiment, repetitions):
     return {finding.name: finding for finding in audit_experiment(experiment, repetitions, confidence=SURE)}
 
 
+@pytest.mark.slow
 def test_the_honest_pipeline_passes_the_quick_profile():
     """All audits of ``dp-microadam audit``, of no smaller size than those below."""
     profile = PROFILES["quick"]
