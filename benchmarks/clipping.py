@@ -197,16 +197,16 @@ def measure_peak_here(name: str, method: str, size: int) -> float:
     step = make_step(method, build(name))
     step(make_batch(MODELS[name][1], 2))  # libraries are loaded
     batch = make_batch(MODELS[name][1], size)
-    before = _status("VmRSS")
+    before = memory_status("VmRSS")
     step(batch)  # ours proves ownership here, once; what that took is given back
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # start the high-water mark afresh
     for _ in range(3):
         step(batch)
-    return _status("VmHWM") - before
+    return memory_status("VmHWM") - before
 
 
-def _status(key: str) -> float:
+def memory_status(key: str) -> float:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key):
             return 1024.0 * float(line.split()[1])

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from clipping import memory_status
 from torch import Tensor
 
 from dp_microadam import ClippedGradients, GaussianMechanism
@@ -178,7 +179,7 @@ def measure_peak_here(method: str, physical: int) -> float:
     warm.chunk(make_batch(2))
     warm.finish()
     del warm
-    before = _status("VmRSS")
+    before = memory_status("VmRSS")
     step, batch = make(method, physical), make_batch(physical)
     step.chunk(make_batch(2))  # what is done once, on few examples
     step.finish()
@@ -186,14 +187,7 @@ def measure_peak_here(method: str, physical: int) -> float:
     for _ in range(2):
         step.chunk(batch)
         step.finish()
-    return _status("VmHWM") - before
-
-
-def _status(key: str) -> float:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key):
-            return 1024.0 * float(line.split()[1])
-    raise RuntimeError(f"/proc/self/status has no {key}")
+    return memory_status("VmHWM") - before
 
 
 def measure_peak(method: str, options: argparse.Namespace) -> float:

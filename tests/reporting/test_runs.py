@@ -179,6 +179,15 @@ def test_pace_leaves_out_what_is_not_training(monkeypatch):
     assert pace.take() is None
 
 
+def test_what_a_single_step_took_is_never_told():
+    pace = Pace()
+    for _ in range(3):
+        pace.step()
+        assert pace.take() is None
+    pace.step()
+    assert pace.take() is not None
+
+
 def test_epsilon_over_steps_ends_at_what_the_ledger_says_and_shows_the_budget(runs):
     run = Run.read(runs / "private")
     points = spent_over_steps(run)

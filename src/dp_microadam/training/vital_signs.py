@@ -2,7 +2,7 @@
 
 Formal guarantees: sizes of parameters and optimizer state do not depend on the data. Time and peak memory are traces of the
 computation, which the guarantee leaves out: they follow, a little, how large the batches were. They are therefore kept with two
-digits only, and time only as a mean over the steps between two evaluations; what a step really took is in no file.
+digits only, and time only as a mean over the steps between two evaluations, at least four; what one step took is in no file.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from dp_microadam.training.run_folder import ADAM_STATE, OPTIMIZER_STATE
 
 ADAM_BYTES = 8
 """Of Adam's state per parameter: two moments in float32."""
+
+_FEWEST_STEPS = 4
+"""That a pace is told of: a run that evaluates after every step would tell how long each took."""
 
 
 class Pace:
@@ -46,11 +49,13 @@ class Pace:
         self._since = None
 
     def take(self) -> float | None:
-        """Steps per second since this was last asked, with two digits; None if there were none."""
+        """Steps per second since this was last told, with two digits; None while there were too few."""
         self.rest()
-        rate = self._steps / self._seconds if self._steps and self._seconds else None
+        if self._steps < _FEWEST_STEPS or not self._seconds:
+            return None
+        rate = self._steps / self._seconds
         self._steps, self._seconds = 0, 0.0
-        return None if rate is None else two_digits(rate)
+        return two_digits(rate)
 
 
 def two_digits(value: float) -> float:
