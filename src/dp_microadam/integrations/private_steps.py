@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset, default_collate
 
 from dp_microadam.clipping.engine import ClippedGradients
-from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError
+from dp_microadam.errors import InputError, PrivacyError
 from dp_microadam.privacy.ledger import LEDGER_NAME, PrivacyLedger, RunSettings, read_ledger
 from dp_microadam.privacy.mechanism import GaussianMechanism
 from dp_microadam.privacy.plan import PrivacyPlan
@@ -27,9 +26,11 @@ from dp_microadam.training.evaluation import PerExample, batches
 from dp_microadam.training.gradients import set_gradients
 from dp_microadam.training.held_out import share_examples
 from dp_microadam.training.torch_randomness import seeded_torch, unpredictable_torch, unpredictable_worker
+from dp_microadam.training.withheld import withheld
 from dp_microadam.validation import require_integer
 
 _RUN_NAME = "run_id.txt"
+_ADVICE = "try the model on made-up examples"
 
 
 class PrivateSteps:
@@ -158,7 +159,7 @@ class PrivateSteps:
         if self._ledger is None:
             raise PrivacyError("no ledger is open, so no step can be taken; call begin first")
         index = self._ledger.record_step()
-        with self._withheld():
+        with withheld(_ADVICE):
             with self._torch_stream(index):
                 step = next(self._steps)
             if step.index != index:
@@ -205,30 +206,13 @@ class PrivateSteps:
     def _prove(self) -> None:
         """Refuse a model in which examples interact before anything is written. Only the shapes of examples are used."""
         count = min(self._physical_batch_size, self.plan.dataset_size)
-        with self._withheld(), torch.random.fork_rng():
+        with withheld(_ADVICE), torch.random.fork_rng():
             if isinstance(self._train, Dataset):
                 sample = default_collate([self._train[index] for index in range(count)])
             else:
                 sample = next(batches(self._train, count))
         with torch.random.fork_rng():
             self._gradients.prove(self._moved(sample))
-
-    @contextmanager
-    def _withheld(self) -> Iterator[None]:
-        """What goes wrong with training examples, with which and how many, is private: the error does not say it."""
-        try:
-            yield
-        except PrivacyError:
-            raise
-        except InputError as error:
-            raise PrivacyError(f"{re.sub('[0-9]+', '…', str(error))} (numbers are withheld)") from None
-        except DPMicroAdamError:
-            raise
-        except Exception as error:
-            raise PrivacyError(
-                f"a training batch could not be processed ({type(error).__name__}); its message may hold private data and is "
-                "withheld, try the model on made-up examples"
-            ) from None
 
     def _torch_stream(self, step: int) -> AbstractContextManager[None]:
         return unpredictable_torch() if self._seed is None else seeded_torch(self._seed, step)
@@ -238,13 +222,8 @@ class PrivateSteps:
         return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch)
 
     def _settings(self) -> RunSettings:
-        scope = "all trainable parameters together" if self._clipping == "flat" else "each layer to its share of the bound"
-        return RunSettings(
-            private=self._randomness.private,
-            randomness=self._randomness.description,
-            sensitivity=self._mechanism.sensitivity,
-            clipping=f"the gradient of each example, {scope}, in L2 norm",
-            public=self._public,
+        return RunSettings.of_run(
+            self._randomness, self._mechanism.sensitivity, "the gradient of each example", self._clipping, self._public
         )
 
     def _run_name(self) -> str:

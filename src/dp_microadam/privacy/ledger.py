@@ -13,7 +13,7 @@ import os
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +22,7 @@ from typing import Any
 from dp_microadam.errors import InputError, PrivacyError
 from dp_microadam.privacy.accounting import SubsampledGaussian, epsilon
 from dp_microadam.privacy.plan import PrivacyPlan
+from dp_microadam.privacy.randomness import Randomness
 from dp_microadam.validation import require_integer, require_positive
 
 LEDGER_NAME = "ledger.jsonl"
@@ -46,6 +47,20 @@ class RunSettings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "sensitivity", float(require_positive("sensitivity", self.sensitivity)))
         object.__setattr__(self, "public", tuple(self.public))
+
+    @classmethod
+    def of_run(
+        cls, randomness: Randomness, sensitivity: float, clipped: str, clipping: str, public: Iterable[str]
+    ) -> RunSettings:
+        """What a run says that clips ``clipped``, in words, flat or per layer."""
+        scope = "all trainable parameters together" if clipping == "flat" else "each layer to its share of the bound"
+        return cls(
+            private=randomness.private,
+            randomness=randomness.description,
+            sensitivity=sensitivity,
+            clipping=f"{clipped}, {scope}, in L2 norm",
+            public=tuple(public),
+        )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunSettings:

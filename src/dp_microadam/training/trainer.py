@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -51,6 +50,7 @@ from dp_microadam.training.schedules import Schedule
 from dp_microadam.training.tensorboard import Events
 from dp_microadam.training.torch_randomness import seeded_torch, unpredictable_torch, unpredictable_worker
 from dp_microadam.training.vital_signs import Pace, peak_memory, sizes
+from dp_microadam.training.withheld import withheld
 from dp_microadam.validation import require_integer, require_one_of, require_positive
 
 _NO_BOUND = 1e12
@@ -502,27 +502,16 @@ class PrivateTrainer:
 
         What it returns, totals on training examples and their count, is empty unless private metrics are asked for.
         """
-        try:
+        with self._withheld():  # after an error the run stops and the step stays spent
             with self._torch_stream(index):  # workers, too, are seeded from it
                 step = next(steps)
             if step.index != index:
                 raise PrivacyError(f"the sampler is at step {step.index} and the ledger at {index}; they must agree")
             with self._torch_stream(index):
                 return self._accumulate_chunks(step.chunks)
-        except DPMicroAdamError:
-            raise
-        except Exception as error:
-            # The run stops and the step stays spent.
-            self._withhold(error)
-            raise
 
-    def _withhold(self, error: Exception) -> None:
-        """What went wrong with training examples, and with which, is private: raise an error that does not say it."""
-        if self.private and not self._show_private_metrics:
-            raise PrivacyError(
-                f"a training batch could not be processed ({type(error).__name__}); its message may hold private data and is "
-                "withheld, show it with show_private_metrics"
-            ) from None
+    def _withheld(self) -> AbstractContextManager[None]:
+        return withheld("show it with show_private_metrics", shown=not self.private or self._show_private_metrics)
 
     def _torch_stream(self, step: int) -> AbstractContextManager[None]:
         return unpredictable_torch() if self._seed is None else seeded_torch(self._seed, step, self.ranks.rank)
@@ -531,7 +520,7 @@ class PrivateTrainer:
         totals = dict.fromkeys([*self._measures, "count"], 0.0) if self._show_private_metrics else {}
         for chunk in chunks:
             batch = self._training_batch(chunk)
-            self._add(batch)
+            self._gradients.accumulate(batch)
             if self._show_private_metrics:
                 with torch.no_grad():
                     for name, measure in self._measures.items():
@@ -547,15 +536,6 @@ class PrivateTrainer:
         *sums, count = self.ranks.total(list(totals.values()))
         return {f"training_{name}": total / count for name, total in zip(self._measures, sums, strict=True)} if count else {}
 
-    def _add(self, batch: Any) -> None:
-        try:
-            self._gradients.accumulate(batch)
-        except InputError as error:
-            if not self.private or self._show_private_metrics:
-                raise
-            # How many examples were drawn is private.
-            raise PrivacyError(f"{re.sub('[0-9]+', '…', str(error))} (numbers are withheld)") from None
-
     def _training_batch(self, chunk: Any) -> Any:
         batch = self._move(chunk)
         return self._finish(self._augment(batch) if self._augment else batch)
@@ -566,18 +546,13 @@ class PrivateTrainer:
             self._take_up(self._phase)  # a fit before this one has closed what it used
             return
         count = min(self.physical_batch_size, self.plan.dataset_size)
-        try:
+        with self._withheld():
             if isinstance(train, Dataset):
                 sample = default_collate([train[i] for i in range(count)])
             else:
                 sample = next(batches(train, count))
             with torch.random.fork_rng():
                 sample = self._training_batch(sample)
-        except DPMicroAdamError:
-            raise
-        except Exception as error:
-            self._withhold(error)
-            raise
         # For all phases now: a run must not fail half-way for what could be known before. Each proof is kept for its phase.
         for phase in {phase.asks: phase for phase in phases_from(self._phases, self._updates)}.values():
             gradients = self._gradients_of(phase)
@@ -727,13 +702,8 @@ class PrivateTrainer:
 
     def _settings(self) -> RunSettings:
         assert self._mechanism is not None
-        scope = "all trainable parameters together" if self._clipping == "flat" else "each layer to its share of the bound"
-        return RunSettings(
-            private=self._randomness.private,
-            randomness=self._randomness.description,
-            sensitivity=self._mechanism.sensitivity,
-            clipping=f"{self.procedure.clipped}, {scope}, in L2 norm",
-            public=self._public,
+        return RunSettings.of_run(
+            self._randomness, self._mechanism.sensitivity, self.procedure.clipped, self._clipping, self._public
         )
 
     def _epsilon(self) -> float | None:
