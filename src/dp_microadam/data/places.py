@@ -52,6 +52,14 @@ def find(name: str, data: KnownData, folder: str | None) -> Path:
     )
 
 
+def is_here(name: str, data: KnownData, folder: str | None) -> bool:
+    """Whether :func:`find` would find it, or it comes inside a package."""
+    try:
+        return bool(data.package) or find(name, data, folder).exists()
+    except InputError:
+        return False
+
+
 def wanted_files(data: KnownData) -> str:
     """What a folder must hold, in words."""
     if data.downloads:

@@ -73,19 +73,23 @@ def assemble(
     recipe: Recipe,
     run_dir: str | Path | None = None,
     *,
+    data: LabelledData | None = None,
     show_progress: bool = True,
     show_private_metrics: bool = False,
     ranks: Ranks | None = None,
 ) -> Experiment:
     """Load what the recipe names and put it together. Nothing is written yet. ``ranks`` are the trainer's.
 
+    ``data`` takes the place of the data that the recipe names.
+
     Raises:
         InputError: if data cannot be found or read, or something does not fit.
     """
     ranks = ranks_here() if ranks is None else ranks
     refuse_bad_options(recipe.algorithm, recipe.resolved_learning_rate, recipe.optimizer)
-    with ranks.one_per_machine_first():
-        data = _load(recipe)
+    if data is None:
+        with ranks.one_per_machine_first():
+            data = load_data(recipe)
     augment = _augmentation(recipe, data)
     plan = plan_of(recipe, size_of(data.train))
     if recipe.seed is not None:
@@ -143,7 +147,8 @@ def _method(recipe: Recipe, model: nn.Module, data: LabelledData) -> Method:
     return build(recipe.algorithm, model, recipe.resolved_learning_rate, options)
 
 
-def _load(recipe: Recipe) -> LabelledData:
+def load_data(recipe: Recipe) -> LabelledData:
+    """The data that a recipe names."""
     return load(
         recipe.data,
         recipe.data_folder or None,

@@ -1,0 +1,34 @@
+"""Images of noise in the shape of published ones, for what does not depend on what images show: time and memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dp_microadam.data import cifar, images
+from dp_microadam.data.catalogue import known
+from dp_microadam.data.dataset import LabelledData
+from dp_microadam.errors import InputError
+
+
+def made_up(name: str, count: int, *, image_size: int | None = None, labels: str = "fine") -> LabelledData:
+    """``count`` training examples, and as many held-out and test ones, like those of the data set called ``name``.
+
+    >>> made_up("cifar100", 8).train[0].shape
+    torch.Size([8, 3, 32, 32])
+
+    Raises:
+        InputError: if it is the user's own data, whose shape is not published.
+    """
+    data = known(name)
+    if data.num_classes is None:
+        raise InputError(f"data is {name!r}, which is your own and cannot be made up; give its data_folder")
+    size = image_size or images.SIZE
+    shape = data.shape or (3, size, size)
+    classes = cifar.num_classes(name, labels) if data.kind == "cifar" else data.num_classes
+
+    def part() -> tuple[Tensor, Tensor]:
+        return torch.randint(0, 256, (count, *shape), dtype=torch.uint8), torch.randint(0, classes, (count,))
+
+    seen = shape if image_size is None else (shape[0], image_size, image_size)
+    return LabelledData(name, classes, seen, data.mean, data.std, train=part(), validation=part(), test=part())
