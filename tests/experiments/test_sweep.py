@@ -209,6 +209,22 @@ def test_a_study_of_cost_needs_no_data_and_measures_what_is_alike_once(tmp_path,
     assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == 4
 
 
+def test_a_study_of_cost_that_is_interrupted_writes_no_measurement(tmp_path):
+    study = tmp_path / "cost.toml"
+    study.write_text(COST_STUDY.replace("physical_batch_size = 32", "physical_batch_size = 4096"))
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "dp_microadam", "reproduce", str(study), "--out", str(out)]
+    process = subprocess.Popen([*command, "--set", "model_options.hidden=[4096]"], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert "measuring" in process.stderr.readline()
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == 130, said
+    assert said.rstrip().endswith("stopped; the same command goes on")
+    assert not (out / "results.jsonl").exists()
+
+
 def test_own_data_that_is_not_there_cannot_be_made_up(tmp_path, capsys):
     study = tmp_path / "cost.toml"
     study.write_text(COST_STUDY.replace('"cifar100"', '"table"'))

@@ -61,15 +61,18 @@ def run(options: argparse.Namespace) -> int:
     repeats = require_integer("seeds", study.repeats if options.seeds is None else options.seeds, 1)
     if options.jobs is not None:
         require_integer("jobs", options.jobs, 1)
-    if options.estimate:
-        return _estimate(options, study, repeats)
-
     from dp_microadam.experiments.sweep import SweepFolder
 
-    folder = SweepFolder(options.out or _default_folder(study, options))
-    with folder.locked():
-        folder.begin(whole, _command(options))
-        return _time(options, study, folder) if study.measure == COST else _train(options, study, folder, repeats)
+    try:
+        if options.estimate:
+            return _estimate(options, study, repeats)
+        folder = SweepFolder(options.out or _default_folder(study, options))
+        with folder.locked():
+            folder.begin(whole, _command(options))
+            return _time(options, study, folder) if study.measure == COST else _train(options, study, folder, repeats)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -123,14 +126,10 @@ def _train(options: argparse.Namespace, study: Study, folder: SweepFolder, repea
     from dp_microadam.experiments.sweep import run_sweep
 
     display: _Display = _Lines() if options.json or not sys.stderr.isatty() else _Bar(study.title)
-    try:
-        with display.shown():
-            failures = run_sweep(
-                study, folder, repeats=repeats, devices=_devices(options.jobs), tell=display.tell, advance=display.advance
-            )
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on", file=sys.stderr)
-        return INTERRUPTED
+    with display.shown():
+        failures = run_sweep(
+            study, folder, repeats=repeats, devices=_devices(options.jobs), tell=display.tell, advance=display.advance
+        )
     for failure in failures:
         print(f"failed: {failure.job.words}: {failure.reason} (all of it in {failure.folder}.log)", file=sys.stderr)
     return _conclude(options, folder, len(failures))
