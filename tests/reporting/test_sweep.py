@@ -137,6 +137,14 @@ def test_values_of_several_kinds_are_not_compared(tmp_path):
     assert "bold" not in table.note
 
 
+def test_a_table_of_costs_gives_each_number_its_digits_and_speaks_of_no_seeds(tmp_path):
+    sweep = Sweep.read(write(tmp_path / "cost", unit="", value="cost"))
+    assert [sweep.written(value) for value in (18803, 412.93, 81.44, 1.57)] == ["18,803", "413", "81.4", "1.57"]
+    assert sweep.written(-97.27, sign=True) == "−97.3"
+    table = sweep_tables(sweep)[0]
+    assert "seed" not in table.markdown()
+
+
 def test_the_details_have_every_number_in_a_column_of_its_own(folder):
     details = sweep_tables(Sweep.read(folder))[1]
     rows = list(csv.DictReader(io.StringIO(details.csv())))

@@ -22,7 +22,7 @@ from dp_microadam.experiments.study import Cell, Study
 from dp_microadam.training.interrupts import Interruptible
 
 STUDY, RESULTS, RUNS, LOCK = "experiment.json", "results.jsonl", "runs", ".lock"
-_LEDGER, _METRICS = "ledger.jsonl", "metrics.jsonl"
+_LEDGER, _METRICS, _VITAL_SIGNS = "ledger.jsonl", "metrics.jsonl", "run.json"
 _POLL_SECONDS = 0.2
 
 
@@ -182,6 +182,7 @@ def collect_line(job: Job, folder: SweepFolder, result: dict[str, Any], seconds:
         "delta": result["delta"],
         "private": result["private"],
         "steps": result["updates"],
+        "parameters": json.loads((run / _VITAL_SIGNS).read_text("utf-8"))["parameters"],
         "seconds": round(seconds, 1),
         "folder": str(run.relative_to(folder.path)),
         "curve": _curve(run / _METRICS),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dp_microadam.errors import InputError
-from dp_microadam.reporting.formats import decimals_of, is_number
+from dp_microadam.reporting.formats import decimals_of, fixed, is_number, signed
 
 EXPERIMENT = "experiment.json"
 RESULTS = "results.jsonl"
@@ -175,6 +175,17 @@ class Sweep:
         rivals = {key: value for key, value in medians.items() if key in budgeted} or medians
         best = min(rivals.values()) if self.better == "lower" else max(rivals.values())
         return {key for key, value in rivals.items() if value == best}
+
+    @property
+    def trained(self) -> bool:
+        """Whether values come from training runs, each with a seed of its own, rather than from timing a few steps."""
+        return self.value != "cost"
+
+    def written(self, value: float, *, sign: bool = False) -> str:
+        """A value, or with ``sign`` a difference, as tables and figures have it."""
+        # Counts and hours share a table of costs, so there each number has the digits it needs.
+        digits = self.decimals if self.unit else 0 if value == int(value) or abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+        return signed(value, digits) if sign else fixed(value, digits)
 
     @property
     def decimals(self) -> int:

@@ -19,7 +19,7 @@ from dp_microadam.reporting.figures import (
     shortened,
     whole_steps,
 )
-from dp_microadam.reporting.formats import fixed, is_number, signed, significant
+from dp_microadam.reporting.formats import is_number, significant
 from dp_microadam.reporting.palette import AHEAD, BEHIND, INK, PAPER, Style, styles_for
 from dp_microadam.reporting.sweep import Sweep, file_name
 
@@ -242,7 +242,7 @@ def _draw_difference(sweep: Sweep, wanted: Mapping[str, Any], other: str, values
         column, row = across.index(x), up.index(y)
         colour, strength = AHEAD if value * better > 0 else BEHIND, _STRONGEST * abs(value) / largest
         axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor=colour, alpha=strength, linewidth=0))
-        axes.text(column, row, signed(value, sweep.decimals), color=INK, ha="center", va="center")
+        axes.text(column, row, sweep.written(value, sign=True), color=INK, ha="center", va="center")
         _draw_border(axes, values, (x, y), across, up)
     for column, row in ((across.index(x), up.index(y)) for x in across for y in up if (x, y) not in values):
         axes.text(column, row, "not run", color=INK, alpha=0.6, fontsize=9.5, ha="center", va="center")
@@ -306,7 +306,7 @@ def _range(sweep: Sweep, wanted: Mapping[str, Any]) -> list[Figure]:
         axes.plot([median], [row], color=style.colour, marker=style.marker, markersize=8, markeredgecolor=PAPER)
         low, high = min(worst, best), max(worst, best)
         for value, shift, side in ((low, (-6, -4), "right"), (median, (0, 8), "center"), (high, (6, -4), "left")):
-            text = fixed(value, sweep.decimals)
+            text = sweep.written(value)
             axes.annotate(text, (value, row), xytext=shift, textcoords="offset points", ha=side, fontsize=9.5, color=INK)
     axes.set_yticks(range(len(ranges)), [shortened(name, 22) for name in ranges])
     axes.set_ylim(len(ranges) - 0.5, -0.8)

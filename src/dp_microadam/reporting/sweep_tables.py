@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dp_microadam.privacy.statement import round_up
-from dp_microadam.reporting.formats import duration, fixed, is_number, signed, significant
+from dp_microadam.reporting.formats import duration, is_number, significant
 from dp_microadam.reporting.sweep import Key, Outcome, Sweep, file_name, key_of
 from dp_microadam.reporting.sweep_figures import difference_map, group_ranges, ordered, shown, smoothed_losses
 from dp_microadam.reporting.tables import Cell, Table, cell
@@ -15,6 +15,7 @@ from dp_microadam.reporting.tables import Cell, Table, cell
 NOT_RUN = "not run"
 
 _READING = "Ours: the median, the smallest to the largest, and the number of seeds."
+_READING_OF_COSTS = "Ours: measured on this machine."
 _BOLD = " The best of a row, among runs with a privacy budget, is bold."
 
 
@@ -42,7 +43,7 @@ def _matrix(sweep: Sweep) -> Table:
         lines.append([*(shown(row[key]) for key in sweep.rows), *(_entry(sweep, place, best, asked) for place in places)])
     header = [*sweep.rows, *(", ".join(shown(value) for value in column.values()) for column in columns)]
     note = (
-        _READING
+        (_READING if sweep.trained else _READING_OF_COSTS)
         + (_BOLD if sweep.better != "neither" else "")
         + (f" Paper: {sweep.published_source}; behind it, ours minus the paper's." if sweep.published else "")
     )
@@ -62,7 +63,7 @@ def _entry(sweep: Sweep, place: Mapping[str, Any], best: set[Key], asked: set[Ke
         failed = len(sweep.of(place))
         reason = f"{failed} failed" if failed else NOT_RUN if key_of(place) in asked else "–"
         return cell(reason, *paper, faint=True)
-    lines = [fixed(summary.median, sweep.decimals), _spread_in_words(sweep, place)]
+    lines = [sweep.written(summary.median), *([_spread_in_words(sweep, place)] if sweep.trained else [])]
     return cell(*lines, *paper, best=key_of(place) in best)
 
 
@@ -73,7 +74,7 @@ def _spread_in_words(sweep: Sweep, place: Mapping[str, Any]) -> str:
     seeds = f"{summary.seeds} seed{'s' if summary.seeds > 1 else ''}" + (f", {failed} failed" if failed else "")
     if summary.seeds == 1:
         return seeds
-    return f"{fixed(summary.low, sweep.decimals)}–{fixed(summary.high, sweep.decimals)}, {seeds}"
+    return f"{sweep.written(summary.low)}–{sweep.written(summary.high)}, {seeds}"
 
 
 def _paper_in_words(sweep: Sweep, place: Mapping[str, Any]) -> list[str]:
@@ -81,8 +82,8 @@ def _paper_in_words(sweep: Sweep, place: Mapping[str, Any]) -> list[str]:
     if theirs is None:
         return []
     spread = f" ± {significant(theirs.spread)}" if is_number(theirs.spread) else ""
-    behind = f" ({signed(difference, sweep.decimals)})" if difference is not None else ""
-    return [f"paper {fixed(theirs.value, sweep.decimals)}{spread}{behind}"]
+    behind = f" ({sweep.written(difference, sign=True)})" if difference is not None else ""
+    return [f"paper {sweep.written(theirs.value)}{spread}{behind}"]
 
 
 def _details(sweep: Sweep) -> Table:
@@ -96,7 +97,7 @@ def _details(sweep: Sweep) -> Table:
         summary = sweep.summary(place)
         ours: list[object] = [NOT_RUN, "", "", 0]
         if summary is not None:
-            ours = [*(fixed(value, sweep.decimals) for value in (summary.median, summary.low, summary.high)), summary.seeds]
+            ours = [*(sweep.written(value) for value in (summary.median, summary.low, summary.high)), summary.seeds]
         published = _paper_in_columns(sweep, place) if sweep.published else []
         lines.append([*(shown(place[key]) for key in keys), *ours, *published, *_facts(sweep.of(place))])
     title = "Every cell in detail"
@@ -108,7 +109,7 @@ def _paper_in_columns(sweep: Sweep, place: Mapping[str, Any]) -> list[str]:
     if theirs is None:
         return ["", "", ""]
     spread = significant(theirs.spread) if is_number(theirs.spread) else ""
-    return [fixed(theirs.value, sweep.decimals), spread, "" if difference is None else signed(difference, sweep.decimals)]
+    return [sweep.written(theirs.value), spread, "" if difference is None else sweep.written(difference, sign=True)]
 
 
 def _facts(runs: Sequence[Outcome]) -> list[str]:
@@ -164,7 +165,7 @@ def _difference(sweep: Sweep, wanted: Mapping[str, Any], other: str) -> Table | 
         return None
     across, up = (ordered([place[axis] for place in values]) for axis in (0, 1))
     lines = [
-        [shown(y), *(signed(values[x, y], sweep.decimals) if (x, y) in values else NOT_RUN for x in across)]
+        [shown(y), *(sweep.written(values[x, y], sign=True) if (x, y) in values else NOT_RUN for x in across)]
         for y in reversed(up)
     ]
     header = [f"{wanted['y']} \\ {wanted['x']}", *(shown(x) for x in across)]
@@ -176,6 +177,6 @@ def _ranges(sweep: Sweep, group: str) -> list[Table]:
     ranges = group_ranges(sweep, group)
     if not ranges:
         return []
-    lines = [[name, *(fixed(value, sweep.decimals) for value in ends), count] for name, (*ends, count) in ranges.items()]
+    lines = [[name, *(sweep.written(value) for value in ends), count] for name, (*ends, count) in ranges.items()]
     title = f"Worst, median and best {sweep.value_with_unit} by {group}"
     return [Table.of(f"{sweep.slug}-range", title, [group, "worst", "median", "best", "cells"], lines)]
