@@ -333,7 +333,7 @@ def _small_multiples(
         return []
     columns = min(3, len(groups))
     rows = -(-len(groups) // columns)
-    whole, grid = new_figure(height, rows=rows, columns=columns)
+    whole, grid = new_figure(height, rows=rows, columns=columns, share_y=True)
     panels = []
     for axes, (label, cells) in zip(grid.flat, groups.items(), strict=False):
         draw(axes, cells)
