@@ -4,9 +4,11 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from dp_microadam.errors import InputError
 from dp_microadam.experiments.study import known_studies, load_study, parse_study
+from dp_microadam.methods.registry import build
 from dp_microadam.recipes.assemble import plan_of
 
 CIFAR10_TRAINING, IMAGENET_TRAINING = 45_000, 1_271_167
@@ -207,3 +209,19 @@ def test_an_unknown_study_or_scale_is_refused():
         load_study("sigma")
     with pytest.raises(InputError, match="scale is 'paper'; map is known at scale cpu"):
         load_study("map", "paper")
+
+
+def test_the_phases_of_every_study_fit_its_steps():
+    phased = [
+        (cell.recipe, name)
+        for name, scales in known_studies().items()
+        for scale in scales
+        for cell in load_study(name, scale).cells
+        if cell.recipe.method == "sparta"
+    ]
+    assert {name for _, name in phased} == {"finetune"}
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 10))
+    for recipe, _ in phased:
+        procedure = build(recipe.algorithm, model, recipe.resolved_learning_rate, recipe.optimizer).procedure
+        plan = plan_of(recipe, 45_000)
+        assert sum(phase.steps for phase in procedure.phases(plan)) == plan.steps
