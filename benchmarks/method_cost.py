@@ -11,6 +11,7 @@ resident set from before the model was there, so that gradients, optimizer and m
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import statistics
 import subprocess
@@ -179,10 +180,13 @@ def measure_peak_here(method: str, physical: int) -> float:
     warm.chunk(make_batch(2))
     warm.finish()
     del warm
+    trim = ctypes.CDLL("libc.so.6").malloc_trim  # freed memory counts until it is given back
+    trim(0)
     before = memory_status("VmRSS")
     step, batch = make(method, physical), make_batch(physical)
-    step.chunk(make_batch(2))  # what is done once, on few examples
+    step.chunk(batch)  # what is done once
     step.finish()
+    trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     for _ in range(2):
         step.chunk(batch)
