@@ -182,7 +182,8 @@ def test_only_keeps_the_cells_asked_for():
     study = parse_study(SMALL, "small", "own")
     assert [cell.labels for cell in study.only(["noise=2.5", "method=DP-Adam"]).cells] == [{"noise": 2.5, "method": "DP-Adam"}]
     assert len(study.only(["method=DP-Adam", "method=DP-SGD"]).cells) == 4
-    assert len(load_study("map").only(["σ at B = 4096=20"]).cells) == 9  # an axis, too, may have an equals sign
+    noisy = load_study("map").only(["σ at B = 4096=20"]).cells  # an axis, too, may have an equals sign
+    assert {cell.labels["σ at B = 4096"] for cell in noisy} == {20}
     with pytest.raises(InputError, match=r"only is 'noise=7'.*noise=1\|2.5; method=DP-Adam\|DP-SGD"):
         study.only(["noise=7"])
 
