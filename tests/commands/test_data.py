@@ -45,7 +45,7 @@ def server(tmp_path, monkeypatch):
         (published / f"{name}.gz").write_bytes(packed)
         downloads.append(Download(f"{name}.gz", hashlib.sha256(packed).hexdigest(), (f"{address}/{name}.gz",)))
     digests = {name: f"sha256:{hashlib.sha256(content).hexdigest()}" for name, content in CONTENTS.items()}
-    tiny = KnownData("idx", "tiny", 10, (0.1307,), (0.3081,), tuple(downloads), digests)
+    tiny = KnownData("idx", "tiny", 10, mean=(0.1307,), std=(0.3081,), downloads=tuple(downloads), digests=digests)
     monkeypatch.setattr(catalogue, "_CATALOGUE", {**catalogue._CATALOGUE, "mnist": tiny})
     monkeypatch.setenv("DP_MICROADAM_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "home"))

@@ -17,13 +17,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dp_microadam.errors import InputError, PrivacyError
 from dp_microadam.privacy.accounting import SubsampledGaussian, epsilon
 from dp_microadam.privacy.plan import PrivacyPlan
-from dp_microadam.privacy.randomness import Randomness
 from dp_microadam.validation import require_integer, require_positive
+
+if TYPE_CHECKING:  # it needs torch, which reading a ledger does not
+    from dp_microadam.privacy.randomness import Randomness
 
 LEDGER_NAME = "ledger.jsonl"
 _FORMAT = 1
