@@ -171,10 +171,13 @@ def other_weights(folder, ranks):
     trainer = trainer_of(folder / "weights", plan=plan_of(steps=4))
 
     def disturb(report):
-        if ranks.rank == 1 and report.step == 2:
+        if ranks.rank == 1 and report.step == 3:
             with torch.no_grad():
                 weight = trainer.model[0].weight.view(-1)
-                weight[3] = torch.nextafter(weight[3], weight.new_tensor(9.0))
+                large = weight.abs() > weight.abs().median()
+                # Just above a power of two: were it to pass the next one, a later step could round the difference away.
+                place = torch.where(large, torch.frexp(weight.abs()).mantissa, 1.0).argmin()
+                weight[place] = torch.nextafter(weight[place], weight.new_tensor(9.0))
 
     trainer.callbacks = (disturb,)
     return outcome(lambda: trainer.fit(problem()))
