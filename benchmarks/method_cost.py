@@ -5,7 +5,8 @@
 A step of the paper's size is batch/physical-batch passes over the network and once noise and optimizer. Both parts are timed
 interleaved in one process, every round taking one of each method, and ratios to ordinary training with AdamW are taken
 within a round. Peak memory is that of a fresh process per method that takes two such steps of one pass: the growth of the
-resident set from before the model was there, so that gradients, optimizer and method are in it.
+resident set from before the model was there, so that gradients, optimizer and method are in it. Single peaks scatter by a
+factor of two and more between processes; no page quotes them.
 """
 
 from __future__ import annotations
