@@ -4,17 +4,15 @@
 
 A step of the paper's size is batch/physical-batch passes over the network and once noise and optimizer. Both parts are timed
 interleaved in one process, every round taking one of each method, and ratios to ordinary training with AdamW are taken
-within a round. Peak memory is that of a fresh process per method that takes two such steps of one pass: the growth of the
-resident set from before the model was there, so that gradients, optimizer and method are in it. Single peaks scatter by a
-factor of two and more between processes; no page quotes them.
+within a round. Peak memory is counted, not sampled: the most bytes that torch's allocator had given out at once during two
+steps of one pass, in a fresh process per method, with model, gradients, optimizer, batch and the convolutions' scratch
+space in it. It is the same every time, and what ``torch.cuda.max_memory_allocated`` tells on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -22,13 +20,12 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from clipping import memory_status
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from dp_microadam import ClippedGradients, GaussianMechanism
 from dp_microadam.methods.registry import build
@@ -177,31 +174,28 @@ def measure_times(methods: list[str], physical: int, logical: int, rounds: int) 
 
 
 def measure_peak_here(method: str, physical: int) -> float:
-    """Bytes by which the resident set has grown at most, from before the model was there."""
-    warm = make(method, physical)  # libraries are loaded, kernels compiled
-    warm.chunk(make_batch(2))
-    warm.finish()
-    del warm
-    trim = ctypes.CDLL("libc.so.6").malloc_trim  # freed memory counts until it is given back
-    trim(0)
-    before = memory_status("VmRSS")
-    step, batch = make(method, physical), make_batch(physical)
-    step.chunk(batch)  # what is done once
-    step.finish()
-    trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    for _ in range(2):
-        step.chunk(batch)
+    """Most bytes in tensors at once during a step, model, gradients, optimizer and batch included."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step, batch = make(method, physical), make_batch(physical)
+        step.chunk(batch)  # what is done once
         step.finish()
-    return memory_status("VmHWM") - before
+        begin = time.time_ns()
+        for _ in range(2):
+            step.chunk(batch)
+            step.finish()
+    changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live, peak = 0, 0
+    for change in sorted(changes, key=lambda event: event.start_ns()):
+        live += change.nbytes()
+        if change.start_ns() >= begin:
+            peak = max(peak, live)
+    return peak
 
 
 def measure_peak(method: str, options: argparse.Namespace) -> float:
     command = [sys.executable, __file__, "--peak-of", method, "--physical-batch", str(options.physical_batch)]
     command += ["--threads", str(options.threads)]
-    # With a fixed threshold every tensor is mapped by itself and given back when it is freed.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    return float(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def main() -> None:
@@ -211,12 +205,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--peaks-only", action="store_true", help="leave the times out")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.peak_of:
         print(measure_peak_here(options.peak_of, options.physical_batch))
+        return
+    if options.peaks_only:
+        for method in options.methods:
+            print(f"{method:42} peak {measure_peak(method, options) / 1e6:6.0f} MB", flush=True)
         return
     times = measure_times(options.methods, options.physical_batch, options.batch, options.rounds)
     rows = [{"method": method, **times[method], "peak_bytes": measure_peak(method, options)} for method in options.methods]

@@ -1,9 +1,11 @@
 """The model is left as it was found, and behaves in between as if there were no engine."""
 
 import copy
+import gc
 import io
 import pickle
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -179,6 +181,37 @@ def test_dropout_draws_the_masks_of_ordinary_training():
     loss(model, x).sum().backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(engine.sums[name], p.grad)
+
+
+def bytes_of_live_tensors() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch keeps deprecated names among its objects
+        storages = [tensor.untyped_storage() for tensor in gc.get_objects() if isinstance(tensor, Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+class TiedAutoencoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(72, 30)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return F.linear(torch.tanh(self.encode(images.flatten(1))), self.encode.weight.t())
+
+
+@pytest.mark.parametrize("make", [network, TiedAutoencoder])
+def test_nothing_of_a_proof_or_a_step_waits_for_the_collection_of_cycles(make):
+    model, examples = make(), torch.randn(5, 2, 6, 6)
+    engine = ClippedGradients(model, loss, max_grad_norm=1.0)
+    gc.collect()
+    gc.disable()
+    try:
+        before = bytes_of_live_tensors()
+        for _ in range(2):  # the first proves
+            engine.accumulate(examples)
+            assert bytes_of_live_tensors() - before <= 64  # the anchors of recordings, four bytes each
+    finally:
+        gc.enable()
 
 
 def test_modes_are_respected():

@@ -120,6 +120,9 @@ class Recording:
                 module._parameters[key] = parameter
         self._step_by_step.close()
         self._over = True
+        # Whoever listens usually holds this recording and what was recorded: a circle that would keep all activations
+        # until cycles are collected, which counts objects and not their size.
+        self._on_arrival = _nobody_listens
 
     def backward(self, losses: Tensor, weights: Tensor) -> None:
         """Backpropagate Σ weights·losses; every observed use's output gradient arrives on the way.
@@ -290,3 +293,7 @@ def _keep_out_of_checkpoints() -> AbstractContextManager[Any]:
 
 def _ignore(gradient: Tensor) -> None:
     """Already reported by the first run."""
+
+
+def _nobody_listens(use: Use, gradient: Tensor) -> None:
+    """A backward pass after the recording is over."""
