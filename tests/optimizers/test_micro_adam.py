@@ -28,7 +28,7 @@ options = st.fixed_dictionaries(
         "block_size": st.sampled_from([64, 256, 1024, 32_768]),
         "bucket_size": st.sampled_from([2, 64, 128]),
         "window_dtype": st.sampled_from([torch.bfloat16, torch.float32]),
-        "bias_correction": st.sampled_from(["paper", "window"]),
+        "bias_correction": st.sampled_from(["paper", "steady", "window"]),
         "rounding": st.sampled_from(["nearest", "stochastic"]),
         "weight_decay": st.sampled_from([0.0, 0.1]),
         "betas": st.sampled_from([(0.9, 0.999), (0.0, 0.0), (0.5, 0.9)]),
@@ -236,20 +236,22 @@ def test_what_is_not_selected_is_not_lost(fused):
 
 
 @BOTH_PATHS
-@pytest.mark.parametrize(("correction", "expected"), [("paper", 0.01), ("window", 1.0)])
-def test_bias_correction_settles_where_the_docs_say(fused, correction, expected):
+@pytest.mark.parametrize("correction", ["paper", "steady", "window"])
+def test_bias_correction_settles_where_the_docs_say(fused, correction):
     # Constant gradients of 1 at full density: v̂ is (1−β₂ᵐ)/(1−β₂ᵗ), so after t ≫ 1/(1−β₂) steps about m(1−β₂) = 0.01 with the
     # paper's correction and 1 with the window's; m̂ settles at 1 − 0.9¹⁰ and 1. The step is their quotient.
     param = torch.nn.Parameter(torch.zeros(4))
     optimizer = MicroAdam([param], lr=1.0, density=1.0, bias_correction=correction, error_feedback=False, fused=fused)
+    steps = []
     for _ in range(9000):
         param.grad = torch.ones(4)
         before = param.detach().clone()
         optimizer.step()
-    first = 1 - 0.9**10 if correction == "paper" else 1.0
-    second = 1 - 0.999**10 if correction == "paper" else 1.0
-    assert second == pytest.approx(expected, rel=0.01)
-    assert float((before - param).detach().mean()) == pytest.approx(first / math.sqrt(second), rel=1e-3)
+        steps.append(float((before - param).detach().mean()))
+    last = 1.0 if correction == "window" else (1 - 0.9**10) / math.sqrt(1 - 0.999**10)
+    assert last == pytest.approx(1.0 if correction == "window" else 6.5, rel=0.01)
+    assert steps[-1] == pytest.approx(last, rel=1e-3)
+    assert steps[0] == pytest.approx(last if correction == "steady" else 1.0, rel=1e-3)
 
 
 def test_state_takes_under_a_byte_per_parameter_at_defaults():

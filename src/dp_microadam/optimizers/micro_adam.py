@@ -28,7 +28,7 @@ from torch import Tensor
 
 from dp_microadam.errors import InputError
 from dp_microadam.optimizers import micro_adam_fused as fused_kernels
-from dp_microadam.optimizers.bias import bias_correction
+from dp_microadam.optimizers.bias import CORRECTIONS, bias_correction
 from dp_microadam.optimizers.exact_state import ExactStateOptimizer, evaluate
 from dp_microadam.optimizers.quantization import (
     bucket_bounds,
@@ -120,7 +120,8 @@ class MicroAdam(ExactStateOptimizer):
         bucket_size: an even number; as many coordinates share a minimum and a maximum in the 4-bit error.
         window_dtype: ``torch.bfloat16``, or ``torch.float32`` for exact comparisons.
         bias_correction: ``"paper"`` divides by 1 − βᵗ although the window forgets, so v̂ settles near ``window``·(1 − β₂) of its
-            dense value and steps grow over the first few thousand; ``"window"`` divides by 1 − β^min(t, window).
+            dense value and steps grow over the first few thousand; ``"steady"`` takes steps of that final size from the
+            start; ``"window"`` divides by 1 − β^min(t, window), which wants 6.5 times the learning rate.
         rounding: of the 4-bit error, ``"nearest"`` (Algorithm 2) or ``"stochastic"`` (the paper's appendix).
         seed: of stochastic rounding; drawn from torch's generator if not given. Random numbers are a function of seed,
             parameter, step and coordinate, so they survive saving and agree between processes.
@@ -506,6 +507,6 @@ def _validate(options: dict[str, Any]) -> None:
         )
     if options["window_dtype"] not in (torch.bfloat16, torch.float32):
         raise InputError(f"window_dtype is {options['window_dtype']}; it must be torch.bfloat16 or torch.float32")
-    require_one_of("bias_correction", options["bias_correction"], ("paper", "window"))
+    require_one_of("bias_correction", options["bias_correction"], CORRECTIONS)
     require_one_of("rounding", options["rounding"], ("nearest", "stochastic"))
     require_integer("seed", options["seed"], 0)
