@@ -19,6 +19,7 @@ VARIANTS = {
     "no error feedback": ("dp-microadam", {"error_feedback": False}, {}, 3e-3),
     "tensor scope": ("dp-microadam", {"scope": "tensor"}, {}, 3e-3),
     "window's bias": ("dp-microadam", {"bias_correction": "window"}, {}, 3e-3),
+    "no warm-up": ("dp-microadam", {"bias_correction": "steady"}, {}, 1e-3),
     "stochastic": ("dp-microadam", {"rounding": "stochastic"}, {}, 3e-3),
     "density 0.1 %": ("dp-microadam", {"density": 0.001}, {}, 1e-2),
     "density 100 %": ("dp-microadam", {"density": 1.0, "window_dtype": "float32"}, {}, 1e-3),

@@ -13,7 +13,7 @@ def dp_microadam(model: nn.Module, *, lr: float = 1e-3, **options: Any) -> Metho
     """MicroAdam on privatized gradients; ``options`` are :class:`~dp_microadam.optimizers.micro_adam.MicroAdam`'s.
 
     Its ablations are options: ``quantize=False`` (dense error), ``error_feedback=False``, ``scope="tensor"``,
-    ``bias_correction="window"``, ``rounding="stochastic"``, and any ``density``.
+    ``bias_correction="steady"`` or ``"window"``, ``rounding="stochastic"``, and any ``density``.
     """
     return Method(make_optimizer("microadam", trainable(model), lr, options))
 
