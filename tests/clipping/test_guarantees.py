@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dp_microadam import ClippedGradients, models
+from dp_microadam.clipping.linear import LinearFactors
 from dp_microadam.clipping.per_example import clipped_sum
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 
@@ -268,3 +269,14 @@ def test_wide_resnet_on_one_example_is_bounded():
     engine = ClippedGradients(models.wide_resnet(10, 1), cross_entropy, max_grad_norm=0.01)
     engine.accumulate((100 * torch.randn(1, 3, 8, 8), torch.tensor([3])))
     assert size(engine.sums) <= 0.01 * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-12, 1e-25, 1e-44])
+def test_saturated_examples_of_a_linear_layer_need_not_be_formed_one_by_one(scale):
+    # A model that diverges is sure of most examples, so that their output gradients are next to nothing.
+    torch.manual_seed(0)
+    inputs, deltas = 1e3 * torch.randn(20, 1, 30), scale * torch.randn(20, 1, 10)
+    measured = LinearFactors(inputs, deltas).ghost()
+    assert not bool(measured.doubtful().any())
+    squares = inputs.double().square().sum((1, 2)) * deltas.double().square().sum((1, 2))
+    torch.testing.assert_close(measured.norms.double(), squares, rtol=1e-6, atol=torch.finfo(torch.float32).tiny)

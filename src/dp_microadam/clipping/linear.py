@@ -9,8 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from dp_microadam.clipping.cost import Shapes, choose
-from dp_microadam.clipping.outer_product import Factors, Measured, OuterProductSum, measured_by_grams, squared_norms
+from dp_microadam.clipping.outer_product import Factors, Measured, OuterProductSum, measured_by_grams
 from dp_microadam.clipping.rule import GradientRows, LayerCall, LayerRule, PartsCall, UnchangedInput, at_least_float32
+
+
+def _squares_in_double(rows: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(rows.flatten(1), dim=1, dtype=torch.float64).square()
 
 
 class LinearFactors(Factors):
@@ -21,9 +25,11 @@ class LinearFactors(Factors):
 
     def ghost(self) -> Measured:
         if self.inputs.shape[1] == 1:  # one outer product: ‖δaᵀ‖ = ‖δ‖‖a‖, and nothing can cancel
-            inputs, deltas = squared_norms(self.inputs), squared_norms(self.deltas)
-            norms = inputs * deltas
-            return Measured(norms, torch.zeros_like(norms), inputs + deltas)
+            inputs, deltas = _squares_in_double(self.inputs), _squares_in_double(self.deltas)
+            norms = (inputs * deltas).to(self.deltas.dtype)
+            # Nor can squares of float32 vanish in double. Saturated examples are many when a model diverges.
+            vanishing = inputs + deltas if self.deltas.dtype == torch.float64 else torch.zeros_like(norms)
+            return Measured(norms, torch.zeros_like(norms), vanishing)
         return measured_by_grams(
             self.inputs @ self.inputs.transpose(1, 2), self.deltas @ self.deltas.transpose(1, 2), len(self)
         )
