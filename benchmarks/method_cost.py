@@ -213,21 +213,19 @@ def main() -> None:
     if options.peak_of:
         print(measure_peak_here(options.peak_of, options.physical_batch))
         return
-    if options.peaks_only:
-        for method in options.methods:
-            print(f"{method:42} peak {measure_peak(method, options) / 1e6:6.0f} MB", flush=True)
-        return
-    times = measure_times(options.methods, options.physical_batch, options.batch, options.rounds)
-    rows = [{"method": method, **times[method], "peak_bytes": measure_peak(method, options)} for method in options.methods]
+    times: dict[str, dict[str, float]] = {}
+    if not options.peaks_only:
+        times = measure_times(options.methods, options.physical_batch, options.batch, options.rounds)
+    rows = [{"method": m, **times.get(m, {}), "peak_bytes": measure_peak(m, options)} for m in options.methods]
     if options.json:
         print(json.dumps(rows))
         return
     for row in rows:
-        print(
-            f"{row['method']:42} {row['seconds_per_step']:7.1f} s per step {row['ratio']:5.2f}×  "
-            f"chunk {1e3 * row['seconds_per_chunk']:6.0f} ms  once {1e3 * row['seconds_once']:5.0f} ms  "
-            f"peak {row['peak_bytes'] / 1e6:6.0f} MB"
-        )
+        taken = ""
+        if not options.peaks_only:
+            taken = f"{row['seconds_per_step']:7.1f} s per step {row['ratio']:5.2f}×  "
+            taken += f"chunk {1e3 * row['seconds_per_chunk']:6.0f} ms  once {1e3 * row['seconds_once']:5.0f} ms  "
+        print(f"{row['method']:42} {taken}peak {row['peak_bytes'] / 1e6:6.0f} MB")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ class LinearFactors(Factors):
         if self.inputs.shape[1] == 1:  # one outer product: ‖δaᵀ‖ = ‖δ‖‖a‖, and nothing can cancel
             inputs, deltas = _squares_in_double(self.inputs), _squares_in_double(self.deltas)
             norms = (inputs * deltas).to(self.deltas.dtype)
-            # Nor can squares of float32 vanish in double. Saturated examples are many when a model diverges.
+            # Nor can squares of float32 vanish in double, and a product that does is far below any bound to clip to. A model
+            # that diverges has many such examples; formed one by one, they would take several times as long as the step.
             vanishing = inputs + deltas if self.deltas.dtype == torch.float64 else torch.zeros_like(norms)
             return Measured(norms, torch.zeros_like(norms), vanishing)
         return measured_by_grams(
