@@ -80,21 +80,21 @@ def _plain(model: torch.nn.Module) -> Step:
 
 def _ours(model: torch.nn.Module, name: str, options: dict[str, Any], expected_batch: int) -> Step:
     method = build(name, model, 1e-3, options)
-    [phase, *_] = method.procedure.phases(_plan(expected_batch))
+    [phase, *_] = method.phases(_plan(expected_batch))
     for key, parameter in model.named_parameters():
         parameter.requires_grad_(phase.trainable is None or key in phase.trainable)
     engine = ClippedGradients(model, losses, max_grad_norm=1.0)
     mechanism = GaussianMechanism(5.0, engine.sensitivity, expected_batch)
-    method.procedure.calibrate(mechanism.noise_deviation)
-    method.procedure.begin(phase)
+    method.calibrate(mechanism.noise_deviation)
+    method.enter(phase)
     steps = iter(range(10**9))
 
     def chunk(batch: Batch) -> None:
-        engine.scale = method.procedure.scale()
+        engine.scale = method.scale()
         engine.accumulate(batch)
 
     def finish() -> None:
-        means = method.procedure.receive(mechanism.privatize(engine.sums, step=next(steps)))
+        means = method.receive(mechanism.privatize(engine.sums, step=next(steps)))
         engine.reset()
         set_gradients(model, means)
         method.optimizer.step()

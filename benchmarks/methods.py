@@ -24,7 +24,7 @@ from dp_microadam.models import wide_resnet
 from dp_microadam.recipes.assemble import assemble
 from dp_microadam.recipes.recipe import load_recipe
 from dp_microadam.recipes.vocabulary import DEFAULT_LEARNING_RATES
-from dp_microadam.training.procedure import Phase
+from dp_microadam.training.method import Phase
 from dp_microadam.training.trainer import UnprotectedPlan
 
 STP = "scale-then-privatize"
@@ -64,18 +64,18 @@ def state_bytes(name: str) -> float:
         options = {**options, "public": PublicExamples(examples, lambda model, batch: model(batch).sum(1))}
     wired = build(method, model, DEFAULT_LEARNING_RATES[method], options)
     largest = 0
-    for phase in wired.procedure.phases(UnprotectedPlan(40, 20, 200)):
-        wired.procedure.begin(phase)
+    for phase in wired.phases(UnprotectedPlan(40, 20, 200)):
+        wired.enter(phase)
         for _ in range(min(phase.steps, 20)):
             take_step(model, wired, phase)
-            kept = [*wired.optimizer.state.values(), wired.procedure.state_dict()]
+            kept = [*wired.optimizer.state.values(), wired.state_dict()]
             largest = max(largest, sum(bytes_of(item) for item in kept))
     return largest / sum(parameter.numel() for parameter in model.parameters())
 
 
 def take_step(model: nn.Module, wired: Method, phase: Phase) -> None:
-    wired.procedure.scale()
-    masks = wired.procedure.row_masks()
+    wired.scale()
+    masks = wired.row_masks()
     means = {}
     for name, parameter in model.named_parameters():
         if phase.trainable is None or name in phase.trainable:
@@ -83,7 +83,7 @@ def take_step(model: nn.Module, wired: Method, phase: Phase) -> None:
             means[name] = torch.randn(shape)
             if name in masks:
                 means[name][~masks[name]] = 0.0
-    gradients = wired.procedure.receive(means)
+    gradients = wired.receive(means)
     if phase.rate:
         for name, parameter in model.named_parameters():
             parameter.grad = gradients.get(name)
@@ -105,7 +105,7 @@ def train(name: str, steps: int, batch_size: int, folder: str, private: bool) ->
     values = {key: value for key, value in vars(recipe).items() if value is not None}
     values.update(method=method, optimizer=options, learning_rate=rate, schedule="constant", warmup=0.0, evaluate_every=10**6)
     if not private:
-        values.update(method="non-private", base=method, learning_rate=min(rate, 0.1))
+        values.update(private=False, base=method, learning_rate=min(rate, 0.1))
     with tempfile.TemporaryDirectory() as run:
         experiment = assemble(type(recipe).from_dict(values), Path(run) / "run", show_progress=False)
         result = experiment.fit()

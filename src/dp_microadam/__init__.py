@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 # Where each public name lives. Adding one here and below is all that makes it public.
 _HOMES = {
     "PrivateTrainer": "dp_microadam.training.trainer",
+    "PrivateStep": "dp_microadam.training.private_step",
     "MicroAdam": "dp_microadam.optimizers.micro_adam",
     "AdamBC": "dp_microadam.optimizers.adam_bc",
     "ClippedGradients": "dp_microadam.clipping.engine",
@@ -32,6 +33,7 @@ _MODULES = ("methods", "models")
 
 __all__ = [
     "PrivateTrainer",
+    "PrivateStep",
     "MicroAdam",
     "AdamBC",
     "ClippedGradients",
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from dp_microadam.privacy.plan import PrivacyPlan
     from dp_microadam.privacy.randomness import Randomness
     from dp_microadam.privacy.sampling import PoissonSampler
+    from dp_microadam.training.private_step import PrivateStep
     from dp_microadam.training.trainer import PrivateTrainer
 
 

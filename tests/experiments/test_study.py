@@ -223,6 +223,6 @@ def test_the_phases_of_every_study_fit_its_steps():
     assert {name for _, name in phased} == {"finetune"}
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 10))
     for recipe, _ in phased:
-        procedure = build(recipe.algorithm, model, recipe.resolved_learning_rate, recipe.optimizer).procedure
+        method = build(recipe.algorithm, model, recipe.resolved_learning_rate, recipe.optimizer)
         plan = plan_of(recipe, 45_000)
-        assert sum(phase.steps for phase in procedure.phases(plan)) == plan.steps
+        assert sum(phase.steps for phase in method.phases(plan)) == plan.steps

@@ -93,11 +93,10 @@ def hand():
         plan = PrivacyPlan(EXAMPLES, BATCH, SIGMA, steps, 1e-2) if private else UnprotectedPlan(EXAMPLES, BATCH, steps)
         trainer = PrivateTrainer(
             model,
-            method.optimizer,
+            method,
             plan,
             half_squared_error,
-            method="private" if private else "non-private",
-            procedure=method.procedure,
+            private=private,
             max_grad_norm=BOUND,
             physical_batch_size=EXAMPLES,
             seed=SEED,

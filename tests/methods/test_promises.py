@@ -18,14 +18,14 @@ def flat(tensors):
 
 
 def keep_received(run):
-    """A list that fills with what the procedure is given, and the phase, while a run goes on."""
-    received, receive = [], run.method.procedure.receive
+    """A list that fills with what the method is given, and the phase, while a run goes on."""
+    received, receive = [], run.method.receive
 
     def watched(means):
-        received.append((run.trainer._phase.name, {name: mean.clone() for name, mean in means.items()}))
+        received.append((run.trainer.step.phase.name, {name: mean.clone() for name, mean in means.items()}))
         return receive(means)
 
-    run.method.procedure.receive = watched
+    run.method.receive = watched
     return received
 
 
@@ -38,7 +38,7 @@ def test_the_sensitivity_is_the_bound_in_the_scaled_space(hand, tmp_path, behind
     """
     run = hand.train(lambda model: scale_then_privatize(model, lr=0.1, behind=behind), tmp_path / "run", steps=6)
     run.trainer.fit(run.data)
-    scale = run.method.procedure.scale()
+    scale = run.method.scale()
     assert scale.keys() == set(hand.names)
     assert float(flat(scale).max() / flat(scale).min()) > 1.5
     bound = 0.6
@@ -64,8 +64,8 @@ def test_the_scale_of_a_step_does_not_depend_on_its_own_examples(hand, tmp_path)
     scales = []
     for name, shift in (("a", 0.0), ("b", 100.0)):
         run = hand.train(lambda model: scale_then_privatize(model, lr=0.1), tmp_path / name, steps=2)
-        seen, scale = [], run.method.procedure.scale
-        run.method.procedure.scale = lambda seen=seen, scale=scale: seen.append(scale()) or seen[-1]
+        seen, scale = [], run.method.scale
+        run.method.scale = lambda seen=seen, scale=scale: seen.append(scale()) or seen[-1]
         received = keep_received(run)
         run.trainer.fit((run.data[0] + shift, run.data[1]))
         scales.append(seen)
@@ -93,18 +93,20 @@ def test_selection_sees_only_noisy_scores(hand, tmp_path, scores):
         with torch.no_grad():
             run.model[1].weight.zero_()
             run.model[1].bias.zero_()
-        run.trainer._randomness = type(run.trainer._randomness).seeded(seed)
-        run.trainer._mechanism._randomness = run.trainer._randomness
+        run.trainer.step._randomness = type(run.trainer.step._randomness).seeded(seed)
+        run.trainer.step._mechanism._randomness = run.trainer.step._randomness
         received = keep_received(run)
         run.trainer.fit((run.data[0], torch.zeros(8).double()))
         answers = [means["0.weight"] for phase, means in received if phase == SCORING]
         assert len(answers) == 2
-        noise = [run.trainer._randomness.normals("noise 0.weight", step, answers[0].numel(), torch.float64) for step in (0, 1)]
+        noise = [
+            run.trainer.step._randomness.normals("noise 0.weight", step, answers[0].numel(), torch.float64) for step in (0, 1)
+        ]
         for answer, drawn in zip(answers, noise, strict=True):
             torch.testing.assert_close(answer.flatten(), drawn * 0.8 * 0.6 / 4)
         total = sum(answers)
         expected = int((total.norm(dim=1) if scores == "sum" else total).argmax())
-        (chosen,) = run.method.procedure.row_masks()["0.weight"].nonzero().flatten().tolist()
+        (chosen,) = run.method.row_masks()["0.weight"].nonzero().flatten().tolist()
         assert chosen == expected
         choices.add(chosen)
     assert len(choices) > 1
@@ -124,7 +126,7 @@ def test_unselected_rows_receive_no_noise_and_do_not_move(hand, tmp_path, behind
     before = run.model[0].weight.detach().clone()
     received = keep_received(run)
     run.trainer.fit(run.data)
-    mask = run.method.procedure.row_masks()["0.weight"]
+    mask = run.method.row_masks()["0.weight"]
     assert mask.sum() == 1
     released = [means["0.weight"] for phase, means in received if phase == ROWS]
     assert len(released) == 8
@@ -184,8 +186,8 @@ def test_a_crash_costs_the_last_phase_its_steps_and_never_the_scores(hand, tmp_p
     second = hand.train(make, tmp_path / "run", steps=10, checkpoint_every=100)
     second.trainer.resume()
     for _ in range(3):  # a process that recorded three steps and was killed before its next checkpoint
-        second.trainer._ledger.record_step("head, biases, norms")
-    second.trainer._ledger.close()
+        second.trainer.step._ledger.record_step("head, biases, norms")
+    second.trainer.step._ledger.close()
     third = hand.train(make, tmp_path / "run", steps=10)
     received = keep_received(third)
     third.trainer.resume()
@@ -228,13 +230,11 @@ def test_no_activation_is_kept_for_frozen_weights(tmp_path, method, kept):
 
     wired = build(method, model, 0.1, {})
     plan = PrivacyPlan(20, 10, 1.0, 2, 1e-2)
-    trainer = PrivateTrainer(
-        model, wired.optimizer, plan, loss, procedure=wired.procedure, run_dir=tmp_path / "run", show_progress=False
-    )
+    trainer = PrivateTrainer(model, wired, plan, loss, run_dir=tmp_path / "run", show_progress=False)
     data = torch.randn(20, 4)
-    trainer._prove(data)
+    trainer.step.attach(data)
     alive.clear()
-    trainer._gradients.accumulate(data)
+    trainer.step._engines.current.accumulate(data)
     assert alive == [kept]
 
 
@@ -249,11 +249,11 @@ def test_of_equal_rows_the_first_are_taken():
 def test_rows_are_chosen_within_each_weight():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 10, 3), nn.Flatten(), nn.Linear(40, 20), nn.Linear(20, 2))
-    procedure = Sparta(model, keep=0.2)
-    phases = {phase.name: phase for phase in procedure.phases(PrivacyPlan(100, 10, 1.0, 100, 1e-2))}
-    assert procedure.scored == {"0.weight", "2.weight"}
-    assert procedure.first == {"0.bias", "2.bias", "3.weight", "3.bias"}
-    procedure.begin(phases[SCORING])
-    procedure.receive({"0.weight": 100 * torch.rand(10, 1, 3, 3), "2.weight": torch.rand(20, 40)})
-    procedure.begin(phases[ROWS])
-    assert {name: int(mask.sum()) for name, mask in procedure.row_masks().items()} == {"0.weight": 2, "2.weight": 4}
+    method = Sparta(model, lambda params: torch.optim.SGD(params, lr=0.1), keep=0.2)
+    phases = {phase.name: phase for phase in method.phases(PrivacyPlan(100, 10, 1.0, 100, 1e-2))}
+    assert method.scored == {"0.weight", "2.weight"}
+    assert method.first == {"0.bias", "2.bias", "3.weight", "3.bias"}
+    method.enter(phases[SCORING])
+    method.receive({"0.weight": 100 * torch.rand(10, 1, 3, 3), "2.weight": torch.rand(20, 40)})
+    method.enter(phases[ROWS])
+    assert {name: int(mask.sum()) for name, mask in method.row_masks().items()} == {"0.weight": 2, "2.weight": 4}

@@ -107,10 +107,9 @@ def test_public_examples_that_are_training_examples_are_refused_by_the_trainer(k
 
     trainer = PrivateTrainer(
         model,
-        method.optimizer,
+        method,
         PrivacyPlan(count, 10, 1.0, 2, 1e-2),
         loss,
-        procedure=method.procedure,
         run_dir=tmp_path / "run",
         show_progress=False,
     )
@@ -120,13 +119,27 @@ def test_public_examples_that_are_training_examples_are_refused_by_the_trainer(k
     assert not (tmp_path / "run").exists()
 
 
-def test_a_method_without_its_procedure_is_refused(tmp_path):
+def test_a_method_in_two_parts_works_as_in_version_0_1_and_is_told_to_be_one(tmp_path):
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-    method = sparta(model)
-    with pytest.raises(InputError, match=r"procedure=method.procedure"):
-        PrivateTrainer(
-            model, method.optimizer, PrivacyPlan(20, 10, 1.0, 9, 1e-2), lambda m, b: m(b).sum(1), run_dir=tmp_path / "run"
-        )
+    method = sparta(model, first_phase=0.2)
+    plan, loss = PrivacyPlan(20, 10, 1.0, 9, 1e-2), lambda m, b: m(b).sum(1)
+    with pytest.warns(DeprecationWarning, match="pass the method itself"):
+        trainer = PrivateTrainer(model, method.optimizer, plan, loss, procedure=method.procedure, run_dir=tmp_path / "run")
+    assert [phase.name for phase in trainer.step.phases] == ["head, biases, norms", "scoring", "selected rows"]
+    with (
+        pytest.warns(DeprecationWarning, match="pass the method itself"),
+        pytest.raises(InputError, match="optimizer is not that of the method"),
+    ):
+        PrivateTrainer(model, torch.optim.SGD(model.parameters()), plan, loss, procedure=method.procedure)
+
+
+def test_an_optimizer_that_lacks_trainable_parameters_is_refused_by_name(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    plan, loss = PrivacyPlan(20, 10, 1.0, 9, 1e-2), lambda m, b: m(b).sum(1)
+    with pytest.raises(InputError, match=r"does not hold the parameter '0\.weight'.*requires_grad_\(False\)"):
+        PrivateTrainer(model, torch.optim.SGD(model[1].parameters(), lr=0.1), plan, loss, run_dir=tmp_path / "run")
+    model[0].requires_grad_(False)
+    PrivateTrainer(model, torch.optim.SGD(model[1].parameters(), lr=0.1), plan, loss, run_dir=tmp_path / "run")
 
 
 def test_neighbouring_slices_of_one_tensor_are_no_overlap(tmp_path):
@@ -135,11 +148,9 @@ def test_neighbouring_slices_of_one_tensor_are_no_overlap(tmp_path):
     loss = lambda model, batch: model(batch).square().sum(1)  # noqa: E731
     method = scale_then_privatize(model, lr=0.1, source="public", public=PublicExamples(inputs[:5], loss))
     plan = PrivacyPlan(15, 10, 1.0, 2, 1e-2)
-    trainer = PrivateTrainer(
-        model, method.optimizer, plan, loss, procedure=method.procedure, run_dir=tmp_path / "run", show_progress=False
-    )
+    trainer = PrivateTrainer(model, method, plan, loss, run_dir=tmp_path / "run", show_progress=False)
     assert trainer.fit(inputs[5:]).finished
-    assert any("public examples" in item for item in trainer._settings().public)
+    assert any("public examples" in item for item in trainer.step._settings().public)
 
 
 def test_a_model_without_biases_is_refused_by_bitfit():
@@ -168,7 +179,7 @@ def test_a_model_with_nothing_to_train_is_refused():
 
 def test_the_head_can_be_named():
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 1))
-    chosen = dp_bitfit(model, head="0").procedure.phases(PrivacyPlan(10, 5, 1.0, 2, 1e-2))[0].trainable
+    chosen = dp_bitfit(model, head="0").phases(PrivacyPlan(10, 5, 1.0, 2, 1e-2))[0].trainable
     assert chosen == {"0.weight", "0.bias", "1.bias", "2.bias"}
 
 

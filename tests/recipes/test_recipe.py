@@ -248,7 +248,7 @@ def test_learning_rates_default_by_method():
     rates = {method: make(method=method).resolved_learning_rate for method in vocabulary.METHODS}
     assert rates.pop("dp-sgd") == 4.0
     assert set(rates.values()) == {1e-3}
-    assert make(method="non-private", base="dp-sgd").resolved_learning_rate == 0.1
+    assert make(private=False, base="dp-sgd").resolved_learning_rate == 0.1
     assert make(method="dp-sgd", learning_rate=1).resolved_learning_rate == 1.0
 
 
@@ -266,11 +266,11 @@ def test_options_are_checked_against_the_method_and_the_model():
 
 
 def test_a_non_private_run_takes_the_options_of_its_base():
-    recipe = make(method="non-private", base="sparta", optimizer={"keep": 0.5})
+    recipe = make(private=False, base="sparta", optimizer={"keep": 0.5})
     assert (recipe.algorithm, recipe.private, recipe.protected) == ("sparta", False, False)
-    assert make(method="non-private").algorithm == "dp-microadam"
+    assert make(private=False).algorithm == "dp-microadam"
     with pytest.raises(InputError, match=r"optimizer.keep = 0.5 is unknown; .* of dp-adam"):
-        make(method="non-private", base="dp-adam", optimizer={"keep": 0.5})
+        make(private=False, base="dp-adam", optimizer={"keep": 0.5})
     with pytest.raises(InputError, match="base is 'dp-sgd', but method is 'dp-adam'"):
         make(method="dp-adam", base="dp-sgd")
 

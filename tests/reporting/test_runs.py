@@ -22,7 +22,7 @@ from dp_microadam.privacy.ledger import read_ledger
 from dp_microadam.reporting.report import write_report
 from dp_microadam.reporting.run import Run
 from dp_microadam.reporting.run_figures import labels_of, run_figures, spent_over_steps
-from dp_microadam.training.vital_signs import Pace, two_digits
+from dp_microadam.training.run_statistics import Pace, two_digits
 
 QUICK = ["--set", "model=mlp", "--set", "batch_size=64", "--set", "evaluate_every=4", "--quiet"]
 
@@ -150,7 +150,7 @@ def test_optimizer_state_is_measured_against_adam_s(runs):
 def test_the_state_of_adam_itself_is_what_it_is_measured_against():
     import torch
 
-    from dp_microadam.training.vital_signs import sizes
+    from dp_microadam.training.run_statistics import sizes
 
     model = torch.nn.Linear(30, 20)
     optimizer = torch.optim.Adam(model.parameters())
@@ -162,10 +162,10 @@ def test_the_state_of_adam_itself_is_what_it_is_measured_against():
 
 
 def test_pace_leaves_out_what_is_not_training(monkeypatch):
-    from dp_microadam.training import vital_signs
+    from dp_microadam.training import run_statistics
 
     now = [100.0]
-    monkeypatch.setattr(vital_signs.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(run_statistics.time, "perf_counter", lambda: now[0])
     pace = Pace()
     assert pace.take() is None
     for _ in range(3):

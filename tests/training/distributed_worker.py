@@ -77,7 +77,7 @@ def seeded_run(folder, name, ranks=None):
     """Weights and their average after 20 seeded steps."""
     model = network()
     method = METHODS[name](model)
-    trainer = trainer_of(folder / name, model, method.optimizer, procedure=method.procedure, seed=3, ema_decay=0.9, ranks=ranks)
+    trainer = trainer_of(folder / name, model, method, seed=3, ema_decay=0.9, ranks=ranks)
     trainer.fit(problem())
     return {**model.state_dict(), **{f"average {name}": value for name, value in trainer.average.state_dict().items()}}
 
@@ -102,15 +102,18 @@ class Watched(PrivateTrainer):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.sent, self.recorded = [], []
+        sums, add_noise = self.step._sums, self.step._mechanism.add_noise
 
-    def _accumulate(self, steps, index):
-        self.recorded.append(read_ledger(self.folder.path).steps)
-        return super()._accumulate(steps, index)
+        def watched_sums(index):
+            self.recorded.append(read_ledger(self.record.path).steps)
+            return sums(index)
 
-    def _noisy_sums(self, index):
-        noisy = super()._noisy_sums(index)
-        self.sent.append({name: total.clone() for name, total in noisy.items()})
-        return noisy
+        def watched_noise(sums, *, step):
+            noisy = add_noise(sums, step=step)
+            self.sent.append({name: total.clone() for name, total in noisy.items()})
+            return noisy
+
+        self.step._sums, self.step._mechanism.add_noise = watched_sums, watched_noise
 
 
 def noise_of_two_steps(folder, ranks, secure):
@@ -193,7 +196,7 @@ def interrupted(folder, ranks):
 
     trainer.callbacks = (stop,)
     result = trainer.fit(problem())
-    saved = trainer.checkpoints.positions()[-1]
+    saved = trainer.record.checkpoints.positions()[-1]
     again = trainer_of(folder / "interrupted").resume()
     return {"stopped": result.steps_done, "saved": saved, "resumed": again.fit(problem()).steps_done}
 
@@ -218,16 +221,16 @@ def shown_metrics(folder, ranks=None):
         folder / "shown", plan=plan_of(steps=3), seed=5, show_private_metrics=True, evaluate_every=2, ranks=ranks
     )
     trainer.fit(problem())
-    return trainer.folder.metrics() if trainer.ranks.main else None
+    return trainer.record.metrics() if trainer.ranks.main else None
 
 
 def without_privacy(folder, ranks=None):
     from dp_microadam.training.trainer import UnprotectedPlan
 
     model = network()
-    trainer_of(
-        folder / "unprotected", model, plan=UnprotectedPlan(EXAMPLES, 16, 5), method="non-private", seed=3, ranks=ranks
-    ).fit(problem())
+    trainer_of(folder / "unprotected", model, plan=UnprotectedPlan(EXAMPLES, 16, 5), private=False, seed=3, ranks=ranks).fit(
+        problem()
+    )
     return model.state_dict()
 
 

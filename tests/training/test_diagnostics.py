@@ -139,7 +139,7 @@ def test_diagnostics_are_off_by_default_and_stand_in_metrics_when_asked_for(make
     trainer = make_trainer(steps=7, run="watched", diagnostics_every=2, evaluate_every=3)
     trainer.fit(training_part, validation=validation_part)
     plain, watched = (
-        [json.loads(line) for line in (trainer.folder.path.parent / run / "metrics.jsonl").read_text().splitlines()]
+        [json.loads(line) for line in (trainer.record.path.parent / run / "metrics.jsonl").read_text().splitlines()]
         for run in ("plain", "watched")
     )
     assert not any("diagnostics" in line for line in plain)
@@ -151,15 +151,15 @@ def test_diagnostics_are_off_by_default_and_stand_in_metrics_when_asked_for(make
 
 def test_diagnostics_never_stand_before_the_statement_that_covers_them(make_trainer, training_part, monkeypatch):
     trainer = make_trainer(steps=6, diagnostics_every=1, evaluate_every=4, checkpoint_every=3)
-    append = trainer.folder.append_metrics
+    append = trainer.record.append_metrics
 
     def checked(values):
-        assert json.loads((trainer.folder.path / "privacy.json").read_text())["steps_done"] >= values["step"]
+        assert json.loads((trainer.record.path / "privacy.json").read_text())["steps_done"] >= values["step"]
         append(values)
 
-    monkeypatch.setattr(trainer.folder, "append_metrics", checked)
+    monkeypatch.setattr(trainer.record, "append_metrics", checked)
     trainer.fit(training_part)
-    assert sum("diagnostics" in line for line in trainer.folder.metrics()) == 6
+    assert sum("diagnostics" in line for line in trainer.record.metrics()) == 6
 
 
 def test_the_model_card_of_an_exported_run_shows_the_last_figures(tmp_path, capsys):

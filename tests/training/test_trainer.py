@@ -169,7 +169,7 @@ def test_a_dataset_of_another_size_than_the_plan_s_is_refused_before_anything_is
     trainer = make_trainer()
     with pytest.raises(InputError, match="data has 100 examples"):
         trainer.fit((training_part[0][:100], training_part[1][:100]))
-    assert not trainer.folder.path.exists()
+    assert not trainer.record.path.exists()
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(make_trainer, training_part):
@@ -206,7 +206,7 @@ def test_a_fixed_seed_is_stamped_not_private_everywhere(make_trainer, training_p
 
 def test_a_non_private_run_is_stamped_so_and_claims_no_epsilon(make_trainer, training_part, validation_part, capsys):
     plan = UnprotectedPlan(len(training_part[0]), 64, 40)
-    trainer = make_trainer(plan=plan, method="non-private", show_progress=True)
+    trainer = make_trainer(plan=plan, private=False, show_progress=True)
     result = trainer.fit(training_part, validation=validation_part)
     assert result.private is False
     assert result.epsilon is None
@@ -224,7 +224,7 @@ def test_a_non_private_step_is_the_plain_gradient_over_the_expected_batch(make_t
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
     plan = UnprotectedPlan(len(training_part[0]), 64, 1)
     trainer = make_trainer(
-        plan=plan, method="non-private", seed=3, model=model, optimizer=lambda params: torch.optim.SGD(params, lr=1.0)
+        plan=plan, private=False, seed=3, model=model, optimizer=lambda params: torch.optim.SGD(params, lr=1.0)
     )
     (step,) = PoissonSampler(plan.dataset_size, 64, steps=1, randomness=Randomness.seeded(3))
     rows = torch.cat(list(step.chunks))
@@ -246,26 +246,26 @@ def test_a_private_run_without_a_privacy_plan_is_refused(make_trainer):
 def test_training_metrics_appear_only_when_asked_for_and_marked(make_trainer, training_part, validation_part, capsys):
     silent = make_trainer(steps=4, evaluate_every=2, run="silent", show_progress=True)
     silent.fit(training_part, validation=validation_part)
-    written = "".join(path.read_text() for path in silent.folder.path.iterdir() if path.suffix in (".jsonl", ".json", ".txt"))
+    written = "".join(path.read_text() for path in silent.record.path.iterdir() if path.suffix in (".jsonl", ".json", ".txt"))
     assert "training_loss" not in written
     assert "training loss" not in capsys.readouterr().err
     loud = make_trainer(steps=4, evaluate_every=2, run="loud", show_progress=True, show_private_metrics=True)
     loud.fit(training_part, validation=validation_part)
-    first = json.loads((loud.folder.path / "metrics.jsonl").read_text().splitlines()[0])
+    first = json.loads((loud.record.path / "metrics.jsonl").read_text().splitlines()[0])
     assert first["outside_the_guarantee"].keys() == {"training_loss", "training_accuracy"}
     assert "outside the guarantee" in capsys.readouterr().err
-    outside = json.loads((loud.folder.path / "privacy.json").read_text())["outside_the_guarantee"]
+    outside = json.loads((loud.record.path / "privacy.json").read_text())["outside_the_guarantee"]
     assert any("training batches" in item for item in outside)
 
 
 def test_nothing_the_run_writes_depends_on_realised_batch_sizes(make_trainer, training_part, validation_part, capsys):
     # Two runs whose batches differ in size, by the sample: everything they write but weights is equal. Time and memory differ
-    # between any two runs; that they are kept with two digits only is tested with the other vital signs.
+    # between any two runs; that they are kept with two digits only is tested with the other run statistics.
     texts = []
     for run, seed in (("a", 1), ("b", 2)):
         trainer = make_trainer(steps=4, evaluate_every=2, run=run, seed=seed, show_progress=True)
         trainer.fit(training_part)
-        files = [path for path in sorted(trainer.folder.path.iterdir()) if path.suffix in (".jsonl", ".json", ".txt")]
+        files = [path for path in sorted(trainer.record.path.iterdir()) if path.suffix in (".jsonl", ".json", ".txt")]
         text = capsys.readouterr().err + "".join(path.read_text() for path in files)
         text = re.sub(r'"(steps_per_second|peak_memory_bytes)": [\d.e+-]+', r'"\1": ROUNDED', text)
         text = re.sub(r"\d{4}-\d\d-\d\dT[\d:]+Z", "TIME", text).replace(f"/{run}", "/RUN").replace(f"seed {seed}", "seed")
@@ -276,7 +276,7 @@ def test_nothing_the_run_writes_depends_on_realised_batch_sizes(make_trainer, tr
 def test_checkpoints_hold_no_random_state_and_no_partial_sums(make_trainer, training_part):
     trainer = make_trainer(ema_decay=0.5)
     trainer.fit(training_part)
-    _, content, _ = trainer.checkpoints.newest()
+    _, content, _ = trainer.record.checkpoints.newest()
     assert content.keys() == {"updates", "model", "optimizer", "procedure", "average"}
     assert all(param.grad is None for param in trainer.model.parameters())
     # Of the optimizer's own seed it holds the one for rounding, which is post-processing.
@@ -355,12 +355,12 @@ def test_an_error_in_the_first_examples_says_nothing_private(make_trainer, train
 
 def test_no_error_tells_how_many_examples_were_drawn(make_trainer, training_part):
     trainer = make_trainer()
-    loss = trainer._measures["loss"]
+    loss = trainer.step._loss
 
     def without_sevens(model, batch):
         return loss(model, batch)[batch[1] != 7]
 
-    trainer._measures["loss"] = without_sevens
+    trainer.step._loss = without_sevens
     with pytest.raises(PrivacyError, match="one value per example") as caught:
         trainer.fit(training_part)
     assert not any(character.isdigit() for character in str(caught.value))
@@ -393,16 +393,16 @@ def test_an_error_in_a_training_batch_is_spent_and_says_nothing_private(make_tra
     assert "41" not in str(caught.value)
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__
-    assert read_ledger(trainer.folder.path).steps == 1
+    assert read_ledger(trainer.record.path).steps == 1
 
 
 def test_the_statement_never_claims_fewer_steps_than_what_it_covers(make_trainer, training_part, validation_part, monkeypatch):
     trainer = make_trainer(steps=6, evaluate_every=2, checkpoint_every=100)
-    append, write = trainer.folder.append_metrics, trainer.checkpoints.write
+    append, write = trainer.record.append_metrics, trainer.record.checkpoints.write
     covered = []
 
     def claimed():
-        return json.loads((trainer.folder.path / "privacy.json").read_text())["steps_done"]
+        return json.loads((trainer.record.path / "privacy.json").read_text())["steps_done"]
 
     def checked_append(values):
         covered.append((values["step"], claimed()))
@@ -412,8 +412,8 @@ def test_the_statement_never_claims_fewer_steps_than_what_it_covers(make_trainer
         covered.append((position, claimed()))
         return write(position, content)
 
-    monkeypatch.setattr(trainer.folder, "append_metrics", checked_append)
-    monkeypatch.setattr(trainer.checkpoints, "write", checked_write)
+    monkeypatch.setattr(trainer.record, "append_metrics", checked_append)
+    monkeypatch.setattr(trainer.record.checkpoints, "write", checked_write)
     trainer.fit(training_part, validation=validation_part)
     assert [step for step, _ in covered] == [0, 2, 4, 6, 6]
     assert all(claim >= step for step, claim in covered)
@@ -423,7 +423,7 @@ def test_private_metrics_once_shown_stay_in_the_statement_after_a_resume(make_tr
     first = make_trainer(steps=6, evaluate_every=2, max_steps=3, show_private_metrics=True)
     first.fit(training_part, validation=validation_part)
     make_trainer(steps=6).resume().fit(training_part, validation=validation_part)
-    outside = json.loads((first.folder.path / "privacy.json").read_text())["outside_the_guarantee"]
+    outside = json.loads((first.record.path / "privacy.json").read_text())["outside_the_guarantee"]
     assert any("training batches" in item for item in outside)
 
 
@@ -439,7 +439,7 @@ def test_validation_on_the_training_data_is_refused(make_trainer, training_part)
     trainer = make_trainer()
     with pytest.raises(InputError, match="validation shares examples with the training data"):
         trainer.fit(training_part, validation=(training_part[0], training_part[1]))
-    assert not trainer.folder.path.exists()
+    assert not trainer.record.path.exists()
 
 
 def test_examples_that_interact_are_refused_before_anything_is_written(make_trainer, training_part):
@@ -450,4 +450,4 @@ def test_examples_that_interact_are_refused_before_anything_is_written(make_trai
     trainer = make_trainer(model=torch.nn.Sequential(torch.nn.Flatten(), Centred(), torch.nn.Linear(784, 10)))
     with pytest.raises(InputError):
         trainer.fit(training_part)
-    assert not trainer.folder.path.exists()
+    assert not trainer.record.path.exists()

@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     metrics = {"test accuracy": f"{100 * accuracy:.2f} % ({weights})", "steps": result.updates}
     if result.updates < result.steps_done:
         metrics["steps spent that are not in the weights"] = result.steps_done - result.updates
-    measured = [line for line in experiment.trainer.folder.metrics() if "diagnostics" in line]
+    measured = [line for line in experiment.trainer.record.metrics() if "diagnostics" in line]
     diagnostics = measured[-1] if measured else None
     recipe, data = experiment.recipe, experiment.data
     best = "model.safetensors" if experiment.trainer.average is None else "model_ema.safetensors"

@@ -107,7 +107,7 @@ def _keep(experiment: Experiment, accuracy: float, weights: str, result: RunResu
     """The test accuracy, for the report of the run."""
     from dp_microadam.training.run_folder import TEST
 
-    experiment.trainer.folder.write_json(
+    experiment.trainer.record.write_json(
         TEST, {"test_accuracy": accuracy, "weights": weights, "updates": result.updates, "steps_done": result.steps_done}
     )
 
@@ -132,7 +132,7 @@ def _draw(experiment: Experiment, options: argparse.Namespace, result: RunResult
     from dp_microadam.reporting.curves import draw_curves
     from dp_microadam.training.run_folder import CURVES
 
-    metrics = experiment.trainer.folder.metrics()
+    metrics = experiment.trainer.record.metrics()
     if not metrics:
         return
     try:

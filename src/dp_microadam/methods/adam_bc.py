@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
-from dp_microadam.methods.method import Method, make_optimizer, trainable
-from dp_microadam.training.procedure import Procedure
+from dp_microadam.methods.step_optimizers import make_optimizer, trainable
+from dp_microadam.training.method import Method
 
 
 def dp_adambc(model: nn.Module, *, lr: float = 1e-3, **options: Any) -> Method:
@@ -18,16 +17,12 @@ def dp_adambc(model: nn.Module, *, lr: float = 1e-3, **options: Any) -> Method:
     The trainer tells the optimizer what noise it adds, so σ, C and B are those of the run and stand nowhere else. Without
     privacy there is no noise to correct for, and what is left is Adam with a floor under v̂.
     """
-    optimizer = make_optimizer("adambc", trainable(model), lr, options)
-    return Method(optimizer, NoiseCorrection(optimizer))
+    return NoiseCorrection(make_optimizer("adambc", trainable(model), lr, options))
 
 
-class NoiseCorrection(Procedure):
+class NoiseCorrection(Method):
     """Tells AdamBC the variance of the noise in its gradients, (σC/B)²."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-
     def calibrate(self, noise_deviation: float) -> None:
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["noise_variance"] = noise_deviation**2

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from dp_microadam.errors import InputError
-from dp_microadam.methods.method import Method, make_optimizer
 from dp_microadam.methods.parts import biases_of, head_of
-from dp_microadam.training.procedure import Phase, Procedure, Steps
+from dp_microadam.methods.step_optimizers import make_optimizer
+from dp_microadam.training.method import Method, Phase, Steps
 
 MOMENTUM = 0.9
 
@@ -35,13 +36,14 @@ def dp_bitfit(model: nn.Module, *, lr: float = 1e-3, head: str | None = None, be
     params = [model.get_parameter(name) for name, _ in model.named_parameters() if name in chosen]
     given = {"momentum": MOMENTUM, **options} if behind == "sgd" else options
     optimizer = make_optimizer(behind, params, lr, given, choices=("sgd", "adam", "adamw", "microadam"))
-    return Method(optimizer, TrainOnly(chosen))
+    return TrainOnly(optimizer, chosen)
 
 
-class TrainOnly(Procedure):
+class TrainOnly(Method):
     """One phase in which only the parameters of these names train."""
 
-    def __init__(self, names: frozenset[str]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, names: frozenset[str]) -> None:
+        super().__init__(optimizer)
         self._names = names
 
     def phases(self, plan: Steps) -> tuple[Phase, ...]:

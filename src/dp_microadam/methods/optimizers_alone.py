@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from dp_microadam.methods.method import Method, make_optimizer, trainable
+from dp_microadam.methods.step_optimizers import make_optimizer, trainable
+from dp_microadam.training.method import Method
 
 
 def dp_microadam(model: nn.Module, *, lr: float = 1e-3, **options: Any) -> Method:

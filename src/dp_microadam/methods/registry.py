@@ -11,11 +11,11 @@ from torch import nn
 from dp_microadam.errors import InputError
 from dp_microadam.methods.adam_bc import dp_adambc
 from dp_microadam.methods.bitfit import dp_bitfit
-from dp_microadam.methods.method import Method
 from dp_microadam.methods.optimizers_alone import dp_adam, dp_adamw, dp_microadam, dp_sgd
 from dp_microadam.methods.scale_sources import PublicExamples
 from dp_microadam.methods.scale_then_privatize import scale_then_privatize
 from dp_microadam.methods.sparta import sparta
+from dp_microadam.training.method import Method
 from dp_microadam.validation import require_integer, require_one_of
 
 METHODS: Mapping[str, Callable[..., Method]] = {

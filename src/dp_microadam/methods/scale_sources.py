@@ -17,7 +17,7 @@ from dp_microadam.errors import InputError
 from dp_microadam.optimizers.micro_adam import MicroAdam
 from dp_microadam.training.evaluation import PerExample, batches
 from dp_microadam.training.held_out import share_examples
-from dp_microadam.training.procedure import Phase, Steps
+from dp_microadam.training.method import Phase, Steps
 
 PLAIN, SCALED = "plain", "scaled"
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dp_microadam.errors import InputError
-from dp_microadam.methods.method import Method, make_optimizer, trainable
 from dp_microadam.methods.scale_sources import (
     DelayedEstimate,
     PreviousEstimate,
@@ -20,7 +20,8 @@ from dp_microadam.methods.scale_sources import (
     PublicExamples,
     ScaleSource,
 )
-from dp_microadam.training.procedure import Phase, Procedure, Steps
+from dp_microadam.methods.step_optimizers import make_optimizer, trainable
+from dp_microadam.training.method import Method, Phase, Steps
 from dp_microadam.validation import require_in_closed_open, require_integer, require_one_of, require_positive
 
 SOURCES = ("previous", "delayed", "public")
@@ -104,10 +105,10 @@ def scale_then_privatize(
     else:
         assert public is not None
         found = PublicEstimate(model, public, scale_eps, require_in_closed_open("decay", decay, 0.0, 1.0))
-    return Method(optimizer, ScaleThenPrivatize(found, unscale=behind != "sgd", norm_ratio=norm_ratio))
+    return ScaleThenPrivatize(optimizer, found, unscale=behind != "sgd", norm_ratio=norm_ratio)
 
 
-class ScaleThenPrivatize(Procedure):
+class ScaleThenPrivatize(Method):
     """Scales by what a source says, and unscales the privatized means.
 
     Formal guarantees: s is a function of earlier privatized steps and of public examples, never of the step's own examples, so
@@ -117,7 +118,10 @@ class ScaleThenPrivatize(Procedure):
 
     clipped = "the gradient of each example, scaled by numbers that earlier noisy steps or public examples gave"
 
-    def __init__(self, source: ScaleSource, *, unscale: bool, norm_ratio: float = 1.0) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, source: ScaleSource, *, unscale: bool, norm_ratio: float = 1.0
+    ) -> None:
+        super().__init__(optimizer)
         self._source = source
         self._unscale = unscale
         self._norm_ratio = norm_ratio

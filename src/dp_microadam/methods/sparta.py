@@ -6,16 +6,16 @@ Makni et al., "SPARTA: An Optimization Framework for Differentially Private Spar
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dp_microadam.errors import InputError
-from dp_microadam.methods.method import Method, make_optimizer
 from dp_microadam.methods.parts import head_of, vectors_of, weights_of
-from dp_microadam.training.procedure import GRADIENTS, ROW_NORMS, Phase, Procedure, Steps
+from dp_microadam.methods.step_optimizers import make_optimizer
+from dp_microadam.training.method import GRADIENTS, ROW_NORMS, Method, Phase, Steps
 from dp_microadam.validation import require_in_closed_open, require_in_open_closed, require_one_of, require_positive
 
 FIRST, SCORING, ROWS = "head, biases, norms", "scoring", "selected rows"
@@ -49,8 +49,11 @@ def sparta(
     Raises:
         InputError: for a value out of range, or a model without weights outside its head.
     """
-    procedure = Sparta(
+    given = {"momentum": MOMENTUM, **options} if behind == "sgd" else options
+    choices = ("sgd", "adam", "adamw", "microadam")
+    return Sparta(
         model,
+        lambda params: make_optimizer(behind, params, lr, given, choices=choices),
         keep=keep,
         scores=scores,
         first_phase=first_phase,
@@ -58,14 +61,10 @@ def sparta(
         rows_only=rows_only,
         head=head,
     )
-    chosen = procedure.first | procedure.scored
-    params = [parameter for name, parameter in model.named_parameters() if name in chosen]
-    given = {"momentum": MOMENTUM, **options} if behind == "sgd" else options
-    return Method(make_optimizer(behind, params, lr, given, choices=("sgd", "adam", "adamw", "microadam")), procedure)
 
 
-class Sparta(Procedure):
-    """Phases, scores and selection of SPARTA; arguments as in :func:`sparta`.
+class Sparta(Method):
+    """Phases, scores and selection of SPARTA; arguments as in :func:`sparta`, and what makes the optimizer of its parameters.
 
     Formal guarantees: rows are chosen from noisy quantities alone, so choosing costs nothing beyond the scoring steps, which
     are sampled, clipped, noised and accounted like all others:
@@ -85,6 +84,7 @@ class Sparta(Procedure):
     def __init__(
         self,
         model: nn.Module,
+        optimizer_of: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         *,
         keep: float = 0.2,
         scores: str = "sum",
@@ -105,9 +105,10 @@ class Sparta(Procedure):
         """Names of the weights whose rows are chosen from."""
         if not self.scored:
             raise InputError("model has no trainable weight outside its head; sparta has no rows to choose from")
+        chosen = self.first | self.scored
+        super().__init__(optimizer_of([parameter for name, parameter in model.named_parameters() if name in chosen]))
         self._totals: dict[str, Tensor] = {}
         self._masks: dict[str, Tensor] = {}
-        self._phase = FIRST
 
     def phases(self, plan: Steps) -> tuple[Phase, ...]:
         first = round(self._first_phase * plan.steps)
@@ -127,19 +128,18 @@ class Sparta(Procedure):
         return phases if first else phases[1:]
 
     def begin(self, phase: Phase) -> None:
-        self._phase = phase.name
         if phase.name == ROWS:
             self._totals = {name: row_scores(total) for name, total in self._totals.items()}
             self._masks = {name: top_rows(scores, self._keep) for name, scores in self._totals.items()}
 
     def receive(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self._phase == SCORING:
+        if self.phase.name == SCORING:
             for name, mean in means.items():
                 self._totals[name] = self._totals[name] + mean if name in self._totals else mean.clone()
         return means
 
     def row_masks(self) -> Mapping[str, Tensor]:
-        return self._masks if self._phase == ROWS else {}
+        return self._masks if self.phase.name == ROWS else {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"totals": dict(self._totals)}

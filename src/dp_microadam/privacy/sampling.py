@@ -6,8 +6,6 @@ This is the sampling the accountants account for; shuffling, or batches of a fix
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -132,11 +130,12 @@ class PoissonSampler:
         num_workers: int = 0,
         **loader_options: Any,
     ) -> Iterator[LogicalStep]:
-        """Logical steps whose chunks are batches of ``data``, fetched as they are asked for.
+        """Logical steps whose chunks are batches of ``data``, read when they are iterated over.
 
         Tensors in memory (one, or a tuple or dict of them with examples along the first dimension) are indexed at
         once. A map-style Dataset is read example by example and collated, in ``num_workers`` processes if asked;
         further options go to torch's DataLoader. A step's chunks must be consumed before the next step is taken.
+        Workers prefetch within a step: nothing of a step is drawn or read before that step is taken from the iterator.
 
         Raises:
             InputError: if ``data`` does not have exactly ``dataset_size`` examples: the accounting would not match.
@@ -166,29 +165,32 @@ class PoissonSampler:
     def _load_dataset(
         self, data: Dataset[Any], collate_fn: Callable[[list[Any]], Any], num_workers: int, options: dict[str, Any]
     ) -> Iterator[LogicalStep]:
-        # Each request is a whole chunk and carries its step, so chunks keep their step across workers and
-        # prefetching. An empty step is a request for nothing.
-        requests = ((step.index, indices) for step in self for indices in (step.chunks or (None,)))
+        # One pass of the loader is one step: workers stay, and prefetch within a step alone.
+        requests: list[Tensor] = []
+        own: dict[str, Any] = {"persistent_workers": True} if num_workers else {}
+        # Each pass draws a seed for workers. From a generator of its own, it leaves torch's as the step finds it.
+        own["generator"] = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
         loader: DataLoader[Any] = DataLoader(
-            Chunks(data, collate_fn),
-            sampler=requests,
-            batch_size=None,
-            num_workers=num_workers,
-            **options,
+            Chunks(data, collate_fn), sampler=requests, batch_size=None, num_workers=num_workers, **{**own, **options}
         )
         current = self.first_step
 
-        def batches(index: int, group: Iterator[tuple[int, Any]]) -> Iterator[Any]:
+        def refuse_passed(index: int) -> None:
             if index != current:
                 raise InputError(f"step {index} has passed; its chunks must be consumed before the next step is taken")
-            for _, batch in group:
+
+        def batches(index: int) -> Iterator[Any]:
+            refuse_passed(index)
+            for batch in loader if requests else ():  # an empty step is a step without chunks
+                refuse_passed(index)
                 if isinstance(batch, DPMicroAdamError):
                     raise batch
-                if batch is not None:
-                    yield batch
+                yield batch
 
-        for current, group in groupby(loader, key=itemgetter(0)):
-            yield LogicalStep(current, batches(current, group))
+        for step in self:
+            current = step.index
+            requests[:] = step.chunks
+            yield LogicalStep(current, batches(current))
 
     def __repr__(self) -> str:
         return (
@@ -198,7 +200,7 @@ class PoissonSampler:
 
 
 class Chunks(Dataset[Any]):
-    """A dataset whose items are whole chunks, collated where they are read: (step, indices) gives (step, batch).
+    """A dataset whose items are whole chunks, collated where they are read: indices give a batch.
 
     In place of a batch that cannot be read there is the error, if it is one of ours: torch would wrap what a worker raises into
     the text of its traceback.
@@ -208,14 +210,11 @@ class Chunks(Dataset[Any]):
         self.data = data
         self.collate_fn = collate_fn
 
-    def __getitem__(self, request: tuple[int, Tensor | None]) -> tuple[int, Any]:
-        step, indices = request
-        if indices is None:
-            return step, None
+    def __getitem__(self, indices: Tensor) -> Any:
         try:
-            return step, self.collate_fn([self.data[i] for i in indices.tolist()])
+            return self.collate_fn([self.data[i] for i in indices.tolist()])
         except DPMicroAdamError as error:
-            return step, error
+            return error
 
 
 def _tensors_of(data: Any) -> list[Tensor] | None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dp_microadam.durable_files import write_text_durably
 from dp_microadam.privacy.accounting import group_epsilon
 from dp_microadam.privacy.ledger import LedgerRecord
 from dp_microadam.validation import require_integer
@@ -176,15 +178,14 @@ def _groups_in_words(report: dict[str, Any]) -> str:
 def write_privacy_files(folder: str | os.PathLike[str], record: LedgerRecord, *, group_size: int = 1) -> dict[str, Any]:
     """Write ``privacy.json`` and the same in words beside it, each whole or not at all; returns the report."""
     report = privacy_report(record, group_size=group_size)
-    _replace(Path(folder) / PRIVACY_NAME, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
-    _replace(Path(folder) / STATEMENT_NAME, statement_in_words(report))
+    write_privacy_report(folder, report, statement_in_words(report))
     return report
 
 
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+def write_privacy_report(folder: str | os.PathLike[str], report: Mapping[str, Any], words: str) -> None:
+    """Write a report and its words as ``privacy.json`` and ``privacy.txt``, each whole or not at all."""
+    write_text_durably(Path(folder) / PRIVACY_NAME, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+    write_text_durably(Path(folder) / STATEMENT_NAME, words)
 
 
 def round_up(epsilon: float, digits: int = 2) -> str:

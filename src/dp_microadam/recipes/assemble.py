@@ -16,13 +16,13 @@ from dp_microadam.data.images import ImageFolder
 from dp_microadam.data.preparation import Preparation
 from dp_microadam.data.sources import load
 from dp_microadam.errors import InputError
-from dp_microadam.methods.method import Method
 from dp_microadam.methods.registry import build, refuse_bad_options
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.recipes.public_part import public_examples
 from dp_microadam.recipes.recipe import Recipe
 from dp_microadam.training.distributed import Ranks, ranks_here
 from dp_microadam.training.evaluation import class_hits, class_loss, evaluate, over_views
+from dp_microadam.training.method import Method
 from dp_microadam.training.run_folder import default_folder
 from dp_microadam.training.schedules import Schedule
 from dp_microadam.training.trainer import PrivateTrainer, RunResult, UnprotectedPlan
@@ -102,12 +102,11 @@ def assemble(
     method = _method(recipe, model, data)
     trainer = PrivateTrainer(
         model,
-        method.optimizer,
+        method,
         plan,
         over_views(class_loss, data.example_shape),
         per_example_accuracy=over_views(class_hits, data.example_shape),
-        method="private" if recipe.protected else "non-private",
-        procedure=method.procedure,
+        private=recipe.protected,
         max_grad_norm=recipe.max_grad_norm,
         clipping=recipe.clipping,
         physical_batch_size=recipe.physical_batch_size,

@@ -21,10 +21,10 @@ from dp_microadam.training.run_folder import (
     LOG,
     METRICS,
     OPTIMIZER_STATE,
+    STATISTICS,
     TEST,
-    VITAL_SIGNS,
-    RunFolder,
     privacy_of,
+    read_metrics,
 )
 
 AUDIT = "audit.json"
@@ -65,7 +65,7 @@ class Run:
     ledger: LedgerRecord | None
     evaluations: tuple[Evaluation, ...]
     diagnostics: Mapping[str, Any] | None
-    vital_signs: Mapping[str, Any]
+    statistics: Mapping[str, Any]
     test: Mapping[str, Any]
     audit: Mapping[str, Any] | None
     state: str
@@ -86,7 +86,7 @@ class Run:
         ledger = read_ledger(path) if (path / LEDGER_NAME).is_file() else None
         privacy = _json(path / PRIVACY_NAME) if ledger is None else privacy_of(path)
         settings = _settings(path / CONFIG)
-        vital_signs, lines = _json(path / VITAL_SIGNS), RunFolder(path).metrics()
+        statistics, lines = _json(path / STATISTICS), read_metrics(path)
         words = path / STATEMENT_NAME
         return cls(
             folder=path,
@@ -95,10 +95,10 @@ class Run:
             ledger=ledger,
             evaluations=_evaluations(lines),
             diagnostics=next((line for line in reversed(lines) if "diagnostics" in line), None),
-            vital_signs=vital_signs,
+            statistics=statistics,
             test=_json(path / TEST),
             audit=_json(path / AUDIT) or None,
-            state=_state(path, privacy, vital_signs.get("last_step") or settings.get("max_steps")),
+            state=_state(path, privacy, statistics.get("last_step") or settings.get("max_steps")),
             last_sign=_last_sign(path),
             words=words.read_text(encoding="utf-8") if ledger is None and words.is_file() else "",
         )
@@ -116,7 +116,7 @@ class Run:
             return f"Non-private {method_name(base).removeprefix('DP-')}"
         if method is not None:
             return method_name(str(method))
-        optimizer = str(self.vital_signs.get("optimizer", "unknown method"))
+        optimizer = str(self.statistics.get("optimizer", "unknown method"))
         return method_name(f"DP-{optimizer}") if self.ledger is not None and optimizer != "unknown method" else optimizer
 
     @property
@@ -148,12 +148,12 @@ class Run:
     @property
     def lost(self) -> int:
         """Steps that were spent and are not in the weights of the last checkpoint."""
-        return int(self.vital_signs.get("steps_done", 0)) - int(self.vital_signs.get("updates", 0))
+        return int(self.statistics.get("steps_done", 0)) - int(self.statistics.get("updates", 0))
 
     @property
     def optimizer_state(self) -> tuple[int, int] | None:
         """Bytes of the method's own and of what Adam's would be; None before the first step, when there is none yet."""
-        signs = self.vital_signs
+        signs = self.statistics
         taken = signs.get("updates") and signs.get(ADAM_STATE)
         return (int(signs[OPTIMIZER_STATE]), int(signs[ADAM_STATE])) if taken else None
 
@@ -193,7 +193,7 @@ class Run:
         """Never how many examples a step really took."""
         if self.ledger is not None:
             return self.ledger.plan.batch_size
-        return self.vital_signs.get("expected_batch_size") or self.settings.get("batch_size")
+        return self.statistics.get("expected_batch_size") or self.settings.get("batch_size")
 
     @property
     def throughput(self) -> list[tuple[int, float]]:

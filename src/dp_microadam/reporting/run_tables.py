@@ -110,7 +110,7 @@ def memory(runs: Sequence[Run]) -> Table | None:
     """Optimizer state against Adam's, and the most memory that was held."""
     lines: list[list[object]] = []
     for run, label in zip(runs, labels_of(runs), strict=True):
-        signs = run.vital_signs
+        signs = run.statistics
         if run.optimizer_state is not None:
             own, adam = run.optimizer_state
             peak = (

@@ -1,8 +1,8 @@
 """Checkpoints that are either whole or not there.
 
-A checkpoint is one file: a line that names the format, the SHA-256 of the rest, and what ``torch.save`` wrote. It is written
-under another name, synced, and renamed, so a crash at any moment leaves the ones before untouched. It never holds random
-states of noise or sampling, nor partial sums of a step.
+A checkpoint is one file: a line that names the format, the SHA-256 of the rest, and what ``torch.save`` wrote. It is streamed
+to disk under another name, synced, and renamed, so a crash at any moment leaves the ones before untouched. It never holds
+random states of noise or sampling, nor partial sums of a step.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import io
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
+from dp_microadam.durable_files import write_durably
 from dp_microadam.errors import DPMicroAdamError
 from dp_microadam.validation import require_integer
 
@@ -41,25 +42,22 @@ class CheckpointFolder:
             CheckpointError: if the disk refuses; checkpoints written before are still there.
         """
         target = self.path / f"step-{position:09d}.ckpt"
-        unfinished = target.with_suffix(".unfinished")
-        payload = io.BytesIO()
-        torch.save(content, payload)
-        body = payload.getvalue()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            with open(unfinished, "wb") as file:
-                file.write(_HEADER + hashlib.sha256(body).digest())
-                file.write(body)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(unfinished, target)
-            _sync_folder(self.path)
-        except OSError as error:
-            unfinished.unlink(missing_ok=True)
+            with write_durably(target) as file:
+                file.write(_HEADER + bytes(hashlib.sha256().digest_size))
+                body = _Hashed(file)
+                torch.save(content, body)  # type: ignore[arg-type]  # it only writes
+                file.seek(len(_HEADER))
+                file.write(body.digest())
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and body.failed is None:
+                raise
+            reason = error if isinstance(error, OSError) else body.failed
             last = self.positions()
             kept = f"the checkpoint of step {last[-1]} is intact" if last else "there is no earlier one"
             raise CheckpointError(
-                f"checkpoint {target} could not be written ({error.strerror}); {kept}, make room and resume"
+                f"checkpoint {target} could not be written ({reason.strerror}); {kept}, make room and resume"  # type: ignore[union-attr]
             ) from error
         for old in self.positions()[: -self.keep]:
             (self.path / f"step-{old:09d}.ckpt").unlink(missing_ok=True)
@@ -89,21 +87,61 @@ class CheckpointFolder:
         raise CheckpointError(f"no usable checkpoint in {self.path}: {what}; begin a new run, what this one spent stays spent")
 
 
+class _Hashed:
+    """A file that ``torch.save`` streams to: what passes through is hashed, so nothing is held in memory twice."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._hash = hashlib.sha256()
+        self.failed: OSError | None = None
+        """What the disk refused; torch reports it as an error of its own."""
+
+    def write(self, data: bytes) -> int:
+        self._hash.update(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.failed = error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def digest(self) -> bytes:
+        return self._hash.digest()
+
+
+class _Body(io.RawIOBase):
+    """What follows the header of a checkpoint, as a file of its own."""
+
+    def __init__(self, file: IO[bytes], start: int) -> None:
+        super().__init__()
+        self._file = file
+        self._start = start
+        file.seek(start)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        return self._file.readinto(buffer)  # type: ignore[attr-defined]
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset + (self._start if whence == os.SEEK_SET else 0), whence) - self._start
+
+    def tell(self) -> int:
+        return self._file.tell() - self._start
+
+
 def _read(path: Path) -> dict[str, Any] | None:
     """The content of a checkpoint; ``None`` if its digest does not match."""
-    whole = path.read_bytes()
-    start = len(_HEADER) + 32
-    body = whole[start:]
-    if whole[:start] != _HEADER + hashlib.sha256(body).digest():
-        return None
-    content: dict[str, Any] = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
+    start = len(_HEADER) + hashlib.sha256().digest_size
+    with open(path, "rb") as file:
+        opening = file.read(start)
+        if opening != _HEADER + hashlib.file_digest(file, "sha256").digest():
+            return None
+        content: dict[str, Any] = torch.load(_Body(file, start), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
     return content
-
-
-def _sync_folder(path: Path) -> None:
-    # A rename is durable once the folder that holds the name is.
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 
 from dp_microadam.errors import DPMicroAdamError, InputError
@@ -54,6 +54,10 @@ class Ranks:
         [[0, 1], [2, 3], [4, 5, 6]]
         """
         return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+
+    def noise_share(self, *, private: bool) -> float:
+        """Of the noise's variance, what this process adds: all alike; from a fixed seed rank 0 adds all, to be repeatable."""
+        return 1 / self.size if private else float(self.main)
 
     def sum_(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace each tensor by its sum over all processes, the same to the bit in each of them."""
@@ -205,6 +209,39 @@ def ranks_here() -> Ranks:
             "torch.distributed.init_process_group first, or pass ranks=Ranks() to train in each of them alone"
         )
     return Ranks()
+
+
+def start_alike(ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Give all processes the weights of rank 0 and its optimizer's settings, the rounding seed included.
+
+    Raises:
+        InputError: if models or optimizers differ in more than values.
+    """
+    if ranks.size == 1:
+        return
+    shapes = [(name, tuple(value.shape), value.dtype) for name, value in model.state_dict().items()]
+    param_groups = [] if optimizer is None else optimizer.param_groups
+    groups = [len(group["params"]) for group in param_groups]
+    ranks.require_same("model or optimizer", (shapes, type(optimizer).__name__, groups))
+    ranks.broadcast_(model.state_dict().values())
+    for group in param_groups:
+        own = {name: value for name, value in group.items() if name != "params"}
+        group.update(ranks.from_main(lambda own=own: own))  # type: ignore[misc]
+
+
+def refuse_diverged(ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> None:
+    """
+    Raises:
+        DPMicroAdamError: if the processes of a run have different weights or optimizer states after ``step`` steps.
+    """
+    if ranks.size == 1:
+        return
+    values = [value for state in optimizer.state.values() for value in state.values()] if optimizer is not None else []
+    if not ranks.alike([*model.parameters(), *(value for value in values if isinstance(value, Tensor))]):
+        raise DPMicroAdamError(
+            f"after step {step} the processes of this run have different weights or optimizer states; they must "
+            "compute alike: use the same devices and library versions"
+        )
 
 
 def started_by_torchrun() -> bool:

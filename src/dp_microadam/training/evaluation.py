@@ -95,8 +95,8 @@ def batches(data: Any, batch_size: int, num_workers: int = 0, *, ranks: Ranks | 
             return
         rows = torch.arange(shard.start, shard.stop).split(batch_size)
         chunks = Chunks(data, default_collate)
-        loader: DataLoader[Any] = DataLoader(chunks, sampler=enumerate(rows), batch_size=None, num_workers=num_workers)
-        for _, batch in loader:
+        loader: DataLoader[Any] = DataLoader(chunks, sampler=rows, batch_size=None, num_workers=num_workers)
+        for batch in loader:
             if isinstance(batch, DPMicroAdamError):
                 raise batch
             yield batch

@@ -23,6 +23,8 @@ class GradientSums(Protocol):
 
     def accumulate(self, batch: Any) -> Tensor: ...
 
+    def prove(self, batch: Any) -> None: ...
+
     def reset(self) -> None: ...
 
     def close(self) -> None: ...
@@ -59,6 +61,9 @@ class UnclippedGradients:
                 if self.row_masks and name in self.row_masks:
                     total[~self.row_masks[name]] = 0.0
         return losses.detach()
+
+    def prove(self, batch: Any) -> None:
+        """Nothing to check: without privacy examples may interact, as in batch normalization."""
 
     def reset(self) -> None:
         self._sums = {name: torch.zeros_like(p, requires_grad=False) for name, p in self._trainable.items()}

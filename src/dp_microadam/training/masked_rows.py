@@ -14,7 +14,7 @@ def selected_rows(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) ->
     return {name: tensor[masks[name]] if name in masks else tensor for name, tensor in tensors.items()}
 
 
-def whole_again(selected: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def scatter_rows(selected: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Undo :func:`selected_rows`, with zeros in the rows that do not train."""
     whole = dict(selected)
     for name, mask in masks.items():
@@ -26,7 +26,7 @@ def whole_again(selected: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> 
 
 
 @contextmanager
-def other_rows_unmoved(model: nn.Module, masks: Mapping[str, Tensor]) -> Iterator[None]:
+def freeze_other_rows(model: nn.Module, masks: Mapping[str, Tensor]) -> Iterator[None]:
     """Within the block an optimizer may do as it likes: rows that do not train are afterwards what they were.
 
     A gradient of zero is not enough for that: weight decay, momentum from before and rounded errors move weights too.

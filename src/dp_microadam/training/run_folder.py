@@ -1,13 +1,13 @@
-"""The folder of a run: everything that is known of it, written so that a crash leaves nothing half done."""
+"""The folder of a run: the names of its files, and what it says of itself."""
 
 from __future__ import annotations
 
 import json
-import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from dp_microadam.durable_files import write_text_durably
 from dp_microadam.errors import InputError
 from dp_microadam.privacy.ledger import read_ledger
 from dp_microadam.privacy.statement import privacy_report
@@ -19,7 +19,7 @@ CURVES = "curves.png"
 CHECKPOINTS = "checkpoints"
 EVENTS = "tensorboard"
 PRIVATE_METRICS_SHOWN = "private_metrics_shown.txt"
-VITAL_SIGNS = "run.json"
+STATISTICS = "run.json"
 TEST = "test.json"
 OPTIMIZER_STATE, ADAM_STATE = "optimizer_state_bytes", "adam_state_bytes"
 
@@ -55,50 +55,18 @@ def privacy_of(path: Path) -> dict[str, Any]:
     return report
 
 
-class RunFolder:
-    """Files of one run. Metrics are those of validation data unless they say otherwise."""
+def note_private_metrics(path: Path) -> None:
+    """Mark the run as one that showed figures of its training batches; its statement says so from then on."""
+    write_text_durably(path / PRIVATE_METRICS_SHOWN, "This run showed loss and accuracy on training batches.\n")
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
 
-    def create(self) -> None:
-        """Make the folder; one that exists and is not empty is refused."""
-        refuse_existing(self.path)
-        self.path.mkdir(parents=True, exist_ok=True)
-
-    def write(self, name: str, text: str) -> None:
-        """Replace a file as a whole."""
-        target = self.path / name
-        unfinished = target.with_name(target.name + ".unfinished")
-        with open(unfinished, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, target)
-
-    def write_json(self, name: str, values: dict[str, Any]) -> None:
-        self.write(name, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
-
-    def append_metrics(self, values: dict[str, Any]) -> None:
-        with open(self.path / METRICS, "a", encoding="utf-8") as file:
-            file.write(json.dumps(values) + "\n")
-
-    def metrics(self) -> list[dict[str, Any]]:
-        """All metrics so far; a line that a crash tore is left out."""
-        path = self.path / METRICS
-        found = []
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                continue
-        return found
-
-    def forget_metrics_after(self, step: int) -> None:
-        """Drop metrics of steps whose results were lost."""
-        kept = [line for line in self.metrics() if line["step"] <= step]
-        self.write(METRICS, "".join(json.dumps(line) + "\n" for line in kept))
-
-    def log(self, text: str) -> None:
-        with open(self.path / LOG, "a", encoding="utf-8") as file:
-            file.write(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {text}\n")
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All metrics of the run in this folder so far; a line that a crash tore is left out."""
+    file = path / METRICS
+    found = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found

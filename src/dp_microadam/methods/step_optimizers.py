@@ -1,9 +1,8 @@
-"""A method, ready for the trainer: the optimizer that steps, and what it does around the steps."""
+"""The optimizers that methods step with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,21 +11,7 @@ from torch import Tensor, nn
 from dp_microadam.errors import InputError
 from dp_microadam.optimizers.adam_bc import AdamBC
 from dp_microadam.optimizers.micro_adam import MicroAdam
-from dp_microadam.training.procedure import Procedure
 from dp_microadam.validation import require_one_of
-
-
-@dataclass(frozen=True)
-class Method:
-    """Give both to the trainer: ``PrivateTrainer(model, method.optimizer, plan, loss, procedure=method.procedure)``."""
-
-    optimizer: torch.optim.Optimizer
-    procedure: Procedure = field(default_factory=Procedure)
-
-    def __post_init__(self) -> None:
-        if type(self.procedure) is not Procedure:
-            self.optimizer.procedure = self.procedure  # type: ignore[attr-defined]  # a trainer without it refuses the optimizer
-
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,

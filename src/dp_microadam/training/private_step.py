@@ -1,0 +1,355 @@
+"""One private training step: record, sample and clip, add noise, reduce, mean."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dp_microadam.clipping.engine import ClippedGradients
+from dp_microadam.clipping.row_norms import ClippedRowNorms
+from dp_microadam.durable_files import write_text_durably
+from dp_microadam.errors import InputError, PrivacyError
+from dp_microadam.privacy.ledger import PrivacyLedger, RunSettings, read_ledger
+from dp_microadam.privacy.mechanism import GaussianMechanism
+from dp_microadam.privacy.plan import PrivacyPlan
+from dp_microadam.privacy.statement import round_up, statement_in_words, write_privacy_report
+from dp_microadam.training.gradients import GradientSums, UnclippedGradients
+from dp_microadam.training.method import ROW_NORMS, Method, Phase, phase_at, phases_from
+from dp_microadam.training.run_folder import note_private_metrics, privacy_of
+from dp_microadam.training.training_data import TrainingData
+from dp_microadam.training.training_step import TrainingStep, phases_in_words
+from dp_microadam.training.withheld import withheld
+
+PUBLIC = ("normalization constants of the input",)
+"""What a run declares public beside plan and clipping norm, unless it says otherwise."""
+
+_RUN_ID = "run_id.txt"
+
+_NO_BOUND = 1e12
+"""Clipping that never clips, for runs without privacy that need each example's gradient."""
+
+
+@dataclass(frozen=True)
+class UnprotectedPlan:
+    """What a run without privacy does: the same Poisson sampling and number of steps, no noise, no guarantee."""
+
+    dataset_size: int
+    batch_size: int
+    steps: int
+
+
+class PrivateStep(TrainingStep):
+    """Runs the private part of a training step: sampling, clipping, noise and accounting.
+
+    The caller only sees privatized gradients. A loop of one's own, which a killed process can resume:
+
+        step = PrivateStep(model, per_example_loss, plan, train, run_dir="runs/mine", method=method)
+        if checkpoint is not None:  # what the loop saved: the model, the optimizer and step.state_dict()
+            step.load_state_dict(checkpoint["step"])
+        for _ in step:
+            method.apply(model, step.take())
+
+    Arguments:
+        per_example_loss: ``f(model, batch)`` returns one loss per example.
+        train: a map-style Dataset, or tensors with examples along the first dimension. It may be given later, by
+            :meth:`attach`.
+        run_dir: where the ledger and the privacy statement are written.
+        method: what is done with the gradients, for methods of ``dp_microadam.methods`` that have phases, a scale before the
+            clip, or rows that train. Not needed for a bare optimizer.
+        max_grad_norm: the norm C that each example's gradient is clipped to.
+        clipping: ``"flat"`` or ``"per-layer"``.
+        clipping_options: further arguments of :class:`~dp_microadam.clipping.engine.ClippedGradients`: ``autocast``,
+            ``synthetic_batch``, ``layer_weights``, ``strategy``.
+        physical_batch_size: examples that go through the model at once; changes memory and speed only.
+        prepare: what happens to a batch before the model sees it: types, normalization by public constants. Batches are moved
+            to the model's device first.
+        augment: what happens to training batches before that; one example at a time, whatever the batch.
+        num_workers, loader_options: of torch's DataLoader, for Datasets: ``collate_fn``, ``pin_memory``, ``prefetch_factor``.
+        max_steps: stop before the plan's last step.
+        public: what else the run declares public, in words; it stands in the statement and cannot change on resume.
+        secure: draw noise and samples from a cryptographic generator.
+        seed: for tests only: makes all randomness repeatable, and the run not private.
+        training_measures: further figures of the training examples, by name; :attr:`training_metrics` has their means after
+            each step. They, and the text of errors that is then shown, are outside the guarantee.
+        ranks: the processes that train together; by default those of torch.distributed, if it is initialised. Each makes its
+            step at the same point, with the same arguments and data; weights are taken from rank 0, which keeps ``run_dir``.
+
+    Formal guarantees: whatever is computed from the gradients of the steps taken, and from data that is not the training
+    data, is (ε, δ)-differentially private in the training data under adding or removing one example, with ε as the ledger
+    says, if ``seed`` is None. Excepted are timing, whether a training batch could be processed at all, and what
+    ``training_measures`` shows. Assumes that ``per_example_loss``, ``prepare`` and ``augment`` treat examples one by one
+    (checked on synthetic data, as far as :class:`~dp_microadam.clipping.engine.ClippedGradients` says), that the Dataset does,
+    and that the caller has no other access to the training data. Dropout and augmentation must draw from torch's generators,
+    which are made unpredictable for each step. Several processes give the same guarantee to whoever sees what the run
+    publishes: each draws from a part of the examples, disjoint from the others', with the plan's rate, and adds its part of
+    the noise's variance from its own entropy. They trust each other and the network between them: what one sends has its own
+    part of the noise only.
+    """
+
+    plan: PrivacyPlan
+
+    _ledger: PrivacyLedger | None = None
+    _begun = False
+
+    def take(self) -> dict[str, Tensor]:
+        """Spend the next step and return its privatized mean gradient, by parameter name.
+
+        The step is on the disk before anything of it is drawn. A step that fails is spent all the same.
+
+        Raises:
+            PrivacyError: if the plan's steps are spent, or something went wrong with training examples, whose text is private.
+        """
+        index = self.ranks.from_main(self._record)
+        self._prepare_query(index)
+        with self.ranks.together():
+            sums = self._sums(index)
+            noisy_sums = self._mechanism.add_noise(sums, step=index)
+        self.ranks.sum_(noisy_sums)
+        means = self._mechanism.mean(noisy_sums, like=sums)
+        return self._finish(means)
+
+    @property
+    def private(self) -> bool:
+        """Whether randomness is unpredictable; a fixed seed is not."""
+        return self._randomness.private
+
+    @property
+    def stamp(self) -> str:
+        """``"private"`` or ``"not private"``, with the reason."""
+        return "private" if self.private else "not private: all randomness comes from a fixed seed"
+
+    @property
+    def delta(self) -> float:
+        return self.plan.delta
+
+    @property
+    def noise_deviation(self) -> float:
+        """Standard deviation of the noise in each coordinate of the privatized mean: σ·S/B."""
+        return self._mechanism.noise_deviation
+
+    def _set_up_noise(self) -> None:
+        self._mechanism = GaussianMechanism.from_plan(
+            self.plan,
+            self._engines.current.sensitivity,  # type: ignore[attr-defined]
+            noise_share=self.ranks.noise_share(private=self._randomness.private),
+            randomness=self._randomness,
+        )
+
+    @property
+    def sensitivity(self) -> float:
+        """How much one example can change the clipped sum, in L2 norm."""
+        return self._mechanism.sensitivity
+
+    @property
+    def begun(self) -> bool:
+        """Whether the ledger is open, in the process that keeps it."""
+        return self._begun
+
+    def epsilon(self) -> float:
+        """ε of the steps spent so far, at the plan's δ."""
+        return self.plan.epsilon_after(self.position) if self.position else 0.0
+
+    def describe_spent(self, steps: int) -> str:
+        spent = round_up(self.plan.epsilon_after(max(1, steps)))
+        return f"ε {spent}" + ("" if self.private else " (not private)")
+
+    def begin(self) -> None:
+        """Start a new run: create its ledger.
+
+        Raises:
+            InputError: if ``run_dir`` has a ledger already.
+        """
+        self.ranks.from_main(self._create_ledger)
+        self._begun = True
+
+    def resume(self, position: int, updates: int) -> None:
+        """Continue the run in ``run_dir``, of whose steps a checkpoint holds ``updates``, written at ``position``.
+
+        Steps recorded after that checkpoint are lost and stay spent.
+
+        Raises:
+            PrivacyError: if the ledger is shorter than the checkpoint, open elsewhere, or of another plan or setting.
+        """
+        self._continue_at(self.ranks.from_main(lambda: self._open_ledger(position)), updates)
+        self._begun = True
+
+    def peek(self, position: int, updates: int) -> None:
+        self._continue_at(read_ledger(self.run_dir).steps, updates)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must carry, so that :meth:`load_state_dict` can tell that it belongs to this run."""
+        return {"run": self.ranks.from_main(self._run_id), "steps_spent": self.position, "updates": self.updates}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the run that the checkpoint with this state is from.
+
+        Raises:
+            PrivacyError: if that is not the run in ``run_dir``, or its ledger cannot be continued.
+        """
+        self.ranks.from_main(lambda: self._refuse_foreign(state))
+        spent = int(state["steps_spent"])
+        self.resume(spent, int(state.get("updates", spent)))
+
+    def write_privacy(self, folder: str | Path | None = None) -> None:
+        """Write ``privacy.json`` and the statement in words, as of the steps spent so far, into ``folder`` or ``run_dir``."""
+        if self.ranks.main:
+            if self._training_measures:
+                note_private_metrics(self.run_dir)
+            report = privacy_of(self.run_dir)
+            write_privacy_report(self.run_dir if folder is None else folder, report, statement_in_words(report))
+
+    def close(self) -> None:
+        """Close the ledger and release model and data. Closing twice is allowed."""
+        super().close()
+        self._begun = False
+        if self._ledger is not None:
+            self._ledger.close()
+            self._ledger = None
+
+    def _run_id(self) -> str:
+        return (self.run_dir / _RUN_ID).read_text(encoding="utf-8").strip()
+
+    def _refuse_foreign(self, state: Mapping[str, Any]) -> None:
+        if not (self.run_dir / _RUN_ID).is_file():
+            raise InputError(f"run_dir is {str(self.run_dir)!r}, which has no run to go on with; name the folder it began in")
+        if state.get("run") != self._run_id():
+            raise PrivacyError(
+                f"the checkpoint is from another run than the ledger in {self.run_dir}, so what its weights have spent is "
+                "unknown; resume from a checkpoint of this run, or begin a new run in a new folder"
+            )
+
+    def _record(self) -> int:
+        """Spend the next step before anything of it is drawn."""
+        if self._ledger is None:
+            raise PrivacyError("no ledger is open, so no step can be taken; call begin or resume first")
+        phase = phase_at(self.phases, self.updates).name if len(self.phases) > 1 else None
+        index = self._ledger.record_step(phase, processes=self.ranks.size)
+        if index != self.position:
+            raise PrivacyError(f"the ledger is at step {index} and the run at {self.position}; they must agree")
+        return index
+
+    def _create_ledger(self) -> None:
+        self._ledger = PrivacyLedger.create(self.run_dir, self.plan, self._settings())
+        write_text_durably(self.run_dir / _RUN_ID, secrets.token_hex(16) + "\n")
+
+    def _open_ledger(self, position: int) -> int:
+        self._ledger = PrivacyLedger.resume(self.run_dir, self.plan, self._settings(), position=position)
+        return self._ledger.steps
+
+    def _settings(self) -> RunSettings:
+        clipped, own = (Method.clipped, ()) if self._method is None else (self._method.clipped, self._method.public)
+        public = ("clipping norm", *self._options.get("public", PUBLIC), *own, *phases_in_words(self.phases))
+        return RunSettings.of_run(self._randomness, self.sensitivity, clipped, self._clipping, public)
+
+    @property
+    def _clipping(self) -> str:
+        return self._options.get("clipping", "flat")
+
+    def _make_engine(self, phase: Phase) -> GradientSums:
+        if not isinstance(self.plan, PrivacyPlan):
+            kind = type(self.plan).__name__
+            raise InputError(f"plan is a {kind}; a private run needs a PrivacyPlan, as PrivacyPlan.solve gives")
+        engine = ClippedRowNorms if phase.query == ROW_NORMS else ClippedGradients
+        further = self._options.get("clipping_options", {})
+        bound = self._options.get("max_grad_norm", 1.0)
+        return engine(self.model, self._loss, max_grad_norm=bound, clipping=self._clipping, **further)
+
+    def _check_model(self, data: TrainingData) -> None:
+        with self._withheld():
+            sample = data.sample()
+        self._engines.check_independence(phases_from(self.phases, self.updates), sample)
+
+    def _withheld(self) -> AbstractContextManager[None]:
+        return withheld("try the model on made-up examples", shown=bool(self._training_measures))
+
+    def _rules(self) -> tuple[Any, ...]:
+        return (*super()._rules(), self.sensitivity, self._clipping)
+
+
+class PlainStep(TrainingStep):
+    """The unprotected twin of :class:`PrivateStep`: the same samples and phases, without ledger, clip and noise.
+
+    Arguments are the same; those about clipping have no effect.
+    """
+
+    def take(self) -> dict[str, Tensor]:
+        """The mean gradient of the next step over the expected batch size, by parameter name."""
+        index = self.position
+        self._prepare_query(index)
+        with self.ranks.together():
+            sums = self._sums(index)
+        self.ranks.sum_(sums)
+        means = {name: total / self.plan.batch_size for name, total in sums.items()}
+        return self._finish(means)
+
+    @property
+    def private(self) -> bool:
+        return False
+
+    @property
+    def stamp(self) -> str:
+        return "not private: trained without clipping and noise"
+
+    @property
+    def delta(self) -> None:
+        return None
+
+    @property
+    def noise_deviation(self) -> float:
+        return 0.0
+
+    def _set_up_noise(self) -> None:
+        """There is none."""
+
+    @property
+    def begun(self) -> bool:
+        return True
+
+    def epsilon(self) -> None:
+        return None
+
+    def describe_spent(self, steps: int) -> str:
+        return "not private"
+
+    def begin(self) -> None:
+        """Nothing is written for a run without a ledger."""
+
+    def resume(self, position: int, updates: int) -> None:
+        """Continue at ``position``."""
+        self._continue_at(position, updates)
+
+    def peek(self, position: int, updates: int) -> None:
+        self._continue_at(position, updates)
+
+    def write_privacy(self, folder: str | Path | None = None) -> None:
+        """Write into ``folder`` or ``run_dir`` that nothing is guaranteed."""
+        report = {
+            "private": False,
+            "epsilon": None,
+            "delta": None,
+            "steps_planned": self.plan.steps,
+            "steps_done": self.position,
+            "accountant": None,
+            "reason": self.stamp,
+        }
+        words = f"NOT PRIVATE: {self.stamp}. No guarantee of any kind holds for this model.\n"
+        if self.ranks.main:
+            write_privacy_report(self.run_dir if folder is None else folder, report, words)
+
+    def _make_engine(self, phase: Phase) -> GradientSums:
+        if phase.query == ROW_NORMS:
+            return ClippedRowNorms(self.model, self._loss, max_grad_norm=_NO_BOUND)
+        return UnclippedGradients(self.model, self._loss)
+
+    def _check_model(self, data: TrainingData) -> None:
+        """Nothing: examples may interact, as in batch normalization."""
+        self._engines.reopen()
+
+    def _withheld(self) -> AbstractContextManager[None]:
+        return nullcontext()

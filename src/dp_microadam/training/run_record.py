@@ -1,0 +1,144 @@
+"""All that a run writes into its folder: configuration, log, metrics, checkpoints, statistics and the privacy statement."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from dp_microadam.durable_files import write_text_durably
+from dp_microadam.training.checkpoint import CheckpointFolder
+from dp_microadam.training.progress import tell
+from dp_microadam.training.run_folder import (
+    CHECKPOINTS,
+    CONFIG,
+    EVENTS,
+    LOG,
+    METRICS,
+    STATISTICS,
+    read_metrics,
+    refuse_existing,
+)
+from dp_microadam.training.run_statistics import Pace, peak_memory
+from dp_microadam.training.tensorboard import Events
+from dp_microadam.training.training_step import TrainingStep
+
+
+class RunRecord:
+    """The files of one run. Metrics are those of validation data unless they say otherwise.
+
+    Whatever covers more steps than before is preceded by a statement that covers them too. Of several processes only the one
+    with ``writes`` touches the disk; the others may call everything that writes.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, keep_checkpoints: int = 2, writes: bool = True) -> None:
+        self.path = Path(path)
+        self.checkpoints = CheckpointFolder(self.path / CHECKPOINTS, keep_checkpoints)
+        self.pace = Pace()
+        self._events = Events(self.path / EVENTS)
+        self._writes = writes
+        self._diagnostics: list[dict[str, Any]] = []
+
+    def create(self) -> None:
+        """Make the folder; one that exists and is not empty is refused."""
+        refuse_existing(self.path)
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def begin(self, config: str | None, stamp: str) -> None:
+        """Write what a run begins with."""
+        if self._writes and config is not None:
+            self.write(CONFIG, config)
+        self.log(f"began; this run is {stamp}")
+
+    def write_checkpoint(self, step: TrainingStep, content: dict[str, Any], statistics: Mapping[str, Any]) -> None:
+        """A checkpoint, after the statement that covers it."""
+        self.pace.rest()
+        if self._writes:
+            self._write_what_precedes(step, statistics)
+            self.checkpoints.write(step.position, content)
+
+    def write_evaluation(
+        self,
+        step: TrainingStep,
+        metrics: Mapping[str, float],
+        learning_rate: float,
+        statistics: Mapping[str, Any],
+        private_metrics: Mapping[str, float],
+    ) -> None:
+        """Metrics of the weights after this step, after the statement that covers them."""
+        pace = self.pace.take()
+        if not self._writes:
+            return
+        line: dict[str, Any] = {"step": step.position, "epsilon": step.epsilon(), **metrics, "learning_rate": learning_rate}
+        if pace is not None:
+            line["steps_per_second"] = pace
+        if private_metrics:
+            line["outside_the_guarantee"] = dict(private_metrics)
+        self._write_what_precedes(step, statistics)
+        self.append_metrics(line)
+        self._events.write(step.position, {**metrics, "epsilon": line["epsilon"]})
+
+    def keep_diagnostics(self, position: int, found: Any) -> None:
+        """Diagnostics of a step, written with the next checkpoint or metrics."""
+        if self._writes and found is not None:
+            self._diagnostics.append({"step": position, "diagnostics": found})
+
+    def log(self, text: str) -> None:
+        """One line with the time."""
+        if self._writes:
+            with open(self.path / LOG, "a", encoding="utf-8") as file:
+                file.write(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {text}\n")
+
+    def log_and_tell(self, text: str, *, shown: bool) -> None:
+        """One line of the log, shown to the person watching too."""
+        self.log(text)
+        if shown:
+            tell(text)
+
+    def write(self, name: str, text: str) -> None:
+        """Replace a file as a whole."""
+        write_text_durably(self.path / name, text)
+
+    def write_json(self, name: str, values: Mapping[str, Any]) -> None:
+        """Replace a JSON file as a whole."""
+        self.write(name, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+
+    def append_metrics(self, values: Mapping[str, Any]) -> None:
+        """One line of ``metrics.jsonl``."""
+        with open(self.path / METRICS, "a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All metrics so far; a line that a crash tore is left out."""
+        return read_metrics(self.path)
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Drop metrics of steps whose results were lost."""
+        if self._writes:
+            kept = [line for line in self.metrics() if line["step"] <= step]
+            self.write(METRICS, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def close(self) -> None:
+        """Close what is open. Closing twice is allowed."""
+        self._events.close()
+
+    def _write_what_precedes(self, step: TrainingStep, statistics: Mapping[str, Any]) -> None:
+        step.write_privacy(self.path)
+        for line in self._diagnostics:
+            self.append_metrics(line)
+        self._diagnostics.clear()
+        self.write_json(
+            STATISTICS,
+            {
+                **statistics,
+                **peak_memory(),
+                "dataset_size": step.plan.dataset_size,
+                "expected_batch_size": step.plan.batch_size,
+                "steps_done": step.position,
+                "updates": step.updates,
+                "last_step": step.last_step,
+            },
+        )

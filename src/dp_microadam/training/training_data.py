@@ -1,0 +1,118 @@
+"""The training examples on their way to the model: sampled, loaded, moved to its device, augmented and prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.data import Dataset, default_collate
+
+from dp_microadam.errors import PrivacyError
+from dp_microadam.privacy.sampling import LogicalStep, PoissonSampler
+from dp_microadam.training.evaluation import batches
+from dp_microadam.training.torch_randomness import seeded_torch, unpredictable_torch, unpredictable_worker
+from dp_microadam.validation import require_integer
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How training batches are read and what happens to them before the model sees them.
+
+    ``loader_options`` go to torch's DataLoader when the data is a Dataset: ``collate_fn``, ``pin_memory``,
+    ``prefetch_factor``, ``multiprocessing_context`` and so on. ``seed`` is for tests.
+    """
+
+    physical_batch_size: int = 256
+    prepare: Callable[[Any], Any] | None = None
+    augment: Callable[[Any], Any] | None = None
+    num_workers: int = 0
+    loader_options: Mapping[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        require_integer("physical_batch_size", self.physical_batch_size, 1)
+        require_integer("num_workers", self.num_workers, 0)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Loading:
+        """Those of a training step's options that are about loading."""
+        return cls(**{field.name: options[field.name] for field in fields(cls) if field.name in options})
+
+    def transformed(self, batch: Any, model: nn.Module) -> Any:
+        """A training batch as the model gets it."""
+        batch = moved(batch, model)
+        return self.prepared(self.augment(batch) if self.augment else batch)
+
+    def prepared(self, batch: Any) -> Any:
+        """What training and evaluation batches have in common."""
+        return self.prepare(batch) if self.prepare else batch
+
+    def stream(self, step: int, rank: int) -> AbstractContextManager[None]:
+        """What dropout, augmentation and Datasets draw from during a step."""
+        return unpredictable_torch() if self.seed is None else seeded_torch(self.seed, step, rank)
+
+
+class TrainingData:
+    """The examples of one process, from which each step draws its sample.
+
+    ``sampler_from(step)`` gives the sampler of the steps from that one on.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        sampler_from: Callable[[int], PoissonSampler],
+        first_step: int,
+        loading: Loading,
+        model: nn.Module,
+        rank: int,
+    ) -> None:
+        self.data = data
+        self._sampler_from = sampler_from
+        self._loading = loading
+        self._model = model
+        self._rank = rank
+        self._options = dict(loading.loader_options)
+        if loading.seed is None and loading.num_workers:
+            self._options.setdefault("worker_init_fn", unpredictable_worker)
+        self._options.setdefault("collate_fn", default_collate)
+        self.continue_at(first_step)
+
+    def continue_at(self, step: int) -> None:
+        """The next step that is drawn is number ``step``."""
+        sampler = self._sampler_from(step)
+        self._steps: Iterator[LogicalStep] = sampler.load(self.data, num_workers=self._loading.num_workers, **self._options)
+
+    def sample(self) -> Any:
+        """As many examples as a chunk has at most, as the model gets them: their shapes are all that may be used."""
+        count = min(self._loading.physical_batch_size, self._sampler_from(0).dataset_size)
+        with torch.random.fork_rng(devices=[]):
+            if isinstance(self.data, Dataset):
+                raw = self._options["collate_fn"]([self.data[index] for index in range(count)])
+            else:
+                raw = next(batches(self.data, count))
+            return self._loading.transformed(raw, self._model)
+
+    @contextmanager
+    def step(self, index: int) -> Iterator[Iterator[Any]]:
+        """The batches of step number ``index``, one physical chunk at a time; nothing is drawn or read before.
+
+        Within the block torch's generators have the step's own stream.
+        """
+        with self._loading.stream(index, self._rank):  # workers, too, are seeded from it
+            step = next(self._steps)
+        if step.index != index:
+            raise PrivacyError(f"the sampler is at step {step.index} and the ledger at {index}; they must agree")
+        with self._loading.stream(index, self._rank):
+            yield (self._loading.transformed(chunk, self._model) for chunk in step.chunks)
+
+
+def moved(batch: Any, model: nn.Module) -> Any:
+    """The batch on the model's device."""
+    device = next(model.parameters()).device
+    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch)

@@ -1,0 +1,315 @@
+"""What private and unprotected training steps have in common: the sample, sums of gradients, phases, several processes."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from dp_microadam.errors import InputError
+from dp_microadam.privacy.randomness import Randomness
+from dp_microadam.privacy.sampling import PoissonSampler
+from dp_microadam.training.data_digest import data_digest
+from dp_microadam.training.distributed import Ranks, ranks_here, refuse_diverged, start_alike
+from dp_microadam.training.engines import Engines
+from dp_microadam.training.evaluation import PerExample
+from dp_microadam.training.gradients import GradientSums
+from dp_microadam.training.held_out import share_examples
+from dp_microadam.training.masked_rows import scatter_rows, selected_rows
+from dp_microadam.training.method import Method, Phase, Steps, phase_at
+from dp_microadam.training.training_data import Loading, TrainingData
+from dp_microadam.validation import require_integer
+
+_COMPARE_EVERY = 100
+"""Steps between checks that all processes of a run have the same weights and optimizer state."""
+
+
+class StepOptions(TypedDict, total=False):
+    """Options of a training step, which everything that takes steps passes on; :class:`PrivateStep` says what each does."""
+
+    max_grad_norm: float
+    clipping: str
+    clipping_options: Mapping[str, Any]
+    physical_batch_size: int
+    prepare: Callable[[Any], Any] | None
+    augment: Callable[[Any], Any] | None
+    num_workers: int
+    loader_options: Mapping[str, Any]
+    max_steps: int | None
+    public: Iterable[str]
+    secure: bool
+    seed: int | None
+    ranks: Ranks | None
+
+
+class TrainingStep(ABC):
+    """Draws a sample, sums up the gradients of its examples and returns their mean over the expected batch size.
+
+    ``position`` counts the steps taken, those lost in a crash included; ``updates`` counts those whose means were returned,
+    which is what phases and schedules follow.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        per_example_loss: PerExample,
+        plan: Steps,
+        train: Any = None,
+        *,
+        run_dir: str | Path,
+        method: Method | None = None,
+        training_measures: Mapping[str, PerExample] | None = None,
+        **options: Unpack[StepOptions],
+    ) -> None:
+        self.run_dir = Path(run_dir)
+        self.model = model
+        self.plan = plan
+        ranks, max_steps = options.get("ranks"), options.get("max_steps")
+        self.ranks = ranks_here() if ranks is None else ranks
+        self.last_step = min(plan.steps, plan.steps if max_steps is None else require_integer("max_steps", max_steps, 1))
+        self.position = 0
+        self.updates = 0
+        self.loading = Loading.of(options)
+        self.training_metrics: dict[str, float] = {}
+        """Means of ``training_measures`` over the last step's sample, which are private."""
+        self._loss = per_example_loss
+        self._method = method
+        self._options = options
+        self._randomness = _randomness(options)
+        self._training_measures = dict(training_measures or {})
+        self._totals: list[float] = []
+        self._data: TrainingData | None = None
+        start_alike(self.ranks, model, None if method is None else method.optimizer)
+        self.phases: Sequence[Phase] = (Phase("training", plan.steps),) if method is None else method.phases(plan)
+        self.phase = self.phases[0]
+        self._engines = Engines(model, self._make_engine, self.phase)
+        self._set_up_noise()
+        if method is not None:
+            method.calibrate(self.noise_deviation)
+            method.enter(self.phase)
+        if train is not None:
+            self.attach(train)
+
+    @property
+    @abstractmethod
+    def noise_deviation(self) -> float:
+        """Standard deviation of the noise in each coordinate of a mean."""
+
+    @abstractmethod
+    def _set_up_noise(self) -> None:
+        """Make what adds noise, for sums of the first engine's sensitivity."""
+
+    @property
+    @abstractmethod
+    def private(self) -> bool:
+        """Whether what :meth:`take` returns is differentially private."""
+
+    @property
+    @abstractmethod
+    def stamp(self) -> str:
+        """``"private"`` or ``"not private"``, with the reason."""
+
+    @property
+    @abstractmethod
+    def delta(self) -> float | None:
+        """The plan's δ; None for a run without a guarantee."""
+
+    @property
+    @abstractmethod
+    def begun(self) -> bool:
+        """Whether steps can be taken."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Start a new run at step 0."""
+
+    @abstractmethod
+    def resume(self, position: int, updates: int) -> None:
+        """Continue a run whose checkpoint holds ``updates`` steps and was written when ``position`` had been taken."""
+
+    @abstractmethod
+    def take(self) -> dict[str, Tensor]:
+        """The mean gradient of the next step, by parameter name."""
+
+    @abstractmethod
+    def epsilon(self) -> float | None:
+        """ε of the steps taken so far; None for a run without a guarantee."""
+
+    @abstractmethod
+    def describe_spent(self, steps: int) -> str:
+        """What ``steps`` steps spend, in a few words for a progress bar."""
+
+    @abstractmethod
+    def peek(self, position: int, updates: int) -> None:
+        """Know where a run stands, to look at a checkpoint as :meth:`resume` has it, while it may go on elsewhere."""
+
+    @abstractmethod
+    def write_privacy(self, folder: str | Path | None = None) -> None:
+        """Write ``privacy.json`` and the statement in words into ``folder`` or ``run_dir``, as of the steps taken so far."""
+
+    @abstractmethod
+    def _make_engine(self, phase: Phase) -> GradientSums:
+        """The engine that sums up gradients in this phase."""
+
+    @abstractmethod
+    def _check_model(self, data: TrainingData) -> None:
+        """What must be known of the model before the first step."""
+
+    @abstractmethod
+    def _withheld(self) -> AbstractContextManager[None]:
+        """Where training examples are handled: what an error says of them may be private."""
+
+    @property
+    def remaining(self) -> int:
+        """Steps that are left."""
+        return max(0, self.last_step - self.position)
+
+    def __len__(self) -> int:
+        """Steps of an epoch: as many as take each example once on average."""
+        return math.ceil(self.plan.dataset_size / self.plan.batch_size)
+
+    def __iter__(self) -> Iterator[int]:
+        """The numbers of the steps that are left; call :meth:`take` for each. Begins the run if it is not begun or resumed."""
+        if not self.begun:
+            self.begin()
+        while self.remaining:
+            yield self.position
+
+    def attach(self, train: Any) -> None:
+        """Draw from ``train`` from now on: a map-style Dataset, or tensors with examples along the first dimension.
+
+        Raises:
+            InputError: for data that is not as the plan says, that differs between processes, or a model in which examples
+                interact.
+        """
+        with self.ranks.together():
+            self._data = TrainingData(train, self._sampler_from, self.position, self.loading, self.model, self.ranks.rank)
+            if self._method is not None:
+                self._method.refuse_data(train)
+            self._check_model(self._data)
+        if self.ranks.size > 1:
+            self.ranks.require_same("plan, phases, clipping or randomness", self._rules())
+            self.ranks.require_same("the training data or its order", data_digest(train))
+
+    def _sampler_from(self, first_step: int) -> PoissonSampler:
+        return PoissonSampler(
+            self.plan.dataset_size,
+            self.plan.batch_size,
+            steps=self.last_step,
+            physical_batch_size=self.loading.physical_batch_size,
+            first_step=min(first_step, self.last_step),
+            shard=self.ranks.shard(self.plan.dataset_size),
+            randomness=self._randomness,
+        )
+
+    def shares_examples(self, data: Any) -> bool:
+        """Whether ``data`` shares examples with the training data, as far as that can be seen without comparing values."""
+        return self._data is not None and share_examples(self._data.data, data)
+
+    def enter_phase(self) -> bool:
+        """Switch to the phase of the next step, as :meth:`take` does too; returns whether it is another one than before."""
+        phase = phase_at(self.phases, self.updates)
+        changed = phase != self.phase
+        if changed:
+            self._switch_to(phase)
+        return changed
+
+    def close(self) -> None:
+        """Release model and data. Closing twice is allowed."""
+        self._engines.close()
+        self._data = None
+
+    def _rules(self) -> tuple[Any, ...]:
+        """What all processes of a run must have in common."""
+        return self.plan, tuple(self.phases), self.stamp, self._randomness.description
+
+    def _switch_to(self, phase: Phase) -> None:
+        self._engines.enter(phase)
+        self.phase = phase
+        if self._method is not None:
+            self._method.enter(phase)
+
+    def _continue_at(self, position: int, updates: int) -> None:
+        self.position, self.updates = position, updates
+        self._switch_to(phase_at(self.phases, updates))
+        if self._data is not None:
+            self._data.continue_at(position)
+
+    def _prepare_query(self, index: int) -> None:
+        """Set the engine to the phase of step ``index``, to sums of zero, and to the method's scale and row masks."""
+        if index == 1 or index % _COMPARE_EVERY == 0:
+            self.refuse_diverged()
+        self.position = index + 1  # taken from here on, even if it fails
+        self.enter_phase()
+        engine = self._engines.current
+        engine.reset()
+        if self._method is None:
+            return
+        with self.loading.stream(index, self.ranks.rank):
+            scale = self._method.scale()
+        # A scale from public examples may differ in the last bits from device to device, and must not.
+        self.ranks.broadcast_(scale.values())
+        engine.scale = scale
+        engine.row_masks = self._method.row_masks()
+
+    def refuse_diverged(self) -> None:
+        """Raise an error unless all processes have the same weights and optimizer state."""
+        optimizer = None if self._method is None else self._method.optimizer
+        refuse_diverged(self.ranks, self.model, optimizer, self.position)
+
+    def _sums(self, index: int) -> dict[str, Tensor]:
+        """Σ over this process' part of the sample of step ``index``, in the rows that train."""
+        if self._data is None:
+            raise InputError("no training data is attached; pass it as train, or call attach")
+        engine = self._engines.current
+        totals = [0.0] * len(self._training_measures)
+        count = 0
+        with self._withheld(), self._data.step(index) as chunks:
+            for chunk in chunks:
+                engine.accumulate(chunk)
+                for number, values in enumerate(self._measured(chunk)):
+                    totals[number] += float(values.sum())
+                    count += len(values) if number == 0 else 0
+        self._totals = [*totals, count]
+        return selected_rows(engine.sums, self._row_masks())
+
+    def _finish(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The step is done: its means, with zeros in the rows that do not train."""
+        self.updates += 1
+        self.training_metrics = self._training_means()
+        return scatter_rows(means, self._row_masks())
+
+    def _row_masks(self) -> Mapping[str, Tensor]:
+        return {} if self._method is None else self._method.row_masks()
+
+    @torch.no_grad()
+    def _measured(self, batch: Any) -> list[Tensor]:
+        return [measure(self.model, batch) for measure in self._training_measures.values()]
+
+    def _training_means(self) -> dict[str, float]:
+        if not self._training_measures:
+            return {}
+        *sums, count = self.ranks.total(self._totals)
+        names = self._training_measures
+        return {f"training_{name}": total / count for name, total in zip(names, sums, strict=True)} if count else {}
+
+
+def _randomness(options: StepOptions) -> Randomness:
+    seed, secure = options.get("seed"), options.get("secure", False)
+    return Randomness.from_entropy(secure=secure) if seed is None else Randomness.seeded(seed, secure=secure)
+
+
+def phases_in_words(phases: Sequence[Phase]) -> list[str]:
+    """The phases of a run that has several, for its statement."""
+    if len(phases) == 1:
+        return []
+    steps: dict[str, int] = {}
+    for phase in phases:
+        steps[phase.name] = steps.get(phase.name, 0) + phase.steps
+    return ["steps of each phase (" + ", ".join(f"{name} {count}" for name, count in steps.items()) + ")"]
