@@ -1,18 +1,21 @@
-"""Your own loop from the building blocks: sampler, clipped gradients, noise, ledger, optimizer. Needs scikit-learn."""
+"""Your own training loop around private steps, which a killed process can resume. Needs scikit-learn."""
 
 import tempfile
+from pathlib import Path
 
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from dp_microadam import ClippedGradients, GaussianMechanism, MicroAdam, PoissonSampler, PrivacyLedger, PrivacyPlan, Randomness
-from dp_microadam.privacy.ledger import RunSettings
+from dp_microadam import MicroAdam, PrivacyPlan, PrivateStep
+from dp_microadam.methods import Method
 
 images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
 images = (images / 16).float()
 order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
 train, test = order[:1500], order[1500:]
+run = Path(tempfile.mkdtemp())  # yours, to resume: the ledger stays there
+checkpoint = run / "checkpoint.pt"
 model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
 
 
@@ -22,24 +25,20 @@ def loss(model, batch):
 
 
 plan = PrivacyPlan.solve(dataset_size=len(train), batch_size=256, delta=1e-4, epsilon=8.0, steps=600)
-randomness = Randomness.from_entropy()
-sampler = PoissonSampler.from_plan(plan, physical_batch_size=128, randomness=randomness)
-gradients = ClippedGradients(model, loss, max_grad_norm=1.0)
-mechanism = GaussianMechanism.from_plan(plan, gradients.sensitivity, randomness=randomness)
-settings = RunSettings(randomness.private, randomness.description, gradients.sensitivity)
-optimizer = MicroAdam(model.parameters(), lr=3e-3)
-
-with PrivacyLedger.create(tempfile.mkdtemp(), plan, settings) as ledger:
-    for step in sampler.load((images[train], labels[train])):
-        ledger.record_step()  # before anything of the step is used
-        for chunk in step.chunks:  # none, for an empty sample: a step of pure noise
-            gradients.accumulate(chunk)
-        means = mechanism.privatize(gradients.sums, step=step.index)
-        gradients.reset()
-        for name, parameter in model.named_parameters():
-            parameter.grad = means[name]
-        optimizer.step()
-    spent = ledger.epsilon()
+method = Method(MicroAdam(model.parameters(), lr=3e-3))
+step = PrivateStep(model, loss, plan, (images[train], labels[train]), run_dir=run, method=method, physical_batch_size=128)
+if checkpoint.exists():  # steps recorded after it stay spent
+    saved = torch.load(checkpoint)
+    model.load_state_dict(saved["model"])
+    method.optimizer.load_state_dict(saved["optimizer"])
+    step.load_state_dict(saved["step"])
+for number in step:
+    method.apply(model, step.take())  # record, sample and clip, add noise; then the optimizer
+    if number % 200 == 199:
+        parts = {"model": model.state_dict(), "optimizer": method.optimizer.state_dict(), "step": step.state_dict()}
+        torch.save(parts, checkpoint)
+step.write_privacy()
+step.close()
 
 accuracy = (model(images[test]).argmax(1) == labels[test]).float().mean()
-print(f"test accuracy {100 * accuracy:.1f} % at ε = {spent:.2f}, δ = {plan.delta:g}")
+print(f"test accuracy {100 * accuracy:.1f} % at ε = {step.epsilon():.2f}, δ = {plan.delta:g}")

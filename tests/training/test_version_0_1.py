@@ -1,7 +1,7 @@
 """Runs of version 0.1, left half-way: this version goes on with them and reaches the weights that 0.1 itself reached.
 
-``version_0_1/`` was written by 0.1.0 with a fixed seed, which makes all that follows repeatable: ``reached_by_0_1.pt`` holds the
-weights after the last of its twelve steps.
+``version_0_1/`` was written by 0.1.0 with a fixed seed, which makes all that follows repeatable: ``reached_by_0_1.pt`` holds
+the weights after the last of its twelve steps.
 """
 
 import shutil

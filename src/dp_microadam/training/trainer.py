@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -16,10 +14,11 @@ from torch.utils.data import Dataset
 
 from dp_microadam.errors import InputError
 from dp_microadam.privacy.plan import PrivacyPlan
+from dp_microadam.training.deprecated import as_in_version_0_1
 from dp_microadam.training.diagnostics import MicroAdamDiagnostics
 from dp_microadam.training.distributed import ProcessLost, ranks_here
 from dp_microadam.training.ema import WeightAverage
-from dp_microadam.training.evaluation import PerExample, evaluate
+from dp_microadam.training.evaluation import PerExample
 from dp_microadam.training.held_out import share_examples
 from dp_microadam.training.interrupts import Interruptible
 from dp_microadam.training.method import Method
@@ -27,41 +26,15 @@ from dp_microadam.training.private_step import PlainStep, PrivateStep, Unprotect
 from dp_microadam.training.progress import Progress
 from dp_microadam.training.run_folder import default_folder, how_to_go_on
 from dp_microadam.training.run_record import RunRecord
+from dp_microadam.training.run_result import RunResult, StepReport
 from dp_microadam.training.run_statistics import sizes
 from dp_microadam.training.schedules import LearningRates, Schedule
 from dp_microadam.training.training_data import moved
 from dp_microadam.training.training_step import StepOptions, TrainingStep
-from dp_microadam.validation import require_integer, require_one_of, require_positive
+from dp_microadam.training.validation_metrics import ValidationMetrics, in_words
+from dp_microadam.validation import require_integer, require_positive
 
 __all__ = ["PrivateTrainer", "RunResult", "StepReport", "UnprotectedPlan"]
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What callbacks are given after each step. All of it is public, given a private run."""
-
-    step: int
-    steps: int
-    epsilon: float | None
-    learning_rate: float
-    metrics: dict[str, float] | None
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """How a call of ``fit`` ended.
-
-    ``steps_done`` were spent; ``updates`` of them are in the weights, fewer if steps were lost in a crash.
-    """
-
-    run_dir: Path
-    private: bool
-    finished: bool
-    steps_done: int
-    epsilon: float | None
-    delta: float | None
-    metrics: dict[str, float]
-    updates: int
 
 
 class PrivateTrainer:
@@ -120,7 +93,7 @@ class PrivateTrainer:
         **step_options: Unpack[StepOptions],
     ) -> None:
         if method is not None or procedure is not None:
-            optimizer, private = _as_in_version_0_1(optimizer, private, method, procedure)
+            optimizer, private = as_in_version_0_1(optimizer, private, method, procedure)
         ranks = step_options.get("ranks")
         self.ranks = step_options["ranks"] = ranks_here() if ranks is None else ranks
         self.model = model
@@ -134,18 +107,18 @@ class PrivateTrainer:
         self.show_progress = show_progress and self.ranks.main
         self.rates = LearningRates(self.optimizer, schedule)
         self._config = config
+        self._shows_private_metrics = show_private_metrics
         self._keep_checkpoints = keep_checkpoints
-        self._measures = {"loss": per_example_loss}
-        if per_example_accuracy is not None:
-            self._measures["accuracy"] = per_example_accuracy
+        measures = {"loss": per_example_loss, **({"accuracy": per_example_accuracy} if per_example_accuracy else {})}
         folder = self.ranks.from_main(lambda: default_folder("run") if run_dir is None else Path(run_dir))
         self.record = self._record_in(folder)
-        of_training = self._measures if show_private_metrics else None
+        of_training = measures if show_private_metrics else None
         kind: type[TrainingStep] = PrivateStep if private else PlainStep
         self.step = kind(
             model, per_example_loss, plan, run_dir=folder, method=self.method, training_measures=of_training, **step_options
         )
         self.average = WeightAverage(model, ema_decay) if ema_decay else None
+        self._validate = ValidationMetrics(model, measures, self.step.loading, self.average, self.ranks)
         self.diagnostics = MicroAdamDiagnostics(self.optimizer, diagnostics_every) if diagnostics_every is not None else None
         self._saved_position = -1
         self._resumed = False
@@ -319,34 +292,13 @@ class PrivateTrainer:
     def _evaluate(self, validation: Any, progress: Progress) -> dict[str, float]:
         """Validation metrics of the weights and of their average, written and shown."""
         self.record.pace.rest()
-        metrics: dict[str, float] = {}
-        if validation is not None:
-            metrics.update(self._measure(validation, "validation"))
-            if self.average is not None:
-                with self.average.in_place_of(self.model):
-                    metrics.update(self._measure(validation, "ema_validation"))
+        metrics = self._validate(validation)
         of_training = self.step.training_metrics
         self.record.write_evaluation(self.step, metrics, self.method.learning_rate, self._sizes(), of_training)
         self._last_metrics = metrics
-        words = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items()]
-        words += [
-            f"{name.replace('_', ' ')} {value:.4f} (private, outside the guarantee)" for name, value in of_training.items()
-        ]
-        if words:
-            progress.say(f"step {self.step.position}: " + ", ".join(words))
+        if metrics or of_training:
+            progress.say(f"step {self.step.position}: {in_words(metrics, of_training)}")
         return metrics
-
-    def _measure(self, data: Any, prefix: str) -> dict[str, float]:
-        self.ranks.broadcast_(self.model.buffers())  # without privacy, those of batch normalization follow a process' own part
-        found = evaluate(
-            self.model,
-            data,
-            self._measures,
-            prepare=lambda batch: self.step.loading.prepared(moved(batch, self.model)),
-            num_workers=self.step.loading.num_workers,
-            ranks=self.ranks,
-        )
-        return {f"{prefix}_{name}": value for name, value in found.items()}
 
     def _call_back(self, metrics: dict[str, float] | None) -> None:
         for callback in self.callbacks:
@@ -362,26 +314,11 @@ class PrivateTrainer:
                 raise InputError("validation shares examples with the training data; its metrics would be private, hold it out")
 
     def _require_same_settings(self, validation: Any) -> None:
-        of_training = bool(self.step.training_metrics)
-        shown = (self.step.last_step, self.evaluate_every, validation is None, self.average is None, of_training)
-        self.ranks.require_same("max_steps, evaluate_every, validation, ema_decay or show_private_metrics", shown)
-
-
-def _as_in_version_0_1(
-    optimizer: torch.optim.Optimizer | Method, private: bool, method: str | None, procedure: Method | None
-) -> tuple[torch.optim.Optimizer | Method, bool]:
-    """The arguments ``private=False`` and ``procedure=method.procedure`` in today's terms."""
-    if method is not None:
-        require_one_of("method", method, ("private", "non-private"))
-        warnings.warn("private=False is deprecated; pass private=False", DeprecationWarning, stacklevel=3)
-        private = method == "private"
-    if procedure is not None:
-        warnings.warn(
-            "procedure= is deprecated; pass the method itself: PrivateTrainer(model, method, plan, loss)",
-            DeprecationWarning,
-            stacklevel=3,
+        shown = (
+            self.step.last_step,
+            self.evaluate_every,
+            validation is None,
+            self.average is None,
+            self._shows_private_metrics,
         )
-        if procedure.optimizer is not optimizer:
-            raise InputError("optimizer is not that of the method whose procedure is given; pass the method itself")
-        optimizer = procedure
-    return optimizer, private
+        self.ranks.require_same("max_steps, evaluate_every, validation, ema_decay or show_private_metrics", shown)

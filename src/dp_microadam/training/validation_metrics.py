@@ -1,0 +1,66 @@
+"""Metrics of the weights, and of their average, on validation data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from dp_microadam.training.distributed import Ranks
+from dp_microadam.training.ema import WeightAverage
+from dp_microadam.training.evaluation import PerExample, evaluate
+from dp_microadam.training.training_data import Loading, moved
+
+
+class ValidationMetrics:
+    """Measures ``model`` as it is, and with the averaged weights if there are any; names begin with ``validation_``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        measures: Mapping[str, PerExample],
+        loading: Loading,
+        average: WeightAverage | None,
+        ranks: Ranks,
+    ) -> None:
+        self._model = model
+        self._measures = measures
+        self._loading = loading
+        self._average = average
+        self._ranks = ranks
+
+    def __call__(self, data: Any) -> dict[str, float]:
+        """Means over ``data``, the same in every process; nothing if it is None."""
+        if data is None:
+            return {}
+        found = self._measure(data, "validation")
+        if self._average is not None:
+            with self._average.in_place_of(self._model):
+                found.update(self._measure(data, "ema_validation"))
+        return found
+
+    def _measure(self, data: Any, prefix: str) -> dict[str, float]:
+        # Without privacy, buffers of batch normalization follow a process' own part of the examples.
+        self._ranks.broadcast_(self._model.buffers())
+        found = evaluate(
+            self._model,
+            data,
+            self._measures,
+            prepare=lambda batch: self._loading.prepared(moved(batch, self._model)),
+            num_workers=self._loading.num_workers,
+            ranks=self._ranks,
+        )
+        return {f"{prefix}_{name}": value for name, value in found.items()}
+
+
+def in_words(metrics: Mapping[str, float], of_training: Mapping[str, float]) -> str:
+    """Metrics for the person watching; those of training examples are marked.
+
+    >>> in_words({"validation_loss": 0.5}, {"training_loss": 0.25})
+    'validation loss 0.5000, training loss 0.2500 (private, outside the guarantee)'
+    """
+    words = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items()]
+    outside = "(private, outside the guarantee)"
+    words += [f"{name.replace('_', ' ')} {value:.4f} {outside}" for name, value in of_training.items()]
+    return ", ".join(words)
