@@ -105,7 +105,7 @@ def train(name: str, steps: int, batch_size: int, folder: str, private: bool) ->
     values = {key: value for key, value in vars(recipe).items() if value is not None}
     values.update(method=method, optimizer=options, learning_rate=rate, schedule="constant", warmup=0.0, evaluate_every=10**6)
     if not private:
-        values.update(private=False, base=method, learning_rate=min(rate, 0.1))
+        values.update(method="non-private", base=method, learning_rate=min(rate, 0.1))
     with tempfile.TemporaryDirectory() as run:
         experiment = assemble(type(recipe).from_dict(values), Path(run) / "run", show_progress=False)
         result = experiment.fit()

@@ -7,7 +7,8 @@ import torch
 
 from dp_microadam import InputError
 from dp_microadam.methods import PublicExamples
-from dp_microadam.methods.registry import METHODS, build
+from dp_microadam.methods.registry import build
+from dp_microadam.methods.table import METHODS
 from dp_microadam.recipes.assemble import assemble
 from dp_microadam.recipes.recipe import Recipe
 

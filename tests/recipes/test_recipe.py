@@ -248,7 +248,7 @@ def test_learning_rates_default_by_method():
     rates = {method: make(method=method).resolved_learning_rate for method in vocabulary.METHODS}
     assert rates.pop("dp-sgd") == 4.0
     assert set(rates.values()) == {1e-3}
-    assert make(private=False, base="dp-sgd").resolved_learning_rate == 0.1
+    assert make(method="non-private", base="dp-sgd").resolved_learning_rate == 0.1
     assert make(method="dp-sgd", learning_rate=1).resolved_learning_rate == 1.0
 
 
@@ -266,11 +266,11 @@ def test_options_are_checked_against_the_method_and_the_model():
 
 
 def test_a_non_private_run_takes_the_options_of_its_base():
-    recipe = make(private=False, base="sparta", optimizer={"keep": 0.5})
+    recipe = make(method="non-private", base="sparta", optimizer={"keep": 0.5})
     assert (recipe.algorithm, recipe.private, recipe.protected) == ("sparta", False, False)
-    assert make(private=False).algorithm == "dp-microadam"
+    assert make(method="non-private").algorithm == "dp-microadam"
     with pytest.raises(InputError, match=r"optimizer.keep = 0.5 is unknown; .* of dp-adam"):
-        make(private=False, base="dp-adam", optimizer={"keep": 0.5})
+        make(method="non-private", base="dp-adam", optimizer={"keep": 0.5})
     with pytest.raises(InputError, match="base is 'dp-sgd', but method is 'dp-adam'"):
         make(method="dp-adam", base="dp-sgd")
 
@@ -279,10 +279,9 @@ def test_methods_and_their_options_of_the_vocabulary_are_those_of_the_code():
     import torch
 
     from dp_microadam import MicroAdam
-    from dp_microadam.methods.registry import METHODS
+    from dp_microadam.methods.registry import builder_of
     from dp_microadam.optimizers.adam_bc import AdamBC
 
-    assert tuple(METHODS) == vocabulary.BASES
     behind = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, MicroAdam]
     optimizers = {
         "dp-microadam": [MicroAdam],
@@ -291,7 +290,8 @@ def test_methods_and_their_options_of_the_vocabulary_are_those_of_the_code():
         "dp-adamw": [torch.optim.AdamW],
         "dp-adambc": [AdamBC],
     }
-    for method, function in METHODS.items():
+    for method in vocabulary.BASES:
+        function = builder_of(method)
         own = {
             name for name, parameter in inspect.signature(function).parameters.items() if parameter.kind.name == "KEYWORD_ONLY"
         }

@@ -1,13 +1,28 @@
-"""Every method the paper compares with: each a function that wires an optimizer, and what happens around its steps, into the
-trainer. Recipes choose from ``registry.METHODS``."""
+"""Every method the paper compares with: each is a function of a model that returns a :class:`Method` for the trainer.
 
-from dp_microadam.methods.adam_bc import dp_adambc
-from dp_microadam.methods.bitfit import dp_bitfit
-from dp_microadam.methods.optimizers_alone import dp_adam, dp_adamw, dp_microadam, dp_sgd
-from dp_microadam.methods.scale_sources import PublicExamples
-from dp_microadam.methods.scale_then_privatize import scale_then_privatize
-from dp_microadam.methods.sparta import sparta
-from dp_microadam.training.method import Method
+``table.py`` lists them; ``methods.dp_sgd(model, lr=4.0)`` builds the one called ``"dp-sgd"`` there. Loaded on first use, since
+the code behind imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from dp_microadam.methods.table import METHODS
+
+if TYPE_CHECKING:
+    from dp_microadam.methods.adam_bc import dp_adambc
+    from dp_microadam.methods.bitfit import dp_bitfit
+    from dp_microadam.methods.scale_sources import PublicExamples
+    from dp_microadam.methods.scale_then_privatize import scale_then_privatize
+    from dp_microadam.methods.sparta import sparta
+    from dp_microadam.training.method import Method
+
+    dp_microadam: Callable[..., Method]
+    dp_sgd: Callable[..., Method]
+    dp_adam: Callable[..., Method]
+    dp_adamw: Callable[..., Method]
 
 __all__ = [
     "Method",
@@ -21,3 +36,19 @@ __all__ = [
     "scale_then_privatize",
     "sparta",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    found: Any
+    if name == "Method":
+        from dp_microadam.training.method import Method as found
+    elif name == "PublicExamples":
+        from dp_microadam.methods.scale_sources import PublicExamples as found
+    elif name.replace("_", "-") in METHODS:
+        from dp_microadam.methods.registry import builder_of
+
+        found = builder_of(name.replace("_", "-"))
+    else:
+        raise AttributeError(f"module 'dp_microadam.methods' has no attribute {name!r}")
+    globals()[name] = found
+    return found

@@ -9,25 +9,28 @@ import torch
 from torch import nn
 
 from dp_microadam.errors import InputError
-from dp_microadam.methods.adam_bc import dp_adambc
-from dp_microadam.methods.bitfit import dp_bitfit
-from dp_microadam.methods.optimizers_alone import dp_adam, dp_adamw, dp_microadam, dp_sgd
+from dp_microadam.methods import table
 from dp_microadam.methods.scale_sources import PublicExamples
-from dp_microadam.methods.scale_then_privatize import scale_then_privatize
-from dp_microadam.methods.sparta import sparta
+from dp_microadam.methods.step_optimizers import at_path, make_optimizer, trainable
 from dp_microadam.training.method import Method
 from dp_microadam.validation import require_integer, require_one_of
 
-METHODS: Mapping[str, Callable[..., Method]] = {
-    "dp-microadam": dp_microadam,
-    "dp-sgd": dp_sgd,
-    "dp-adam": dp_adam,
-    "dp-adamw": dp_adamw,
-    "dp-adambc": dp_adambc,
-    "scale-then-privatize": scale_then_privatize,
-    "dp-bitfit": dp_bitfit,
-    "sparta": sparta,
-}
+
+def builder_of(name: str) -> Callable[..., Method]:
+    """The function of a model that builds the method called ``name``."""
+    entry = table.METHODS[name]
+    if entry.path is not None:
+        found: Callable[..., Method] = at_path(entry.path)
+        return found
+    optimizer, default = str(entry.optimizer), entry.learning_rate
+
+    def build_method(model: nn.Module, *, lr: float = default, **options: Any) -> Method:
+        return Method(make_optimizer(optimizer, trainable(model), lr, options))
+
+    build_method.__name__ = build_method.__qualname__ = name.replace("-", "_")
+    taken = ", ".join(f"``{option}``" for option in entry.all_options)
+    build_method.__doc__ = f"{entry.summary}; {taken}."
+    return build_method
 
 
 def build(name: str, model: nn.Module, lr: float, options: Mapping[str, Any]) -> Method:
@@ -39,9 +42,9 @@ def build(name: str, model: nn.Module, lr: float, options: Mapping[str, Any]) ->
     Raises:
         InputError: for an option or value that the method or its optimizer does not take, or a model that does not suit it.
     """
-    require_one_of("method", name, tuple(METHODS))
+    require_one_of("method", name, tuple(table.METHODS))
     try:
-        return METHODS[name](model, lr=lr, **{option: _value(value) for option, value in options.items()})
+        return builder_of(name)(model, lr=lr, **{option: _value(value) for option, value in options.items()})
     except TypeError as error:
         given = ", ".join(f"{option} = {value!r}" for option, value in options.items())
         raise InputError(f"{name} does not take {given}: {error}") from None

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dp_microadam.errors import InputError
-from dp_microadam.optimizers.adam_bc import AdamBC
-from dp_microadam.optimizers.micro_adam import MicroAdam
+from dp_microadam.methods.table import OPTIMIZERS
 from dp_microadam.validation import require_one_of
 
-OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "adambc": AdamBC,
-    "microadam": MicroAdam,
-}
+
+def at_path(path: str) -> Any:
+    """What ``module:name`` names.
+
+    >>> at_path("torch.optim:SGD").__name__
+    'SGD'
+    """
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
 
 
 def make_optimizer(
-    name: str, params: Iterable[Tensor], lr: float, options: Mapping[str, Any], *, choices: tuple[str, ...] = tuple(OPTIMIZERS)
+    name: str,
+    params: Iterable[Tensor],
+    lr: float,
+    options: Mapping[str, Any],
+    *,
+    choices: tuple[str, ...] = tuple(OPTIMIZERS),
 ) -> torch.optim.Optimizer:
     """The optimizer called ``name``; options it does not know, or values it does not take, are refused.
 
@@ -32,7 +39,8 @@ def make_optimizer(
     """
     require_one_of("behind", name, choices)
     try:
-        return OPTIMIZERS[name](params, lr=lr, **options)
+        optimizer: torch.optim.Optimizer = at_path(OPTIMIZERS[name].path)(params, lr=lr, **options)
+        return optimizer
     except InputError:
         raise
     except (TypeError, ValueError) as error:

@@ -1,64 +1,17 @@
 """The words a recipe may use for its method, model and data, and the options each of them takes.
 
-They are written out because the code behind them imports torch, and a recipe is checked without it. Tests compare each
-list with that code.
+Those of models and data are written out because the code behind them imports torch, and a recipe is checked without it. Tests
+compare each list with that code.
 """
 
 from __future__ import annotations
 
-_MICRO_ADAM_OPTIONS = (
-    "betas",
-    "eps",
-    "weight_decay",
-    "density",
-    "window",
-    "scope",
-    "quantize",
-    "error_feedback",
-    "block_size",
-    "bucket_size",
-    "window_dtype",
-    "bias_correction",
-    "rounding",
-    "fused",
-)
+from dp_microadam.methods import table
 
-_SGD_OPTIONS = ("momentum", "dampening", "weight_decay", "nesterov")
-_ADAM_OPTIONS = ("betas", "eps", "weight_decay", "amsgrad")
-_ANY_BEHIND = tuple(dict.fromkeys((*_SGD_OPTIONS, *_ADAM_OPTIONS, *_MICRO_ADAM_OPTIONS)))
-
-OPTIMIZER_OPTIONS: dict[str, tuple[str, ...]] = {
-    "dp-microadam": _MICRO_ADAM_OPTIONS,
-    "dp-sgd": _SGD_OPTIONS,
-    "dp-adam": _ADAM_OPTIONS,
-    "dp-adamw": _ADAM_OPTIONS,
-    "dp-adambc": ("floor", "betas", "weight_decay"),
-    "scale-then-privatize": (
-        "source",
-        "behind",
-        "scale_eps",
-        "interval",
-        "decay",
-        "norm_ratio",
-        "rate_ratio",
-        "public",
-        *_ANY_BEHIND,
-    ),
-    "dp-bitfit": ("behind", "head", *_ANY_BEHIND),
-    "sparta": ("keep", "scores", "first_phase", "scoring_epochs", "rows_only", "head", "behind", *_ANY_BEHIND),
-}
+OPTIMIZER_OPTIONS = {name: entry.all_options for name, entry in table.METHODS.items()}
 """By method: its own, and those of the optimizer it steps with. The step size is the recipe's ``learning_rate``."""
 
-DEFAULT_LEARNING_RATES = {
-    "dp-microadam": 1e-3,
-    "dp-sgd": 4.0,
-    "dp-adam": 1e-3,
-    "dp-adamw": 1e-3,
-    "dp-adambc": 1e-3,
-    "scale-then-privatize": 1e-3,
-    "dp-bitfit": 1e-3,
-    "sparta": 1e-3,
-}
+DEFAULT_LEARNING_RATES = {name: entry.learning_rate for name, entry in table.METHODS.items()}
 """By method, for recipes that name none: those of the paper's tables."""
 
 NON_PRIVATE = "non-private"

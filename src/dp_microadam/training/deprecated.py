@@ -14,10 +14,10 @@ from dp_microadam.validation import require_one_of
 def as_in_version_0_1(
     optimizer: torch.optim.Optimizer | Method, private: bool, method: str | None, procedure: Method | None
 ) -> tuple[torch.optim.Optimizer | Method, bool]:
-    """The arguments ``private=False`` and ``procedure=method.procedure`` in today's terms."""
+    """The arguments ``method="non-private"`` and ``procedure=method.procedure`` in today's terms."""
     if method is not None:
         require_one_of("method", method, ("private", "non-private"))
-        warnings.warn("private=False is deprecated; pass private=False", DeprecationWarning, stacklevel=3)
+        warnings.warn('method="non-private" is deprecated; pass private=False', DeprecationWarning, stacklevel=3)
         private = method == "private"
     if procedure is not None:
         warnings.warn(
