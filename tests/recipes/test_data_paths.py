@@ -111,9 +111,10 @@ def test_a_run_on_any_of_them_can_be_resumed_and_evaluated(image_folder, tmp_pat
 def test_augmentation_is_for_training_data_alone(cifar10, tmp_path):
     experiment = assemble(load_recipe("cifar10", [*cifar10, *SMALL_NETWORK]), tmp_path / "run", show_progress=False)
     seen = []
-    experiment.trainer._augment, augment = (lambda batch: seen.append(batch) or augment(batch)), experiment.trainer._augment
-    # The proof and the steps see training images; evaluation sees none of them.
-    experiment.trainer._measure(experiment.data.validation, "validation")
+    augment = experiment.trainer.step.loading.augment
+    object.__setattr__(experiment.trainer.step.loading, "augment", lambda batch: seen.append(batch) or augment(batch))
+    # The independence check and the steps see training images; evaluation sees none of them.
+    experiment.trainer._validate(experiment.data.validation)
     experiment.test_accuracy()
     assert seen == []
     experiment.fit()
@@ -190,6 +191,6 @@ def test_pretrained_weights_get_the_constants_they_expect_and_stand_in_the_state
     options = ["model=vit-tiny", "model_options.resolution=32", f"model_options.pretrained={weights}"]
     experiment = assemble(load_recipe("cifar10", [*cifar10, "batch_size=8", *options]), tmp_path / "run", show_progress=False)
     black_and_white = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1).expand(2, 3, 32, 32)
-    prepared, _ = experiment.trainer._finish((black_and_white, torch.zeros(2, dtype=torch.long)))
+    prepared, _ = experiment.trainer.step.loading.prepared((black_and_white, torch.zeros(2, dtype=torch.long)))
     assert prepared[:, 0, 0, 0].tolist() == pytest.approx([-1.0, 1.0])  # mean = std = 0.5, not CIFAR-10's
-    assert any(f"the pretrained weights '{weights}'" in item for item in experiment.trainer._public)
+    assert any(f"the pretrained weights '{weights}'" in item for item in experiment.trainer.step._settings().public)
