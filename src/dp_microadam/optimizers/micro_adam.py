@@ -33,11 +33,13 @@ from dp_microadam.optimizers.exact_state import ExactStateOptimizer, evaluate
 from dp_microadam.optimizers.micro_adam_state import (
     MAX_BLOCK_SIZE,
     SCALARS,
+    Entries,
     Form,
     Layout,
     Segment,
     change_of,
     entries_for,
+    fits,
     misfit,
     misfit_of_contents,
     misfit_of_saved,
@@ -80,18 +82,22 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class _Seen(NamedTuple):
     """What is known of a state whose contents were looked at: they are not read again until one of these changes."""
 
+    param: Tensor  # held, so that its id stays its own
     form: Form
-    layout: Layout | None
+    size: int
+    entries: Entries
     indices: Tensor
     version: int
 
 
 class _Part(NamedTuple):
-    """What this process has of a parameter that is about to be stepped, and of its gradient."""
+    """What this process has of a parameter that is about to be stepped, and of its gradient; its state if it has one."""
 
     param: Tensor
     own: Tensor
     given: Tensor
+    state: dict[str, Any] | None
+    form: Form
     position: int
     fused: bool
 
@@ -178,6 +184,7 @@ class MicroAdam(ExactStateOptimizer):
             "fused": fused,
         }
         _validate({**defaults, "seed": 0 if seed is None else seed})
+        self._one_at_a_time = threading.RLock()
         self._forget()
         super().__init__(params, defaults)
 
@@ -204,13 +211,14 @@ class MicroAdam(ExactStateOptimizer):
         for options in (self.defaults, *self.param_groups):
             for name, value in _DEFAULT_OPTIONS.items():
                 options.setdefault(name, value)
+        if "_one_at_a_time" not in self.__dict__:  # unpickled, not loaded
+            self._one_at_a_time = threading.RLock()
         self._forget()
 
     def _forget(self) -> None:
-        """Everything that is remembered from step to step besides the state itself."""
-        self._seen: dict[Tensor, _Seen] = {}
-        self._valid: dict[int, tuple[Any, ...]] = {}
-        self._one_at_a_time = threading.RLock()
+        """Look at every option and every state again, whatever was found before."""
+        self._seen: dict[int, _Seen] = {}
+        self._valid: dict[int, tuple[tuple[Any, ...], Form]] = {}
 
     def _refuse_to_load(self, saved: dict[str, Any]) -> None:
         for number, (group, given) in enumerate(zip(self.param_groups, saved["param_groups"], strict=False)):
@@ -234,22 +242,23 @@ class MicroAdam(ExactStateOptimizer):
         A state that is another optimizer's, does not fit the parameters, or holds indices outside of them is refused before
         anything has changed. Options that an earlier version did not have get the values that it worked with.
         """
-        super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            for param in group["params"]:
-                if self.state.get(param):
-                    self._looked_at(param, group)
+        with self._one_at_a_time:
+            super().load_state_dict(state_dict)
+            for group in self.param_groups:
+                for param in group["params"]:
+                    state = self.state.get(param)
+                    if state and param.device.type != "meta":
+                        self._look_at(param, own_part(param), state, Form.of(group))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; returns what ``closure`` returns."""
         loss = evaluate(closure)
         with self._one_at_a_time:
-            work = self._refuse_or_prepare()
-            for group, parts in work:
-                for part in parts:
-                    if not self.state.get(part.param):
-                        self._initialize(part.param, group, part.position)
+            work = [
+                (group, [part if part.state else self._initialize(part, group) for part in parts])
+                for group, parts in self._refuse_or_prepare()
+            ]
             for group, parts in work:
                 pending = fused_kernels.Batch(group)
                 for part in parts:
@@ -258,72 +267,68 @@ class MicroAdam(ExactStateOptimizer):
         return loss
 
     def _update(self, part: _Part, group: dict[str, Any], pending: fused_kernels.Batch) -> None:
-        common, own = self.state[part.param], part.own
+        own, common, form = part.own, part.state, part.form
+        assert common is not None
         common["step"] += 1
         if own.numel() == 0:  # divided, and nothing of it is here
             return
-        form = self._seen[part.param].form
         layout, state = form.layout(own.numel()), own_state(part.param, common, form)
         if group["weight_decay"] != 0:
             own.mul_(1 - float(group["lr"]) * group["weight_decay"])
-        direct = own.dtype == torch.float32 and own.is_contiguous() and not own.is_neg()
-        target = own.view(-1) if direct else torch.zeros(own.numel(), device=own.device)
-        # A vector with gaps is its own reshape; the kernel reads addresses, where a lazy minus sign does not show either.
-        gradient = part.given.reshape(-1).float().resolve_neg().contiguous()
+        direct, given_directly = _is_plain(own), _is_plain(part.given)
+        target = own if direct else torch.zeros(own.numel(), device=own.device)
+        gradient = part.given if given_directly else part.given.float().resolve_neg().contiguous()
         if part.fused:
             pending.add(target, gradient, state, layout)
-            if not direct or gradient.data_ptr() != part.given.data_ptr():
+            if not direct or not given_directly:
                 # Copies are used up at once: scratch memory must not grow with the model.
                 pending.run()
         else:
-            plain_update(target, gradient, state, layout, group)
-            self._seen[part.param] = self._seen[part.param]._replace(version=_version(common["indices"]))
+            plain_update(target.view(-1), gradient.view(-1), state, layout, group)
+            self._remember(part.param, own, common, form)
         if not direct:
             # Computed in float32, added in the wider of the two types, whatever the parameter's own.
             own.add_(target.view_as(own))
 
-    def _initialize(self, param: Tensor, group: dict[str, Any], position: int) -> None:
-        form, state = Form.of(group), {}
-        for name, (shape, dtype) in entries_for(param, form).items():
+    def _initialize(self, part: _Part, group: dict[str, Any]) -> _Part:
+        param, state = part.param, {}
+        for name, (shape, dtype) in entries_for(param, part.form).items():
             if name in SCALARS:
-                key = derive_key(group["seed"], position) if name == "rounding_key" else 0
+                key = derive_key(group["seed"], part.position) if name == "rounding_key" else 0
                 state[name] = torch.tensor(key, dtype=dtype)
             elif is_divided(param):
                 state[name] = zero_rows(param, shape[-1], dtype)
             else:
                 state[name] = torch.zeros(shape, dtype=dtype, device=param.device)
         self.state[param] = state
-        self._remember(param, form)
+        self._remember(param, part.own, state, part.form)
+        return part._replace(state=state)
 
-    def _remember(self, param: Tensor, form: Form) -> None:
-        size = own_part(param).numel()
-        indices = self.state[param]["indices"]
-        self._seen[param] = _Seen(form, form.layout(size) if size else None, indices, _version(indices))
+    def _remember(self, param: Tensor, own: Tensor, state: dict[str, Any], form: Form) -> None:
+        indices = state["indices"]
+        self._seen[id(param)] = _Seen(param, form, own.numel(), entries_for(param, form), indices, _version(indices))
         if len(self._seen) > len(self.state):
-            self._seen = {known: seen for known, seen in self._seen.items() if known in self.state}
+            self._seen = {key: seen for key, seen in self._seen.items() if seen.param in self.state}
 
-    def _looked_at(self, param: Tensor, group: dict[str, Any], form: Form | None = None) -> dict[str, Any]:
-        """The state of ``param``, after every entry was compared with what the parameter and its group ask for."""
-        state, form = self.state[param], form or Form.of(group)
-        seen = self._seen.get(param)
-        if seen is not None and seen.indices is state.get("indices"):
-            if seen.form != form:
-                raise InputError(f"{self._name(param)} {change_of(seen.form, form)}; nothing was changed")
+    def _look_at(self, param: Tensor, own: Tensor, state: dict[str, Any], form: Form) -> None:
+        """Raise unless every entry of ``state`` is as the parameter and its group ask for. Runs in every step."""
+        seen = self._seen.get(id(param))
+        if seen is None or seen.indices is not state.get("indices"):
+            wrong, known = misfit(param, state, form), False
+        elif seen.form is not form and seen.form != form:
+            wrong, known = change_of(seen.form, form), True
+        elif seen.size != own.numel():
+            wrong = f"has {own.numel()} coordinates, but its state is one of {seen.size}; make a new optimizer"
+            known = True
         else:
-            seen = None
-        wrong = misfit(param, state, form)
-        if wrong is None:
-            own = own_part(param)
-            known = seen is not None and seen.version == _version(state["indices"])
-            if seen is not None and own.numel() and seen.layout is not form.layout(own.numel()):
-                wrong = f"has {own.numel()} coordinates and a state of another number; make a new optimizer"
-            elif not known:
-                wrong = misfit_of_contents(own, own_state(param, state, form), form)
-                if wrong is None:
-                    self._remember(param, form)
+            wrong = None if fits(param, state, seen.entries) else misfit(param, state, form)
+            known = seen.version == _version(seen.indices)
+        if wrong is None and not known:
+            wrong = misfit_of_contents(own, own_state(param, state, form), form)
+            if wrong is None:
+                self._remember(param, own, state, form)
         if wrong:
             raise InputError(f"{self._name(param)} {wrong}; nothing was changed")
-        return state
 
     def error(self, param: Tensor) -> Tensor | None:
         """What the last step left unselected and will add to the next gradient: decoded, flat, a copy; None if none is kept.
@@ -355,8 +360,10 @@ class MicroAdam(ExactStateOptimizer):
     def _own(self, param: Tensor) -> tuple[dict[str, Any], Tensor, dict[str, Any]]:
         """The group of ``param``, what this process has of it, and of its state."""
         group = next(group for group in self.param_groups if any(other is param for other in group["params"]))
-        state = self._looked_at(param, group) if self.state.get(param) else self.state[param]
-        return group, own_part(param), own_state(param, state, Form.of(group))
+        state, own, form = self.state[param], own_part(param), Form.of(group)
+        if state:
+            self._look_at(param, own, state, form)
+        return group, own, own_state(param, state, form)
 
     def state_bytes(self) -> int:
         """Bytes that the optimizer's state takes in this process, over all parameters."""
@@ -386,17 +393,18 @@ class MicroAdam(ExactStateOptimizer):
         work = []
         position = 0
         for number, group in enumerate(self.param_groups):
-            self._refuse_changed_options(number, group)
-            form, parts = Form.of(group), []
+            form = self._valid_form(number, group)
+            parts = []
             for param in group["params"]:
                 if param.grad is not None and param.numel() > 0:
                     own, given = own_part(param), own_part(param.grad)
                     unusable = _unusable(param, own, given)
                     if unusable:
                         raise InputError(f"{self._name(param)} {unusable}")
-                    if self.state.get(param):
-                        self._looked_at(param, group, form)
-                    parts.append(_Part(param, own, given, position, _fused(own, group)))
+                    state = self.state.get(param)
+                    if state:
+                        self._look_at(param, own, state, form)
+                    parts.append(_Part(param, own, given, state, form, position, _fused(own, group)))
                 position += 1
             work.append((group, parts))
         here = [part for _, parts in work for part in parts if part.own.numel() > 0]
@@ -411,12 +419,14 @@ class MicroAdam(ExactStateOptimizer):
                 )
         return work
 
-    def _refuse_changed_options(self, number: int, group: dict[str, Any]) -> None:
-        """Options can be set on a group at any time, past the constructor's checks."""
+    def _valid_form(self, number: int, group: dict[str, Any]) -> Form:
+        """What a group asks of states. Its options can be set at any time, past the constructor's checks."""
         options = (float(group["lr"]), *[group[name] for name in _DEFAULT_OPTIONS if name != "lr"])
-        if self._valid.get(number) != options:
+        known = self._valid.get(number)
+        if known is None or known[0] != options:
             _validate(group)
-            self._valid[number] = options
+            self._valid[number] = known = (options, Form.of(group))
+        return known[1]
 
     def _name(self, param: Tensor) -> str:
         number, position = next(
@@ -559,11 +569,17 @@ def _unusable(param: Tensor, own: Tensor, given: Tensor) -> str | None:
         )
     if own.device.type == "meta":
         return "is on the meta device, where there are no numbers; move the model to a device first"
-    if own.numel() and (own.untyped_storage().nbytes() == 0 or given.untyped_storage().nbytes() == 0):
-        return "or its gradient has no memory behind it; its storage was freed"
+    if own.numel() and not (own.data_ptr() and given.data_ptr()):
+        return "or its gradient has no memory behind it; its storage was freed, or it is a wrapper around other tensors"
     if not own.is_contiguous() and any(stride == 0 < size - 1 for size, stride in zip(own.shape, own.stride(), strict=True)):
         return "is expanded: several coordinates share one number; use .clone()"
     return None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the numbers at its address are its own, one after the other, in float32."""
+    # A minus sign can be lazy, as in ``z.conj().imag``: it does not show in memory.
+    return tensor.dtype is torch.float32 and tensor.is_contiguous() and not tensor.is_neg()
 
 
 def _version(tensor: Tensor) -> int:

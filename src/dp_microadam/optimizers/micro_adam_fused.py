@@ -58,7 +58,7 @@ class Batch:
         self._alive: list[Tensor] = []
 
     def add(self, target: Tensor, gradient: Tensor, state: dict[str, Any], layout: Layout) -> None:
-        """Queue one parameter. ``target`` and ``gradient`` are flat, contiguous float32."""
+        """Queue one parameter. ``target`` and ``gradient`` are contiguous float32 of the same size."""
         step = int(state["step"])
         full, last = layout.segments[0], layout.segments[-1]
         error = state.get("codes", state.get("error"))

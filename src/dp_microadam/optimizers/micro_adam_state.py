@@ -133,33 +133,37 @@ def own_state(param: Tensor, state: dict[str, Any], form: Form) -> dict[str, Any
     return {name: value if name in SCALARS else own_row(value, entries[name][0]) for name, value in state.items()}
 
 
-def misfit(param: Tensor, state: dict[str, Any], form: Form) -> str | None:
-    """What of ``state`` is not as ``param`` and its group ask for: presence, type, shape, device, order in memory.
-
-    The rest of a sentence that begins with the parameter; ``None`` if all is as it should be. Runs for every parameter in
-    every step.
-    """
-    entries = entries_for(param, form)
+def fits(param: Tensor, state: dict[str, Any], entries: Entries) -> bool:
+    """Whether presence, type, shape, device and order in memory of every entry are as asked. Runs in every step."""
+    if len(state) != len(entries):
+        return False
     device = param.device
     try:
         for name, (shape, dtype) in entries.items():
             value = state[name]
-            if (
-                value.shape != shape
-                or value.dtype is not dtype
-                or (value.device != device and (name not in SCALARS or value.device.type == "meta"))
-                or not value.is_contiguous()
-            ):
-                return _misfit_in_words(param, state, entries)
-    except (KeyError, AttributeError, TypeError):
-        return _misfit_in_words(param, state, entries)
-    if len(state) != len(entries):
-        return _misfit_in_words(param, state, entries)
-    if is_divided(param):
-        for name, (shape, _) in entries.items():
-            if name not in SCALARS and (not is_divided(state[name]) or own_part(state[name]).numel() != shape[-1]):
-                return f"has {name} in its state that are not divided over processes as it is; {_remedy(param)}"
-    return None
+            if value.shape != shape or value.dtype is not dtype or not value.is_contiguous():
+                return False
+            if value.device != device and (name not in SCALARS or value.device.type == "meta"):
+                return False
+            if not value.data_ptr() and not is_divided(value):
+                return False
+    except (KeyError, AttributeError):  # not there, or not a tensor
+        return False
+    return not is_divided(param) or _divided_alike(state, entries)
+
+
+def misfit(param: Tensor, state: dict[str, Any], form: Form) -> str | None:
+    """What of ``state`` is not as ``param`` and its group ask for, as the rest of a sentence that begins with the parameter."""
+    entries = entries_for(param, form)
+    return None if fits(param, state, entries) else _misfit_in_words(param, state, entries)
+
+
+def _divided_alike(state: dict[str, Any], entries: Entries) -> bool:
+    return all(
+        is_divided(state[name]) and own_part(state[name]).numel() == shape[-1]
+        for name, (shape, _) in entries.items()
+        if name not in SCALARS
+    )
 
 
 def misfit_of_saved(param: Tensor, state: Any, form: Form) -> str | None:
@@ -173,8 +177,8 @@ def misfit_of_saved(param: Tensor, state: Any, form: Form) -> str | None:
         value = state[name]
         if not isinstance(value, Tensor) or value.shape != shape or value.dtype is not dtype:
             return _entry_in_words(name, value, *entries[name], None, _remedy(param))
-        if is_divided(param) and name not in SCALARS and (not is_divided(value) or own_part(value).numel() != shape[-1]):
-            return f"has {name} in its state that are not divided over processes as it is; {_remedy(param)}"
+    if is_divided(param) and not _divided_alike(state, entries):
+        return _misfit_in_words(param, state, entries)
     own = own_part(param)
     return misfit_of_contents(own, own_state(param, state, form), form)
 
@@ -225,7 +229,9 @@ def _misfit_in_words(param: Tensor, state: dict[str, Any], entries: Entries) -> 
         words = _entry_in_words(name, state[name], shape, dtype, None if name in SCALARS else param.device, _remedy(param))
         if words:
             return words
-    return f"has a state that is not as its group asks for; {_remedy(param)}"
+    if is_divided(param) and not _divided_alike(state, entries):
+        return f"has a state that is not divided over processes as it is; {_remedy(param)}"
+    return "has a state whose memory was freed; load it again"
 
 
 def _entry_in_words(
