@@ -122,7 +122,7 @@ def spoilt(draw, value):
             lambda: value.to(draw.choice([torch.int8, torch.int16, torch.int32, torch.uint8, torch.float32, torch.float64])),
             lambda: value.to("meta"),
             lambda: flat[:1].expand(value.numel()).view(value.shape) if value.numel() else value,
-            lambda: value.mT.clone().mT if value.dim() == 2 else value,
+            lambda: value.mT.contiguous().mT if value.dim() == 2 else value,
             lambda: None,
             lambda: value.tolist(),
             lambda: torch.zeros_like(value),

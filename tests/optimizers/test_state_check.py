@@ -71,9 +71,9 @@ def test_an_option_that_shapes_the_state_cannot_change_in_mid_run(option, fused)
 
 @BOTH_PATHS
 def test_buckets_of_another_size_are_refused_also_where_shapes_agree(fused):
-    param, optimizer = trained(fused=fused, block_size=32 * 1022, bucket_size=128)
-    optimizer.param_groups[0].update(bucket_size=126, block_size=126 * 200)
-    refused(param, optimizer, "block_size|bucket_size")
+    param, optimizer = trained(fused=fused, block_size=128 * 126, bucket_size=128)
+    optimizer.param_groups[0]["bucket_size"] = 126
+    refused(param, optimizer, "made with bucket_size = 128; its group now says 126")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def broken(name, value):
         yield "too long", torch.cat([value, value])
         yield (
             "expanded",
-            value.flatten()[:1].expand(value.numel()).view(value.shape) if value.dim() == 1 else value.mT.clone().mT,
+            value.flatten()[:1].expand(value.numel()).view(value.shape) if value.dim() == 1 else value.mT.contiguous().mT,
         )
 
 
@@ -177,21 +177,21 @@ def test_parameters_and_gradients_that_do_not_belong_together_are_refused(change
 
 
 @BOTH_PATHS
-@pytest.mark.parametrize("kind", ["every second", "backwards", "one number", "lazy minus"])
+@pytest.mark.parametrize("kind", ["every second", "a column", "one number", "lazy minus"])
 def test_gradients_are_read_as_numbers_whatever_their_memory_looks_like(kind, fused):
     torch.manual_seed(1)
     given = {
         "every second": torch.randn(2000)[::2],
-        "backwards": torch.view_as_real(torch.randn(1000, dtype=torch.complex64))[:, 1],
+        "a column": torch.view_as_real(torch.randn(1000, dtype=torch.complex64))[:, 1],
         "one number": torch.ones(1).expand(1000),
         "lazy minus": torch._neg_view(torch.randn(1000)),
     }[kind]
-    (one, first), (other, second) = trained(fused=fused), trained(fused=False)
+    (one, first), (other, second) = trained(fused=fused), trained(fused=fused)
     one.grad, other.grad = given, torch.tensor(given.tolist())
     first.step()
     second.step()
-    assert torch.allclose(one, other, rtol=1e-6, atol=1e-8)
-    assert torch.equal(first.state[one]["values"], second.state[other]["values"]) or kind == "one number"
+    assert torch.equal(one, other)
+    assert torch.equal(first.state[one]["values"], second.state[other]["values"])
 
 
 def test_insisting_on_the_kernel_is_refused_before_anything_moves():
@@ -246,7 +246,7 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_loaded(number, fused):
 
 def test_a_checkpoint_whose_group_says_something_else_is_refused():
     for option, value in CHANGES.items():
-        if option != "block_size":  # in range for larger blocks, and only the group knows them
+        if option not in ("block_size", "scope"):  # only the group knows what blocks were, where all shapes agree
             param, optimizer = trained(size=1024, seed=1)
             saved = copy.deepcopy(optimizer.state_dict())
             saved["param_groups"][0][option] = value
@@ -263,7 +263,7 @@ def test_what_is_loaded_may_not_change_its_options_before_the_next_step():
 def test_a_saved_state_that_is_not_contiguous_is_loaded_in_order():
     (one, first), (other, second) = trained(), trained()
     saved = copy.deepcopy(first.state_dict())
-    saved["state"][0]["values"] = saved["state"][0]["values"].mT.clone().mT
+    saved["state"][0]["values"] = saved["state"][0]["values"].mT.contiguous().mT
     first.load_state_dict(saved)
     first.step()
     second.step()
