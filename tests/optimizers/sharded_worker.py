@@ -144,10 +144,8 @@ def refusals(folder):
     for param, gradient in zip(whole.parameters(), gradients(whole, 0), strict=True):
         param.grad = gradient
     single.step()
-    optimizer.load_state_dict(single.state_dict())
-    give(model, 0)
     try:
-        optimizer.step()
+        optimizer.load_state_dict(single.state_dict())
     except InputError as error:
         return {"checkpoint": by_checkpoint, "state of one process": str(error)}
     return {"checkpoint": by_checkpoint, "state of one process": "accepted"}

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from dp_microadam import InputError, MicroAdam
 from dp_microadam.optimizers import selection
 from dp_microadam.optimizers.analytical_view import NoisyMicroAdam
-from dp_microadam.optimizers.micro_adam import layout_of
 from dp_microadam.optimizers.micro_adam_reference import MicroAdamReference
+from dp_microadam.optimizers.micro_adam_state import layout_of
 from dp_microadam.optimizers.quantization import unpack
 
 BOTH_PATHS = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])

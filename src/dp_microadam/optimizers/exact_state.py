@@ -29,13 +29,21 @@ class ExactStateOptimizer(torch.optim.Optimizer):
         follow its loading.
         """
         prepared: dict[str, Any] = {}
-        take = self.register_load_state_dict_pre_hook(lambda _, given: prepared.update(given))
+
+        def look_at(_: Any, given: dict[str, Any]) -> None:
+            self._refuse_to_load(given)
+            prepared.update(given)
+
+        take = self.register_load_state_dict_pre_hook(look_at)
         put = self.register_load_state_dict_post_hook(lambda _: self._restore(prepared), prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
             take.remove()
             put.remove()
+
+    def _refuse_to_load(self, saved: dict[str, Any]) -> None:
+        """Raise if a state dict, as hooks have prepared it, is not one that this optimizer can go on from."""
 
     def _restore(self, saved: dict[str, Any]) -> None:
         names = [name for group in saved["param_groups"] for name in group["params"]]
@@ -44,6 +52,6 @@ class ExactStateOptimizer(torch.optim.Optimizer):
             if name in saved["state"]:
                 self.state[param] = {
                     # Scalars stay on the CPU, where the loop reads them.
-                    key: value.to(param.device if value.dim() else "cpu", copy=True)
+                    key: value.to(param.device if value.dim() else "cpu", copy=True).contiguous()
                     for key, value in saved["state"][name].items()
                 }

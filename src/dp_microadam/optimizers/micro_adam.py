@@ -17,11 +17,11 @@ bounds     2 × buckets, float32        smallest and largest error of each bucke
 
 from __future__ import annotations
 
+import inspect
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,21 @@ from dp_microadam.errors import InputError
 from dp_microadam.optimizers import micro_adam_fused as fused_kernels
 from dp_microadam.optimizers.bias import CORRECTIONS, bias_correction
 from dp_microadam.optimizers.exact_state import ExactStateOptimizer, evaluate
+from dp_microadam.optimizers.micro_adam_state import (
+    MAX_BLOCK_SIZE,
+    SCALARS,
+    Entries,
+    Form,
+    Layout,
+    Segment,
+    change_of,
+    entries_for,
+    fits,
+    misfit,
+    misfit_of_contents,
+    misfit_of_saved,
+    own_state,
+)
 from dp_microadam.optimizers.quantization import (
     bucket_bounds,
     dequantize,
@@ -40,7 +55,7 @@ from dp_microadam.optimizers.quantization import (
     unpack,
 )
 from dp_microadam.optimizers.selection import largest_magnitudes
-from dp_microadam.optimizers.shards import is_divided, largest_part, own_part, own_row, zero_rows
+from dp_microadam.optimizers.shards import is_divided, own_part, zero_rows
 from dp_microadam.validation import (
     require_in_closed_open,
     require_in_open_closed,
@@ -48,9 +63,6 @@ from dp_microadam.validation import (
     require_non_negative,
     require_one_of,
 )
-
-MAX_BLOCK_SIZE = 32_768
-"""An int16 index reaches this far."""
 
 _GRADIENT_LIMIT = 1e30
 """Beyond this a gradient counts as non-finite: sums of a few such values would leave float32."""
@@ -63,45 +75,31 @@ _CHUNK_ON_ACCELERATORS = 1 << 22
 """Coordinates the plain torch path handles at once; bounds its scratch memory to a few times this many floats."""
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Consecutive blocks of equal length: ``rows`` blocks of ``length`` coordinates, ``kept`` of each are selected."""
-
-    start: int
-    rows: int
-    length: int
-    kept: int
-    window_start: int
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Types of parameters that torch can add a step to."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How a parameter's coordinates divide into blocks."""
+class _Seen(NamedTuple):
+    """What is known of a state whose contents were looked at: they are not read again until one of these changes."""
 
-    segments: tuple[Segment, ...]
-    kept: int
-    index_dtype: torch.dtype
+    param: Tensor  # held, so that its id stays its own
+    form: Form
+    size: int
+    entries: Entries
+    indices: Tensor
+    version: int
 
 
-@cache
-def layout_of(numel: int, block_size: int | None, density: float) -> Layout:
-    """Blocks of ``block_size`` coordinates and a shorter last one; ``None`` makes the whole tensor one block.
+class _Part(NamedTuple):
+    """What this process has of a parameter that is about to be stepped, and of its gradient; its state if it has one."""
 
-    >>> layout_of(100_000, 32_768, 0.01).kept == 3 * 328 + 17
-    True
-    """
-    block = min(block_size or numel, numel)
-    segments = []
-    window_start = 0
-    for start, rows, length in ((0, numel // block, block), (numel - numel % block, 1, numel % block)):
-        if rows and length:
-            # The subtraction keeps 0.07 · 100 = 7.000000000000001 from becoming 8.
-            kept = max(1, math.ceil(density * length - 1e-9))
-            segments.append(Segment(start, rows, length, kept, window_start))
-            window_start += rows * kept
-    longest = max(segment.length for segment in segments)
-    index_dtype = torch.int16 if longest <= MAX_BLOCK_SIZE else torch.int32 if longest <= 2**31 else torch.int64
-    return Layout(tuple(segments), window_start, index_dtype)
+    param: Tensor
+    own: Tensor
+    given: Tensor
+    state: dict[str, Any] | None
+    form: Form
+    position: int
+    fused: bool
 
 
 class MicroAdam(ExactStateOptimizer):
@@ -123,8 +121,9 @@ class MicroAdam(ExactStateOptimizer):
             dense value and steps grow over the first few thousand; ``"steady"`` takes steps of that final size from the
             start; ``"window"`` divides by 1 − β^min(t, window), which wants 6.5 times the learning rate.
         rounding: of the 4-bit error, ``"nearest"`` (Algorithm 2) or ``"stochastic"`` (the paper's appendix).
-        seed: of stochastic rounding; drawn from torch's generator if not given. Random numbers are a function of seed,
-            parameter, step and coordinate, so they survive saving and agree between processes.
+        seed: of stochastic rounding; if not given, drawn from torch's generator when a group asks for such rounding, and
+            only then. Random numbers are a function of seed, parameter, step and coordinate, so they survive saving and agree
+            between processes.
         fused: ``None`` runs the Numba kernel where it can (CPU, ``scope="block"``, Numba installed) and plain torch elsewhere;
             ``False`` always plain torch; ``True`` insists on the kernel.
 
@@ -132,7 +131,9 @@ class MicroAdam(ExactStateOptimizer):
     word to the others; blocks follow the parts, so what is selected depends on the number of processes.
 
     A parameter without a gradient is left alone, and its window does not move. A gradient that is not finite is refused before
-    anything has changed.
+    anything has changed, and so is a state that does not fit its parameter and its group: ``density``, ``window``, ``scope``,
+    ``quantize``, ``error_feedback``, ``block_size``, ``bucket_size``, ``window_dtype`` and ``rounding`` stay as they are once
+    training has begun. Threads that share an optimizer step one after the other.
 
     >>> weights = torch.nn.Parameter(torch.zeros(1000))
     >>> optimizer = MicroAdam([weights], lr=0.01, density=0.1)
@@ -179,127 +180,190 @@ class MicroAdam(ExactStateOptimizer):
             "window_dtype": window_dtype,
             "bias_correction": bias_correction,
             "rounding": rounding,
-            "seed": int(torch.randint(2**62, ())) if seed is None else seed,
+            "seed": seed,
             "fused": fused,
         }
-        _validate(defaults)
+        _validate({**defaults, "seed": 0 if seed is None else seed})
+        self._one_at_a_time = threading.RLock()
+        self._forget()
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        _validate({**self.defaults, **param_group})
+        options = {**self.defaults, **param_group}
+        drawn = options["rounding"] == "stochastic" and options["seed"] is None
+        _validate({**options, "seed": 0} if drawn else options)
+        if drawn:
+            # One seed for all groups: parameters have keys of their own.
+            self.defaults["seed"] = param_group["seed"] = int(torch.randint(2**62, ()))
         super().add_param_group(param_group)
-        for param in self.param_groups[-1]["params"]:
+        params = self.param_groups[-1]["params"]
+        for param in params:
             if param.is_complex():
                 self.param_groups.pop()
                 raise InputError(f"a parameter has dtype {param.dtype}; MicroAdam takes real parameters")
+        if len(set(params)) < len(params):
+            self.param_groups.pop()
+            raise InputError("a group names a parameter twice; each may be stepped once, so name it once")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # What an earlier version did before an option existed is that option's default.
+        for options in (self.defaults, *self.param_groups):
+            for name, value in _DEFAULT_OPTIONS.items():
+                options.setdefault(name, value)
+        if "_one_at_a_time" not in self.__dict__:  # unpickled, not loaded
+            self._one_at_a_time = threading.RLock()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Look at every option and every state again, whatever was found before."""
+        self._seen: dict[int, _Seen] = {}
+        self._valid: dict[int, tuple[tuple[Any, ...], Form]] = {}
+
+    def _refuse_to_load(self, saved: dict[str, Any]) -> None:
+        for number, (group, given) in enumerate(zip(self.param_groups, saved["param_groups"], strict=False)):
+            if "density" not in given and "window" not in given:
+                raise InputError(
+                    f"group {number} of the state to load has neither density nor window: it is another optimizer's; load the "
+                    "state of a MicroAdam, or begin with a new one"
+                )
+            options = {**_DEFAULT_OPTIONS, **given}
+            _validate(options)
+            form = Form.of(options)
+            # Where the numbers of parameters differ, the base class refuses.
+            for param, name in zip(group["params"], given["params"], strict=False):
+                wrong = misfit_of_saved(param, saved["state"][name], form) if saved["state"].get(name) else None
+                if wrong:
+                    raise InputError(f"{self._name(param)} {wrong}; nothing was loaded")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a state exactly, dtypes included, and without sharing memory with ``state_dict``.
+
+        A state that is another optimizer's, does not fit the parameters, or holds indices outside of them is refused before
+        anything has changed. Options that an earlier version did not have get the values that it worked with.
+        """
+        with self._one_at_a_time:
+            super().load_state_dict(state_dict)
+            for group in self.param_groups:
+                for param in group["params"]:
+                    state = self.state.get(param)
+                    if state and param.device.type != "meta":
+                        self._look_at(param, own_part(param), state, Form.of(group))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; returns what ``closure`` returns."""
         loss = evaluate(closure)
-        self._refuse_unusable_gradients()
-        position = 0
-        for group in self.param_groups:
-            pending = fused_kernels.Batch(group)
-            for param in group["params"]:
-                if param.grad is not None and param.numel() > 0:
-                    self._update(param, group, position, pending)
-                position += 1
-            pending.run()
+        with self._one_at_a_time:
+            work = [
+                (group, [part if part.state else self._initialize(part, group) for part in parts])
+                for group, parts in self._refuse_or_prepare()
+            ]
+            for group, parts in work:
+                pending = fused_kernels.Batch(group)
+                for part in parts:
+                    self._update(part, group, pending)
+                pending.run()
         return loss
 
-    def _update(self, param: Tensor, group: dict[str, Any], position: int, pending: fused_kernels.Batch) -> None:
-        common = self.state[param] or self._initialize(param, group, position)
+    def _update(self, part: _Part, group: dict[str, Any], pending: fused_kernels.Batch) -> None:
+        own, common, form = part.own, part.state, part.form
+        assert common is not None
         common["step"] += 1
-        own, given = own_part(param), own_part(param.grad)  # type: ignore[arg-type]
         if own.numel() == 0:  # divided, and nothing of it is here
             return
-        layout, state = self._layout(own, group), self._own_state(param)
+        layout, state = form.layout(own.numel()), own_state(part.param, common, form)
         if group["weight_decay"] != 0:
             own.mul_(1 - float(group["lr"]) * group["weight_decay"])
-        direct = own.dtype == torch.float32 and own.is_contiguous()
-        target = own.view(-1) if direct else torch.zeros(own.numel(), device=own.device)
-        gradient = given.reshape(-1).float()
-        if _fused(own, group):
+        direct, given_directly = _is_plain(own), _is_plain(part.given)
+        target = own if direct else torch.zeros(own.numel(), device=own.device)
+        gradient = part.given if given_directly else part.given.float().resolve_neg().contiguous()
+        if part.fused:
             pending.add(target, gradient, state, layout)
-            if not direct or gradient.data_ptr() != given.data_ptr():
+            if not direct or not given_directly:
                 # Copies are used up at once: scratch memory must not grow with the model.
                 pending.run()
         else:
-            plain_update(target, gradient, state, layout, group)
+            plain_update(target.view(-1), gradient.view(-1), state, layout, group)
+            self._remember(part.param, own, common, form)
         if not direct:
             # Computed in float32, added in the wider of the two types, whatever the parameter's own.
             own.add_(target.view_as(own))
 
-    def _layout(self, param: Tensor, group: dict[str, Any]) -> Layout:
-        block_size = group["block_size"] if group["scope"] == "block" else None
-        return layout_of(param.numel(), block_size, group["density"])
-
-    def _initialize(self, param: Tensor, group: dict[str, Any], position: int) -> dict[str, Any]:
-        state = self.state[param]
-        state["step"] = torch.zeros((), dtype=torch.int64)
-        if is_divided(param):
-            # The type of indices follows the largest part, so that it is the same everywhere.
-            for name, (shape, dtype) in self._entries(largest_part(param), group).items():
-                state[name] = zero_rows(param, math.prod(shape), dtype)
-        else:
-            for name, (shape, dtype) in self._entries(param.numel(), group).items():
+    def _initialize(self, part: _Part, group: dict[str, Any]) -> _Part:
+        param, state = part.param, {}
+        for name, (shape, dtype) in entries_for(param, part.form).items():
+            if name in SCALARS:
+                key = derive_key(group["seed"], part.position) if name == "rounding_key" else 0
+                state[name] = torch.tensor(key, dtype=dtype)
+            elif is_divided(param):
+                state[name] = zero_rows(param, shape[-1], dtype)
+            else:
                 state[name] = torch.zeros(shape, dtype=dtype, device=param.device)
-        if "codes" in state and group["rounding"] == "stochastic":
-            state["rounding_key"] = torch.tensor(derive_key(group["seed"], position))
-        return state
+        self.state[param] = state
+        self._remember(param, part.own, state, part.form)
+        return part._replace(state=state)
 
-    def _entries(self, size: int, group: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and type of what is kept of ``size`` coordinates."""
-        layout = layout_of(size, group["block_size"] if group["scope"] == "block" else None, group["density"])
-        window = (group["window"], layout.kept)
-        entries: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "indices": (window, layout.index_dtype),
-            "values": (window, group["window_dtype"]),
-        }
-        if group["error_feedback"] and group["quantize"]:
-            entries["codes"] = (((size + 1) // 2,), torch.uint8)
-            entries["bounds"] = ((2, -(-size // group["bucket_size"])), torch.float32)
-        elif group["error_feedback"]:
-            entries["error"] = ((size,), torch.float32)
-        return entries
+    def _remember(self, param: Tensor, own: Tensor, state: dict[str, Any], form: Form) -> None:
+        indices = state["indices"]
+        self._seen[id(param)] = _Seen(param, form, own.numel(), entries_for(param, form), indices, _version(indices))
+        if len(self._seen) > len(self.state):
+            self._seen = {key: seen for key, seen in self._seen.items() if seen.param in self.state}
 
-    def _own_state(self, param: Tensor) -> dict[str, Any]:
-        """What this process keeps of ``param``: the state itself or, if that is divided, views of its own part."""
-        state = self.state[param]
-        if not is_divided(param):
-            return state
-        entries = self._entries(own_part(param).numel(), self._group_of(param))
-        return {name: own_row(value, entries[name][0]) if name in entries else value for name, value in state.items()}
+    def _look_at(self, param: Tensor, own: Tensor, state: dict[str, Any], form: Form) -> None:
+        """Raise unless every entry of ``state`` is as the parameter and its group ask for. Runs in every step."""
+        seen = self._seen.get(id(param))
+        if seen is None or seen.indices is not state.get("indices"):
+            wrong, known = misfit(param, state, form), False
+        elif seen.form is not form and seen.form != form:
+            wrong, known = change_of(seen.form, form), True
+        elif seen.size != own.numel():
+            wrong = f"has {own.numel()} coordinates, but its state is one of {seen.size}; make a new optimizer"
+            known = True
+        else:
+            wrong = None if fits(param, state, seen.entries) else misfit(param, state, form)
+            known = seen.version == _version(seen.indices)
+        if wrong is None and not known:
+            wrong = misfit_of_contents(own, own_state(param, state, form), form)
+            if wrong is None:
+                self._remember(param, own, state, form)
+        if wrong:
+            raise InputError(f"{self._name(param)} {wrong}; nothing was changed")
 
     def error(self, param: Tensor) -> Tensor | None:
         """What the last step left unselected and will add to the next gradient: decoded, flat, a copy; None if none is kept.
 
         This and the methods below see the own part of a parameter that is divided over processes.
         """
-        state = self.state.get(param)
-        if not state or not ("error" in state or "codes" in state):
+        if not self.state.get(param):
             return None
-        own = own_part(param)
+        group, own, state = self._own(param)
+        if not ("error" in state or "codes" in state):
+            return None
         found = torch.zeros(own.numel(), device=own.device)
-        _add_error(found, 0, self._own_state(param), self._group_of(param)["bucket_size"])
+        _add_error(found, 0, state, group["bucket_size"])
         return found
 
     def window(self, param: Tensor) -> tuple[Tensor, Tensor]:
         """Coordinates and float32 values that the last steps selected, a row per step, newest first."""
-        state, group, own = self._own_state(param), self._group_of(param), own_part(param)
+        group, own, state = self._own(param)
         step = int(state["step"])
         slots = [(step - 1 - age) % group["window"] for age in range(min(step, group["window"]))]
         coordinates = state["indices"][slots].long()
-        for segment in self._layout(own, group).segments:
+        for segment in Form.of(group).layout(own.numel()).segments:
             if segment.start + segment.rows > 1:  # else a single block, which begins at 0
                 starts = torch.arange(segment.rows, device=own.device).mul_(segment.length).add_(segment.start)
                 kept = slice(segment.window_start, segment.window_start + segment.rows * segment.kept)
                 coordinates[:, kept].view(len(slots), segment.rows, segment.kept).add_(starts.unsqueeze(1))
         return coordinates, state["values"][slots].float()
 
-    def _group_of(self, param: Tensor) -> dict[str, Any]:
-        return next(group for group in self.param_groups if any(other is param for other in group["params"]))
+    def _own(self, param: Tensor) -> tuple[dict[str, Any], Tensor, dict[str, Any]]:
+        """The group of ``param``, what this process has of it, and of its state."""
+        group = next(group for group in self.param_groups if any(other is param for other in group["params"]))
+        state, own, form = self.state[param], own_part(param), Form.of(group)
+        if state:
+            self._look_at(param, own, state, form)
+        return group, own, own_state(param, state, form)
 
     def state_bytes(self) -> int:
         """Bytes that the optimizer's state takes in this process, over all parameters."""
@@ -314,9 +378,9 @@ class MicroAdam(ExactStateOptimizer):
         """v̂ as the last step used it, dense and in float32: zero where the window holds nothing; None before the first step."""
         if not self.state.get(param):
             return None
-        state, group, own = self._own_state(param), self._group_of(param), own_part(param)
+        group, own, state = self._own(param)
         found = torch.empty(own.numel(), device=own.device)
-        for segment in self._layout(own, group).segments:
+        for segment in Form.of(group).layout(own.numel()).segments:
             kept = slice(segment.window_start, segment.window_start + segment.rows * segment.kept)
             indices = state["indices"][:, kept].view(-1, segment.rows, segment.kept)
             values = state["values"][:, kept].view(-1, segment.rows, segment.kept)
@@ -324,46 +388,54 @@ class MicroAdam(ExactStateOptimizer):
             found[segment.start : segment.start + second.numel()] = second.view(-1)
         return found.view_as(own)
 
-    def _refuse_unusable_gradients(self) -> None:
-        given = [
-            (group, number, param)
-            for number, group in enumerate(self.param_groups)
-            for param in group["params"]
-            if param.grad is not None and param.numel() > 0
-        ]
-        for group, number, param in given:
-            if param.grad.layout is not torch.strided:
-                raise InputError(f"{_name(param, group, number)} has a sparse gradient; MicroAdam takes dense ones")
-            if is_divided(param) and getattr(param.grad, "placements", None) != param.placements:
-                raise InputError(f"{_name(param, group, number)} and its gradient must be divided over processes alike")
-            state = self.state.get(param)
-            if state and not self._fits(param, state, group):
-                raise InputError(
-                    f"{_name(param, group, number)} has a window of shape {tuple(state['indices'].shape)}, which does not fit "
-                    "its group's density, window, scope and block_size, or the number of processes it is divided over; these "
-                    "cannot change once training has begun, make a new optimizer"
-                )
-        here = [entry for entry in given if own_part(entry[2]).numel() > 0]
-        if not here or bool((_largest([own_part(param.grad) for _, _, param in here]) <= _GRADIENT_LIMIT).all()):
-            return
-        for group, number, param in here:
-            largest = float(_largest([own_part(param.grad)]))
+    def _refuse_or_prepare(self) -> list[tuple[dict[str, Any], list[_Part]]]:
+        """What there is to step, after everything that could be refused was looked at; nothing has changed until then."""
+        work = []
+        position = 0
+        for number, group in enumerate(self.param_groups):
+            form = self._valid_form(number, group)
+            parts = []
+            for param in group["params"]:
+                if param.grad is not None and param.numel() > 0:
+                    own, given = own_part(param), own_part(param.grad)
+                    unusable = _unusable(param, own, given)
+                    if unusable:
+                        raise InputError(f"{self._name(param)} {unusable}")
+                    state = self.state.get(param)
+                    if state:
+                        self._look_at(param, own, state, form)
+                    parts.append(_Part(param, own, given, state, form, position, _fused(own, group)))
+                position += 1
+            work.append((group, parts))
+        here = [part for _, parts in work for part in parts if part.own.numel() > 0]
+        if not here or bool((_largest([part.given for part in here]) <= _GRADIENT_LIMIT).all()):
+            return work
+        for part in here:
+            largest = float(_largest([part.given]))
             if not largest <= _GRADIENT_LIMIT:
                 raise InputError(
-                    f"{_name(param, group, number)} has a gradient of magnitude {largest:g}; it must be finite and at most "
+                    f"{self._name(part.param)} has a gradient of magnitude {largest:g}; it must be finite and at most "
                     f"{_GRADIENT_LIMIT:g}; nothing was changed"
                 )
+        return work
 
-    def _fits(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> bool:
-        kept = state["indices"]
-        if not is_divided(param):
-            return tuple(kept.shape) == (group["window"], self._layout(param, group).kept)
-        row = math.prod(self._entries(largest_part(param), group)["indices"][0])
-        parts = [
-            count if hasattr(placement, "dim") else 1
-            for count, placement in zip(param.device_mesh.shape, param.placements, strict=True)  # type: ignore[attr-defined]
-        ]
-        return is_divided(kept) and tuple(kept.shape) == (*parts, row)
+    def _valid_form(self, number: int, group: dict[str, Any]) -> Form:
+        """What a group asks of states. Its options can be set at any time, past the constructor's checks."""
+        options = (float(group["lr"]), *[group[name] for name in _DEFAULT_OPTIONS if name != "lr"])
+        known = self._valid.get(number)
+        if known is None or known[0] != options:
+            _validate(group)
+            self._valid[number] = known = (options, Form.of(group))
+        return known[1]
+
+    def _name(self, param: Tensor) -> str:
+        number, position = next(
+            (number, position)
+            for number, group in enumerate(self.param_groups)
+            for position, other in enumerate(group["params"])
+            if other is param
+        )
+        return f"parameter {position} of group {number} (shape {tuple(param.shape)})"
 
 
 def plain_update(target: Tensor, gradient: Tensor, state: dict[str, Any], layout: Layout, group: dict[str, Any]) -> None:
@@ -482,9 +554,40 @@ def _fused(param: Tensor, group: dict[str, Any]) -> bool:
     return obstacle is None
 
 
-def _name(param: Tensor, group: dict[str, Any], number: int) -> str:
-    position = next(i for i, other in enumerate(group["params"]) if other is param)
-    return f"parameter {position} of group {number} (shape {tuple(param.shape)})"
+def _unusable(param: Tensor, own: Tensor, given: Tensor) -> str | None:
+    """Why a parameter cannot be stepped with its gradient, as the rest of a sentence that begins with the parameter."""
+    if given.layout is not torch.strided:
+        return "has a sparse gradient; MicroAdam takes dense ones"
+    if own.layout is not torch.strided or own.dtype not in _DTYPES:
+        return f"is {own.layout} and {own.dtype}; MicroAdam takes dense parameters of float16, bfloat16, float32 and float64"
+    if is_divided(param) and getattr(param.grad, "placements", None) != param.placements:  # type: ignore[attr-defined]
+        return "and its gradient must be divided over processes alike"
+    if given.shape != own.shape or given.device != own.device:
+        return (
+            f"has a gradient of shape {tuple(given.shape)} on {given.device}; it must have the shape {tuple(own.shape)} and be "
+            f"on {own.device}, as the parameter itself"
+        )
+    if own.device.type == "meta":
+        return "is on the meta device, where there are no numbers; move the model to a device first"
+    if own.numel() and not (own.data_ptr() and given.data_ptr()):
+        return "or its gradient has no memory behind it; its storage was freed, or it is a wrapper around other tensors"
+    if not own.is_contiguous() and any(stride == 0 < size - 1 for size, stride in zip(own.shape, own.stride(), strict=True)):
+        return "is expanded: several coordinates share one number; use .clone()"
+    return None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the numbers at its address are its own, one after the other, in float32."""
+    # A minus sign can be lazy, as in ``z.conj().imag``: it does not show in memory.
+    return tensor.dtype is torch.float32 and tensor.is_contiguous() and not tensor.is_neg()
+
+
+def _version(tensor: Tensor) -> int:
+    """How often torch has written to ``tensor``; tensors made in inference mode do not count."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
 
 
 def _validate(options: dict[str, Any]) -> None:
@@ -509,4 +612,12 @@ def _validate(options: dict[str, Any]) -> None:
         raise InputError(f"window_dtype is {options['window_dtype']}; it must be torch.bfloat16 or torch.float32")
     require_one_of("bias_correction", options["bias_correction"], CORRECTIONS)
     require_one_of("rounding", options["rounding"], ("nearest", "stochastic"))
-    require_integer("seed", options["seed"], 0)
+    if options["seed"] is not None or options["rounding"] == "stochastic":
+        require_integer("seed", options["seed"], 0)
+
+
+_DEFAULT_OPTIONS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(MicroAdam.__init__).parameters.items()
+    if name not in ("self", "params")
+}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -23,10 +23,13 @@ from dp_microadam.optimizers.bias import bias_correction
 from dp_microadam.optimizers.quantization import derive_key
 
 if TYPE_CHECKING:
-    from dp_microadam.optimizers.micro_adam import Layout
+    from dp_microadam.optimizers.micro_adam_state import Layout
 
 _WORTH_A_THREAD = 1 << 16
 """Coordinates below which handing work to another thread costs more than it saves."""
+
+_MOST_THREADS = 1024
+"""More than torch uses anywhere; beyond it shares wait for each other."""
 
 
 def obstacle(param: Tensor, group: dict[str, Any]) -> str | None:
@@ -55,7 +58,7 @@ class Batch:
         self._alive: list[Tensor] = []
 
     def add(self, target: Tensor, gradient: Tensor, state: dict[str, Any], layout: Layout) -> None:
-        """Queue one parameter. ``target`` and ``gradient`` are flat, contiguous float32."""
+        """Queue one parameter. ``target`` and ``gradient`` are contiguous float32 of the same size."""
         step = int(state["step"])
         full, last = layout.segments[0], layout.segments[-1]
         error = state.get("codes", state.get("error"))
@@ -77,7 +80,7 @@ class Batch:
             )
         )
         self._scales.append([bias_correction(beta, step, self.group) for beta in self.group["betas"]])
-        self._alive += [target, gradient]
+        self._alive += [target, gradient, *state.values()]
 
     def run(self) -> None:
         """Step every queued parameter."""
@@ -99,7 +102,14 @@ class Batch:
             group["rounding"] == "stochastic",
             group["window_dtype"] == torch.float32,
         )
-        _share_out(lambda low, high: kernel.step_blocks(rows, scales, low, high, *settings), sum(row[6] for row in self._rows))
+        alive = tuple(self._alive)
+
+        def share(low: int, high: int) -> None:
+            # Threads that an interrupted step leaves behind write to these: they must outlive every share.
+            _ = alive
+            kernel.step_blocks(rows, scales, low, high, *settings)
+
+        _share_out(share, sum(row[6] for row in self._rows))
         self._rows, self._scales, self._alive = [], [], []
 
 
@@ -107,15 +117,19 @@ def _share_out(share: Callable[[int, int], None], total: int) -> None:
     """Call ``share(low, high)`` on equal ranges of ``total`` coordinates, one per thread that torch itself would use."""
     threads = max(1, min(torch.get_num_threads(), total // _WORTH_A_THREAD))
     edges = [total * i // threads for i in range(threads + 1)]
-    waiting = [_pool(threads - 1).submit(share, edges[i], edges[i + 1]) for i in range(1, threads)]
-    share(edges[0], edges[1])
+    waiting = [_pool().submit(share, edges[i], edges[i + 1]) for i in range(1, threads)]
+    try:
+        share(edges[0], edges[1])
+    finally:
+        wait(waiting)
     for done in waiting:
         done.result()
 
 
 @lru_cache(maxsize=1)
-def _pool(workers: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(workers, thread_name_prefix="micro_adam")
+def _pool() -> ThreadPoolExecutor:
+    """One pool for steps of every size: a thread is made when no other is idle, and kept."""
+    return ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="micro_adam")
 
 
 # Threads do not survive a fork: the child makes its own pool.

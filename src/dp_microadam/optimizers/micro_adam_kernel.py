@@ -309,12 +309,16 @@ def _gather_short(moments, columns, values, slot, powers):
 
 @njit(nogil=True, cache=True)
 def _apply(target, moments, columns, scale, lr, eps):
-    """Line 14 for the coordinates in the window. ``moments`` leaves as zeros."""
+    """Line 14 for the coordinates in the window. ``moments`` leaves as zeros.
+
+    Positions come from memory that others can write to unseen, as numpy can; one outside of the block is passed over. It
+    cannot leave ``moments``, which is as long as an int16 reaches, counted from either end.
+    """
     for line in range(len(columns)):
         for i in range(columns.shape[1]):
             position = columns[line, i]
             first, second = moments[position, 0], moments[position, 1]
-            if first != ZERO:
+            if first != ZERO and 0 <= position < len(target):
                 target[position] -= (first * scale[0]) / (np.sqrt(second * scale[1]) + eps) * lr
             moments[position, 0] = ZERO
             moments[position, 1] = ZERO

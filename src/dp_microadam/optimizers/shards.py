@@ -37,6 +37,14 @@ def largest_part(param: Any) -> int:
     return math.prod(sizes)
 
 
+def parts_of(param: Any) -> tuple[int, ...]:
+    """How many parts a divided parameter has, for each dimension of its mesh; 1 where it is replicated."""
+    return tuple(
+        count if hasattr(placement, "dim") else 1
+        for count, placement in zip(param.device_mesh.shape, param.placements, strict=True)
+    )
+
+
 def zero_rows(param: Any, length: int, dtype: torch.dtype) -> Tensor:
     """A row of ``length`` zeros for every part of a divided parameter, each where its part is."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
