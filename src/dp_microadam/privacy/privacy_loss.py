@@ -37,8 +37,9 @@ _CELLS_PER_DEVIATION = 256
 _NODES, _NODE_WEIGHTS = np.polynomial.legendre.leggauss(7)
 _NODES, _NODE_WEIGHTS = (_NODES + 1) / 2, _NODE_WEIGHTS / 2
 
-# How many deviations of noise are looked at; the first whose tail is negligible for all steps together is taken.
-_REACHES = (9.0, 12.0, 16.0, 24.0, 37.0)
+# How many deviations of noise are looked at: the fewest of these whose tail is negligible for all steps together. No more, because
+# a long tail makes Chernoff's bound, from which tilt and window are chosen, a poor one.
+_REACHES = tuple(number / 4 for number in range(20, 149))
 
 # The uniform grid is refined until it raises ε by no more than this share, unless it would need more cells than the most.
 _GRID_TOLERANCE = 2e-5
@@ -47,22 +48,28 @@ _MOST_CELLS = 2**21
 # The share of δ that losses cut off may have, and that mass folded into the window from below may have; the tilted mass above
 # the window at first, and the share of δ it may have when folded.
 _CUT = 1e-6
-_FOLDED = 1e-5
+_FOLDED = 1e-6
+
+# The share of δ that bounds of rounding may take before another tilt is tried, and how many are tried.
+_ROUNDING = 1e-5
+_MOST_TILTS = 8
 
 # Tilts θ = 2^(j/4). Few of them, so that transforms are found again when a step is added.
 _TILTS_PER_DOUBLING = 4
 _SMALLEST_TILT, _LARGEST_TILT = -40 * _TILTS_PER_DOUBLING, 50 * _TILTS_PER_DOUBLING
 
 # Rounding. A discretised probability, and an exponential of a sum of terms, are right up to a relative error of this many
-# units; a transform of n = 2^k numbers up to log2(n) times this many in the Euclidean norm (Higham 2002, theorem 24.2, has
-# 4√2 plus the error of the roots of unity); a power z^T up to T times this many.
+# units; every value of a transform of n = 2^k numbers up to log2(n) times this many, relative to the sum of their magnitudes
+# (each of the log2(n) stages rounds partial sums of them, by less than 4√2 units and the error of a root of unity: Higham
+# 2002, section 24.1); a power z^T up to T times this many.
 _UNIT = 2.0**-53
 _UNITS_OF_A_PROBABILITY = 4000
 _UNITS_OF_A_TRANSFORM = 8
 _UNITS_OF_A_POWER = 64
 
-# Terms below exp of minus this are left out of sums, and the bound of their sum added.
+# Terms below exp of minus this are left out: frequencies of a spectrum, and losses far above ε. A bound of their sum is added.
 _NEGLIGIBLE_LOG = 80.0
+_FAR_ABOVE = 40.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,7 +203,7 @@ def _transform(law: _GridLoss, tilt: float, cells: int) -> _Transform:
     folded = np.bincount((law.indices - shift) % cells, weights=tilted, minlength=cells)
     peak, folded[0] = float(folded[0]), 0.0
     values = peak + np.fft.rfft(folded)
-    error = _UNITS_OF_A_TRANSFORM * _UNIT * math.log2(cells) * math.sqrt(cells) * float(np.linalg.norm(folded)) + 8 * _UNIT
+    error = _UNITS_OF_A_TRANSFORM * _UNIT * math.log2(cells) * float(folded.sum()) + 8 * _UNIT
     magnitudes = np.abs(values)
     felt = exponents > -_NEGLIGIBLE_LOG
     largest_term = float(np.max(np.abs(law.log_masses[felt]) + tilt * np.abs(law.indices[felt]) * law.spacing)) + abs(log_moment)
@@ -216,46 +223,60 @@ def epsilon_of_composition(parts: Sequence[tuple[PrivacyLoss, int]], delta: floa
     never above Chernoff's bound for the same distributions.
     """
     infinite = sum(steps * math.exp(law.log_infinite) for law, steps in parts)
-    chernoff, index = _chernoff_epsilon(parts, delta - infinite)
-    if chernoff <= at_least:
-        return at_least
+    found, index = _chernoff_epsilon(parts, delta - infinite)
+    for _ in range(_MOST_TILTS):
+        if found <= at_least:
+            break
+        previous = found
+        found, rounding = _epsilon_by_tilt(parts, index, delta, infinite, previous)
+        if (rounding < _ROUNDING and found > previous / 2) or found > previous * (1 - _GRID_TOLERANCE):
+            break
+        # Chernoff's bound was far off. Begin again with the tilt and the grid that suit what was found.
+        index = _minimize(lambda j: _log_moments(parts, _tilt(j)) + _log_largest_share(_tilt(j)) - _tilt(j) * found)  # noqa: B023
+    return max(found, at_least)
+
+
+def _epsilon_by_tilt(
+    parts: Sequence[tuple[PrivacyLoss, int]], index: int, delta: float, infinite: float, largest: float
+) -> tuple[float, float]:
+    """ε, at most ``largest``, from the composition under one tilt, and the share of δ that is the bound of its rounding."""
     tilt = _tilt(index)
-    spacing = _spacing(parts, tilt, chernoff)
-    below = 12 / tilt  # how far below Chernoff's bound the window begins at least
+    spacing = _spacing(parts, tilt, largest)
+    below = 12 / tilt  # how far below ``largest`` the window begins at least
     log_tilted_tail = math.log(_CUT)  # bounds the mass above the window, after tilting
     while True:
         grids = [(_on_grid(law, spacing), steps) for law, steps in parts]
-        top, log_beyond = _window_top(parts, grids, index, log_tilted_tail)
-        reach = max(top - chernoff + below, -math.log(_CUT * delta) / tilt)
+        top, other = _window_top(parts, grids, index, log_tilted_tail)
+        reach = max(top - largest + below, -math.log(_CUT * delta) / tilt)
         cells = 2 ** max(6, math.ceil(math.log2(reach / spacing)))
         if cells > _MOST_CELLS:
             spacing *= 2
             continue
+        top += (cells * spacing - reach) / 2
+        log_beyond = _log_moments(grids, other) - other * top
         window = _Window(grids, tilt, cells, math.ceil(top / spacing), infinite + math.exp(log_beyond))
-        found = window.epsilon(delta, chernoff)
+        found = window.epsilon(delta, largest)
         if found is None:
             below *= 4
             continue
         # What lies above the window is folded into it, and counts up to this share of δ.
-        log_folded = log_tilted_tail + _log_largest_share(tilt) + window.log_moment - tilt * found - math.log(delta)
+        log_folded = log_beyond + tilt * (top - found) + _log_largest_share(tilt) - math.log(delta)
         if log_folded <= math.log(_FOLDED):
-            return max(found, at_least)
-        log_tilted_tail -= log_folded - math.log(_CUT)
+            return found, math.exp(window.log_rounding(found) - math.log(delta))
+        log_tilted_tail -= log_folded - math.log(_FOLDED) + 5
 
 
 def _window_top(
     parts: Sequence[tuple[PrivacyLoss, int]], grids: Sequence[tuple[_GridLoss, int]], index: int, log_tilted_tail: float
 ) -> tuple[float, float]:
-    """A loss above which the tilted composition has little mass, and log of a bound of the mass there before tilting."""
+    """A loss above which the tilted composition has little mass by Chernoff's bound, and the θ of that bound."""
     tilt, log_moment = _tilt(index), _log_moments(parts, _tilt(index))
 
     def bound(other: int) -> float:
         return (_log_moments(parts, _tilt(other)) - log_moment - log_tilted_tail) / (_tilt(other) - tilt)
 
     other = _tilt(_minimize(bound, index + 1))
-    log_moment = _log_moments(grids, other)
-    top = (log_moment - _log_moments(grids, tilt) - log_tilted_tail) / (other - tilt)
-    return top, log_moment - other * top
+    return (_log_moments(grids, other) - _log_moments(grids, tilt) - log_tilted_tail) / (other - tilt), other
 
 
 def _tilt(index: int) -> float:
@@ -296,11 +317,11 @@ def _minimize(function: Callable[[int], float], smallest: int = _SMALLEST_TILT) 
     return low
 
 
-def _spacing(parts: Sequence[tuple[PrivacyLoss, int]], tilt: float, chernoff: float) -> float:
-    """The widest grid, a power of two, that raises Chernoff's bound by no more than the tolerance."""
-    allowed = _GRID_TOLERANCE * chernoff * tilt
+def _spacing(parts: Sequence[tuple[PrivacyLoss, int]], tilt: float, epsilon: float) -> float:
+    """The widest grid, a power of two, that raises Chernoff's bound by no more than the tolerated share of ``epsilon``."""
+    allowed = _GRID_TOLERANCE * epsilon * tilt
     exact = math.fsum(steps * _log_moment(law, tilt) for law, steps in parts)
-    spacing = 2.0 ** math.floor(math.log2(chernoff))
+    spacing = 2.0 ** math.floor(math.log2(epsilon))
     for _ in range(60):
         if math.fsum(steps * _log_moment(_on_grid(law, spacing), tilt) for law, steps in parts) - exact <= allowed:
             break
@@ -323,8 +344,8 @@ class _Window:
         total = sum(steps for _, steps in transforms)
         # |z^T − ẑ^T| ≤ (|ẑ| + error)^T − |ẑ|^T, summed over all frequencies
         misses = np.maximum(-np.expm1(log_values.real - log_bounds), 0.0) + _UNITS_OF_A_POWER * _UNIT * total
-        inverse = _UNITS_OF_A_TRANSFORM * _UNIT * math.log2(cells) * float(np.linalg.norm(composed))
-        self.error = 2 / cells * float(np.sum(np.exp(log_bounds) * misses)) + 1.01 * inverse + math.exp(-_NEGLIGIBLE_LOG)
+        misses += _UNITS_OF_A_TRANSFORM * _UNIT * math.log2(cells)  # of the inverse transform
+        self.error = 2.01 / cells * float(np.sum(np.exp(log_bounds) * misses)) + math.exp(-_NEGLIGIBLE_LOG)
         self.spacing, self.tilt, self.beyond = grids[0][0].spacing, tilt, beyond
         self.bottom = top - cells + 1
         shift = sum(steps * part.shift for part, steps in transforms)
@@ -336,17 +357,22 @@ class _Window:
         """log of an upper bound of δ(ε)."""
         tilt, spacing = self.tilt, self.spacing
         first = math.floor(epsilon / spacing) + 1
-        count = math.ceil(_NEGLIGIBLE_LOG / (tilt * spacing))
+        count = math.ceil(_FAR_ABOVE / (tilt * spacing))
         start = max(0, first - self.bottom)
         inside = self.probabilities[start : start + count]
         excess = (np.arange(len(inside)) + (start + self.bottom)) * spacing - epsilon
         counted = float(np.sum(inside * np.exp(-tilt * excess) * -np.expm1(-excess)))
-        share = math.exp(_log_largest_share(tilt))
-        rounding = self.error * min(len(self.probabilities) * share, 1 / (spacing * tilt * (tilt + 1)) + share)
-        left_out = math.exp(-_NEGLIGIBLE_LOG)
-        scaled = math.log(counted + rounding + left_out) + self.log_moment - tilt * epsilon
+        left_out = 1.01 * math.exp(-_FAR_ABOVE) * min(1.0, _FAR_ABOVE / tilt)
+        log_counted = math.log(counted + left_out) + self.log_moment - tilt * epsilon
         rounded = _UNITS_OF_A_PROBABILITY * _UNIT + 8 * _UNIT * (abs(self.log_moment) + tilt * epsilon)
-        return float(np.logaddexp(scaled, math.log(self.beyond))) + self.log_factor + rounded
+        terms = (log_counted, self.log_rounding(epsilon), math.log(self.beyond))
+        return float(np.logaddexp.reduce(terms)) + self.log_factor + rounded
+
+    def log_rounding(self, epsilon: float) -> float:
+        """log of what an error of each probability within its bound can change δ(ε)."""
+        share = math.exp(_log_largest_share(self.tilt))
+        cells = min(len(self.probabilities) * share, 1 / (self.spacing * self.tilt * (self.tilt + 1)) + share)
+        return math.log(self.error * cells) + self.log_moment - self.tilt * epsilon
 
     def epsilon(self, delta: float, largest: float) -> float | None:
         """The smallest ε up to ``largest`` with δ(ε) ≤ ``delta``; None if that lies below the window."""

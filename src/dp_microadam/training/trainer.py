@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,14 @@ class StepReport:
 
     step: int
     steps: int
-    epsilon: float | None
+    plan: PrivacyPlan | None
     learning_rate: float
     metrics: dict[str, float] | None
+
+    @cached_property
+    def epsilon(self) -> float | None:
+        """ε spent so far, computed when it is first read; None without privacy."""
+        return None if self.plan is None else self.plan.epsilon_after(self.step)
 
 
 @dataclass(frozen=True)
@@ -459,7 +465,8 @@ class PrivateTrainer:
                 saved_at = time.monotonic()
             for callback in self.callbacks:
                 rate = float(self.optimizer.param_groups[0]["lr"])
-                callback(StepReport(self._position, self.plan.steps, self._epsilon(), rate, metrics))
+                plan = self.plan if isinstance(self.plan, PrivacyPlan) and self.private else None
+                callback(StepReport(self._position, self.plan.steps, plan, rate, metrics))
 
     def _enter(self, phase: Phase) -> None:
         if phase.asks != self._phase.asks:
