@@ -229,7 +229,7 @@ def test_a_discretised_step_keeps_probability_under_both_datasets(rate, noise, r
 
 
 def test_delta_that_double_precision_cannot_hold_is_refused():
-    with pytest.raises(InputError, match="delta is 1e-300; the pld accountant takes at least .*e-290 for 2480 steps"):
+    with pytest.raises(InputError, match=r"delta is 1e-300; the pld accountant takes at least .*e-290 for 2480 steps"):
         epsilon([PAPER], 1e-300, "pld")
 
 

@@ -37,8 +37,8 @@ _CELLS_PER_DEVIATION = 256
 _NODES, _NODE_WEIGHTS = np.polynomial.legendre.leggauss(7)
 _NODES, _NODE_WEIGHTS = (_NODES + 1) / 2, _NODE_WEIGHTS / 2
 
-# How many deviations of noise are looked at: the fewest of these whose tail is negligible for all steps together. No more, because
-# a long tail makes Chernoff's bound, from which tilt and window are chosen, a poor one.
+# How many deviations of noise are looked at: the fewest of these whose tail is negligible for all steps together. No more,
+# because a long tail makes Chernoff's bound, from which tilt and window are chosen, a poor one.
 _REACHES = tuple(number / 4 for number in range(20, 149))
 
 # The uniform grid is refined until it raises ε by no more than this share, unless it would need more cells than the most.
@@ -85,18 +85,18 @@ class PrivacyLoss:
 def loss_of_one_step(weights: tuple[float, ...], noise_multiplier: float, removed: bool, reach: float) -> PrivacyLoss:
     """The privacy loss of Σ w_j N(j, σ²) against N(0, σ²) (``removed``), or of N(0, σ²) against it.
 
-    ``weights`` are w₀, w₁, …; they may lack a tail as small as that of the normal distribution beyond ``reach``. Noise further
-    than ``reach`` deviations out counts as an infinite loss on the side of large losses, and is moved up to the last loss on the
-    other.
+    ``weights`` are w₀, w₁, …; they may lack a tail as small as that of the normal distribution beyond ``reach``. Noise
+    further than ``reach`` deviations out counts as an infinite loss on the side of large losses, and is moved up to the last
+    loss on the other.
 
-    Formal guarantees: for every ε the δ of the returned distribution is at least that of the mechanism, up to a relative error of
-    ``_UNITS_OF_A_PROBABILITY`` roundings in each probability.
+    Formal guarantees: for every ε the δ of the returned distribution is at least that of the mechanism, up to a relative error
+    of ``_UNITS_OF_A_PROBABILITY`` roundings in each probability.
     """
     sigma = noise_multiplier
     most = len(weights) - 1
     width = 2.0 ** round(math.log2(sigma / _CELLS_PER_DEVIATION))  # a power of two: the ends of cells are exact
     last = math.ceil(((most if removed else 0) + reach * sigma) / width)
-    ends = np.arange(-math.ceil(reach * sigma / width), last + 1) * width
+    ends: Floats = np.arange(-math.ceil(reach * sigma / width), last + 1, dtype=np.float64) * width
     count = len(ends) - 1
     ratios = _log_likelihood_ratios(weights, sigma, ends)
 
@@ -206,7 +206,9 @@ def _transform(law: _GridLoss, tilt: float, cells: int) -> _Transform:
     error = _UNITS_OF_A_TRANSFORM * _UNIT * math.log2(cells) * float(folded.sum()) + 8 * _UNIT
     magnitudes = np.abs(values)
     felt = exponents > -_NEGLIGIBLE_LOG
-    largest_term = float(np.max(np.abs(law.log_masses[felt]) + tilt * np.abs(law.indices[felt]) * law.spacing)) + abs(log_moment)
+    largest_term = float(np.max(np.abs(law.log_masses[felt]) + tilt * np.abs(law.indices[felt]) * law.spacing)) + abs(
+        log_moment
+    )
     return _Transform(
         log_moment,
         shift,
@@ -217,10 +219,10 @@ def _transform(law: _GridLoss, tilt: float, cells: int) -> _Transform:
 
 
 def epsilon_of_composition(parts: Sequence[tuple[PrivacyLoss, int]], delta: float, at_least: float = 0.0) -> float:
-    """The smallest ε ≥ ``at_least`` for which the composition of so many steps of each law certainly has δ(ε) at most ``delta``.
+    """ε of the composition of so many steps of each law at ``delta``, or ``at_least`` if that is larger.
 
-    Formal guarantees: δ(ε) of the composition is at most ``delta``; all errors are bounded as this module describes. The result is
-    never above Chernoff's bound for the same distributions.
+    Formal guarantees: δ(ε) of the composition is at most ``delta``; all errors are bounded as this module describes. The result
+    is never above Chernoff's bound for the same distributions, unless that is below ``at_least``.
     """
     infinite = sum(steps * math.exp(law.log_infinite) for law, steps in parts)
     found, index = _chernoff_epsilon(parts, delta - infinite)
@@ -334,9 +336,9 @@ class _Window:
 
     def __init__(self, grids: Sequence[tuple[_GridLoss, int]], tilt: float, cells: int, top: int, beyond: float) -> None:
         transforms = [(_transform(law, tilt, cells), steps) for law, steps in grids]
-        log_bounds = sum(steps * part.log_bounds for part, steps in transforms)
+        log_bounds: Floats = np.sum([steps * part.log_bounds for part, steps in transforms], axis=0)
         band = np.flatnonzero(log_bounds > -_NEGLIGIBLE_LOG)
-        log_values = sum(steps * part.log_values[band] for part, steps in transforms)
+        log_values = np.sum([steps * part.log_values[band] for part, steps in transforms], axis=0)
         log_bounds = log_bounds[band]
         spectrum = np.zeros(cells // 2 + 1, dtype=np.complex128)
         spectrum[band] = np.exp(log_values)
@@ -388,7 +390,7 @@ class _Window:
 
 
 def reach_for(delta: float, steps: int) -> float | None:
-    """How many deviations of noise must be looked at for the rest to be negligible; None where δ is below :func:`least_delta`."""
+    """How many deviations of noise to look at so that the rest is negligible; None where δ is below :func:`least_delta`."""
     return next((reach for reach in _REACHES if delta >= _least_delta(reach, steps)), None)
 
 
