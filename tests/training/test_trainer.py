@@ -10,10 +10,11 @@ import torch
 
 from dp_microadam import InputError, PrivacyError, PrivacyPlan
 from dp_microadam.clipping.per_example import clipped_sum
+from dp_microadam.privacy import accounting
 from dp_microadam.privacy.ledger import read_ledger
 from dp_microadam.training.evaluation import class_loss
 from dp_microadam.training.schedules import Schedule
-from dp_microadam.training.trainer import UnprotectedPlan
+from dp_microadam.training.trainer import StepReport, UnprotectedPlan
 
 
 def weights_of(trainer):
@@ -307,7 +308,17 @@ def test_callbacks_learn_public_facts_only(make_trainer, training_part):
     trainer.fit(training_part)
     assert [(report.step, report.steps) for report in reports] == [(1, 3), (2, 3), (3, 3)]
     assert reports[-1].epsilon == pytest.approx(trainer.plan.epsilon)
-    assert set(vars(reports[0])) == {"step", "steps", "epsilon", "learning_rate", "metrics"}
+    assert set(vars(reports[0])) == {"step", "steps", "plan", "learning_rate", "metrics"}
+
+
+def test_epsilon_is_composed_only_for_callbacks_that_read_it():
+    plan = PrivacyPlan(1000, 50, 1.7, 100, 1e-5, accountant="pld")
+    composed = accounting._pld_group_epsilon.cache_info().misses
+    reports = [StepReport(step, 100, plan, 0.1, None) for step in range(1, 101)]
+    assert accounting._pld_group_epsilon.cache_info().misses == composed
+    assert reports[-1].epsilon == reports[-1].epsilon == plan.epsilon
+    assert accounting._pld_group_epsilon.cache_info().misses == composed + 1
+    assert StepReport(1, 100, None, 0.1, None).epsilon is None
 
 
 def test_dropout_cannot_be_predicted_from_a_seed_set_before(make_trainer, training_part):

@@ -5,13 +5,12 @@ example appears independently with probability q. Neighbouring datasets differ b
 
 Two accountants answer. *RDP* bounds the Rényi divergence of one step exactly at a list of orders α (Mironov, Talwar
 and Zhang 2019, "Rényi differential privacy of the sampled Gaussian mechanism", section 3.3), adds up over steps, and
-converts to (ε, δ) by Balle et al. 2020, theorem 21. *PLD* composes the discretised privacy loss distribution with
-dp-accounting and is tighter. No torch here; dp-accounting, which takes a second to import, is loaded on first use.
+converts to (ε, δ) by Balle et al. 2020, theorem 21. *PLD* composes the discretised privacy loss distribution
+(``privacy_loss.py``) and is tighter. No torch here.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 from scipy.special import gammaln, log_ndtr
 
 from dp_microadam.errors import InputError
+from dp_microadam.privacy.privacy_loss import epsilon_of_composition, least_delta, loss_of_one_step, reach_for
 from dp_microadam.validation import (
     require_in_open,
     require_in_open_closed,
@@ -34,7 +34,6 @@ from dp_microadam.validation import (
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
-    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 Floats = NDArray[np.float64]
 
@@ -53,23 +52,10 @@ ORDERS = (
 _SERIES_TERMS = 1024
 _AVERAGED_TERMS = 16
 
-# How fine the grid of a privacy loss distribution is: cells per standard deviation of one step's privacy loss, unless
-# its whole range would take more cells than this. Reads ε at most 0.03 % high (tests/privacy/test_accounting.py).
-_PLD_CELLS_PER_DEVIATION = 30
-_PLD_CELLS_AT_MOST = 40_000
-_PLD_FINEST_GRID = 1e-6
-
-# A group's mixture of Gaussians is discretised cell by cell, slowly: its grid is this much coarser. Reads ε at most
-# 0.2 % high (same file).
-_PLD_GROUP_COARSENESS = 3
-
-# Beyond the first number of steps dp-accounting bounds the range of a composition loosely, and slowly; composing
-# blocks of the second keeps it tight. The last is as far as this was tried; it takes seconds there.
-_PLD_MOST_STEPS_AT_ONCE = 100_000
-_PLD_BLOCK = 1024
+# As far as the compositions of privacy loss distributions were tried; they take a second there.
 PLD_MOST_STEPS = 10_000_000
 
-# Below this noise one step spends ε in the hundreds and dp-accounting overflows; RDP's upper bound answers instead.
+# Below this noise one step spends ε in the hundreds; RDP's upper bound answers instead.
 _PLD_LEAST_NOISE = 0.05
 
 # A solved noise multiplier is a whole multiple of this, rounded up, and is looked for up to the largest.
@@ -316,47 +302,42 @@ def as_dp_event(spent: Sequence[SubsampledGaussian]) -> DpEvent:
     )
 
 
-def _pld_grid(part: SubsampledGaussian) -> float:
-    """The spacing of the discretised privacy loss, fine beside the deviation q·√(exp(1/σ²) − 1) of one step's loss.
-
-    Rounding to a grid of spacing h adds variance of order h² per step, so the relative error of the composed
-    deviation is about (h/deviation)², whatever the number of steps; the estimate stays an upper bound.
-    """
-    q, sigma = part.sample_rate, part.noise_multiplier
-    deviation = q * math.sqrt(math.expm1(min(sigma**-2, 700.0)))
-    largest_ratio = 12 / sigma + sigma**-2 / 2  # log likelihood ratio twelve deviations out
-    span = max(0.0, largest_ratio + math.log(q)) + math.log1p(q)
-    return max(_PLD_FINEST_GRID, min(1e-2, deviation / _PLD_CELLS_PER_DEVIATION), span / _PLD_CELLS_AT_MOST)
-
-
-@lru_cache(maxsize=8)
-def _pld_of_block(sample_rate: float, noise_multiplier: float, grid: float, steps: int) -> PrivacyLossDistribution:
-    """An upper bound on the privacy loss distribution of a few steps, on a grid of the given spacing."""
-    from dp_accounting.pld import privacy_loss_distribution as pld
-
-    one_step = pld.from_gaussian_mechanism(
-        noise_multiplier, sampling_prob=sample_rate, value_discretization_interval=grid, pessimistic_estimate=True
-    )
-    return one_step if steps == 1 else one_step.self_compose(steps)
-
-
-def _pld_of(part: SubsampledGaussian, grid: float) -> PrivacyLossDistribution:
-    mechanism = (part.sample_rate, part.noise_multiplier, grid)
-    if part.steps <= _PLD_MOST_STEPS_AT_ONCE:
-        return _pld_of_block(*mechanism, 1).self_compose(part.steps)
-    blocks, rest = divmod(part.steps, _PLD_BLOCK)
-    composed = _pld_of_block(*mechanism, _PLD_BLOCK).self_compose(blocks)
-    return composed.compose(_pld_of_block(*mechanism, 1).self_compose(rest)) if rest else composed
-
-
-@lru_cache(maxsize=64)
 def _pld_epsilon(spent: tuple[SubsampledGaussian, ...], delta: float) -> float:
-    _require_countable_steps(spent)
     if min(part.noise_multiplier for part in spent) < _PLD_LEAST_NOISE:
+        _require_countable_steps(spent)
         return _rdp_epsilon(spent, delta)
-    grid = min(map(_pld_grid, spent))
-    composed = functools.reduce(lambda one, other: one.compose(other), (_pld_of(part, grid) for part in spent))
-    return float(composed.get_epsilon_for_delta(delta))
+    return _pld_group_epsilon(spent, delta, 1)
+
+
+@lru_cache(maxsize=256)
+def _pld_group_epsilon(spent: tuple[SubsampledGaussian, ...], delta: float, group_size: int) -> float:
+    """ε of adding or removing a group, the larger of the two."""
+    _require_countable_steps(spent)
+    steps = sum(part.steps for part in spent)
+    reach = reach_for(delta, steps)
+    if reach is None:
+        raise InputError(f"delta is {delta:g}; the pld accountant takes at least {least_delta(steps):.2g} for {steps} steps")
+    weights = [_number_present(group_size, part.sample_rate, reach) for part in spent]
+    # Without subsampling both directions are the same.
+    directions = (True,) if all(part.sample_rate == 1.0 for part in spent) else (True, False)
+    largest = 0.0
+    for removed in directions:
+        laws = [loss_of_one_step(w, part.noise_multiplier, removed, reach) for w, part in zip(weights, spent, strict=True)]
+        composition = [(law, part.steps) for law, part in zip(laws, spent, strict=True)]
+        largest = epsilon_of_composition(composition, delta, at_least=largest)
+    return largest
+
+
+def _number_present(group_size: int, sample_rate: float, reach: float) -> tuple[float, ...]:
+    """The probabilities that 0, 1, … of the group take part, up to where the rest is negligible."""
+    if group_size == 1:
+        return 1 - sample_rate, sample_rate
+    from scipy.stats import binom
+
+    present = np.arange(group_size + 1)
+    probabilities = binom.pmf(present, group_size, sample_rate)
+    negligible = binom.logsf(present, group_size, sample_rate) <= log_ndtr(-reach)
+    return tuple(probabilities[: int(np.argmax(negligible)) + 1].tolist())
 
 
 def _require_countable_steps(spent: Iterable[SubsampledGaussian]) -> None:
@@ -381,24 +362,7 @@ def group_epsilon(spent: Sequence[SubsampledGaussian], delta: float, group_size:
     spent = [part for part in spent if part.steps > 0]
     if not spent:
         return 0.0
-    _require_countable_steps(spent)
     least_noise = min(part.noise_multiplier for part in spent)
     if least_noise < _PLD_LEAST_NOISE:
         raise InputError(f"noise_multiplier is {least_noise}; for groups it must be at least {_PLD_LEAST_NOISE}")
-    from dp_accounting.pld import privacy_loss_distribution as pld
-    from scipy.stats import binom
-
-    present = np.arange(group_size + 1)
-    grid = _PLD_GROUP_COARSENESS * group_size * min(map(_pld_grid, spent))
-    parts = (
-        pld.from_mixture_gaussian_mechanism(
-            part.noise_multiplier,
-            sensitivities=present,
-            sampling_probs=binom.pmf(present, group_size, part.sample_rate),
-            value_discretization_interval=grid,
-            pessimistic_estimate=True,
-        ).self_compose(part.steps)
-        for part in spent
-    )
-    composed = functools.reduce(lambda one, other: one.compose(other), parts)
-    return float(composed.get_epsilon_for_delta(delta))
+    return _pld_group_epsilon(tuple(spent), delta, group_size)

@@ -34,7 +34,7 @@ OUTSIDE_THE_GUARANTEE = (
 
 _ACCOUNTANT_NAMES = {
     "rdp": "Rényi differential privacy, exact for the subsampled Gaussian, converted to (ε, δ)",
-    "pld": "privacy loss distribution, discretised from above (dp-accounting); RDP where the noise is below 0.05",
+    "pld": "privacy loss distribution, discretised and rounded from above; RDP where the noise is below 0.05",
 }
 
 

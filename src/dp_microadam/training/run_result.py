@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+
+from dp_microadam.privacy.plan import PrivacyPlan
 
 
 @dataclass(frozen=True)
@@ -12,9 +15,14 @@ class StepReport:
 
     step: int
     steps: int
-    epsilon: float | None
+    plan: PrivacyPlan | None
     learning_rate: float
     metrics: dict[str, float] | None
+
+    @cached_property
+    def epsilon(self) -> float | None:
+        """ε spent so far, computed when it is first read; None without privacy."""
+        return None if self.plan is None else self.plan.epsilon_after(self.step)
 
 
 @dataclass(frozen=True)

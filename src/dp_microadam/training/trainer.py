@@ -301,9 +301,9 @@ class PrivateTrainer:
         return metrics
 
     def _call_back(self, metrics: dict[str, float] | None) -> None:
+        plan = self.plan if isinstance(self.plan, PrivacyPlan) and self.step.delta is not None else None
         for callback in self.callbacks:
-            rate = self.method.learning_rate
-            callback(StepReport(self.step.position, self.plan.steps, self.step.epsilon(), rate, metrics))
+            callback(StepReport(self.step.position, self.plan.steps, plan, self.method.learning_rate, metrics))
 
     def _sizes(self) -> dict[str, Any]:
         return sizes(self.model, self.optimizer, self.method.state_dict())

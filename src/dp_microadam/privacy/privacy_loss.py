@@ -1,0 +1,403 @@
+"""Composition of privacy loss distributions, with every error on the side of more ε.
+
+A step draws from a mixture of Gaussians N(j, σ²) with weights w_j on one dataset and from N(0, σ²) on its neighbour. With P
+and Q the two laws in either order, the privacy loss is log(dP/dQ) under P. Losses of steps add up, and the composition is
+(ε, δ)-private in that direction for δ(ε) = P(loss infinite) + E[max(0, 1 − exp(ε − loss))].
+
+1. *Discretising.* The noise axis is cut into narrow cells. The mass of each goes to the losses at its two ends, so that the
+   cell keeps its probability under P and under Q; the losses found are moved to a uniform grid in the same way. Such a move
+   only raises δ at every ε ("connect the dots": Doroshenko et al. 2022).
+2. *Composing.* Convolution by Fourier transform leaves an absolute error of about 1e-16 of the largest probability, which
+   would bury a tail of 1e-12. So the distribution is tilted first: each probability is multiplied by exp(θ·loss), with θ
+   such that the composition's bulk lies near ε. Undoing the tilt makes the error small beside δ itself.
+3. *Bounding.* What a circular convolution folds into the window is a probability and may stay. The mass above the window
+   (Chernoff's bound), the losses cut off (as infinite ones) and bounds on all rounding are added to δ before ε is read.
+
+No torch here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import brentq
+from scipy.special import log_ndtr
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+# Cells per deviation σ of the noise, about, and Gauss-Legendre nodes in each. Seven nodes integrate a Gaussian over such a cell
+# to full double precision even 37 deviations out.
+_CELLS_PER_DEVIATION = 256
+_NODES, _NODE_WEIGHTS = np.polynomial.legendre.leggauss(7)
+_NODES, _NODE_WEIGHTS = (_NODES + 1) / 2, _NODE_WEIGHTS / 2
+
+# How many deviations of noise are looked at: the fewest of these whose tail is negligible for all steps together. No more,
+# because a long tail makes Chernoff's bound, from which tilt and window are chosen, a poor one.
+_REACHES = tuple(number / 4 for number in range(20, 149))
+
+# The uniform grid is refined until it raises ε by no more than this share, unless it would need more cells than the most.
+_GRID_TOLERANCE = 2e-5
+_MOST_CELLS = 2**21
+
+# The share of δ that losses cut off may have, and that mass folded into the window from below may have; the tilted mass above
+# the window at first, and the share of δ it may have when folded.
+_CUT = 1e-6
+_FOLDED = 1e-6
+
+# The share of δ that bounds of rounding may take before another tilt is tried, and how many are tried.
+_ROUNDING = 1e-5
+_MOST_TILTS = 8
+
+# Tilts θ = 2^(j/4). Few of them, so that transforms are found again when a step is added.
+_TILTS_PER_DOUBLING = 4
+_SMALLEST_TILT, _LARGEST_TILT = -40 * _TILTS_PER_DOUBLING, 50 * _TILTS_PER_DOUBLING
+
+# Rounding. A discretised probability, and an exponential of a sum of terms, are right up to a relative error of this many
+# units; every value of a transform of n = 2^k numbers up to log2(n) times this many, relative to the sum of their magnitudes
+# (each of the log2(n) stages rounds partial sums of them, by less than 4√2 units and the error of a root of unity: Higham
+# 2002, section 24.1); a power z^T up to T times this many.
+_UNIT = 2.0**-53
+_UNITS_OF_A_PROBABILITY = 4000
+_UNITS_OF_A_TRANSFORM = 8
+_UNITS_OF_A_POWER = 64
+
+# Terms below exp of minus this are left out: frequencies of a spectrum, and losses far above ε. A bound of their sum is added.
+_NEGLIGIBLE_LOG = 80.0
+_FAR_ABOVE = 40.0
+
+
+@dataclass(frozen=True, eq=False)
+class PrivacyLoss:
+    """A discrete privacy loss distribution of one step in one direction that dominates the true one."""
+
+    losses: Floats
+    log_masses: Floats
+    log_infinite: float
+
+
+@lru_cache(maxsize=32)
+def loss_of_one_step(weights: tuple[float, ...], noise_multiplier: float, removed: bool, reach: float) -> PrivacyLoss:
+    """The privacy loss of Σ w_j N(j, σ²) against N(0, σ²) (``removed``), or of N(0, σ²) against it.
+
+    ``weights`` are w₀, w₁, …; they may lack a tail as small as that of the normal distribution beyond ``reach``. Noise
+    further than ``reach`` deviations out counts as an infinite loss on the side of large losses, and is moved up to the last
+    loss on the other.
+
+    Formal guarantees: for every ε the δ of the returned distribution is at least that of the mechanism, up to a relative error
+    of ``_UNITS_OF_A_PROBABILITY`` roundings in each probability.
+    """
+    sigma = noise_multiplier
+    most = len(weights) - 1
+    width = 2.0 ** round(math.log2(sigma / _CELLS_PER_DEVIATION))  # a power of two: the ends of cells are exact
+    last = math.ceil(((most if removed else 0) + reach * sigma) / width)
+    ends: Floats = np.arange(-math.ceil(reach * sigma / width), last + 1, dtype=np.float64) * width
+    count = len(ends) - 1
+    ratios = _log_likelihood_ratios(weights, sigma, ends)
+
+    # In each cell: the distance of its nodes from the end with the smaller loss, 1 − exp(smaller loss − loss) there, and the
+    # same at the other end. Sums of positive terms throughout, so that no digits are lost however small the losses are.
+    origin = slice(None, -1) if removed else slice(1, None)
+    sign = 1.0 if removed else -1.0
+    distances = np.append(_NODES, 1.0) * width
+    changes = np.zeros((count, len(distances)))
+    slopes = np.zeros(count + 1)
+    for j, weight in _components(weights):
+        shares = np.exp(math.log(weight) + j * (2 * ends - j) / (2 * sigma**2) - ratios)
+        slopes += shares * (j / sigma**2)
+        changes += shares[origin, None] * np.expm1(sign * j * distances / sigma**2)
+    drops = changes / (1 + changes) if removed else -changes
+    at_nodes, at_end = drops[:, :-1], drops[:, -1:]
+
+    log_density = -0.5 * ((ends[origin, None] + sign * distances[:-1]) / sigma) ** 2
+    if removed:
+        log_density += ratios[origin, None] + np.log1p(changes[:, :-1])
+    probabilities = np.exp(log_density) * (_NODE_WEIGHTS * width / (sigma * math.sqrt(2 * math.pi)))
+    flat = at_end == 0.0  # both ends have the same loss
+    to_larger = np.where(flat, 1.0, at_nodes / np.where(flat, 1.0, at_end))
+    to_smaller = np.where(flat, 0.0, (at_end - at_nodes) / np.where(flat, 1.0, at_end))
+    masses = np.zeros(count + 1)
+    masses[origin] += (probabilities * to_smaller).sum(axis=1)
+    masses[slice(1, None) if removed else slice(None, -1)] += (probabilities * to_larger).sum(axis=1)
+    log_tail = float(log_ndtr(-reach))
+    masses[0 if removed else -1] += math.exp(log_tail)
+
+    rounding = 16 * _UNIT * (np.abs(ratios) + slopes * (np.abs(ends) + most) + min(1.0, math.fsum(weights[1:])))
+    losses = sign * ratios + rounding
+    kept = masses > 0
+    return PrivacyLoss(losses[kept], np.log(masses[kept]), log_tail + math.log(2))
+
+
+def _components(weights: Sequence[float]) -> list[tuple[float, float]]:
+    return [(float(j), weight) for j, weight in enumerate(weights) if j > 0 and weight > 0]
+
+
+def _log_likelihood_ratios(weights: Sequence[float], sigma: float, at: Floats) -> Floats:
+    """log(Σ w_j exp((2jx − j²)/2σ²)) at each x, with all digits of small values and without overflow."""
+    excess = np.zeros_like(at)
+    logarithm = np.full_like(at, math.log(weights[0]) if weights[0] > 0 else -np.inf)
+    for j, weight in _components(weights):
+        exponents = j * (2 * at - j) / (2 * sigma**2)
+        excess += weight * np.expm1(np.minimum(exponents, 600.0))
+        np.logaddexp(logarithm, math.log(weight) + exponents, out=logarithm)
+    near_one = (weights[0] > 0) & (np.abs(excess) < 0.5)
+    return np.where(near_one, np.log1p(np.where(near_one, excess, 0.0)), logarithm)
+
+
+@dataclass(frozen=True, eq=False)
+class _GridLoss:
+    """A privacy loss distribution on the multiples of ``spacing``; an index may occur several times."""
+
+    spacing: float
+    indices: Integers
+    log_masses: Floats
+
+
+@lru_cache(maxsize=64)
+def _on_grid(law: PrivacyLoss, spacing: float) -> _GridLoss:
+    """The distribution moved to a uniform grid, each mass to its two neighbours so that P and Q keep what they have."""
+    below = np.floor(law.losses / spacing)
+    above_it = law.losses - below * spacing  # exact, the spacing is a power of two
+    with np.errstate(divide="ignore"):
+        log_up = np.log(-np.expm1(-above_it)) - math.log(-math.expm1(-spacing))
+        log_down = np.log(-np.expm1(above_it - spacing)) - above_it - math.log(-math.expm1(-spacing))
+    indices = np.concatenate([below, below + 1]).astype(np.int64)
+    log_masses = np.concatenate([law.log_masses + log_down, law.log_masses + log_up])
+    kept = log_masses > -np.inf
+    return _GridLoss(spacing, indices[kept], log_masses[kept])
+
+
+@lru_cache(maxsize=1024)
+def _log_moment(law: PrivacyLoss | _GridLoss, tilt: float) -> float:
+    """log E[exp(θ·loss); loss finite]."""
+    losses = law.losses if isinstance(law, PrivacyLoss) else law.indices * law.spacing
+    exponents = law.log_masses + tilt * losses
+    largest = float(exponents.max())
+    return largest + math.log(float(np.exp(exponents - largest).sum()))
+
+
+@dataclass(frozen=True, eq=False)
+class _Transform:
+    """The discrete Fourier transform z of a tilted distribution: log z, and log(|z| + a bound of its error)."""
+
+    log_moment: float
+    shift: int
+    relative_error: float
+    log_values: NDArray[np.complex128]
+    log_bounds: Floats
+
+
+@lru_cache(maxsize=4)
+def _transform(law: _GridLoss, tilt: float, cells: int) -> _Transform:
+    """The transform over ``cells`` residues of the grid, of the distribution tilted by exp(θ·loss) and scaled to sum 1."""
+    log_moment = _log_moment(law, tilt)
+    exponents = law.log_masses + tilt * (law.indices * law.spacing) - log_moment
+    tilted = np.exp(exponents)
+    # The cell of most mass is moved to zero and transformed exactly; the error then is relative to what remains.
+    shift = int(law.indices[np.argmax(tilted)])
+    folded = np.bincount((law.indices - shift) % cells, weights=tilted, minlength=cells)
+    peak, folded[0] = float(folded[0]), 0.0
+    values = peak + np.fft.rfft(folded)
+    error = _UNITS_OF_A_TRANSFORM * _UNIT * math.log2(cells) * float(folded.sum()) + 8 * _UNIT
+    magnitudes = np.abs(values)
+    felt = exponents > -_NEGLIGIBLE_LOG
+    largest_term = float(np.max(np.abs(law.log_masses[felt]) + tilt * np.abs(law.indices[felt]) * law.spacing)) + abs(
+        log_moment
+    )
+    return _Transform(
+        log_moment,
+        shift,
+        (_UNITS_OF_A_PROBABILITY + len(tilted) + 4 * largest_term) * _UNIT,
+        np.log(np.where(magnitudes > _UNIT, values, _UNIT)),
+        np.log(np.maximum(magnitudes, _UNIT) + error),
+    )
+
+
+def epsilon_of_composition(parts: Sequence[tuple[PrivacyLoss, int]], delta: float, at_least: float = 0.0) -> float:
+    """ε of the composition of so many steps of each law at ``delta``, or ``at_least`` if that is larger.
+
+    Formal guarantees: δ(ε) of the composition is at most ``delta``; all errors are bounded as this module describes. The result
+    is never above Chernoff's bound for the same distributions, unless that is below ``at_least``.
+    """
+    infinite = sum(steps * math.exp(law.log_infinite) for law, steps in parts)
+    found, index = _chernoff_epsilon(parts, delta - infinite)
+    for _ in range(_MOST_TILTS):
+        if found <= at_least:
+            break
+        previous = found
+        found, rounding = _epsilon_by_tilt(parts, index, delta, infinite, previous)
+        if (rounding < _ROUNDING and found > previous / 2) or found > previous * (1 - _GRID_TOLERANCE):
+            break
+        # Chernoff's bound was far off. Begin again with the tilt and the grid that suit what was found.
+        index = _minimize(lambda j: _log_moments(parts, _tilt(j)) + _log_largest_share(_tilt(j)) - _tilt(j) * found)  # noqa: B023
+    return max(found, at_least)
+
+
+def _epsilon_by_tilt(
+    parts: Sequence[tuple[PrivacyLoss, int]], index: int, delta: float, infinite: float, largest: float
+) -> tuple[float, float]:
+    """ε, at most ``largest``, from the composition under one tilt, and the share of δ that is the bound of its rounding."""
+    tilt = _tilt(index)
+    spacing = _spacing(parts, tilt, largest)
+    below = 12 / tilt  # how far below ``largest`` the window begins at least
+    log_tilted_tail = math.log(_CUT)  # bounds the mass above the window, after tilting
+    while True:
+        grids = [(_on_grid(law, spacing), steps) for law, steps in parts]
+        top, other = _window_top(parts, grids, index, log_tilted_tail)
+        reach = max(top - largest + below, -math.log(_CUT * delta) / tilt)
+        cells = 2 ** max(6, math.ceil(math.log2(reach / spacing)))
+        if cells > _MOST_CELLS:
+            spacing *= 2
+            continue
+        top += (cells * spacing - reach) / 2
+        log_beyond = _log_moments(grids, other) - other * top
+        window = _Window(grids, tilt, cells, math.ceil(top / spacing), infinite + math.exp(log_beyond))
+        found = window.epsilon(delta, largest)
+        if found is None:
+            below *= 4
+            continue
+        # What lies above the window is folded into it, and counts up to this share of δ.
+        log_folded = log_beyond + tilt * (top - found) + _log_largest_share(tilt) - math.log(delta)
+        if log_folded <= math.log(_FOLDED):
+            return found, math.exp(window.log_rounding(found) - math.log(delta))
+        log_tilted_tail -= log_folded - math.log(_FOLDED) + 5
+
+
+def _window_top(
+    parts: Sequence[tuple[PrivacyLoss, int]], grids: Sequence[tuple[_GridLoss, int]], index: int, log_tilted_tail: float
+) -> tuple[float, float]:
+    """A loss above which the tilted composition has little mass by Chernoff's bound, and the θ of that bound."""
+    tilt, log_moment = _tilt(index), _log_moments(parts, _tilt(index))
+
+    def bound(other: int) -> float:
+        return (_log_moments(parts, _tilt(other)) - log_moment - log_tilted_tail) / (_tilt(other) - tilt)
+
+    other = _tilt(_minimize(bound, index + 1))
+    return (_log_moments(grids, other) - _log_moments(grids, tilt) - log_tilted_tail) / (other - tilt), other
+
+
+def _tilt(index: int) -> float:
+    return 2.0 ** (index / _TILTS_PER_DOUBLING)
+
+
+def _log_moments(parts: Sequence[tuple[PrivacyLoss | _GridLoss, int]], tilt: float) -> float:
+    """log E[exp(θ·loss)] of the composition, rounded up."""
+    moments = [(steps, _log_moment(law, tilt)) for law, steps in parts]
+    return math.fsum(steps * (moment + _UNITS_OF_A_PROBABILITY * _UNIT * (1 + abs(moment))) for steps, moment in moments)
+
+
+def _log_largest_share(tilt: float) -> float:
+    """log of the largest value of exp(−θx)·(1 − exp(−x)) over x ≥ 0."""
+    return -tilt * math.log1p(1 / tilt) - math.log1p(tilt)
+
+
+def _chernoff_epsilon(parts: Sequence[tuple[PrivacyLoss, int]], delta: float) -> tuple[float, int]:
+    """An upper bound of ε from δ(ε) ≤ E[exp(θ(loss − ε))]·max exp(−θx)(1 − exp(−x)), and the tilt of the best θ."""
+
+    def bound(index: int) -> float:
+        tilt = _tilt(index)
+        return (_log_moments(parts, tilt) + _log_largest_share(tilt) - math.log(delta)) / tilt
+
+    best = _minimize(bound)
+    return bound(best), best
+
+
+def _minimize(function: Callable[[int], float], smallest: int = _SMALLEST_TILT) -> int:
+    """The tilt with the least value of a quasi-convex function; a convex function of θ over a linear one is that."""
+    low, high = smallest, _LARGEST_TILT
+    while high > low:
+        middle = (low + high) // 2
+        if function(middle) <= function(middle + 1):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _spacing(parts: Sequence[tuple[PrivacyLoss, int]], tilt: float, epsilon: float) -> float:
+    """The widest grid, a power of two, that raises Chernoff's bound by no more than the tolerated share of ``epsilon``."""
+    allowed = _GRID_TOLERANCE * epsilon * tilt
+    exact = math.fsum(steps * _log_moment(law, tilt) for law, steps in parts)
+    spacing = 2.0 ** math.floor(math.log2(epsilon))
+    for _ in range(60):
+        if math.fsum(steps * _log_moment(_on_grid(law, spacing), tilt) for law, steps in parts) - exact <= allowed:
+            break
+        spacing /= 2
+    return spacing
+
+
+class _Window:
+    """The tilted composition on a window of the grid that ends at index ``top``, and what is known of its errors."""
+
+    def __init__(self, grids: Sequence[tuple[_GridLoss, int]], tilt: float, cells: int, top: int, beyond: float) -> None:
+        transforms = [(_transform(law, tilt, cells), steps) for law, steps in grids]
+        log_bounds: Floats = np.sum([steps * part.log_bounds for part, steps in transforms], axis=0)
+        band = np.flatnonzero(log_bounds > -_NEGLIGIBLE_LOG)
+        log_values = np.sum([steps * part.log_values[band] for part, steps in transforms], axis=0)
+        log_bounds = log_bounds[band]
+        spectrum = np.zeros(cells // 2 + 1, dtype=np.complex128)
+        spectrum[band] = np.exp(log_values)
+        composed = np.fft.irfft(spectrum, cells)
+        total = sum(steps for _, steps in transforms)
+        # |z^T − ẑ^T| ≤ (|ẑ| + error)^T − |ẑ|^T, summed over all frequencies
+        misses = np.maximum(-np.expm1(log_values.real - log_bounds), 0.0) + _UNITS_OF_A_POWER * _UNIT * total
+        misses += _UNITS_OF_A_TRANSFORM * _UNIT * math.log2(cells)  # of the inverse transform
+        self.error = 2.01 / cells * float(np.sum(np.exp(log_bounds) * misses)) + math.exp(-_NEGLIGIBLE_LOG)
+        self.spacing, self.tilt, self.beyond = grids[0][0].spacing, tilt, beyond
+        self.bottom = top - cells + 1
+        shift = sum(steps * part.shift for part, steps in transforms)
+        self.probabilities = np.maximum(np.roll(composed, (shift - self.bottom) % cells), 0.0)
+        self.log_moment = math.fsum(steps * part.log_moment for part, steps in transforms)
+        self.log_factor = 1.01 * math.fsum(steps * part.relative_error for part, steps in transforms)
+
+    def log_delta(self, epsilon: float) -> float:
+        """log of an upper bound of δ(ε)."""
+        tilt, spacing = self.tilt, self.spacing
+        first = math.floor(epsilon / spacing) + 1
+        count = math.ceil(_FAR_ABOVE / (tilt * spacing))
+        start = max(0, first - self.bottom)
+        inside = self.probabilities[start : start + count]
+        excess = (np.arange(len(inside)) + (start + self.bottom)) * spacing - epsilon
+        counted = float(np.sum(inside * np.exp(-tilt * excess) * -np.expm1(-excess)))
+        left_out = 1.01 * math.exp(-_FAR_ABOVE) * min(1.0, _FAR_ABOVE / tilt)
+        log_counted = math.log(counted + left_out) + self.log_moment - tilt * epsilon
+        rounded = _UNITS_OF_A_PROBABILITY * _UNIT + 8 * _UNIT * (abs(self.log_moment) + tilt * epsilon)
+        terms = (log_counted, self.log_rounding(epsilon), math.log(self.beyond))
+        return float(np.logaddexp.reduce(terms)) + self.log_factor + rounded
+
+    def log_rounding(self, epsilon: float) -> float:
+        """log of what an error of each probability within its bound can change δ(ε)."""
+        share = math.exp(_log_largest_share(self.tilt))
+        cells = min(len(self.probabilities) * share, 1 / (self.spacing * self.tilt * (self.tilt + 1)) + share)
+        return math.log(self.error * cells) + self.log_moment - self.tilt * epsilon
+
+    def epsilon(self, delta: float, largest: float) -> float | None:
+        """The smallest ε up to ``largest`` with δ(ε) ≤ ``delta``; None if that lies below the window."""
+        lowest = max(0.0, self.bottom * self.spacing)
+        target = math.log(delta)
+        if self.log_delta(lowest) <= target:
+            return 0.0 if lowest == 0.0 else None
+        if self.log_delta(largest) > target:
+            return largest
+        root = brentq(lambda e: self.log_delta(e) - target, lowest, largest, xtol=1e-9 * largest, rtol=1e-12)
+        upper = min(largest, root + 2e-9 * largest)
+        return float(upper) if self.log_delta(upper) <= target else largest
+
+
+def reach_for(delta: float, steps: int) -> float | None:
+    """How many deviations of noise to look at so that the rest is negligible; None where δ is below :func:`least_delta`."""
+    return next((reach for reach in _REACHES if delta >= _least_delta(reach, steps)), None)
+
+
+def least_delta(steps: int) -> float:
+    """The smallest δ that double precision can tell from zero after so many steps."""
+    return _least_delta(_REACHES[-1], steps)
+
+
+def _least_delta(reach: float, steps: int) -> float:
+    return math.exp(math.log(2 * steps / _CUT) + float(log_ndtr(-reach)))
