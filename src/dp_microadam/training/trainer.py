@@ -336,7 +336,8 @@ class PrivateTrainer:
 
     def _resume_ledger(self, position: int) -> int:
         assert isinstance(self.plan, PrivacyPlan)
-        self._ledger = PrivacyLedger.resume(self.folder.path, self.plan, self._settings(), position=position)
+        head = self._saved_head
+        self._ledger = PrivacyLedger.resume(self.folder.path, self.plan, self._settings(), position=position, head=head)
         return self._ledger.steps
 
     def peek(self) -> RunResult:
@@ -354,6 +355,7 @@ class PrivateTrainer:
             self.average.load_state_dict(content["average"])
         self.procedure.load_state_dict(self._move(content["procedure"]))
         self._updates, self._position, self._saved_position = content["updates"], position, position
+        self._saved_head: str | None = content.get("ledger_head")
         self._enter(phase_at(self._phases, self._updates))
         return position, damaged
 
@@ -653,6 +655,7 @@ class PrivateTrainer:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "procedure": self.procedure.state_dict(),
+            "ledger_head": None if self._ledger is None else self._ledger.head,
         }
         if self.average is not None:
             content["average"] = self.average.state_dict()
