@@ -317,7 +317,7 @@ def test_dropout_cannot_be_predicted_from_a_seed_set_before(make_trainer, traini
     drawn = []
     for _ in range(2):
         torch.manual_seed(0)
-        with unpredictable_torch():
+        with unpredictable_torch(torch.nn.Linear(1, 1)):
             drawn.append(torch.rand(4))
         assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(0)))
     assert not torch.equal(*drawn)
@@ -327,7 +327,7 @@ def test_unpredictable_torch_draws_uniform_numbers():
     # Dvoretzky–Kiefer–Wolfowitz with N = 1e6: beyond 0.0029 with probability at most 1e-7.
     from dp_microadam.training.torch_randomness import unpredictable_torch
 
-    with unpredictable_torch():
+    with unpredictable_torch(torch.nn.Linear(1, 1)):
         drawn = torch.rand(1_000_000)
     counts = torch.histc(drawn, bins=1000, min=0, max=1).double().cumsum(0) / 1e6
     assert float((counts - torch.arange(1, 1001, dtype=torch.float64) / 1000).abs().max()) <= 0.0029 + 2.0**-24

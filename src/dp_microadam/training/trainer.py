@@ -48,7 +48,7 @@ from dp_microadam.training.run_folder import (
 )
 from dp_microadam.training.schedules import Schedule
 from dp_microadam.training.tensorboard import Events
-from dp_microadam.training.torch_randomness import seeded_torch, unpredictable_torch, unpredictable_worker
+from dp_microadam.training.torch_randomness import forked_torch, seeded_torch, unpredictable_torch, unpredictable_worker
 from dp_microadam.training.vital_signs import Pace, peak_memory, sizes
 from dp_microadam.training.withheld import withheld
 from dp_microadam.validation import require_integer, require_one_of, require_positive
@@ -516,7 +516,9 @@ class PrivateTrainer:
         return withheld("show it with show_private_metrics", shown=not self.private or self._show_private_metrics)
 
     def _torch_stream(self, step: int) -> AbstractContextManager[None]:
-        return unpredictable_torch() if self._seed is None else seeded_torch(self._seed, step, self.ranks.rank)
+        if self._seed is None:
+            return unpredictable_torch(self.model)
+        return seeded_torch(self.model, self._seed, step, self.ranks.rank)
 
     def _accumulate_chunks(self, chunks: Iterable[Any]) -> dict[str, float]:
         totals = dict.fromkeys([*self._measures, "count"], 0.0) if self._show_private_metrics else {}
@@ -553,13 +555,13 @@ class PrivateTrainer:
                 sample = default_collate([train[i] for i in range(count)])
             else:
                 sample = next(batches(train, count))
-            with torch.random.fork_rng():
+            with forked_torch(self.model):
                 sample = self._training_batch(sample)
         # For all phases now: a run must not fail half-way for what could be known before. Each proof is kept for its phase.
         for phase in {phase.asks: phase for phase in phases_from(self._phases, self._updates)}.values():
             gradients = self._gradients_of(phase)
             assert isinstance(gradients, ClippedGradients)
-            with torch.random.fork_rng():
+            with forked_torch(self.model):
                 gradients.prove(sample)
             self._proved[phase.asks] = gradients
         self._take_up(self._phase)
