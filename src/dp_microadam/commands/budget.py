@@ -17,7 +17,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="what several runs on one dataset spend together",
         description="Compose the ledgers of several runs on one dataset into one (ε, δ).",
         epilog="examples:\n  dp-microadam budget runs/first runs/second --group-size 5\n"
-        "  dp-microadam budget runs/mine --anchor 0f3a…  (the hash in privacy.json of a model that was published)",
+        "  dp-microadam budget runs/mine --anchor 5f1d0c0a9be34d2f8a6b7c41e2d3f4a5",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, or its ledger file")
     parser.add_argument("--delta", type=float, metavar="D", help="needed if the runs' own differ")

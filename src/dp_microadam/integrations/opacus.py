@@ -45,8 +45,8 @@ def use_system_entropy(privacy_engine: Any, optimizer: Any, data_loader: Any) ->
     _refuse_other_objects(privacy_engine, optimizer)
     if len(privacy_engine.accountant.history):
         raise PrivacyError(
-            "the accountant has recorded steps already, and their noise stays as predictable as it was; call use_system_entropy "
-            "right after make_private"
+            "the accountant has recorded steps already, and their noise stays as predictable as it was; call "
+            "use_system_entropy right after make_private"
         )
     sampler = _sampler_of(data_loader)
     if _is_secure(privacy_engine, optimizer, data_loader):

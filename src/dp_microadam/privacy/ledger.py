@@ -311,8 +311,8 @@ class PrivacyLedger:
                 )
             if head is not None and ledger._record.steps_at(head) is None:
                 raise PrivacyError(
-                    f"{ledger.path} never had the hash {head} that the checkpoint was made at: it was rolled back, or belongs to "
-                    "another copy of the run; put the ledger back that goes with the checkpoint, or begin a new run"
+                    f"{ledger.path} never had the hash {head} that the checkpoint was made at: it was rolled back, or belongs "
+                    "to another copy of the run; put the ledger back that goes with the checkpoint, or begin a new run"
                 )
         except BaseException:
             ledger.close()
@@ -392,7 +392,7 @@ class PrivacyLedger:
         self.close()
 
     def _event(self, step: int, part: SubsampledGaussian) -> dict[str, Any]:
-        """What a step's line says. The first that a process writes has random bits: steps of two copies of a run differ then."""
+        """What a step's line says. The first of a process has random bits, so that steps of two copies of a run differ."""
         event: dict[str, Any] = {
             "step": step,
             "sample_rate": part.sample_rate,
@@ -446,7 +446,8 @@ def write_past_steps(
     path = _write_header(run, plan, settings, mechanisms=_OWN_MECHANISMS)
     with PrivacyLedger(path, plan) as ledger:
         lines, head = [], ledger.head
-        for step, part in enumerate(part for part in spent for _ in range(part.steps)):
+        every_step = (part for part in spent for _ in range(part.steps))
+        for step, part in enumerate(every_step):
             line, head = chained_line(ledger._event(step, part), head)
             lines.append(line)
         ledger._append(b"".join(lines))
