@@ -143,7 +143,8 @@ class PrivateSteps:
             (self.run_dir / _RUN_NAME).write_text(secrets.token_hex(16) + "\n", encoding="utf-8")
         else:
             self._refuse_foreign(stamp)
-            self._ledger = PrivacyLedger.resume(self.run_dir, self.plan, self._settings(), position=int(stamp["steps_spent"]))
+            at: Any = {"position": int(stamp["steps_spent"]), "head": stamp.get("ledger_head")}
+            self._ledger = PrivacyLedger.resume(self.run_dir, self.plan, self._settings(), **at)
         self._steps = self._sampled_from(self.position)
         self.write_privacy()
 
@@ -173,7 +174,8 @@ class PrivateSteps:
 
     def stamp(self) -> dict[str, Any]:
         """What a checkpoint of the host must carry, so that :meth:`begin` can tell that it belongs to this run."""
-        return {"run": self._run_name(), "steps_spent": self.position}
+        head = None if self._ledger is None else self._ledger.head
+        return {"run": self._run_name(), "steps_spent": self.position, "ledger_head": head}
 
     def holds(self, data: Any) -> bool:
         """Whether ``data`` shares examples with the training data, as far as that can be seen without comparing values."""

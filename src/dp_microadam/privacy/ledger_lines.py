@@ -155,7 +155,9 @@ def _add_step(
         raise UnusableLine(f"has step {step}, and the plan in line 1 ends after {plan.steps} steps")
     if step > total and chained:
         raise UnusableLine(f"has step {step} where step {total} comes next")
-    if mechanism != ordinary and not own_mechanisms:
+    if mechanism == ordinary:
+        mechanism = ordinary  # one object for all steps
+    elif not own_mechanisms:
         raise UnusableLine(
             f"has sample rate {mechanism[0]:g} and noise multiplier {mechanism[1]:g}, and the plan in line 1 has "
             f"{ordinary[0]:g} and {ordinary[1]:g}"
