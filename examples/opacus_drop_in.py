@@ -8,7 +8,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from dp_microadam import MicroAdam
-from dp_microadam.integrations.opacus import ledger_from_opacus
+from dp_microadam.integrations.opacus import ledger_from_opacus, use_system_entropy
 
 images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
 images = (images / 16).float()
@@ -22,6 +22,7 @@ engine = PrivacyEngine(accountant="rdp")
 model, optimizer, data = engine.make_private_with_epsilon(
     module=model, optimizer=optimizer, data_loader=data, target_epsilon=8.0, target_delta=1e-4, epochs=100, max_grad_norm=1.0
 )
+use_system_entropy(engine, optimizer, data)  # torch's own generator follows from 32 bits of a seed
 for _ in range(100):
     for inputs, targets in data:
         optimizer.zero_grad()

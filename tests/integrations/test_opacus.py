@@ -8,9 +8,9 @@ from opacus import PrivacyEngine
 from opacus.accountants import RDPAccountant
 from torch.utils.data import DataLoader, TensorDataset
 
-from dp_microadam import InputError, MicroAdam, PrivacyError
+from dp_microadam import InputError, MicroAdam, PrivacyError, Randomness
 from dp_microadam.cli import main
-from dp_microadam.integrations.opacus import ledger_from_opacus, spent_in_opacus
+from dp_microadam.integrations.opacus import ledger_from_opacus, spent_in_opacus, use_system_entropy
 from dp_microadam.privacy.accounting import epsilon
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Opacus recommends its secure mode and warns of hooks
@@ -18,18 +18,20 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Opacus recommends its secur
 
 @pytest.fixture
 def trained(make_network, train):
-    """Trains two epochs in Opacus; keyword arguments go to ``make_private``."""
+    """Trains two epochs in Opacus; ``before`` is called with its objects first, other arguments go to ``make_private``."""
 
-    def train_with(accountant="rdp", **options):
+    def train_with(accountant="rdp", before=None, generator=None, **options):
         model = make_network()
         engine = PrivacyEngine(accountant=accountant)
         options = {"noise_multiplier": 1.0, "max_grad_norm": 0.7, **options}
         model, optimizer, loader = engine.make_private(
             module=model,
             optimizer=MicroAdam(model.parameters(), fused=False),
-            data_loader=DataLoader(TensorDataset(*train), batch_size=24),
+            data_loader=DataLoader(TensorDataset(*train), batch_size=24, generator=generator),
             **options,
         )
+        if before is not None:
+            before(engine, optimizer, loader)
         for _ in range(2):
             for inputs, labels in loader:
                 torch.nn.functional.cross_entropy(model(inputs), labels).backward()
@@ -124,7 +126,104 @@ def test_an_empty_history_and_wrong_objects_are_refused(trained, tmp_path):
         ledger_from_opacus(engine, optimizer, loader, delta=1e-3, run_dir=tmp_path / "run")
 
 
-def test_noise_from_a_generator_of_unknown_seed_is_stamped_not_private(trained, tmp_path):
-    engine, optimizer, loader = trained(noise_generator=torch.Generator().manual_seed(1))
+def seed_nothing():
+    """Opacus as most people use it."""
+
+
+@pytest.mark.parametrize("seed", [lambda: torch.manual_seed(0), seed_nothing], ids=["seed 0", "unseeded"])
+def test_opacus_on_torch_s_own_generator_is_stamped_not_private_as_our_seeded_runs_are(trained, tmp_path, seed):
+    """Its whole stream follows from 32 bits, set or not."""
+    seed()
+    record = ledger_from_opacus(*trained(), delta=1e-3, run_dir=tmp_path / "run")
+    assert record.settings.private is False
+    assert record.settings.randomness.endswith(": not private")
+    assert Randomness.seeded(0).description.endswith(": not private")
+    words = (tmp_path / "run" / "privacy.txt").read_text()
+    assert words.startswith("NOT PRIVATE. Sampling and noise were predictable (torch's global generator")
+    assert json.loads((tmp_path / "run" / "privacy.json").read_text())["private"] is False
+
+
+def test_torch_s_cpu_generator_keeps_32_bits_of_its_seed():
+    """Why a seed that the system chose does not make it private; should torch change that, the words above are wrong."""
+    first, second = torch.Generator().manual_seed(7), torch.Generator().manual_seed(7 + 2**32)
+    assert torch.equal(torch.rand(100, generator=first), torch.rand(100, generator=second))
+
+
+@pytest.mark.parametrize("handed", ["noise", "sampling"])
+def test_noise_or_samples_from_a_generator_of_unknown_seed_are_stamped_not_private(trained, tmp_path, handed):
+    generator = torch.Generator().manual_seed(1)
+    if handed == "noise":
+        engine, optimizer, loader = trained(noise_generator=generator)
+    else:
+        engine, optimizer, loader = trained(generator=generator)
+        assert loader.batch_sampler.generator is generator
     record = ledger_from_opacus(engine, optimizer, loader, delta=1e-3, run_dir=tmp_path / "run")
     assert record.settings.private is False
+    assert "handed to Opacus" in record.settings.randomness
+
+
+def test_noise_and_samples_from_the_system_s_entropy_are_private_whatever_was_seeded(trained, tmp_path):
+    torch.manual_seed(0)
+    engine, optimizer, loader = trained(before=lambda *objects: (use_system_entropy(*objects), torch.manual_seed(0)))
+    record = ledger_from_opacus(engine, optimizer, loader, delta=1e-3, run_dir=tmp_path / "run")
+    assert record.settings.private is True
+    assert record.settings.randomness.startswith("operating system's entropy")
+    assert (tmp_path / "run" / "privacy.txt").read_text().startswith("PRIVATE. ")
+
+
+def test_two_runs_under_one_seed_draw_other_noise_and_other_samples(trained):
+    """Without the system's entropy they are the same to the bit, which is what the stamp says."""
+
+    def drawn(before):
+        torch.manual_seed(0)
+        _, optimizer, loader = trained(before=before)
+        weights = torch.cat([p.detach().flatten() for group in optimizer.param_groups for p in group["params"]])
+        return weights, next(iter(loader.batch_sampler))
+
+    def seeded(*objects):
+        torch.manual_seed(0)
+
+    def unpredictable(*objects):
+        use_system_entropy(*objects)
+        torch.manual_seed(0)
+
+    (weights, batch), (same_weights, same_batch) = drawn(seeded), drawn(seeded)
+    assert torch.equal(weights, same_weights)
+    assert batch == same_batch
+    (weights, batch), (other_weights, other_batch) = drawn(unpredictable), drawn(unpredictable)
+    assert not torch.equal(weights, other_weights)
+    assert batch != other_batch  # 120 examples at rate 0.2: alike with probability 0.68^120, below 1e-20
+
+
+@pytest.mark.parametrize("spoil", ["seeded", "exchanged", "sampler seeded", "sampler exchanged"])
+def test_a_generator_seeded_or_exchanged_after_the_entropy_is_stamped_not_private(trained, tmp_path, spoil):
+    def before(engine, optimizer, loader):
+        use_system_entropy(engine, optimizer, loader)
+        if spoil == "seeded":
+            optimizer.generator.manual_seed(3)
+        elif spoil == "exchanged":
+            optimizer.generator = None
+        elif spoil == "sampler seeded":
+            loader.batch_sampler.generator.manual_seed(3)
+        else:
+            loader.batch_sampler.generator = torch.Generator()
+
+    record = ledger_from_opacus(*trained(before=before), delta=1e-3, run_dir=tmp_path / "run")
+    assert record.settings.private is False
+    assert "use_system_entropy" in record.settings.randomness
+
+
+def test_entropy_after_the_first_step_is_refused(trained):
+    with pytest.raises(PrivacyError, match="right after make_private"):
+        use_system_entropy(*trained())
+
+
+def test_only_secure_generators_count_as_secure_mode(trained, tmp_path):
+    """The engine's word alone does not: noise and samples must come from its generator."""
+    engine, optimizer, loader = trained()
+    engine.secure_mode, engine.secure_rng = True, torch.Generator()
+    record = ledger_from_opacus(engine, optimizer, loader, delta=1e-3, run_dir=tmp_path / "one")
+    assert record.settings.private is False
+    optimizer.generator = loader.batch_sampler.generator = engine.secure_rng  # as make_private sets them
+    record = ledger_from_opacus(engine, optimizer, loader, delta=1e-3, run_dir=tmp_path / "other")
+    assert record.settings.private is True

@@ -56,6 +56,17 @@ def test_the_words_cover_everything_an_officer_asks(tmp_path):
         assert asked in words, asked
 
 
+def test_the_statement_names_the_run_and_the_hash_that_its_ledger_ends_with(tmp_path):
+    record = run(tmp_path, Randomness.from_entropy(), steps=7)
+    report = write_privacy_files(tmp_path, record)
+    assert (report["run"], report["ledger_head"]) == (record.run, record.head)
+    header, *_, last = (json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines())
+    assert (header["run"], last["chain"]) == (record.run, record.head)
+    words = (tmp_path / "privacy.txt").read_text()
+    assert record.run in words
+    assert record.head in words
+
+
 def test_a_seeded_run_is_stamped_not_private_in_json_and_words(tmp_path):
     report = privacy_report(run(tmp_path, Randomness.seeded(3), steps=5))
     assert report["private"] is False

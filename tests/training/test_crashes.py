@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -125,3 +126,87 @@ def test_a_second_process_on_the_same_run_is_refused(tmp_path):
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate()
+
+
+# Trains, and is killed by the system when it is about to write a file of the run's folder that has this name.
+KILLED_AT = """
+import os, signal, sys
+from dp_microadam.cli import main
+from dp_microadam.training import checkpoint, run_folder
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def write(folder, name, text, real=run_folder.RunFolder.write):
+    return die() if name == sys.argv[1] else real(folder, name, text)
+
+run_folder.RunFolder.write = write
+if sys.argv[1] == "the first checkpoint":
+    checkpoint.CheckpointFolder.write = die
+if sys.argv[1] == "the ledger":
+    os.link = die
+main(sys.argv[2:])
+"""
+
+
+_SLOW = [pytest.param(moment, marks=pytest.mark.slow) for moment in ("the ledger", "privacy.json", "run.json")]
+
+
+@pytest.mark.parametrize("moment", ["config.toml", "the first checkpoint", *_SLOW])
+def test_a_run_killed_before_its_first_checkpoint_is_begun_again_in_its_folder(tmp_path, moment):
+    recipe, run = tmp_path / "crash.toml", tmp_path / "run"
+    recipe.write_text(RECIPE.replace(f"steps = {STEPS}", "steps = 3"))
+    train = ["train", str(recipe), "--run-dir", str(run)]
+    killed = subprocess.run([sys.executable, "-c", KILLED_AT, moment, *train], capture_output=True, text=True, timeout=120)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert any(run.iterdir())
+    configured = moment not in ("the ledger", "config.toml")
+    assert (run / "config.toml").is_file() == configured
+    again = start(["resume", str(run)])
+    output, errors = again.communicate(timeout=120)
+    if not configured:
+        assert again.returncode == 2
+        assert "killed before its configuration was written; nothing was trained and no step is spent" in errors
+        assert f"dp-microadam train RECIPE --run-dir {run}" in errors
+        again = start(train)
+        output, errors = again.communicate(timeout=120)
+    assert again.returncode == 0, errors
+    assert "test accuracy" in output
+    assert read_ledger(run).steps == 3
+    assert CheckpointFolder(run / "checkpoints").newest()[0] == 3
+
+
+def test_a_folder_with_a_spent_step_is_not_begun_again(tmp_path):
+    """Its checkpoints may be gone, and what it spent is still spent."""
+    recipe, run = tmp_path / "crash.toml", tmp_path / "run"
+    recipe.write_text(RECIPE.replace(f"steps = {STEPS}", "steps = 3"))
+    train = ["train", str(recipe), "--run-dir", str(run)]
+    assert start(train).wait(120) == 0
+    shutil.rmtree(run / "checkpoints")
+    (run / "metrics.jsonl").unlink(missing_ok=True)
+    (run / "config.toml").unlink()
+    content = (run / "ledger.jsonl").read_bytes()
+    for arguments in (train, ["resume", str(run)]):
+        process = start(arguments)
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 2
+        assert "no step is spent" not in errors
+    assert (run / "ledger.jsonl").read_bytes() == content
+
+
+def test_a_checkpoint_of_another_copy_of_the_run_is_refused(tmp_path):
+    """The same run, copied, resumed twice and mixed up: weights beside a ledger that does not have their steps."""
+    recipe, run, copy = tmp_path / "crash.toml", tmp_path / "run", tmp_path / "copy"
+    recipe.write_text(RECIPE.replace(f"steps = {STEPS}", "steps = 12") + "max_steps = 5\n")
+    assert start(["train", str(recipe), "--run-dir", str(run)]).wait(120) == 0
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace("max_steps = 5", "max_steps = 8"))
+    shutil.copytree(run, copy)
+    for folder in (run, copy):
+        assert start(["resume", str(folder)]).wait(120) == 0
+    shutil.rmtree(copy / "checkpoints")
+    shutil.copytree(run / "checkpoints", copy / "checkpoints")
+    process = start(["resume", str(copy)])
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "that the checkpoint was made at: it was rolled back, or belongs to another copy of the run" in errors

@@ -44,7 +44,8 @@ def check_exactness(
     """Compare on as many networks as ``seconds`` allow, each kind at least once. The data is random and nobody's."""
     end = time.monotonic() + seconds
     worst, where, networks = 0.0, "", 0
-    with torch.random.fork_rng():
+    gpus = [device] if torch.device(device).type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus):
         for kind in _in_turn(kinds or tuple(_KINDS), end):
             deviation = _deviation(*_KINDS[kind](), device, engine)
             networks += 1

@@ -16,12 +16,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "budget",
         help="what several runs on one dataset spend together",
         description="Compose the ledgers of several runs on one dataset into one (ε, δ).",
-        epilog="example:\n  dp-microadam budget runs/first runs/second --group-size 5",
+        epilog="examples:\n  dp-microadam budget runs/first runs/second --group-size 5\n"
+        "  dp-microadam budget runs/mine --anchor 5f1d0c0a9be34d2f8a6b7c41e2d3f4a5",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, or its ledger file")
     parser.add_argument("--delta", type=float, metavar="D", help="needed if the runs' own differ")
     parser.add_argument("--accountant", choices=("rdp", "pld"), default="rdp", help="which one decides (default: rdp)")
     parser.add_argument("--group-size", type=int, default=1, metavar="K", help="most examples that one person may have")
+    parser.add_argument(
+        "--anchor",
+        action="append",
+        default=[],
+        metavar="HASH",
+        help="the last hash of a ledger as it was printed, exported or published before; refuse if no RUN contains it",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     parser.set_defaults(run=run)
 
@@ -35,12 +43,16 @@ def run(options: argparse.Namespace) -> int:
     if options.delta is not None:
         require_in_open("delta", options.delta, 0, 1)
     records: dict[str, LedgerRecord] = {}
+    files: set[tuple[int, int]] = set()
     for name in options.runs:
         _refuse_unprotected(name)
-        path = str(ledger_path(name).resolve())
-        if path in records:
+        path = ledger_path(name)
+        file = path.stat().st_dev, path.stat().st_ino  # the same for links of both kinds
+        if file in files:
             raise InputError(f"run {name!r} is named twice; each run must be named once")
-        records[path] = read_ledger(path)
+        files.add(file)
+        records[name] = read_ledger(path)
+    anchors = [_find(anchor, records) for anchor in options.anchor]
     deltas = {record.plan.delta for record in records.values()}
     if options.delta is None and len(deltas) > 1:
         raise InputError(f"the runs have different deltas ({', '.join(f'{d:g}' for d in sorted(deltas))}); give --delta")
@@ -52,7 +64,9 @@ def run(options: argparse.Namespace) -> int:
             stacklevel=1,
         )
     delta = options.delta if options.delta is not None else deltas.pop()
-    report = _compose(dict(zip(options.runs, records.values(), strict=True)), delta, options)
+    report = _compose(records, delta, options)
+    if anchors:
+        report["anchors"] = anchors
     if not report["private"]:
         warnings.warn("at least one run is stamped not private, so nothing is guaranteed", PrivacyWarning, stacklevel=1)
     if options.json:
@@ -80,15 +94,16 @@ def _refuse_unprotected(run: str) -> None:
 
 def _compose(records: dict[str, LedgerRecord], delta: float, options: argparse.Namespace) -> dict[str, Any]:
     from dp_microadam.privacy.accounting import epsilon, group_epsilon
+    from dp_microadam.privacy.ledger import spent_together
 
-    spent = [part for record in records.values() for part in record.spent]
+    spent = spent_together(records.values())
     by_accountant = {accountant: epsilon(spent, delta, accountant) for accountant in ("rdp", "pld")}
     report: dict[str, Any] = {
         "private": all(record.settings.private for record in records.values()),
         "epsilon": by_accountant[options.accountant],
         "delta": delta,
         "accountant": options.accountant,
-        "steps_done": sum(record.steps for record in records.values()),
+        "steps_done": sum(part.steps for part in spent),
         "accountants": {name: {"epsilon": value} for name, value in by_accountant.items()},
         "group_size": options.group_size,
         "runs": [
@@ -99,13 +114,62 @@ def _compose(records: dict[str, LedgerRecord], delta: float, options: argparse.N
                 "sample_rate": record.plan.sample_rate,
                 "noise_multiplier": record.plan.noise_multiplier,
                 "steps_done": record.steps,
+                "id": record.run,
+                "ledger_head": record.head,
             }
             for name, record in records.items()
         ],
+        "copies": _copies(records),
     }
     if options.group_size > 1:
         report["group_epsilon"] = group_epsilon(spent, delta, options.group_size)
     return report
+
+
+def _find(anchor: str, records: dict[str, LedgerRecord]) -> dict[str, Any]:
+    """Where a hash that was published before stands: the ledger that contains it has all steps of that moment."""
+    from dp_microadam.errors import InputError, PrivacyError
+    from dp_microadam.privacy.ledger_lines import is_head
+
+    if not is_head(anchor):
+        raise InputError(f"anchor is {anchor!r}; it must be 32 hexadecimal digits, as privacy.json has them in ledger_head")
+    for name, record in records.items():
+        steps = record.steps_at(anchor)
+        if steps is not None:
+            return {"anchor": anchor, "run": name, "steps": steps}
+    raise PrivacyError(
+        f"no ledger named here contains the hash {anchor}: steps were spent that are missing from it, or it belongs to another "
+        "run or copy; put the ledger back that contains it"
+    )
+
+
+def _copies(records: dict[str, LedgerRecord]) -> list[dict[str, Any]]:
+    """Folders that hold one and the same run, with the steps they share."""
+    by_run: dict[str, list[str]] = {}
+    for name, record in records.items():
+        if record.run is not None:
+            by_run.setdefault(record.run, []).append(name)
+    found = []
+    for run, names in by_run.items():
+        if len(names) > 1:
+            histories = [{link for link, _ in records[name].history} for name in names]
+            shared = len(set.intersection(*histories))
+            together = len(set.union(*histories))
+            longest = max(len(history) for history in histories)
+            found.append(
+                {"id": run, "runs": names, "shared_steps": shared, "steps_together": together, "diverged": together > longest}
+            )
+    return found
+
+
+def _copies_in_words(copies: dict[str, Any]) -> str:
+    names = f"{', '.join(copies['runs'][:-1])} and {copies['runs'][-1]} are copies of one run"
+    if not copies["diverged"]:
+        return f"{names}, of which none has steps that the longest lacks; its {copies['steps_together']} steps count once"
+    return (
+        f"{names} that went on apart: the {copies['shared_steps']} steps that all share count once, the others all count, "
+        f"{copies['steps_together']} together"
+    )
 
 
 def _print_table(report: dict[str, Any]) -> None:
@@ -128,6 +192,11 @@ def _print_table(report: dict[str, Any]) -> None:
         )
     console = Console(highlight=False)
     console.print(table)
+    for copies in report["copies"]:
+        console.print(_copies_in_words(copies), soft_wrap=True)
+    for anchor in report.get("anchors", ()):
+        found = f"anchor {anchor['anchor']} is in {anchor['run']}, after {anchor['steps']} steps"
+        console.print(f"{found}; none of those is missing", soft_wrap=True)
     stamp = "" if report["private"] else "not private: "
     by_each = ", ".join(f"{round_up(view['epsilon'], 4)} by {name}" for name, view in report["accountants"].items())
     console.print(f"{stamp}all runs together: ε = {by_each}, at δ = {report['delta']:g}", soft_wrap=True)

@@ -6,7 +6,7 @@ import argparse
 import shutil
 from pathlib import Path
 
-from dp_microadam.commands.running import open_run, privacy_line
+from dp_microadam.commands.running import ledger_head, open_run, privacy_line
 from dp_microadam.errors import InputError
 
 
@@ -55,5 +55,7 @@ def run(options: argparse.Namespace) -> int:
     (unfinished / "README.md").write_text(card, encoding="utf-8")
     unfinished.rename(output)
     print(f"exported to {output}")
+    if (head := ledger_head(result)) is not None:
+        print(f"ledger's last hash {head}")
     print(privacy_line(result))
     return 0

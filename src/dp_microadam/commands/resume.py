@@ -32,9 +32,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _go_on(options: argparse.Namespace, ranks: Ranks) -> int:
+    from dp_microadam.training.run_folder import never_trained
+
     experiment = open_run(
         options.run_dir, show_progress=not options.quiet, show_private_metrics=options.show_private_metrics, ranks=ranks
     )
+    # Killed before its first checkpoint, it has trained nothing and spent nothing: it begins anew.
+    if ranks.from_main(lambda: never_trained(options.run_dir)):
+        return train(experiment, options)
     experiment.trainer.resume()
     if not experiment.trainer.finished:
         return train(experiment, options)

@@ -50,9 +50,14 @@ def open_run(
 
 
 def _config_of(run_dir: Path) -> str:
-    from dp_microadam.training.run_folder import CONFIG
+    from dp_microadam.training.run_folder import CONFIG, never_trained
 
     config = run_dir / CONFIG
+    if not config.is_file() and never_trained(run_dir):
+        raise InputError(
+            f"run {str(run_dir)!r} was killed before its configuration was written; nothing was trained and no step is spent: "
+            f"begin it again with dp-microadam train RECIPE --run-dir {run_dir}"
+        )
     if not config.is_file():
         raise InputError(
             f"run is {str(run_dir)!r}, which has no {CONFIG}: it is not the folder of a run, or of one begun from Python, "
@@ -77,6 +82,7 @@ def conclude(experiment: Experiment, options: argparse.Namespace, result: RunRes
     accuracy, weights = experiment.test_accuracy()
     if not experiment.trainer.ranks.main:
         return accuracy, weights
+    head = ledger_head(result)
     if options.json:
         print(
             json.dumps(
@@ -89,12 +95,15 @@ def conclude(experiment: Experiment, options: argparse.Namespace, result: RunRes
                     "delta": result.delta,
                     "steps_done": result.steps_done,
                     "updates": result.updates,
+                    "ledger_head": head,
                     **result.metrics,
                 }
             )
         )
         return accuracy, weights
     print(f"run folder {result.run_dir}")
+    if head is not None:
+        print(f"ledger's last hash {head}")
     if not result.finished:
         print(f"stopped after {result.steps_done} steps; go on with: dp-microadam resume {result.run_dir}")
     print(f"evaluated with the {weights}{lost_in_words(result)}")
@@ -116,6 +125,15 @@ def lost_in_words(result: RunResult) -> str:
     """What a kill, or a process that still trains, leaves between the weights and what was spent."""
     lost = result.steps_done - result.updates
     return f" after {result.updates} steps; {lost} more were spent and are not in them" if lost else ""
+
+
+def ledger_head(result: RunResult) -> str | None:
+    """The hash of the run's ledger as it is now, to be kept elsewhere; None without clipping and noise."""
+    if result.epsilon is None:
+        return None
+    from dp_microadam.privacy.ledger import read_ledger
+
+    return read_ledger(result.run_dir).head
 
 
 def privacy_line(result: RunResult) -> str:

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset, default_collate
@@ -25,7 +24,7 @@ from dp_microadam.privacy.statement import write_privacy_files
 from dp_microadam.training.evaluation import PerExample, batches
 from dp_microadam.training.gradients import set_gradients
 from dp_microadam.training.held_out import share_examples
-from dp_microadam.training.torch_randomness import seeded_torch, unpredictable_torch, unpredictable_worker
+from dp_microadam.training.torch_randomness import forked_torch, seeded_torch, unpredictable_torch, unpredictable_worker
 from dp_microadam.training.withheld import withheld
 from dp_microadam.validation import require_integer
 
@@ -144,7 +143,8 @@ class PrivateSteps:
             (self.run_dir / _RUN_NAME).write_text(secrets.token_hex(16) + "\n", encoding="utf-8")
         else:
             self._refuse_foreign(stamp)
-            self._ledger = PrivacyLedger.resume(self.run_dir, self.plan, self._settings(), position=int(stamp["steps_spent"]))
+            at: Any = {"position": int(stamp["steps_spent"]), "head": stamp.get("ledger_head")}
+            self._ledger = PrivacyLedger.resume(self.run_dir, self.plan, self._settings(), **at)
         self._steps = self._sampled_from(self.position)
         self.write_privacy()
 
@@ -174,7 +174,8 @@ class PrivateSteps:
 
     def stamp(self) -> dict[str, Any]:
         """What a checkpoint of the host must carry, so that :meth:`begin` can tell that it belongs to this run."""
-        return {"run": self._run_name(), "steps_spent": self.position}
+        head = None if self._ledger is None else self._ledger.head
+        return {"run": self._run_name(), "steps_spent": self.position, "ledger_head": head}
 
     def holds(self, data: Any) -> bool:
         """Whether ``data`` shares examples with the training data, as far as that can be seen without comparing values."""
@@ -206,16 +207,16 @@ class PrivateSteps:
     def _prove(self) -> None:
         """Refuse a model in which examples interact before anything is written. Only the shapes of examples are used."""
         count = min(self._physical_batch_size, self.plan.dataset_size)
-        with withheld(_ADVICE), torch.random.fork_rng():
+        with withheld(_ADVICE), forked_torch(self._model):
             if isinstance(self._train, Dataset):
                 sample = default_collate([self._train[index] for index in range(count)])
             else:
                 sample = next(batches(self._train, count))
-        with torch.random.fork_rng():
+        with forked_torch(self._model):
             self._gradients.prove(self._moved(sample))
 
     def _torch_stream(self, step: int) -> AbstractContextManager[None]:
-        return unpredictable_torch() if self._seed is None else seeded_torch(self._seed, step)
+        return unpredictable_torch(self._model) if self._seed is None else seeded_torch(self._model, self._seed, step)
 
     def _moved(self, batch: Any) -> Any:
         device = next(self._model.parameters()).device

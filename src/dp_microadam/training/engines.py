@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from dp_microadam.training.gradients import GradientSums
 from dp_microadam.training.method import Phase
+from dp_microadam.training.torch_randomness import forked_torch
 
 
 class Engines:
@@ -46,7 +46,7 @@ class Engines:
         """
         for phase in {phase.engine_key: phase for phase in phases}.values():
             engine = self._new(phase)
-            with torch.random.fork_rng(devices=[]):
+            with forked_torch(self._model):
                 engine.prove(sample)
             self._checked[phase.engine_key] = engine
         self.reopen()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,9 +12,8 @@ from torch import Tensor
 
 from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.clipping.row_norms import ClippedRowNorms
-from dp_microadam.durable_files import write_text_durably
 from dp_microadam.errors import InputError, PrivacyError
-from dp_microadam.privacy.ledger import PrivacyLedger, RunSettings, read_ledger
+from dp_microadam.privacy.ledger import LEDGER_NAME, PrivacyLedger, RunSettings, read_ledger
 from dp_microadam.privacy.mechanism import GaussianMechanism
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.statement import round_up, statement_in_words, write_privacy_report
@@ -29,7 +27,7 @@ from dp_microadam.training.withheld import withheld
 PUBLIC = ("normalization constants of the input",)
 """What a run declares public beside plan and clipping norm, unless it says otherwise."""
 
-_RUN_ID = "run_id.txt"
+_RUN_ID_OF_VERSION_0_1 = "run_id.txt"
 
 _NO_BOUND = 1e12
 """Clipping that never clips, for runs without privacy that need each example's gradient."""
@@ -147,6 +145,11 @@ class PrivateStep(TrainingStep):
         return self._mechanism.sensitivity
 
     @property
+    def ledger_head(self) -> str | None:
+        """The hash that the ledger ends with, in the process that keeps it."""
+        return None if self._ledger is None else self._ledger.head
+
+    @property
     def begun(self) -> bool:
         """Whether the ledger is open, in the process that keeps it."""
         return self._begun
@@ -168,15 +171,16 @@ class PrivateStep(TrainingStep):
         self.ranks.from_main(self._create_ledger)
         self._begun = True
 
-    def resume(self, position: int, updates: int) -> None:
+    def resume(self, position: int, updates: int, ledger_head: str | None = None) -> None:
         """Continue the run in ``run_dir``, of whose steps a checkpoint holds ``updates``, written at ``position``.
 
-        Steps recorded after that checkpoint are lost and stay spent.
+        Steps recorded after that checkpoint are lost and stay spent. ``ledger_head`` is what the checkpoint carries of it.
 
         Raises:
-            PrivacyError: if the ledger is shorter than the checkpoint, open elsewhere, or of another plan or setting.
+            PrivacyError: if the ledger is not the one the checkpoint was written beside, is shorter, open elsewhere, or of
+                another plan or setting.
         """
-        self._continue_at(self.ranks.from_main(lambda: self._open_ledger(position)), updates)
+        self._continue_at(self.ranks.from_main(lambda: self._open_ledger(position, ledger_head)), updates)
         self._begun = True
 
     def peek(self, position: int, updates: int) -> None:
@@ -184,7 +188,8 @@ class PrivateStep(TrainingStep):
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must carry, so that :meth:`load_state_dict` can tell that it belongs to this run."""
-        return {"run": self.ranks.from_main(self._run_id), "steps_spent": self.position, "updates": self.updates}
+        run, head = self.ranks.from_main(lambda: (self._run_id(), self.ledger_head))
+        return {"run": run, "steps_spent": self.position, "updates": self.updates, "ledger_head": head}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the run that the checkpoint with this state is from.
@@ -194,7 +199,7 @@ class PrivateStep(TrainingStep):
         """
         self.ranks.from_main(lambda: self._refuse_foreign(state))
         spent = int(state["steps_spent"])
-        self.resume(spent, int(state.get("updates", spent)))
+        self.resume(spent, int(state.get("updates", spent)), state.get("ledger_head"))
 
     def write_privacy(self, folder: str | Path | None = None) -> None:
         """Write ``privacy.json`` and the statement in words, as of the steps spent so far, into ``folder`` or ``run_dir``."""
@@ -212,11 +217,13 @@ class PrivateStep(TrainingStep):
             self._ledger.close()
             self._ledger = None
 
-    def _run_id(self) -> str:
-        return (self.run_dir / _RUN_ID).read_text(encoding="utf-8").strip()
+    def _run_id(self) -> str | None:
+        """The random name of the run, which its ledger has; version 0.1 kept it in a file of its own."""
+        before = self.run_dir / _RUN_ID_OF_VERSION_0_1
+        return read_ledger(self.run_dir).run or (before.read_text(encoding="utf-8").strip() if before.is_file() else None)
 
     def _refuse_foreign(self, state: Mapping[str, Any]) -> None:
-        if not (self.run_dir / _RUN_ID).is_file():
+        if not (self.run_dir / LEDGER_NAME).is_file():
             raise InputError(f"run_dir is {str(self.run_dir)!r}, which has no run to go on with; name the folder it began in")
         if state.get("run") != self._run_id():
             raise PrivacyError(
@@ -236,10 +243,9 @@ class PrivateStep(TrainingStep):
 
     def _create_ledger(self) -> None:
         self._ledger = PrivacyLedger.create(self.run_dir, self.plan, self._settings())
-        write_text_durably(self.run_dir / _RUN_ID, secrets.token_hex(16) + "\n")
 
-    def _open_ledger(self, position: int) -> int:
-        self._ledger = PrivacyLedger.resume(self.run_dir, self.plan, self._settings(), position=position)
+    def _open_ledger(self, position: int, head: str | None) -> int:
+        self._ledger = PrivacyLedger.resume(self.run_dir, self.plan, self._settings(), position=position, head=head)
         return self._ledger.steps
 
     def _settings(self) -> RunSettings:
@@ -320,7 +326,11 @@ class PlainStep(TrainingStep):
     def begin(self) -> None:
         """Nothing is written for a run without a ledger."""
 
-    def resume(self, position: int, updates: int) -> None:
+    @property
+    def ledger_head(self) -> None:
+        return None
+
+    def resume(self, position: int, updates: int, ledger_head: str | None = None) -> None:
         """Continue at ``position``."""
         self._continue_at(position, updates)
 

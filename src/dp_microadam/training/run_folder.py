@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dp_microadam.durable_files import write_text_durably
-from dp_microadam.errors import InputError
-from dp_microadam.privacy.ledger import read_ledger
+from dp_microadam.errors import DPMicroAdamError, InputError
+from dp_microadam.privacy.ledger import LEDGER_NAME, discard_unspent, read_ledger
 from dp_microadam.privacy.statement import privacy_report
 
 CONFIG = "config.toml"
@@ -32,12 +32,28 @@ def default_folder(name: str) -> Path:
 def refuse_existing(path: Path) -> None:
     """
     Raises:
-        InputError: if ``path`` is there already and not an empty folder.
+        InputError: if ``path`` is there already and not an empty folder, nor that of a run that never trained.
     """
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if path.exists() and (not path.is_dir() or any(path.iterdir())) and not never_trained(path):
         raise InputError(
             f"run_dir is {str(path)!r}, which exists already; name a new folder, or go on with: {how_to_go_on(path)}"
         )
+
+
+def never_trained(path: Path) -> bool:
+    """Whether a run began in this folder and was killed before its first checkpoint, with no step recorded.
+
+    Checkpoints are written before the first step, so of such a run there is nothing to go on with and nothing spent.
+    """
+    if not path.is_dir() or any(path.glob(f"{CHECKPOINTS}/*.ckpt")) or (path / METRICS).exists():
+        return False
+    if not (path / LEDGER_NAME).exists():
+        left = [entry.name for entry in path.iterdir()]
+        return bool(left) and all(name.startswith(LEDGER_NAME) and name.endswith(".unfinished") for name in left)
+    try:
+        return read_ledger(path).steps == 0
+    except DPMicroAdamError:
+        return False
 
 
 def how_to_go_on(path: Path) -> str:
@@ -70,3 +86,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
     return found
+
+
+def create_folder(path: Path) -> None:
+    """Make a run's folder; one that exists and is not empty is refused, unless nothing was trained in it."""
+    refuse_existing(path)
+    path.mkdir(parents=True, exist_ok=True)
+    if (path / LEDGER_NAME).exists():
+        discard_unspent(path)

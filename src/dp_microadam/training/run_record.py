@@ -20,7 +20,6 @@ from dp_microadam.training.run_folder import (
     METRICS,
     STATISTICS,
     read_metrics,
-    refuse_existing,
 )
 from dp_microadam.training.run_statistics import Pace, peak_memory
 from dp_microadam.training.tensorboard import Events
@@ -43,9 +42,8 @@ class RunRecord:
         self._diagnostics: list[dict[str, Any]] = []
 
     def create(self) -> None:
-        """Make the folder; one that exists and is not empty is refused."""
-        refuse_existing(self.path)
-        self.path.mkdir(parents=True, exist_ok=True)
+        """Make the folder; one that exists and is not empty is refused, unless nothing was trained in it."""
+        create_folder(self.path)
 
     def begin(self, config: str | None, stamp: str) -> None:
         """Write what a run begins with."""

@@ -232,8 +232,8 @@ class PrivateTrainer:
         if run_dir is not None:
             self.record = self._record_in(Path(run_dir))
             self.step.run_dir = self.record.path
-        position, updates, damaged = self._load_newest()
-        self.step.resume(position, updates)
+        position, content, damaged = self._load_newest()
+        self.step.resume(position, content["updates"], content.get("ledger_head"))
         if self.finished:
             self.step.close()
             return self
@@ -248,8 +248,8 @@ class PrivateTrainer:
 
     def peek(self) -> RunResult:
         """Load the newest weights to look at them; another process may go on training meanwhile."""
-        position, updates, _ = self._load_newest()
-        self.step.peek(position, updates)
+        position, content, _ = self._load_newest()
+        self.step.peek(position, content["updates"])
         return self.result()
 
     def write_privacy(self, folder: Path | None = None) -> None:
@@ -266,7 +266,7 @@ class PrivateTrainer:
         self.ranks.from_main(lambda: self.record.begin(self._config, self.stamp))
         self.ranks.from_main(self._checkpoint)
 
-    def _load_newest(self) -> tuple[int, int, list[str]]:
+    def _load_newest(self) -> tuple[int, dict[str, Any], list[str]]:
         position, content, damaged = self.ranks.from_main(self.record.checkpoints.newest)
         self.model.load_state_dict(content["model"])
         self.optimizer.load_state_dict(content["optimizer"])
@@ -275,7 +275,7 @@ class PrivateTrainer:
             self.average.load_state_dict(content["average"])
         self.method.load_state_dict(moved(content["procedure"], self.model))
         self._saved_position = position
-        return position, content["updates"], damaged
+        return position, content, damaged
 
     def _checkpoint(self) -> None:
         content: dict[str, Any] = {
@@ -283,6 +283,7 @@ class PrivateTrainer:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "procedure": self.method.state_dict(),
+            "ledger_head": self.step.ledger_head,
             **self.rates.state_dict(),
         }
         if self.average is not None:

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset, default_collate
@@ -15,7 +14,7 @@ from torch.utils.data import Dataset, default_collate
 from dp_microadam.errors import PrivacyError
 from dp_microadam.privacy.sampling import LogicalStep, PoissonSampler
 from dp_microadam.training.evaluation import batches
-from dp_microadam.training.torch_randomness import seeded_torch, unpredictable_torch, unpredictable_worker
+from dp_microadam.training.torch_randomness import forked_torch, seeded_torch, unpredictable_torch, unpredictable_worker
 from dp_microadam.validation import require_integer
 
 
@@ -52,9 +51,9 @@ class Loading:
         """What training and evaluation batches have in common."""
         return self.prepare(batch) if self.prepare else batch
 
-    def stream(self, step: int, rank: int) -> AbstractContextManager[None]:
+    def stream(self, model: nn.Module, step: int, rank: int) -> AbstractContextManager[None]:
         """What dropout, augmentation and Datasets draw from during a step."""
-        return unpredictable_torch() if self.seed is None else seeded_torch(self.seed, step, rank)
+        return unpredictable_torch(model) if self.seed is None else seeded_torch(model, self.seed, step, rank)
 
 
 class TrainingData:
@@ -91,7 +90,7 @@ class TrainingData:
     def sample(self) -> Any:
         """As many examples as a chunk has at most, as the model gets them: their shapes are all that may be used."""
         count = min(self._loading.physical_batch_size, self._sampler_from(0).dataset_size)
-        with torch.random.fork_rng(devices=[]):
+        with forked_torch(self._model):
             if isinstance(self.data, Dataset):
                 raw = self._options["collate_fn"]([self.data[index] for index in range(count)])
             else:
@@ -104,11 +103,11 @@ class TrainingData:
 
         Within the block torch's generators have the step's own stream.
         """
-        with self._loading.stream(index, self._rank):  # workers, too, are seeded from it
+        with self._loading.stream(self._model, index, self._rank):  # workers, too, are seeded from it
             step = next(self._steps)
         if step.index != index:
             raise PrivacyError(f"the sampler is at step {step.index} and the ledger at {index}; they must agree")
-        with self._loading.stream(index, self._rank):
+        with self._loading.stream(self._model, index, self._rank):
             yield (self._loading.transformed(chunk, self._model) for chunk in step.chunks)
 
 

@@ -130,8 +130,13 @@ class TrainingStep(ABC):
         """Start a new run at step 0."""
 
     @abstractmethod
-    def resume(self, position: int, updates: int) -> None:
+    def resume(self, position: int, updates: int, ledger_head: str | None = None) -> None:
         """Continue a run whose checkpoint holds ``updates`` steps and was written when ``position`` had been taken."""
+
+    @property
+    @abstractmethod
+    def ledger_head(self) -> str | None:
+        """The hash that the ledger ends with, which a checkpoint carries; None without a ledger."""
 
     @abstractmethod
     def take(self) -> dict[str, Tensor]:
@@ -251,7 +256,7 @@ class TrainingStep(ABC):
         engine.reset()
         if self._method is None:
             return
-        with self.loading.stream(index, self.ranks.rank):
+        with self.loading.stream(self.model, index, self.ranks.rank):
             scale = self._method.scale()
         # A scale from public examples may differ in the last bits from device to device, and must not.
         self.ranks.broadcast_(scale.values())

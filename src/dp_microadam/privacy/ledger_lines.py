@@ -1,0 +1,207 @@
+"""The lines of a ledger: how each is chained to those before it, written, and read back.
+
+A line is a JSON object whose last entry, ``"chain"``, is a hash of the chain before it and of the rest of the line. So it
+stands for everything up to there: a line that was edited, removed, moved or repeated breaks the chain at the next one. The
+hash has no key. It shows damage and careless editing; someone who means to forge a ledger can compute all of it anew, and is
+found out only by a hash that was published before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dp_microadam.errors import PrivacyError
+from dp_microadam.privacy.accounting import SubsampledGaussian
+from dp_microadam.privacy.plan import PrivacyPlan
+
+NO_HEAD = ""
+_CHAINED = re.compile(rb'(\{.*), "chain": "([0-9a-f]{32})"\}', re.DOTALL)
+_HEAD = re.compile(r"[0-9a-f]{32}")
+
+Mechanism = tuple[float, float]
+"""Sample rate and noise multiplier of a step."""
+
+
+class UnusableLine(Exception):
+    """A line that is whole and not as this library writes it; the text says how, after "line 7 of FILE"."""
+
+
+@dataclass
+class RecordedSteps:
+    """What the lines after the header say.
+
+    ``history`` has, for each step, the hash of the chain up to and including it, and its mechanism. ``head`` is the hash of
+    all finished lines: of a line that a process is still writing, or was killed over, the result was never used.
+    """
+
+    head: str
+    history: list[tuple[str, Mechanism]] = field(default_factory=list)
+    torn: int = 0
+    phases: Counter[str] = field(default_factory=Counter)
+    processes: Counter[int] = field(default_factory=Counter)
+    run: str | None = None
+
+    @property
+    def spent(self) -> tuple[SubsampledGaussian, ...]:
+        counts = Counter(mechanism for _, mechanism in self.history)
+        return tuple(SubsampledGaussian(*mechanism, count) for mechanism, count in counts.items())
+
+
+def is_head(text: str) -> bool:
+    """Whether ``text`` is written like the hash of a chain."""
+    return _HEAD.fullmatch(text) is not None
+
+
+def chained_line(values: Mapping[str, Any], head: str) -> tuple[bytes, str]:
+    """The line that says ``values`` after a chain with this head, and the chain's new head."""
+    content = json.dumps(values).encode()[:-1]
+    new = _link(head, content, b"line")
+    return content + b', "chain": "' + new.encode() + b'"}\n', new
+
+
+def follow(head: str, line: bytes) -> str:
+    """The chain's head after ``line``, which must carry it.
+
+    Raises:
+        UnusableLine: if the line carries no hash, or that of another chain.
+    """
+    match = _CHAINED.fullmatch(line)
+    if match is None:
+        raise UnusableLine("does not end in a hash as it was written")
+    if match[2].decode() != _link(head, match[1], b"line"):
+        raise UnusableLine("does not follow from those before it: one of them was edited, removed, moved or repeated")
+    return match[2].decode()
+
+
+def link_unchained(head: str, line: bytes) -> str:
+    """The chain's head after a line that carries no hash: one that a crash tore, or that version 0.1 wrote."""
+    return _link(head, line, b"torn")
+
+
+def read_object(line: bytes) -> dict[str, Any] | None:
+    """The JSON object on a line; None for what a crash leaves, of which no part is a whole object.
+
+    Raises:
+        UnusableLine: for JSON that can be read in two ways, or with numbers that are none.
+    """
+    try:
+        values = json.loads(line.decode("utf-8"), object_pairs_hook=_without_repeats, parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def read_steps(
+    path: Path, lines: Sequence[bytes], plan: PrivacyPlan, head: str, *, chained: bool, own_mechanisms: bool
+) -> RecordedSteps:
+    """Read what follows the header, whose hash is ``head``; the last of ``lines`` is what comes after the last line's end.
+
+    ``chained`` is false for a ledger of version 0.1, whose chain begins where a later version went on with it.
+    ``own_mechanisms`` is true if lines may carry another rate and noise than the plan.
+
+    Raises:
+        PrivacyError: for a line that breaks the chain or contradicts the plan.
+    """
+    found = RecordedSteps(head)
+    ordinary = (plan.sample_rate, plan.noise_multiplier)
+    *finished, unfinished = lines or [b""]
+    for number, line in enumerate([*finished, *([unfinished] if unfinished else [])], start=2):
+        before = found.head
+        try:
+            values = read_object(line)
+            if values is not None and (chained or "chain" in values):
+                found.head, chained = follow(before, line), True
+            else:
+                found.head = link_unchained(before, line)
+            if values is not None:
+                _add_step(found, values, plan, chained=chained, own_mechanisms=own_mechanisms)
+            elif line or chained:  # version 0.1 passed over empty lines
+                found.torn += 1
+                found.history.append((found.head, ordinary))
+        except UnusableLine as error:
+            raise edited(path, number, error) from None
+    if unfinished:
+        found.head = before
+    return found
+
+
+def edited(path: Path, number: int, error: UnusableLine) -> PrivacyError:
+    """The refusal of a ledger for one of its lines."""
+    return PrivacyError(
+        f"line {number} of {path} {error}; the ledger was changed after it was written and proves nothing, put the original "
+        "back or begin a new run"
+    )
+
+
+def _add_step(
+    found: RecordedSteps, values: Mapping[str, Any], plan: PrivacyPlan, *, chained: bool, own_mechanisms: bool
+) -> None:
+    total = len(found.history)
+    step = _whole_number(values, "step", 0)
+    ordinary = (plan.sample_rate, plan.noise_multiplier)
+    mechanism = (_number(values, "sample_rate"), _number(values, "noise_multiplier"))
+    if mechanism[0] > 1:
+        raise UnusableLine(f"is no step, as its sample_rate is {mechanism[0]:g}, above 1")
+    if step < total:
+        raise UnusableLine(f"repeats step {step}")
+    if step >= plan.steps:
+        raise UnusableLine(f"has step {step}, and the plan in line 1 ends after {plan.steps} steps")
+    if step > total and chained:
+        raise UnusableLine(f"has step {step} where step {total} comes next")
+    if mechanism == ordinary:
+        mechanism = ordinary  # one object for all steps
+    elif not own_mechanisms:
+        raise UnusableLine(
+            f"has sample rate {mechanism[0]:g} and noise multiplier {mechanism[1]:g}, and the plan in line 1 has "
+            f"{ordinary[0]:g} and {ordinary[1]:g}"
+        )
+    # Steps that an old ledger lacks were recorded once, so they are spent.
+    found.history += [(f"{found.head} {missing}", ordinary) for missing in range(total, step)]
+    found.history.append((found.head, mechanism))
+    if "phase" in values:
+        if not isinstance(values["phase"], str):
+            raise UnusableLine("has a phase that is not a name")
+        found.phases[values["phase"]] += 1
+    together = _whole_number(values, "processes", 1) if "processes" in values else 1
+    if together > 1:
+        found.processes[together] += 1
+    if "run" in values:
+        if found.run is not None or not isinstance(values["run"], str) or not is_head(values["run"]):
+            raise UnusableLine("names the run anew")
+        found.run = values["run"]
+
+
+def _whole_number(values: Mapping[str, Any], name: str, low: int) -> int:
+    value = values.get(name)
+    if type(value) is not int or value < low:
+        raise UnusableLine(f"is no step, as its {name} is not a whole number of at least {low}")
+    return value
+
+
+def _number(values: Mapping[str, Any], name: str) -> float:
+    value = values.get(name)
+    if type(value) not in (int, float) or not 0 < value < 1e300:  # type: ignore[operator]
+        raise UnusableLine(f"is no step, as its {name} is not a number above 0")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _link(head: str, content: bytes, kind: bytes) -> str:
+    return hashlib.blake2b(head.encode() + content, digest_size=16, person=b"dp ledger " + kind).hexdigest()
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise UnusableLine("has an entry twice")
+    return values
+
+
+def _no_number(name: str) -> NoReturn:
+    raise UnusableLine(f"has {name} where a number must be")
