@@ -24,7 +24,7 @@ from dp_microadam.privacy.randomness import Randomness
 from dp_microadam.privacy.sampling import LogicalStep, PoissonSampler
 from dp_microadam.privacy.statement import PRIVACY_NAME, STATEMENT_NAME, round_up, statement_in_words
 from dp_microadam.training.checkpoint import CheckpointFolder
-from dp_microadam.training.data_digest import data_digest
+from dp_microadam.training.data_digest import require_same_data
 from dp_microadam.training.diagnostics import MicroAdamDiagnostics
 from dp_microadam.training.distributed import ProcessLost, Ranks, ranks_here
 from dp_microadam.training.ema import WeightAverage
@@ -402,7 +402,7 @@ class PrivateTrainer:
         self.ranks.require_same("plan, phases, clipping or randomness", rules)
         shown = (self.last_step, self.evaluate_every, validation is None, self.average is None, self._show_private_metrics)
         self.ranks.require_same("max_steps, evaluate_every, validation, ema_decay or show_private_metrics", shown)
-        self.ranks.require_same("the training data or its order", data_digest(train))
+        require_same_data(self.ranks, train)
 
     def _require_alike(self) -> None:
         """Every so many steps: the processes have taken the same steps, or the run ends."""
