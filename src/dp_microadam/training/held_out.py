@@ -123,7 +123,8 @@ class _Seen:
             (mine.known and mine.rows is None) or (theirs.known and theirs.rows is None)
         ):
             return False  # both take some of the same, and which cannot be seen
-        if mine.values is theirs.values and not is_array(mine.values):
+        named = self._keys.get("file")  # in one list, but perhaps of two folders
+        if mine.values is theirs.values and not is_array(mine.values) and not named:
             return _same_places(mine, theirs) and (is_arrow(mine.values) or Entries(mine.values).tell_examples_apart())
         return any(_overlap(each, one) for each in self._memory for one in other._memory) or any(
             not keys.isdisjoint(other._keys.get(kind, ())) for kind, keys in self._keys.items()
@@ -144,7 +145,7 @@ _OFTEN = 4
 def _own(keys: list[Hashable]) -> set[Hashable]:
     """Those that belong to single examples; none, if most of the sequence repeats."""
     counts = Counter(keys)
-    return {key for key, count in counts.items() if count <= _OFTEN} if 2 * len(counts) > len(keys) else set()
+    return {key for key, count in counts.items() if count <= _OFTEN} if 2 * len(counts) >= len(keys) else set()
 
 
 def _leaves(example: Any, depth: int = 4) -> Iterator[Any]:
