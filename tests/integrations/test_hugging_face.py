@@ -245,10 +245,14 @@ def test_metrics_of_training_data_are_refused(make):
 
 
 def test_metrics_of_a_slice_of_the_training_data_are_refused(make):
-    trainer = make()
+    plain = [{name: value.tolist() for name, value in row.items()} for row in rows(sentences(COUNT, 0))]  # as tokenizers give
+    trainer = make(train_dataset=plain)
     for look in (trainer.evaluate, trainer.predict):
         with pytest.raises(InputError, match="hold it out"):
-            look(trainer.train_dataset[:16])
+            look(plain[:16])
+    assert "eval_loss" in trainer.evaluate(
+        [{name: value.tolist() for name, value in row.items()} for row in rows(sentences(16, 1))]
+    )
 
 
 def test_metrics_of_rows_of_the_training_tensors_are_refused(make):
