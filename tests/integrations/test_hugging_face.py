@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import torchmetrics
 from accelerate.state import AcceleratorState
 from transformers import (
     BertConfig,
@@ -241,6 +242,61 @@ def test_metrics_of_training_data_are_refused(make):
     for look in (trainer.evaluate, trainer.predict):
         with pytest.raises(InputError, match="hold it out"):
             look(trainer.train_dataset)
+
+
+def test_metrics_of_a_slice_of_the_training_data_are_refused(make):
+    plain = [{name: value.tolist() for name, value in row.items()} for row in rows(sentences(COUNT, 0))]  # as tokenizers give
+    trainer = make(train_dataset=plain)
+    for look in (trainer.evaluate, trainer.predict):
+        with pytest.raises(InputError, match="hold it out"):
+            look(plain[:16])
+    assert "eval_loss" in trainer.evaluate(
+        [{name: value.tolist() for name, value in row.items()} for row in rows(sentences(16, 1))]
+    )
+
+
+def test_metrics_of_rows_of_the_training_tensors_are_refused(make):
+    columns = sentences(COUNT, 0)
+    trainer = make(train_dataset=rows(columns))
+    with pytest.raises(InputError, match="hold it out"):
+        trainer.evaluate(rows({name: value[:16] for name, value in columns.items()}))
+
+
+class Gathering(BertForSequenceClassification):
+    """Keeps figures of what goes through it, as models with metrics of their own do."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.accuracy = torchmetrics.SumMetric()
+        self.seen, self.tell = [], lambda model, logits: None
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        found = super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+        self.tell(self, found.logits)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("tell", "sentence"),
+    [
+        (lambda model, logits: model.accuracy.update(logits.argmax(1).sum()), "metric 'accuracy'"),
+        (lambda model, logits: model.seen.append(len(logits)), "attribute 'seen'"),
+        (lambda model, logits: model.trainer().log({"train_loss": 1.0}), r"\['train_loss'\] were logged"),
+    ],
+    ids=["metric", "list", "log"],
+)
+def test_figures_of_the_loss_reach_no_log(make, tmp_path, tell, sentence):
+    torch.manual_seed(1)
+    model = Gathering(bert().config)
+    trainer = make(model, eval_dataset=None)
+    model.trainer = lambda: trainer
+    model.tell = tell
+    with pytest.raises(PrivacyError, match=sentence):
+        trainer.train()
+    assert model.seen == []
+    assert model.accuracy.compute() == 0
+    assert trainer.state.log_history == []
+    assert not (tmp_path / "out" / "privacy").exists(), "refused before the first step"
 
 
 def test_lengths_that_differ_are_refused_and_padding_to_one_length_is_not(make):

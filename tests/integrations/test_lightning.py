@@ -1,10 +1,12 @@
 """``PrivateLightningModule`` in the real Lightning: the same steps as ours, and no way round them."""
 
 import json
+from collections import Counter, defaultdict
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch.callbacks import (
     Callback,
     GradientAccumulationScheduler,
@@ -12,8 +14,9 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dp_microadam import InputError, PrivacyError, PrivateTrainer
 from dp_microadam.integrations.lightning import PrivateLightningModule, PrivateSteps
@@ -213,6 +216,173 @@ def test_logging_from_training_examples_is_refused_before_the_first_step(make_ne
     with pytest.raises(PrivacyError, match="'train_loss' was logged from training examples"):
         make_trainer().fit(Telling(make_network()), make_steps())
     assert not (tmp_path / "run").exists()
+
+
+class Measured(Classifier):
+    """Updates metrics inside the loss and logs them at the end of an epoch, as Lightning's own guides do in training_step."""
+
+    def __init__(self, network, update):
+        super().__init__(network)
+        self.accuracy = torchmetrics.classification.BinaryAccuracy()
+        self.several = torchmetrics.MetricCollection([torchmetrics.SumMetric(), torchmetrics.MeanMetric()])
+        self.listed = [torchmetrics.SumMetric()]
+        self.update = update
+
+    def per_example_loss(self, batch):
+        self.update(self, self.network(batch[0]).argmax(1), batch[1])
+        return super().per_example_loss(batch)
+
+    def on_train_epoch_end(self):
+        self.log("train_accuracy", self.accuracy.compute())
+        self.log("train_count", self.several.compute()["SumMetric"])
+        self.log("listed_count", self.listed[0].compute())
+
+
+UPDATES = {
+    "update": lambda module, guess, label: module.accuracy.update(guess, label),
+    "forward": lambda module, guess, label: module.accuracy(guess, label),
+    "a collection": lambda module, guess, label: module.several.update(torch.ones(len(label))),
+    "a metric in a list": lambda module, guess, label: module.listed[0].update(len(label)),
+}
+
+
+@pytest.mark.parametrize("way", UPDATES)
+def test_metrics_updated_in_the_loss_reach_no_logger(make_network, make_steps, make_trainer, tmp_path, way):
+    logger = CSVLogger(tmp_path / "csv", flush_logs_every_n_steps=1)
+    with pytest.raises(PrivacyError, match="was updated from training examples"):
+        make_trainer(logger=logger, log_every_n_steps=1).fit(Measured(make_network(), UPDATES[way]), make_steps())
+    logger.save()
+    assert not (tmp_path / "run").exists(), "refused before the first step"
+    assert not any("train_accuracy" in path.read_text() for path in (tmp_path / "csv").rglob("*.csv"))
+
+
+def test_metrics_of_held_out_examples_are_logged_as_ever(make_network, make_steps, make_trainer, held_out, tmp_path):
+    class Validated(Classifier):
+        def __init__(self, network):
+            super().__init__(network)
+            self.accuracy = torchmetrics.classification.BinaryAccuracy()
+
+        def validation_step(self, batch, batch_idx):
+            self.accuracy(self.network(batch[0]).argmax(1), batch[1])
+            self.log("validation_accuracy", self.accuracy)
+
+    logger = CSVLogger(tmp_path / "csv", flush_logs_every_n_steps=1)
+    loader = DataLoader(TensorDataset(*held_out), batch_size=20)
+    make_trainer(logger=logger).fit(Validated(make_network()), make_steps(), loader)
+    (written,) = (path.read_text() for path in (tmp_path / "csv").rglob("metrics.csv"))
+    assert "validation_accuracy" in written
+    assert "epsilon" in written
+
+
+class Gathering(Classifier):
+    """Keeps figures of its losses in attributes of its own."""
+
+    def __init__(self, network, gather):
+        super().__init__(network)
+        self.losses, self.history, self.seen = [], defaultdict(list, loss=[]), {"examples": 0}
+        self.calls, self.total, self.sums, self.count = 0, 0.0, torch.zeros(2), Counter()
+        self.gather = gather
+
+    def per_example_loss(self, batch):
+        losses = super().per_example_loss(batch)
+        self.gather(self, losses.detach())
+        return losses
+
+
+def _assign(module, name, value):
+    setattr(module, name, value)
+
+
+GATHERED = {
+    "losses": lambda module, losses: module.losses.append(losses),
+    "history": lambda module, losses: module.history["loss"].append(losses.mean()),
+    "seen": lambda module, losses: module.seen.update(examples=module.seen["examples"] + len(losses)),
+    "calls": lambda module, losses: _assign(module, "calls", module.calls + 1),
+    "total": lambda module, losses: _assign(module, "total", module.total + float(losses.sum())),
+    "sums": lambda module, losses: module.sums.add_(losses.sum()),
+    "count": lambda module, losses: module.count.update({"examples": len(losses)}),
+}
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_figures_gathered_in_attributes_by_the_loss_are_refused_and_put_back(
+    make_network, make_steps, make_trainer, name, tmp_path
+):
+    module = Gathering(make_network(), GATHERED[name])
+    with pytest.raises(PrivacyError, match=f"attribute '{name}' was changed by the loss"):
+        make_trainer().fit(module, make_steps())
+    assert not (tmp_path / "run").exists()
+    assert (module.losses, dict(module.history), module.seen, module.calls, module.total) == (
+        [],
+        {"loss": []},
+        {"examples": 0},
+        0,
+        0,
+    )
+    assert not module.sums.any()
+    assert not module.count
+
+
+def test_a_cache_of_the_loss_works_and_keeps_nothing(make_network, make_steps, make_trainer, plan):
+    class Caching(Classifier):
+        def __init__(self, network):
+            super().__init__(network)
+            self.mask, self.masks, self.ready = None, {}, False
+
+        def per_example_loss(self, batch):
+            self.mask = self.masks[len(batch[1])] = torch.ones(len(batch[1]))
+            self.last_batch, self.ready = batch, True
+            return super().per_example_loss(batch) * self.mask
+
+    module = Caching(make_network())
+    trainer = make_trainer()
+    trainer.fit(module, make_steps())
+    assert trainer.global_step == plan.steps
+    assert (module.mask, module.masks, module.ready) == (None, {}, False)
+    assert not hasattr(module, "last_batch")
+
+
+@pytest.mark.parametrize(
+    "tell",
+    [
+        lambda module: module.logger.log_metrics({"train_loss": 1.0}),
+        lambda module: module.loggers[0].log_metrics({"train_loss": 1.0}),
+        lambda module: module.log_dict({"train_loss": 1.0}),
+        lambda module: module.trainer.callback_metrics.update(train_loss=torch.ones(())),
+    ],
+    ids=["logger", "loggers", "log_dict", "callback_metrics"],
+)
+def test_no_way_to_a_logger_leads_out_of_the_loss(make_network, make_steps, make_trainer, tmp_path, tell):
+    class Telling(Classifier):
+        def per_example_loss(self, batch):
+            tell(self)
+            return super().per_example_loss(batch)
+
+    trainer = make_trainer(logger=CSVLogger(tmp_path / "csv"))
+    with pytest.raises(PrivacyError, match=r"training examples|within per_example_loss"):
+        trainer.fit(Telling(make_network()), make_steps())
+    trainer.logger.save()
+    assert "train_loss" not in trainer.callback_metrics
+    assert not any("train_loss" in path.read_text() for path in (tmp_path / "csv").rglob("*.csv"))
+
+
+@pytest.mark.parametrize("part", [lambda train: Views(train[0][:16], train[1][:16])], ids=["views"])
+def test_metrics_of_views_of_training_data_are_refused(make_network, make_steps, make_trainer, train, part):
+    with pytest.raises(InputError, match="hold it out"):
+        make_trainer().fit(Classifier(make_network()), make_steps(), DataLoader(part(train), batch_size=30))
+
+
+class Views(Dataset):
+    """Tensors in a Dataset of one's own."""
+
+    def __init__(self, inputs, labels):
+        self.inputs, self.labels = inputs, labels
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return self.inputs[index], self.labels[index]
 
 
 def test_a_training_step_of_one_s_own_is_refused(make_network, make_steps, make_trainer):

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.utils.data import Dataset
 
 from dp_microadam import ClippedGradients, DPMicroAdamError, MicroAdam, PrivacyPlan, methods
 from dp_microadam.privacy.ledger import read_ledger
@@ -165,6 +166,63 @@ def other_order(folder, ranks):
     return outcome(lambda: trainer_of(folder / "order").fit(train))
 
 
+class Listed(Dataset):
+    """Reads its examples elsewhere and keeps a list of their names, as ``os.listdir`` gives it."""
+
+    def __init__(self, names, root="/data"):
+        self.names, self.root = names, root
+
+    def __len__(self):
+        return len(self.names)
+
+    def __getitem__(self, index):
+        inputs, labels = problem()
+        number = int(self.names[index].removesuffix(".png"))
+        return inputs[number], labels[number]
+
+
+class Numbered(Listed):
+    """The same, with ids that do not depend on where the files are."""
+
+    def example_ids(self):
+        return self.names
+
+
+class Opaque(Dataset):
+    """Keeps where to ask for its examples, and nothing of them."""
+
+    def __init__(self):
+        self.source = object()
+
+    def __len__(self):
+        return EXAMPLES
+
+    def __getitem__(self, index):
+        inputs, labels = problem()
+        return inputs[index], labels[index]
+
+
+def listed_files(folder, ranks):
+    """What happens to lists of files in another order, in the same order, from another root, and to what cannot be seen."""
+    names = [f"{number}.png" for number in range(EXAMPLES)]
+    mixed = names[::-1] if ranks.rank == 1 else names
+    root = f"/machine-{ranks.rank}"
+    given = {
+        "other order": Listed(mixed),
+        "same order": Listed(list(names)),
+        "other root": Listed(names, root),
+        "other root, same ids": Numbered(names, root),
+        "other ids": Numbered(mixed),
+        "unseen": Opaque(),
+        "unseen in one": Opaque() if ranks.rank == 1 else Listed(names),
+    }
+    plan = plan_of(steps=1)
+    return {
+        name: outcome(lambda name=name, data=data: trainer_of(folder / name, plan=plan).fit(data).steps_done)
+        for name, data in given.items()
+    }
+
+
 def other_plan(folder, ranks):
     return outcome(lambda: trainer_of(folder / "plan", plan=plan_of(noise_multiplier=0.7 + ranks.rank)).fit(problem()))
 
@@ -252,6 +310,7 @@ def main(folder):
         },
         "failing": lambda: failing_batch(folder, ranks),
         "order": lambda: other_order(folder, ranks),
+        "files": lambda: listed_files(folder, ranks),
         "plan": lambda: other_plan(folder, ranks),
         "weights": lambda: other_weights(folder, ranks),
         "interrupted": lambda: interrupted(folder, ranks),

@@ -13,16 +13,13 @@ import time
 from itertools import combinations
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from scipy import stats
-from torch.utils.data import Dataset, Subset, TensorDataset
 
 from dp_microadam import InputError
 from dp_microadam.privacy.ledger import read_ledger
 from dp_microadam.training.checkpoint import CheckpointFolder
-from dp_microadam.training.data_digest import data_digest
 from dp_microadam.training.distributed import Ranks, ranks_here
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
@@ -156,6 +153,25 @@ def test_ranks_that_were_given_different_things_are_refused_before_anything_is_w
     assert not (left.folder / check).exists()
 
 
+def test_files_listed_in_another_order_are_refused_and_their_shards_never_overlap(left):
+    for found in left["files"]:
+        for case in ("other order", "other root", "other ids"):
+            assert str(found[case]).startswith("InputError: the processes of this run differ in the training data"), case
+        assert found["same order"] == found["other root, same ids"] == 1
+    for case in ("other order", "other root", "other ids"):
+        assert not (left.folder / case).exists()
+
+
+def test_data_whose_order_cannot_be_seen_is_refused_with_the_way_out(left):
+    for found in left["files"]:
+        assert str(found["unseen"]).startswith("InputError: Opaque keeps nothing that tells its examples apart")
+        assert "give it example_ids" in found["unseen"]
+    messages = [str(found["unseen in one"]) for found in left["files"]]
+    assert [message.partition(":")[0] for message in messages] == [
+        "InputError" if rank == 1 else "ProcessLost" for rank in range(left.size)
+    ]
+
+
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(left):
     for found in left["interrupted"]:
         assert found == {"stopped": 3, "saved": 3, "resumed": 20}
@@ -200,26 +216,6 @@ def test_processes_that_were_not_introduced_to_each_other_are_refused(monkeypatc
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(InputError, match=r"torchrun started 4 processes, but torch\.distributed is not initialised"):
         ranks_here()
-
-
-class Named(Dataset):
-    """Reads its examples elsewhere and keeps their names, as a folder of images does."""
-
-    def __init__(self, names):
-        self.names = np.array(names)
-
-    def __len__(self):
-        return len(self.names)
-
-
-def test_another_order_of_the_data_shows_in_its_digest():
-    data = TensorDataset(torch.arange(10.0))
-    assert data_digest(Subset(data, [1, 2, 3])) == data_digest(Subset(TensorDataset(torch.arange(10.0)), [1, 2, 3]))
-    assert data_digest(Subset(data, [1, 2, 3])) != data_digest(Subset(data, [2, 1, 3]))
-    assert data_digest(Subset(data, [1, 2, 3])) != data_digest(Subset(TensorDataset(torch.arange(10.0).flip(0)), [1, 2, 3]))
-    assert data_digest(Named(["a", "b"])) == data_digest(Named(["a", "b"])) != data_digest(Named(["b", "a"]))
-    images = torch.randint(256, (50_000, 3), dtype=torch.uint8)
-    assert data_digest((images,)) != data_digest((images[torch.randperm(50_000)],))
 
 
 RECIPE = """

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import math
 import re
 
 import pytest
@@ -72,13 +71,25 @@ def test_a_step_is_clipped_sum_plus_noise_over_the_expected_batch(make_trainer, 
 
 
 def test_an_empty_batch_is_a_step_of_pure_noise_and_is_accounted(make_trainer, training_part):
-    # One example in 3,600 is expected per step: about a third of steps are empty.
-    trainer = make_trainer(steps=8, batch_size=1)
-    before = weights_of(trainer)
+    # One example in 3,600 is expected per step. Which steps are empty follows from the seed: of these eight, some are.
+    from dp_microadam.privacy.randomness import Randomness
+    from dp_microadam.privacy.sampling import PoissonSampler
+
+    trainer = make_trainer(steps=8, batch_size=1, seed=3, optimizer=lambda params: torch.optim.SGD(params, lr=1.0))
+    plan = trainer.plan
+    empty = [step.index for step in PoissonSampler.from_plan(plan, randomness=Randomness.seeded(3)) if not len(step.chunks)]
+    assert 0 < len(empty) < 8
+    states = [weights_of(trainer)]
+    trainer.callbacks = (lambda report: states.append(weights_of(trainer)),)
     result = trainer.fit(training_part)
     assert result.steps_done == 8
     assert read_ledger(result.run_dir).steps == 8
-    assert not same(before, weights_of(trainer))
+    randomness = Randomness.seeded(3)
+    for index in empty:
+        for name, before in states[index].items():
+            noise = randomness.normals(f"noise {name}", index, before.numel(), torch.float32).view_as(before)
+            expected = before - noise * plan.noise_multiplier * 1.0 / plan.batch_size
+            assert torch.allclose(states[index + 1][name], expected, atol=1e-5), f"step {index} is the noise alone"
 
 
 def test_the_schedule_follows_optimizer_steps_with_warm_up_from_the_first(make_trainer, training_part):
@@ -113,17 +124,34 @@ def test_the_weight_average_follows_its_formula(make_trainer, training_part):
         assert torch.allclose(value, average[name], atol=1e-6)
 
 
-def test_raw_and_averaged_weights_are_evaluated_and_the_raw_ones_come_back(make_trainer, training_part, validation_part):
+def test_raw_and_averaged_weights_are_evaluated_and_the_raw_ones_come_back(
+    make_trainer, training_part, validation_part, digits
+):
+    from dp_microadam.data.preparation import Preparation
+
     trainer = make_trainer(steps=4, ema_decay=0.9, evaluate_every=2)
+    stepped = []
+    trainer.callbacks = (lambda report: stepped.append(weights_of(trainer)),)
     result = trainer.fit(training_part, validation=validation_part)
     lines = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4]
-    for line in lines:
-        assert 0 <= line["validation_accuracy"] <= 1
-        assert 0 <= line["ema_validation_accuracy"] <= 1
-        assert math.isfinite(line["ema_validation_loss"])
-    assert not same(weights_of(trainer), trainer.average.state_dict())
-    assert result.metrics["validation_accuracy"] == lines[-1]["validation_accuracy"]
+    raw, average = weights_of(trainer), trainer.average.state_dict()
+    assert same(raw, stepped[-1])
+    assert not same(raw, average)
+    inputs, labels = Preparation(digits)(validation_part)
+    for prefix, weights in (("", raw), ("ema_", average)):
+        model = copy.deepcopy(trainer.model).eval()
+        model.load_state_dict(weights)
+        with torch.no_grad():
+            logits = model(inputs)
+        expected = {
+            f"{prefix}validation_accuracy": float((logits.argmax(1) == labels).double().mean()),
+            f"{prefix}validation_loss": float(torch.nn.functional.cross_entropy(logits, labels)),
+        }
+        for name, value in expected.items():
+            assert lines[-1][name] == result.metrics[name] == pytest.approx(value, abs=1e-5), name
+    assert lines[-1]["validation_loss"] != lines[-1]["ema_validation_loss"]
+    assert trainer.model.training
 
 
 def test_it_learns(make_trainer, training_part, validation_part):

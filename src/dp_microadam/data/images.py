@@ -61,6 +61,10 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
     def __len__(self) -> int:
         return len(self._files)
 
+    def example_ids(self) -> NDArray[np.bytes_]:
+        """Names of the files from the folder on, which are the same wherever it stands."""
+        return np.char.add(os.fsencode(self.folder.name) + b"/", self._files)
+
     def path(self, index: int) -> Path:
         return self.folder / os.fsdecode(bytes(self._files[index]))
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dp_microadam.errors import InputError, PrivacyError
+from dp_microadam.integrations.isolated_metrics import IsolatedLoss
 from dp_microadam.integrations.private_steps import PrivateSteps, refuse_procedures
 from dp_microadam.optimizers.micro_adam import MicroAdam
 from dp_microadam.privacy.plan import PrivacyPlan
@@ -123,7 +124,7 @@ class PrivateHFTrainer(Trainer):
         self._refuse_environment()
         if self.train_dataset is None:
             raise InputError("train_dataset is not given; a private run needs it from the beginning")
-        self._per_example_loss = per_example_loss or classification_loss
+        self._per_example_loss = IsolatedLoss(per_example_loss or classification_loss)
         collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
         self.private_steps = PrivateSteps(
             plan,
@@ -188,7 +189,9 @@ class PrivateHFTrainer(Trainer):
         return super().create_optimizer(model)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """What the host would log, without figures of training examples and with ε."""
+        """What the host would log, without figures of training examples and with ε; nothing from within the loss."""
+        if self._per_example_loss.running:
+            raise PrivacyError(f"{sorted(logs)} were logged from training examples, and are private; log in evaluation")
         spent = {"epsilon": self.private_steps.epsilon()} if "loss" in logs else {}
         super().log({**_public(logs), **spent}, start_time)
 

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
 from dp_microadam.errors import InputError, PrivacyError
+from dp_microadam.integrations.isolated_metrics import IsolatedLoss, nothing_logged
 from dp_microadam.integrations.private_steps import PrivateSteps, refuse_procedures
 
 try:
@@ -44,7 +45,9 @@ class PrivateLightningModule(LightningModule):
     An epoch is as many steps as take each example once on average; training stops with the plan. ε is logged as ``epsilon``.
 
     Formal guarantees: those of :class:`~dp_microadam.integrations.private_steps.PrivateSteps`; Lightning's loops, callbacks and
-    loggers see step numbers in place of batches. Nothing can be logged from within :meth:`per_example_loss`. Settings of the
+    loggers see step numbers in place of batches. Nothing can be logged from within :meth:`per_example_loss`, nor be left in
+    metrics and attributes of the module, as far as
+    :class:`~dp_microadam.integrations.isolated_metrics.IsolatedLoss` sees it. Settings of the
     trainer that would break the guarantee, or would not be used, are refused. Only checkpoints of the ledger's own run are
     resumed. The module must not hold training data itself.
     """
@@ -103,11 +106,29 @@ class PrivateLightningModule(LightningModule):
             )
         super().log(name, value, *arguments, **options)
 
+    @property
+    def logger(self) -> Any:
+        """As ever, but not from within :meth:`per_example_loss`."""
+        return self._logger_outside_the_loss(super().logger)
+
+    @property
+    def loggers(self) -> Any:
+        """As ever, but not from within :meth:`per_example_loss`."""
+        return self._logger_outside_the_loss(super().loggers)
+
+    def _logger_outside_the_loss(self, found: Any) -> Any:
+        if self._looking_at_examples:
+            raise PrivacyError(
+                "a logger was asked for from within per_example_loss; log in validation_step, on held-out examples"
+            )
+        return found
+
     @contextmanager
     def _nothing_logged(self, steps: PrivateSteps) -> Iterator[None]:
         self._looking_at_examples = True
         try:
-            yield
+            with nothing_logged(self.trainer):
+                yield
         except BaseException:
             steps.close()  # a run that failed may be resumed in this process
             raise
@@ -129,7 +150,7 @@ class PrivateLightningModule(LightningModule):
                         "validation shares examples with the training data; its metrics would be private, hold it out"
                     )
             with self._nothing_logged(steps):
-                steps.begin(self, _loss_of_module, self._resumed_from())
+                steps.begin(self, IsolatedLoss(_loss_of_module), self._resumed_from())
             self.trainer.should_stop = not steps.remaining  # a finished run that is resumed
         return steps
 

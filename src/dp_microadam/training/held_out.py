@@ -2,69 +2,335 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+import re
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping
+from enum import Enum
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import Subset
+from torch.utils.data import Dataset
+
+from dp_microadam.training.data_digest import content_digest
+from dp_microadam.training.example_entries import (
+    Entries,
+    attributes_of,
+    entries_of,
+    ids_of,
+    is_array,
+    is_arrow,
+    is_searched,
+    of_objects,
+    unwrapped,
+)
+
+__all__ = ["share_examples", "unwrapped"]
+
+_FILE_NAME = re.compile(r".*[\w)\]-]\.[A-Za-z][A-Za-z0-9]{0,7}")
+"""Text that names a file, rather than a class, a number or a sentence: it has an ending, and no blanks but in a path."""
 
 
 def share_examples(one: Any, other: Any) -> bool:
-    """Whether they hold the same positions of one Dataset, or the same memory.
+    """Whether two sets of examples are seen to have some in common.
 
-    Copies are not recognised.
+    It is seen by positions of one Dataset, by memory (views of one tensor or of one mapped file), by the very same objects in
+    lists, and by names: the same files in lists of files, or the same ``example_ids``, which decide alone where both have them.
+    It looks for what there is once for each example, in attributes of Datasets and of Datasets inside; what examples have in
+    common besides, such as a tokenizer, a transform, names of classes or the folder, does not count.
 
-    >>> data = list(range(10))
+    Copies are not recognised, nor are examples made by code from something both hold.
+
+    >>> from torch.utils.data import Subset
+    >>> data = [[number] for number in range(10)]
     >>> share_examples(Subset(data, [0, 1]), Subset(data, [1, 2])), share_examples(Subset(data, [0, 1]), Subset(data, [2]))
     (True, False)
+    >>> share_examples(data, data[:2]), share_examples(data[2:], data[:2])
+    (True, False)
+    >>> import torch
     >>> images = torch.zeros(10, 3)
     >>> share_examples((images,), images[5:6]), share_examples(images[::2], images[1::2])
     (True, False)
     """
+    ids, other_ids = ids_of(one), ids_of(other)
     (base, positions), (other_base, other_positions) = unwrapped(one), unwrapped(other)
     if base is other_base:
         return positions is None or other_positions is None or not set(positions).isdisjoint(other_positions)
+    if ids is not None and other_ids is not None and not (_count_up(base) and _count_up(other_base)):
+        return not set(ids).isdisjoint(other_ids)
+    (entries, arrays), (other_entries, other_arrays) = entries_of(one), entries_of(other)
+    if not (entries or other_entries or arrays or other_arrays):
+        return _name_one_source(base, other_base)
+    mapped = _MappedFiles()
+    mine, theirs = [_Seen(each, mapped) for each in entries], [_Seen(each, mapped) for each in other_entries]
+    return any(each.meets(one) for each in mine for one in theirs) or _views_overlap(arrays, other_arrays, mapped)
+
+
+def _count_up(data: Any) -> bool:
+    """Whether ids are mere positions, 0, 1, 2 …, which two Datasets have in common whatever they hold."""
+    return all(place == each for place, each in enumerate(ids_of(data) or ()))
+
+
+def _name_one_source(one: Any, other: Any) -> bool:
+    """Whether nothing is known of two Datasets but their settings, those are the same, and name a file or folder."""
+    named = any(isinstance(value, str | bytes | PurePath) for _, value in attributes_of(one))
+    alike = type(one) is type(other) and isinstance(one, Dataset) and named
+    return alike and content_digest(one) == content_digest(other)
+
+
+class _Seen:
+    """What tells the examples of one :class:`Entries` from others: the list they are in, memory, objects and files."""
+
+    def __init__(self, entries: Entries, mapped: _MappedFiles) -> None:
+        self._entries = entries
+        self._memory: list[_Memory] = []
+        self._keys: dict[str, set[Hashable]] = {}
+        values = entries.values
+        if is_arrow(values):
+            self._memory = [part for each in _arrow_memory(entries) for part in mapped.placed(each)]
+        elif is_array(values) and not of_objects(values):
+            self._memory = mapped.placed(_memory_of_rows(values, entries.rows))
+        else:
+            self._look_into([values[row] for row in (range(len(values)) if entries.rows is None else entries.rows)], mapped)
+
+    def _look_into(self, examples: list[Any], mapped: _MappedFiles) -> None:
+        found: dict[str, list[Hashable]] = {"object": [], "file": [], "example": []}
+        memory: list[Any] = []
+        for example in examples:
+            leaves = list(_leaves(example))
+            memory += [leaf for leaf in leaves if is_array(leaf) and not of_objects(leaf) and leaf.ndim]
+            files = [os.fsdecode(leaf) for leaf in leaves if _names_a_file(leaf)]
+            found["file"] += files
+            if files and len(leaves) > 1 and all(isinstance(leaf, _ATOMS) for leaf in leaves):
+                found["example"].append(tuple(os.fsdecode(leaf) if _names_a_file(leaf) else leaf for leaf in leaves))
+            # A tuple of numbers may be a constant that Python keeps once; dicts and lists are made for their examples.
+            if isinstance(example, dict | list) or not all(isinstance(leaf, _ATOMS) for leaf in leaves):
+                found["object"].append(id(example))
+        place = _place_of(found["file"], self._entries.place)
+        self._keys = {kind: _own(keys) for kind, keys in found.items()}
+        self._keys["file"] = {_located(str(name), place) for name in self._keys["file"]}
+        self._keys["example"] = {(place, key) for key in self._keys["example"]}
+        own = _own([_address(each) for each in memory])
+        whole = _joined([_memory_of_rows(each[None], None) for each in memory if _address(each) in own])
+        self._memory = [part for each in whole for part in mapped.placed(each)]
+
+    def meets(self, other: _Seen) -> bool:
+        mine, theirs = self._entries, other._entries
+        if not (mine.known and theirs.known) and not (
+            (mine.known and mine.rows is None) or (theirs.known and theirs.rows is None)
+        ):
+            return False  # both take some of the same, and which cannot be seen
+        named = self._keys.get("file")  # in one list, but perhaps of two folders
+        if mine.values is theirs.values and not is_array(mine.values) and not named:
+            return _same_places(mine, theirs) and (is_arrow(mine.values) or Entries(mine.values).tell_examples_apart())
+        return any(_overlap(each, one) for each in self._memory for one in other._memory) or any(
+            not keys.isdisjoint(other._keys.get(kind, ())) for kind, keys in self._keys.items()
+        )
+
+
+def _same_places(one: Entries, other: Entries) -> bool:
+    return one.rows is None or other.rows is None or bool(np.isin(one.rows, other.rows).any())
+
+
+_ATOMS = (str, bytes, bool, int, float, complex, type(None), PurePath, Enum, np.generic, type)
+"""What Python, or a user, keeps once for many examples."""
+
+_OFTEN = 4
+"""What occurs more often in a sequence belongs to no example: a class, a mask that all have, a film with many frames."""
+
+
+def _own(keys: list[Hashable]) -> set[Hashable]:
+    """Those that belong to single examples; none, if most of the sequence repeats."""
+    counts = Counter(keys)
+    return {key for key, count in counts.items() if count <= _OFTEN} if 2 * len(counts) >= len(keys) else set()
+
+
+def _leaves(example: Any, depth: int = 4) -> Iterator[Any]:
+    """The values an example's entry holds: of dicts, lists, tuples and objects what is in them."""
+    if isinstance(example, _ATOMS) or is_array(example) or depth == 0:
+        yield example
+    elif isinstance(example, Mapping):
+        for value in example.values():
+            yield from _leaves(value, depth - 1)
+    elif isinstance(example, list | tuple):
+        if len(example) > _MANY and all(map(_is_number, example)):
+            yield example[0]
+        else:
+            for value in example:
+                yield from _leaves(value, depth - 1)
+    elif is_searched(example):
+        for _, value in attributes_of(example):
+            yield from _leaves(value, depth - 1)
+    else:
+        yield example
+
+
+_MANY = 16
+"""Longer lists of numbers inside an example are not looked through: tokens, pixels."""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _names_a_file(value: Any) -> bool:
+    if isinstance(value, PurePath):
+        return True
+    if not isinstance(value, str | bytes) or len(value) > _LONGEST_NAME:
+        return False
+    text = os.fsdecode(value)
+    return _FILE_NAME.fullmatch(text) is not None and ("/" in text or not re.search(r"\s", text))
+
+
+_LONGEST_NAME = 4096
+
+
+def _place_of(names: list[Hashable], place: tuple[tuple[str, str], ...]) -> Hashable:
+    """What relative names are relative to: a folder, if the files are there, else all texts beside them."""
+    first = next((str(name) for name in names if not os.path.isabs(str(name))), None)
+    if first is None:
+        return ""
+    folders = [text for _, text in place if "\0" not in text] + [""]
+    return next((os.path.realpath(folder) for folder in folders if os.path.lexists(Path(folder, first))), place)
+
+
+def _located(name: str, place: Hashable) -> Hashable:
+    if os.path.isabs(name):
+        return os.path.normpath(name)
+    return os.path.normpath(os.path.join(place, name)) if isinstance(place, str) else (place, os.path.normpath(name))
+
+
+_Memory = tuple[Hashable, NDArray[np.int64], NDArray[np.int64]]
+"""Address space (a device, or a file that is mapped into memory), and first bytes and ends of what examples occupy there."""
+
+_NOTHING = np.zeros(0, dtype=np.int64)
+
+
+def _memory_of_rows(array: Any, rows: NDArray[np.int64] | None) -> _Memory:
+    if not array.ndim or 0 in array.shape or (isinstance(array, Tensor) and str(array.layout) != "torch.strided"):
+        return "cpu", _NOTHING, _NOTHING
+    rows = np.arange(len(array)) if rows is None else rows
+    strides = [stride * _item(array) for stride in array.stride()] if isinstance(array, Tensor) else list(array.strides)
+    starts = _address(array) + rows * strides[0]
+    reach = sum((size - 1) * abs(stride) for size, stride in zip(array.shape[1:], strides[1:], strict=True)) + _item(array)
+    numbers = int(np.prod(array.shape[1:], dtype=np.int64))
+    if reach > abs(strides[0]) and len(rows) * numbers <= _NUMBERS:  # rows lie between each other, as in a transposed matrix
+        for size, stride in zip(array.shape[1:], strides[1:], strict=True):
+            starts = (starts[:, None] + np.arange(size) * stride).reshape(-1)
+        reach = _item(array)
+    else:
+        starts = starts + sum((size - 1) * min(stride, 0) for size, stride in zip(array.shape[1:], strides[1:], strict=True))
+    return _device(array), starts, starts + reach
+
+
+_NUMBERS = 1 << 24
+"""Numbers of an array whose addresses are compared one by one."""
+
+
+def _item(array: Any) -> int:
+    return int(array.element_size() if isinstance(array, Tensor) else array.itemsize)
+
+
+def _address(array: Any) -> int:
+    return int(array.data_ptr() if isinstance(array, Tensor) else array.__array_interface__["data"][0])
+
+
+def _device(array: Any) -> Hashable:
+    return str(array.device) if isinstance(array, Tensor) else "cpu"
+
+
+def _arrow_memory(entries: Entries) -> Iterator[_Memory]:
+    """Where the rows of an Arrow table are, column by column: numbers themselves, of texts and lists where they begin."""
+    for column in entries.values._data.table.columns:
+        first = 0
+        for chunk in column.chunks:
+            rows = np.arange(len(chunk))
+            if entries.rows is not None:
+                rows = entries.rows[(entries.rows >= first) & (entries.rows < first + len(chunk))] - first
+            first += len(chunk)
+            buffers = chunk.buffers()
+            try:
+                width = chunk.type.bit_width // 8
+            except ValueError:
+                width = 8 if str(chunk.type).startswith("large") else 4
+            if width and len(buffers) > 1 and buffers[1] is not None:
+                starts = buffers[1].address + (chunk.offset + rows) * width
+                yield "cpu", starts, starts + width
+
+
+def _joined(memory: list[_Memory]) -> list[_Memory]:
+    spaces = {space for space, _, _ in memory}
+    return [
+        (
+            space,
+            np.concatenate([starts for one, starts, _ in memory if one == space]),
+            np.concatenate([ends for one, _, ends in memory if one == space]),
+        )
+        for space in spaces
+    ]
+
+
+def _overlap(one: _Memory, other: _Memory) -> bool:
+    (space, starts, ends), (other_space, other_starts, other_ends) = one, other
+    if space != other_space or not len(starts) or not len(other_starts):
+        return False
+    order = np.argsort(other_starts)
+    furthest = np.maximum.accumulate(other_ends[order])  # by all that begin no later
+    before = np.searchsorted(other_starts[order], ends)
+    return bool((furthest[np.maximum(before - 1, 0)] > starts)[before > 0].any())
+
+
+def _views_overlap(arrays: list[Any], others: list[Any], mapped: _MappedFiles) -> bool:
+    """Whether arrays that Datasets cut into examples are different parts of one, with some in common.
+
+    The same part in both says nothing: it may be a table of constants, or be cut at other places.
+    """
+    places = [(_whole(array), mapped.placed(_whole(array))) for array in arrays if not of_objects(array)]
+    other_places = [(_whole(array), mapped.placed(_whole(array))) for array in others if not of_objects(array)]
     return any(
-        _rows_meet(mine, theirs)
-        for mine in _rows_in_memory(base, positions)
-        for theirs in _rows_in_memory(other_base, other_positions)
+        _overlap(mine, theirs)
+        for (_, start, end), found in places
+        for (_, other_start, other_end), all_found in other_places
+        if not (np.array_equal(start, other_start) and np.array_equal(end, other_end))
+        for mine in found
+        for theirs in all_found
     )
 
 
-def unwrapped(data: Any) -> tuple[Any, list[int] | None]:
-    """What Subsets of Subsets are taken from, and which positions; None for all."""
-    positions: list[int] | None = None
-    while isinstance(data, Subset):
-        own = [int(index) for index in data.indices]
-        positions = own if positions is None else [own[position] for position in positions]
-        data = data.dataset
-    return data, positions
+def _whole(array: Any) -> _Memory:
+    space, starts, ends = _memory_of_rows(array, None)
+    return (space, starts.min(keepdims=True), ends.max(keepdims=True)) if len(starts) else (space, starts, ends)
 
 
-_Rows = tuple[torch.device, NDArray[np.int64], int]
-"""Device, first bytes and length in bytes of the rows of a tensor."""
+class _MappedFiles:
+    """Files that are mapped into this process' memory, so that two maps of one file are known to be the same."""
+
+    def __init__(self) -> None:
+        lines = _MAPS.read_text(encoding="utf-8", errors="replace").splitlines() if _MAPS.is_file() else []
+        fields = [line.split(maxsplit=5) for line in lines]
+        found = [(one[0].split("-"), one[2], (one[3], one[4])) for one in fields if len(one) > 5 and one[4] != "0"]
+        self._starts = np.array([int(bounds[0], 16) for bounds, _, _ in found if int(bounds[1], 16) < 1 << 63], dtype=np.int64)
+        self._ends = np.array([int(bounds[1], 16) for bounds, _, _ in found if int(bounds[1], 16) < 1 << 63], dtype=np.int64)
+        self._offsets = np.array([int(offset, 16) for _, offset, _ in found], dtype=np.int64)[: len(self._starts)]
+        self._files = [file for _, _, file in found]
+
+    def placed(self, memory: _Memory) -> list[_Memory]:
+        """The same memory, that of mapped files by file and place in it."""
+        space, starts, ends = memory
+        if space != "cpu" or not len(self._starts) or not len(starts):
+            return [memory]
+        which = np.searchsorted(self._starts, starts, side="right") - 1
+        inside = (which >= 0) & (starts < self._ends[np.maximum(which, 0)])
+        result: list[_Memory] = [(space, starts[~inside], ends[~inside])]
+        for each in np.unique(which[inside]):
+            here = inside & (which == each)
+            moved = int(self._offsets[each] - self._starts[each])
+            result.append((self._files[each], starts[here] + moved, ends[here] + moved))
+        return result
 
 
-def _rows_in_memory(data: Any, positions: Sequence[int] | None) -> Iterator[_Rows]:
-    for tensor in tree_leaves(data.tensors if hasattr(data, "tensors") else data):
-        if isinstance(tensor, Tensor) and tensor.dim() and tensor.numel():
-            item = tensor.element_size()
-            rows = np.arange(len(tensor)) if positions is None else np.asarray(positions, dtype=np.int64)
-            length = sum((size - 1) * stride for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True)) + 1
-            yield tensor.device, np.sort(tensor.data_ptr() + rows * tensor.stride(0) * item), length * item
-
-
-def _rows_meet(one: _Rows, other: _Rows) -> bool:
-    (device, starts, length), (other_device, other_starts, other_length) = one, other
-    if device != other_device or not len(starts) or not len(other_starts):
-        return False
-    after = np.searchsorted(other_starts, starts)
-    next_one = other_starts[np.minimum(after, len(other_starts) - 1)]
-    one_before = other_starts[np.maximum(after - 1, 0)]
-    meets_next = (next_one >= starts) & (next_one < starts + length)
-    meets_before = (one_before < starts) & (one_before + other_length > starts)
-    return bool((meets_next | meets_before).any())
+_MAPS = Path("/proc/self/maps")
+"""Where Linux says what is mapped; elsewhere two maps of one file are taken for different data."""

@@ -12,15 +12,7 @@ from typing import Any
 from dp_microadam.durable_files import write_text_durably
 from dp_microadam.training.checkpoint import CheckpointFolder
 from dp_microadam.training.progress import tell
-from dp_microadam.training.run_folder import (
-    CHECKPOINTS,
-    CONFIG,
-    EVENTS,
-    LOG,
-    METRICS,
-    STATISTICS,
-    read_metrics,
-)
+from dp_microadam.training.run_folder import CHECKPOINTS, CONFIG, EVENTS, LOG, METRICS, STATISTICS, create_folder, read_metrics
 from dp_microadam.training.run_statistics import Pace, peak_memory
 from dp_microadam.training.tensorboard import Events
 from dp_microadam.training.training_step import TrainingStep

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dp_microadam.errors import InputError
 from dp_microadam.privacy.randomness import Randomness
 from dp_microadam.privacy.sampling import PoissonSampler
-from dp_microadam.training.data_digest import data_digest
+from dp_microadam.training.data_digest import require_same_data
 from dp_microadam.training.distributed import Ranks, ranks_here, refuse_diverged, start_alike
 from dp_microadam.training.engines import Engines
 from dp_microadam.training.evaluation import PerExample
@@ -200,7 +200,7 @@ class TrainingStep(ABC):
             self._check_model(self._data)
         if self.ranks.size > 1:
             self.ranks.require_same("plan, phases, clipping or randomness", self._rules())
-            self.ranks.require_same("the training data or its order", data_digest(train))
+            require_same_data(self.ranks, train)
 
     def _sampler_from(self, first_step: int) -> PoissonSampler:
         return PoissonSampler(
