@@ -72,6 +72,11 @@ def test_pixels_that_do_not_meet_are_accepted_in_their_full_range(kind):
     assert_accepted(classifier(), PIXELS_APART[kind], images())
 
 
+def take_calls(engine: ClippedGradients, count: int) -> None:
+    for _ in range(count):
+        engine.accumulate(features())
+
+
 def mixup(x: Tensor) -> Tensor:
     return 0.7 * x + 0.3 * x[torch.randperm(len(x))]
 
@@ -89,15 +94,13 @@ def test_mixing_at_random_is_refused_when_the_check_is_made_or_repeated(kind):
     # more; two checks, at calls 1 and 16, with less than 1e-7.
     engine = ClippedGradients(nn.Linear(5, 4), SOMETIMES[kind], max_grad_norm=1.0)
     with pytest.raises(InputError, match=r"mixes examples.*seed=\d+"):
-        for _ in range(16):
-            engine.accumulate(features())
+        take_calls(engine, 16)
 
 
 def test_a_check_that_refused_can_be_repeated_by_its_seed():
     engine = ClippedGradients(nn.Linear(5, 4), SOMETIMES["by Python"], max_grad_norm=1.0)
     with pytest.raises(InputError) as refusal:
-        for _ in range(16):
-            engine.accumulate(features())
+        take_calls(engine, 16)
     seed = int(str(refusal.value).rpartition("seed=")[2].strip("()"))
     for _ in range(3):
         with pytest.raises(InputError) as again:

@@ -62,7 +62,9 @@ def _random(batch: Any, count: int, seed: int, bounds: Sequence[int] | None, spr
         if leaf.is_floating_point() or leaf.is_complex():
             return torch.rand(shape, generator=real).to(device=leaf.device, dtype=leaf.dtype)
         numbers = _whole_numbers(shape, bound, spread, whole)
-        steps = torch.randint(1, bound, shape, generator=whole)  # drawn in both cases: later leaves must not differ
+        steps = torch.randint(
+            1, bound, shape, generator=whole, dtype=torch.int32
+        )  # drawn in both cases: later leaves must not differ
         return ((numbers + steps) % bound if flip else numbers).to(device=leaf.device, dtype=leaf.dtype)
 
     return tree_map(like, batch)
@@ -70,20 +72,20 @@ def _random(batch: Any, count: int, seed: int, bounds: Sequence[int] | None, spr
 
 def _whole_numbers(shape: tuple[int, ...], bound: int, spread: bool, generator: torch.Generator) -> Tensor:
     if bound <= 2:
-        return torch.randint(2, shape, generator=generator)
+        return torch.randint(2, shape, generator=generator, dtype=torch.int32)
     single = math.prod(shape[1:]) == 1
     if single and spread:
-        return torch.randint(bound, shape, generator=generator)
+        return torch.randint(bound, shape, generator=generator, dtype=torch.int32)
     if single or spread:  # two values; beyond 0 and 1, which are often special, where there are as many
         first = int(torch.randint(2, bound, (), generator=generator))
         second = int(torch.randint(1, bound, (), generator=generator))
         second = bound - 1 if bound > 3 and first != bound - 1 else (first + second) % bound
         which = torch.randint(2, shape, generator=generator)
         which[0] = 0
-        return torch.tensor([first, second])[which]
+        return torch.tensor([first, second], dtype=torch.int32)[which]
     tops = torch.tensor([bound, 2, max(2, math.isqrt(bound))]).roll(int(torch.randint(3, (), generator=generator)))
     rows = tops[torch.arange(shape[0]) % 3].view(-1, *[1] * (len(shape) - 1))
-    return (torch.rand(shape, generator=generator, dtype=torch.float64) * rows).long()
+    return (torch.rand(shape, generator=generator) * rows).int().clamp_(max=bound - 1)
 
 
 def repeated(given: Any, count: int) -> tuple[Any, Any]:

@@ -126,9 +126,7 @@ class WatchIndices(TorchDispatchMode):
 
 def is_whole(leaf: Any) -> bool:
     """Whether a leaf holds whole numbers other than truth values."""
-    return (
-        isinstance(leaf, Tensor) and not (leaf.is_floating_point() or leaf.is_complex()) and leaf.dtype != torch.bool
-    )
+    return isinstance(leaf, Tensor) and not (leaf.is_floating_point() or leaf.is_complex()) and leaf.dtype != torch.bool
 
 
 def _address(tensor: Tensor) -> int:

@@ -50,8 +50,7 @@ def differing(one: Mapping[str, list[Any]], other: Mapping[str, list[Any]]) -> s
     return {
         name
         for name in one.keys() | other.keys()
-        if len(one.get(name, ())) != len(other.get(name, ()))
-        or not all(map(_agree, one.get(name, ()), other.get(name, ())))
+        if len(one.get(name, ())) != len(other.get(name, ())) or not all(map(_agree, one.get(name, ()), other.get(name, ())))
     }
 
 

@@ -210,8 +210,8 @@ def prove_size(
     """Raise :class:`InputError` unless examples are independent in batches as large as this one too.
 
     Three forward and backward passes of the batch's size, four if the model draws random numbers. The engine asks for
-    it when a batch is larger than all before: of T batches of random sizes about ln T are. The second half of the batch
-    is one example again and again, so that whatever has room for a part of the batch only runs out of it.
+    it when a batch is larger than all before: of T batches of random sizes about ln T are. Three quarters of the
+    batch are one example again and again, so that whatever has room for a part of the batch only runs out of it.
     """
     trial = Trial(new_seed()) if trial is None else trial
     count = batch_size(batch)
@@ -224,7 +224,7 @@ def prove_size(
             proof.seed = attempt.seed
             neighbours = _Neighbours(replaced=[rows], removed=[rows])
             last = attempt.seed == 0
-            examples = alike(examples, count // 2, count)
+            examples = alike(examples, count // 4, count)
             if proof.examples_do_not_mix(examples, others, neighbours, attempt.magnitude, required=last) is not None:
                 return
 
@@ -412,13 +412,13 @@ class _Proof:
             return None
         for rows in neighbours.replaced:
             after = self.look(with_other_rows(batch, others, rows))
-            kept = _without(rows, count)
+            kept = without(rows, count)
             self._refuse_difference(before, after, kept, kept, scale, "replacing")
         drew, drew_at_all = before.drew, before.random
         if drew:
             before = self.look(batch, one_draw=True)
         for rows in neighbours.removed:
-            kept = _without(rows, count)
+            kept = without(rows, count)
             after = self.look(select(batch, kept), one_draw=drew)
             self._refuse_difference(before, after, kept, torch.arange(len(kept)), scale, "taking out", drew)
         return drew_at_all
@@ -441,7 +441,7 @@ class _Proof:
             batch, others = examples_of(further)
             rows = torch.tensor([step % batch_size(batch)])
             before, after = (self._losses(one, further.seed) for one in (batch, with_other_rows(batch, others, rows)))
-            kept = _without(rows, batch_size(batch))
+            kept = without(rows, batch_size(batch))
             if bool(torch.isfinite(before.losses).all()):
                 self._refuse_difference(before, after, kept, kept, trial.magnitude, "replacing")
 
@@ -479,12 +479,12 @@ class _Proof:
             projections[f"{use.label}, use {len(projections) + 1}"] = rows @ self._direction(rows)
 
         with self._pass(), one_draw_for_all_rows() if one_draw else nullcontext():
-            start, other_start = _random_state(self.model), _other_random_state()
+            start, other_start = random_state(self.model), other_random_state()
             losses = partial(losses_of, self.model, self.loss, batch)
             parts, values = parts_of(self.observed, losses, batch_size(batch), also=arrived)
             norms = {f"parameter {', '.join(sorted(part.names.values()))!r}": part.squared.sqrt() for part in parts}
-            drew = _random_state(self.model) != start
-            return _Seen(values, norms, projections, drew, random=drew or _other_random_state() != other_start)
+            drew = random_state(self.model) != start
+            return _Seen(values, norms, projections, drew, random=drew or other_random_state() != other_start)
 
     def _direction(self, rows: Tensor) -> Tensor:
         kind = rows.shape[1], rows.dtype, rows.device
@@ -649,7 +649,8 @@ def _ignore(use: Use, gradient: Tensor) -> None:
     """A forward pass without a backward one."""
 
 
-def _without(rows: Tensor, count: int) -> Tensor:
+def without(rows: Tensor, count: int) -> Tensor:
+    """All rows but these."""
     everything = torch.arange(count)
     return everything[~torch.isin(everything, rows)]
 
@@ -669,14 +670,14 @@ def _within(trial: Trial, bounds: Sequence[int], watched: WatchIndices | None) -
     return replace(trial, bounds=bounds, magnitude=1.0 if watched is None else watched.magnitude(bounds))
 
 
-def _random_state(model: nn.Module) -> list[Any]:
+def random_state(model: nn.Module) -> list[Any]:
     """Whether it moves tells whether a pass draws random numbers."""
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
     return [state.tolist() for state in states]
 
 
-def _other_random_state() -> tuple[Any, ...]:
+def other_random_state() -> tuple[Any, ...]:
     """The global streams of Python and NumPy."""
-    _, words, position, *rest = np.random.get_state()  # noqa: NPY002 - the global stream is the one a model may use
-    return random.getstate(), words.tobytes(), position, tuple(rest)
+    state: dict[str, Any] = np.random.get_state(legacy=False)  # type: ignore[assignment]  # noqa: NPY002 - the global stream
+    return random.getstate(), state["state"]["key"].tobytes(), state["state"]["pos"], state["has_gauss"]

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, default_collate
 
 from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.clipping.row_norms import ClippedRowNorms
+from dp_microadam.clipping.transform_check import check_transform
 from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError
 from dp_microadam.privacy.ledger import PrivacyLedger, RunSettings, read_ledger
 from dp_microadam.privacy.mechanism import GaussianMechanism
@@ -551,8 +552,11 @@ class PrivateTrainer:
                 sample = default_collate([train[i] for i in range(count)])
             else:
                 sample = next(batches(train, count))
-            with torch.random.fork_rng():
-                sample = self._training_batch(sample)
+        transforms = [name for name in ("augment", "prepare") if getattr(self, f"_{name}") is not None]
+        if transforms:
+            check_transform(self._training_batch, sample, self.model, what=" or ".join(transforms))
+        with self._withheld(), torch.random.fork_rng():
+            sample = self._training_batch(sample)
         # For all phases now: a run must not fail half-way for what could be known before. Each proof is kept for its phase.
         for phase in {phase.asks: phase for phase in phases_from(self._phases, self._updates)}.values():
             gradients = self._gradients_of(phase)
