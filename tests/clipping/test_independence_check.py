@@ -124,40 +124,28 @@ def test_every_check_draws_examples_of_its_own():
 
 
 class Experts(nn.Module):
-    """Each example goes to one of two experts, which take at most ``room`` times their even share of the batch."""
+    """Each example goes to one of eight experts, which take ``room`` times their even share of the batch and at least four."""
 
     def __init__(self, room: float | None) -> None:
         super().__init__()
-        self.router = nn.Linear(5, 2).requires_grad_(False)
-        self.first, self.second = nn.Linear(5, 4), nn.Linear(5, 4)
+        self.router = nn.Linear(5, 8).requires_grad_(False)
+        self.experts = nn.Linear(5, 8 * 4)
         self.room = room
 
     def forward(self, x: Tensor) -> Tensor:
-        choice = self.router(x).argmax(1)
-        share = F.one_hot(choice, 2).to(x.dtype)
+        choice = self.router(20 * (x - 0.5)).argmax(1)
+        share = F.one_hot(choice, 8).to(x.dtype)
         if self.room is not None:
-            taken = share.cumsum(0) * share
-            share = share * (taken <= max(1, int(self.room * len(x) / 2)))
-        return share[:, :1] * self.first(x) + share[:, 1:] * self.second(x)
+            share = share * (share.cumsum(0) <= max(4, int(self.room * len(x) / 8)))
+        return (share.unsqueeze(2) * self.experts(x).unflatten(1, (8, 4))).sum(1)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_experts_with_a_capacity_are_refused_and_those_without_are_not(seed):
+@pytest.mark.parametrize("count", [8, 20, 64])
+def test_experts_with_a_capacity_are_refused_and_those_without_are_not(seed, count):
     torch.manual_seed(seed)
-    assert_refused(Experts(room=1.25), cross_entropy, features(8))
-    assert_accepted(Experts(room=None), cross_entropy, features(8), checks=1)
-
-
-def test_experts_with_room_for_small_batches_only_are_refused_at_large_ones():
-    class Fixed(Experts):
-        def forward(self, x: Tensor) -> Tensor:
-            self.room = 16 / len(x)
-            return super().forward(x)
-
-    engine = ClippedGradients(Fixed(None), cross_entropy, max_grad_norm=1.0)
-    engine.accumulate(features(5))
-    with pytest.raises(InputError, match="mixes examples"):
-        engine.accumulate(features(40))
+    assert_refused(Experts(room=1.25), cross_entropy, features(count))
+    assert_accepted(Experts(room=None), cross_entropy, features(count), checks=1)
 
 
 def rescaled_above(threshold: float) -> Callable[[nn.Module, Batch], Tensor]:

@@ -104,7 +104,7 @@ def test_a_transform_that_keeps_something_of_earlier_batches_is_refused():
 
 def test_a_generator_that_cannot_be_rewound_is_refused():
     generator = torch.Generator().manual_seed(0)
-    with pytest.raises(InputError, match="generator of its own|mixes examples"):
+    with pytest.raises(InputError, match="generator of its own"):
         check(on_pixels(lambda x: x + torch.rand(x.shape, generator=generator)))
 
 

@@ -144,3 +144,18 @@ def _is_real(leaf: Any) -> bool:
 def alike(batch: Any, first: int, count: int) -> Any:
     """``count`` examples: those of the batch before ``first``, then that one again and again."""
     return select(batch, torch.arange(count).clamp(max=first))
+
+
+def at_bounds(batch: Any, bounds: Sequence[int]) -> Any:
+    """A copy whose first example has the largest whole numbers within the bounds, and whose second has zeros there."""
+    leaf_bounds = iter(bounds)
+
+    def extreme(leaf: Any) -> Any:
+        bound = next(leaf_bounds)
+        if bound <= 2 or not isinstance(leaf, Tensor):
+            return leaf
+        changed = leaf.clone()
+        changed[0], changed[1] = bound - 1, 0
+        return changed
+
+    return tree_map(extreme, batch)

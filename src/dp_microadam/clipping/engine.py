@@ -32,9 +32,9 @@ class ClippedGradients:
     Formal guarantees: for batches that differ by adding or removing one example, ``sums``, read as one vector over all
     parameters, differ by at most ``sensitivity`` in L2 norm, however the batch was cut into chunks; up to rounding,
     which is a relative 1e-5 in what the example itself adds, and that of a float32 sum over all examples. It holds for
-    models in which examples do not interact; that is proved on synthetic data before the first step (``ownership.py``),
-    and such models are refused otherwise. Not proved is that they never interact on values, at sizes or after numbers
-    of calls that the proof does not try; ``ownership.py`` lists these. A model that changes its own buffers or
+    models in which examples do not interact; a randomized numerical check on synthetic data before the first step
+    (``ownership.py``) refuses others. It can miss interactions on values, at sizes, by random draws or after numbers of calls
+    that it does not try; ``ownership.py`` and the documentation list these. A model that changes its own buffers or
     parameters while examples pass through it is refused at every call. An example whose gradient is not finite, or
     whose squared norm overflows, contributes nothing. What ``accumulate`` returns, and ``sums`` before noise, are
     private. With ``scale`` or ``row_masks`` all of this holds for the scaled gradients s⊙gᵢ: ``sums`` is Σᵢ clip(s⊙gᵢ,

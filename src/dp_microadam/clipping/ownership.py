@@ -1,43 +1,50 @@
-"""The proof, before the first step, that every row belongs to one example and that every gradient is accounted for.
+"""The independence check, before the first step: every row belongs to one example, and every gradient is accounted for.
 
-Formal guarantees: after :func:`prove` has returned, on synthetic input of the batch's shape,
+A randomized numerical check, not a proof in the sense of mathematics. Formal guarantees: after :func:`prove` has returned,
+on synthetic input of the batch's shape,
 
 - replacing one example by another, or taking it or two of them out, left every other example as it was: its loss, the
   norm of its gradient in every layer, and a random projection of its output gradient at every use of a parameter. Tried
   with three examples, for each of them; and with examples multiplied by 1000, 1 and 30 or by -30, 1 and -1000, where
-  each was the same alone as beside the others. So neither the place in the batch, nor its size, nor the range of its
-  values decides. It runs in double precision on a copy of the model, which autocast leaves alone and in which
+  each was the same alone as beside the others; with one example three times; and with one beside others a million and
+  ten thousand times as large. So neither the place in the batch, nor its size, nor the range of its values decides.
+  Whole numbers go up to what they index (classes, tokens) or to 255, and are the same in some examples and of another
+  range in others. It runs in double precision on a copy of the model, which autocast leaves alone and in which
   parameters that are all zero (a new head, a gain) are small random numbers instead; what may differ is at most 1e-9 of
-  the largest loss and 1e-7 of the largest gradient; a model that does not run in double throughout is proved as it is:
+  the largest loss and 1e-7 of the largest gradient; a model that does not run in double throughout is checked as it is:
   to 1e-5 and 1e-3 in float32, to four roundings of the products under autocast (3e-2 in bfloat16), and to hardly
   anything if its parameters are in half precision;
-- nothing a checkpoint holds (parameters, buffers, extra state) was changed by a forward and backward pass;
+- for models that draw random numbers, 16 more seeds left the losses of others as they were when one example was replaced;
+- nothing a checkpoint holds (parameters, buffers, extra state) was changed by a forward and backward pass, and neither the
+  loss of a batch nor any plain attribute of a module depended on the batch that had passed before it;
 - the loss of one example alone had an output gradient in its own rows of every observed use of a parameter and in no
   other row, so these rows are the gradient of that example;
 - each example's gradient norm and the unclipped sum that the engine forms equal those of autograd, for every trainable
   parameter, so no parameter is used where it is not observed.
 
-After :func:`prove_size` the first holds for the first, middle and last example of a batch of that very size too, all
+After :func:`prove_size` the first holds for the first and last example of a batch of that very size and one between, all
 three replaced or taken out at once, at scale 1 and in the model's own precision.
 
 Clipping rows then bounds what adding or removing one example changes.
 
-Not proved, and outside the guarantee if it happens:
+Not seen, and outside the guarantee if it happens (docs/clipping.md lists it for users):
 
-- mixing on some inputs only: values beyond those tried (a threshold that no scale reaches; a class, token or integer
-  pixel other than 0 and 1), sizes between three and the largest proved (a model that mixes batches of exactly 17),
-  other lengths of the dimensions that are not the batch's;
-- mixing that begins later, after a number of calls or by a switch from outside: the engine repeats the proof at calls
+- mixing on some inputs only: values beyond those tried (a threshold above a million; one class, token or pixel among many;
+  whole numbers below 0, such as labels to ignore), sizes between three and the largest tried (a model that mixes batches
+  of exactly 17), other lengths of the dimensions that are not the batch's;
+- mixing that begins later, after a number of calls or by a switch from outside: the engine repeats the check at calls
   16, 32, 64, …, so that it is refused, but steps taken until then were not bounded;
 - mixing weaker than the tolerances above;
-- mixing by random draws only, where these draws happen to mix nothing with the seed of the proof;
-- plain attributes, files and global variables in which a model stores examples without using them.
+- mixing by random draws that none of about 20 seeds gives, in the forward pass, or that none of four gives, in the backward
+  pass only; every repetition has new seeds;
+- files, global variables and attributes of objects other than the model in which examples are stored without being used.
 
-Randomness: all compared passes start from one seed (of torch, ``random`` and NumPy). A replaced example leaves all
-shapes as they are, so dropout and stochastic depth draw what they drew before. Taking an example out would shift the
-stream; there, models that draw at all are compared with one draw for all rows (``one_draw.py``). A generator of the
-model's own is not rewound: examples then seem to change, and the model is refused. What examples draw is taken to be
-secret: whoever knows the seed of dropout sees the masks of all examples move when one of them is gone.
+Randomness: all compared passes start from one seed (of torch, ``random`` and NumPy), which is a new one from the operating
+system for every check, and examples are drawn from it too; refusals name it, so that they can be repeated. A replaced
+example leaves all shapes as they are, so dropout and stochastic depth draw what they drew before. Taking an example out
+would shift the stream; there, models that draw at all are compared with one draw for all rows (``one_draw.py``). A
+generator of the model's own is not rewound: examples then seem to change, and the model is refused. What examples draw is
+taken to be secret: whoever knows the seed of dropout sees the masks of all examples move when one of them is gone.
 """
 
 from __future__ import annotations
@@ -60,6 +67,7 @@ from torch.utils._pytree import tree_leaves
 from dp_microadam.clipping import attention, recurrent
 from dp_microadam.clipping.batches import (
     alike,
+    at_bounds,
     batch_size,
     in_double,
     repeated,
@@ -159,10 +167,11 @@ def prove(
 ) -> Trial:
     """Raise :class:`InputError` unless examples are independent and every trainable parameter is observed.
 
-    Runs on three synthetic examples of the batch's shape, or on those ``given``: 28 forward and backward passes of one to
-    three examples, 32 if the model draws random numbers, one to four more for whole numbers; four forward passes of three
-    examples, 32 more if the model draws; and two of 13 and 11 examples, from which ``observed.table`` learns what has rows
-    for each example; up to 30 more for layers that are skipped at random.
+    A randomized numerical check; the head of this file says what it can miss. Runs on three synthetic examples of the
+    batch's shape, or on those ``given``: 29 forward and backward passes of one to three examples, 34 if the model draws
+    random numbers; four forward passes of three examples, 32 more if the model draws, and one or a few more to find out
+    which whole numbers it accepts; and two of 13 and 11 examples, from which ``observed.table`` learns what has rows for
+    each example; up to 30 more for layers that are skipped at random.
     ``precision`` is the relative error of the products in the model, if it is coarser than that of its parameters.
     ``seed`` repeats a check that was made with it; by default it is a new one from the operating system.
     Leaves random streams, parameters, their gradients, buffers and modes as they were.
@@ -211,11 +220,13 @@ def prove_size(
 
     Three forward and backward passes of the batch's size, four if the model draws random numbers. The engine asks for
     it when a batch is larger than all before: of T batches of random sizes about ln T are. Three quarters of the
-    batch are one example again and again, so that whatever has room for a part of the batch only runs out of it.
+    batch are one example again and again, so that whatever has room for a part of the batch only runs out of it; the
+    first and last of these are replaced or taken out, and others take their place.
     """
     trial = Trial(new_seed()) if trial is None else trial
     count = batch_size(batch)
-    rows = torch.tensor([0, count // 2, count - 1])
+    quarter = count // 4
+    rows = torch.tensor([0, quarter, count - 1])
     with undisturbed(model) as rewind, _named_seed(trial.seed):
         proof = _Proof(model, per_example_loss, observed, rewind, precision)
         # Random examples and draws may give what is not finite; those that were always tried come last.
@@ -224,7 +235,7 @@ def prove_size(
             proof.seed = attempt.seed
             neighbours = _Neighbours(replaced=[rows], removed=[rows])
             last = attempt.seed == 0
-            examples = alike(examples, count // 4, count)
+            examples = alike(examples, quarter, count)
             if proof.examples_do_not_mix(examples, others, neighbours, attempt.magnitude, required=last) is not None:
                 return
 
@@ -366,9 +377,14 @@ class _Proof:
         return start if self._is_accepted(start, batch, given) else Trial(0)
 
     def _is_accepted(self, trial: Trial, batch: Any, given: Any) -> bool:
+        examples, _ = trial.examples(batch, PROVED_AT_FIRST, given)
         self.seed = trial.seed
         try:
-            return self.look(trial.examples(batch, PROVED_AT_FIRST, given)[0]).is_finite()
+            if trial.bounds is not None:
+                largest = self._losses(at_bounds(examples, trial.bounds), trial.seed).losses[0]
+                if not bool(torch.isfinite(largest)):
+                    return False
+            return self.look(examples).is_finite()
         except Exception:  # an index out of range, most often
             return False
         finally:
@@ -378,12 +394,14 @@ class _Proof:
         """Neither the losses of a batch nor plain attributes depend on the batch that came before it."""
         try:
             one, two, control = (copied(self.model) for _ in range(3))
-        except Exception:  # a model that cannot be copied is looked at as far as that goes without copies
+            after_first, after_other = self._one_after_another(one, first, later), self._one_after_another(two, other, later)
+            suspects = differing(after_first, after_other)
+            if suspects:  # unless it differs by itself, as a clock does
+                suspects -= differing(after_first, self._one_after_another(control, first, later))
+        except InputError:
+            raise
+        except Exception:  # a model that cannot be copied, or does not accept these examples
             return
-        after_first, after_other = self._one_after_another(one, first, later), self._one_after_another(two, other, later)
-        suspects = differing(after_first, after_other)
-        if suspects:  # unless it differs by itself, as a clock does
-            suspects -= differing(after_first, self._one_after_another(control, first, later))
         if suspects:
             name = min(suspects)
             what = "a loss" if name == _LOSSES else f"attribute {name!r} of the model"
@@ -440,8 +458,13 @@ class _Proof:
             further = trial.again(step + 4)
             batch, others = examples_of(further)
             rows = torch.tensor([step % batch_size(batch)])
-            before, after = (self._losses(one, further.seed) for one in (batch, with_other_rows(batch, others, rows)))
             kept = without(rows, batch_size(batch))
+            try:
+                before, after = (self._losses(one, further.seed) for one in (batch, with_other_rows(batch, others, rows)))
+            except InputError:
+                raise
+            except Exception:  # a model that does not accept these examples
+                continue
             if bool(torch.isfinite(before.losses).all()):
                 self._refuse_difference(before, after, kept, kept, trial.magnitude, "replacing")
 
@@ -679,5 +702,5 @@ def random_state(model: nn.Module) -> list[Any]:
 
 def other_random_state() -> tuple[Any, ...]:
     """The global streams of Python and NumPy."""
-    state: dict[str, Any] = np.random.get_state(legacy=False)  # type: ignore[assignment]  # noqa: NPY002 - the global stream
+    state: dict[str, Any] = np.random.get_state(legacy=False)  # noqa: NPY002 - the global stream
     return random.getstate(), state["state"]["key"].tobytes(), state["state"]["pos"], state["has_gauss"]

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from dp_microadam.clipping.batches import alike, batch_size, scaled, select, with_other_rows
+from dp_microadam.clipping.batches import alike, at_bounds, batch_size, scaled, select, with_other_rows
 from dp_microadam.clipping.integer_ranges import WatchIndices
 from dp_microadam.clipping.ownership import Interaction, Trial, new_seed, other_random_state, random_state, without
 from dp_microadam.clipping.undisturbed import undisturbed
@@ -79,7 +79,7 @@ def check_transform(transform: Transform, batch: Any, model: nn.Module, *, what:
         for step in range(_SEEDS_OF_DRAWS if drew else 0):
             further = trial.again(2 + step)
             examples, others = further.examples(raw.batch, _EXAMPLES, None)
-            check.examples_do_not_mix(examples, others, further.seed, [[0], [1], [2]], [])
+            check.examples_do_not_mix(examples, others, further.seed, [[0], [1], [2]], [], required=False)
         count = raw.count
         if count > _EXAMPLES:
             rows = torch.arange(count) % _DISTINCT
@@ -146,7 +146,8 @@ class _TransformCheck:
             ) from error
         for bounds in watched.candidates():
             trial = Trial(start.seed, bounds)
-            if self._first_run(trial.examples(self._raw.batch, _EXAMPLES, None)[0], trial.seed) is not None:
+            examples, _ = trial.examples(self._raw.batch, _EXAMPLES, None)
+            if all(self._first_run(some, trial.seed) is not None for some in (at_bounds(examples, bounds), examples)):
                 return trial
         return start
 

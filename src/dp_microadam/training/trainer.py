@@ -114,7 +114,8 @@ class PrivateTrainer:
             parameters, a scale before the clip. ``dp_microadam.methods`` has them.
         prepare: what happens to a batch before the model sees it, for training and evaluation: types, normalization by public
             constants. Batches are moved to the model's device first.
-        augment: what happens to training batches before that; one example at a time, whatever the batch.
+        augment: what happens to training batches before that; one example at a time, whatever the batch, and one row for each:
+            several views of an example are a dimension of their own.
         schedule: of the learning rate, over optimizer steps; the optimizer's own learning rates are its maxima.
         ema_decay: of the weight average that is evaluated beside the weights; 0 for none.
         max_steps: stop early, changing nothing else.
@@ -134,13 +135,13 @@ class PrivateTrainer:
     Formal guarantees: with a plan, ``method="private"`` and no seed, everything the run writes or shows — weights, averages,
     checkpoints, metrics on validation data that is not part of the training data, logs — is (ε, δ)-differentially private
     in the training data under adding or removing one example, with ε as the ledger says. Excepted are timing, whether a
-    training batch could be processed at all, and what ``show_private_metrics`` shows. Assumes that ``per_example_loss`` (proved
-    on synthetic data, as far as :class:`ClippedGradients` says), ``prepare``, ``augment`` and the Dataset treat examples one by
-    one, and that validation data, callbacks, ``procedure`` and the choice of hyperparameters do not depend on the training data
-    but through what the run publishes. Dropout and augmentation must draw from torch's generators, which are made unpredictable
-    for each step. Several processes give the same guarantee to whoever sees what the run publishes: each draws from a part of
-    the examples, disjoint from the others', with the plan's rate, and adds its part of the noise's variance from its own
-    entropy. They trust each other and the network between them: what one sends has its own part of the noise only.
+    training batch could be processed at all, and what ``show_private_metrics`` shows. Assumes that ``per_example_loss``,
+    ``prepare`` and ``augment`` (checked on synthetic data, as far as :class:`ClippedGradients` says) and the Dataset treat
+    examples one by one, and that validation data, callbacks, ``procedure`` and the choice of hyperparameters do not depend on
+    the training data but through what the run publishes. Dropout and augmentation must draw from torch's generators, which are
+    made unpredictable for each step. Several processes give the same guarantee to whoever sees what the run publishes: each
+    draws from a part of the examples, disjoint from the others', with the plan's rate, and adds its part of the noise's variance
+    from its own entropy. They trust each other and the network between them: what one sends has its own part of the noise only.
     """
 
     def __init__(
