@@ -492,3 +492,49 @@ def test_examples_that_interact_are_refused_before_anything_is_written(make_trai
     with pytest.raises(InputError):
         trainer.fit(training_part)
     assert not trainer.record.path.exists()
+
+
+def standardized(batch):
+    images, labels = batch
+    return (images.float() - images.float().mean()) / (images.float().std() + 1e-3), labels
+
+
+@pytest.mark.parametrize(
+    ("augment", "message"),
+    [
+        (lambda batch: tuple(torch.cat([part, part]) for part in batch), r"augment or prepare makes 6 rows of 3 examples"),
+        (lambda batch: (batch[0].float() + batch[0].float().roll(1, 0), batch[1]), "augment or prepare mixes examples"),
+        (standardized, "augment or prepare mixes examples"),
+    ],
+)
+def test_an_augmentation_in_which_examples_meet_is_refused_before_anything_is_written(
+    make_trainer, training_part, tmp_path, augment, message
+):
+    trainer = make_trainer(augment=augment)
+    with pytest.raises(InputError, match=message):
+        trainer.fit(training_part)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_preparation_that_standardizes_by_the_batch_is_refused_before_anything_is_written(
+    make_trainer, training_part, tmp_path
+):
+    trainer = make_trainer()
+    object.__setattr__(trainer.step.loading, "prepare", standardized)
+    with pytest.raises(InputError, match="prepare mixes examples"):
+        trainer.fit(training_part)
+    assert not list(tmp_path.iterdir())
+
+
+def test_several_views_of_each_image_are_one_example(make_trainer, training_part):
+    from dp_microadam.data.augmentation import Augmentation
+
+    def mean_over_views(model, batch):
+        views, labels = batch
+        count, each = views.shape[:2]
+        losses = torch.nn.functional.cross_entropy(model(views.flatten(0, 1)), labels.repeat_interleave(each), reduction="none")
+        return losses.view(count, each).mean(1)
+
+    trainer = make_trainer(augment=Augmentation(crop_padding=2, multiplicity=2), steps=2, per_example_accuracy=None)
+    trainer.step._loss = mean_over_views
+    assert trainer.fit(training_part).steps_done == 2

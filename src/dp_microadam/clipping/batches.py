@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,29 +35,57 @@ def signature(batch: Any) -> tuple[Any, ...]:
     return tuple((leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else type(leaf) for leaf in tree_leaves(batch))
 
 
-def synthetic(batch: Any, count: int) -> tuple[Any, Any]:
+def synthetic(
+    batch: Any, count: int, *, seed: int = 0, bounds: Sequence[int] | None = None, spread: bool = False
+) -> tuple[Any, Any]:
     """``count`` random examples shaped like those of ``batch``, and as many others; no value of the batch is looked at.
 
-    Real numbers are uniform in [0, 1), where roots and logarithms exist; whole numbers are 0 or 1, which are valid
-    classes, tokens and masks. Example i of the others differs from example i in every number.
+    Real numbers are uniform in [0, 1), where roots and logarithms exist. Whole numbers are 0 or 1, which are valid classes,
+    tokens and masks, unless ``bounds`` has a larger one for their leaf: then they lie below that bound. Of an example that
+    is one whole number, a class say, only two values occur, so that among any three examples two agree. Of examples with
+    many, pixels or tokens, some reach the bound and some stay far below it, so that they differ in their largest number.
+    With ``spread`` it is the other way round. Example i of the others differs from example i in every number.
     """
-    return _random(batch, count, flip=False), _random(batch, count, flip=True)
+    return _random(batch, count, seed, bounds, spread, flip=False), _random(batch, count, seed, bounds, spread, flip=True)
 
 
-def _random(batch: Any, count: int, *, flip: bool) -> Any:
-    whole = torch.Generator().manual_seed(0)
-    real = torch.Generator().manual_seed(int(flip))
+def _random(batch: Any, count: int, seed: int, bounds: Sequence[int] | None, spread: bool, *, flip: bool) -> Any:
+    whole = torch.Generator().manual_seed(seed)
+    real = torch.Generator().manual_seed(seed + int(flip))
+    leaf_bounds = iter(() if bounds is None else bounds)
 
     def like(leaf: Any) -> Any:
+        bound = next(leaf_bounds, 2)
         if not isinstance(leaf, Tensor):
             return leaf
         shape = (count, *leaf.shape[1:])
         if leaf.is_floating_point() or leaf.is_complex():
             return torch.rand(shape, generator=real).to(device=leaf.device, dtype=leaf.dtype)
-        bits = torch.randint(2, shape, generator=whole)
-        return (1 - bits if flip else bits).to(device=leaf.device, dtype=leaf.dtype)
+        numbers = _whole_numbers(shape, bound, spread, whole)
+        steps = torch.randint(
+            1, bound, shape, generator=whole, dtype=torch.int32
+        )  # drawn in both cases: later leaves must not differ
+        return ((numbers + steps) % bound if flip else numbers).to(device=leaf.device, dtype=leaf.dtype)
 
     return tree_map(like, batch)
+
+
+def _whole_numbers(shape: tuple[int, ...], bound: int, spread: bool, generator: torch.Generator) -> Tensor:
+    if bound <= 2:
+        return torch.randint(2, shape, generator=generator, dtype=torch.int32)
+    single = math.prod(shape[1:]) == 1
+    if single and spread:
+        return torch.randint(bound, shape, generator=generator, dtype=torch.int32)
+    if single or spread:  # two values; beyond 0 and 1, which are often special, where there are as many
+        first = int(torch.randint(2, bound, (), generator=generator))
+        second = int(torch.randint(1, bound, (), generator=generator))
+        second = bound - 1 if bound > 3 and first != bound - 1 else (first + second) % bound
+        which = torch.randint(2, shape, generator=generator)
+        which[0] = 0
+        return torch.tensor([first, second], dtype=torch.int32)[which]
+    tops = torch.tensor([bound, 2, max(2, math.isqrt(bound))]).roll(int(torch.randint(3, (), generator=generator)))
+    rows = tops[torch.arange(shape[0]) % 3].view(-1, *[1] * (len(shape) - 1))
+    return (torch.rand(shape, generator=generator) * rows).int().clamp_(max=bound - 1)
 
 
 def repeated(given: Any, count: int) -> tuple[Any, Any]:
@@ -110,3 +139,23 @@ def _is_tensor(leaf: Any) -> bool:
 
 def _is_real(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def alike(batch: Any, first: int, count: int) -> Any:
+    """``count`` examples: those of the batch before ``first``, then that one again and again."""
+    return select(batch, torch.arange(count).clamp(max=first))
+
+
+def at_bounds(batch: Any, bounds: Sequence[int]) -> Any:
+    """A copy whose first example has the largest whole numbers within the bounds, and whose second has zeros there."""
+    leaf_bounds = iter(bounds)
+
+    def extreme(leaf: Any) -> Any:
+        bound = next(leaf_bounds)
+        if bound <= 2 or not isinstance(leaf, Tensor):
+            return leaf
+        changed = leaf.clone()
+        changed[0], changed[1] = bound - 1, 0
+        return changed
+
+    return tree_map(extreme, batch)

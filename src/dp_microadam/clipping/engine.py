@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from dp_microadam.clipping.batches import batch_size, detached, signature
-from dp_microadam.clipping.families import observe, refuse_batch_statistics
+from dp_microadam.clipping.families import observe, refuse_batch_statistics, refuse_torchscript
 from dp_microadam.clipping.kept_state import refuse_kept_examples
-from dp_microadam.clipping.ownership import PROVED_AT_FIRST, PerExampleLoss, losses_of, prove, prove_size
+from dp_microadam.clipping.ownership import PROVED_AT_FIRST, PerExampleLoss, Trial, losses_of, prove, prove_size
 from dp_microadam.clipping.passes import Clippable, Part, parts_of
 from dp_microadam.clipping.precision import autocasting, full_precision
 from dp_microadam.clipping.recording import Observed
@@ -32,9 +32,9 @@ class ClippedGradients:
     Formal guarantees: for batches that differ by adding or removing one example, ``sums``, read as one vector over all
     parameters, differ by at most ``sensitivity`` in L2 norm, however the batch was cut into chunks; up to rounding,
     which is a relative 1e-5 in what the example itself adds, and that of a float32 sum over all examples. It holds for
-    models in which examples do not interact; that is proved on synthetic data before the first step (``ownership.py``),
-    and such models are refused otherwise. Not proved is that they never interact on values, at sizes or after numbers
-    of calls that the proof does not try; ``ownership.py`` lists these. A model that changes its own buffers or
+    models in which examples do not interact; a randomized numerical check on synthetic data before the first step
+    (``ownership.py``) refuses others. It can miss interactions on values, at sizes, by random draws or after numbers of calls
+    that it does not try; ``ownership.py`` and the documentation list these. A model that changes its own buffers or
     parameters while examples pass through it is refused at every call. An example whose gradient is not finite, or
     whose squared norm overflows, contributes nothing. What ``accumulate`` returns, and ``sums`` before noise, are
     private. With ``scale`` or ``row_masks`` all of this holds for the scaled gradients s⊙gᵢ: ``sums`` is Σᵢ clip(s⊙gᵢ,
@@ -90,6 +90,7 @@ class ClippedGradients:
         self._trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self._trainable:
             raise InputError("model has no trainable parameter; call requires_grad_(True) on those to be trained")
+        refuse_torchscript(model)
         refuse_batch_statistics(model)
         self._device = next(iter(self._trainable.values())).device
         self._loss = autocasting(per_example_loss, self._device, autocast)
@@ -101,7 +102,7 @@ class ClippedGradients:
             raise InputError("layer_weights is given, but clipping is 'flat'; pass clipping='per-layer'")
         self._synthetic_batch = synthetic_batch
         # What was learned about the model, and the largest batch that was proved, by structure of the batch and mode.
-        self._proved: dict[Any, tuple[Observed, int]] = {}
+        self._proved: dict[Any, tuple[Observed, Trial, int]] = {}
         self._calls = 0
         self._sums: dict[str, Tensor] = {}
         self._scale: dict[str, Tensor] = {}
@@ -207,15 +208,18 @@ class ClippedGradients:
             with torch.no_grad(), full_precision(self._device):
                 return self._add_clipped(parts)
 
-    def prove(self, batch: Any) -> None:
+    def prove(self, batch: Any, seed: int | None = None) -> None:
         """Prove now, on synthetic examples shaped like those of ``batch``, what ``accumulate`` would prove first.
 
         A trainer can so refuse a model before it creates anything. Give it a batch as large as the largest chunk:
-        ``accumulate`` then repeats nothing for chunks of up to that size. No value of the batch is looked at.
+        ``accumulate`` then repeats nothing for chunks of up to that size. No value of the batch is looked at. This is a
+        randomized numerical check; its examples and draws are new every time. ``seed`` repeats one that refused a model.
         """
         self._refuse_changes()
+        if seed is not None:
+            self._proved.clear()
         with torch.enable_grad():
-            self._prove_once(detached(batch))
+            self._prove_once(detached(batch), seed)
 
     def explain(self) -> str:
         """Print, and return, a table of the layers: the way taken, its estimated cost and what it keeps."""
@@ -245,18 +249,18 @@ class ClippedGradients:
                 f"parameter {name!r} was frozen, unfrozen or replaced since this ClippedGradients was made; make a new one"
             )
 
-    def _prove_once(self, batch: Any) -> Observed:
+    def _prove_once(self, batch: Any, seed: int | None = None) -> Observed:
         modes = tuple(module.training for module in self._model.modules())
         key = (signature(batch), modes)
         if key not in self._proved:
             refuse_batch_statistics(self._model)
             observed = replace(self._observed, table=RowTable())
-            prove(self._model, self._loss, observed, batch, self._synthetic_batch, self._precision)
-            self._proved[key] = observed, PROVED_AT_FIRST
-        observed, largest = self._proved[key]
+            trial = prove(self._model, self._loss, observed, batch, self._synthetic_batch, self._precision, seed)
+            self._proved[key] = observed, trial, PROVED_AT_FIRST
+        observed, trial, largest = self._proved[key]
         if batch_size(batch) > largest:
-            prove_size(self._model, self._loss, observed, batch, self._synthetic_batch, self._precision)
-            self._proved[key] = observed, batch_size(batch)
+            prove_size(self._model, self._loss, observed, batch, self._synthetic_batch, self._precision, trial)
+            self._proved[key] = observed, trial, batch_size(batch)
         return observed
 
     def _add_clipped(self, parts: list[Part]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
@@ -67,6 +68,17 @@ def observe(model: nn.Module, way: str | None) -> Observed:
         if own and isinstance(module, nn.RNNBase):
             recurrent.append(module)
     return Observed(rules, parameters, holders, recurrent, way, RowTable(), {})
+
+
+def refuse_torchscript(model: nn.Module) -> None:
+    """Compiled modules run where no hook and no stand-in for a parameter is seen."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            what = f"module {name!r}" if name else "model"
+            raise InputError(
+                f"{what} is a TorchScript module, whose operations cannot be observed; pass the nn.Module that "
+                "torch.jit.script or torch.jit.trace was given, and compile it after training"
+            )
 
 
 def refuse_batch_statistics(model: nn.Module) -> None:

@@ -5,7 +5,7 @@ state as they were, or is refused and undone before anything is made of it. Buff
 numbers, are compared by value. Larger parameters are compared by autograd's version counter and address, and are
 refused but not put back; a write through ``.data`` escapes the counter: such writes are found by the proof of
 ``ownership.py``, which compares all values, if they happen on synthetic examples too. Plain Python attributes are not
-part of a ``state_dict`` and are not looked at.
+part of a ``state_dict`` and are looked at on synthetic examples only (``kept_attributes.py``).
 """
 
 from __future__ import annotations

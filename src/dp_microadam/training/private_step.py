@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.clipping.row_norms import ClippedRowNorms
+from dp_microadam.clipping.transform_check import check_transform
 from dp_microadam.errors import InputError, PrivacyError
 from dp_microadam.privacy.ledger import LEDGER_NAME, PrivacyLedger, RunSettings, read_ledger
 from dp_microadam.privacy.mechanism import GaussianMechanism
@@ -20,6 +21,7 @@ from dp_microadam.privacy.statement import round_up, statement_in_words, write_p
 from dp_microadam.training.gradients import GradientSums, UnclippedGradients
 from dp_microadam.training.method import ROW_NORMS, Method, Phase, phase_at, phases_from
 from dp_microadam.training.run_folder import note_private_metrics, privacy_of
+from dp_microadam.training.torch_randomness import forked_torch
 from dp_microadam.training.training_data import TrainingData
 from dp_microadam.training.training_step import TrainingStep, phases_in_words
 from dp_microadam.training.withheld import withheld
@@ -67,7 +69,8 @@ class PrivateStep(TrainingStep):
         physical_batch_size: examples that go through the model at once; changes memory and speed only.
         prepare: what happens to a batch before the model sees it: types, normalization by public constants. Batches are moved
             to the model's device first.
-        augment: what happens to training batches before that; one example at a time, whatever the batch.
+        augment: what happens to training batches before that; one example at a time, whatever the batch, and one row for each:
+            several views of an example are a dimension of their own.
         num_workers, loader_options: of torch's DataLoader, for Datasets: ``collate_fn``, ``pin_memory``, ``prefetch_factor``.
         max_steps: stop before the plan's last step.
         public: what else the run declares public, in words; it stands in the statement and cannot change on resume.
@@ -269,7 +272,14 @@ class PrivateStep(TrainingStep):
     def _check_model(self, data: TrainingData) -> None:
         with self._withheld():
             sample = data.sample()
+        if self.loading.transforms:
+            check_transform(self._transformed, sample, self.model, what=self.loading.transforms)
+        with self._withheld(), forked_torch(self.model):
+            sample = self._transformed(sample)
         self._engines.check_independence(phases_from(self.phases, self.updates), sample)
+
+    def _transformed(self, batch: Any) -> Any:
+        return self.loading.transformed(batch, self.model)
 
     def _withheld(self) -> AbstractContextManager[None]:
         return withheld("try the model on made-up examples", shown=bool(self._training_measures))

@@ -47,6 +47,11 @@ class Loading:
         batch = moved(batch, model)
         return self.prepared(self.augment(batch) if self.augment else batch)
 
+    @property
+    def transforms(self) -> str:
+        """What is done to training batches, by the names of the arguments; empty if nothing is."""
+        return " or ".join(name for name in ("augment", "prepare") if getattr(self, name) is not None)
+
     def prepared(self, batch: Any) -> Any:
         """What training and evaluation batches have in common."""
         return self.prepare(batch) if self.prepare else batch
@@ -88,14 +93,12 @@ class TrainingData:
         self._steps: Iterator[LogicalStep] = sampler.load(self.data, num_workers=self._loading.num_workers, **self._options)
 
     def sample(self) -> Any:
-        """As many examples as a chunk has at most, as the model gets them: their shapes are all that may be used."""
+        """As many examples as a chunk has at most, as they are read: their shapes are all that may be used."""
         count = min(self._loading.physical_batch_size, self._sampler_from(0).dataset_size)
         with forked_torch(self._model):
             if isinstance(self.data, Dataset):
-                raw = self._options["collate_fn"]([self.data[index] for index in range(count)])
-            else:
-                raw = next(batches(self.data, count))
-            return self._loading.transformed(raw, self._model)
+                return self._options["collate_fn"]([self.data[index] for index in range(count)])
+            return next(batches(self.data, count))
 
     @contextmanager
     def step(self, index: int) -> Iterator[Iterator[Any]]:

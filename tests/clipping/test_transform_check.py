@@ -1,0 +1,226 @@
+"""What happens to a batch before the model sees it is refused where examples meet, and accepted where they do not."""
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dp_microadam import InputError
+from dp_microadam.clipping.transform_check import _OneNumber, check_transform
+from dp_microadam.data.augmentation import Augmentation
+
+Batch = tuple[Tensor, Tensor]
+
+
+def images(count: int = 9, dtype: torch.dtype = torch.uint8) -> Batch:
+    pixels = torch.randint(256, (count, 3, 12, 12), dtype=torch.uint8)
+    return pixels.to(dtype) / 255 if dtype.is_floating_point else pixels, torch.randint(10, (count,))
+
+
+MODEL = nn.Linear(1, 1)
+
+
+def check(transform: Callable, batch: object = None, seed: int | None = None) -> None:
+    check_transform(transform, images() if batch is None else batch, MODEL, what="augment", seed=seed)
+
+
+def on_pixels(change: Callable[[Tensor], Tensor]) -> Callable[[Batch], Batch]:
+    return lambda batch: (change(batch[0].float()), batch[1])
+
+
+def mixup(x: Tensor) -> Tensor:
+    return 0.7 * x + 0.3 * x[torch.randperm(len(x))]
+
+
+def cutmix(batch: Batch) -> Batch:
+    pixels, labels = batch[0].clone(), batch[1]
+    pixels[:, :, :4, :4] = pixels.roll(1, 0)[:, :, :4, :4]
+    return pixels, labels
+
+
+def mixed_labels(batch: Batch) -> Batch:
+    labels = F.one_hot(batch[1], 10).float()
+    return batch[0], 0.9 * labels + 0.1 * labels.roll(1, 0)
+
+
+class MovingMean:
+    def __init__(self) -> None:
+        self.mean = torch.zeros(())
+
+    def __call__(self, batch: Batch) -> Batch:
+        self.mean = 0.9 * self.mean + 0.1 * batch[0].float().mean()
+        return batch[0].float() - self.mean, batch[1]
+
+
+MIXING = {
+    "mixup": on_pixels(mixup),
+    "mixup by NumPy": on_pixels(lambda x: x + np.random.beta(0.2, 0.2) * (x[np.random.permutation(len(x))] - x)),  # noqa: NPY002
+    "cutmix": cutmix,
+    "labels of neighbours": mixed_labels,
+    "standardized by the batch": on_pixels(lambda x: (x - x.mean()) / x.std()),
+    "standardized by channel": on_pixels(lambda x: F.batch_norm(x, None, None, training=True)),
+    "divided by the largest": on_pixels(lambda x: x / x.max()),
+    "divided by the size": on_pixels(lambda x: x / len(x)),
+    "padded to the largest label": lambda b: (b[0], F.one_hot(b[1], int(b[1].max()) + 1).float().mean(1)),
+    "large batches only": on_pixels(lambda x: x - x.mean(0) if len(x) > 5 else x),
+    "if bright": on_pixels(lambda x: x - x.mean(0) if x.max() > 200 else x),
+}
+
+
+@pytest.mark.parametrize("kind", MIXING)
+def test_a_transform_that_mixes_examples_is_refused(kind):
+    with pytest.raises(InputError, match="augment mixes examples"):
+        check(MIXING[kind])
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: float(torch.rand(()))])
+def test_a_transform_that_mixes_at_random_is_refused(draw):
+    # Each of 33 seeds finds it with probability 1/2 · 5/6; all miss it with less than 2e-8.
+    with pytest.raises(InputError, match="augment mixes examples"):
+        check(on_pixels(lambda x: mixup(x) if draw() < 0.5 else x))
+
+
+ROWS = {
+    "a copy of each": lambda b: torch.cat([b, 0.99 * b]),
+    "two views as rows": lambda b: b.repeat_interleave(2, 0),
+    "without the last": lambda b: b[:-1],
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_more_or_fewer_rows_than_examples_are_refused(kind):
+    with pytest.raises(InputError, match=r"makes \d rows of 3 examples.*\[B, K, \.\.\.\]"):
+        check(ROWS[kind], torch.rand(9, 4))
+
+
+def test_a_transform_that_keeps_something_of_earlier_batches_is_refused():
+    with pytest.raises(InputError, match="keeps something of batches"):
+        check(MovingMean())
+
+
+def test_a_generator_that_cannot_be_rewound_is_refused():
+    generator = torch.Generator().manual_seed(0)
+    with pytest.raises(InputError, match="generator of its own"):
+        check(on_pixels(lambda x: x + torch.rand(x.shape, generator=generator)))
+
+
+def test_a_transform_that_takes_no_synthetic_examples_is_refused_with_a_sentence():
+    def picky(batch: Batch) -> Batch:
+        raise KeyError("nothing of this is shown")
+
+    with pytest.raises(InputError, match="augment cannot be checked: it raises KeyError") as refusal:
+        check(picky)
+    assert "nothing of this" not in str(refusal.value)
+
+
+def image_by_image(change: Callable[[Tensor], Tensor]) -> Callable[[Batch], Batch]:
+    return lambda batch: (torch.stack([change(image) for image in batch[0]]), batch[1])
+
+
+def cropped(image: Tensor) -> Tensor:
+    top, left = (int(torch.randint(4, ())) for _ in range(2))
+    return image[:, top : top + 8, left : left + 8].float() * (0.5 + torch.rand(1))
+
+
+def until_bright_enough(image: Tensor) -> Tensor:
+    while torch.rand(()) < 0.5:
+        image = image / 2
+    return image.float()
+
+
+FROZEN = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.GELU(), nn.Flatten(), nn.Linear(800, 16)).eval()
+
+APART = {
+    "flip and crop": Augmentation(crop_padding=4, flip=True),
+    "resized crop": Augmentation(resized_crop=True, flip=True),
+    "views in a dimension of their own": Augmentation(crop_padding=2, flip=True, multiplicity=4),
+    "resized views": Augmentation(resized_crop=True, multiplicity=3, size=(8, 8)),
+    "by the largest pixel of each": on_pixels(lambda x: x / x.amax((1, 2, 3), keepdim=True).clamp(min=1)),
+    "standardized one by one": on_pixels(lambda x: F.layer_norm(x, x.shape[1:])),
+    "by public constants": on_pixels(lambda x: (x / 255 - 0.5) / 0.25),
+    "noise": on_pixels(lambda x: x + torch.randn_like(x)),
+    "dropout of pixels": on_pixels(lambda x: F.dropout(x, 0.3)),
+    "one coin for the batch": on_pixels(lambda x: x.flip(3) if torch.rand(()) < 0.5 else x),
+    "one by one by torch": image_by_image(cropped),
+    "one by one by Python": image_by_image(lambda x: x.flip(2) if random.random() < 0.5 else x),
+    "one by one by NumPy": on_pixels(lambda x: x * torch.as_tensor(np.random.rand(len(x), 1, 1, 1))),  # noqa: NPY002
+    "as long as it takes": image_by_image(until_bright_enough),
+    "features of a frozen network": on_pixels(lambda x: FROZEN(F.pad(x, (0, 0)) / 255)),
+    "smoothed labels": lambda b: (b[0], 0.9 * F.one_hot(b[1], 10).float() + 0.01),
+    "weights by label": lambda b: (b[0], b[1], torch.linspace(1, 2, 10)[b[1]]),
+    "written in place": lambda b: (b[0].float().mul_(2), b[1].add_(1)),
+    "as a dict": lambda b: {"pixels": b[0].half(), "labels": b[1], "scale": 0.5},
+}
+
+
+@pytest.mark.parametrize("kind", APART)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_a_transform_that_treats_examples_one_by_one_is_accepted(kind, dtype):
+    for seed in (None, 0, 1):
+        with torch.no_grad():
+            check(APART[kind], images(dtype=dtype), seed)
+
+
+def test_texts_are_made_up_and_checked():
+    def lengths(batch: dict) -> Tensor:
+        return torch.tensor([[float(ord(letter)) for letter in text[:4]] for text in batch["text"]])
+
+    batch = {"text": ["some", "words", "about", "people"], "label": torch.zeros(4)}
+    check(lengths, batch)
+    check(lengths, {"text": batch["text"]})
+    with pytest.raises(InputError, match="mixes examples"):
+        check(lambda b: lengths(b) - lengths(b).mean(0), batch)
+
+
+def test_no_value_of_the_batch_is_used():
+    seen = []
+
+    def watching(batch: Batch) -> Batch:
+        seen.append(bool((batch[0] == 7.25).any()))
+        return batch
+
+    check(watching, (torch.full((5, 3), 7.25), torch.zeros(5)))
+    assert seen
+    assert not any(seen)
+
+
+def test_the_check_leaves_all_random_streams_as_they_were():
+    streams = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # noqa: NPY002
+    batch = torch.zeros(5, 3)
+    check(lambda b: b + torch.rand(1) + random.random() + np.random.rand(), batch)  # noqa: NPY002
+    assert torch.equal(torch.get_rng_state(), streams[0])
+    assert random.getstate() == streams[1]
+    assert (np.random.get_state()[1] == streams[2]).all()  # noqa: NPY002
+
+
+DRAWS = {
+    "rand": lambda n: torch.rand(2, n),
+    "randn": lambda n: torch.randn((n, 3)),
+    "randint": lambda n: torch.randint(5, 50, (2, n)),
+    "rand_like": lambda n: torch.rand_like(torch.ones(n, 3)),
+    "bernoulli": lambda n: torch.bernoulli(torch.full((3, n), 0.5)),
+    "bernoulli_": lambda n: torch.empty(3, n).bernoulli_(0.5),
+    "uniform_": lambda n: torch.empty(10, n).uniform_(-1, 1),
+    "normal_": lambda n: torch.empty(n).normal_(),
+    "dropout": lambda n: F.dropout(torch.ones(3, n), 0.5),
+    "one by one": lambda n: torch.stack([torch.rand(()) for _ in range(n)]),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_one_number_is_drawn_for_all_whatever_their_number(kind):
+    values = set()
+    for seed in range(8):
+        results = set()
+        for count in (1, 2, 5):
+            with _OneNumber(lambda seed=seed: torch.manual_seed(seed)):
+                drawn = DRAWS[kind](count)
+            assert drawn.numel() >= count
+            results |= set(drawn.flatten().tolist())
+        assert len(results) == 1
+        values |= results
+    assert len(values) > 1
