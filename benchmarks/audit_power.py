@@ -14,8 +14,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from dp_microadam.audit.probes import COMPOSITION, NOISE, SAMPLING, Experiment
-from dp_microadam.audit.two_world import DIRECTIONS, TARGET, audit_two_worlds
+from dp_microadam.apps.audit.probes import COMPOSITION, NOISE, SAMPLING, Experiment
+from dp_microadam.apps.audit.two_world import DIRECTIONS, TARGET, audit_two_worlds
 
 Worlds = tuple[NDArray[np.float64], NDArray[np.float64]]
 RNG = np.random.default_rng(0)

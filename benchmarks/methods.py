@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from dp_microadam.apps.recipes.assemble import assemble
+from dp_microadam.apps.recipes.recipe import load_recipe
+from dp_microadam.apps.recipes.vocabulary import DEFAULT_LEARNING_RATES
 from dp_microadam.methods import Method, PublicExamples
 from dp_microadam.methods.registry import build
 from dp_microadam.models import wide_resnet
-from dp_microadam.recipes.assemble import assemble
-from dp_microadam.recipes.recipe import load_recipe
-from dp_microadam.recipes.vocabulary import DEFAULT_LEARNING_RATES
 from dp_microadam.training.method import Phase
 from dp_microadam.training.trainer import UnprotectedPlan
 

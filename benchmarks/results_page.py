@@ -15,9 +15,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from dp_microadam.reporting.report import write_sweep
-from dp_microadam.reporting.sweep import Sweep
-from dp_microadam.reporting.sweep_tables import NOT_RUN, sweep_tables
+from dp_microadam.apps.reporting.report import write_sweep
+from dp_microadam.apps.reporting.sweep import Sweep
+from dp_microadam.apps.reporting.sweep_tables import NOT_RUN, sweep_tables
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE, IMAGES = ROOT / "results", ROOT / "docs" / "results.md", ROOT / "docs" / "images"

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dp_microadam.cli import build_parser, main
-from dp_microadam.experiments.study import parse_study
-from dp_microadam.recipes.recipe import Recipe, load_recipe
+from dp_microadam.apps.command_line.cli import build_parser, main
+from dp_microadam.apps.experiments.study import parse_study
+from dp_microadam.apps.recipes.recipe import Recipe, load_recipe
 from dp_microadam.training.trainer import PrivateTrainer
 
 ROOT = Path(__file__).parents[1]
@@ -35,15 +35,15 @@ NOT_RUN = {
 """Lines of shell blocks that are neither run nor parsed here, and why."""
 
 ONLY_PARSED = {
-    r"dp-microadam audit": "takes a minute; tests/commands/test_audit.py runs it",
-    r"dp-microadam report": "needs runs of the reader's own; tests/reporting/test_runs.py makes some and runs it",
+    r"dp-microadam audit": "takes a minute; tests/apps/command_line/test_audit.py runs it",
+    r"dp-microadam report": "needs runs of the reader's own; tests/apps/reporting/test_runs.py makes some and runs it",
     r"dp-microadam reproduce": "takes hours; tests/experiments runs a small study",
-    r"dp-microadam data get": "needs a network; tests/commands/test_data.py runs it against a server of its own",
+    r"dp-microadam data get": "needs a network; tests/apps/command_line/test_data.py runs it against a server of its own",
     r"dp-microadam data check imagenet": "needs ImageNet, which nobody may pass on",
     r"dp-microadam train (cifar|fashion)": "needs files that must be downloaded first; tests/recipes runs such recipes",
-    r"dp-microadam train +#": "the demo, which tests/test_cli_runs.py runs",
+    r"dp-microadam train +#": "the demo, which tests/apps/command_line/test_cli_runs.py runs",
     r"dp-microadam train my\.toml": "stands for a file of the reader's own",
-    r"dp-microadam (resume|evaluate|export|budget) runs/mine": "a run of the reader's own; tests/test_cli_runs.py has one",
+    r"dp-microadam (resume|evaluate|export|budget) runs/mine": "a run of the reader's own; test_cli_runs.py has one",
     r"dp-microadam train .*--set data=small-digits": "run on the patched tree by tests/test_docs_diffs.py",
 }
 """Commands whose options must be accepted, and whose recipe must be one, but which are not run, and why."""

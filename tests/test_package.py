@@ -19,7 +19,8 @@ def test_importing_the_package_does_not_import_torch():
 
 
 def test_help_does_not_import_torch():
-    code = "import sys; from dp_microadam.cli import main\ntry: main(['--help'])\nfinally: print('torch' in sys.modules)"
+    main = "from dp_microadam.apps.command_line.cli import main"
+    code = f"import sys; {main}\ntry: main(['--help'])\nfinally: print('torch' in sys.modules)"
     assert run("-c", code).stdout.strip().endswith("False")
 
 

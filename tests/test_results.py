@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dp_microadam.experiments.study import load_study
-from dp_microadam.reporting.sweep import Sweep
+from dp_microadam.apps.experiments.study import load_study
+from dp_microadam.apps.reporting.sweep import Sweep
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = sorted(path.parent for path in (ROOT / "results").glob("*/results.jsonl"))

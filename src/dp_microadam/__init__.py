@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dp_microadam.moved import answer_old_names
+
 __version__ = "0.1.0"
 
 # Where each public name lives. Adding one here and below is all that makes it public.
@@ -65,6 +67,8 @@ if TYPE_CHECKING:
     from dp_microadam.privacy.sampling import PoissonSampler
     from dp_microadam.training.private_step import PrivateStep
     from dp_microadam.training.trainer import PrivateTrainer
+
+answer_old_names()
 
 
 def __getattr__(name: str) -> Any:

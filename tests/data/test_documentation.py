@@ -3,12 +3,12 @@
 import re
 from pathlib import Path
 
+from dp_microadam.apps.recipes import Recipe
+from dp_microadam.apps.recipes.assemble import assemble
 from dp_microadam.data.catalogue import KNOWN_DATA
 from dp_microadam.data.contents import MEMORY_GIB
 from dp_microadam.data.images import EXTENSIONS, SIZE
 from dp_microadam.data.places import FOLDER_VARIABLE, usual_folders
-from dp_microadam.recipes import Recipe
-from dp_microadam.recipes.assemble import assemble
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text("utf-8")
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from dp_microadam import InputError
+from dp_microadam.apps.recipes.assemble import assemble
+from dp_microadam.apps.recipes.recipe import Recipe
 from dp_microadam.methods import PublicExamples
 from dp_microadam.methods.registry import build
 from dp_microadam.methods.table import METHODS
-from dp_microadam.recipes.assemble import assemble
-from dp_microadam.recipes.recipe import Recipe
 
 STP = "scale-then-privatize"
 VARIANTS = {

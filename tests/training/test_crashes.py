@@ -131,7 +131,7 @@ def test_a_second_process_on_the_same_run_is_refused(tmp_path):
 # Trains, and is killed by the system when it is about to write a file of the run's folder that has this name.
 KILLED_AT = """
 import os, signal, sys
-from dp_microadam.cli import main
+from dp_microadam.apps.command_line.cli import main
 from dp_microadam.training import checkpoint, run_folder
 
 def die(*_):

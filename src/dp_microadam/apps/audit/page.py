@@ -1,0 +1,180 @@
+"""The page an audit leaves: what was claimed, what was shown, and what neither can mean. One file, nothing to fetch."""
+
+from __future__ import annotations
+
+from html import escape
+
+import numpy as np
+
+from dp_microadam.apps.audit.finding import Finding, Scores
+from dp_microadam.apps.reporting.page import style
+from dp_microadam.privacy.plan import PrivacyPlan
+from dp_microadam.privacy.statement import round_up
+
+_BINS = 48
+_WIDTH, _HEIGHT, _AXIS = 560, 150, 22
+
+_STYLE = """
+:root { --without: #7a8699; --with: #d9730d }
+@media (prefers-color-scheme: dark) { :root { --without: #8b97ab; --with: #f0954a } }
+.question { color: var(--faint); margin: 2px 0 10px }
+svg { max-width: none }
+svg text { font-size: 12px; fill: var(--faint) }
+.ruler { margin: 0 0 12px }
+.without { fill: var(--without); fill-opacity: .55 }
+.with { fill: var(--with); fill-opacity: .55 }
+.threshold { stroke: var(--ink); stroke-dasharray: 4 3 }
+.axis { stroke: var(--line) }
+.legend { font-size: 13px; color: var(--faint); margin: 4px 0 0 }
+.legend i { display: inline-block; width: 11px; height: 11px; margin: 0 5px 0 0; opacity: .7 }
+.legend i + span { margin-right: 14px }
+"""
+
+
+def audit_page(findings: list[Finding], plan: PrivacyPlan, confidence: float, summary: str) -> str:
+    """A whole HTML document about ``findings``, the first of which is the one-run audit of ``plan``."""
+    broken = any(finding.violated for finding in findings)
+    cards = "\n".join(_card(finding) for finding in findings)
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Privacy audit</title>
+<style>
+{style()}{_STYLE}</style>
+</head>
+<body>
+<main>
+<h1>Privacy audit</h1>
+<p>The training pipeline was attacked as it is: the real sampler, clipping, noise and optimizer, by someone who sees every
+privatized gradient and knows every example but one.</p>
+<p class="verdict{" bad" if broken else ""}">{escape(summary[0].upper() + summary[1:])}.</p>
+<h2>Claims and what was shown</h2>
+<div class="cards">
+{cards}
+</div>
+{_limits(findings, confidence)}
+{_setting(plan)}
+</main>
+</body>
+</html>
+"""
+
+
+def _card(finding: Finding) -> str:
+    verdict = "claim refuted" if finding.violated else "within the claim" if finding.in_reach else "claim out of reach"
+    doubt = "" if finding.in_reach and not finding.violated else " bad"
+    facts = (
+        ("Claim", f"ε = {finding.claim:.3g} at δ = {finding.delta:g}"),
+        ("Shown", f"ε ≥ {finding.bound:.3g}" if finding.bound else "nothing (ε ≥ 0)"),
+        ("Confidence", f"{100 * finding.confidence:.10g} %"),
+        (finding.unit.capitalize(), f"{finding.size:,}" + (" in each world" if finding.unit == "repetitions" else "")),
+        ("A perfect attack would show", f"ε ≥ {finding.largest:.3g}"),
+    )
+    rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts)
+    return f"""<section class="card">
+<header><h3>{escape(finding.name.capitalize())}</h3><span class="badge{doubt}">{verdict}</span></header>
+<p class="question">{escape(finding.question.capitalize())}</p>
+{_ruler(finding)}
+{_histogram(finding)}
+<p class="legend"><i style="background:var(--without)"></i><span>without the example</span>
+<i style="background:var(--with)"></i><span>with it</span> <span>dashed: the line it draws</span></p>
+<dl>{rows}</dl>
+</section>"""
+
+
+def _ruler(finding: Finding) -> str:
+    """Bound and claim on one scale that ends where a perfect attack would."""
+    end = max(finding.claim, finding.bound, finding.largest, 0.1)
+    values = {"bound": finding.bound, "claim": finding.claim, "largest": finding.largest}
+    x = {name: _WIDTH * value / end for name, value in values.items()}
+    colour = "var(--bad)" if finding.violated else "var(--good)"
+    anchor = "end" if x["claim"] > _WIDTH / 2 else "start"
+    shift = -6 if anchor == "end" else 6
+    label = f"shown {finding.bound:.2f}, claimed {finding.claim:.2f}"
+    return f"""<svg class="ruler" viewBox="0 0 {_WIDTH} 50" role="img" aria-label="{label}">
+<rect x="0" y="20" width="{_WIDTH}" height="10" rx="3" fill="var(--line)"/>
+<rect x="0" y="20" width="{x["bound"]:.1f}" height="10" rx="3" fill="{colour}"/>
+<line x1="{x["claim"]:.1f}" x2="{x["claim"]:.1f}" y1="15" y2="34" stroke="var(--ink)" stroke-width="2"/>
+<text x="{x["claim"] + shift:.1f}" y="12" text-anchor="{anchor}">claim {finding.claim:.3g}</text>
+<text x="0" y="46">shown {finding.bound:.3g}</text>
+<text x="{x["largest"]:.1f}" y="46" text-anchor="end">a perfect attack {finding.largest:.3g}</text>
+</svg>"""
+
+
+def _histogram(finding: Finding) -> str:
+    """Both score distributions, each with the same area."""
+    low, high = _range(finding.scores_without, finding.scores_with)
+    edges = np.linspace(low, high, _BINS + 1)
+    shares = [
+        np.histogram(np.clip(scores, low, high), edges)[0] / max(1, len(scores))
+        for scores in (finding.scores_without, finding.scores_with)
+    ]
+    top = max(float(max(share.max() for share in shares)), 1e-12)
+    bar = _WIDTH / _BINS
+
+    def bars(share: Scores, kind: str) -> str:
+        heights = share / top * (_HEIGHT - 6)
+        return "".join(
+            f'<rect class="{kind}" x="{i * bar:.1f}" y="{_HEIGHT - h:.1f}" width="{bar:.2f}" height="{h:.1f}"/>'
+            for i, h in enumerate(heights)
+            if h > 0
+        )
+
+    def position(value: float) -> float:
+        return min(max((value - low) / (high - low), 0.0), 1.0) * _WIDTH
+
+    lines = "".join(
+        f'<line class="threshold" x1="{position(value):.1f}" x2="{position(value):.1f}" y1="0" y2="{_HEIGHT}"/>'
+        for value in finding.thresholds
+    )
+    return f"""<svg viewBox="0 0 {_WIDTH} {_HEIGHT + _AXIS}" role="img" aria-label="distributions of the attack's scores">
+{bars(shares[0], "without")}{bars(shares[1], "with")}{lines}
+<line class="axis" x1="0" x2="{_WIDTH}" y1="{_HEIGHT}" y2="{_HEIGHT}"/>
+<text x="0" y="{_HEIGHT + 16}">{low:.3g}</text>
+<text x="{_WIDTH / 2}" y="{_HEIGHT + 16}" text-anchor="middle">score of the attack</text>
+<text x="{_WIDTH}" y="{_HEIGHT + 16}" text-anchor="end">{high:.3g}</text>
+</svg>"""
+
+
+def _range(without: Scores, present: Scores) -> tuple[float, float]:
+    """All but the outermost thousandth, which would squeeze the rest; those are drawn at the ends."""
+    both = np.concatenate([without, present])
+    low, high = (float(value) for value in np.quantile(both, (0.001, 0.999)))
+    return (low, high) if high > low else (low - 1.0, high + 1.0)
+
+
+def _limits(findings: list[Finding], confidence: float) -> str:
+    one_run = findings[0]
+    beyond = (
+        f"<li><strong>The claim audited here, ε = {one_run.claim:.3g}, is above {one_run.largest:.2g}, the most that one "
+        f"run with {one_run.size:,} canaries can show: that audit could not have refuted it.</strong></li>"
+        if not one_run.in_reach
+        else ""
+    )
+    return f"""<h2>What an audit can and cannot show</h2>
+<ul>
+<li>An audit is an attack. It shows that ε is <em>at least</em> a number. A number above the claim means that the claim is
+wrong, up to a chance of {100 * (1 - confidence):.3g} % that all audits of this page together raise a false alarm.</li>
+<li>A number below the claim is not a proof of privacy. It means that this attack, at this size, did not refute the claim; the
+proof is the mathematics of clipping, noise and accounting. A better attack may show more.</li>
+<li>One run saturates: at 95 % confidence and with every guess right, 1,000 canaries show at most ε = 5.8 and 10,000 at most
+7.8 (δ = 1e-5), so a claim of ε = 8 cannot be audited by one run. With the same code and a claim around 1 faults show long
+before that. With these settings the most is {one_run.largest:.2g}.</li>
+{beyond}
+<li>Two worlds are judged at a large δ, where a thousand repetitions can tell something. Noise and sampling fix an ε for every
+δ, so the claim there is as binding as the one at δ = 1e-5.</li>
+<li>Audited are the pipeline's code and its randomness, on canaries made for it. A model of yours in which examples interact,
+data seen before training, metrics shown on purpose and timing are outside; the first is refused by the library, for the rest
+see the privacy statement of the run.</li>
+</ul>"""
+
+
+def _setting(plan: PrivacyPlan) -> str:
+    return f"""<h2>The audited run</h2>
+<p>{plan.dataset_size:,} canaries, each present by the toss of a coin, with gradients in directions of their own; each step
+draws {100 * plan.sample_rate:.3g} % of them, clips, adds noise of {plan.noise_multiplier:g} times the clipping norm, and hands
+the mean to MicroAdam. {plan.steps} steps, ε = {round_up(plan.epsilon)} at δ = {plan.delta:g} by privacy loss distribution. The
+score of a canary is what all privatized gradients together contain of its direction. The highest scores are guessed
+present, the lowest absent, and the rest left open; three choices of how many are corrected for.</p>"""

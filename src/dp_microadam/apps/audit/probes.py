@@ -1,0 +1,55 @@
+"""The two-world experiments: which few steps are repeated, and how what they publish is looked at.
+
+Each experiment's plan is small enough that its claim is known exactly, and chosen so that the faults its probes look for would
+contradict that claim within a thousand repetitions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dp_microadam.apps.audit.two_world import Probe, change, contrast, ever, quiet, strength
+from dp_microadam.privacy.plan import PrivacyPlan
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A few steps on two examples, one of which is the target, and the probes that look at them."""
+
+    name: str
+    plan: PrivacyPlan
+    probes: tuple[Probe, ...]
+
+    def claim(self, probe: Probe) -> float:
+        """The ε that the plan's steps keep at the probe's δ, by privacy loss distribution, which errs upwards by little."""
+        plan = self.plan
+        return PrivacyPlan(plan.dataset_size, plan.batch_size, plan.noise_multiplier, plan.steps, probe.delta, "pld").epsilon
+
+
+# Everybody takes part in the only step: the Gaussian mechanism itself, whose trade-off between errors has a closed form.
+NOISE = Experiment(
+    "noise",
+    PrivacyPlan(dataset_size=2, batch_size=2, noise_multiplier=0.6, steps=1, delta=1e-5),
+    (
+        Probe("noise scale", "is the noise as large as the sum's sensitivity demands?", strength, delta=0.3),
+        Probe("batch size", "does the scale of the result betray how many took part?", quiet, delta=0.3),
+        Probe("coordinates", "does noise in one coordinate cancel against another's?", contrast, delta=0.3),
+    ),
+)
+
+# Half of the examples in each of two steps.
+COMPOSITION = Experiment(
+    "composition",
+    PrivacyPlan(dataset_size=2, batch_size=1, noise_multiplier=1.0, steps=2, delta=1e-5),
+    (Probe("repeated noise", "does noise in one step cancel against another's?", change, delta=0.1),),
+)
+
+# Hardly any noise, to see the sampling. The target misses both steps with probability ¼, so no test whatsoever may tell the
+# worlds apart with an advantage above ¾; at this δ the claim is that ε is zero.
+SAMPLING = Experiment(
+    "sampling",
+    PrivacyPlan(dataset_size=2, batch_size=1, noise_multiplier=0.15, steps=2, delta=1e-5),
+    (Probe("sampling", "does each step draw its examples independently of the other?", ever, delta=0.76),),
+)
+
+EXPERIMENTS = (NOISE, COMPOSITION, SAMPLING)

@@ -1,0 +1,164 @@
+"""The two-world auditor: one or two steps on a dataset and its neighbour, thousands of times, and a test to tell them apart.
+
+It sees what one run cannot: with a number in hand for how often the test errs in each world, even noise of half the scale
+contradicts the claim. The test's statistic is fixed beforehand, its threshold and direction on the first half of the
+repetitions; the bound comes from the second half, which the choice never saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dp_microadam.apps.audit.canaries import watch_trainer
+from dp_microadam.apps.audit.finding import Finding, Scores
+from dp_microadam.apps.audit.statistics import largest_two_world_epsilon, two_world_epsilon
+from dp_microadam.errors import InputError
+from dp_microadam.privacy.plan import PrivacyPlan
+from dp_microadam.validation import require_in_open, require_integer
+
+Observations = NDArray[np.float64]
+"""What the mechanism published: repetitions × steps × directions, in units of the clipping norm."""
+
+Mechanism = Callable[[bool, int], Observations]
+"""Runs one or two steps so many times, with the target present or not, each time with fresh randomness."""
+
+# Direction 0 is the target's, direction 1 that of the other example; all others carry noise alone.
+TARGET = 0
+DIRECTIONS = 64
+_FIRST_IDLE = 2
+_MOST_THRESHOLDS = 1000
+# Confidence at which thresholds are compared, at least: one that looks good because of a few rare scores is passed over.
+_CAUTION = 0.99999
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One way to look at what a mechanism published: a statistic, and a δ to judge it at.
+
+    A mechanism has an ε for every δ. Thousands of repetitions cannot resolve δ = 1e-5, so a probe is judged where its statistic
+    is strongest; the claim there follows from the same noise and sampling.
+    """
+
+    name: str
+    question: str
+    statistic: Callable[[Observations], Scores]
+    delta: float
+
+
+def audit_two_worlds(
+    observed_without: Observations, observed_with: Observations, probe: Probe, claim: float, *, confidence: float = 0.95
+) -> Finding:
+    """Bound ε from repetitions of a mechanism in both worlds, as ``Mechanism`` returns them.
+
+    Formal guarantees: if repetitions are independent and the mechanism is (ε, ``probe.delta``)-differentially private under
+    adding or removing the target, the bound exceeds ε with probability at most 1 − ``confidence``.
+    """
+    require_in_open("confidence", confidence, 0, 1)
+    without, present = probe.statistic(observed_without), probe.statistic(observed_with)
+    for scores, observed in ((without, observed_without), (present, observed_with)):
+        if scores.shape != observed.shape[:1]:
+            raise InputError(f"the statistic of {probe.name!r} has shape {scores.shape}; it must be one number per repetition")
+    require_integer("repetitions", min(len(without), len(present)), 4)
+    fit_without, judge_without = np.array_split(without, 2)
+    fit_with, judge_with = np.array_split(present, 2)
+    sign, threshold = _best_test(fit_without, fit_with, probe.delta, max(confidence, _CAUTION))
+    bound = two_world_epsilon(
+        np.count_nonzero(sign * judge_without > sign * threshold),
+        np.count_nonzero(sign * judge_with <= sign * threshold),
+        len(judge_without),
+        len(judge_with),
+        probe.delta,
+        confidence,
+    )
+    return Finding(
+        name=probe.name,
+        question=probe.question,
+        claim=claim,
+        delta=probe.delta,
+        bound=float(bound),
+        confidence=confidence,
+        largest=largest_two_world_epsilon(min(len(judge_without), len(judge_with)), probe.delta, confidence),
+        size=len(without),
+        unit="repetitions",
+        scores_without=without,
+        scores_with=present,
+        thresholds=(threshold,),
+    )
+
+
+def _best_test(without: Scores, present: Scores, delta: float, confidence: float) -> tuple[int, float]:
+    """On which side of which threshold the test should say "in" to prove most on these scores."""
+    pooled = np.unique(np.concatenate([without, present]))
+    if len(pooled) > _MOST_THRESHOLDS:
+        pooled = pooled[np.linspace(0, len(pooled) - 1, _MOST_THRESHOLDS).round().astype(int)]
+    # Between scores, so that a repetition on the threshold itself is rare and rounding decides nothing.
+    thresholds = (pooled[:-1] + pooled[1:]) / 2 if len(pooled) > 1 else pooled
+    above_without = len(without) - np.searchsorted(np.sort(without), thresholds, side="right")
+    above_with = len(present) - np.searchsorted(np.sort(present), thresholds, side="right")
+    sizes = len(without), len(present)
+    upward = two_world_epsilon(above_without, sizes[1] - above_with, *sizes, delta, confidence)
+    downward = two_world_epsilon(sizes[0] - above_without, above_with, *sizes, delta, confidence)
+    if downward.max() > upward.max():
+        return -1, float(thresholds[int(np.argmax(downward))])
+    return 1, float(thresholds[int(np.argmax(upward))])
+
+
+def strength(observed: Observations) -> Scores:
+    """How much of the target's direction was published, over all steps."""
+    return observed[:, :, TARGET].sum(1)
+
+
+def quiet(observed: Observations) -> Scores:
+    """How small the noise is where nobody has a gradient: it must not depend on who is there."""
+    return -np.linalg.norm(observed[:, :, _FIRST_IDLE:], axis=(1, 2))
+
+
+def change(observed: Observations) -> Scores:
+    """How far two steps differ in the target's direction: noise used twice cancels."""
+    return np.abs(observed[:, 0, TARGET] - observed[:, 1, TARGET])
+
+
+def contrast(observed: Observations) -> Scores:
+    """How far the target's direction differs from its twin in the other half of the coordinates: shared noise cancels."""
+    return np.abs(observed[:, :, TARGET] - observed[:, :, TARGET + observed.shape[2] // 2]).sum(1)
+
+
+def ever(observed: Observations) -> Scores:
+    """The step in which most of the target's direction was published: was it drawn at all?"""
+    return observed[:, :, TARGET].max(1)
+
+
+def trainer_steps(
+    plan: PrivacyPlan,
+    *,
+    physical_batch_size: int = 1,
+    advance: Callable[[int], None] = lambda steps: None,
+) -> Mechanism:
+    """The library's own steps, to be audited: ``plan.steps`` steps of ``PrivateTrainer`` on the plan's few examples.
+
+    Repetitions follow each other in one run. A canary's gradient does not depend on the weights, and steps draw their sample
+    and noise independently (part of what is claimed), so each group of ``plan.steps`` steps is a repetition of the same
+    experiment. Chunks hold one example each, so every step is put together from several. Randomness is the operating system's
+    entropy, as in any private run. ``advance`` is told of each step.
+    """
+
+    def mechanism(present: bool, repetitions: int) -> Observations:
+        run = PrivacyPlan(plan.dataset_size, plan.batch_size, plan.noise_multiplier, plan.steps * repetitions, plan.delta)
+        members = torch.ones(plan.dataset_size, dtype=torch.bool)
+        members[TARGET] = present
+        seen: list[Tensor] = []
+
+        def observe(gradient: Tensor) -> None:
+            seen.append(gradient.double())
+            advance(1)
+
+        watch_trainer(run, members, observe, directions=DIRECTIONS, physical_batch_size=physical_batch_size)
+        return torch.stack(seen).unflatten(0, (repetitions, plan.steps)).numpy()
+
+    return mechanism

@@ -1,0 +1,165 @@
+"""``dp-microadam audit``: attack the pipeline and say what that shows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dp_microadam.apps.command_line.commands.running import INTERRUPTED
+
+if TYPE_CHECKING:
+    from dp_microadam.apps.audit.finding import Finding
+    from dp_microadam.privacy.plan import PrivacyPlan
+
+VIOLATED = 1
+_PAGE = "audit.html"
+_FINDINGS = "audit.json"
+_DEFAULT_EPSILON = 1.0
+_DEFAULT_STEPS = 4
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "audit",
+        help="attack the sampler, clipping, noise and optimizer, and compare with what they claim",
+        description="Attack the real training pipeline. Exit code 0 if no claim is refuted, 1 if one is.",
+        epilog="example:\n  dp-microadam audit --profile quick --epsilon 1 --out runs/audit",
+    )
+    parser.add_argument("--profile", choices=("quick", "full"), default="quick", help="how much to run (default: quick)")
+    parser.add_argument("--epsilon", type=float, metavar="E", help=f"claim to audit by one run (default: {_DEFAULT_EPSILON:g})")
+    parser.add_argument("--noise-multiplier", type=float, metavar="S", help="instead of --epsilon or --steps")
+    parser.add_argument("--steps", type=int, metavar="T", help=f"steps of the one run (default: {_DEFAULT_STEPS})")
+    parser.add_argument("--delta", type=float, default=1e-5, metavar="D", help="of the one run's claim (default: 1e-5)")
+    parser.add_argument("--canaries", type=int, metavar="M", help="canaries of the one run (default: by profile)")
+    parser.add_argument(
+        "--repetitions", type=int, metavar="R", help="repetitions in each of two worlds, of one step (default: by profile)"
+    )
+    parser.add_argument("--confidence", type=float, default=0.95, metavar="P", help="of all audits together (default: 0.95)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the page (default: a new one under runs/)")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from dp_microadam.errors import InputError
+    from dp_microadam.validation import require_in_open, require_integer
+
+    require_in_open("confidence", options.confidence, 0, 1)
+    if options.out is not None and options.out.exists() and not options.out.is_dir():
+        raise InputError(f"out is {str(options.out)!r}, which is a file; it must be a folder")
+    for name in ("canaries", "repetitions"):
+        if getattr(options, name) is not None:
+            require_integer(name, getattr(options, name), 100)
+
+    # Imported once the input is known to be usable: torch takes seconds to load.
+    from dp_microadam.apps.audit.page import audit_page
+    from dp_microadam.apps.audit.suite import PROFILES, audit_pipeline, summary
+    from dp_microadam.training.run_folder import default_folder
+
+    profile = PROFILES[options.profile]
+    plan = _plan(options, profile.canaries if options.canaries is None else options.canaries)
+    repetitions = profile.repetitions if options.repetitions is None else options.repetitions
+    try:
+        with _progress(shown=not options.quiet) as watch:
+            findings = audit_pipeline(plan, repetitions, confidence=options.confidence, watch=watch)
+    except KeyboardInterrupt:
+        print("stopped; nothing was written", file=sys.stderr)
+        return INTERRUPTED
+    line = summary(findings, options.confidence)
+    folder = default_folder("audit") if options.out is None else options.out
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _PAGE).write_text(audit_page(findings, plan, options.confidence, line), encoding="utf-8")
+    report = _report(findings, plan, options.confidence, line)
+    (folder / _FINDINGS).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if options.json:
+        print(json.dumps({**report, "page": str(folder / _PAGE)}, ensure_ascii=False))
+    else:
+        _print_findings(findings)
+        print(line)
+        print(f"page {folder / _PAGE}")
+    return VIOLATED if report["violated"] else 0
+
+
+def _plan(options: argparse.Namespace, canaries: int) -> PrivacyPlan:
+    """Half of the canaries in each step, by the tighter accountant: a claim that is easier to refute."""
+    from dp_microadam.privacy.plan import PrivacyPlan
+
+    epsilon, steps, noise = options.epsilon, options.steps, options.noise_multiplier
+    if steps is None and (epsilon is None or noise is None):
+        steps = _DEFAULT_STEPS
+    if epsilon is None and noise is None:
+        epsilon = _DEFAULT_EPSILON
+    return PrivacyPlan.solve(
+        dataset_size=canaries,
+        batch_size=(canaries + 1) // 2,
+        delta=options.delta,
+        epsilon=epsilon,
+        noise_multiplier=noise,
+        steps=steps,
+        accountant="pld",
+    )
+
+
+def _report(findings: list[Finding], plan: PrivacyPlan, confidence: float, line: str) -> dict[str, Any]:
+    return {
+        "violated": any(finding.violated for finding in findings),
+        "summary": line,
+        "confidence": confidence,
+        "epsilon": plan.epsilon,
+        "epsilon_bound": findings[0].bound,
+        "delta": plan.delta,
+        "plan": plan.to_dict(),
+        "findings": [finding.to_dict() for finding in findings],
+    }
+
+
+def _print_findings(findings: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Audits", title_justify="left")
+    table.add_column("audit")
+    for name in ("shown ε ≥", "claimed ε", "at δ", "could show", "confidence"):
+        table.add_column(name, justify="right")
+    for finding in findings:
+        table.add_row(
+            finding.name,
+            f"{finding.bound:.2f}" + (" VIOLATION" if finding.violated else ""),
+            f"{finding.claim:.2f}",
+            f"{finding.delta:g}",
+            f"{finding.largest:.2f}",
+            f"{100 * finding.confidence:.10g} %",
+        )
+    Console(highlight=False).print(table)
+
+
+@contextmanager
+def _progress(*, shown: bool) -> Iterator[Callable[[str, int], Callable[[int], None]]]:
+    """Bars on a terminal, a line per part elsewhere; on standard error, as standard output is for results."""
+    if not (shown and sys.stderr.isatty()):
+
+        def watch(part: str, steps: int) -> Callable[[int], None]:
+            if shown:
+                print(f"{part}: {steps:,} steps", file=sys.stderr, flush=True)
+            return lambda done: None
+
+        yield watch
+        return
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=sys.stderr)) as bars:
+
+        def add(part: str, steps: int) -> Callable[[int], None]:
+            task = bars.add_task(part, total=steps)
+            return lambda done: bars.advance(task, done)
+
+        yield add

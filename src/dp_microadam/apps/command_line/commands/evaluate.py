@@ -1,0 +1,35 @@
+"""``dp-microadam evaluate``: what a run's newest weights are worth."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from dp_microadam.apps.command_line.commands.running import lost_in_words, open_run, privacy_line
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "evaluate",
+        help="accuracy of a run's newest weights on the test set",
+        description="Accuracy of a run's newest weights on the test set; the run may go on meanwhile.",
+        epilog="example:\n  dp-microadam evaluate runs/mine --json",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    experiment = open_run(options.run_dir)
+    result = experiment.trainer.peek()
+    accuracy, weights = experiment.test_accuracy()
+    if options.json:
+        values = {"test_accuracy": accuracy, "weights": weights, "steps_done": result.steps_done, "updates": result.updates}
+        print(json.dumps({**values, "private": result.private, "epsilon": result.epsilon, "delta": result.delta}))
+        return 0
+    print(f"evaluated with the {weights}{lost_in_words(result) or f' after {result.updates} steps'}")
+    print(f"test accuracy {100 * accuracy:.2f} %")
+    print(privacy_line(result))
+    return 0

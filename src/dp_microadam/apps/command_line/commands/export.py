@@ -1,0 +1,61 @@
+"""``dp-microadam export``: weights that plain PyTorch loads, with a model card and the privacy statement."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+from dp_microadam.apps.command_line.commands.running import ledger_head, open_run, privacy_line
+from dp_microadam.errors import InputError
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "export",
+        help="write a run's weights as safetensors, with a model card and the privacy statement",
+        description="Write a run's weights as safetensors, with a model card that says how to load them and the privacy "
+        "statement.",
+        epilog="example:\n  dp-microadam export runs/mine --output digits-model",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write (default: RUN/export)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from dp_microadam.apps.reporting.model_card import loading_code, model_card
+    from dp_microadam.privacy.statement import STATEMENT_NAME
+    from dp_microadam.training.export import save_weights
+
+    output: Path = options.output or options.run_dir / "export"
+    if output.exists():
+        raise InputError(f"output is {str(output)!r}, which exists already; name a new folder")
+    experiment = open_run(options.run_dir)
+    result = experiment.trainer.peek()
+    accuracy, weights = experiment.test_accuracy()
+    unfinished = output.with_name(output.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    save_weights(experiment.model.state_dict(), unfinished / "model.safetensors")
+    if experiment.trainer.average is not None:
+        save_weights(experiment.trainer.average.state_dict(), unfinished / "model_ema.safetensors")
+    # Anew from the ledger: what is published must not claim less than was spent.
+    experiment.trainer.write_privacy(unfinished)
+    statement = (unfinished / STATEMENT_NAME).read_text(encoding="utf-8")
+    metrics = {"test accuracy": f"{100 * accuracy:.2f} % ({weights})", "steps": result.updates}
+    if result.updates < result.steps_done:
+        metrics["steps spent that are not in the weights"] = result.steps_done - result.updates
+    measured = [line for line in experiment.trainer.record.metrics() if "diagnostics" in line]
+    diagnostics = measured[-1] if measured else None
+    recipe, data = experiment.recipe, experiment.data
+    best = "model.safetensors" if experiment.trainer.average is None else "model_ema.safetensors"
+    code = loading_code(recipe.model, recipe.model_options, data.num_classes, data.example_shape, best, (data.mean, data.std))
+    card = model_card(recipe.name, recipe.to_toml(), statement, metrics, diagnostics, code)
+    (unfinished / "README.md").write_text(card, encoding="utf-8")
+    unfinished.rename(output)
+    print(f"exported to {output}")
+    if (head := ledger_head(result)) is not None:
+        print(f"ledger's last hash {head}")
+    print(privacy_line(result))
+    return 0

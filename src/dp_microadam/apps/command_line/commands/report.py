@@ -1,0 +1,40 @@
+"""``dp-microadam report RUN…``: one page about runs, sweeps and audits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "report",
+        help="one HTML page about runs or a sweep, with figures and tables for papers",
+        description="Write one self-contained HTML page about runs, sweeps and audits, and beside it figures (PNG, PDF) and "
+        "tables (CSV, LaTeX, Markdown).",
+        epilog="examples:\n  dp-microadam report runs/mine\n  dp-microadam report runs/mine runs/other --out compared.html",
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, a sweep or an audit; several are compared")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: report.html in RUN, or here for several)")
+    parser.add_argument("--page-only", action="store_true", help="no folders with figures and tables beside the page")
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from dp_microadam.apps.reporting.report import REPORT, write_report
+    from dp_microadam.errors import InputError
+
+    page: Path = options.out or (Path(options.runs[0]) / REPORT if len(options.runs) == 1 else Path(REPORT))
+    if page.is_dir():
+        raise InputError(f"out is {str(page)!r}, which is a folder; it must be the name of a file")
+    written = write_report(options.runs, page, files=not options.page_only)
+    if options.json:
+        print(json.dumps({"page": str(page), "files": [str(path) for path in written[1:]]}, ensure_ascii=False))
+        return 0
+    print(f"page {page}")
+    if len(written) > 1:
+        folders = dict.fromkeys(str(path.parent) for path in written[1:])
+        print(f"{len(written) - 1} figures and tables in {' and '.join(folders)}")
+    return 0

@@ -1,0 +1,51 @@
+"""``dp-microadam resume``: go on with a run that was stopped or killed."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dp_microadam.apps.command_line.commands.running import add_display, conclude, open_run, say, train
+
+if TYPE_CHECKING:
+    from dp_microadam.training.distributed import Ranks
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "resume",
+        help="go on with a run that was stopped or killed",
+        description="Go on with a run that was stopped or killed. Steps lost in between stay spent.",
+        epilog="example:\n  dp-microadam resume runs/mine",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")
+    add_display(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from dp_microadam.training.distributed import torchrun_processes
+
+    with torchrun_processes() as ranks:
+        return _go_on(options, ranks)
+
+
+def _go_on(options: argparse.Namespace, ranks: Ranks) -> int:
+    from dp_microadam.training.run_folder import never_trained
+
+    experiment = open_run(
+        options.run_dir, show_progress=not options.quiet, show_private_metrics=options.show_private_metrics, ranks=ranks
+    )
+    # Killed before its first checkpoint, it has trained nothing and spent nothing: it begins anew.
+    if ranks.from_main(lambda: never_trained(options.run_dir)):
+        return train(experiment, options)
+    experiment.trainer.resume()
+    if not experiment.trainer.finished:
+        return train(experiment, options)
+    result, planned = experiment.trainer.result(), experiment.trainer.plan.steps
+    short = f": max_steps = {result.steps_done} ended it, of {planned} planned" if result.steps_done < planned else ""
+    if ranks.main:
+        say(options, f"run {options.run_dir} is finished{short}")
+    conclude(experiment, options, result)
+    return 0

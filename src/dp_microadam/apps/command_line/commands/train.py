@@ -1,0 +1,47 @@
+"""``dp-microadam train``: run a recipe."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from dp_microadam.apps.command_line.commands.running import add_display, train
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "train",
+        help="train a recipe; without one, the demo",
+        description="Train a recipe: the name of one in the box, or a TOML file. Without one, the demo. Several processes "
+        "train together if torchrun starts them.",
+        epilog="examples:\n  dp-microadam train\n  dp-microadam train fashion-mnist --set epsilon=4 --run-dir runs/mine\n"
+        "  torchrun --nproc-per-node 8 -m dp_microadam train imagenet",
+    )
+    parser.add_argument("recipe", nargs="?", default="demo", help="name or TOML file of a recipe (default: demo)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change one key")
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="folder of the run (default: a new one under runs/)")
+    add_display(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from dp_microadam.apps.recipes.recipe import load_recipe
+    from dp_microadam.training.run_folder import refuse_existing
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    if options.run_dir is not None:
+        refuse_existing(options.run_dir)
+
+    # Imported once recipe and folder are known to be usable: torch takes seconds to load.
+    from dp_microadam.apps.recipes.assemble import assemble
+    from dp_microadam.training.distributed import torchrun_processes
+
+    with torchrun_processes() as ranks:
+        experiment = assemble(
+            recipe,
+            options.run_dir,
+            show_progress=not options.quiet,
+            show_private_metrics=options.show_private_metrics,
+            ranks=ranks,
+        )
+        return train(experiment, options)

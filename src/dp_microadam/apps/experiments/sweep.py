@@ -1,0 +1,283 @@
+"""Runs a study: one process a run, several at a time, going on after failures and interruptions."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from dp_microadam.apps.experiments.study import Cell, Study
+from dp_microadam.errors import InputError
+from dp_microadam.training.interrupts import Interruptible
+
+STUDY, RESULTS, RUNS, LOCK = "experiment.json", "results.jsonl", "runs", ".lock"
+_LEDGER, _METRICS, _VITAL_SIGNS = "ledger.jsonl", "metrics.jsonl", "run.json"
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run that a cell needs: its ``repeat``-th."""
+
+    cell: Cell
+    repeat: int
+
+    @property
+    def words(self) -> str:
+        return f"{self.cell.words}, run {self.repeat}"
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        return self.cell.key, self.repeat, json.dumps(self.cell.labels)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that ended without a result, and the last it said."""
+
+    job: Job
+    folder: Path
+    reason: str
+
+
+@dataclass
+class _Running:
+    job: Job
+    process: subprocess.Popen[str]
+    device: int
+    began: float
+
+
+class SweepFolder:
+    """Where a study's runs and results are.
+
+    ``runs/KEY/REPEAT`` is the folder of a run, ``results.jsonl`` has a line for each that is finished. Runs are keyed by what
+    their recipe trains, so that studies that share a folder share runs.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def run_folder(self, job: Job) -> Path:
+        return self.path / RUNS / job.cell.key / str(job.repeat)
+
+    def begin(self, study: Study, command: str) -> None:
+        """Write down what the study asks, all of it, for reports: cells that were not asked for yet show as not run."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        unfinished = self.path / f"{STUDY}.unfinished"
+        unfinished.write_text(json.dumps(study.describe(command), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(unfinished, self.path / STUDY)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """
+        Raises:
+            InputError: if another process works on this folder.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with open(self.path / LOCK, "w", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise InputError(f"out is {str(self.path)!r}, where another sweep is at work; name another") from None
+            yield
+
+    def results(self) -> list[dict[str, Any]]:
+        """Lines of finished runs; one that a crash tore is left out, and its run is collected again."""
+        path = self.path / RESULTS
+        found = []
+        for line in path.read_text("utf-8").splitlines() if path.exists() else []:
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+        return found
+
+    def done(self) -> set[tuple[str, int, str]]:
+        """Keys of the jobs that need not run again."""
+        return {(line["run"], line["repeat"], json.dumps(line["cell"])) for line in self.results()}
+
+    def append(self, line: dict[str, Any]) -> None:
+        path = self.path / RESULTS
+        torn = path.exists() and not path.read_text("utf-8").endswith("\n") and path.stat().st_size > 0
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(("\n" if torn else "") + json.dumps(line, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def jobs_of(study: Study, repeats: int) -> list[Job]:
+    """All runs of a study, first repeats first: an interrupted sweep has something of every cell."""
+    return [Job(cell, repeat) for repeat in range(1, repeats + 1) for cell in study.cells]
+
+
+def run_sweep(
+    study: Study,
+    folder: SweepFolder,
+    *,
+    repeats: int,
+    devices: Sequence[int | None],
+    tell: Callable[[str], None],
+    advance: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Failure]:
+    """Run what is not done yet, one run per device at a time, and return the runs that failed.
+
+    A run that began before goes on where it stopped. ``devices``: CUDA numbers, or None for the processor.
+    """
+    jobs = jobs_of(study, repeats)
+    done = folder.done()
+    waiting = [job for job in jobs if job.key not in done]
+    if len(waiting) < len(jobs):
+        tell(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are done already")
+    advance(len(jobs) - len(waiting), len(jobs))
+    free = list(range(len(devices)))
+    running: list[_Running] = []
+    failures: list[Failure] = []
+    with Interruptible(shown=False) as interruption:
+        while waiting or running:
+            if interruption.requested:
+                tell("stopping the runs at their next step")
+                _stop(running)
+                raise KeyboardInterrupt
+            while waiting and free:
+                running.append(_start(waiting.pop(0), folder, devices, free.pop(0)))
+                tell(f"began {running[-1].job.words}")
+            time.sleep(_POLL_SECONDS)
+            for one in [one for one in running if one.process.poll() is not None]:
+                running.remove(one)
+                free.append(one.device)
+                failure = _collect(one, folder, tell)
+                failures += [failure] if failure else []
+                advance(len(jobs) - len(waiting) - len(running), len(jobs))
+    return failures
+
+
+def _stop(running: Sequence[_Running]) -> None:
+    for one in running:
+        one.process.send_signal(signal.SIGINT)
+    for one in running:
+        one.process.wait()
+
+
+def collect_line(job: Job, folder: SweepFolder, result: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """What ``results.jsonl`` keeps of a finished run."""
+    run = folder.run_folder(job)
+    return {
+        "cell": job.cell.labels,
+        "repeat": job.repeat,
+        "run": job.cell.key,
+        "value": 100 * result["test_accuracy"],
+        "epsilon": result["epsilon"],
+        "delta": result["delta"],
+        "private": result["private"],
+        "steps": result["updates"],
+        "parameters": json.loads((run / _VITAL_SIGNS).read_text("utf-8"))["parameters"],
+        "seconds": round(seconds, 1),
+        "folder": str(run.relative_to(folder.path)),
+        "curve": _curve(run / _METRICS),
+        **provenance(),
+    }
+
+
+def provenance() -> dict[str, str]:
+    """When, where and with which code a figure came about."""
+    return {"date": f"{datetime.now(UTC):%Y-%m-%d}", "machine": machine(), "commit": commit()}
+
+
+def machine() -> str:
+    """The processor or graphics card, in words."""
+    import torch
+
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()}× {torch.cuda.get_device_name()}"
+    return f"{os.cpu_count()} cores {_processor()}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def commit() -> str:
+    """The commit of a source checkout, marked if there are changes on top; else the version."""
+    from dp_microadam import __version__
+
+    here = Path(__file__).parent
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"],
+            cwd=here, capture_output=True, text=True, check=True, timeout=10,
+        )  # fmt: skip
+        tracked = subprocess.run(["git", "ls-files", "--error-unmatch", __file__], cwd=here, capture_output=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return f"version {__version__}"
+    return found.stdout.strip() if tracked.returncode == 0 else f"version {__version__}"
+
+
+def _start(job: Job, folder: SweepFolder, devices: Sequence[int | None], slot: int) -> _Running:
+    run = folder.run_folder(job)
+    run.parent.mkdir(parents=True, exist_ok=True)
+    if (run / _LEDGER).exists() or (run / "checkpoints").is_dir():
+        arguments = ["resume", str(run)]
+    else:
+        recipe = run.with_suffix(".toml")
+        recipe.write_text(job.cell.recipe.to_toml(), encoding="utf-8")
+        arguments = ["train", str(recipe), "--run-dir", str(run)]
+    environment = dict(os.environ)
+    if devices[slot] is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = str(devices[slot])
+    elif len(devices) > 1:
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // len(devices))))
+    with open(run.with_suffix(".log"), "a", encoding="utf-8") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dp_microadam", *arguments, "--json", "--quiet"],
+            stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True, env=environment,
+            process_group=0,  # Ctrl-C reaches the sweep alone, which passes it on once: a run ends at once at the second
+        )  # fmt: skip
+    return _Running(job, process, slot, time.monotonic())
+
+
+def _collect(one: _Running, folder: SweepFolder, tell: Callable[[str], None]) -> Failure | None:
+    assert one.process.stdout is not None
+    output = one.process.stdout.read()
+    seconds = time.monotonic() - one.began
+    run = folder.run_folder(one.job)
+    try:
+        result = json.loads(output)
+    except ValueError:
+        result = None
+    if one.process.returncode != 0 or result is None or not result["finished"]:
+        failure = Failure(one.job, run, _last_line(run.with_suffix(".log"), one.process.returncode))
+        tell(f"failed {one.job.words}: {failure.reason}")
+        return failure
+    folder.append(collect_line(one.job, folder, result, seconds))
+    tell(f"done {one.job.words}: {100 * result['test_accuracy']:.2f} % in {seconds:.0f} s")
+    return None
+
+
+def _last_line(log: Path, code: int) -> str:
+    lines = [line for line in log.read_text("utf-8", errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else f"it ended with exit code {code} and said nothing"
+
+
+def _curve(metrics: Path) -> list[list[float]]:
+    """Validation loss and accuracy by step."""
+    if not metrics.exists():
+        return []
+    points = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
+    return [[one["step"], one["validation_loss"], one.get("validation_accuracy")] for one in points if "validation_loss" in one]

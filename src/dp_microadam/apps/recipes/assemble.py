@@ -1,0 +1,210 @@
+"""From a recipe to what can be trained: data, model, optimizer, plan and trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from dp_microadam import models
+from dp_microadam.apps.recipes.public_part import public_examples
+from dp_microadam.apps.recipes.recipe import Recipe
+from dp_microadam.data.augmentation import Augmentation
+from dp_microadam.data.dataset import Examples, LabelledData, size_of
+from dp_microadam.data.images import ImageFolder
+from dp_microadam.data.preparation import Preparation
+from dp_microadam.data.sources import load
+from dp_microadam.errors import InputError
+from dp_microadam.methods.registry import build, refuse_bad_options
+from dp_microadam.privacy.plan import PrivacyPlan
+from dp_microadam.training.distributed import Ranks, ranks_here
+from dp_microadam.training.evaluation import class_hits, class_loss, evaluate, over_views
+from dp_microadam.training.method import Method
+from dp_microadam.training.run_folder import default_folder
+from dp_microadam.training.schedules import Schedule
+from dp_microadam.training.trainer import PrivateTrainer, RunResult, UnprotectedPlan
+
+
+@dataclass
+class Experiment:
+    """A recipe with everything it names, ready to train."""
+
+    recipe: Recipe
+    data: LabelledData
+    model: nn.Module
+    trainer: PrivateTrainer
+
+    def fit(self) -> RunResult:
+        """Train on the training part, with validation on the part held out of it."""
+        return self.trainer.fit(self.training_part(), validation=self.data.validation)
+
+    def training_part(self) -> Examples:
+        """What is trained on. Image files have no common size, so their random crops are cut where they are decoded."""
+        if isinstance(self.data.train, ImageFolder) and self.recipe.resized_crop:
+            return self.data.train.random_crops(self.recipe.multiplicity)
+        return self.data.train
+
+    def test_accuracy(self) -> tuple[float, str]:
+        """Accuracy on the test set, of the averaged weights if the recipe averages, and which weights these are."""
+        average = self.trainer.average
+        if average is None:
+            return self._accuracy(), "final weights"
+        with average.in_place_of(self.model):
+            return self._accuracy(), "averaged weights"
+
+    def _accuracy(self) -> float:
+        device = next(self.model.parameters()).device
+        prepare = Preparation(self.data)
+        found = evaluate(
+            self.model,
+            self.data.test,
+            {"accuracy": class_hits},
+            prepare=lambda batch: prepare(tree_map(lambda leaf: leaf.to(device), batch)),
+            num_workers=self.recipe.num_workers,
+            ranks=self.trainer.ranks,
+        )
+        return found["accuracy"]
+
+
+def assemble(
+    recipe: Recipe,
+    run_dir: str | Path | None = None,
+    *,
+    data: LabelledData | None = None,
+    show_progress: bool = True,
+    show_private_metrics: bool = False,
+    ranks: Ranks | None = None,
+) -> Experiment:
+    """Load what the recipe names and put it together. Nothing is written yet. ``ranks`` are the trainer's.
+
+    ``data`` takes the place of the data that the recipe names.
+
+    Raises:
+        InputError: if data cannot be found or read, or something does not fit.
+    """
+    ranks = ranks_here() if ranks is None else ranks
+    refuse_bad_options(recipe.algorithm, recipe.resolved_learning_rate, recipe.optimizer)
+    if data is None:
+        with ranks.one_per_machine_first():
+            data = load_data(recipe)
+    augment = _augmentation(recipe, data)
+    plan = plan_of(recipe, size_of(data.train))
+    if recipe.seed is not None:
+        torch.manual_seed(recipe.seed)
+    model = models.build(recipe.model, data.num_classes, _model_shape(recipe, data), **recipe.model_options)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    normalization = models.normalization_of(model)
+    if normalization is not None:  # pretrained weights expect the constants they were trained with
+        data = replace(data, mean=normalization.mean, std=normalization.std)
+    method = _method(recipe, model, data)
+    trainer = PrivateTrainer(
+        model,
+        method,
+        plan,
+        over_views(class_loss, data.example_shape),
+        per_example_accuracy=over_views(class_hits, data.example_shape),
+        private=recipe.protected,
+        max_grad_norm=recipe.max_grad_norm,
+        clipping=recipe.clipping,
+        physical_batch_size=recipe.physical_batch_size,
+        prepare=Preparation(data),
+        augment=augment,
+        schedule=Schedule(recipe.schedule, plan.steps, recipe.warmup),
+        ema_decay=recipe.ema_decay,
+        max_steps=recipe.max_steps,
+        evaluate_every=recipe.evaluate_every,
+        diagnostics_every=recipe.diagnostics_every,
+        checkpoint_every=recipe.checkpoint_every,
+        checkpoint_minutes=recipe.checkpoint_minutes,
+        keep_checkpoints=recipe.keep_checkpoints,
+        run_dir=default_folder(recipe.name) if run_dir is None else run_dir,
+        config=replace(recipe, learning_rate=recipe.resolved_learning_rate).to_toml(),
+        public=(
+            "normalization constants of the input",
+            f"which {recipe.validation_size or f'{recipe.validation_fraction:g}'} of {recipe.data} "
+            f"{'are' if recipe.validation_size else 'is'} held out (split seed {recipe.split_seed})",
+            "number and names of the classes",
+            *([f"the pretrained weights {pretrained!r}"] if (pretrained := recipe.model_options.get("pretrained")) else []),
+        ),
+        num_workers=recipe.num_workers,
+        secure=recipe.secure,
+        seed=recipe.seed,
+        show_progress=show_progress,
+        show_private_metrics=show_private_metrics,
+        ranks=ranks,
+    )
+    return Experiment(recipe, data, model, trainer)
+
+
+def _method(recipe: Recipe, model: nn.Module, data: LabelledData) -> Method:
+    options = dict(recipe.optimizer)
+    if "public" in options:
+        options["public"] = public_examples(recipe, data, options["public"])
+    return build(recipe.algorithm, model, recipe.resolved_learning_rate, options)
+
+
+def load_data(recipe: Recipe) -> LabelledData:
+    """The data that a recipe names."""
+    return load(
+        recipe.data,
+        recipe.data_folder or None,
+        validation_fraction=recipe.validation_fraction,
+        validation_size=recipe.validation_size,
+        split_seed=recipe.split_seed,
+        image_size=recipe.image_size,
+        verify=recipe.verify_data,
+        memory_gib=recipe.data_memory_gib,
+        **recipe.data_options,
+    )
+
+
+def _augmentation(recipe: Recipe, data: LabelledData) -> Augmentation | None:
+    """What happens to training images on the device; None if nothing does."""
+    asked = bool(recipe.crop_padding or recipe.flip or recipe.resized_crop)
+    if not data.images and (asked or recipe.multiplicity > 1):
+        raise InputError(
+            f"data is {recipe.data!r}, a table; crop_padding, flip, resized_crop and multiplicity are for images, leave "
+            "them out"
+        )
+    if not asked:
+        if recipe.multiplicity > 1:
+            raise InputError(
+                f"multiplicity is {recipe.multiplicity}, but without crop_padding, flip or resized_crop all views are the "
+                "same; set one of them"
+            )
+        return None
+    height, width = data.example_shape[-2:]
+    augmentation = Augmentation(
+        recipe.crop_padding, recipe.flip, recipe.resized_crop, recipe.multiplicity, size=(height, width)
+    )
+    if isinstance(data.train, ImageFolder) and recipe.resized_crop:
+        return Augmentation(flip=recipe.flip)
+    return augmentation
+
+
+def _model_shape(recipe: Recipe, data: LabelledData) -> tuple[int, int, int]:
+    if data.images:
+        channels, height, width = data.example_shape
+        return channels, height, width
+    if recipe.model != "mlp":
+        raise InputError(f"model is {recipe.model!r}, which takes images; for the rows of a table it must be 'mlp'")
+    return 1, 1, data.example_shape[0]
+
+
+def plan_of(recipe: Recipe, dataset_size: int) -> PrivacyPlan | UnprotectedPlan:
+    """The plan a recipe asks for, on a training part of this size."""
+    if recipe.protected:
+        return PrivacyPlan.solve(
+            dataset_size=dataset_size,
+            batch_size=recipe.batch_size,
+            delta=recipe.delta,
+            epsilon=recipe.epsilon,
+            noise_multiplier=recipe.noise_multiplier,
+            steps=recipe.steps,
+            accountant=recipe.accountant,
+        )
+    assert recipe.steps is not None, "recipes without privacy must say how many steps they take"
+    return UnprotectedPlan(dataset_size, recipe.batch_size, recipe.steps)

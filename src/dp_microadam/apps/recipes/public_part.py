@@ -1,0 +1,43 @@
+"""The public examples a recipe names: some of those held out for validation, which no guarantee covers anyway."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.data import Subset
+
+from dp_microadam.apps.recipes.recipe import Recipe
+from dp_microadam.data.dataset import LabelledData, size_of, split
+from dp_microadam.data.preparation import Preparation
+from dp_microadam.errors import InputError
+from dp_microadam.methods.scale_sources import PublicExamples, refuse_shared_indices
+from dp_microadam.training.evaluation import class_loss
+
+
+def public_examples(recipe: Recipe, data: LabelledData, chosen: int | list[int]) -> PublicExamples:
+    """The first ``chosen`` held-out examples, or those at these positions of the data set before it was divided.
+
+    Raises:
+        InputError: for positions of training examples, or more examples than are held out.
+    """
+    rows = _rows(recipe, size_of(data.train) + size_of(data.validation), chosen)
+    if isinstance(data.validation, tuple):
+        inputs, labels = data.validation
+        return PublicExamples((inputs[rows], labels[rows]), class_loss, Preparation(data))
+    return PublicExamples(Subset(data.validation, rows.tolist()), class_loss, Preparation(data))
+
+
+def _rows(recipe: Recipe, count: int, chosen: int | list[int]) -> torch.Tensor:
+    """Positions within the held-out part."""
+    training, held_out = split(count, recipe.validation_fraction, recipe.split_seed, size=recipe.validation_size)
+    if not isinstance(chosen, list):
+        if chosen > len(held_out):
+            raise InputError(
+                f"optimizer.public is {chosen}; only {len(held_out)} examples are held out, it must be at most that"
+            )
+        return torch.arange(chosen)
+    refuse_shared_indices(chosen, training.tolist())
+    row_of = {position: row for row, position in enumerate(held_out.tolist())}
+    unknown = [position for position in chosen if position not in row_of]
+    if unknown or not chosen:
+        raise InputError(f"optimizer.public holds {unknown[0] if unknown else 'nothing'}; it must hold positions below {count}")
+    return torch.tensor([row_of[position] for position in chosen])

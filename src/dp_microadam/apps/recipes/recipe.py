@@ -1,0 +1,286 @@
+"""A recipe: what to train, on what, how privately. Checked in full when it is made, before anything is loaded or written."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from dp_microadam.apps.recipes import checks, vocabulary
+from dp_microadam.apps.recipes.overrides import apply_override
+from dp_microadam.apps.recipes.toml_writer import to_toml
+from dp_microadam.errors import InputError
+
+
+def _key(check: checks.Check, **default: Any) -> Any:
+    return field(metadata={"check": check}, **default)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All settings of one run. Every one is public; none may be derived from private data.
+
+    ``epsilon``, ``noise_multiplier`` and ``steps``: exactly two are given and the third is solved. A non-private run needs
+    ``steps`` alone and ignores the other two, so that any recipe with ``steps`` can be compared with its non-private run.
+
+    >>> Recipe(name="mine", data="digits", model="mlp", epsilon=8, steps=1000, batch_size=256).resolved_learning_rate
+    0.001
+    >>> Recipe.from_toml('name = "mine"\\nmodle = "mlp"')
+    Traceback (most recent call last):
+        ...
+    dp_microadam.errors.InputError: recipe key modle = 'mlp' is unknown; the nearest known key is model
+    """
+
+    name: str = _key(checks.name)
+    method: str = _key(checks.one_of(*vocabulary.METHODS), default="dp-microadam")
+    base: str | None = _key(checks.optional(checks.one_of(*vocabulary.BASES)), default=None)
+    """With method ``"non-private"``: the method that is run without clipping and noise; None: dp-microadam."""
+
+    data: str = _key(checks.one_of(*vocabulary.DATA_SETS))
+    data_folder: str = _key(checks.text, default="")
+    """Where the data files are; empty: the places where they usually are."""
+    verify_data: bool = _key(checks.flag, default=True)
+    """Refuse files that are not the published ones; false for one's own data in the same format."""
+    data_memory_gib: float = _key(checks.positive, default=2.0)
+    """Files larger than this are memory-mapped instead of read."""
+    num_workers: int = _key(checks.count_or_zero, default=0)
+    """Processes that fetch and decode examples of data that is not in memory."""
+    validation_fraction: float = _key(checks.inside_unit_interval, default=0.1)
+    """Held out from the training part, and so not protected by the guarantee."""
+    validation_size: int | None = _key(checks.optional(checks.count), default=None)
+    """A number of examples instead of a fraction."""
+    split_seed: int = _key(checks.seed, default=0)
+
+    image_size: int | None = _key(checks.optional(checks.count), default=None)
+    """Height and width that images are resized to; None: as they are, and 224 for folders of image files."""
+    crop_padding: int = _key(checks.count_or_zero, default=0)
+    """Training images are padded by so many pixels and cropped at random; 0: they are not."""
+    flip: bool = _key(checks.flag, default=False)
+    """Half of the training images are mirrored."""
+    resized_crop: bool = _key(checks.flag, default=False)
+    """Training images are random parts of 8 to 100 % of the area, resized."""
+    multiplicity: int = _key(checks.count, default=1)
+    """Views of each training image, whose gradients are averaged before the clip."""
+
+    model: str = _key(checks.one_of(*vocabulary.MODELS))
+
+    epsilon: float | None = _key(checks.optional(checks.positive), default=None)
+    noise_multiplier: float | None = _key(checks.optional(checks.positive), default=None)
+    steps: int | None = _key(checks.optional(checks.count), default=None)
+    delta: float = _key(checks.inside_unit_interval, default=1e-5)
+    accountant: str = _key(checks.one_of("rdp", "pld"), default="rdp")
+
+    batch_size: int = _key(checks.count)
+    """Expected size of a Poisson batch."""
+    physical_batch_size: int = _key(checks.count, default=256)
+    """Examples that go through the model at once; changes memory and speed only."""
+    max_grad_norm: float = _key(checks.positive, default=1.0)
+    clipping: str = _key(checks.one_of("flat", "per-layer"), default="flat")
+
+    learning_rate: float | None = _key(checks.optional(checks.positive), default=None)
+    """None: the method's default."""
+    schedule: str = _key(checks.one_of("constant", "cosine", "linear"), default="constant")
+    warmup: float = _key(checks.below_one, default=0.0)
+    """Fraction of the steps."""
+    ema_decay: float = _key(checks.below_one, default=0.0)
+    """0: no average of the weights is kept."""
+
+    max_steps: int | None = _key(checks.optional(checks.count), default=None)
+    """Stop early; schedule and noise stay those of all steps."""
+    evaluate_every: int = _key(checks.count, default=100)
+    diagnostics_every: int | None = _key(checks.optional(checks.count), default=None)
+    """None: how MicroAdam behaves is not measured."""
+    checkpoint_every: int = _key(checks.count, default=100)
+    checkpoint_minutes: float = _key(checks.positive, default=5.0)
+    keep_checkpoints: int = _key(checks.count, default=2)
+
+    secure: bool = _key(checks.flag, default=False)
+    """Noise from a cryptographic stream."""
+    seed: int | None = _key(checks.optional(checks.seed), default=None)
+    """For tests: all randomness follows from it, and the run is not private."""
+
+    data_options: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
+    model_options: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
+    optimizer: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
+
+    def __post_init__(self) -> None:
+        for known in fields(self):
+            value = getattr(self, known.name)
+            object.__setattr__(self, known.name, known.metadata["check"](known.name, value))
+        if self.base is not None and self.protected:
+            raise InputError(
+                f"base is {self.base!r}, but method is {self.method!r}; leave it out, it goes with method 'non-private'"
+            )
+        _refuse_unknown_options("optimizer", self.optimizer, vocabulary.OPTIMIZER_OPTIONS[self.algorithm], self.algorithm)
+        _refuse_unknown_options("model_options", self.model_options, vocabulary.MODEL_OPTIONS[self.model], self.model)
+        _refuse_unknown_options("data_options", self.data_options, vocabulary.DATA_OPTIONS[self.data], self.data)
+        self._refuse_unsolvable_budget()
+
+    @property
+    def private(self) -> bool:
+        """Whether the run carries a guarantee: a non-private method and a fixed seed take it away."""
+        return self.protected and self.seed is None
+
+    @property
+    def protected(self) -> bool:
+        """Whether the run clips and adds noise."""
+        return self.method != vocabulary.NON_PRIVATE
+
+    @property
+    def algorithm(self) -> str:
+        """The method itself, be it run with privacy or without."""
+        return self.method if self.protected else self.base or "dp-microadam"
+
+    @property
+    def resolved_learning_rate(self) -> float:
+        """``learning_rate``, or the method's default."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        stepped_like = "dp-sgd" if self._steps_along_the_scaled_gradient() else self.algorithm
+        default = vocabulary.DEFAULT_LEARNING_RATES[stepped_like]
+        return default if self.protected else vocabulary.NON_PRIVATE_LEARNING_RATES.get(stepped_like, default)
+
+    def _steps_along_the_scaled_gradient(self) -> bool:
+        """Scale-then-privatize with SGD behind it, the default of all its sources but the first."""
+        behind = self.optimizer.get("behind", "adam" if self.optimizer.get("source", "previous") == "previous" else "sgd")
+        return self.algorithm == "scale-then-privatize" and behind == "sgd"
+
+    def to_toml(self) -> str:
+        """The recipe as a file that :meth:`from_toml` reads back equal; keys that are None are left out."""
+        return to_toml(asdict(self))
+
+    @classmethod
+    def from_toml(cls, text: str) -> Recipe:
+        """The recipe in ``text``.
+
+        Raises:
+            InputError: if it is not TOML, or for a key or value that cannot be used.
+        """
+        return cls.from_dict(_parse(text, "the recipe"))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
+        """The recipe with these keys.
+
+        Raises:
+            InputError: for a key that is unknown or missing, or a value that cannot be used.
+        """
+        known = [known.name for known in fields(cls)]
+        for key, value in values.items():
+            if key not in known:
+                raise InputError(f"recipe key {key} = {value!r} is unknown; {_hint_for_key(key, known)}")
+        for needed in fields(cls):
+            if needed.default is MISSING and needed.default_factory is MISSING and needed.name not in values:
+                raise InputError(f"the recipe lacks the key {needed.name}; it must be given")
+        return cls(**values)
+
+    def _refuse_unsolvable_budget(self) -> None:
+        budget = {"epsilon": self.epsilon, "noise_multiplier": self.noise_multiplier, "steps": self.steps}
+        given = [f"{key} = {value}" for key, value in budget.items() if value is not None]
+        if not self.protected:
+            if self.steps is None:
+                raise InputError("steps is not given; a non-private run needs it, since no budget decides when to stop")
+        elif len(given) != 2:
+            raise InputError(
+                f"exactly two of epsilon, noise_multiplier and steps must be given; got {', '.join(given) or 'none'} "
+                "(KEY=none takes one back)"
+            )
+
+
+def known_recipes() -> list[str]:
+    """Names of the recipes that come with the package."""
+    folder = resources.files("dp_microadam.apps.recipes")
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe of the package by its name, or any by the path of its TOML file, changed by ``key=value`` overrides.
+
+    Values are TOML, or bare strings where that reads as none; ``optimizer.density=0.05`` reaches into a table,
+    ``steps=none`` takes a key back. Later overrides win. A file without a name is named after itself.
+
+    >>> load_recipe("demo", ["method=dp-sgd", "optimizer.momentum=0.9"]).optimizer
+    {'momentum': 0.9}
+
+    Raises:
+        InputError: if there is no such recipe, or it or an override cannot be used.
+    """
+    if name_or_path in known_recipes():
+        source = resources.files("dp_microadam.apps.recipes") / f"{name_or_path}.toml"
+        values = _parse(source.read_text("utf-8"), name_or_path)
+    else:
+        values = {"name": Path(name_or_path).stem, **_parse(_read(name_or_path), name_or_path)}
+    for override in overrides:
+        apply_override(values, override, strings=keys_of_type("str"), removable=keys_of_type("| None"))
+    return Recipe.from_dict(values)
+
+
+def _read(name_or_path: str) -> str:
+    looks_like_a_path = name_or_path.endswith(".toml") or Path(name_or_path).name != name_or_path
+    if not looks_like_a_path and not Path(name_or_path).is_file():
+        known = known_recipes()
+        nearest = _nearest(name_or_path, known, " (nearest: {})")
+        raise InputError(
+            f"there is no recipe {name_or_path!r}; known are {', '.join(known)}{nearest}, or give the path of a TOML file"
+        )
+    try:
+        return Path(name_or_path).read_text("utf-8")
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a zero byte
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise InputError(f"recipe {name_or_path} cannot be read: {reason}") from None
+
+
+def _parse(text: str, name: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{name} is not valid TOML ({error}); write keys as steps = 100, texts in quotes") from None
+
+
+def keys_of_type(wanted: str) -> frozenset[str]:
+    """Keys whose annotation ends so."""
+    return frozenset(key.name for key in fields(Recipe) if str(key.type).endswith(wanted))
+
+
+def _nearest(word: str, known: Iterable[str], sentence: str) -> str:
+    """``sentence`` with the known word that ``word`` seems to be a misspelling of; empty if it resembles none."""
+    found = difflib.get_close_matches(word, list(known), n=1)
+    return sentence.format(found[0]) if found else ""
+
+
+def _hint_for_key(key: str, known: Sequence[str]) -> str:
+    if key in _STEP_SIZES:
+        return "the step size is the key learning_rate"
+    for table, options in (
+        ("optimizer", vocabulary.OPTIMIZER_OPTIONS),
+        ("model_options", vocabulary.MODEL_OPTIONS),
+        ("data_options", vocabulary.DATA_OPTIONS),
+    ):
+        if any(key in own for own in options.values()):
+            return f"it is an option, {table}.{key}"
+    return _nearest(key, known, "the nearest known key is {}") or f"known keys are {', '.join(known)}"
+
+
+def _hint_for_option(option: str, known: Sequence[str], owner: str) -> str:
+    if option in _STEP_SIZES:
+        return "the step size is the recipe's own key learning_rate"
+    if option in {key.name for key in fields(Recipe)}:
+        return f"{option} is a key of the recipe itself"
+    if not known:
+        return f"{owner} has no options"
+    nearest = _nearest(option, known, f"the nearest known option of {owner} is {{}}")
+    return nearest or f"known options of {owner} are {', '.join(known)}"
+
+
+_STEP_SIZES = ("lr", "learning_rate", "step_size")
+"""What users of other libraries call it."""
+
+
+def _refuse_unknown_options(table: str, given: Mapping[str, Any], known: Sequence[str], owner: str) -> None:
+    for option, value in given.items():
+        if option not in known:
+            raise InputError(f"recipe key {table}.{option} = {value!r} is unknown; {_hint_for_option(option, known, owner)}")

@@ -1,0 +1,202 @@
+"""Figures as PNG and PDF for papers, and as SVG inside pages, where colours follow the page's light or dark."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from dp_microadam.apps.reporting.palette import FAINT, INK, PAPER, Style, css_variables
+from dp_microadam.errors import DPMicroAdamError
+
+WIDTH = 360
+"""Of one panel, in points. As wide as a phone's page, so that text keeps its size there."""
+
+_LONG_LABEL = 22
+_LEGEND_ROW = 16
+
+_SETTINGS = {
+    "svg.fonttype": "none",
+    "pdf.fonttype": 42,
+    "font.family": "DejaVu Sans",
+    "font.size": 11,
+    "axes.titlesize": 12,
+    "axes.labelsize": 11,
+    "legend.fontsize": 10.5,
+    "axes.unicode_minus": True,
+}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture inside a page."""
+
+    figure: Any
+    caption: str
+
+    def svg(self, name: str) -> str:
+        """As an element of an HTML page. ``name`` keeps what it refers to apart from other figures of the page."""
+        matplotlib = _matplotlib()
+        file = io.StringIO()
+        with matplotlib.rc_context({**_SETTINGS, "svg.hashsalt": name}):
+            self.figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        return _for_pages(file.getvalue(), self.caption)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure: a whole for print, and panels that pages put side by side or below each other."""
+
+    name: str
+    title: str
+    whole: Any
+    panels: tuple[Panel, ...]
+    note: str = ""
+
+    def write(self, folder: Path) -> list[Path]:
+        """``folder/NAME.png`` and ``.pdf``, on white."""
+        matplotlib = _matplotlib()
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = [folder / f"{self.name}.{ending}" for ending in ("png", "pdf")]
+        with matplotlib.rc_context(_SETTINGS):
+            # The same figures give the same files, so that a repository of results changes only where they do.
+            self.whole.savefig(paths[0], dpi=200, facecolor="white", metadata={"Software": "dp-microadam"})
+            self.whole.savefig(paths[1], facecolor="white", metadata={"Creator": "dp-microadam", "CreationDate": None})
+        return paths
+
+    def html(self) -> str:
+        """A card per panel; they are made to stand in a grid."""
+        cards = []
+        for number, panel in enumerate(self.panels):
+            note = f"<small>{escape(self.note)}</small>" if self.note and len(self.panels) == 1 else ""
+            picture = panel.svg(f"{self.name}-{number}")
+            cards.append(f'<figure class="card">{picture}<figcaption>{escape(panel.caption)}{note}</figcaption></figure>')
+        return "\n".join(cards)
+
+
+def one_panel(name: str, title: str, figure: Any, *, note: str = "") -> Figure:
+    return Figure(name, title, figure, (Panel(figure, title),), note)
+
+
+def new_figure(
+    height: float, *, width: float = WIDTH, rows: int = 1, columns: int = 1, share_y: bool = False
+) -> tuple[Any, Any]:
+    """A figure of ``rows`` × ``columns`` panels of this size, and its axes as an array.
+
+    It is one of its own and not pyplot's, whose state is global and whose backend may want a screen.
+    """
+    matplotlib = _matplotlib()
+    from matplotlib.figure import Figure as Canvas
+
+    with matplotlib.rc_context(_SETTINGS):
+        figure = Canvas(figsize=(columns * width / 72, rows * height / 72), layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False, sharey=share_y)
+    for one in axes.flat:
+        dress(one)
+    return figure, axes
+
+
+def dress(axes: Any) -> None:
+    """Quiet grid, no box, and ink that pages can replace."""
+    axes.set_facecolor("none")
+    axes.grid(color=FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(FAINT)
+    axes.tick_params(colors=INK, length=0)
+    for label in (axes.xaxis.label, axes.yaxis.label, axes.title):
+        label.set_color(INK)
+
+
+def whole_steps(axes: Any) -> None:
+    """Ticks at whole numbers, with commas."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+
+
+def add_legend(figure: Any, *, columns: int = 2, also: Mapping[str, Any] | None = None) -> None:
+    """One for all panels, below them and so over no data; none for a single line, which the title names."""
+    entries: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    entries |= also or {}
+    if len(entries) < 2:
+        return
+    across = columns if max(len(label) for label in entries) <= _LONG_LABEL else columns // 2
+    # The figure grows by what the legend takes, so that the data keeps its room.
+    figure.set_figheight(figure.get_figheight() + -(-len(entries) // across) * _LEGEND_ROW / 72)
+    figure.legend(
+        list(entries.values()),
+        [shortened(label, 2 * _LONG_LABEL) for label in entries],
+        loc="outside lower center",
+        ncols=across,
+        frameon=False,
+        labelcolor=INK,
+        handlelength=2.8,
+        columnspacing=1.4,
+    )
+
+
+def shortened(text: str, most: int) -> str:
+    """With its middle left out if it is longer: names of runs differ at their ends.
+
+    >>> shortened("a-very-long-name-of-a-run-1", 13)
+    'a-very…-run-1'
+    """
+    half = (most - 1) // 2
+    return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"
+
+
+def draw_line(
+    axes: Any, points: Sequence[tuple[float, float]], style: Style, label: str, *, markers: bool | None = None
+) -> None:
+    """A line with markers, all of them where they are few and about ten where they are many."""
+    if not points:
+        return
+    x, y = zip(*points, strict=True)
+    every = 1 if markers else max(1, len(points) // 10)
+    axes.plot(
+        x, y,
+        color=style.colour, linestyle=style.line_style, marker=style.marker, markersize=5.5, markevery=every,
+        markeredgecolor=PAPER, markeredgewidth=0.6, linewidth=1.8, label=label,
+    )  # fmt: skip
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise DPMicroAdamError("figures need matplotlib; run pip install 'dp-microadam[plots]'") from None
+    return matplotlib
+
+
+_IDENTIFIER = re.compile(r' id="([^"]+)"')
+_SIZE = re.compile(r' width="[^"]+" height="[^"]+"')
+
+
+def _for_pages(svg: str, caption: str) -> str:
+    """The ``svg`` element alone: sized by the page, coloured by its variables, in its font, and named for those who listen."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<style type=.*?</style>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)
+    # Identifiers are shared by the page: only those that something refers to stay, and these are hashes.
+    svg = _IDENTIFIER.sub(lambda match: match.group(0) if f"#{match.group(1)}" in svg else "", svg)
+    head, rest = svg.split(">", 1)
+    head = _SIZE.sub("", head)
+    for colour, replacement in _replacements().items():
+        rest = rest.replace(colour, replacement)
+    rest = re.sub(r"font-family: [^;\"]+", "font-family: inherit", rest)
+    rest = re.sub(r"font: ([0-9.]+px) [^;\"]+", r"font: \1 inherit", rest)
+    return f'{head} role="img" aria-label="{escape(caption)}">{rest}'.replace("\n", " ").strip()
+
+
+def _replacements() -> Mapping[str, str]:
+    return {INK: "currentColor", **{colour: f"var({name})" for colour, (name, _, _) in css_variables().items()}}

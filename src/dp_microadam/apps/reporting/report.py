@@ -1,0 +1,109 @@
+"""``report.html``: one file about runs, sweeps and audits, with its figures and tables beside it for papers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from dp_microadam import __version__
+from dp_microadam.apps.reporting import run_tables
+from dp_microadam.apps.reporting.page import Section, document
+from dp_microadam.apps.reporting.run import AUDIT, Run
+from dp_microadam.apps.reporting.run_page import Part, audit_html, run_part
+from dp_microadam.apps.reporting.sweep import EXPERIMENT, Sweep, file_name
+from dp_microadam.apps.reporting.sweep_page import sweep_part
+from dp_microadam.errors import InputError
+from dp_microadam.privacy.ledger import LEDGER_NAME
+from dp_microadam.privacy.statement import PRIVACY_NAME
+
+REPORT = "report.html"
+FIGURES, TABLES = "figures", "tables"
+
+
+def write_sweep(folder: str | Path) -> list[Path]:
+    """Write tables, figures and ``report.html`` of the sweep in ``folder`` into it; returns what was written.
+
+    Raises:
+        InputError: if there is no sweep in ``folder``.
+    """
+    Sweep.read(folder)
+    return write_report([folder], Path(folder) / REPORT)
+
+
+def write_report(folders: Sequence[str | Path], page: Path, *, files: bool = True) -> list[Path]:
+    """Write one page about the runs, sweeps and audits in ``folders``; with ``files`` also their figures (PNG, PDF) and tables
+    (CSV, LaTeX, Markdown), in folders beside it. Returns what was written, the page first.
+
+    Raises:
+        InputError: if one of ``folders`` is none of these, or is named twice, or the page cannot be written.
+        DPMicroAdamError: if matplotlib is not installed.
+    """
+    parts = _parts(folders)
+    title = parts[0].title if len(parts) == 1 else "Report"
+    lead = parts[0].lead if len(parts) == 1 else escape("; ".join(part.title for part in parts))
+    sections = [section for part in parts for section in _told_apart(part, len(parts))]
+    footer = f"Written by dp-microadam {escape(__version__)}. Nothing in this page comes from figures on training data."
+    try:
+        written = [_write(page, document(title, lead, sections, footer))]
+        for part in parts if files else ():
+            for figure in part.figures:
+                written += figure.write(page.parent / FIGURES)
+            for table in part.tables:
+                forms = {"csv": table.csv(), "tex": table.latex() + "\n", "md": table.markdown() + "\n"}
+                written += [_write(page.parent / TABLES / f"{table.name}.{form}", text) for form, text in forms.items()]
+    except OSError as error:
+        raise InputError(
+            f"page is {str(page)!r}, which cannot be written ({error.strerror}); name another with --out"
+        ) from None
+    return written
+
+
+def _parts(folders: Sequence[str | Path]) -> list[Part]:
+    """Runs together, then sweeps and audits each by itself."""
+    runs: list[Run] = []
+    others: list[Part] = []
+    seen: set[Path] = set()
+    for folder in folders:
+        path = Path(folder)
+        if path.resolve() in seen:
+            raise InputError(f"run {str(folder)!r} is named twice; each must be named once")
+        seen.add(path.resolve())
+        if (path / EXPERIMENT).is_file():
+            others.append(sweep_part(Sweep.read(path)))
+        elif (path / AUDIT).is_file() and not (path / LEDGER_NAME).is_file() and not (path / PRIVACY_NAME).is_file():
+            others.append(_audit_part(path))
+        else:
+            runs.append(Run.read(path))
+    parts = [*([run_part(runs)] if runs else []), *others]
+    names = [table.name for part in parts for table in part.tables]
+    if len(set(names)) < len(names):
+        raise InputError("two sweeps or audits have the same name, so their files would be the same; report them apart")
+    return parts
+
+
+def _audit_part(path: Path) -> Part:
+    name = f"audit-{file_name(path.resolve().name)}"
+    try:
+        told = json.loads((path / AUDIT).read_text(encoding="utf-8"))
+        table = run_tables.audit(told, name=name)
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{path / AUDIT} does not describe an audit, run dp-microadam audit again: {type(error).__name__}: {error}"
+        ) from None
+    section = Section(name, "Audit", audit_html(told, table))
+    return Part("Privacy audit", escape(str(path.resolve().name)), (section,), (), (table,))
+
+
+def _told_apart(part: Part, count: int) -> list[Section]:
+    """Headings name their part if there are several."""
+    if count == 1:
+        return list(part.sections)
+    return [Section(one.name, f"{part.title}: {one.title}", one.body) for one in part.sections]
+
+
+def _write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path

@@ -1,0 +1,188 @@
+"""What the page of a run, or of several, says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from dp_microadam.apps.reporting import run_tables
+from dp_microadam.apps.reporting.figures import Figure
+from dp_microadam.apps.reporting.page import Section
+from dp_microadam.apps.reporting.palette import css_variables
+from dp_microadam.apps.reporting.run import Run
+from dp_microadam.apps.reporting.run_figures import labels_of, run_figures, styles_of
+from dp_microadam.apps.reporting.tables import Table
+from dp_microadam.privacy.statement import round_up, statement_parts
+
+
+@dataclass(frozen=True)
+class Part:
+    """Sections of a page with the figures and tables in them, which are also written apart."""
+
+    title: str
+    lead: str
+    sections: tuple[Section, ...]
+    figures: tuple[Figure, ...]
+    tables: tuple[Table, ...]
+
+
+def run_part(runs: Sequence[Run]) -> Part:
+    """All that is to say about ``runs``."""
+    figures = run_figures(runs)
+    labelled = list(enumerate(zip(runs, labels_of(runs), strict=True), start=1))
+    summary = run_tables.summary(runs)
+    evaluations = _known(run_tables.evaluations(run, number=number, label=label) for number, (run, label) in labelled)
+    measured = _known(run_tables.diagnostics(run, number=number, label=label) for number, (run, label) in labelled)
+    audits = [run_tables.audit(run.audit, name=f"audit-{number}") for number, (run, _) in labelled if run.audit]
+    memory, settings = _known([run_tables.memory(runs)]), _known([run_tables.settings(runs)])
+    statements = [_statement(run, label, len(runs)) for _, (run, label) in labelled]
+    state = _pictures(figures["memory"], "The optimizer's state was not recorded") + _html(memory)
+    sections = [
+        Section("summary", "Summary", _overview(runs, summary)),
+        Section("learning", "Validation loss and accuracy", _learning(runs, figures["learning"], evaluations)),
+        Section("budget", "Privacy budget", _budget(runs, figures["budget"])),
+        Section("course", "Learning rate and throughput", _course(figures["course"])),
+        Section("memory", "Memory", state),
+        *([Section("diagnostics", "How MicroAdam behaved", _html(measured))] if measured else []),
+        Section("privacy", "Privacy statement", "\n".join(statements)),
+        *([Section("audit", "Audit", _audits(runs, audits))] if audits else []),
+        *([Section("settings", "Settings", _html(settings))] if settings else []),
+    ]
+    drawn = tuple(figure for several in figures.values() for figure in several)
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
+    return Part(title, _lead(runs), tuple(sections), drawn, (summary, *evaluations, *memory, *measured, *audits, *settings))
+
+
+def _known(tables: Iterable[Table | None]) -> list[Table]:
+    return [table for table in tables if table is not None]
+
+
+def _html(tables: Sequence[Table]) -> str:
+    return "\n".join(table.html() for table in tables)
+
+
+def _lead(runs: Sequence[Run]) -> str:
+    if len(runs) > 1:
+        return escape("; ".join(dict.fromkeys(run.method for run in runs)))
+    run = runs[0]
+    what = " on ".join(str(run.settings[key]) for key in ("model", "data") if key in run.settings)
+    return escape(", ".join(part for part in (run.method, what, _state(run)) if part))
+
+
+def _state(run: Run) -> str:
+    """How the run stands, and since when, if that may change."""
+    if run.state.startswith("finished") or run.last_sign is None:
+        return run.state
+    return f"{run.state}: {run.steps:,} of {run.steps_planned:,} steps, last sign {run.last_sign:%Y-%m-%d %H:%M} UTC"
+
+
+def _overview(runs: Sequence[Run], summary: Table) -> str:
+    """Cards, and the table: beside a single card, below several."""
+    names = css_variables()
+    shown = [
+        _card(run, label, f"var({names[style.colour][0]})")
+        for run, label, style in zip(runs, labels_of(runs), styles_of(runs), strict=True)
+    ]
+    inside, below = ([*shown, summary.html()], "") if len(runs) == 1 else (shown, summary.html())
+    return '<div class="cards">\n' + "\n".join(inside) + f"\n</div>\n{below}"
+
+
+def _card(run: Run, label: str, colour: str) -> str:
+    numbers = [_accuracy(run), _promise(run)]
+    if run.optimizer_state is not None:
+        own, adam = run.optimizer_state
+        share = own / adam
+        numbers.append((f"{8 * share:.2f} B", f"state per parameter, {100 * share:.0f} % of Adam's"))
+    figures = "".join(f"<div><b>{escape(big)}</b><span>{escape(small)}</span></div>" for big, small in numbers)
+    facts = {
+        "Method": run.method,
+        "Model, data": ", ".join(str(run.settings[key]) for key in ("model", "data") if key in run.settings),
+        "Steps": run_tables.steps_in_words(run),
+        "State": _state(run),
+    }
+    rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts.items() if text)
+    badge = '<span class="badge">private</span>' if run.private else '<span class="badge bad">not private</span>'
+    return f"""<article class="card">
+<header><h3><i class="key" style="background:{colour}"></i>{escape(run.name)}</h3>{badge}</header>
+<div class="numbers">{figures}</div>
+<dl>{rows}</dl>
+</article>"""
+
+
+def _accuracy(run: Run) -> tuple[str, str]:
+    if run.accuracy is None:
+        return "–", "accuracy was not measured"
+    value, what = run.accuracy
+    return f"{100 * value:.2f} %", what
+
+
+def _promise(run: Run) -> tuple[str, str]:
+    if run.epsilon is None:
+        return "no ε", "trained without clipping and noise"
+    spent = f"{round_up(run.epsilon)}"
+    if not run.private:
+        return "no ε", f"fixed seed; {spent} at δ = {run.privacy['delta']:g} without it"
+    return f"ε = {spent}", f"at δ = {run.privacy['delta']:g}"
+
+
+def _pictures(figures: Sequence[Figure], otherwise: str) -> str:
+    if not figures:
+        return f'<p class="note">{escape(otherwise)}.</p>'
+    return '<div class="figures">\n' + "\n".join(figure.html() for figure in figures) + "\n</div>"
+
+
+def _learning(runs: Sequence[Run], figures: Sequence[Figure], tables: Sequence[Table]) -> str:
+    missing = [run.name for run in runs if not run.evaluations]
+    words = f'<p class="note">{escape("No evaluation yet: " + ", ".join(missing))}.</p>' if missing else ""
+    words += f'<p class="note">{escape(run_tables.HELD_OUT)}</p>\n' if tables else ""
+    return _pictures(figures, "Nothing was evaluated on validation data") + words + _html(tables)
+
+
+def _budget(runs: Sequence[Run], figures: Sequence[Figure]) -> str:
+    without = [label for run, label in zip(runs, labels_of(runs), strict=True) if run.ledger is None]
+    words = (
+        f'<p class="note">{escape(", ".join(without))}: no ε, since nothing was clipped and no noise was added.</p>'
+        if without
+        else ""
+    )
+    private = [run for run in runs if run.private]
+    if len(private) > 1:
+        words += (
+            '<p class="note">Each ε is that of its run alone. Runs on the same data add up; '
+            "<code>dp-microadam budget RUN…</code> composes them.</p>"
+        )
+    return (_pictures(figures, "No step was taken") if figures or not without else "") + words
+
+
+def _course(figures: Sequence[Figure]) -> str:
+    words = "Throughput is the expected batch size times steps per second: how many examples a step took is private."
+    return _pictures(figures, "Learning rate and time were not recorded") + (f'<p class="note">{words}</p>' if figures else "")
+
+
+def _statement(run: Run, label: str, count: int) -> str:
+    heading = f"<h3>{escape(label)}</h3>" if count > 1 else ""
+    kind = "" if run.private else " bad"
+    if run.ledger is None:
+        words = run.words or f"NOT PRIVATE: {run.stamp}. No guarantee of any kind holds for this model."
+        return f'{heading}<p class="verdict{kind}">{escape(words.strip())}</p>'
+    opening, facts, outside = statement_parts(dict(run.privacy))
+    rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts)
+    items = "".join(f"<li>{escape(item)}</li>" for item in outside)
+    return f"""{heading}<p class="verdict{kind}">{escape(" ".join(opening.split()))}</p>
+<div class="card"><dl>{rows}</dl></div>
+<p>Outside the guarantee:</p>
+<ul>{items}</ul>"""
+
+
+def _audits(runs: Sequence[Run], tables: Sequence[Table]) -> str:
+    audited = [run for run in runs if run.audit]
+    return "\n".join(audit_html(run.audit or {}, table) for run, table in zip(audited, tables, strict=True))
+
+
+def audit_html(told: Mapping[str, Any], table: Table) -> str:
+    """The verdict of an audit, and its findings."""
+    words = str(told.get("summary", ""))
+    kind = " bad" if told.get("violated") else ""
+    return f'<p class="verdict{kind}">{escape(words[:1].upper() + words[1:])}.</p>\n{table.html()}'

@@ -1,0 +1,261 @@
+"""A sweep: many runs of one experiment, as two files describe them, beside what the paper published.
+
+``experiment.json`` says what was asked and which cells its table has; ``results.jsonl`` has a line per finished run. Several
+lines of the same cell are repeats with fresh randomness. docs/report.md has every field.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dp_microadam.apps.reporting.formats import decimals_of, fixed, is_number, signed
+from dp_microadam.errors import InputError
+
+EXPERIMENT = "experiment.json"
+RESULTS = "results.jsonl"
+
+Key = frozenset[tuple[str, Any]]
+
+_COUNTED_AGAINST = ("s", "second", "seconds", "min", "minutes", "h", "hour", "hours", "day", "days", "byte", "bytes", "ε")
+_COSTS = ("cost", "time", "memory", "loss", "error")
+"""Units and words of values of which less is better."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One finished run. ``value`` is None if it has none, as after divergence; ``curve`` has step, loss and accuracy."""
+
+    cell: Mapping[str, Any]
+    repeat: int
+    value: float | None
+    epsilon: float | None = None
+    delta: float | None = None
+    private: bool = False
+    steps: int | None = None
+    parameters: int | None = None
+    seconds: float | None = None
+    folder: str | None = None
+    curve: tuple[tuple[float, ...], ...] = ()
+    date: str = ""
+    machine: str = ""
+    commit: str = ""
+
+
+@dataclass(frozen=True)
+class Published:
+    """What the paper has for a cell; ``spread`` is what it puts behind ±."""
+
+    cell: Mapping[str, Any]
+    value: float
+    spread: float | None = None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the repeats of a cell say together."""
+
+    median: float
+    low: float
+    high: float
+    seeds: int
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """An experiment with its outcomes so far. ``rows`` and ``columns`` name the keys of a cell that span its table."""
+
+    name: str
+    title: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    cells: tuple[Mapping[str, Any], ...]
+    outcomes: tuple[Outcome, ...]
+    published: tuple[Published, ...] = ()
+    published_source: str = "the paper"
+    question: str = ""
+    scale: str = ""
+    command: str = ""
+    notes: tuple[str, ...] = ()
+    figures: tuple[Mapping[str, Any], ...] = ()
+    value: str = "test accuracy"
+    unit: str = "%"
+    better: str = "higher"
+    folder: Path | None = field(default=None, compare=False)
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Sweep:
+        """
+        Raises:
+            InputError: if there is no sweep in ``folder``, or its files cannot be understood.
+        """
+        path = Path(folder) / EXPERIMENT
+        if not path.is_file():
+            raise InputError(f"sweep is {str(folder)!r}; it must be a folder with an {EXPERIMENT}")
+        try:
+            told = json.loads(path.read_text(encoding="utf-8"))
+            outcomes = _read_outcomes(Path(folder) / RESULTS)
+            cells = [dict(one) for one in told["cells"]]
+            cells += [dict(one.cell) for one in outcomes if dict(one.cell) not in cells]
+            sweep = cls(
+                name=str(told["name"]),
+                title=str(told.get("title") or told["name"]),
+                rows=tuple(told["rows"]),
+                columns=tuple(told["columns"]),
+                cells=tuple({key_of(one): one for one in cells}.values()),
+                outcomes=outcomes,
+                published=tuple(
+                    Published(one["cell"], float(one["value"]), one.get("spread")) for one in told.get("paper", [])
+                ),
+                published_source=str(told.get("paper_source") or "the paper"),
+                question=str(told.get("question", "")),
+                scale=str(told.get("scale", "")),
+                command=str(told.get("command", "")),
+                notes=tuple(told.get("notes", [])),
+                figures=tuple(dict(one) for one in told.get("figures", [])),
+                value=str(told.get("value", "test accuracy")),
+                unit=str(told.get("unit", "%")),
+                better=str(told.get("better") or _usual_direction(str(told.get("value", "")), str(told.get("unit", "%")))),
+                folder=Path(folder),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(
+                f"{path} does not describe a sweep, write it again with dp-microadam reproduce: {type(error).__name__}: {error}"
+            ) from None
+        sweep._refuse_cells_without_place()
+        return sweep
+
+    def _refuse_cells_without_place(self) -> None:
+        spanning = (*self.rows, *self.columns)
+        for one in self.cells:
+            if set(one) != set(spanning):
+                raise InputError(
+                    f"cell {dict(one)} of sweep {self.name!r} must have the keys that span its table: {', '.join(spanning)}"
+                )
+
+    def of(self, cell: Mapping[str, Any]) -> list[Outcome]:
+        """The repeats of a cell, in their order."""
+        wanted = key_of(cell)
+        return sorted((one for one in self.outcomes if key_of(one.cell) == wanted), key=lambda one: one.repeat)
+
+    def summary(self, cell: Mapping[str, Any]) -> Summary | None:
+        """Median, smallest, largest and number of the cell's values; None if there is none."""
+        values = [one.value for one in self.of(cell) if one.value is not None]
+        return Summary(statistics.median(values), min(values), max(values), len(values)) if values else None
+
+    def paper(self, cell: Mapping[str, Any]) -> Published | None:
+        wanted = key_of(cell)
+        return next((one for one in self.published if key_of(one.cell) == wanted), None)
+
+    def difference(self, cell: Mapping[str, Any]) -> float | None:
+        """Our median minus the paper's value, where both are there."""
+        ours, theirs = self.summary(cell), self.paper(cell)
+        return None if ours is None or theirs is None else ours.median - theirs.value
+
+    def median_run(self, cell: Mapping[str, Any]) -> Outcome | None:
+        """The repeat whose value is the median; of an even number, the worse of the two in the middle."""
+        ranked = sorted((one for one in self.of(cell) if one.value is not None), key=lambda one: one.value or 0.0)
+        if self.better == "lower":
+            ranked.reverse()
+        return ranked[(len(ranked) - 1) // 2] if ranked else None
+
+    def best_of(self, cells: Sequence[Mapping[str, Any]]) -> set[Key]:
+        """Which of several cells have the best median, as printed; among runs with a privacy budget, if there are such.
+
+        Of a single cell, and of values that cannot be compared, none is.
+        """
+        medians = {key_of(one): round(found.median, self.decimals) for one in cells if (found := self.summary(one)) is not None}
+        if len(medians) < 2 or self.better == "neither":
+            return set()
+        budgeted = {key_of(one.cell) for one in self.outcomes if one.epsilon is not None}
+        rivals = {key: value for key, value in medians.items() if key in budgeted} or medians
+        best = min(rivals.values()) if self.better == "lower" else max(rivals.values())
+        return {key for key, value in rivals.items() if value == best}
+
+    @property
+    def trained(self) -> bool:
+        """Whether values come from training runs, each with a seed of its own, rather than from timing a few steps."""
+        return self.value != "cost"
+
+    def written(self, value: float, *, sign: bool = False) -> str:
+        """A value, or with ``sign`` a difference, as tables and figures have it."""
+        # Counts and hours share a table of costs, so there each number has the digits it needs.
+        digits = self.decimals if self.unit else 0 if value == int(value) or abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+        return signed(value, digits) if sign else fixed(value, digits)
+
+    @property
+    def decimals(self) -> int:
+        """As many as the paper prints; one for percentages it does not have, three for other values."""
+        return max((decimals_of(one.value) for one in self.published), default=1 if self.unit == "%" else 3)
+
+    @property
+    def slug(self) -> str:
+        """The name as files and anchors have it."""
+        return file_name(self.name)
+
+    @property
+    def value_with_unit(self) -> str:
+        return f"{self.value} ({self.unit})" if self.unit else self.value
+
+    def values_of(self, key: str) -> list[Any]:
+        """What a key of the cells takes, in the order of the cells."""
+        return list(dict.fromkeys(one[key] for one in self.cells if key in one))
+
+    @property
+    def method_key(self) -> str:
+        """The key that tells lines of a figure apart."""
+        return "method" if all("method" in one for one in self.cells) else (*self.columns, *self.rows)[0]
+
+
+def key_of(cell: Mapping[str, Any]) -> Key:
+    """A cell as something that can be looked up.
+
+    >>> key_of({"method": "DP-SGD", "σ": 3}) == key_of({"σ": 3.0, "method": "DP-SGD"})
+    True
+    """
+    return frozenset(cell.items())
+
+
+def file_name(text: str) -> str:
+    """
+    >>> file_name("Scale-then-Priv. (ours)")
+    'scale-then-priv---ours'
+    """
+    return "".join(character if character.isalnum() else "-" for character in text.casefold()).strip("-")
+
+
+def _read_outcomes(path: Path) -> tuple[Outcome, ...]:
+    """Every line; of two with the same cell and repeat the later one, and none that a kill tore."""
+    found: dict[tuple[Key, int], Outcome] = {}
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    for line in lines:
+        try:
+            told = json.loads(line)
+        except ValueError:
+            continue
+        names = Outcome.__dataclass_fields__.keys() & told.keys() - {"value", "curve", "cell", "repeat"}
+        outcome = Outcome(
+            cell=dict(told["cell"]),
+            repeat=int(told.get("repeat", 1)),
+            value=float(told["value"]) if is_number(told.get("value")) else None,
+            curve=tuple(tuple(point) for point in told.get("curve") or ()),
+            **{name: told[name] for name in names},
+        )
+        found[key_of(outcome.cell), outcome.repeat] = outcome
+    return tuple(found.values())
+
+
+def _usual_direction(value: str, unit: str) -> str:
+    """Values without a unit are of several kinds, and none of them is better than another.
+
+    >>> _usual_direction("test accuracy", "%"), _usual_direction("training time", "hours"), _usual_direction("cost", "")
+    ('higher', 'lower', 'neither')
+    """
+    if not unit:
+        return "neither"
+    costs = unit in _COUNTED_AGAINST or not {*value.casefold().split()}.isdisjoint(_COSTS)
+    return "lower" if costs else "higher"

