@@ -174,7 +174,9 @@ def read_ledger(run: str | os.PathLike[str]) -> LedgerRecord:
     least = min((mechanism[1] for _, mechanism in steps.history), default=plan.noise_multiplier)
     if of_others and not chained and least != plan.noise_multiplier:
         # Version 0.1 wrote no mark and no hash, but the least noise of all steps into the plan.
-        raise edited(path, 1, UnusableLine(f"has noise multiplier {plan.noise_multiplier:g}, and the least in a line is {least:g}"))
+        raise edited(
+            path, 1, UnusableLine(f"has noise multiplier {plan.noise_multiplier:g}, and the least in a line is {least:g}")
+        )
     return LedgerRecord(
         plan,
         settings,
