@@ -21,7 +21,7 @@ class Experiment:
     probes: tuple[Probe, ...]
 
     def claim(self, probe: Probe) -> float:
-        """The ε that the plan's steps keep at the probe's δ, by privacy loss distribution, which errs upwards by little."""
+        """The ε that the plan's steps keep at the probe's δ, by privacy loss distribution, which errs upwards, by little."""
         plan = self.plan
         return PrivacyPlan(plan.dataset_size, plan.batch_size, plan.noise_multiplier, plan.steps, probe.delta, "pld").epsilon
 
