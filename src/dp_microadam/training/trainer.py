@@ -141,7 +141,8 @@ class PrivateTrainer:
     the training data but through what the run publishes. Dropout and augmentation must draw from torch's generators, which are
     made unpredictable for each step. Several processes give the same guarantee to whoever sees what the run publishes: each
     draws from a part of the examples, disjoint from the others', with the plan's rate, and adds its part of the noise's
-    variance from its own entropy. They trust each other and the network between them: what one sends has its own part of the noise only.
+    variance from its own entropy. They trust each other and the network between them: what one sends has its own part of the
+    noise only.
     """
 
     def __init__(
