@@ -1,9 +1,9 @@
 """Statistics of the noise, as the optimizer gets it: is it Gaussian, of the plan's variance, and never used twice?
 
 ``PrivateTrainer`` runs on examples whose gradients are exactly zero, so that what it publishes is noise alone: of two weights
-of more than three blocks of random numbers each, and of small tensors beside them. In units of σC/B these are independent standard
-normal numbers. Their squares are summed for each step and tensor (noise left out somewhere, or sometimes), their number beyond
-4.8 is counted (tails that a coarse generator cuts off), and noise that occurs twice is looked for in two ways: equal
+of more than three blocks of random numbers each, and of small tensors beside them. In units of σC/B these are independent
+standard normal numbers. Their squares are summed for each step and tensor (noise left out somewhere, or sometimes), those
+beyond 4.8 are counted (tails that a coarse generator cuts off), and noise that occurs twice is looked for in two ways: equal
 numbers, wherever and in whatever step they are, and a correlation between the same parts of any two blocks, tensors and steps.
 """
 

@@ -35,8 +35,6 @@ _WIDTH = 40
 _RATE_OF_RUN = 0.2
 _NOISE_OF_RUN = 0.05
 _CLIPPING_NORM = 0.7
-_LARGEST_NOISE = 8.6
-"""Standard deviations at which the library's normal numbers end."""
 _COLUMNS = 1 << 15
 
 
@@ -81,7 +79,7 @@ def published_sample_checks(steps: int, advance: Callable[[int], None] = lambda 
     )
     values = torch.stack(seen).numpy()
     drawn = np.clip(values.round(), 0, 255).astype(np.uint8)
-    return [*drawing_checks("trainer", drawn, plan.sample_rate), _contributions(values), _noise_beside(values - drawn)]
+    return [*drawing_checks("trainer", drawn, plan.sample_rate), _contributions(values, drawn), _noise_beside(values - drawn)]
 
 
 def drawing_checks(source: str, drawn: Drawn, rate: float) -> list[Check]:
@@ -192,21 +190,20 @@ def _blocks(drawn: Drawn, rate: float) -> Check:
     return _coincidences("sampling", "sampler: blocks", question, first, second, rate, size)
 
 
-def _contributions(values: NDArray[np.float64]) -> Check:
-    """What an example adds to what is published is the clipping norm over the expected batch, or nothing."""
-    errors = np.abs(values - np.clip(values.round(), 0, 1))
-    step, example = np.unravel_index(int(np.nanargmax(errors)), errors.shape)
+def _contributions(values: NDArray[np.float64], drawn: Drawn) -> Check:
+    """What an example adds is the clipping norm over the expected batch: 1, on average over those that a step drew."""
+    taking_part = drawn > 0
+    counts = np.maximum(taking_part.sum(1), 1)
+    means = np.where(taking_part, values - 1, 0).sum(1) / counts
     return Check(
         "clipping",
         "trainer: contributions",
-        "does each example add exactly the clipping norm over the expected batch size, or nothing?",
-        "largest distance from 0 or 1, in standard deviations of the noise",
-        float(errors.max()) / _NOISE_OF_RUN,
-        0.0,
-        _LARGEST_NOISE,
-        0.0,
+        "does each example add the clipping norm over the expected batch size, whoever else is there?",
+        "mean square of the steps' average excess over 1, over its variance",
+        float(np.mean(means**2 * counts)) / _NOISE_OF_RUN**2,
+        *mean_square_range(len(values)),
+        FALSE_ALARM,
         f"{values.shape[0]:,} steps, {values.shape[1]:,} examples",
-        f"step {step + 1}, example {example}",
     )
 
 
