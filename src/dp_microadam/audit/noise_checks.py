@@ -128,8 +128,8 @@ class NoiseStatistics:
         return Check("noise", "tails", question, f"numbers beyond {_FAR} deviations", self.far, low, high, FALSE_ALARM, size)
 
     def _equal(self, size: str) -> Check:
-        fingerprints = np.concatenate(self._fingerprints)
-        repeated = len(fingerprints) - len(np.unique(fingerprints))
+        fingerprints = np.sort(np.concatenate(self._fingerprints))
+        repeated = int(np.count_nonzero(fingerprints[1:] == fingerprints[:-1]))
         # Fingerprints of 64 bits coincide by chance, once in so many audits.
         alarm = len(fingerprints) ** 2 / 2 / 2**64
         question = "does no run of noise occur twice: in other places, tensors, steps or runs?"

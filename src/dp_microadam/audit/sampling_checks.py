@@ -40,7 +40,7 @@ _COLUMNS = 1 << 15
 
 def sampler_checks(steps: int, advance: Callable[[int], None] = lambda steps: None) -> list[Check]:
     """``PoissonSampler`` on more than three blocks of random numbers, in two runs of ``steps`` steps each."""
-    plan = PrivacyPlan(_EXAMPLES, _BATCH, noise_multiplier=1.0, steps=steps, delta=1e-6)
+    plan = sampler_plan(steps)
     drawn = np.zeros((2 * steps, _EXAMPLES), dtype=np.uint8)
     rows = iter(drawn)
     for _ in range(2):
@@ -51,6 +51,11 @@ def sampler_checks(steps: int, advance: Callable[[int], None] = lambda steps: No
                 np.add.at(row, chunk.numpy(), 1)
             advance(1)
     return [*drawing_checks("sampler", drawn, plan.sample_rate), _blocks(drawn, plan.sample_rate)]
+
+
+def sampler_plan(steps: int) -> PrivacyPlan:
+    """Of whose sampling rate there is nothing special; a sampler knows nothing of noise."""
+    return PrivacyPlan(_EXAMPLES, _BATCH, noise_multiplier=1.0, steps=steps, delta=1e-6)
 
 
 def published_sample_checks(steps: int, advance: Callable[[int], None] = lambda steps: None) -> list[Check]:

@@ -29,6 +29,9 @@ PROFILES = {
     "full": Profile(20_000, 10_000, CheckSizes(sampler_steps=400, sampled_steps=1_000, noise_steps=400, draws=300_000)),
 }
 
+_MOST_NAMED = 5
+"""Failed checks that the one line names; all of them are in the table, the page and the JSON."""
+
 _PROBES = sum(len(experiment.probes) for experiment in EXPERIMENTS)
 
 
@@ -81,7 +84,8 @@ def summary(findings: Sequence[Finding], confidence: float, checks: Sequence[Che
             f"{finding.name}: ε is at least {finding.bound:.2f} at δ = {finding.delta:g}, claimed {finding.claim:.2f}"
             for finding in broken
         ]
-        promises = [_failed(check) for check in failed]
+        promises = [_failed(check) for check in failed[:_MOST_NAMED]]
+        promises += [f"and {len(failed) - _MOST_NAMED} more"] * (len(failed) > _MOST_NAMED)
         shown = [f"{sure}: {'; '.join(claims)}"] * bool(claims) + [f"by checks ({seldom}): {'; '.join(promises)}"] * bool(
             failed
         )
