@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
+from dp_microadam.apps.audit.published import memory_folder
 from dp_microadam.optimizers.micro_adam import MicroAdam
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.training.trainer import PrivateTrainer
@@ -79,7 +80,7 @@ def watch_trainer(
         observe(by_canary(model.weight.grad) * unit)
 
     optimizer.register_step_pre_hook(look)
-    with tempfile.TemporaryDirectory(prefix="dp-microadam-audit-", dir=_memory()) as folder:
+    with tempfile.TemporaryDirectory(prefix="dp-microadam-audit-", dir=memory_folder()) as folder:
         trainer = PrivateTrainer(
             model,
             optimizer,
@@ -97,8 +98,3 @@ def watch_trainer(
         )
         if not trainer.fit(torch.arange(len(present))).finished:
             raise KeyboardInterrupt
-
-
-def _memory() -> str | None:
-    """Where files stay in memory, if the system has such a place: thousands of ledger entries are synced to disk otherwise."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
