@@ -233,6 +233,14 @@ def test_options_of_engine_and_loader_are_reachable(make):
     assert collated
 
 
+def test_a_collate_fn_that_makes_two_rows_of_an_example_is_refused(make):
+    def twice(rows):
+        return default_collate([*rows, *rows])
+
+    with pytest.raises(PrivacyError, match="collate_fn makes more rows than it is given examples"):
+        make(data=Rows(), loader_options={"collate_fn": twice}, **whole_batch())
+
+
 def test_sums_of_a_model_with_gradient_checkpointing_are_right(make):
     class Checkpointed(nn.Module):
         def __init__(self):

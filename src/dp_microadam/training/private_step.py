@@ -72,6 +72,7 @@ class PrivateStep(TrainingStep):
         augment: what happens to training batches before that; one example at a time, whatever the batch, and one row for each:
             several views of an example are a dimension of their own.
         num_workers, loader_options: of torch's DataLoader, for Datasets: ``collate_fn``, ``pin_memory``, ``prefetch_factor``.
+            Of ``collate_fn`` only the number of rows is checked; it must treat each example by itself.
         max_steps: stop before the plan's last step.
         public: what else the run declares public, in words; it stands in the statement and cannot change on resume.
         secure: draw noise and samples from a cryptographic generator.
