@@ -24,6 +24,7 @@ _HOMES = {
     "Schedule": "dp_microadam.training.schedules",
     "Ranks": "dp_microadam.training.distributed",
     "RunResult": "dp_microadam.training.run_result",
+    "PerExample": "dp_microadam.training.evaluation",
     "StepReport": "dp_microadam.training.run_result",
     "MicroAdam": "dp_microadam.optimizers.micro_adam",
     "AdamBC": "dp_microadam.optimizers.adam_bc",
@@ -67,6 +68,7 @@ __all__ = [
     "Schedule",
     "Ranks",
     "RunResult",
+    "PerExample",
     "StepReport",
     "MicroAdam",
     "AdamBC",
@@ -117,6 +119,7 @@ if TYPE_CHECKING:
     from dp_microadam.privacy.sampling import LogicalStep, PoissonSampler
     from dp_microadam.privacy.statement import privacy_report
     from dp_microadam.training.distributed import Ranks
+    from dp_microadam.training.evaluation import PerExample
     from dp_microadam.training.method import Method, Phase
     from dp_microadam.training.private_step import PlainStep, PrivateStep, UnprotectedPlan
     from dp_microadam.training.run_result import RunResult, StepReport
