@@ -1,11 +1,12 @@
 """The words a recipe may use for its method, model and data, and the options each of them takes.
 
-Those of models and data are written out because the code behind them imports torch, and a recipe is checked without it. Tests
-compare each list with that code.
+Those of models are written out because the code behind them imports torch, and a recipe is checked without it. A test compares
+them with that code.
 """
 
 from __future__ import annotations
 
+from dp_microadam.data.catalogue import KNOWN_DATA, known
 from dp_microadam.methods import table
 
 OPTIMIZER_OPTIONS = {name: entry.all_options for name, entry in table.METHODS.items()}
@@ -31,16 +32,7 @@ MODEL_OPTIONS: dict[str, tuple[str, ...]] = {
 }
 """By model."""
 
-DATA_OPTIONS: dict[str, tuple[str, ...]] = {
-    "digits": (),
-    "mnist": (),
-    "fashion-mnist": (),
-    "cifar10": (),
-    "cifar100": ("labels",),
-    "imagenet": (),
-    "image-folder": ("mean", "std"),
-    "table": ("label", "classes", "mean", "std"),
-}
+DATA_OPTIONS = {name: known(name).options for name in KNOWN_DATA}
 """By data set."""
 
 BASES = tuple(OPTIMIZER_OPTIONS)
