@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dp_microadam.moved import answer_old_names
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Where each public name lives. Adding one here and below is all that makes it public.
 _HOMES = {
