@@ -201,6 +201,22 @@ def test_a_step_beyond_the_plan_is_refused(make):
         step.take()
 
 
+def test_a_step_beyond_max_steps_is_refused_and_not_spent(make):
+    step = make(max_steps=1)
+    step.begin()
+    step.take()
+    with pytest.raises(InputError, match="max_steps is 1, and that many steps are taken"):
+        step.take()
+    assert read_ledger(step.run_dir).steps == 1
+
+
+def test_sums_without_noise_are_forgotten_when_a_step_is_done(make):
+    step = make(**whole_batch())
+    step.begin()
+    step.take()
+    assert not any(total.any() for total in step._engines.current.sums.values())
+
+
 def test_a_step_without_data_or_ledger_is_refused(make, tmp_path):
     with pytest.raises(PrivacyError, match="no ledger is open"):
         make().take()

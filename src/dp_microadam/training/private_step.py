@@ -239,6 +239,8 @@ class PrivateStep(TrainingStep):
         """Spend the next step before anything of it is drawn."""
         if self._ledger is None:
             raise PrivacyError("no ledger is open, so no step can be taken; call begin or resume first")
+        if self.last_step < self.plan.steps and not self.remaining:
+            raise InputError(f"max_steps is {self.last_step}, and that many steps are taken; make a step with a larger one")
         phase = phase_at(self.phases, self.updates).name if len(self.phases) > 1 else None
         index = self._ledger.record_step(phase, processes=self.ranks.size)
         if index != self.position:
