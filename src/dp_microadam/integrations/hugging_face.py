@@ -126,6 +126,8 @@ class PrivateHFTrainer(Trainer):
         args = copy.copy(args)
         args.max_grad_norm = 0.0  # noise is not clipped
         args.ignore_data_skip = True  # a resumed run draws afresh
+        # Meant for the training loss, it multiplies a classifier's loss in evaluation by the number of processes.
+        args.average_tokens_across_devices = False
         if args.max_steps < 0:
             args.max_steps = min(plan.steps, step_options.get("max_steps") or plan.steps)
         self._method = method
