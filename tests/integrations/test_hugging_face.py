@@ -1,14 +1,16 @@
 """``PrivateHFTrainer`` in the real ``transformers``: the same steps as ours, and no way round them."""
 
+import copy
+import importlib.util
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 import torchmetrics
 from accelerate.state import AcceleratorState
 from transformers import (
-    BertConfig,
     BertForSequenceClassification,
     DataCollatorForLanguageModeling,
     GPT2Config,
@@ -17,27 +19,19 @@ from transformers import (
     TrainingArguments,
 )
 
-from dp_microadam import InputError, MicroAdam, PrivacyError, PrivacyPlan, PrivateTrainer
+from dp_microadam import InputError, MicroAdam, PrivacyError, PrivacyPlan, PrivateTrainer, methods
+from dp_microadam.clipping.per_example import clipped_sum
 from dp_microadam.integrations.hugging_face import PrivateHFTrainer, causal_language_loss, classification_loss
+from dp_microadam.integrations.private_steps import PrivateSteps
 from dp_microadam.privacy.ledger import read_ledger
 
-LENGTH, WORDS, COUNT = 6, 20, 120
+WORKER = Path(__file__).with_name("hugging_face_worker.py")
+_spec = importlib.util.spec_from_file_location("hugging_face_worker", WORKER)
+worker = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(worker)
 
-
-def sentences(count, seed):
-    generator = torch.Generator().manual_seed(seed)
-    words = torch.randint(2, WORDS, (count, LENGTH), generator=generator)
-    return {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": (words[:, 0] > WORDS // 2).long()}
-
-
-def rows(columns):
-    return [{name: value[i] for name, value in columns.items()} for i in range(len(columns["labels"]))]
-
-
-def bert(**options):
-    torch.manual_seed(1)
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    return BertForSequenceClassification(BertConfig(vocab_size=WORDS, max_position_embeddings=LENGTH, **sizes, **options))
+LENGTH, WORDS, COUNT = worker.LENGTH, worker.WORDS, 120
+sentences, rows, bert = worker.sentences, worker.rows, worker.bert
 
 
 @pytest.fixture
@@ -50,7 +44,8 @@ def make(plan, tmp_path):
         args = TrainingArguments(output_dir=str(tmp_path / out), **{**settings, **(arguments or {})})
         options = {"plan": plan, "train_dataset": rows(sentences(COUNT, 0)), "eval_dataset": rows(sentences(20, 1)), **options}
         model = bert() if model is None else model
-        options.setdefault("optimizers", (torch.optim.SGD(model.parameters(), lr=0.5), None))
+        if "method" not in options:
+            options.setdefault("optimizers", (torch.optim.SGD(model.parameters(), lr=0.5), None))
         opened.append(kind(model, args, **options))
         return opened[-1]
 
@@ -160,7 +155,6 @@ def test_a_second_run_in_the_same_folder_is_refused(make):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"bf16": True}, "bf16 is True: norms of gradients in half precision"),
         ({"gradient_accumulation_steps": 2}, "noise is added once"),
         ({"max_grad_norm": 0.5}, "give max_grad_norm to the trainer itself"),
         ({"train_sampling_strategy": "group_by_length"}, "Poisson samples"),
@@ -173,7 +167,6 @@ def test_a_second_run_in_the_same_folder_is_refused(make):
         ({"skip_memory_metrics": False}, "how large batches were"),
         ({"label_smoothing_factor": 0.1}, "smooth it there"),
         ({"optim": "adafactor"}, "optimizers="),
-        ({"gradient_checkpointing": True}, "run once per step"),
         ({"neftune_noise_alpha": 5.0}, "does not use it; leave it at None"),
         ({"dataloader_persistent_workers": True, "dataloader_num_workers": 1}, "does not use it; leave it at False"),
     ],
@@ -188,24 +181,177 @@ def test_half_precision_is_refused_by_its_name(make, monkeypatch):
     # The host itself refuses fp16 without a GPU, before we are asked; on a machine with one, this is what happens.
     arguments = TrainingArguments("unused", report_to="none", use_cpu=True)
     arguments.fp16 = True
-    with pytest.raises(InputError, match="fp16 is True: norms"):
+    with pytest.raises(InputError, match="fp16 is True: it scales losses and gradients"):
         PrivateHFTrainer(bert(), arguments, plan=PrivacyPlan(COUNT, 30, 1.0, 9, 1e-3), train_dataset=rows(sentences(COUNT, 0)))
 
 
-def test_mixed_precision_from_the_environment_is_refused(make, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+@pytest.fixture
+def fresh_accelerate():
+    """Its settings are the same for all of a process; here another one begins."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    try:
-        with pytest.raises(InputError, match="mixed_precision is 'bf16'"):
-            make()
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_several_devices_are_refused(make, monkeypatch):
-    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: 2))
-    with pytest.raises(InputError, match="several devices"):
+@pytest.mark.usefixtures("fresh_accelerate")
+@pytest.mark.parametrize("where", ["arguments", "environment"])
+def test_mixed_precision_reaches_the_clipping_engine(make, monkeypatch, where):
+    # Products of bfloat16 are not available on every processor: what is asked for is looked at, and nothing is computed.
+    asked = {}
+
+    def begin(self, *arguments, **options):
+        asked.update(options)
+        raise InterruptedError
+
+    monkeypatch.setattr(PrivateSteps, "begin", begin)
+    if where == "environment":
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    trainer = make(arguments={"bf16": True} if where == "arguments" else {})
+    with pytest.raises(InterruptedError):
+        trainer.train()
+    assert asked["autocast"] is torch.bfloat16
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_float16_from_the_environment_is_refused(make, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises((InputError, ValueError), match=r"mixed_precision is 'fp16'|fp16 mixed precision requires"):
         make()
+
+
+def test_a_process_with_several_devices_is_refused(make, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: 2))
+    with pytest.raises(InputError, match="one process for each device with torchrun"):
+        make()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process reaches."""
+    return worker.train(tmp_path_factory.mktemp("alone"))
+
+
+def assert_equal(weights, expected):
+    assert weights.keys() == expected.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-9, msg=name)
+
+
+def test_a_method_with_phases_trains_as_in_our_own_trainer(alone, tmp_path):
+    twin = worker.without_dropout()
+    method = worker.sparta(twin)
+    options = {"physical_batch_size": 7, "run_dir": tmp_path / "ours", "seed": 4, "show_progress": False}
+    PrivateTrainer(twin, method, worker.PLAN, classification_loss, **options).fit(sentences(worker.COUNT, 0))
+    assert_equal(alone["weights"], twin.state_dict())
+    assert dict(read_ledger(tmp_path / "ours").phases) == {"head, biases, norms": 2, "scoring": 3, "selected rows": 3}
+
+
+def test_a_method_s_state_is_in_the_checkpoint(alone, tmp_path):
+    assert_equal(worker.train_in_parts(tmp_path), alone["weights"])
+    assert torch.load(tmp_path / "checkpoint-4" / "dp_microadam_method.pt")["totals"]
+
+
+def test_two_processes_reach_the_weights_of_one(run_group, alone):
+    folder = run_group("hugging-face", 2, WORKER)
+    for rank in range(2):
+        found = torch.load(folder / f"trained-{rank}.pt")
+        assert_equal(found["weights"], alone["weights"])
+        assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6), "evaluation is divided between them"
+        assert_equal(torch.load(folder / f"parts-{rank}.pt"), alone["weights"])
+    for run in ("trained", "parts"):
+        assert read_ledger(folder / run / "privacy").processes == {2: worker.PLAN.steps}
+        assert json.loads((folder / run / "privacy" / "privacy.json").read_text())["steps_done"] == worker.PLAN.steps
+
+
+@pytest.mark.parametrize("precision", [None, torch.float16], ids=str)
+def test_sums_with_gradient_checkpointing_and_autocast_are_those_of_single_examples(make, precision):
+    """All examples are in the sample, and the noise is too small to see: one step of SGD shows the mean gradient."""
+    bound, noise = 1e-3, 0.05
+    model = worker.without_dropout() if precision is None else worker.without_dropout().float()
+    before = copy.deepcopy(model)
+    data = sentences(COUNT, 0)
+    trainer = make(
+        model,
+        plan=PrivacyPlan(COUNT, COUNT, noise, 1, 1e-3),
+        train_dataset=rows(data),
+        max_grad_norm=bound,
+        clipping_options={"autocast": precision},
+        optimizers=(torch.optim.SGD(model.parameters(), lr=1.0), None),
+        arguments={"gradient_checkpointing": True, "lr_scheduler_type": "constant"},
+    )
+    trainer.train()
+    assert model.is_gradient_checkpointing
+    expected, _ = clipped_sum(before.double(), classification_loss, data, max_grad_norm=bound)
+    # Seven deviations of the noise: 2.6e-12 for each of fewer than 10,000 coordinates, so that it fails with less than 3e-8.
+    tolerance = 7 * noise * bound / COUNT
+    assert sum(parameter.numel() for parameter in model.parameters()) < 10_000
+    for name, parameter in model.named_parameters():
+        moved = before.get_parameter(name) - parameter.double()
+        rounding = 0.0 if precision is None else 3e-2 * bound
+        torch.testing.assert_close(moved, expected[name] / COUNT, rtol=0, atol=tolerance + rounding, msg=name)
+
+
+def test_options_of_the_private_step_are_reachable(make, tmp_path):
+    seen = []
+
+    def augment(batch):
+        seen.append(len(batch["labels"]))
+        return batch
+
+    options = {
+        "augment": augment,
+        "clipping": "per-layer",
+        "max_steps": 3,
+        "physical_batch_size": 5,
+        "public": ("the seasons",),
+    }
+    result = make(**options).train()
+    assert result.global_step == read_ledger(tmp_path / "out" / "privacy").steps == 3
+    assert max(seen) == 5
+    assert "the seasons" in (tmp_path / "out" / "privacy" / "privacy.txt").read_text()
+
+
+def test_options_that_contradict_the_host_s_are_refused(make):
+    model = bert()
+    with pytest.raises(InputError, match="give data_collator"):
+        make(loader_options={"collate_fn": list})
+    with pytest.raises(InputError, match="give it as method"):
+        make(model, optimizers=(methods.dp_sgd(model), None))
+    with pytest.raises(InputError, match="has its own optimizer"):
+        make(model, method=methods.dp_sgd(model), optimizers=(torch.optim.SGD(model.parameters()), None))
+
+
+def test_a_failed_step_is_spent_and_the_run_can_be_resumed_in_the_same_process(make, plan, tmp_path):
+    failing, fail_at = [], [5]
+
+    def loss(model, batch):
+        if failing:
+            raise ValueError(f"secret {batch['input_ids'][0]}")
+        return classification_loss(model, batch)
+
+    class FailLater(TrainerCallback):
+        def on_step_end(self, args, state, control, **rest):
+            failing.extend(step for step in fail_at if step == state.global_step)
+
+    trainer = make(per_example_loss=loss, callbacks=[FailLater()], arguments={"save_strategy": "steps", "save_steps": 3})
+    with pytest.raises(PrivacyError, match="withheld") as caught:
+        trainer.train()
+    assert "secret" not in str(caught.value)
+    assert read_ledger(tmp_path / "out" / "privacy").steps == 6
+    failing.clear()
+    fail_at.clear()
+    result = trainer.train(resume_from_checkpoint=True)
+    assert result.global_step == plan.steps - 3
+    assert read_ledger(tmp_path / "out" / "privacy").steps == plan.steps
+
+
+def test_a_checkpoint_of_version_0_1_is_resumed(make, plan, tmp_path):
+    make(arguments={"max_steps": 4, "save_strategy": "steps"}).train()
+    checkpoint = tmp_path / "out" / "checkpoint-4"
+    (checkpoint / "dp_microadam_method.pt").unlink()
+    stamp = json.loads((checkpoint / "dp_microadam.json").read_text())
+    (checkpoint / "dp_microadam.json").write_text(json.dumps({name: stamp[name] for name in ("run", "steps_spent")}))
+    assert make().train(resume_from_checkpoint=True).global_step == plan.steps
 
 
 class OwnLoss(PrivateHFTrainer):
@@ -343,13 +489,6 @@ def test_the_optimizer_is_micro_adam_at_its_own_rate_unless_told(make):
         optimizer = make(arguments=arguments, optimizers=(None, None)).create_optimizer()
         assert isinstance(optimizer, MicroAdam)
         assert optimizer.param_groups[0]["lr"] == rate
-
-
-def test_methods_that_do_more_than_step_are_refused(make):
-    optimizer = torch.optim.SGD(bert().parameters(), lr=0.1)
-    optimizer.procedure = object()
-    with pytest.raises(InputError, match="does more than step"):
-        make(optimizers=(optimizer, None)).train()
 
 
 def test_classification_loss_is_the_model_s_own_for_each_example():

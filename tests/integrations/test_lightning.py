@@ -1,7 +1,10 @@
 """``PrivateLightningModule`` in the real Lightning: the same steps as ours, and no way round them."""
 
+import importlib.util
 import json
 from collections import Counter, defaultdict
+from contextlib import contextmanager
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -15,13 +18,19 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from dp_microadam import InputError, PrivacyError, PrivateTrainer
+from dp_microadam import InputError, PrivacyError, PrivateTrainer, methods
 from dp_microadam.integrations.lightning import PrivateLightningModule, PrivateSteps
 from dp_microadam.privacy.ledger import read_ledger
 from dp_microadam.training.evaluation import class_loss
+
+WORKER = Path(__file__).with_name("lightning_worker.py")
+_spec = importlib.util.spec_from_file_location("lightning_worker", WORKER)
+worker = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(worker)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the host warns of its own deprecations, workers and loggers
 
@@ -168,8 +177,8 @@ def test_a_checkpoint_holds_no_random_states(make_network, make_steps, make_trai
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"precision": "bf16-mixed"}, "norms in half precision"),
-        ({"precision": "16-true"}, "norms in half precision"),
+        ({"plugins": [MixedPrecision("16-mixed", "cpu")]}, "scales losses and gradients"),
+        ({"precision": "16-true"}, "rounded to half precision"),
         ({"limit_train_batches": 2}, "stop early by max_steps"),
         ({"overfit_batches": 2}, "stop early by max_steps"),
         ({"fast_dev_run": True}, "stop early by max_steps"),
@@ -194,11 +203,149 @@ def test_clipping_and_accumulation_are_refused_by_the_host_itself(make_network, 
         make_trainer(**options).fit(Classifier(make_network()), make_steps())
 
 
-def test_several_devices_are_refused(make_network, make_steps, make_trainer, monkeypatch):
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process reaches."""
+    return worker.train(tmp_path_factory.mktemp("alone"), 1)
+
+
+def assert_equal(weights, expected):
+    assert weights.keys() == expected.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-9, msg=name)
+
+
+def test_a_method_with_phases_trains_as_in_our_own_trainer(alone, tmp_path):
+    twin = torch.nn.ModuleDict({"network": worker.Phased().network})  # noise is drawn by the names of parameters
+    method = methods.sparta(twin, lr=0.1, keep=0.5, first_phase=0.25, scoring_epochs=1.0)
+    ours = PrivateTrainer(
+        twin,
+        method,
+        worker.PLAN,
+        lambda model, batch: class_loss(model["network"], batch),
+        schedule=torch.optim.lr_scheduler.ExponentialLR(method.optimizer, 0.9),
+        physical_batch_size=7,
+        run_dir=tmp_path / "ours",
+        seed=4,
+        show_progress=False,
+    )
+    ours.fit(worker.examples(60, 0))
+    assert_equal(alone["weights"], twin["network"].state_dict())
+    assert dict(read_ledger(tmp_path / "ours").phases) == {"head, biases, norms": 2, "scoring": 3, "selected rows": 3}
+
+
+def test_a_method_s_state_is_in_the_checkpoint(alone, tmp_path):
+    assert_equal(worker.train_in_parts(tmp_path, 1), alone["weights"])
+    content = torch.load(tmp_path / "saved" / "step=4.ckpt", weights_only=True)["dp_microadam"]
+    assert content["method"]["totals"]
+    assert content["steps_spent"] == 4
+
+
+def test_parameters_require_gradients_as_before_when_a_run_ends(make_steps, make_trainer, plan):
+    module = worker.Phased().float()
+    make_trainer().fit(module, make_steps())
+    assert all(parameter.requires_grad for parameter in module.parameters())
+
+
+def test_two_processes_reach_the_weights_of_one(run_group, alone):
+    folder = run_group("lightning", 2, WORKER)
+    for rank in range(2):
+        found = torch.load(folder / f"trained-{rank}.pt")
+        assert_equal(found["weights"], alone["weights"])
+        assert found["loss"] == pytest.approx(alone["loss"], abs=1e-9), "validation is divided between them"
+        assert_equal(torch.load(folder / f"parts-{rank}.pt"), alone["weights"])
+        refused = torch.load(folder / f"refused-{rank}.pt")
+        assert "strategy is DDPStrategy, which reduces gradients in its own way; it must be PrivateDDPStrategy()" in refused
+    for run in ("trained", "parts"):
+        record = read_ledger(folder / run / "run")
+        assert record.processes == {2: worker.PLAN.steps}
+        assert json.loads((folder / run / "run" / "privacy.json").read_text())["steps_done"] == worker.PLAN.steps
+    assert not (folder / "ddp").exists()
+
+
+def test_mixed_precision_reaches_the_clipping_engine(make_network, make_steps, make_trainer, monkeypatch):
+    # Products of bfloat16 are not available on every processor: what is asked for is looked at, and nothing is computed.
+    asked = {}
+
+    def begin(self, *arguments, **options):
+        asked.update(options)
+        raise InterruptedError
+
+    monkeypatch.setattr(PrivateSteps, "begin", begin)
+    with pytest.raises(InterruptedError):
+        make_trainer(precision="bf16-mixed").fit(Classifier(make_network()), make_steps())
+    assert asked["autocast"] is torch.bfloat16
+
+
+class InHalfPrecision(MixedPrecision):
+    """Lightning's own mixed precision, with float16 in place of bfloat16."""
+
+    @contextmanager
+    def forward_context(self):
+        with torch.autocast("cpu", dtype=torch.float16):
+            yield
+
+
+def test_lightning_s_autocast_is_not_around_norms_sums_and_noise(make_network, make_steps, make_trainer, monkeypatch):
+    monkeypatch.setattr("dp_microadam.integrations.lightning._AUTOCAST", {"bf16-mixed": None, "32-true": None})
+    weights = []
+    for run, options in (("mixed", {"plugins": [InHalfPrecision("bf16-mixed", "cpu")]}), ("full", {})):
+        module = Classifier(make_network())
+        make_trainer(**options).fit(module, make_steps(run=run, seed=4))
+        weights.append(module.network.state_dict())
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def test_options_of_the_private_step_are_reachable(make_network, make_steps, make_trainer, plan, tmp_path):
+    seen = []
+
+    def augment(batch):
+        seen.append(len(batch[1]))
+        return batch
+
+    steps = make_steps(
+        augment=augment,
+        clipping="per-layer",
+        clipping_options={"autocast": torch.float16},
+        max_steps=3,
+        public=("the seasons",),
+    )
     trainer = make_trainer()
-    monkeypatch.setattr(pl.Trainer, "world_size", property(lambda self: 2))
-    with pytest.raises(InputError, match="devices=1"):
-        trainer.fit(Classifier(make_network()), make_steps())
+    trainer.fit(Classifier(make_network()), steps)
+    assert trainer.global_step == read_ledger(tmp_path / "run").steps == 3
+    assert seen
+    assert "the seasons" in (tmp_path / "run" / "privacy.txt").read_text()
+
+
+def test_a_failed_step_is_spent_and_the_run_can_be_resumed_in_the_same_process(
+    make_network, make_steps, make_trainer, plan, tmp_path
+):
+    class Failing(Classifier):
+        fail_at = 5
+
+        def per_example_loss(self, batch):
+            if self.trainer.global_step == self.fail_at:
+                raise ValueError(f"secret {batch[0][0]}")
+            return super().per_example_loss(batch)
+
+    with pytest.raises(PrivacyError, match="withheld") as caught:
+        make_trainer(**saving(tmp_path, 3)).fit(Failing(make_network()), make_steps())
+    assert "secret" not in str(caught.value)
+    assert read_ledger(tmp_path / "run").steps == 6
+    trainer = make_trainer()
+    trainer.fit(Classifier(make_network()), make_steps(), ckpt_path=tmp_path / "saved" / "step=3.ckpt", weights_only=True)
+    assert trainer.global_step == plan.steps - 3
+    assert read_ledger(tmp_path / "run").steps == plan.steps
+
+
+def test_a_checkpoint_of_version_0_1_is_resumed(make_network, make_steps, make_trainer, plan, tmp_path):
+    make_trainer(max_steps=3, **saving(tmp_path, 3)).fit(Classifier(make_network()), make_steps())
+    content = torch.load(tmp_path / "saved" / "step=3.ckpt", weights_only=True)
+    content["dp_microadam"] = {name: content["dp_microadam"][name] for name in ("run", "steps_spent")}
+    torch.save(content, tmp_path / "before.ckpt")
+    trainer = make_trainer()
+    trainer.fit(Classifier(make_network()), make_steps(), ckpt_path=tmp_path / "before.ckpt", weights_only=True)
+    assert trainer.global_step == read_ledger(tmp_path / "run").steps == plan.steps
 
 
 def test_a_loader_that_draws_its_own_batches_is_refused(make_network, make_trainer, train):

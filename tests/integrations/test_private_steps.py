@@ -1,4 +1,4 @@
-"""What every adapter rests on: the host gets privatized gradients and step numbers, and nothing else."""
+"""What the adapters have in common: another framework's loop gets privatized gradients and step numbers, and nothing else."""
 
 import json
 import subprocess
@@ -6,16 +6,12 @@ import sys
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
-from dp_microadam import InputError, PrivacyError, PrivacyPlan
-from dp_microadam.clipping.per_example import clipped_sum
+from dp_microadam import InputError, PrivacyError, PrivacyPlan, methods
 from dp_microadam.integrations.private_steps import PrivateSteps
 from dp_microadam.privacy.ledger import read_ledger
-from dp_microadam.privacy.mechanism import GaussianMechanism
-from dp_microadam.privacy.randomness import Randomness
-from dp_microadam.privacy.sampling import PoissonSampler
 from dp_microadam.training.evaluation import class_loss
+from dp_microadam.training.method import Method
 
 
 @pytest.fixture
@@ -29,62 +25,6 @@ def make_steps(plan, train, tmp_path):
     yield make
     for steps in opened:
         steps.close()
-
-
-def test_the_gradient_is_that_of_the_building_blocks_one_example_at_a_time(make_steps, make_network, plan, train):
-    model = make_network().eval()
-    steps = make_steps(seed=7, physical_batch_size=8)
-    steps.begin(model, class_loss)
-    assert steps.take() == 0
-    (step,) = [step for step in PoissonSampler.from_plan(plan, randomness=Randomness.seeded(7)) if step.index == 0]
-    rows = torch.cat(list(step.chunks))
-    total, _ = clipped_sum(model, class_loss, tuple(tensor[rows] for tensor in train), max_grad_norm=1.0)
-    expected = GaussianMechanism.from_plan(plan, 1.0, randomness=Randomness.seeded(7)).privatize(total, step=0)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=1e-6)
-
-
-class Watched(Dataset):
-    """Notes how many steps the ledger had when an example was read."""
-
-    def __init__(self, train, run):
-        self.train, self.run, self.seen = train, run, []
-
-    def __len__(self):
-        return len(self.train[0])
-
-    def __getitem__(self, index):
-        ledger = self.run / "ledger.jsonl"
-        self.seen.append(read_ledger(self.run).steps if ledger.exists() else None)
-        return tuple(tensor[index] for tensor in self.train)
-
-
-def test_a_step_is_in_the_ledger_before_an_example_of_it_is_read(make_steps, make_network, train, tmp_path):
-    data = Watched(train, tmp_path / "run")
-    steps = make_steps(data)
-    steps.begin(make_network(), class_loss)
-    for taken in range(3):
-        data.seen.clear()
-        steps.take()
-        assert data.seen
-        assert set(data.seen) == {taken + 1}
-
-
-def test_a_step_that_fails_is_spent_and_its_error_tells_nothing(make_steps, make_network, train, tmp_path):
-    def broken(model, batch):
-        if fail:
-            raise ValueError(f"secret {batch[0][0]}")
-        return class_loss(model, batch)
-
-    fail = False
-    steps = make_steps()
-    steps.begin(make_network(), broken)
-    fail = True
-    with pytest.raises(PrivacyError, match="withheld") as caught:
-        steps.take()
-    assert "secret" not in str(caught.value)
-    assert caught.value.__suppress_context__
-    assert read_ledger(tmp_path / "run").steps == 1
 
 
 def test_no_more_steps_than_planned(make_steps, make_network, plan):
@@ -152,51 +92,54 @@ def test_a_run_goes_on_from_a_stamp_that_was_taken_after_it_was_closed(make_step
     assert again.take() == 1
 
 
-def test_data_of_another_size_than_the_plan_s_is_refused_at_once(make_steps, train, tmp_path):
-    with pytest.raises(InputError, match="100 examples"):
-        make_steps(tuple(tensor[:100] for tensor in train))
+def test_a_refused_model_is_released_and_nothing_is_written(make_steps, tmp_path):
+    class Centred(torch.nn.Module):
+        def forward(self, inputs):
+            return inputs - inputs.mean(0)
+
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), Centred(), torch.nn.Linear(4, 2))
+    hooks = [dict(module._forward_hooks) for module in model.modules()]
+    method = methods.dp_bitfit(model)
+    with pytest.raises(InputError, match="example"):
+        make_steps().begin(model, class_loss, method=method)
+    assert not (tmp_path / "run").exists()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert [dict(module._forward_hooks) for module in model.modules()] == hooks
+
+
+def test_an_optimizer_of_other_parameters_is_refused(make_steps, make_network, tmp_path):
+    model = make_network()
+    for parameters, sentence in ((make_network().parameters(), "not the model's"), (model[0].parameters(), "does not hold")):
+        with pytest.raises(InputError, match=sentence):
+            make_steps().begin(model, class_loss, method=Method(torch.optim.SGD(parameters)))
     assert not (tmp_path / "run").exists()
 
 
-def test_a_stamp_of_another_run_is_refused(make_steps, make_network):
-    stamps = []
-    for run in ("one", "other"):
-        steps = make_steps(run=run)
-        steps.begin(make_network(), class_loss)
-        stamps.append(steps.stamp())
-        steps.close()
-    with pytest.raises(PrivacyError, match="another run"):
-        make_steps(run="one").begin(make_network(), class_loss, stamps[1])
-    with pytest.raises(InputError, match="no run to go on with"):
-        make_steps(run="none").begin(make_network(), class_loss, stamps[1])
-
-
-def test_a_ledger_shorter_than_the_checkpoint_is_refused(make_steps, make_network, tmp_path):
+def test_steps_before_begin_are_refused(make_steps):
     steps = make_steps()
-    steps.begin(make_network(), class_loss)
-    for _ in range(4):
+    assert (steps.position, steps.epsilon(), steps.begun) == (0, 0.0, False)
+    with pytest.raises(PrivacyError, match="no ledger is open"):
         steps.take()
-    stamp = steps.stamp()
-    steps.close()
-    ledger = tmp_path / "run" / "ledger.jsonl"
-    ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:-1]))
-    with pytest.raises(PrivacyError, match="missing from the ledger"):
-        make_steps().begin(make_network(), class_loss, stamp)
 
 
-def test_a_run_that_exists_is_not_begun_again(make_steps, make_network):
+def test_an_optimizer_that_anyone_steps_follows_the_method_until_the_run_is_closed(make_steps, make_network):
+    """In the phase that scores rows no weight moves, whoever calls the optimizer."""
+    model = make_network()
+    method = methods.sparta(model, lr=0.1, first_phase=0.2, scoring_epochs=0.5)
     steps = make_steps()
-    steps.begin(make_network(), class_loss)
+    steps.begin(model, class_loss, method=method)
+    phases, moved = [], []
+    while steps.remaining:
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        steps.take()
+        phases.append(steps.step.phase.name)
+        method.optimizer.step()
+        moved.append([int((parameter != old).any(-1).sum()) for parameter, old in zip(model.parameters(), before, strict=True)])
+    assert phases == ["head, biases, norms"] * 2 + ["scoring"] * 2 + ["selected rows"] * 5
+    assert [bool(any(rows)) for rows in moved] == [True] * 2 + [False] * 2 + [True] * 5
+    assert {rows[0] for rows in moved} == {0, 2}, "a fifth of eight rows, rounded up"
     steps.close()
-    with pytest.raises(InputError, match="has a ledger already"):
-        make_steps().begin(make_network(), class_loss)
-
-
-def test_a_model_in_which_examples_interact_is_refused_before_anything_is_written(make_steps, tmp_path):
-    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
-    with pytest.raises(InputError, match="BatchNorm"):
-        make_steps().begin(model, class_loss)
-    assert not (tmp_path / "run").exists()
+    assert not method.optimizer._optimizer_step_pre_hooks
 
 
 def test_the_statement_is_there_from_the_beginning_and_at_the_end(make_steps, make_network, plan, tmp_path):
@@ -240,21 +183,9 @@ def test_a_hook_on_a_parameter_sees_no_gradient_without_noise(make_steps, make_n
         parameter.register_post_accumulate_grad_hook(seen.append)
     steps = make_steps()
     steps.begin(model, class_loss)
-    seen.clear()  # the proof runs on synthetic examples
+    seen.clear()  # the independence check runs on synthetic examples
     steps.take()
     assert not seen
-
-
-def test_examples_are_read_by_workers_if_asked(make_steps, make_network, train):
-    gradients = []
-    for workers in (0, 1):
-        model = make_network().eval()
-        steps = make_steps(torch.utils.data.TensorDataset(*train), run=f"run-{workers}", seed=2, num_workers=workers)
-        steps.begin(model, class_loss)
-        steps.take()
-        gradients.append(model[0].weight.grad)
-        steps.close()
-    assert torch.equal(*gradients)
 
 
 @pytest.mark.parametrize(

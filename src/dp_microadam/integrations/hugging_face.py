@@ -7,8 +7,9 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +17,16 @@ from torch.utils.data import Dataset
 
 from dp_microadam.errors import InputError, PrivacyError
 from dp_microadam.integrations.isolated_metrics import IsolatedLoss
-from dp_microadam.integrations.private_steps import PrivateSteps, refuse_procedures
+from dp_microadam.integrations.private_steps import PrivateSteps
 from dp_microadam.optimizers.micro_adam import MicroAdam
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.training.evaluation import PerExample
 from dp_microadam.training.held_out import share_examples
+from dp_microadam.training.method import Method
+from dp_microadam.training.training_step import StepOptions
 
 try:
+    from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
     from transformers import Trainer, TrainingArguments
     from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 except ImportError as error:
@@ -31,6 +35,8 @@ except ImportError as error:
     ) from error
 
 STAMP_NAME = "dp_microadam.json"
+METHOD_NAME = "dp_microadam_method.pt"
+"""What checkpoints have beside the host's own files: of which run and step they are, and the state of the method."""
 
 # What a private run honours, or what does not touch training. Everything else must be left at its default: a setting that is
 # silently not used would mislead, and one that a later release adds may look at training data.
@@ -46,12 +52,12 @@ load_best_model_at_end metric_for_best_model greater_is_better restore_callback_
 push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
 seed use_cpu dataloader_num_workers dataloader_pin_memory remove_unused_columns label_names
 do_train do_eval do_predict resume_from_checkpoint use_cache
+bf16 gradient_checkpointing gradient_checkpointing_kwargs ddp_backend ddp_timeout local_rank
 """
 _HONOURED = frozenset(_HONOURED_SETTINGS.split())
 
 _WHY_NOT = {
-    "fp16": "norms of gradients in half precision may be under-estimates; leave it False",
-    "bf16": "norms of gradients in half precision may be under-estimates; leave it False",
+    "fp16": "it scales losses and gradients against underflow, which is not done for gradients of single examples; use bf16",
     "gradient_accumulation_steps": "a batch that does not fit in memory is cut into chunks of per_device_train_batch_size "
     "here, and noise is added once; leave it at 1",
     "max_grad_norm": "it clips the mean gradient, and the noise with it; give max_grad_norm to the trainer itself, where it "
@@ -65,10 +71,11 @@ _WHY_NOT = {
     "auto_find_batch_size": "a batch that is tried again is spent twice; choose per_device_train_batch_size yourself",
     "include_num_input_tokens_seen": "how many tokens a step saw is private; leave it at 'no'",
     "skip_memory_metrics": "memory in use tells how large batches were, which is private; leave it True",
-    "optim": "the optimizer is MicroAdam; give another by optimizers=(optimizer, None)",
-    "gradient_checkpointing": "layers must run once per step to be clipped exactly; choose a smaller "
-    "per_device_train_batch_size to save memory",
+    "optim": "the optimizer is MicroAdam; give another by optimizers=(optimizer, None), or by method",
 }
+
+_AUTOCAST = {"no": None, "bf16": torch.bfloat16}
+"""Mixed precisions of accelerate that private steps have."""
 
 _NOT_MEASURED = ("loss", "train_loss", "total_flos", "train_samples_per_second")
 """What the host logs of training: 0 here, since the loss of training examples is private and is not computed."""
@@ -78,26 +85,26 @@ class PrivateHFTrainer(Trainer):
     """``transformers.Trainer`` whose training steps are private: (ε, δ) as ``plan`` says.
 
     ``max_steps``, unless given, is the plan's number of steps; an epoch is as many as take each example once on average.
-    ``per_device_train_batch_size`` only says how many examples go through the model at once. Without an optimizer in
-    ``optimizers``, it is :class:`MicroAdam`, with its own learning rate unless ``args.learning_rate`` is set. The training loss
-    is private: it is neither computed nor logged, and is NaN in what :meth:`train` returns. ``grad_norm`` is that of the
-    privatized gradient.
+    ``per_device_train_batch_size`` only says how many examples go through the model at once. Without a method, and without an
+    optimizer in ``optimizers``, the optimizer is :class:`MicroAdam`, with its own learning rate unless ``args.learning_rate``
+    is set. The training loss is private: it is neither computed nor logged, and is NaN in what :meth:`train` returns.
+    ``grad_norm`` is that of the privatized gradient. Under ``torchrun`` all processes train one model, and rank 0 keeps the
+    ledger. ``args.bf16`` and ``args.gradient_checkpointing`` work as ever; norms, sums and noise are float32.
 
     Arguments:
         plan: a :class:`~dp_microadam.PrivacyPlan` for as many examples as ``train_dataset`` has.
+        method: a method of ``dp_microadam.methods`` in place of an optimizer in ``optimizers``, whose scheduler may be given.
         per_example_loss: ``f(model, batch)`` returns one loss per example; by default the cross-entropy of classification
             models, and :func:`causal_language_loss` serves for language models.
-        max_grad_norm: what each example's gradient is clipped to.
         run_dir: of the ledger and the privacy statement; ``privacy`` in ``args.output_dir`` by default.
-        secure, seed: as for :class:`~dp_microadam.PrivateTrainer`.
+        options: those of :class:`~dp_microadam.PrivateStep`, such as ``max_grad_norm`` or ``clipping_options``, and those of
+            ``transformers.Trainer``. ``prepare`` and ``augment`` are applied to training batches only.
 
-    All other arguments are those of ``transformers.Trainer``. Settings that would break the guarantee, or would not be used,
-    are refused.
+    Settings that would break the guarantee, or would not be used, are refused.
 
-    Formal guarantees: those of :class:`~dp_microadam.integrations.private_steps.PrivateSteps`; the host's loop sees step
-    numbers in place of batches. Examples are collated one at a time, so that padding or masking cannot depend on others.
-    Checkpoints hold no random states, and only those of the ledger's own run are resumed. Callbacks must not be given training
-    data.
+    Formal guarantees: those of :class:`~dp_microadam.PrivateStep`; the host's loop sees step numbers in place of batches.
+    Examples are collated one at a time, so that padding or masking cannot depend on others. Checkpoints hold no random states,
+    and only those of the ledger's own run are resumed. Callbacks must not be given training data.
     """
 
     def __init__(
@@ -106,36 +113,46 @@ class PrivateHFTrainer(Trainer):
         args: TrainingArguments,
         *,
         plan: PrivacyPlan,
+        method: Method | None = None,
         per_example_loss: PerExample | None = None,
-        max_grad_norm: float = 1.0,
         run_dir: str | Path | None = None,
-        secure: bool = False,
-        seed: int | None = None,
-        **host: Any,
+        **options: Any,
     ) -> None:
+        given = {name: options.pop(name) for name in StepOptions.__annotations__ if name in options}
+        step_options = cast(StepOptions, given)
         _refuse_settings(args, plan)
-        _refuse_host_arguments(host)
+        _refuse_options(step_options, options, method)
         self._default_learning_rate = args.learning_rate == _defaults_of(args).learning_rate
         args = copy.copy(args)
         args.max_grad_norm = 0.0  # noise is not clipped
         args.ignore_data_skip = True  # a resumed run draws afresh
-        args.max_steps = plan.steps if args.max_steps < 0 else args.max_steps
-        super().__init__(model, args, **host)
+        # Meant for the training loss, it multiplies a classifier's loss in evaluation by the number of processes.
+        args.average_tokens_across_devices = False
+        if args.max_steps < 0:
+            args.max_steps = min(plan.steps, step_options.get("max_steps") or plan.steps)
+        self._method = method
+        if method is not None:
+            options["optimizers"] = (method.optimizer, options.get("optimizers", (None, None))[1])
+        super().__init__(model, args, **options)
         self._refuse_environment()
         if self.train_dataset is None:
             raise InputError("train_dataset is not given; a private run needs it from the beginning")
         self._per_example_loss = IsolatedLoss(per_example_loss or classification_loss)
+        self._resumed_from: dict[str, Any] | None = None
         collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
+        step_options.setdefault("physical_batch_size", args.per_device_train_batch_size)
+        step_options.setdefault("num_workers", args.dataloader_num_workers)
         self.private_steps = PrivateSteps(
             plan,
             _CollatedAlone(self.train_dataset, collate),
             run_dir=Path(str(args.output_dir), "privacy") if run_dir is None else run_dir,
-            max_grad_norm=max_grad_norm,
-            physical_batch_size=args.per_device_train_batch_size,
-            num_workers=args.dataloader_num_workers,
-            secure=secure,
-            seed=seed,
+            **step_options,
         )
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the host does, but models are not wrapped for several processes: private steps sum up gradients themselves."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: list[str] | None = None
@@ -148,11 +165,7 @@ class PrivateHFTrainer(Trainer):
             if resume_from_checkpoint is None:
                 raise InputError(f"output_dir is {self.args.output_dir!r}, which has no checkpoint; train without resuming")
         resume_from_checkpoint = resume_from_checkpoint or None
-        refuse_procedures(self.optimizer)
-        stamp = None if resume_from_checkpoint is None else _stamp_of(Path(str(resume_from_checkpoint)))
-        model: nn.Module = self.model  # type: ignore[assignment]
-        model.train()
-        self.private_steps.begin(model, self._per_example_loss, stamp)
+        self._resumed_from = None if resume_from_checkpoint is None else _state_in(Path(str(resume_from_checkpoint)))
         try:
             result = super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
             metrics = {
@@ -163,9 +176,23 @@ class PrivateHFTrainer(Trainer):
             return TrainOutput(result.global_step, math.nan, metrics)
         finally:
             self.private_steps.close()
+            self.is_in_train = False
 
     def get_train_dataloader(self) -> Any:
-        """Step numbers: batches are drawn inside a step, and the host never sees them."""
+        """Step numbers: batches are drawn inside a step, unseen by the host. Within :meth:`train`, it begins the run."""
+        if self.is_in_train and not self.private_steps.begun:
+            model: nn.Module = self.model  # type: ignore[assignment]
+            model.train()
+            optimizer = self.create_optimizer()
+            if isinstance(optimizer, AcceleratedOptimizer):  # of a run before
+                optimizer = optimizer.optimizer
+            self.private_steps.begin(
+                model,
+                self._per_example_loss,
+                self._resumed_from,
+                method=Method(optimizer) if self._method is None else self._method,
+                autocast=_AUTOCAST[self.accelerator.mixed_precision],
+            )
         return _StepNumbers(self.private_steps)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -213,16 +240,19 @@ class PrivateHFTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Weights as the host saves them, with the privacy statement beside them."""
-        if self.private_steps.begun_before:
+        if self.private_steps.step is not None:
             folder = Path(output_dir or str(self.args.output_dir))
             folder.mkdir(parents=True, exist_ok=True)
             self.private_steps.write_privacy(folder)
         super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        folder = Path(str(self.args.output_dir), f"checkpoint-{self.state.global_step}")
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / STAMP_NAME).write_text(json.dumps(self.private_steps.stamp()) + "\n", encoding="utf-8")
+        stamp = self.private_steps.stamp()  # in all processes
+        if self.args.should_save:
+            folder = Path(str(self.args.output_dir), f"checkpoint-{self.state.global_step}")
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / STAMP_NAME).write_text(json.dumps(stamp) + "\n", encoding="utf-8")
+            torch.save(self.private_steps.method_state(), folder / METHOD_NAME)
         super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -237,15 +267,20 @@ class PrivateHFTrainer(Trainer):
                 raise InputError(f"{name} shares examples with train_dataset; its metrics would be private, hold it out")
 
     def _refuse_environment(self) -> None:
-        if self.args.world_size > 1 or self.args.n_gpu > 1 or self.is_model_parallel:
+        if self.args.n_gpu > 1 or self.is_model_parallel:
             raise InputError(
-                "several devices are in use, and the host would divide each batch between them; set CUDA_VISIBLE_DEVICES to one"
+                "this process uses several devices, between which the host would divide each batch; start one process for each "
+                "device with torchrun, or set CUDA_VISIBLE_DEVICES to one"
             )
-        if self.accelerator.mixed_precision != "no":
+        kind = self.accelerator.distributed_type.value
+        if kind != "NO" and not kind.startswith("MULTI_"):
             raise InputError(
-                f"accelerate's mixed_precision is {self.accelerator.mixed_precision!r}, and norms in half precision may be "
-                "under-estimates; set ACCELERATE_MIXED_PRECISION=no"
+                f"accelerate's distributed_type is {kind!r}, which reduces gradients in its own way; start processes with "
+                "torchrun, without FSDP or DeepSpeed"
             )
+        if self.accelerator.mixed_precision not in _AUTOCAST:
+            why = _WHY_NOT["fp16"] if self.accelerator.mixed_precision == "fp16" else "private steps do not have it; use bf16"
+            raise InputError(f"accelerate's mixed_precision is {self.accelerator.mixed_precision!r}: {why}")
         if type(self).compute_loss is not Trainer.compute_loss:
             raise InputError("compute_loss is overridden, and is a mean over a batch; give per_example_loss instead")
         if getattr(self.data_collator, "seed", None) is not None:
@@ -334,21 +369,30 @@ def _refuse_settings(args: TrainingArguments, plan: PrivacyPlan) -> None:
         raise InputError(f"TrainingArguments.max_steps is {args.max_steps}; the plan allows at most {plan.steps} steps")
 
 
-def _refuse_host_arguments(host: dict[str, Any]) -> None:
+def _refuse_options(step_options: StepOptions, host: dict[str, Any], method: Method | None) -> None:
     for name, why in {
         "model_init": "give the model itself, a private run trains one",
         "compute_loss_func": "it is a mean over a batch; give per_example_loss instead",
     }.items():
         if host.get(name) is not None:
             raise InputError(f"{name} is given: {why}")
+    if "collate_fn" in step_options.get("loader_options", {}):
+        raise InputError("loader_options has a collate_fn; give data_collator, which is called with one example at a time")
+    optimizer = host.get("optimizers", (None, None))[0]
+    if isinstance(optimizer, Method):
+        raise InputError(f"optimizers has a {type(optimizer).__name__}, which is a method as a whole; give it as method")
+    if method is not None and (optimizer is not None or host.get("optimizer_cls_and_kwargs") is not None):
+        raise InputError("both a method and an optimizer are given; a method has its own optimizer")
 
 
-def _stamp_of(checkpoint: Path) -> dict[str, Any]:
+def _state_in(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / STAMP_NAME
     if not path.is_file():
         raise PrivacyError(
             f"{checkpoint} has no {STAMP_NAME}, so no private run wrote it and what it has spent is unknown; resume from a "
             "checkpoint of this run, or begin a new run"
         )
-    stamp: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return stamp
+    state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if (checkpoint / METHOD_NAME).is_file():  # version 0.1 wrote none
+        state["method"] = torch.load(checkpoint / METHOD_NAME, map_location="cpu", weights_only=True)
+    return state

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from dp_microadam.errors import InputError, PrivacyError
 from dp_microadam.integrations.isolated_metrics import IsolatedLoss, nothing_logged
-from dp_microadam.integrations.private_steps import PrivateSteps, refuse_procedures
+from dp_microadam.integrations.private_steps import PrivateSteps
+from dp_microadam.training.distributed import ranks_here
+from dp_microadam.training.method import Method
 
 try:
     from lightning.pytorch import LightningModule
-    from lightning.pytorch.strategies import SingleDeviceStrategy
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
     from lightning.pytorch.trainer.states import TrainerFn
 except ImportError as error:
     raise ImportError("PrivateLightningModule needs lightning; run pip install 'dp-microadam[lightning]'") from error
 
-__all__ = ["PrivateLightningModule", "PrivateSteps"]
+__all__ = ["PrivateDDPStrategy", "PrivateLightningModule", "PrivateSteps"]
 
 _STAMP_KEY = "dp_microadam"
+
+_AUTOCAST = {"32-true": None, "64-true": None, "bf16-mixed": torch.bfloat16}
+"""Precisions of Lightning that private steps have, and what the forward and backward pass run in then."""
+
+_WHY_NOT_PRECISION = {
+    "16-mixed": "it scales losses and gradients against underflow, which is not done for gradients of single examples",
+    "16-true": "weights and noise would be rounded to half precision",
+    "bf16-true": "weights and noise would be rounded to half precision",
+}
 
 _REFUSED_CALLBACKS = {
     "StochasticWeightAveraging": "it goes through the training data once more; average weights by WeightAveraging",
@@ -34,18 +46,36 @@ _REFUSED_CALLBACKS = {
 }
 
 
+class PrivateDDPStrategy(DDPStrategy):
+    """Several processes with one device each: ``Trainer(devices=2, strategy=PrivateDDPStrategy())``.
+
+    The module is not wrapped in ``DistributedDataParallel``, whose reducer would average gradients on its own: the private step
+    sums up clipped gradients and noise over all processes. Rank 0 keeps the ledger. Validation is divided as with
+    ``DDPStrategy``, whose arguments it takes; those about gradients have no effect.
+    """
+
+    def configure_ddp(self) -> None:
+        """Give all processes the weights of rank 0, as ``DistributedDataParallel`` would."""
+        model = self.model
+        assert model is not None
+        ranks_here().broadcast_(model.state_dict().values())
+
+
 class PrivateLightningModule(LightningModule):
     """A LightningModule whose training steps are private. Define :meth:`per_example_loss` in place of ``training_step``.
 
-    ``configure_optimizers`` and validation, test and prediction steps are as ever; learning-rate schedulers are stepped after
-    each step. Give ``trainer.fit`` a :class:`PrivateSteps` as training data:
+    Validation, test and prediction steps are as ever, and so is ``configure_optimizers``; where it names an optimizer, it may
+    also name a method of ``dp_microadam.methods`` as a whole. Learning-rate schedulers are stepped after each step. Give
+    ``trainer.fit`` a :class:`PrivateSteps` as training data:
 
         trainer.fit(module, PrivateSteps(plan, train, run_dir="runs/mine"), validation_loader)
 
     An epoch is as many steps as take each example once on average; training stops with the plan. ε is logged as ``epsilon``.
+    Several processes train with :class:`PrivateDDPStrategy`. With ``precision="bf16-mixed"`` forward and backward passes run in
+    bfloat16; norms, sums and noise are float32.
 
-    Formal guarantees: those of :class:`~dp_microadam.integrations.private_steps.PrivateSteps`; Lightning's loops, callbacks and
-    loggers see step numbers in place of batches. Nothing can be logged from within :meth:`per_example_loss`, nor be left in
+    Formal guarantees: those of :class:`~dp_microadam.PrivateStep`; Lightning's loops, callbacks and loggers see step numbers in
+    place of batches. Nothing can be logged from within :meth:`per_example_loss`, nor be left in
     metrics and attributes of the module, as far as
     :class:`~dp_microadam.integrations.isolated_metrics.IsolatedLoss` sees it. Settings of the
     trainer that would break the guarantee, or would not be used, are refused. Only checkpoints of the ledger's own run are
@@ -57,6 +87,17 @@ class PrivateLightningModule(LightningModule):
         self.automatic_optimization = False
         self._looking_at_examples = False
         self._stamp: dict[str, Any] | None = None
+        self._method: Method | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Lightning calls ``configure_optimizers`` itself and knows optimizers only."""
+        super().__init_subclass__(**options)
+        if "configure_optimizers" in cls.__dict__:
+            setattr(cls, "configure_optimizers", _keeping_the_method(cls.__dict__["configure_optimizers"]))  # noqa: B010
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies of the module have no optimizer."""
+        return {**super().__getstate__(), "_method": None}
 
     def per_example_loss(self, batch: Any) -> Tensor:
         """One loss per example of the batch."""
@@ -73,10 +114,11 @@ class PrivateLightningModule(LightningModule):
         """One private step: gradients, optimizer, schedulers, ε."""
         steps = self._begin()
         optimizer = self.optimizers()
-        with self._nothing_logged(steps):
-            steps.take()
-        optimizer.step()  # type: ignore[union-attr]
-        optimizer.zero_grad()  # type: ignore[union-attr]
+        with torch.autocast(self.device.type, enabled=False):  # Lightning's own would be around norms and sums too
+            with self._nothing_logged(steps):
+                steps.take()
+            optimizer.step()  # type: ignore[union-attr]
+            optimizer.zero_grad()  # type: ignore[union-attr]
         schedulers = self.lr_schedulers() or []
         for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
             scheduler.step()  # type: ignore[call-arg]
@@ -89,9 +131,9 @@ class PrivateLightningModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         steps = self.trainer.train_dataloader
-        if isinstance(steps, PrivateSteps) and (steps.begun or steps.position):
+        if isinstance(steps, PrivateSteps) and steps.step is not None:
             steps.write_privacy()  # before what it covers
-            checkpoint[_STAMP_KEY] = steps.stamp()
+            checkpoint[_STAMP_KEY] = {**steps.stamp(), "method": steps.method_state()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         trainer = getattr(self, "_trainer", None)
@@ -150,9 +192,25 @@ class PrivateLightningModule(LightningModule):
                         "validation shares examples with the training data; its metrics would be private, hold it out"
                     )
             with self._nothing_logged(steps):
-                steps.begin(self, IsolatedLoss(_loss_of_module), self._resumed_from())
+                steps.begin(
+                    self,
+                    IsolatedLoss(_loss_of_module),
+                    self._resumed_from(),
+                    method=self._method_of(self.trainer.optimizers[0]),
+                    autocast=_AUTOCAST[str(self.trainer.precision)],
+                )
             self.trainer.should_stop = not steps.remaining  # a finished run that is resumed
         return steps
+
+    def _optimizer_of(self, configured: Any) -> Any:
+        if not isinstance(configured, Method):
+            return configured
+        self._method = configured
+        return configured.optimizer
+
+    def _method_of(self, optimizer: torch.optim.Optimizer) -> Method:
+        known = self._method is not None and self._method.optimizer is optimizer
+        return self._method if known else Method(optimizer)  # type: ignore[return-value]
 
     def _resumed_from(self) -> Mapping[str, Any] | None:
         stamp, self._stamp = self._stamp, None
@@ -165,18 +223,21 @@ class PrivateLightningModule(LightningModule):
 
     def _refuse_settings(self) -> None:
         trainer = self.trainer
+        precision = str(trainer.precision)
         for wrong, sentence in (
             (
                 type(self).training_step is not PrivateLightningModule.training_step or self.automatic_optimization,
                 "training_step or automatic_optimization is overridden; define per_example_loss instead",
             ),
             (
-                str(trainer.precision) not in ("32-true", "64-true"),
-                f"precision is {trainer.precision!r}, and norms in half precision may be under-estimates; it must be '32-true'",
+                precision not in _AUTOCAST,
+                f"precision is {precision!r}: {_WHY_NOT_PRECISION.get(precision, 'private steps do not have it')}; it must be "
+                + ", ".join(map(repr, _AUTOCAST)),
             ),
             (
-                not isinstance(trainer.strategy, SingleDeviceStrategy) or trainer.world_size > 1,
-                f"strategy is {type(trainer.strategy).__name__} on {trainer.world_size} devices; it must be one, devices=1",
+                not isinstance(trainer.strategy, SingleDeviceStrategy | PrivateDDPStrategy),
+                f"strategy is {type(trainer.strategy).__name__}, which reduces gradients in its own way; it must be "
+                "PrivateDDPStrategy() for several processes, or one device, devices=1",
             ),
             (
                 isinstance(trainer.limit_train_batches, int)  # 1 is one batch, 1.0 all
@@ -207,8 +268,16 @@ class PrivateLightningModule(LightningModule):
             for kind in type(callback).__mro__:
                 if kind.__name__ in _REFUSED_CALLBACKS:
                     raise InputError(f"callback {kind.__name__} is in use: {_REFUSED_CALLBACKS[kind.__name__]}")
-        for optimizer in trainer.optimizers:
-            refuse_procedures(optimizer)
+
+
+def _keeping_the_method(configure: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``configure_optimizers`` that remembers a Method on the module and returns its optimizer in its place."""
+
+    @wraps(configure)
+    def configured(module: PrivateLightningModule) -> Any:
+        return tree_map(module._optimizer_of, configure(module))
+
+    return configured
 
 
 def _loss_of_module(module: nn.Module, batch: Any) -> Tensor:
