@@ -59,7 +59,11 @@ class Engines:
 
     def _new(self, phase: Phase) -> GradientSums:
         self._freeze_all_but(phase.trainable)
-        return self._make(phase)
+        try:
+            return self._make(phase)
+        except BaseException:
+            self._freeze_all_but(None)  # a model that is refused is left as it was
+            raise
 
     def _freeze_all_but(self, trainable: frozenset[str] | None) -> None:
         for name, parameter in self._model.named_parameters():
