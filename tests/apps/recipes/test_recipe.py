@@ -433,4 +433,5 @@ def test_the_written_recipe_is_flat_keys_and_then_tables():
     assert parsed["optimizer"] == {"window": 3}
     assert parsed["model_options"] == {"hidden": [5, 4]}
     assert "seed" not in parsed
+    assert "data_options" not in parsed, "empty tables are left out"
     assert written.index("batch_size") < written.index("[model_options]") < written.index("[optimizer]")

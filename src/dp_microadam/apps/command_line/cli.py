@@ -53,6 +53,10 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     parser = build_parser()
+    if "_ARGCOMPLETE" in os.environ:  # set by the code that `dp-microadam completion` prints
+        import argcomplete
+
+        argcomplete.autocomplete(parser, always_complete_options=False)  # prints candidates and exits
     options = parser.parse_args(arguments)
     if options.run is None:
         parser.print_help()

@@ -10,9 +10,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from dp_microadam.apps.recipes import checks, vocabulary
 from dp_microadam.apps.recipes.overrides import apply_override
-from dp_microadam.apps.recipes.toml_writer import to_toml
 from dp_microadam.errors import InputError
 
 
@@ -150,8 +151,18 @@ class Recipe:
         return self.algorithm == "scale-then-privatize" and behind == "sgd"
 
     def to_toml(self) -> str:
-        """The recipe as a file that :meth:`from_toml` reads back equal; keys that are None are left out."""
-        return to_toml(asdict(self))
+        """The recipe as TOML text that :meth:`from_toml` reads back equal.
+
+        Keys that are None (TOML has no such value) and empty tables are left out.
+
+        >>> recipe = Recipe(name="mine", data="digits", model="mlp", epsilon=8, steps=9, batch_size=16, optimizer={"window": 5})
+        >>> print(recipe.to_toml())
+        name = "mine"
+        ...
+        [optimizer]
+        window = 5
+        """
+        return tomli_w.dumps({key: value for key, value in asdict(self).items() if value is not None and value != {}})
 
     @classmethod
     def from_toml(cls, text: str) -> Recipe:

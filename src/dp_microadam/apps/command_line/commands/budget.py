@@ -7,6 +7,8 @@ import json
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from dp_microadam.apps.command_line.completers import complete_with, run_folders
+
 if TYPE_CHECKING:
     from dp_microadam.privacy.ledger import LedgerRecord
 
@@ -19,7 +21,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog="examples:\n  dp-microadam budget runs/first runs/second --group-size 5\n"
         "  dp-microadam budget runs/mine --anchor 5f1d0c0a9be34d2f8a6b7c41e2d3f4a5",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, or its ledger file")
+    complete_with(run_folders, parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, or its ledger file"))
     parser.add_argument("--delta", type=float, metavar="D", help="needed if the runs' own differ")
     parser.add_argument("--accountant", choices=("rdp", "pld"), default="rdp", help="which one decides (default: rdp)")
     parser.add_argument("--group-size", type=int, default=1, metavar="K", help="most examples that one person may have")

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dp_microadam.apps.command_line.completers import complete_with, data_set_names
 from dp_microadam.errors import DPMicroAdamError, InputError
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="download a data set from its publisher",
         epilog="example:\n  dp-microadam data get mnist --folder data/mnist",
     )
-    get.add_argument("name", metavar="NAME", help="name of a data set, as `data list` shows it")
+    name = get.add_argument("name", metavar="NAME", help="name of a data set, as shown by `data list`")
+    complete_with(data_set_names, name)
     get.add_argument("--folder", type=Path, metavar="DIR", help="where to put it (default: where recipes look for it)")
     get.add_argument("--mirror", metavar="URL", help="folder on a server that holds the same files; digests are checked too")
     get.add_argument("--json", action="store_true", help="print JSON and nothing else")
@@ -56,7 +58,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="look through a data set: digests of files, or every image decoded",
         epilog="example:\n  dp-microadam data check image-folder --folder photographs --workers 2",
     )
-    check.add_argument("name", metavar="NAME", help="name of a data set, as `data list` shows it")
+    name = check.add_argument("name", metavar="NAME", help="name of a data set, as shown by `data list`")
+    complete_with(data_set_names, name)
     check.add_argument("--folder", metavar="DIR", help="where it is (default: where recipes look for it)")
     check.add_argument("--workers", type=int, default=0, metavar="N", help="processes that decode images (default: 0)")
     check.add_argument("--json", action="store_true", help="print JSON and nothing else")

@@ -8,7 +8,7 @@ import os
 import platform
 from typing import Any
 
-_REQUIRED = ("torch", "numpy", "scipy", "dp-accounting", "rich", "safetensors")
+_REQUIRED = ("torch", "numpy", "scipy", "dp-accounting", "rich", "safetensors", "tomli-w", "argcomplete")
 _OPTIONAL = {
     "numba": "fast",
     "cryptography": "secure",

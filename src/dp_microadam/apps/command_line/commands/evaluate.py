@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from dp_microadam.apps.command_line.commands.running import lost_in_words, open_run, privacy_line
+from dp_microadam.apps.command_line.completers import complete_with, run_folders
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -16,7 +17,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Accuracy of a run's newest weights on the test set; the run may go on meanwhile.",
         epilog="example:\n  dp-microadam evaluate runs/mine --json",
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")
+    complete_with(run_folders, parser.add_argument("run_dir", type=Path, metavar="RUN", help="run folder"))
     parser.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")
     parser.set_defaults(run=run)
 

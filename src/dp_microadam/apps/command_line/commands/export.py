@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from dp_microadam.apps.command_line.commands.running import ledger_head, open_run, privacy_line
+from dp_microadam.apps.command_line.completers import complete_with, run_folders
 from dp_microadam.errors import InputError
 
 
@@ -18,7 +19,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "statement.",
         epilog="example:\n  dp-microadam export runs/mine --output digits-model",
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")
+    complete_with(run_folders, parser.add_argument("run_dir", type=Path, metavar="RUN", help="run folder"))
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write (default: RUN/export)")
     parser.set_defaults(run=run)
 

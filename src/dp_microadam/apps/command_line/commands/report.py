@@ -6,6 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
+from dp_microadam.apps.command_line.completers import complete_with, run_folders
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
@@ -15,7 +17,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "tables (CSV, LaTeX, Markdown).",
         epilog="examples:\n  dp-microadam report runs/mine\n  dp-microadam report runs/mine runs/other --out compared.html",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, a sweep or an audit; several are compared")
+    runs = parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, sweep or audit; several are compared")
+    complete_with(run_folders, runs)
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: report.html in RUN, or here for several)")
     parser.add_argument("--page-only", action="store_true", help="no folders with figures and tables beside the page")
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")

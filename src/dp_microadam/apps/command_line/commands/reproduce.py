@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dp_microadam.apps.command_line.commands.running import INTERRUPTED
+from dp_microadam.apps.command_line.completers import complete_with, recipe_settings, study_names
 from dp_microadam.errors import DPMicroAdamError
 
 if TYPE_CHECKING:
@@ -34,13 +35,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "skipped, runs that were stopped go on, and failed ones are named at the end and tried again the next time.",
         epilog=_EXAMPLE,
     )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="name of a study, or a TOML file; without one, all are listed")
+    name = parser.add_argument("name", nargs="?", metavar="NAME", help="name or TOML file of a study; without one, list them")
+    complete_with(study_names, name)
     parser.add_argument("--scale", choices=("paper", "cpu"), help="the paper's size (default), or one for two cores")
     parser.add_argument("--seeds", type=int, metavar="N", help="independent runs per cell (default: as many as the paper's)")
     parser.add_argument("--max-steps", type=int, metavar="N", help="stop every run after N steps, to try it out")
     parser.add_argument("--estimate", action="store_true", help="measure a few steps, tell the hours and run nothing")
     parser.add_argument("--only", action="append", default=[], metavar="AXIS=LABEL", help="only some cells; may be repeated")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change a recipe key")
+    override = parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change one key of every recipe"
+    )
+    complete_with(recipe_settings, override)
     parser.add_argument("--out", type=Path, metavar="DIR", help="where runs and results go (default: reproductions/NAME)")
     parser.add_argument("--jobs", type=int, metavar="N", help="runs at a time (default: one per graphics card, else one)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dp_microadam.apps.command_line.commands.running import add_display, conclude, open_run, say, train
+from dp_microadam.apps.command_line.completers import complete_with, run_folders
 
 if TYPE_CHECKING:
     from dp_microadam.training.distributed import Ranks
@@ -19,7 +20,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Go on with a run that was stopped or killed. Steps lost in between stay spent.",
         epilog="example:\n  dp-microadam resume runs/mine",
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")
+    complete_with(run_folders, parser.add_argument("run_dir", type=Path, metavar="RUN", help="run folder"))
     add_display(parser)
     parser.set_defaults(run=run)
 

@@ -8,6 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dp_microadam.apps.command_line.completers import complete_with, run_folders
+
 if TYPE_CHECKING:
     from dp_microadam.apps.theory.bounds import Bound, Setting
 
@@ -24,7 +26,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Compute the convergence bound, as printed and corrected, for numbers given or read from a run.",
         epilog="example:\n  dp-microadam theory runs/mine --initial-gap 2.3 --smoothness 1 --gradient-deviation 1",
     )
-    parser.add_argument("run_dir", type=Path, nargs="?", metavar="RUN", help="read from this run what is not given")
+    run_dir = parser.add_argument(
+        "run_dir", type=Path, nargs="?", metavar="RUN", help="run folder to read values from that are not given here"
+    )
+    complete_with(run_folders, run_dir)
     given = parser.add_argument_group("what no run knows (required)")
     given.add_argument("--initial-gap", type=float, required=True, metavar="F", help="f(θ₁) − f*")
     given.add_argument("--smoothness", type=float, required=True, metavar="L", help="Lipschitz constant of the gradient")

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from dp_microadam.apps.command_line.commands.running import add_display, train
+from dp_microadam.apps.command_line.completers import complete_with, recipe_names, recipe_settings
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -17,8 +18,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog="examples:\n  dp-microadam train\n  dp-microadam train fashion-mnist --set epsilon=4 --run-dir runs/mine\n"
         "  torchrun --nproc-per-node 8 -m dp_microadam train imagenet",
     )
-    parser.add_argument("recipe", nargs="?", default="demo", help="name or TOML file of a recipe (default: demo)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change one key")
+    recipe = parser.add_argument("recipe", nargs="?", default="demo", help="name or TOML file of a recipe (default: demo)")
+    complete_with(recipe_names, recipe)
+    override = parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change one key of the recipe"
+    )
+    complete_with(recipe_settings, override)
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="folder of the run (default: a new one under runs/)")
     add_display(parser)
     parser.set_defaults(run=run)
