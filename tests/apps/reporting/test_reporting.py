@@ -94,7 +94,7 @@ from dp_microadam.apps.reporting.curves import draw_curves
 draw_curves([{"step": 0}], Path("never.png"), title="", private=True)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stderr.strip().endswith("curves need matplotlib; run pip install 'dp-microadam[plots]'")
+    assert done.stderr.strip().endswith("figures need matplotlib; run pip install 'dp-microadam[plots]'")
 
 
 CARD = model_card(

@@ -1,7 +1,7 @@
-"""The words a recipe may use for its method, model and data, and the options each of them takes.
+"""Names that a recipe may use for its method, model and data, and the options of each.
 
-Those of models and data are written out because the code behind them imports torch, and a recipe is checked without it. Tests
-compare each list with that code.
+Models and data sets are listed by hand because their code imports torch and recipes are checked without it. Tests compare each
+list with that code.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from dp_microadam.methods import table
 
 OPTIMIZER_OPTIONS = {name: entry.all_options for name, entry in table.METHODS.items()}
-"""By method: its own, and those of the optimizer it steps with. The step size is the recipe's ``learning_rate``."""
+"""By method: its own options and those of its optimizer. The learning rate is the recipe's ``learning_rate``."""
 
 DEFAULT_LEARNING_RATES = {name: entry.learning_rate for name, entry in table.METHODS.items()}
-"""By method, for recipes that name none: those of the paper's tables."""
+"""By method, for recipes without a ``learning_rate``: the values of the paper's tables."""
 
 NON_PRIVATE = "non-private"
 NON_PRIVATE_LEARNING_RATES = {"dp-sgd": 0.1}
-"""Where a method without clipping wants another: 4.0 suits gradients of norm below one."""
+"""Different defaults for runs without clipping: DP-SGD's 4.0 is tuned for gradients of norm at most one."""
 
 _TRANSFORMER_OPTIONS = ("pretrained", "resolution", "patch_size", "trainable")
 
@@ -29,7 +29,7 @@ MODEL_OPTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("deit-tiny", "deit-small", "deit-base"), _TRANSFORMER_OPTIONS),
     **dict.fromkeys(("vit-tiny", "vit-small", "vit-base", "vit-large"), _TRANSFORMER_OPTIONS),
 }
-"""By model."""
+"""Options by model."""
 
 DATA_OPTIONS: dict[str, tuple[str, ...]] = {
     "digits": (),
@@ -41,7 +41,7 @@ DATA_OPTIONS: dict[str, tuple[str, ...]] = {
     "image-folder": ("mean", "std"),
     "table": ("label", "classes", "mean", "std"),
 }
-"""By data set."""
+"""Options by data set."""
 
 BASES = tuple(OPTIMIZER_OPTIONS)
 METHODS = (*BASES, NON_PRIVATE)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dp_microadam.apps.reporting.figures import canvas, save_png
+from dp_microadam.apps.reporting.formats import is_number
 from dp_microadam.errors import DPMicroAdamError
 from dp_microadam.privacy.statement import round_up
 
@@ -24,18 +25,11 @@ def draw_curves(metrics: Sequence[Mapping[str, Any]], path: Path, *, title: str,
     Raises:
         DPMicroAdamError: if matplotlib is not installed, or there is nothing to draw.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError:
-        raise DPMicroAdamError("curves need matplotlib; run pip install 'dp-microadam[plots]'") from None
     if not metrics:
         raise DPMicroAdamError("there are no evaluations to draw; the run ended before its first")
+    figure = canvas(7.5, 6.4)
+    from matplotlib.ticker import MaxNLocator
 
-    # A Figure of its own and not pyplot, whose state is global and whose backend may want a screen.
-    figure = Figure(figsize=(7.5, 6.4), layout="constrained")
-    FigureCanvasAgg(figure)
     accuracy, loss = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     _draw(accuracy, metrics, "validation_accuracy", "validation accuracy (%)", scale=100)
     _draw(loss, metrics, "validation_loss", "validation loss", scale=1)
@@ -46,13 +40,13 @@ def draw_curves(metrics: Sequence[Mapping[str, Any]], path: Path, *, title: str,
     if private:
         _add_epsilon_axis(accuracy, metrics)
     figure.suptitle(title if private else f"{title}: not private", color=_INK if private else "#b00020", fontweight="bold")
-    figure.savefig(path, dpi=150, format="png", metadata={"Software": "dp-microadam"})
+    save_png(figure, path)
 
 
 def _draw(axes: Any, metrics: Sequence[Mapping[str, Any]], key: str, label: str, *, scale: float) -> None:
     """One line for the raw and, where there are figures, one for the averaged weights."""
     for name, colour, what in ((key, _RAW, "weights"), (f"ema_{key}", _AVERAGED, "averaged weights")):
-        points = [(row["step"], scale * row[name]) for row in metrics if _is_number(row.get(name))]
+        points = [(row["step"], scale * row[name]) for row in metrics if is_number(row.get(name))]
         if points:
             steps, values = zip(*points, strict=True)
             marker = "o" if len(points) == 1 else None
@@ -67,7 +61,7 @@ def _draw(axes: Any, metrics: Sequence[Mapping[str, Any]], key: str, label: str,
 
 def _add_epsilon_axis(axes: Any, metrics: Sequence[Mapping[str, Any]]) -> None:
     """ε at evenly spread evaluations, above the steps at which it was spent."""
-    spent = [(row["step"], row["epsilon"]) for row in metrics if _is_number(row.get("epsilon"))]
+    spent = [(row["step"], row["epsilon"]) for row in metrics if is_number(row.get("epsilon"))]
     if not spent:
         return
     count = min(_NUMBER_OF_EPSILON_TICKS, len(spent))
@@ -77,7 +71,3 @@ def _add_epsilon_axis(axes: Any, metrics: Sequence[Mapping[str, Any]]) -> None:
     top.set_xlabel("ε spent", color=_INK)
     top.spines["top"].set_color(_FAINT)
     top.tick_params(colors=_INK)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)

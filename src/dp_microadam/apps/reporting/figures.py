@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dp_microadam.apps.reporting.palette import FAINT, INK, PAPER, Style, css_variables
+from dp_microadam.durable_files import write_durably
 from dp_microadam.errors import DPMicroAdamError
 
 WIDTH = 360
@@ -64,8 +65,11 @@ class Figure:
         paths = [folder / f"{self.name}.{ending}" for ending in ("png", "pdf")]
         with matplotlib.rc_context(_SETTINGS):
             # The same figures give the same files, so that a repository of results changes only where they do.
-            self.whole.savefig(paths[0], dpi=200, facecolor="white", metadata={"Software": "dp-microadam"})
-            self.whole.savefig(paths[1], facecolor="white", metadata={"Creator": "dp-microadam", "CreationDate": None})
+            with write_durably(paths[0]) as file:
+                self.whole.savefig(file, format="png", dpi=200, facecolor="white", metadata={"Software": "dp-microadam"})
+            with write_durably(paths[1]) as file:
+                metadata = {"Creator": "dp-microadam", "CreationDate": None}
+                self.whole.savefig(file, format="pdf", facecolor="white", metadata=metadata)
         return paths
 
     def html(self) -> str:
@@ -82,18 +86,30 @@ def one_panel(name: str, title: str, figure: Any, *, note: str = "") -> Figure:
     return Figure(name, title, figure, (Panel(figure, title),), note)
 
 
+def canvas(width: float, height: float) -> Any:
+    """An empty matplotlib figure of this size in inches; not pyplot's, whose state is global and may need a display.
+
+    Raises:
+        DPMicroAdamError: if matplotlib is not installed.
+    """
+    _matplotlib()
+    from matplotlib.figure import Figure as MatplotlibFigure
+
+    return MatplotlibFigure(figsize=(width, height), layout="constrained")
+
+
+def save_png(figure: Any, path: str | Path) -> None:
+    """Write a matplotlib figure as a PNG file."""
+    with write_durably(Path(path)) as file:
+        figure.savefig(file, dpi=150, format="png", metadata={"Software": "dp-microadam"})
+
+
 def new_figure(
     height: float, *, width: float = WIDTH, rows: int = 1, columns: int = 1, share_y: bool = False
 ) -> tuple[Any, Any]:
-    """A figure of ``rows`` × ``columns`` panels of this size, and its axes as an array.
-
-    It is one of its own and not pyplot's, whose state is global and whose backend may want a screen.
-    """
-    matplotlib = _matplotlib()
-    from matplotlib.figure import Figure as Canvas
-
-    with matplotlib.rc_context(_SETTINGS):
-        figure = Canvas(figsize=(columns * width / 72, rows * height / 72), layout="constrained")
+    """A figure of ``rows`` × ``columns`` panels of this size in points, and its axes as an array."""
+    with _matplotlib().rc_context(_SETTINGS):
+        figure = canvas(columns * width / 72, rows * height / 72)
         axes = figure.subplots(rows, columns, squeeze=False, sharey=share_y)
     for one in axes.flat:
         dress(one)

@@ -14,6 +14,7 @@ from dp_microadam.apps.reporting.run import AUDIT, Run
 from dp_microadam.apps.reporting.run_page import Part, audit_html, run_part
 from dp_microadam.apps.reporting.sweep import EXPERIMENT, Sweep, file_name
 from dp_microadam.apps.reporting.sweep_page import sweep_part
+from dp_microadam.durable_files import write_text_durably
 from dp_microadam.errors import InputError
 from dp_microadam.privacy.ledger import LEDGER_NAME
 from dp_microadam.privacy.statement import PRIVACY_NAME
@@ -105,5 +106,5 @@ def _told_apart(part: Part, count: int) -> list[Section]:
 
 def _write(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    write_text_durably(path, text)
     return path

@@ -81,15 +81,12 @@ def _state(run: Run) -> str:
 def _overview(runs: Sequence[Run], summary: Table) -> str:
     """Cards, and the table: beside a single card, below several."""
     names = css_variables()
-    shown = [
-        _card(run, label, f"var({names[style.colour][0]})")
-        for run, label, style in zip(runs, labels_of(runs), styles_of(runs), strict=True)
-    ]
+    shown = [_card(run, f"var({names[style.colour][0]})") for run, style in zip(runs, styles_of(runs), strict=True)]
     inside, below = ([*shown, summary.html()], "") if len(runs) == 1 else (shown, summary.html())
     return '<div class="cards">\n' + "\n".join(inside) + f"\n</div>\n{below}"
 
 
-def _card(run: Run, label: str, colour: str) -> str:
+def _card(run: Run, colour: str) -> str:
     numbers = [_accuracy(run), _promise(run)]
     if run.optimizer_state is not None:
         own, adam = run.optimizer_state

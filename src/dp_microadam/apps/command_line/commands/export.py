@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dp_microadam.apps.command_line.commands.running import ledger_head, open_run, privacy_line
 from dp_microadam.apps.command_line.completers import complete_with, run_folders
+from dp_microadam.durable_files import sync_folder, write_text_durably
 from dp_microadam.errors import InputError
 
 
@@ -53,8 +54,9 @@ def run(options: argparse.Namespace) -> int:
     best = "model.safetensors" if experiment.trainer.average is None else "model_ema.safetensors"
     code = loading_code(recipe.model, recipe.model_options, data.num_classes, data.example_shape, best, (data.mean, data.std))
     card = model_card(recipe.name, recipe.to_toml(), statement, metrics, diagnostics, code)
-    (unfinished / "README.md").write_text(card, encoding="utf-8")
+    write_text_durably(unfinished / "README.md", card)
     unfinished.rename(output)
+    sync_folder(output.parent)
     print(f"exported to {output}")
     if (head := ledger_head(result)) is not None:
         print(f"ledger's last hash {head}")

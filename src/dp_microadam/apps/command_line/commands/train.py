@@ -1,4 +1,4 @@
-"""``dp-microadam train``: run a recipe."""
+"""``dp-microadam train``: train a model from a recipe."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dp_microadam.apps.command_line.completers import complete_with, recipe_name
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "train",
-        help="train a recipe; without one, the demo",
-        description="Train a recipe: the name of one in the box, or a TOML file. Without one, the demo. Several processes "
-        "train together if torchrun starts them.",
+        help="train a model from a recipe (default: the demo)",
+        description="Train a model from a recipe: the name of a built-in recipe, or a TOML file. Without an argument the demo "
+        "is trained. Started by torchrun, several processes train together.",
         epilog="examples:\n  dp-microadam train\n  dp-microadam train fashion-mnist --set epsilon=4 --run-dir runs/mine\n"
         "  torchrun --nproc-per-node 8 -m dp_microadam train imagenet",
     )
@@ -24,7 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change one key of the recipe"
     )
     complete_with(recipe_settings, override)
-    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="folder of the run (default: a new one under runs/)")
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="run folder to create (default: a new one under runs/)")
     add_display(parser)
     parser.set_defaults(run=run)
 

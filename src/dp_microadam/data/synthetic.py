@@ -11,10 +11,10 @@ from dp_microadam.data.dataset import LabelledData
 from dp_microadam.errors import InputError
 
 
-def made_up(name: str, count: int, *, image_size: int | None = None, labels: str = "fine") -> LabelledData:
+def synthetic_images(name: str, count: int, *, image_size: int | None = None, labels: str = "fine") -> LabelledData:
     """``count`` training examples, and as many held-out and test ones, like those of the data set called ``name``.
 
-    >>> made_up("cifar100", 8).train[0].shape
+    >>> synthetic_images("cifar100", 8).train[0].shape
     torch.Size([8, 3, 32, 32])
 
     Raises:
