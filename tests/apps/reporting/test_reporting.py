@@ -124,7 +124,7 @@ def test_the_card_does_not_tell_where_data_lay():
 def test_a_card_without_metrics_has_no_empty_table():
     card = model_card("m", "name = 'm'", "Private.", {})
     assert "measure" not in card
-    assert "How it was trained" in card
+    assert "## Training" in card
 
 
 def test_backticks_in_a_recipe_do_not_end_its_block():

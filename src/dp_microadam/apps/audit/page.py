@@ -1,4 +1,4 @@
-"""The page an audit leaves: what was claimed, what was shown, and what neither can mean. One file, nothing to fetch."""
+"""The HTML report of an audit, as one self-contained file."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def audit_page(findings: list[Finding], plan: PrivacyPlan, confidence: float, su
 <body>
 <main>
 <h1>Privacy audit</h1>
-<p>The training pipeline was attacked as it is: the real sampler, clipping, noise and optimizer, by someone who sees every
-privatized gradient and knows every example but one.</p>
+<p>The real training pipeline (sampler, clipping, noise and optimizer) was attacked by an adversary who sees every privatized
+gradient and knows every example but one.</p>
 <p class="verdict{" bad" if broken else ""}">{escape(summary[0].upper() + summary[1:])}.</p>
-<h2>Claims and what was shown</h2>
+<h2>Claims and lower bounds</h2>
 <div class="cards">
 {cards}
 </div>
@@ -79,7 +79,7 @@ def _card(finding: Finding) -> str:
 {_ruler(finding)}
 {_histogram(finding)}
 <p class="legend"><i style="background:var(--without)"></i><span>without the example</span>
-<i style="background:var(--with)"></i><span>with it</span> <span>dashed: the line it draws</span></p>
+<i style="background:var(--with)"></i><span>with it</span> <span>dashed: threshold</span></p>
 <dl>{rows}</dl>
 </section>"""
 
@@ -139,7 +139,7 @@ def _histogram(finding: Finding) -> str:
 
 
 def _range(without: Scores, present: Scores) -> tuple[float, float]:
-    """All but the outermost thousandth, which would squeeze the rest; those are drawn at the ends."""
+    """Range of the histogram: the central 99.8 % of the scores; the others are drawn at the ends."""
     both = np.concatenate([without, present])
     low, high = (float(value) for value in np.quantile(both, (0.001, 0.999)))
     return (low, high) if high > low else (low - 1.0, high + 1.0)
@@ -156,25 +156,25 @@ def _limits(findings: list[Finding], confidence: float) -> str:
     return f"""<h2>What an audit can and cannot show</h2>
 <ul>
 <li>An audit is an attack. It shows that ε is <em>at least</em> a number. A number above the claim means that the claim is
-wrong, up to a chance of {100 * (1 - confidence):.3g} % that all audits of this page together raise a false alarm.</li>
+wrong, except with a probability of {100 * (1 - confidence):.3g} % for a false alarm in any audit of this page.</li>
 <li>A number below the claim is not a proof of privacy. It means that this attack, at this size, did not refute the claim; the
 proof is the mathematics of clipping, noise and accounting. A better attack may show more.</li>
 <li>One run saturates: at 95 % confidence and with every guess right, 1,000 canaries show at most ε = 5.8 and 10,000 at most
 7.8 (δ = 1e-5), so a claim of ε = 8 cannot be audited by one run. With the same code and a claim around 1 faults show long
 before that. With these settings the most is {one_run.largest:.2g}.</li>
 {beyond}
-<li>Two worlds are judged at a large δ, where a thousand repetitions can tell something. Noise and sampling fix an ε for every
-δ, so the claim there is as binding as the one at δ = 1e-5.</li>
-<li>Audited are the pipeline's code and its randomness, on canaries made for it. A model of yours in which examples interact,
-data seen before training, metrics shown on purpose and timing are outside; the first is refused by the library, for the rest
-see the privacy statement of the run.</li>
+<li>Two-world audits bound ε at a large δ, where a thousand repetitions are enough. Noise and sampling determine an ε for
+every δ, so the claim there is as binding as the one at δ = 1e-5.</li>
+<li>The audit covers the pipeline's code and its randomness, on canaries made for it. It does not cover a model in which
+examples interact, uses of the data before training, metrics shown on purpose, or timing. The library refuses the first; for
+the rest see the privacy statement of the run.</li>
 </ul>"""
 
 
 def _setting(plan: PrivacyPlan) -> str:
     return f"""<h2>The audited run</h2>
-<p>{plan.dataset_size:,} canaries, each present by the toss of a coin, with gradients in directions of their own; each step
-draws {100 * plan.sample_rate:.3g} % of them, clips, adds noise of {plan.noise_multiplier:g} times the clipping norm, and hands
-the mean to MicroAdam. {plan.steps} steps, ε = {round_up(plan.epsilon)} at δ = {plan.delta:g} by privacy loss distribution. The
-score of a canary is what all privatized gradients together contain of its direction. The highest scores are guessed
-present, the lowest absent, and the rest left open; three choices of how many are corrected for.</p>"""
+<p>{plan.dataset_size:,} canaries, each present with probability ½, with orthogonal gradients; each step
+samples {100 * plan.sample_rate:.3g} % of them, clips, adds noise of {plan.noise_multiplier:g} times the clipping norm, and
+passes the mean to MicroAdam. {plan.steps} steps, ε = {round_up(plan.epsilon)} at δ = {plan.delta:g} by the PLD accountant. The
+score of a canary is the component of the summed privatized gradients in its direction. The highest scores are guessed
+present, the lowest absent, and the attack abstains from the rest; the bound accounts for three numbers of guesses.</p>"""

@@ -1,4 +1,4 @@
-"""All audits of the library's own pipeline, as one question: is its claim still standing?"""
+"""All audits of the library's own training pipeline, at a joint confidence."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dp_microadam.apps.audit.two_world import audit_two_worlds, trainer_steps
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.validation import require_in_open, require_integer
 
-# Told before each part: what begins, and how many steps it takes; returns what is told of each step.
+# Called before each part with its name and number of steps; returns the callback for completed steps.
 Watch = Callable[[str, int], Callable[[int], None]]
 
 
 @dataclass(frozen=True)
 class Profile:
-    """How much an audit runs. Experiments of two steps get half the repetitions, which is as much work."""
+    """Size of an audit. Experiments of two steps get half the repetitions, which takes as long."""
 
     canaries: int
     repetitions: int
@@ -36,12 +36,12 @@ def _unwatched(part: str, steps: int) -> Callable[[int], None]:
 def audit_pipeline(
     plan: PrivacyPlan, repetitions: int, *, confidence: float = 0.95, seed: int | None = None, watch: Watch = _unwatched
 ) -> list[Finding]:
-    """The one-run audit of ``plan``, whose dataset are the canaries, and every two-world experiment.
+    """Run the one-run audit of ``plan``, whose dataset are the canaries, and every two-world experiment.
 
     ``seed`` is for tests and makes the one-run audit repeatable.
 
-    Formal guarantees: if the pipeline keeps its claims, the probability that any of the findings exceeds its claim is at most
-    1 − ``confidence``. Half of it is the one-run audit's, the probes share the other half.
+    Formal guarantees: if the pipeline keeps its claims, the probability that any bound exceeds its claim is at most
+    1 − ``confidence``. Half of it is spent on the one-run audit; the probes share the other half.
     """
     require_in_open("confidence", confidence, 0, 1)
     require_integer("repetitions", repetitions, 8)
@@ -63,7 +63,7 @@ def audit_experiment(
     confidence: float = 0.95,
     advance: Callable[[int], None] = lambda steps: None,
 ) -> list[Finding]:
-    """One two-world experiment against the library's own pipeline; each finding holds at ``confidence``."""
+    """Run one two-world experiment on the library's own pipeline; each finding holds at ``confidence``."""
     mechanism = trainer_steps(experiment.plan, advance=advance)
     without, present = mechanism(False, repetitions), mechanism(True, repetitions)
     return [
@@ -72,7 +72,7 @@ def audit_experiment(
 
 
 def summary(findings: list[Finding], confidence: float) -> str:
-    """One line: what the audits show, and at which confidence."""
+    """The result of all audits in one line."""
     broken = [finding for finding in findings if finding.violated]
     sure = f"at {100 * confidence:.10g} % confidence for all audits together"
     if broken:

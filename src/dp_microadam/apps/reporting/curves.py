@@ -1,4 +1,4 @@
-"""The picture of a run: validation accuracy and loss over steps, with the privacy spent along the top."""
+"""The learning curves of a run: validation accuracy and loss over steps, with the ε spent along the top."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _NUMBER_OF_EPSILON_TICKS = 6
 
 
 def draw_curves(metrics: Sequence[Mapping[str, Any]], path: Path, *, title: str, private: bool) -> None:
-    """Write a PNG of ``metrics``, one mapping per evaluation, to ``path``.
+    """Plot learning curves from ``metrics``, one mapping per evaluation, as a PNG file.
 
-    Each has "step", "validation_accuracy" (a fraction) and "validation_loss"; "epsilon" for private runs, and
-    "ema_validation_accuracy" and "ema_validation_loss" where averaged weights were evaluated too. Others are ignored. A run
-    that is not private says so in its title and shows no ε.
+    Each mapping has "step", "validation_accuracy" (a fraction) and "validation_loss"; "epsilon" for private runs, and
+    "ema_validation_accuracy" and "ema_validation_loss" where averaged weights were evaluated too. Other keys are ignored.
+    The title of a run that is not private says so, and no ε is shown.
 
     Raises:
         DPMicroAdamError: if matplotlib is not installed, or there is nothing to draw.
@@ -44,7 +44,7 @@ def draw_curves(metrics: Sequence[Mapping[str, Any]], path: Path, *, title: str,
 
 
 def _draw(axes: Any, metrics: Sequence[Mapping[str, Any]], key: str, label: str, *, scale: float) -> None:
-    """One line for the raw and, where there are figures, one for the averaged weights."""
+    """Plot one line for the raw weights and, if evaluated, one for the averaged weights."""
     for name, colour, what in ((key, _RAW, "weights"), (f"ema_{key}", _AVERAGED, "averaged weights")):
         points = [(row["step"], scale * row[name]) for row in metrics if is_number(row.get(name))]
         if points:
@@ -60,7 +60,7 @@ def _draw(axes: Any, metrics: Sequence[Mapping[str, Any]], key: str, label: str,
 
 
 def _add_epsilon_axis(axes: Any, metrics: Sequence[Mapping[str, Any]]) -> None:
-    """ε at evenly spread evaluations, above the steps at which it was spent."""
+    """Add an axis at the top with the ε spent at evenly spaced evaluations."""
     spent = [(row["step"], row["epsilon"]) for row in metrics if is_number(row.get("epsilon"))]
     if not spent:
         return

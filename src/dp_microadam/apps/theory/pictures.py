@@ -1,4 +1,4 @@
-"""The pictures of docs/theory.md."""
+"""The figures of docs/theory.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LEGEND: dict[str, Any] = {"framealpha": 1.0, "edgecolor": "white", "facecolor":
 
 
 def plain_axes(axes: Any) -> None:
-    """Quiet grid and no box."""
+    """Light grid, no frame."""
     axes.grid(color=_FAINT, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -28,7 +28,7 @@ def plain_axes(axes: Any) -> None:
 
 
 def draw_rate(curves: Sequence[Curve], since: int, path: str | Path) -> None:
-    """Bound, measurement and slope over T: a panel without and one with privacy noise."""
+    """Plot bound, measurement and slope over T, without and with privacy noise."""
     figure = canvas(10.0, 5.2)
     panels = figure.subplots(1, 2, sharey=True)
     for axes, noisy in zip(panels, (False, True), strict=True):
@@ -60,7 +60,7 @@ def _draw_curve(axes: Any, curve: Curve, since: int) -> None:
 
 
 def draw_noise_bias(found: Sequence[Found], path: str | Path) -> None:
-    """Signal-to-noise of what is selected, and how much noise inflates v̂; the first entry is the one without noise."""
+    """Plot the signal-to-noise ratio of selected coordinates, and the inflation of v̂; the first entry is without noise."""
     quiet, *noisy = found
     levels = [one.noise_to_signal for one in noisy]
     figure = canvas(10.0, 4.8)
