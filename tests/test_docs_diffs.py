@@ -40,11 +40,15 @@ def run(tree: Path, *arguments: str) -> str:
 
 
 def test_the_page_has_an_optimizer_a_layer_and_a_dataset():
-    assert [re.search(r"^\+\+\+ b/src/dp_microadam/(\w+)/\w+\.py\n@@ -0,0", diff, re.MULTILINE)[1] for diff in DIFFS] == [
-        "optimizers",
-        "clipping",
-        "data",
-    ]
+    added = [re.search(r"^\+\+\+ b/src/dp_microadam/(\w+)/\w+\.py\n@@ -0,0", diff, re.MULTILINE)[1] for diff in DIFFS]
+    assert added == ["optimizers", "data"]
+    assert "`examples/custom_layer.py`" in PAGE
+    assert (ROOT / "examples" / "custom_layer.py").is_file()
+
+
+def test_an_addition_touches_two_files_of_the_sources():
+    for diff in DIFFS:
+        assert len(re.findall(r"^\+\+\+ b/src/", diff, re.MULTILINE)) == 2
 
 
 @pytest.mark.slow

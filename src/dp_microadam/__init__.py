@@ -10,23 +10,47 @@ from typing import TYPE_CHECKING, Any
 
 from dp_microadam.moved import answer_old_names
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Where each public name lives. Adding one here and below is all that makes it public.
 _HOMES = {
     "PrivateTrainer": "dp_microadam.training.trainer",
     "PrivateStep": "dp_microadam.training.private_step",
+    "PlainStep": "dp_microadam.training.private_step",
+    "UnprotectedPlan": "dp_microadam.training.private_step",
+    "StepOptions": "dp_microadam.training.training_step",
+    "Method": "dp_microadam.training.method",
+    "Phase": "dp_microadam.training.method",
+    "Schedule": "dp_microadam.training.schedules",
+    "Ranks": "dp_microadam.training.distributed",
+    "RunResult": "dp_microadam.training.run_result",
+    "PerExample": "dp_microadam.training.evaluation",
+    "StepReport": "dp_microadam.training.run_result",
     "MicroAdam": "dp_microadam.optimizers.micro_adam",
     "AdamBC": "dp_microadam.optimizers.adam_bc",
     "ClippedGradients": "dp_microadam.clipping.engine",
     "replace_batchnorm": "dp_microadam.clipping.batchnorm",
+    "register_rule": "dp_microadam.clipping.families",
+    "LayerRule": "dp_microadam.clipping.rule",
+    "LayerCall": "dp_microadam.clipping.rule",
+    "PartsCall": "dp_microadam.clipping.rule",
+    "GradientRows": "dp_microadam.clipping.rule",
+    "UnchangedInput": "dp_microadam.clipping.rule",
+    "per_example_gradients": "dp_microadam.clipping.per_example",
     "PrivacyPlan": "dp_microadam.privacy.plan",
     "PoissonSampler": "dp_microadam.privacy.sampling",
     "GaussianMechanism": "dp_microadam.privacy.mechanism",
     "PrivacyLedger": "dp_microadam.privacy.ledger",
+    "RunSettings": "dp_microadam.privacy.ledger",
+    "LedgerRecord": "dp_microadam.privacy.ledger",
+    "read_ledger": "dp_microadam.privacy.ledger",
+    "SubsampledGaussian": "dp_microadam.privacy.accounting",
+    "LogicalStep": "dp_microadam.privacy.sampling",
+    "privacy_report": "dp_microadam.privacy.statement",
     "Randomness": "dp_microadam.privacy.randomness",
     "DPMicroAdamError": "dp_microadam.errors",
     "InputError": "dp_microadam.errors",
+    "PrivacyWarning": "dp_microadam.errors",
     "PrivacyError": "dp_microadam.errors",
 }
 
@@ -36,20 +60,44 @@ _MODULES = ("methods", "models")
 __all__ = [
     "PrivateTrainer",
     "PrivateStep",
+    "PlainStep",
+    "UnprotectedPlan",
+    "StepOptions",
+    "Method",
+    "Phase",
+    "Schedule",
+    "Ranks",
+    "RunResult",
+    "PerExample",
+    "StepReport",
     "MicroAdam",
     "AdamBC",
     "ClippedGradients",
     "replace_batchnorm",
+    "register_rule",
+    "LayerRule",
+    "LayerCall",
+    "PartsCall",
+    "GradientRows",
+    "UnchangedInput",
+    "per_example_gradients",
     "PrivacyPlan",
     "PoissonSampler",
     "GaussianMechanism",
     "PrivacyLedger",
+    "RunSettings",
+    "LedgerRecord",
+    "read_ledger",
+    "SubsampledGaussian",
+    "LogicalStep",
+    "privacy_report",
     "Randomness",
-    "methods",
-    "models",
     "DPMicroAdamError",
     "InputError",
+    "PrivacyWarning",
     "PrivacyError",
+    "methods",
+    "models",
     "__version__",
 ]
 
@@ -57,16 +105,27 @@ if TYPE_CHECKING:
     from dp_microadam import methods, models
     from dp_microadam.clipping.batchnorm import replace_batchnorm
     from dp_microadam.clipping.engine import ClippedGradients
-    from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError
+    from dp_microadam.clipping.families import register_rule
+    from dp_microadam.clipping.per_example import per_example_gradients
+    from dp_microadam.clipping.rule import GradientRows, LayerCall, LayerRule, PartsCall, UnchangedInput
+    from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError, PrivacyWarning
     from dp_microadam.optimizers.adam_bc import AdamBC
     from dp_microadam.optimizers.micro_adam import MicroAdam
-    from dp_microadam.privacy.ledger import PrivacyLedger
+    from dp_microadam.privacy.accounting import SubsampledGaussian
+    from dp_microadam.privacy.ledger import LedgerRecord, PrivacyLedger, RunSettings, read_ledger
     from dp_microadam.privacy.mechanism import GaussianMechanism
     from dp_microadam.privacy.plan import PrivacyPlan
     from dp_microadam.privacy.randomness import Randomness
-    from dp_microadam.privacy.sampling import PoissonSampler
-    from dp_microadam.training.private_step import PrivateStep
+    from dp_microadam.privacy.sampling import LogicalStep, PoissonSampler
+    from dp_microadam.privacy.statement import privacy_report
+    from dp_microadam.training.distributed import Ranks
+    from dp_microadam.training.evaluation import PerExample
+    from dp_microadam.training.method import Method, Phase
+    from dp_microadam.training.private_step import PlainStep, PrivateStep, UnprotectedPlan
+    from dp_microadam.training.run_result import RunResult, StepReport
+    from dp_microadam.training.schedules import Schedule
     from dp_microadam.training.trainer import PrivateTrainer
+    from dp_microadam.training.training_step import StepOptions
 
 answer_old_names()
 

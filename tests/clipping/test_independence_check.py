@@ -348,3 +348,13 @@ def test_torchscript_is_refused_by_name(how):
         ClippedGradients(compiled, cross_entropy, max_grad_norm=1.0)
     with pytest.raises(InputError, match="module '1' is a TorchScript module"):
         ClippedGradients(nn.Sequential(nn.Linear(5, 5), compiled), cross_entropy, max_grad_norm=1.0)
+
+
+def test_numbers_that_an_index_is_calculated_from_stay_below_two():
+    table, batch = torch.randn(9, 4), torch.zeros(3, dtype=torch.long)
+    with WatchIndices([batch]) as watched:
+        F.embedding(batch + 1, table)
+    assert watched.candidates() == []
+    with WatchIndices([batch]) as watched:
+        F.embedding_bag(torch.arange(6), table, batch.cumsum(0), mode="sum")
+    assert watched.candidates() == []

@@ -349,3 +349,44 @@ def test_synthetic_examples_can_be_given_where_random_ones_do_not_fit():
         ClippedGradients(model, logarithm, max_grad_norm=1.0).accumulate(torch.rand(3, 4) + 6)
     engine = ClippedGradients(model, logarithm, max_grad_norm=1.0, synthetic_batch=torch.rand(4, 4) + 7)
     assert engine.accumulate(torch.rand(3, 4) + 6).shape == (3,)
+
+
+def test_a_registered_rule_is_used_and_a_wrong_one_is_refused(monkeypatch):
+    from dp_microadam import GradientRows, LayerRule, PartsCall, UnchangedInput, register_rule
+    from dp_microadam.clipping import families
+
+    monkeypatch.setattr(families, "_REGISTERED", {})
+    factor = [1.0]
+
+    class Call(PartsCall):
+        def __init__(self, inputs):
+            super().__init__()
+            self.inputs = inputs
+
+        def squared_norms(self, output_gradient):
+            rows = (output_gradient.detach() * self.inputs.read().clamp(max=0)).flatten(1).sum(1, keepdim=True)
+            self.parts["weight"] = GradientRows(factor[0] * rows)
+            return self.parts["weight"].squared_norms()
+
+        def per_example(self, output_gradient, examples):
+            raise AssertionError("the layer is used once")
+
+    class Rule(LayerRule):
+        def observe(self, args, kwargs, output):
+            return Call(UnchangedInput(self.name, self.only_input(args, kwargs)))
+
+    def engine():
+        model = nn.Sequential(nn.Linear(4, 4), nn.PReLU(), nn.Linear(4, 2))
+        return ClippedGradients(model, lambda model, batch: model(batch).square().sum(1), max_grad_norm=1.0)
+
+    register_rule(nn.PReLU, Rule)
+    right = engine()
+    right.accumulate(torch.randn(3, 4))
+    assert isinstance(right._observed.rules["1"], Rule)
+    factor[0] = 0.5
+    with pytest.raises(InputError, match=r"1\.weight"):
+        engine().accumulate(torch.randn(3, 4))
+    with pytest.raises(InputError, match=r"family is 'PReLU'; it must be a subclass of torch\.nn\.Module"):
+        register_rule("PReLU", Rule)
+    with pytest.raises(InputError, match=r"it must be a subclass of dp_microadam\.LayerRule"):
+        register_rule(nn.PReLU, nn.PReLU)

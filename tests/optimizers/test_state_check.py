@@ -220,6 +220,7 @@ def tampered(state):
     yield "has an index 9999", lambda: state["indices"].__setitem__((0, 0), 9999)
     yield "has an index -5", lambda: state["indices"].__setitem__((9, 15), -5)
     yield "has an index 240 in its state, in a block of 232", lambda: state["indices"].__setitem__((0, -1), 240)
+    yield "has an index twice in a block", lambda: state["indices"].__setitem__((0, 0), int(state["indices"][0, 1]))
     yield "has taken -3 steps", lambda: state["step"].fill_(-3)
     yield "values in its state that are not finite", lambda: state["values"].__setitem__((0, 0), float("nan"))
     yield "bounds in its state that are not finite", lambda: state["bounds"].__setitem__((1, 1), float("inf"))
@@ -231,12 +232,12 @@ def tampered(state):
 
 
 @BOTH_PATHS
-@pytest.mark.parametrize("number", range(11))
+@pytest.mark.parametrize("number", range(12))
 def test_a_damaged_checkpoint_is_refused_and_nothing_is_loaded(number, fused):
     param, optimizer = trained(fused=fused)
     saved = copy.deepcopy(optimizer.state_dict())
     cases = list(tampered(saved["state"][0]))
-    assert len(cases) == 11
+    assert len(cases) == 12
     words, spoil = cases[number]
     spoil()
     saved["param_groups"][0]["lr"] = 7.0

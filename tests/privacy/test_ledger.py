@@ -407,6 +407,15 @@ def test_a_ledger_of_version_0_1_that_contradicts_its_header_is_refused(tmp_path
         read_ledger(folder)
 
 
+def test_noise_edited_in_a_ledger_of_opacus_and_version_0_1_is_refused(tmp_path):
+    """Its lines have their own noise, so only the least of it can be compared."""
+    folder = old_ledger(tmp_path / "run", "opacus")
+    lines = lines_of(folder)
+    put(folder, [lines[0], *(line.replace(b'"noise_multiplier": 1.0', b'"noise_multiplier": 9.0') for line in lines[1:])])
+    with pytest.raises(PrivacyError, match="the least in a line is 2"):
+        read_ledger(folder)
+
+
 def test_steps_missing_from_a_ledger_of_version_0_1_count_as_spent(tmp_path):
     folder = old_ledger(tmp_path / "run", "whole")
     lines = lines_of(folder)

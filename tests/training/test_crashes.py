@@ -132,15 +132,16 @@ def test_a_second_process_on_the_same_run_is_refused(tmp_path):
 KILLED_AT = """
 import os, signal, sys
 from dp_microadam.apps.command_line.cli import main
-from dp_microadam.training import checkpoint, run_folder
+from dp_microadam import durable_files
+from dp_microadam.training import checkpoint
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
-def write(folder, name, text, real=run_folder.RunFolder.write):
-    return die() if name == sys.argv[1] else real(folder, name, text)
+def write(path, real=durable_files.write_durably, **options):
+    return die() if path.name == sys.argv[1] else real(path, **options)
 
-run_folder.RunFolder.write = write
+durable_files.write_durably = write
 if sys.argv[1] == "the first checkpoint":
     checkpoint.CheckpointFolder.write = die
 if sys.argv[1] == "the ledger":

@@ -201,6 +201,22 @@ def test_a_step_beyond_the_plan_is_refused(make):
         step.take()
 
 
+def test_a_step_beyond_max_steps_is_refused_and_not_spent(make):
+    step = make(max_steps=1)
+    step.begin()
+    step.take()
+    with pytest.raises(InputError, match="max_steps is 1, and that many steps are taken"):
+        step.take()
+    assert read_ledger(step.run_dir).steps == 1
+
+
+def test_sums_without_noise_are_forgotten_when_a_step_is_done(make):
+    step = make(**whole_batch())
+    step.begin()
+    step.take()
+    assert not any(total.any() for total in step._engines.current.sums.values())
+
+
 def test_a_step_without_data_or_ledger_is_refused(make, tmp_path):
     with pytest.raises(PrivacyError, match="no ledger is open"):
         make().take()
@@ -231,6 +247,14 @@ def test_options_of_engine_and_loader_are_reachable(make):
     step.begin()
     step.take()
     assert collated
+
+
+def test_a_collate_fn_that_makes_two_rows_of_an_example_is_refused(make):
+    def twice(rows):
+        return default_collate([*rows, *rows])
+
+    with pytest.raises(PrivacyError, match="collate_fn makes more rows than it is given examples"):
+        make(data=Rows(), loader_options={"collate_fn": twice}, **whole_batch())
 
 
 def test_sums_of_a_model_with_gradient_checkpointing_are_right(make):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_microadam.clipping.batches import batch_size, detached, signature
+from dp_microadam.clipping.clip_check import check_clip
 from dp_microadam.clipping.families import observe, refuse_batch_statistics, refuse_torchscript
 from dp_microadam.clipping.kept_state import refuse_kept_examples
 from dp_microadam.clipping.ownership import PROVED_AT_FIRST, PerExampleLoss, Trial, losses_of, prove, prove_size
@@ -33,8 +34,9 @@ class ClippedGradients:
     parameters, differ by at most ``sensitivity`` in L2 norm, however the batch was cut into chunks; up to rounding,
     which is a relative 1e-5 in what the example itself adds, and that of a float32 sum over all examples. It holds for
     models in which examples do not interact; a randomized numerical check on synthetic data before the first step
-    (``ownership.py``) refuses others. It can miss interactions on values, at sizes, by random draws or after numbers of calls
-    that it does not try; ``ownership.py`` and the documentation list these. A model that changes its own buffers or
+    (``ownership.py``) refuses others, and the clip itself is checked on such data too (``clip_check.py``). It can miss
+    interactions on values, at sizes, by random draws or after numbers of calls that it does not try; ``ownership.py`` and
+    the documentation list these. A model that changes its own buffers or
     parameters while examples pass through it is refused at every call. An example whose gradient is not finite, or
     whose squared norm overflows, contributes nothing. What ``accumulate`` returns, and ``sums`` before noise, are
     private. With ``scale`` or ``row_masks`` all of this holds for the scaled gradients s⊙gᵢ: ``sums`` is Σᵢ clip(s⊙gᵢ,
@@ -198,15 +200,17 @@ class ClippedGradients:
             self._calls += 1
             if self._calls >= 16 and self._calls.bit_count() == 1:
                 self._proved.clear()  # a model may begin to mix later: look again at calls 16, 32, 64, …
-            observed = self._prove_once(batch)
-            losses_of_batch = partial(losses_of, self._model, self._loss, batch)
-            with refuse_kept_examples(self._model):
-                parts, losses = parts_of(observed, losses_of_batch, count, self._factors(), self._row_masks)
-            if not parts:
-                return torch.zeros(count, device=losses.device)
-            self._accumulated = True
-            with torch.no_grad(), full_precision(self._device):
-                return self._add_clipped(parts)
+            return self._add(self._prove_once(batch), batch)
+
+    def _add(self, observed: Observed, batch: Any) -> Tensor:
+        losses_of_batch = partial(losses_of, self._model, self._loss, batch)
+        with refuse_kept_examples(self._model):
+            parts, losses = parts_of(observed, losses_of_batch, batch_size(batch), self._factors(), self._row_masks)
+        if not parts:
+            return torch.zeros(batch_size(batch), device=losses.device)
+        self._accumulated = True
+        with torch.no_grad(), full_precision(self._device):
+            return self._add_clipped(parts)
 
     def prove(self, batch: Any, seed: int | None = None) -> None:
         """Prove now, on synthetic examples shaped like those of ``batch``, what ``accumulate`` would prove first.
@@ -256,6 +260,7 @@ class ClippedGradients:
             refuse_batch_statistics(self._model)
             observed = replace(self._observed, table=RowTable())
             trial = prove(self._model, self._loss, observed, batch, self._synthetic_batch, self._precision, seed)
+            check_clip(self, observed, batch, self._synthetic_batch, self._precision)
             self._proved[key] = observed, trial, PROVED_AT_FIRST
         observed, trial, largest = self._proved[key]
         if batch_size(batch) > largest:

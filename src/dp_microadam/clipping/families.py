@@ -40,12 +40,33 @@ _RULES: dict[type[nn.Module], type[LayerRule]] = {
 }
 
 
+_REGISTERED: dict[type[nn.Module], type[LayerRule]] = {}
+
+
+def register_rule(family: type[nn.Module], rule: type[LayerRule]) -> None:
+    """Clip layers of the type ``family`` by ``rule`` in every :class:`ClippedGradients` made from now on.
+
+    Without a rule a layer is exact too, but its forward pass is repeated for each example. A registered rule comes before the
+    built-in ones, and serves modules with the family's own ``forward`` whose parameters are those the rule names in
+    ``parameter_names``. A rule that is wrong is refused before the first step: on synthetic examples its norms and sums must
+    equal those of autograd. ``examples/custom_layer.py`` shows one.
+
+    Raises:
+        InputError: if ``family`` is not a type of modules, or ``rule`` not one of rules.
+    """
+    if not (isinstance(family, type) and issubclass(family, nn.Module)):
+        raise InputError(f"family is {family!r}; it must be a subclass of torch.nn.Module")
+    if not (isinstance(rule, type) and issubclass(rule, LayerRule)):
+        raise InputError(f"rule is {rule!r}; it must be a subclass of dp_microadam.LayerRule")
+    _REGISTERED[family] = rule
+
+
 def rule_class(module: nn.Module) -> type[LayerRule] | None:
     """The family's rule, if the module computes what the family computes: a subclass with its own forward may not."""
-    for family, rule in _RULES.items():
+    for family, rule in {**_REGISTERED, **{key: rule for key, rule in _RULES.items() if key not in _REGISTERED}}.items():
         same_forward = isinstance(module, family) and type(module).forward is family.forward
         # Weight norm, pruning and parametrizations compute the weight from parameters with other names.
-        if same_forward and {name for name, _ in module.named_parameters()} <= {"weight", "bias", "gain"}:
+        if same_forward and {name for name, _ in module.named_parameters()} <= rule.parameter_names:
             return rule
     return None
 

@@ -89,8 +89,9 @@ class WatchIndices(TorchDispatchMode):
     def _bound(self, position: int, choose: Callable[[Sequence[int]], int]) -> int:
         tensor, leaf = self._batch[position], self._leaves[position]
         largest = torch.iinfo(tensor.dtype).max + 1
-        # An index out of range is an exception on the CPU; elsewhere it may end the process.
-        if tensor.device.type != "cpu" and (leaf.computed or not (leaf.sizes or tensor.dtype == torch.uint8)):
+        # An index out of range is an exception on the CPU; elsewhere it may end the process. Of numbers that an index is
+        # calculated from, such as lengths, nobody knows which are valid, and others may mix examples without an exception.
+        if leaf.computed or (tensor.device.type != "cpu" and not (leaf.sizes or tensor.dtype == torch.uint8)):
             return 2
         return max(2, min(largest, choose(leaf.sizes) if leaf.sizes else _PIXELS))
 
@@ -141,6 +142,8 @@ def _indexed(operation: Any, args: tuple[Any, ...]) -> Iterator[tuple[Tensor, in
     found: list[tuple[Any, int]] = []
     if operation in (_aten.embedding, _aten._embedding_bag, _aten._embedding_bag_forward_only):
         found = [(args[1], args[0].shape[0])]
+        if operation is not _aten.embedding:
+            found.append((args[2], args[1].shape[0]))  # where bags begin
     elif operation in (_aten.nll_loss_forward, _aten.nll_loss2d_forward, _aten.nll_loss, _aten.nll_loss2d):
         found = [(args[1], args[0].shape[1] if args[0].dim() > 1 else args[0].shape[0])]
     elif operation in (_aten.gather, _aten.index_select, _aten.scatter, _aten.scatter_, _aten.scatter_add, _aten.scatter_add_):

@@ -99,7 +99,10 @@ def folded(rows: Tensor, rows_per_example: int) -> Tensor:
 
 
 class LayerRule(ABC):
-    """How one module's gradients are clipped."""
+    """How the gradients of one module are clipped: makes a :class:`LayerCall` for each of its forward passes."""
+
+    parameter_names = frozenset({"weight", "bias", "gain"})
+    """What the parameters of the modules it serves are called."""
 
     def __init__(self, name: str, module: nn.Module, trainable: tuple[str, ...], forced_way: str | None = None) -> None:
         self.name = name

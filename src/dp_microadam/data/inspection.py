@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from dp_microadam.data import cifar, idx, images, places
 from dp_microadam.data.catalogue import KnownData, known
 from dp_microadam.data.contents import Reading
-from dp_microadam.data.sources import PACKAGED
+from dp_microadam.data.sources import read_packaged
 from dp_microadam.errors import InputError
 
 
@@ -37,7 +37,7 @@ def inspect(name: str, folder: str | None = None) -> Found:
         return Found(name, data.summary, "yours", problem=data.by_hand)
     try:
         if data.package:
-            PACKAGED[name]()
+            read_packaged(known(name))
             return Found(name, data.summary, "verified", f"the package {data.package}")
         place = places.find(name, data, folder)
     except InputError as error:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,15 @@ from dp_microadam.data.arrays import Arrays
 from dp_microadam.data.catalogue import KnownData, known
 from dp_microadam.data.contents import MEMORY_GIB, Reading
 from dp_microadam.data.dataset import LabelledData, split
-from dp_microadam.data.digits import read_digits
 from dp_microadam.errors import InputError
 from dp_microadam.validation import require_integer, require_positive
 
-OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "cifar100": ("labels",),
-    "image-folder": ("mean", "std"),
-    "table": ("label", "classes", "mean", "std"),
-}
-"""Options by data set; the others have none."""
 
-PACKAGED: Mapping[str, Callable[[], tuple[Arrays, Arrays]]] = {"digits": read_digits}
-"""Readers of data sets that come with a pip package."""
+def read_packaged(data: KnownData) -> tuple[Arrays, Arrays]:
+    """Read the training and the test part of a data set that comes with a pip package."""
+    module, _, function = data.reader.partition(":")
+    parts: tuple[Arrays, Arrays] = getattr(import_module(module), function)()
+    return parts
 
 
 def load(
@@ -45,17 +42,15 @@ def load(
     The validation part is ``validation_fraction`` of the published training part, or ``validation_size`` examples of it. The
     test part is the published one and does not depend on ``split_seed``. With ``verify``, files whose digests differ from the
     published ones are refused. Files larger than ``memory_gib`` are memory-mapped. Images are resized to ``image_size``.
-    ``options`` are those in ``OPTIONS``.
+    ``options`` are those in the catalogue.
 
     Raises:
         InputError: if the name is unknown, or its files are missing, damaged or not the published ones.
     """
     data = known(name)
     for option, value in options.items():
-        if option not in OPTIONS.get(name, ()):
-            raise InputError(
-                f"data option {option} = {value!r} is unknown to {name}; its options are {OPTIONS.get(name, ()) or 'none'}"
-            )
+        if option not in data.options:
+            raise InputError(f"data option {option} = {value!r} is unknown to {name}; its options are {data.options or 'none'}")
     if image_size is not None:
         require_integer("image_size", image_size, 1)
 
@@ -91,7 +86,7 @@ def _read_arrays(
         if folder:
             raise InputError(f"data_folder is {folder!r}; {name} come with a Python package and are not read from a folder")
         assert data.num_classes is not None, "the catalogue knows how many classes packaged data have"
-        return *PACKAGED[name](), data.num_classes
+        return *read_packaged(data), data.num_classes
     place = places.find(name, data, folder)
     if data.kind == "cifar":
         return *cifar.read(name, place, reading, **options), cifar.num_classes(name, **options)

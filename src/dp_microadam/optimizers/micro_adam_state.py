@@ -201,6 +201,10 @@ def misfit_of_contents(own: Tensor, state: dict[str, Any], form: Form) -> str | 
         if low < 0 or high >= segment.length:
             wrong = low if low < 0 else high
             return f"has an index {wrong} in its state, in a block of {segment.length} coordinates; the state is damaged"
+        for row in found[: int(state["step"])]:  # one at a time: sorting takes eight bytes for each
+            ordered = row.view(segment.rows, segment.kept).sort(dim=1).values
+            if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
+                return "has an index twice in a block of one step in its state; the state is damaged"
     for name in ("values", "bounds", "error"):
         # A sum of magnitudes would overflow; the two ends show every NaN and infinity.
         if name in state and not all(math.isfinite(float(end)) for end in torch.aminmax(state[name])):

@@ -169,8 +169,14 @@ def read_ledger(run: str | os.PathLike[str]) -> LedgerRecord:
         _refuse_contradictions(header, plan, settings, chained=chained)
     except UnusableLine as error:
         raise edited(path, 1, error) from None
-    of_others = header.get("mechanisms") == _OWN_MECHANISMS or (not chained and _BY_OPACUS in settings.clipping)
+    of_others = header.get("mechanisms") == _OWN_MECHANISMS if chained else _BY_OPACUS in settings.clipping
     steps = read_steps(path, lines, plan, head, chained=chained, own_mechanisms=of_others)
+    least = min((mechanism[1] for _, mechanism in steps.history), default=plan.noise_multiplier)
+    if of_others and not chained and least != plan.noise_multiplier:
+        # Version 0.1 wrote no mark and no hash, but the least noise of all steps into the plan.
+        raise edited(
+            path, 1, UnusableLine(f"has noise multiplier {plan.noise_multiplier:g}, and the least in a line is {least:g}")
+        )
     return LedgerRecord(
         plan,
         settings,

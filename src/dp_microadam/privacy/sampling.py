@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from dp_microadam.errors import DPMicroAdamError, InputError
@@ -212,9 +213,14 @@ class Chunks(Dataset[Any]):
 
     def __getitem__(self, indices: Tensor) -> Any:
         try:
-            return self.collate_fn([self.data[i] for i in indices.tolist()])
+            batch = self.collate_fn([self.data[i] for i in indices.tolist()])
         except DPMicroAdamError as error:
             return error
+        if any(isinstance(leaf, Tensor) and leaf.dim() and len(leaf) > len(indices) for leaf in tree_leaves(batch)):
+            return InputError(
+                "collate_fn makes more rows than it is given examples; it must make one row of each, and treat each by itself"
+            )
+        return batch
 
 
 def _tensors_of(data: Any) -> list[Tensor] | None:

@@ -42,7 +42,7 @@ _ROWS = 4096
 _WHOLE = 1 << 28
 """Bytes of an array that is hashed as a whole; takes a third of a second."""
 
-_PART = 65_536
+_PART = 16_384
 """Entries of a list that are hashed at once."""
 
 _SIMPLE = frozenset({str, bytes, int, float, bool, type(None)})
@@ -86,12 +86,15 @@ def data_digest(data: Any) -> str:
     Raises:
         InputError: for a Dataset of which nothing that was hashed tells examples apart, so that their order cannot be seen.
     """
-    if not _order_is_seen(data):
+    content = _Hash()
+    digest = content.of(data).hex()
+    whole = isinstance(unwrapped(data)[0], list) and not content.left_out
+    if not (whole or _order_is_seen(data)):
         raise InputError(
             f"{type(unwrapped(data)[0]).__name__} keeps nothing that tells its examples apart, so that several processes "
             "cannot see whether they number them alike; give it example_ids, a sequence with a name or number for each example"
         )
-    return content_digest(data)
+    return digest
 
 
 def content_digest(data: Any) -> str:
@@ -106,7 +109,7 @@ def _order_is_seen(data: Any) -> bool:
     if isinstance(base, ConcatDataset):
         return all(map(_order_is_seen, base.datasets))
     count = len(base)
-    if count < 2 or (isinstance(base, list) and set(map(type, base)) <= _SIMPLE):
+    if count < 2:
         return True
     entries, others = entries_of(base)
     # A text in one array, cut into examples at regular places, has more entries than examples.
@@ -119,6 +122,7 @@ class _Hash:
     def __init__(self) -> None:
         self._found: dict[int, tuple[Any, bytes]] = {}
         self._entered: list[int] = []
+        self.left_out = False
 
     def of(self, value: Any) -> bytes:
         """32 bytes; the same for equal values of the same types."""
@@ -171,6 +175,7 @@ class _Hash:
         if is_searched(value):
             size = str(len(value)).encode() if isinstance(value, Dataset) and hasattr(value, "__len__") else b""
             return _joined(kind, size, *(self._of_list(name, [one]) for name, one in sorted(attributes_of(value), key=_name)))
+        self.left_out = True
         return _joined("left out")
 
     def _of_list(self, kind: str, values: Sequence[Any]) -> bytes:
@@ -208,13 +213,16 @@ def _joined(kind: str, *parts: bytes) -> bytes:
 
 
 def _are_simple(values: list[Any]) -> bool:
-    """Whether ``repr`` of the list tells it apart from all others: texts and numbers, or tuples, lists or dicts of these."""
-    kinds = set(map(type, values))
-    if kinds <= {tuple, list}:
-        kinds = set(map(type, chain.from_iterable(values)))
-    elif kinds == {dict}:
-        kinds = set(map(type, chain.from_iterable(chain(one.keys(), one.values()) for one in values)))
-    return bool(kinds <= _SIMPLE)
+    """Whether ``repr`` of the list tells it apart from all others: texts and numbers, in tuples, lists or dicts of these."""
+    for _ in range(4):
+        kinds = set(map(type, values))
+        if kinds <= _SIMPLE:
+            return True
+        if not kinds <= _SIMPLE | {tuple, list, dict}:
+            return False
+        inside = ([*one.keys(), *one.values()] if type(one) is dict else one for one in values if type(one) not in _SIMPLE)
+        values = list(chain.from_iterable(inside))
+    return False
 
 
 def _plain(value: Any) -> bytes:

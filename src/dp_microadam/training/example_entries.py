@@ -25,6 +25,9 @@ Rows = NDArray[np.int64]
 _FEW = 64
 """Containers of more entries hold an entry per example, if anything, and are not searched for other containers."""
 
+_LONG = 16
+"""A list of more numbers is what an example holds, rather than where it is found."""
+
 _DEPTH = 6
 """Attributes of attributes of attributes … that are looked at."""
 
@@ -73,7 +76,7 @@ class Entries:
         sample = np.unique(np.linspace(0, count - 1, min(count, _SAMPLE)).astype(np.int64))
         found = [self.values[int(place if self.rows is None else self.rows[place])] for place in sample]
         if not any(map(_is_telling, found)):
-            return False
+            return False  # positions, or classes
         return len({_key(entry) for entry in found}) >= (len(found) + 1) // 2
 
 
@@ -159,7 +162,8 @@ class _Search:
         attributes = attributes_of(data)
         place = tuple(sorted((name, _text(value)) for name, value in attributes if isinstance(value, str | bytes | PurePath)))
         held = [found for _, value in attributes for found in self._sequences(value, _DEPTH)]
-        positions = [rows for rows in map(_positions, held) if rows is not None and len(rows) == count]
+        candidates = [values for values in held if not isinstance(values, _Inner | _Joined) and len(values) == count]
+        positions = [rows for rows in map(_positions, candidates) if rows is not None]
         result = []
         for values in held:
             if isinstance(values, _Joined):
@@ -297,8 +301,6 @@ def _selections(length: int, count: int, positions: list[Rows]) -> list[Rows | N
 
 def _positions(values: Any) -> Rows | None:
     """``values`` as positions: whole numbers from 0 on that do not repeat; None if they are something else."""
-    if isinstance(values, _Inner | _Joined):
-        return None
     if isinstance(values, Tensor):
         if values.dim() != 1 or values.is_floating_point() or values.is_complex():
             return None
@@ -323,6 +325,8 @@ def _is_telling(entry: Any, depth: int = _DEPTH) -> bool:
         return True
     if is_array(entry):
         return entry.reshape(-1).shape[0] > 1 or not _of_whole_numbers(entry)
+    if are_numbers(entry):
+        return True
     return any(_is_telling(value, depth - 1) for value in _inside(entry))
 
 
@@ -335,6 +339,11 @@ def _key(entry: Any, depth: int = _DEPTH) -> Any:
     if isinstance(entry, np.ndarray):
         return entry.reshape(-1)[:_FEW].tobytes()
     return tuple(_key(value, depth - 1) for value in _inside(entry)) if depth else None
+
+
+def are_numbers(entry: Any) -> bool:
+    """Whether an entry is a long list of numbers, such as tokens or pixels."""
+    return isinstance(entry, list | tuple) and len(entry) > _LONG and type(entry[0]) in (int, float)
 
 
 def _inside(entry: Any) -> list[Any]:

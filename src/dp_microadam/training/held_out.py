@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from enum import Enum
@@ -18,6 +17,7 @@ from torch.utils.data import Dataset
 from dp_microadam.training.data_digest import content_digest
 from dp_microadam.training.example_entries import (
     Entries,
+    are_numbers,
     attributes_of,
     entries_of,
     ids_of,
@@ -29,9 +29,6 @@ from dp_microadam.training.example_entries import (
 )
 
 __all__ = ["share_examples", "unwrapped"]
-
-_FILE_NAME = re.compile(r".*[\w)\]-]\.[A-Za-z][A-Za-z0-9]{0,7}")
-"""Text that names a file, rather than a class, a number or a sentence: it has an ending, and no blanks but in a path."""
 
 
 def share_examples(one: Any, other: Any) -> bool:
@@ -65,7 +62,7 @@ def share_examples(one: Any, other: Any) -> bool:
     if not (entries or other_entries or arrays or other_arrays):
         return _name_one_source(base, other_base)
     mapped = _MappedFiles()
-    mine, theirs = [_Seen(each, mapped) for each in entries], [_Seen(each, mapped) for each in other_entries]
+    mine, theirs = ([_Seen(each, mapped) for each in _once(found)] for found in (entries, other_entries))
     return any(each.meets(one) for each in mine for one in theirs) or _views_overlap(arrays, other_arrays, mapped)
 
 
@@ -94,25 +91,37 @@ class _Seen:
         elif is_array(values) and not of_objects(values):
             self._memory = mapped.placed(_memory_of_rows(values, entries.rows))
         else:
-            self._look_into([values[row] for row in (range(len(values)) if entries.rows is None else entries.rows)], mapped)
+            examples = list(values) if entries.rows is None else [values[row] for row in entries.rows]
+            if any(map(_may_tell, examples[:: max(1, len(examples) // _SAMPLE)])):
+                self._look_into(examples, mapped)
 
     def _look_into(self, examples: list[Any], mapped: _MappedFiles) -> None:
-        found: dict[str, list[Hashable]] = {"object": [], "file": [], "example": []}
+        found: dict[str, list[Hashable]] = {"object": [], "file": []}
         memory: list[Any] = []
+        records: list[list[Any]] = []
         for example in examples:
-            leaves = list(_leaves(example))
+            if type(example) is str:
+                found["file"] += [example] if _names_a_file(example) else []
+                continue
+            leaves = (
+                list(example) if type(example) is tuple and _SIMPLE.issuperset(map(type, example)) else list(_leaves(example))
+            )
             memory += [leaf for leaf in leaves if is_array(leaf) and not of_objects(leaf) and leaf.ndim]
             files = [os.fsdecode(leaf) for leaf in leaves if _names_a_file(leaf)]
             found["file"] += files
-            if files and len(leaves) > 1 and all(isinstance(leaf, _ATOMS) for leaf in leaves):
-                found["example"].append(tuple(os.fsdecode(leaf) if _names_a_file(leaf) else leaf for leaf in leaves))
+            if files and len(leaves) > 1:
+                records.append(leaves)
             # A tuple of numbers may be a constant that Python keeps once; dicts and lists are made for their examples.
             if isinstance(example, dict | list) or not all(isinstance(leaf, _ATOMS) for leaf in leaves):
                 found["object"].append(id(example))
         place = _place_of(found["file"], self._entries.place)
         self._keys = {kind: _own(keys) for kind, keys in found.items()}
         self._keys["file"] = {_located(str(name), place) for name in self._keys["file"]}
-        self._keys["example"] = {(place, key) for key in self._keys["example"]}
+        if not self._keys["file"]:  # frames of a film: the file and a number name the example
+            simple = [leaves for leaves in records if all(isinstance(leaf, _ATOMS) for leaf in leaves)]
+            texts = [tuple(os.fsdecode(one) if isinstance(one, bytes | PurePath) else one for one in each) for each in simple]
+            self._keys["example"] = _own(list(texts))
+        self._keys["example"] = {(place, key) for key in self._keys.get("example", ())}
         own = _own([_address(each) for each in memory])
         whole = _joined([_memory_of_rows(each[None], None) for each in memory if _address(each) in own])
         self._memory = [part for each in whole for part in mapped.placed(each)]
@@ -138,6 +147,26 @@ def _same_places(one: Entries, other: Entries) -> bool:
 _ATOMS = (str, bytes, bool, int, float, complex, type(None), PurePath, Enum, np.generic, type)
 """What Python, or a user, keeps once for many examples."""
 
+_SIMPLE = frozenset({str, bytes, int, float, bool, type(None)})
+
+_SAMPLE = 256
+"""Examples of a sequence looked at to see whether it can tell anything."""
+
+
+def _once(entries: list[Entries]) -> list[Entries]:
+    """The same sequence under several names once."""
+    return list({(id(each.values), id(each.rows), each.known, each.place): each for each in entries}.values())
+
+
+def _may_tell(example: Any) -> bool:
+    """Whether it has memory or an identity of its own, or names a file; numbers and other text do not tell examples apart."""
+    if isinstance(example, _ATOMS):
+        return _names_a_file(example)
+    return isinstance(example, dict | list) or any(
+        not isinstance(leaf, _ATOMS) or _names_a_file(leaf) for leaf in _leaves(example)
+    )
+
+
 _OFTEN = 4
 """What occurs more often in a sequence belongs to no example: a class, a mask that all have, a film with many frames."""
 
@@ -154,12 +183,15 @@ def _leaves(example: Any, depth: int = 4) -> Iterator[Any]:
         yield example
     elif isinstance(example, Mapping):
         for value in example.values():
-            yield from _leaves(value, depth - 1)
+            if isinstance(value, _ATOMS):
+                yield value
+            else:
+                yield from _leaves(value, depth - 1)
     elif isinstance(example, list | tuple):
-        if len(example) > _MANY and all(map(_is_number, example)):
-            yield example[0]
-        else:
-            for value in example:
+        for value in example[:1] if are_numbers(example) else example:
+            if isinstance(value, _ATOMS):
+                yield value
+            else:
                 yield from _leaves(value, depth - 1)
     elif is_searched(example):
         for _, value in attributes_of(example):
@@ -168,24 +200,19 @@ def _leaves(example: Any, depth: int = 4) -> Iterator[Any]:
         yield example
 
 
-_MANY = 16
-"""Longer lists of numbers inside an example are not looked through: tokens, pixels."""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
-
-
 def _names_a_file(value: Any) -> bool:
+    """Whether it is a path, or text with an ending as files have it, and without blanks unless it has folders."""
     if isinstance(value, PurePath):
         return True
     if not isinstance(value, str | bytes) or len(value) > _LONGEST_NAME:
         return False
-    text = os.fsdecode(value)
-    return _FILE_NAME.fullmatch(text) is not None and ("/" in text or not re.search(r"\s", text))
+    name, _, ending = (value if isinstance(value, str) else os.fsdecode(value)).rpartition(".")
+    if not (name and 0 < len(ending) <= _LONGEST_ENDING and ending.isascii() and ending.isalnum() and ending[0].isalpha()):
+        return False
+    return "/" in name or len(name.split(maxsplit=1)) == 1
 
 
-_LONGEST_NAME = 4096
+_LONGEST_NAME, _LONGEST_ENDING = 4096, 8
 
 
 def _place_of(names: list[Hashable], place: tuple[tuple[str, str], ...]) -> Hashable:
@@ -199,7 +226,7 @@ def _place_of(names: list[Hashable], place: tuple[tuple[str, str], ...]) -> Hash
 
 def _located(name: str, place: Hashable) -> Hashable:
     if os.path.isabs(name):
-        return os.path.normpath(name)
+        return os.path.normpath(name) if "//" in name or "/." in name else name
     return os.path.normpath(os.path.join(place, name)) if isinstance(place, str) else (place, os.path.normpath(name))
 
 
@@ -301,7 +328,7 @@ def _views_overlap(arrays: list[Any], others: list[Any], mapped: _MappedFiles) -
 
 
 def _whole(array: Any) -> _Memory:
-    space, starts, ends = _memory_of_rows(array, None)
+    space, starts, ends = _memory_of_rows(array, np.array([0, len(array) - 1]))
     return (space, starts.min(keepdims=True), ends.max(keepdims=True)) if len(starts) else (space, starts, ends)
 
 

@@ -72,6 +72,7 @@ class PrivateStep(TrainingStep):
         augment: what happens to training batches before that; one example at a time, whatever the batch, and one row for each:
             several views of an example are a dimension of their own.
         num_workers, loader_options: of torch's DataLoader, for Datasets: ``collate_fn``, ``pin_memory``, ``prefetch_factor``.
+            Of ``collate_fn`` only the number of rows is checked; it must treat each example by itself.
         max_steps: stop before the plan's last step.
         public: what else the run declares public, in words; it stands in the statement and cannot change on resume.
         secure: draw noise and samples from a cryptographic generator.
@@ -238,6 +239,8 @@ class PrivateStep(TrainingStep):
         """Spend the next step before anything of it is drawn."""
         if self._ledger is None:
             raise PrivacyError("no ledger is open, so no step can be taken; call begin or resume first")
+        if self.last_step < self.plan.steps and not self.remaining:
+            raise InputError(f"max_steps is {self.last_step}, and that many steps are taken; make a step with a larger one")
         phase = phase_at(self.phases, self.updates).name if len(self.phases) > 1 else None
         index = self._ledger.record_step(phase, processes=self.ranks.size)
         if index != self.position:

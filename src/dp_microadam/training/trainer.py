@@ -147,7 +147,8 @@ class PrivateTrainer:
         """Train until the plan's steps are spent, ``max_steps`` is reached, or Ctrl-C asks to stop.
 
         ``train`` and ``validation`` are map-style Datasets, or tensors with examples along the first dimension; all of them in
-        every process, in the same order.
+        every process, in the same order. Where a Dataset keeps nothing to see that by, several processes need its
+        ``example_ids``: a name or number for each example.
         """
         if self.finished:
             return self.result()

@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset, default_collate
 
-from dp_microadam.errors import PrivacyError
-from dp_microadam.privacy.sampling import LogicalStep, PoissonSampler
+from dp_microadam.errors import DPMicroAdamError, PrivacyError
+from dp_microadam.privacy.sampling import Chunks, LogicalStep, PoissonSampler
 from dp_microadam.training.evaluation import batches
 from dp_microadam.training.torch_randomness import forked_torch, seeded_torch, unpredictable_torch, unpredictable_worker
 from dp_microadam.validation import require_integer
@@ -97,7 +98,10 @@ class TrainingData:
         count = min(self._loading.physical_batch_size, self._sampler_from(0).dataset_size)
         with forked_torch(self._model):
             if isinstance(self.data, Dataset):
-                return self._options["collate_fn"]([self.data[index] for index in range(count)])
+                found = Chunks(self.data, self._options["collate_fn"])[torch.arange(count)]
+                if isinstance(found, DPMicroAdamError):
+                    raise found
+                return found
             return next(batches(self.data, count))
 
     @contextmanager

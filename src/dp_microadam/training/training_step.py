@@ -285,8 +285,9 @@ class TrainingStep(ABC):
         return selected_rows(engine.sums, self._row_masks())
 
     def _finish(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The step is done: its means, with zeros in the rows that do not train."""
+        """The step is done: its means, with zeros in the rows that do not train. Sums without noise are forgotten."""
         self.updates += 1
+        self._engines.current.reset()
         self.training_metrics = self._training_means()
         return scatter_rows(means, self._row_masks())
 

@@ -1,10 +1,17 @@
 """Ways to break the guarantee, as patches of the real pipeline; none is a switch of the product."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
+from dp_microadam.clipping import engine as engine_module
+from dp_microadam.clipping.embedding import EmbeddingCall
 from dp_microadam.clipping.engine import ClippedGradients
+from dp_microadam.clipping.rule import PartsCall
+from dp_microadam.privacy import accounting, randomness
+from dp_microadam.privacy.ledger import LedgerRecord, PrivacyLedger
 from dp_microadam.privacy.mechanism import GaussianMechanism
 from dp_microadam.privacy.randomness import Randomness
 from dp_microadam.privacy.sampling import PoissonSampler
@@ -16,6 +23,174 @@ def no_noise(patch):
 
 def no_clipping(patch):
     patch.setattr(ClippedGradients, "_coefficients", staticmethod(lambda norms, bound, usable: usable.to(norms.dtype)))
+
+
+def blind_start_up_check(patch):
+    """So that what comes after it has to notice what it would have refused."""
+    patch.setattr(engine_module, "check_clip", lambda *arguments: None)
+
+
+def clipping_per_chunk(patch):
+    """One coefficient for all examples of a chunk, from the norm of all of them."""
+
+    def coefficients(norms, bound, usable):
+        together = torch.linalg.vector_norm(norms[usable]).clamp(min=bound)
+        return torch.where(usable, bound / together, torch.zeros_like(norms))
+
+    patch.setattr(ClippedGradients, "_coefficients", staticmethod(coefficients))
+
+
+def clipping_without_embeddings(patch):
+    original = EmbeddingCall.clipped_sums
+    patch.setattr(EmbeddingCall, "clipped_sums", lambda self, coefficients: original(self, torch.ones_like(coefficients)))
+
+
+def clipping_without_biases(patch):
+    def clipped_sums(self, coefficients):
+        ones = torch.ones_like(coefficients)
+        return {name: part.weighted_sum(ones if name == "bias" else coefficients) for name, part in self.parts.items()}
+
+    patch.setattr(PartsCall, "clipped_sums", clipped_sums)
+
+
+def norms_without_embeddings(patch):
+    original = EmbeddingCall.squared_norms
+    patch.setattr(EmbeddingCall, "squared_norms", lambda self, gradient: 0 * original(self, gradient))
+
+
+def non_finite_examples_kept(patch):
+    patch.setattr(PartsCall, "remove", lambda self, rows: None)
+
+
+def half_the_sensitivity(patch):
+    """The clipping norm reaches the noise as half of what the engine clips to."""
+    patch.setattr(ClippedGradients, "sensitivity", property(lambda self: self._bound / 2))
+
+
+def larger_rate(patch, *, factor):
+    patch.setattr(PoissonSampler, "sample_rate", property(lambda self: factor * self.batch_size / self.dataset_size))
+
+
+def batches_of_fixed_size(patch):
+    def draw(self, step):
+        chosen = np.random.default_rng().permutation(self.dataset_size)[: self.batch_size]
+        return torch.from_numpy(np.sort(chosen)).split(self.physical_batch_size)
+
+    patch.setattr(PoissonSampler, "draw", draw)
+
+
+def shuffled_epochs(patch):
+    """Every epoch goes through a new order, batch by batch, of whatever size the Poisson sample would have had."""
+    original = PoissonSampler.draw
+    kept = {}
+
+    def draw(self, step):
+        count = sum(len(chunk) for chunk in original(self, step))
+        order = kept.get(id(self), np.empty(0, dtype=np.int64))
+        if len(order) < count:
+            order = np.random.default_rng().permutation(self.dataset_size)
+        chosen, kept[id(self)] = order[:count], order[count:]
+        return torch.from_numpy(np.sort(chosen)).split(self.physical_batch_size) if count else ()
+
+    patch.setattr(PoissonSampler, "draw", draw)
+
+
+def repeated_samples(patch):
+    original = PoissonSampler.draw
+    kept = {}
+
+    def draw(self, step):
+        if step % 2 == 0:
+            kept["sample"] = original(self, step)
+        return kept["sample"]
+
+    patch.setattr(PoissonSampler, "draw", draw)
+
+
+def _change_noise(patch, change):
+    """``change(normals by purpose, step)`` alters what the generator made for a step."""
+    original = Randomness.normals_for
+
+    def normals_for(self, counts, step, dtype):
+        made = original(self, counts, step, dtype)
+        change(made, step)
+        return made
+
+    patch.setattr(Randomness, "normals_for", normals_for)
+
+
+def no_noise_in_every_tenth_step(patch, *, every=10):
+    def change(made, step):
+        for numbers in made.values():
+            numbers.mul_(step % every != every - 1)
+
+    _change_noise(patch, change)
+
+
+def no_noise_on_a_bias(patch):
+    _change_noise(patch, lambda made, step: made["noise second.bias"].zero_())
+
+
+def noise_repeated_in_blocks(patch):
+    original = Randomness._bits
+    patch.setattr(Randomness, "_bits", lambda self, label, block, count: original(self, label, 0, count))
+
+
+def noise_repeated_between_tensors(patch, *, factor=1.0):
+    _change_noise(patch, lambda made, step: made["noise second.weight"].copy_(factor * made["noise first.weight"]))
+
+
+def same_noise_in_every_step(patch):
+    original = Randomness.normals_for
+    kept = {}
+
+    def normals_for(self, counts, step, dtype):
+        if not kept:
+            kept.update(original(self, counts, step, dtype))
+        return {purpose: kept[purpose].clone() for purpose in counts}
+
+    patch.setattr(Randomness, "normals_for", normals_for)
+
+
+def slightly_less_noise(patch, *, factor):
+    original = GaussianMechanism._noisy
+    patch.setattr(GaussianMechanism, "_noisy", lambda self, total, standard: original(self, total, standard * factor))
+
+
+def same_seed_in_every_run(patch):
+    patch.setattr(Randomness, "from_entropy", classmethod(lambda cls, secure=False: cls(bytes(32), secure=secure, seed=None)))
+
+
+def short_seeds(patch, *, bits):
+    original = randomness._statistical_bits
+    keep = (1 << bits) - 1
+    short = lambda key: (int.from_bytes(key, "little") & keep).to_bytes(32, "little")  # noqa: E731
+    patch.setattr(randomness, "_statistical_bits", lambda key, count: original(short(key), count))
+
+
+def coarse_uniforms(patch, *, bits):
+    """Normal numbers from uniforms of so many bits, whose tails end early."""
+    patch.setattr(randomness, "_uniforms", lambda words: (words >> np.uint64(64 - bits)).astype(np.float64) * 2.0**-bits)
+
+
+def steps_left_out_of_the_ledger(patch):
+    original = PrivacyLedger.record_step
+    taken = {}
+
+    def record_step(self, *arguments, **options):
+        step = taken[self.path] = taken.get(self.path, -1) + 1
+        return original(self, *arguments, **options) if step < 8 else step
+
+    patch.setattr(PrivacyLedger, "record_step", record_step)
+
+
+def one_step_not_accounted(patch):
+    def epsilon(self, delta=None, accountant=None):
+        fewer = [dataclasses.replace(part, steps=part.steps - 1) for part in self.spent if part.steps > 1]
+        chosen = self.plan.delta if delta is None else delta
+        return accounting.epsilon(fewer, chosen, accountant or self.plan.accountant)
+
+    patch.setattr(LedgerRecord, "epsilon", epsilon)
 
 
 def half_the_noise(patch):
@@ -98,12 +273,34 @@ def shuffled_batches(patch):
 FAULTS = {
     "no noise": no_noise,
     "no clipping": no_clipping,
+    "a blind start-up check": blind_start_up_check,
+    "clipping per chunk": clipping_per_chunk,
+    "embeddings not clipped": clipping_without_embeddings,
+    "biases not clipped": clipping_without_biases,
+    "norms without embeddings": norms_without_embeddings,
+    "non-finite examples kept": non_finite_examples_kept,
     "half the noise": half_the_noise,
+    "half the sensitivity": half_the_sensitivity,
+    "slightly less noise": slightly_less_noise,
     "noise per chunk": noise_per_chunk,
     "noise used for two steps": noise_used_for_two_steps,
+    "no noise in every tenth step": no_noise_in_every_tenth_step,
+    "no noise on a bias": no_noise_on_a_bias,
+    "noise repeated in blocks": noise_repeated_in_blocks,
+    "noise repeated between tensors": noise_repeated_between_tensors,
+    "same noise in every step": same_noise_in_every_step,
+    "same seed in every run": same_seed_in_every_run,
+    "short seeds": short_seeds,
+    "coarse uniforms": coarse_uniforms,
     "division by the realised batch": division_by_the_realised_batch,
     "an example counted twice": last_of_a_chunk_counted_again_in_the_next,
     "shuffled batches": shuffled_batches,
+    "a larger rate": larger_rate,
+    "batches of fixed size": batches_of_fixed_size,
+    "shuffled epochs": shuffled_epochs,
+    "repeated samples": repeated_samples,
+    "steps left out of the ledger": steps_left_out_of_the_ledger,
+    "one step not accounted": one_step_not_accounted,
 }
 
 

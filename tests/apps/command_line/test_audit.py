@@ -36,6 +36,9 @@ def test_an_honest_pipeline_gives_exit_code_0_and_a_page(honest):
     ]  # fmt: skip
     assert report["findings"][0]["canaries"] == 2000
     assert report["findings"][1]["repetitions"] == 100
+    assert {check["part"] for check in report["checks"]} == {"sampling", "clipping", "noise", "accounting"}
+    assert len(report["checks"]) == 50
+    assert 0 < report["false_alarm_of_checks"] == sum(check["false_alarm"] for check in report["checks"]) < 1e-6
 
 
 def test_the_errors_of_all_audits_add_up_to_no_more_than_stated(honest):
@@ -87,23 +90,40 @@ def test_the_page_stands_alone_and_says_what_an_audit_can_and_cannot_show(honest
         "not a proof",
     ):
         assert said in text
-    assert "No violation found, at 99.99999 % confidence for all audits together" in text
+    assert "No violation found, at 99.99999 % confidence for all attacks together" in text
+
+
+def test_a_reader_of_the_page_sees_for_each_check_what_was_tested_its_statistic_threshold_and_verdict(honest):
+    folder = honest[0]
+    page = Page()
+    page.feed((folder / "audit.html").read_text(encoding="utf-8"))
+    text = re.sub(r"\s+", " ", " ".join(page.text))
+    for check in json.loads((folder / "audit.json").read_text(encoding="utf-8"))["checks"]:
+        for said in (check["name"], check["question"], check["size"], check["statistic"]):
+            assert said in text
+        assert check["low"] is None or check["high"] is None or check["low"] <= check["value"] <= check["high"]
+    assert text.count("holds") == 50
+    assert "at most 2e-05" in text
+    assert page.tags.count("table") == 4
 
 
 def test_one_line_says_what_is_shown_and_at_which_confidence(honest):
     folder, _, out, err = honest
     (line,) = [line for line in out.splitlines() if line.startswith("no violation found")]
     assert "2,000 canaries" in line
+    assert "50 checks of sampling, clipping, noise and accounting hold" in line
     assert "99.99999 %" in line
     assert f"page runs/{folder.name}/audit.html" in out
     assert "two worlds: noise: 200 steps" in err
+    assert "checks: clipping: 24 steps" in err
 
 
 def test_a_violation_gives_exit_code_1_and_is_named(tmp_path, capsys, monkeypatch):
     from dp_microadam.privacy.mechanism import GaussianMechanism
 
     monkeypatch.setattr(GaussianMechanism, "_noisy", lambda self, total, standard: total.clone())
-    assert main(["audit", "--canaries", "1000", "--repetitions", "100", "--json", "--quiet", "--out", str(tmp_path)]) == 1
+    arguments = ["--only", "attacks", "--canaries", "1000", "--repetitions", "100", "--json", "--quiet", "--out", str(tmp_path)]
+    assert main(["audit", *arguments]) == 1
     shown = capsys.readouterr()
     assert shown.err == ""
     report = json.loads(shown.out)
@@ -114,9 +134,54 @@ def test_a_violation_gives_exit_code_1_and_is_named(tmp_path, capsys, monkeypatc
     assert "claim refuted" in (tmp_path / "audit.html").read_text(encoding="utf-8")
 
 
+def small_checks(monkeypatch):
+    """Checks that take seconds: a fault is planted, and it is a large one."""
+    from dp_microadam.apps.audit import suite
+    from dp_microadam.apps.audit.mechanism_checks import CheckSizes
+
+    small = CheckSizes(sampler_steps=5, sampled_steps=5, noise_steps=2, draws=100)
+    monkeypatch.setitem(suite.PROFILES, "quick", suite.Profile(1000, 100, small))
+
+
+def test_a_failed_check_gives_exit_code_1_and_is_named(tmp_path, capsys, monkeypatch):
+    from dp_microadam.privacy.sampling import PoissonSampler
+
+    small_checks(monkeypatch)
+    monkeypatch.setattr(PoissonSampler, "sample_rate", property(lambda self: 1.3 * self.batch_size / self.dataset_size))
+    assert main(["audit", "--only", "checks", "--out", str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    (line,) = [
+        line for line in shown.splitlines() if line.startswith("VIOLATION of the privacy claim, by checks (false alarms")
+    ]
+    assert "sampler: sample rate: draws over their expectation is 1." in line
+    assert "│ sampling   │ 15 checks" in shown
+    report = json.loads((tmp_path / "audit.json").read_text(encoding="utf-8"))
+    assert report["violated"] is True
+    assert report["findings"] == []
+    (check,) = [check for check in report["checks"] if check["name"] == "sampler: sample rate"]
+    assert check["violated"] is True
+    assert check["low"] < 1 < check["high"] < check["value"]
+    page = (tmp_path / "audit.html").read_text(encoding="utf-8")
+    assert "claim refuted" in page
+    assert 'class="verdict bad"' in page
+
+
+def test_a_pipeline_that_refuses_to_run_is_a_violation_that_is_reported_and_not_an_error(tmp_path, capsys, monkeypatch):
+    from dp_microadam.clipping.engine import ClippedGradients
+
+    small_checks(monkeypatch)
+    ones = staticmethod(lambda norms, bound, usable: usable.to(norms.dtype))
+    monkeypatch.setattr(ClippedGradients, "_coefficients", ones)
+    assert main(["audit", "--json", "--quiet", "--out", str(tmp_path)]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["findings"] == []
+    assert "the pipeline refused to run (an example adds" in report["summary"]
+    assert "linear with bias" in report["summary"]
+
+
 def test_other_claims_can_be_audited(tmp_path, capsys):
     arguments = ["--canaries", "400", "--repetitions", "100", "--confidence", SURE, "--out", str(tmp_path), "--json", "--quiet"]
-    assert main(["audit", "--epsilon", "8", "--steps", "2", *arguments]) == 0
+    assert main(["audit", "--only", "attacks", "--epsilon", "8", "--steps", "2", *arguments]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["plan"]["steps"] == 2
     assert report["epsilon"] == pytest.approx(8, abs=1e-2)

@@ -11,6 +11,7 @@ from dp_microadam import PrivacyLedger, PrivacyPlan
 from dp_microadam.apps.command_line.cli import main
 from dp_microadam.privacy.accounting import SubsampledGaussian, epsilon, group_epsilon
 from dp_microadam.privacy.ledger import LEDGER_NAME, RunSettings, read_ledger
+from dp_microadam.privacy.statement import write_privacy_files
 
 
 def make(folder, *, batch_size=100, noise_multiplier=2.0, steps=30, delta=1e-5, private=True, dataset_size=10_000):
@@ -191,3 +192,11 @@ def test_a_rollback_behind_a_published_anchor_is_refused(tmp_path, capsys):
 def test_an_anchor_that_is_none_is_refused(tmp_path, capsys):
     assert main(["budget", make(tmp_path / "run"), "--anchor", "12ab"]) == 2
     assert "anchor is '12ab'; it must be 32 hexadecimal digits" in capsys.readouterr().err
+
+
+def test_an_export_is_not_mistaken_for_a_run_without_privacy(tmp_path, capsys):
+    run = make(tmp_path / "run")
+    (tmp_path / "export").mkdir()
+    write_privacy_files(tmp_path / "export", read_ledger(run))
+    assert main(["budget", str(tmp_path / "export")]) == 2
+    assert "has a privacy statement and no ledger.jsonl, as exports do; name the run's own folder" in capsys.readouterr().err

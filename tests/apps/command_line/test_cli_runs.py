@@ -120,6 +120,23 @@ def test_an_export_states_what_the_ledger_says_not_what_was_written_before(tmp_p
     assert "0.01" not in (output / "privacy.txt").read_text().splitlines()[0]
 
 
+def test_the_ledger_s_last_hash_is_printed_and_goes_with_the_exported_weights(tmp_path, capsys):
+    """What a reader of the model needs to notice later that steps are missing from the ledger."""
+    run, output = tmp_path / "run", tmp_path / "export"
+    assert main(["train", "demo", *QUICK, "--run-dir", str(run)]) == 0
+    (printed,) = re.findall(r"^ledger's last hash ([0-9a-f]{32})$", capsys.readouterr().out, flags=re.MULTILINE)
+    assert main(["export", str(run), "--output", str(output)]) == 0
+    assert f"ledger's last hash {printed}" in capsys.readouterr().out
+    assert json.loads((output / "privacy.json").read_text())["ledger_head"] == printed
+    assert printed in (output / "README.md").read_text()
+    assert main(["budget", str(run), "--anchor", printed]) == 0
+    ledger = run / "ledger.jsonl"
+    ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:-1]))
+    capsys.readouterr()
+    assert main(["budget", str(run), "--anchor", printed]) == 1
+    assert "steps were spent that are missing from it" in capsys.readouterr().err
+
+
 def test_export_refuses_to_overwrite(finished_run, tmp_path, capsys):
     assert main(["export", str(finished_run), "--output", str(tmp_path)]) == 2
     assert "exists already" in capsys.readouterr().err

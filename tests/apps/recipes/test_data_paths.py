@@ -113,14 +113,15 @@ def test_augmentation_is_for_training_data_alone(cifar10, tmp_path):
     seen = []
     augment = experiment.trainer.step.loading.augment
     object.__setattr__(experiment.trainer.step.loading, "augment", lambda batch: seen.append(batch) or augment(batch))
-    # The independence check and the steps see training images; evaluation sees none of them.
+    # The independence check sees synthetic images, the steps see training images; evaluation augments none.
     experiment.trainer._validate(experiment.data.validation)
     experiment.test_accuracy()
     assert seen == []
     experiment.fit()
-    assert seen
-    training = {image.numpy().tobytes() for image in experiment.data.train[0]}
-    assert all(image.numpy().tobytes() in training for images, _ in seen for image in images)
+    augmented = {image.numpy().tobytes() for images, _ in seen for image in images}
+    held_out = (*experiment.data.validation[0], *experiment.data.test[0])
+    assert augmented & {image.numpy().tobytes() for image in experiment.data.train[0]}
+    assert augmented.isdisjoint(image.numpy().tobytes() for image in held_out)
 
 
 def test_a_damaged_training_image_stops_the_run_without_being_named(image_folder, tmp_path, capsys):

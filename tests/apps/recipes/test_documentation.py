@@ -32,7 +32,7 @@ def test_every_word_of_the_vocabulary_and_every_recipe_is_mentioned():
     page = PAGE.read_text("utf-8")
     tables = (*vocabulary.MODEL_OPTIONS.values(), *vocabulary.DATA_OPTIONS.values())
     options = [option for names in tables for option in names]
-    for word in (*vocabulary.METHODS, *vocabulary.MODELS, *vocabulary.DATA_SETS):
+    for word in (vocabulary.NON_PRIVATE, *vocabulary.MODELS, *vocabulary.DATA_SETS):
         assert f'"{word}"' in page
     for word in (*options, *known_recipes()):
         assert f"`{word}`" in page

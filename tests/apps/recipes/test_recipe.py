@@ -302,14 +302,10 @@ def test_methods_and_their_options_of_the_vocabulary_are_those_of_the_code():
     assert rest == {"params", "lr", "seed"}
 
 
-def test_models_and_data_of_the_vocabulary_are_those_of_the_code():
-    from dp_microadam.data import KNOWN_DATA
-    from dp_microadam.data.sources import OPTIONS
+def test_models_of_the_vocabulary_are_those_of_the_code():
     from dp_microadam.models import registry
 
     assert {name: registry.options_of(name) for name in registry.BUILDERS} == vocabulary.MODEL_OPTIONS
-    assert vocabulary.DATA_SETS == KNOWN_DATA
-    assert {name: options for name, options in vocabulary.DATA_OPTIONS.items() if options} == OPTIONS
 
 
 options = {

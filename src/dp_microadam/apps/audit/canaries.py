@@ -16,7 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
+from torch.utils.data import Dataset
 
+from dp_microadam.apps.audit.published import memory_folder
 from dp_microadam.optimizers.micro_adam import MicroAdam
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.training.trainer import PrivateTrainer
@@ -36,6 +38,24 @@ def canary_width(directions: int) -> int:
 def canary_batch(indices: Tensor, width: int) -> Batch:
     """Inputs and output weights of the canaries ``indices``; canary i is (i div width, i mod width)."""
     return one_hot(indices // width, width).float(), GRADIENT_NORM * one_hot(indices % width, width).float()
+
+
+class _Places(Dataset[int]):
+    """The places of a dataset, each of which may hold a canary."""
+
+    def __init__(self, count: int) -> None:
+        self.example_ids = range(count)
+
+    def __len__(self) -> int:
+        return len(self.example_ids)
+
+    def __getitem__(self, place: int) -> int:
+        return self.example_ids[place]
+
+
+def _present_batch(places: Tensor, present: Tensor, width: int) -> Batch:
+    """The canaries that are present at these places."""
+    return canary_batch(places[present[places]], width)
 
 
 def canary_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -79,7 +99,7 @@ def watch_trainer(
         observe(by_canary(model.weight.grad) * unit)
 
     optimizer.register_step_pre_hook(look)
-    with tempfile.TemporaryDirectory(prefix="dp-microadam-audit-", dir=_memory()) as folder:
+    with tempfile.TemporaryDirectory(prefix="dp-microadam-audit-", dir=memory_folder()) as folder:
         trainer = PrivateTrainer(
             model,
             optimizer,
@@ -88,17 +108,12 @@ def watch_trainer(
             canary_loss,
             max_grad_norm=CLIPPING_NORM,
             physical_batch_size=physical_batch_size,
-            prepare=lambda indices: canary_batch(indices[present[indices]], width),
+            loader_options={"collate_fn": lambda places: _present_batch(torch.tensor(places), present, width)},
             evaluate_every=plan.steps,
             checkpoint_every=plan.steps,
             run_dir=Path(folder) / "run",
             seed=seed,
             show_progress=False,
         )
-        if not trainer.fit(torch.arange(len(present))).finished:
+        if not trainer.fit(_Places(len(present))).finished:
             raise KeyboardInterrupt
-
-
-def _memory() -> str | None:
-    """A folder in memory, if the system has one: otherwise thousands of ledger entries are synced to disk."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None

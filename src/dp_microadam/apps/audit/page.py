@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 import numpy as np
 
+from dp_microadam.apps.audit.check import Check, in_words, range_in_words, together
 from dp_microadam.apps.audit.finding import Finding, Scores
 from dp_microadam.apps.reporting.page import style
 from dp_microadam.privacy.plan import PrivacyPlan
@@ -28,13 +30,30 @@ svg text { font-size: 12px; fill: var(--faint) }
 .legend { font-size: 13px; color: var(--faint); margin: 4px 0 0 }
 .legend i { display: inline-block; width: 11px; height: 11px; margin: 0 5px 0 0; opacity: .7 }
 .legend i + span { margin-right: 14px }
+.checks .scroll { max-height: none }
+.checks table { width: 100% }
+.checks td { min-width: 9ch }
+.checks th small { max-width: 44ch }
+.good { color: var(--good) }
+.bad-row th, .bad-row td { background: var(--tint) }
+.bad-row .state { color: var(--bad); font-weight: 600 }
 """
 
 
-def audit_page(findings: list[Finding], plan: PrivacyPlan, confidence: float, summary: str) -> str:
-    """A whole HTML document about ``findings``, the first of which is the one-run audit of ``plan``."""
-    broken = any(finding.violated for finding in findings)
-    cards = "\n".join(_card(finding) for finding in findings)
+_PARTS = {
+    "pipeline": "The pipeline",
+    "sampling": "Sampling: who takes part in a step",
+    "clipping": "Clipping: how far one example moves the sum",
+    "noise": "Noise: what is added",
+    "accounting": "Accounting: what is stated",
+}
+
+
+def audit_page(
+    findings: Sequence[Finding], plan: PrivacyPlan, confidence: float, summary: str, checks: Sequence[Check] = ()
+) -> str:
+    """A whole HTML document about ``checks`` and ``findings``, the first of which is the one-run audit of ``plan``."""
+    broken = any(finding.violated for finding in findings) or any(check.violated for check in checks)
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -47,19 +66,72 @@ def audit_page(findings: list[Finding], plan: PrivacyPlan, confidence: float, su
 <body>
 <main>
 <h1>Privacy audit</h1>
-<p>The real training pipeline (sampler, clipping, noise and optimizer) was attacked by an adversary who sees every privatized
-gradient and knows every example but one.</p>
+<p>The real training pipeline (sampler, clipping, noise and optimizer) was checked, and attacked by an adversary who sees every
+privatized gradient and knows every example but one.</p>
 <p class="verdict{" bad" if broken else ""}">{escape(summary[0].upper() + summary[1:])}.</p>
-<h2>Claims and lower bounds</h2>
-<div class="cards">
-{cards}
-</div>
-{_limits(findings, confidence)}
-{_setting(plan)}
+{_attacks(findings)}
+{_checks(checks)}
+{_limits(findings, confidence, checks)}
+{_setting(plan) if findings else ""}
 </main>
 </body>
 </html>
 """
+
+
+def _attacks(findings: Sequence[Finding]) -> str:
+    if not findings:
+        return ""
+    cards = "\n".join(_card(finding) for finding in findings)
+    return f"""<h2>Attacks: claims and what was shown</h2>
+<div class="cards">
+{cards}
+</div>"""
+
+
+def _checks(checks: Sequence[Check]) -> str:
+    """A table for each part of the mechanism: what was tested, the statistic, the accepted range and the verdict."""
+    if not checks:
+        return ""
+    tables = "\n".join(
+        _check_table(title, own) for part, title in _PARTS.items() if (own := [check for check in checks if check.part == part])
+    )
+    return f"""<h2>Checks: promises and what was measured</h2>
+<p>The proof of privacy assumes a Poisson sample, a sum that one example moves by at most the clipping norm, fresh Gaussian
+noise of the plan's variance in every coordinate and step, and a count of all steps. Each is measured on the running code. An
+honest pipeline fails one of these {len(checks)} checks with a probability below {together(checks):.1g}; those without a
+rate have no chance in them.</p>
+{tables}"""
+
+
+def _check_table(title: str, checks: Sequence[Check]) -> str:
+    names = ("check", "tested", "statistic", "value", "accepted", "false alarms", "verdict")
+    figures = {"value", "accepted", "false alarms"}
+    head = "".join(f'<th scope="col"{" class=figure" if name in figures else ""}>{name}</th>' for name in names)
+    rows = []
+    before = ""
+    for check in checks:
+        # Families of layers are asked the same question.
+        question = "" if check.question == before else f"<small>{escape(check.question)}</small>"
+        before = check.question
+        detail = f"<small>{escape(check.detail)}</small>" if check.detail else ""
+        measured = in_words(check.value) if check.size else "refused"
+        accepted = range_in_words(check.low, check.high) if check.size else "–"
+        rows.append(
+            f"<tr{' class=bad-row' if check.violated else ''}><th scope=row>{escape(check.name)}{question}</th>"
+            f"<td>{escape(check.size)}</td><td>{escape(check.statistic)}{detail}</td><td class=figure>{measured}</td>"
+            f"<td class=figure>{accepted}</td><td class=figure>{f'{check.false_alarm:.1g}' if check.false_alarm else '–'}</td>"
+            f'<td class="state{"" if check.violated else " good"}">{"claim refuted" if check.violated else "holds"}</td></tr>'
+        )
+    return f"""<div class="table checks">
+<h3>{escape(title)}</h3>
+<div class="scroll" tabindex="0" role="region" aria-label="{escape(title)}"><table>
+<thead><tr>{head}</tr></thead>
+<tbody>
+{"".join(rows)}
+</tbody>
+</table></div>
+</div>"""
 
 
 def _card(finding: Finding) -> str:
@@ -145,7 +217,25 @@ def _range(without: Scores, present: Scores) -> tuple[float, float]:
     return (low, high) if high > low else (low - 1.0, high + 1.0)
 
 
-def _limits(findings: list[Finding], confidence: float) -> str:
+def _limits(findings: Sequence[Finding], confidence: float, checks: Sequence[Check]) -> str:
+    return f"""<h2>What an audit can and cannot show</h2>
+<ul>
+{_limits_of_attacks(findings, confidence) if findings else ""}
+{_LIMITS_OF_CHECKS if checks else ""}
+<li>Audited are the pipeline's code and its randomness, on examples made for it. A model of yours in which examples interact,
+data seen before training, metrics shown on purpose and timing are outside; the first is refused by the library, for the rest
+see the privacy statement of the run.</li>
+</ul>"""
+
+
+_LIMITS_OF_CHECKS = """<li>A check sees the faults it was made for, if they are large enough for the sizes above: noise of a
+standard deviation less than about a thousandth too small, or a rate less than about half a percent too high, stays inside the
+accepted ranges of the quick profile, and so does what happens in one of a thousand steps.</li>
+<li>Statistics tell neither a good generator from one whose seed somebody knows, nor a true normal number from one that is
+rounded finely enough.</li>"""
+
+
+def _limits_of_attacks(findings: Sequence[Finding], confidence: float) -> str:
     one_run = findings[0]
     beyond = (
         f"<li><strong>The claim audited here, ε = {one_run.claim:.3g}, is above {one_run.largest:.2g}, the most that one "
@@ -153,10 +243,8 @@ def _limits(findings: list[Finding], confidence: float) -> str:
         if not one_run.in_reach
         else ""
     )
-    return f"""<h2>What an audit can and cannot show</h2>
-<ul>
-<li>An audit is an attack. It shows that ε is <em>at least</em> a number. A number above the claim means that the claim is
-wrong, except with a probability of {100 * (1 - confidence):.3g} % for a false alarm in any audit of this page.</li>
+    return f"""<li>An attack shows that ε is <em>at least</em> a number. A number above the claim means that the claim is
+wrong, except with a probability of {100 * (1 - confidence):.3g} % for a false alarm in any attack of this page.</li>
 <li>A number below the claim is not a proof of privacy. It means that this attack, at this size, did not refute the claim; the
 proof is the mathematics of clipping, noise and accounting. A better attack may show more.</li>
 <li>One run saturates: at 95 % confidence and with every guess right, 1,000 canaries show at most ε = 5.8 and 10,000 at most
@@ -164,11 +252,7 @@ proof is the mathematics of clipping, noise and accounting. A better attack may 
 before that. With these settings the most is {one_run.largest:.2g}.</li>
 {beyond}
 <li>Two-world audits bound ε at a large δ, where a thousand repetitions are enough. Noise and sampling determine an ε for
-every δ, so the claim there is as binding as the one at δ = 1e-5.</li>
-<li>The audit covers the pipeline's code and its randomness, on canaries made for it. It does not cover a model in which
-examples interact, uses of the data before training, metrics shown on purpose, or timing. The library refuses the first; for
-the rest see the privacy statement of the run.</li>
-</ul>"""
+every δ, so the claim there is as binding as the one at δ = 1e-5.</li>"""
 
 
 def _setting(plan: PrivacyPlan) -> str:

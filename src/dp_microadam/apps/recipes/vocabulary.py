@@ -1,11 +1,12 @@
 """Names that a recipe may use for its method, model and data, and the options of each.
 
-Models and data sets are listed by hand because their code imports torch and recipes are checked without it. Tests compare each
-list with that code.
+Models are listed by hand because their code imports torch and recipes are checked without it. A test compares the list with
+that code.
 """
 
 from __future__ import annotations
 
+from dp_microadam.data.catalogue import KNOWN_DATA, known
 from dp_microadam.methods import table
 
 OPTIMIZER_OPTIONS = {name: entry.all_options for name, entry in table.METHODS.items()}
@@ -31,16 +32,7 @@ MODEL_OPTIONS: dict[str, tuple[str, ...]] = {
 }
 """Options by model."""
 
-DATA_OPTIONS: dict[str, tuple[str, ...]] = {
-    "digits": (),
-    "mnist": (),
-    "fashion-mnist": (),
-    "cifar10": (),
-    "cifar100": ("labels",),
-    "imagenet": (),
-    "image-folder": ("mean", "std"),
-    "table": ("label", "classes", "mean", "std"),
-}
+DATA_OPTIONS = {name: known(name).options for name in KNOWN_DATA}
 """Options by data set."""
 
 BASES = tuple(OPTIMIZER_OPTIONS)

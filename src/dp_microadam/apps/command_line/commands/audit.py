@@ -14,6 +14,7 @@ from dp_microadam.apps.command_line.commands.running import INTERRUPTED
 from dp_microadam.durable_files import write_text_durably
 
 if TYPE_CHECKING:
+    from dp_microadam.apps.audit.check import Check
     from dp_microadam.apps.audit.finding import Finding
     from dp_microadam.privacy.plan import PrivacyPlan
 
@@ -24,15 +25,21 @@ _DEFAULT_EPSILON = 1.0
 _DEFAULT_STEPS = 4
 
 
+Watch = Callable[[str, int], Callable[[int], None]]
+
+
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "audit",
-        help="empirical privacy audit: attack sampling, clipping, noise and optimizer, and compare with the claimed ε",
-        description="Run membership-inference attacks on the real training pipeline. Each yields a lower bound on ε. Exit code "
-        "0 if no claimed ε is refuted, 1 if one is.",
+        help="empirical privacy audit: check and attack sampling, clipping, noise and optimizer",
+        description="Audit the real training pipeline. Checks measure what the privacy proof assumes of each part; "
+        "membership-inference attacks yield lower bounds on ε. Exit code 0 if no claim is refuted, 1 if one is.",
         epilog="example:\n  dp-microadam audit --profile quick --epsilon 1 --out runs/audit",
     )
     parser.add_argument("--profile", choices=("quick", "full"), default="quick", help="size of the audit (default: quick)")
+    parser.add_argument(
+        "--only", choices=("checks", "attacks"), help="run only the checks of each part, or only the attacks on the whole"
+    )
     parser.add_argument(
         "--epsilon", type=float, metavar="E", help=f"claimed ε of the one-run audit (default: {_DEFAULT_EPSILON:g})"
     )
@@ -41,13 +48,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--delta", type=float, default=1e-5, metavar="D", help="δ of the one-run audit (default: 1e-5)")
     parser.add_argument("--canaries", type=int, metavar="M", help="canaries of the one-run audit (default: by profile)")
     parser.add_argument(
-        "--repetitions",
-        type=int,
-        metavar="R",
-        help="repetitions with and without the target example, for one-step audits (default: by profile)",
+        "--epsilon", type=float, metavar="E", help=f"claimed ε of the one-run audit (default: {_DEFAULT_EPSILON:g})"
     )
     parser.add_argument(
-        "--confidence", type=float, default=0.95, metavar="P", help="confidence of all audits together (default: 0.95)"
+        "--confidence", type=float, default=0.95, metavar="P", help="confidence of all attacks together (default: 0.95)"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write to (default: a new one under runs/)")
     parser.add_argument("--quiet", action="store_true", help="do not show progress")
@@ -67,8 +71,9 @@ def run(options: argparse.Namespace) -> int:
             require_integer(name, getattr(options, name), 100)
 
     # Imported once the input is known to be usable: torch takes seconds to load.
+    from dp_microadam.apps.audit.mechanism_checks import check_mechanisms
     from dp_microadam.apps.audit.page import audit_page
-    from dp_microadam.apps.audit.suite import PROFILES, audit_pipeline, summary
+    from dp_microadam.apps.audit.suite import PROFILES, summary
     from dp_microadam.training.run_folder import default_folder
 
     profile = PROFILES[options.profile]
@@ -76,23 +81,38 @@ def run(options: argparse.Namespace) -> int:
     repetitions = profile.repetitions if options.repetitions is None else options.repetitions
     try:
         with _progress(shown=not options.quiet) as watch:
-            findings = audit_pipeline(plan, repetitions, confidence=options.confidence, watch=watch)
+            checks = [] if options.only == "attacks" else check_mechanisms(profile.checks, watch)
+            findings = [] if options.only == "checks" else _attack(plan, repetitions, options.confidence, watch, checks)
     except KeyboardInterrupt:
         print("stopped; nothing was written", file=sys.stderr)
         return INTERRUPTED
-    line = summary(findings, options.confidence)
+    line = summary(findings, options.confidence, checks)
     folder = default_folder("audit") if options.out is None else options.out
     folder.mkdir(parents=True, exist_ok=True)
-    write_text_durably(folder / _PAGE, audit_page(findings, plan, options.confidence, line))
-    report = _report(findings, plan, options.confidence, line)
+    write_text_durably(folder / _PAGE, audit_page(findings, plan, options.confidence, line, checks))
+    report = _report(findings, checks, plan, options.confidence, line)
     write_text_durably(folder / _FINDINGS, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
     if options.json:
         print(json.dumps({**report, "page": str(folder / _PAGE)}, ensure_ascii=False))
     else:
+        _print_checks(checks)
         _print_findings(findings)
         print(line)
         print(f"page {folder / _PAGE}")
     return VIOLATED if report["violated"] else 0
+
+
+def _attack(plan: PrivacyPlan, repetitions: int, confidence: float, watch: Watch, checks: list[Check]) -> list[Finding]:
+    """All attacks; none if the pipeline refuses to run and a check has said so."""
+    from dp_microadam.apps.audit.suite import audit_pipeline
+    from dp_microadam.errors import DPMicroAdamError
+
+    try:
+        return audit_pipeline(plan, repetitions, confidence=confidence, watch=watch)
+    except DPMicroAdamError:
+        if not any(check.violated for check in checks):
+            raise
+        return []
 
 
 def _plan(options: argparse.Namespace, canaries: int) -> PrivacyPlan:
@@ -115,25 +135,53 @@ def _plan(options: argparse.Namespace, canaries: int) -> PrivacyPlan:
     )
 
 
-def _report(findings: list[Finding], plan: PrivacyPlan, confidence: float, line: str) -> dict[str, Any]:
+def _report(findings: list[Finding], checks: list[Check], plan: PrivacyPlan, confidence: float, line: str) -> dict[str, Any]:
+    from dp_microadam.apps.audit.check import together
+
     return {
-        "violated": any(finding.violated for finding in findings),
+        "violated": any(finding.violated for finding in findings) or any(check.violated for check in checks),
         "summary": line,
         "confidence": confidence,
         "epsilon": plan.epsilon,
-        "epsilon_bound": findings[0].bound,
+        "epsilon_bound": findings[0].bound if findings else None,
         "delta": plan.delta,
         "plan": plan.to_dict(),
         "findings": [finding.to_dict() for finding in findings],
+        "checks": [check.to_dict() for check in checks],
+        "false_alarm_of_checks": together(checks),
     }
+
+
+def _print_checks(checks: list[Check]) -> None:
+    """A line for each part, and one for each check that failed."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from dp_microadam.apps.audit.check import in_words, range_in_words
+
+    if not checks:
+        return
+    table = Table(title="Checks", title_justify="left")
+    for name in ("part", "check", "result", "accepted"):
+        table.add_column(name)
+    for part in dict.fromkeys(check.part for check in checks):
+        own = [check for check in checks if check.part == part]
+        failed = [check for check in own if check.violated]
+        table.add_row(part, f"{len(own)} checks", "VIOLATION" if failed else "all hold", "")
+        for check in failed:
+            told = f"{check.statistic}: {in_words(check.value)}" if check.size else f"{check.statistic}: {check.detail}"
+            table.add_row("", check.name, told, range_in_words(check.low, check.high) if check.size else "")
+    Console(highlight=False).print(table)
 
 
 def _print_findings(findings: list[Finding]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="Audits", title_justify="left")
-    table.add_column("audit")
+    if not findings:
+        return
+    table = Table(title="Attacks", title_justify="left")
+    table.add_column("attack")
     for name in ("shown ε ≥", "claimed ε", "at δ", "largest possible", "confidence"):
         table.add_column(name, justify="right")
     for finding in findings:
@@ -149,7 +197,7 @@ def _print_findings(findings: list[Finding]) -> None:
 
 
 @contextmanager
-def _progress(*, shown: bool) -> Iterator[Callable[[str, int], Callable[[int], None]]]:
+def _progress(*, shown: bool) -> Iterator[Watch]:
     """Progress on stderr: bars on a terminal, otherwise a line per part."""
     if not (shown and sys.stderr.isatty()):
 

@@ -91,11 +91,18 @@ def _refuse_unprotected(run: str) -> None:
     from dp_microadam.privacy.statement import PRIVACY_NAME
 
     folder = Path(run)
-    if (folder / PRIVACY_NAME).is_file() and not (folder / LEDGER_NAME).exists():
-        raise InputError(
-            f"run {run!r} is not private: it was trained without clipping and noise, so no budget covers what it reveals about "
-            "its data; leave it out, and do not publish it"
-        )
+    if not (folder / PRIVACY_NAME).is_file() or (folder / LEDGER_NAME).exists():
+        return
+    try:
+        statement = json.loads((folder / PRIVACY_NAME).read_text(encoding="utf-8"))
+    except ValueError:
+        statement = {}
+    if statement.get("ledger_head"):
+        raise InputError(f"run {run!r} has a privacy statement and no {LEDGER_NAME}, as exports do; name the run's own folder")
+    raise InputError(
+        f"run {run!r} is not private: it was trained without clipping and noise, so no budget covers what it reveals about "
+        "its data; leave it out, and do not publish it"
+    )
 
 
 def _compose(records: dict[str, LedgerRecord], delta: float, options: argparse.Namespace) -> dict[str, Any]:

@@ -1,0 +1,63 @@
+"""A clipping rule for a layer of your own: here PReLU, max(x, 0) + a·min(x, 0), whose gradient is Σ δ·min(x, 0).
+
+Every layer is clipped exactly without a rule too, by repeating its forward pass for each example; a rule makes that cheap.
+"""
+
+import torch
+from torch import nn
+
+from dp_microadam import (
+    ClippedGradients,
+    GradientRows,
+    LayerRule,
+    PartsCall,
+    UnchangedInput,
+    per_example_gradients,
+    register_rule,
+)
+
+
+class PReLUCall(PartsCall):
+    """One call of the layer: per-example gradients, once the output gradient is known."""
+
+    def __init__(self, rule, inputs):
+        super().__init__()
+        self.rule, self.inputs = rule, inputs
+
+    def squared_norms(self, output_gradient):
+        self.parts["weight"] = GradientRows(self.rule.gradients(self.inputs.read(), output_gradient))
+        return self.parts["weight"].squared_norms()
+
+    def per_example(self, output_gradient, examples):  # for layers that are used twice
+        return {"weight": self.rule.gradients(self.inputs.read()[examples], output_gradient[examples])}
+
+
+class PReLURule(LayerRule):
+    """How the gradients of one module are clipped."""
+
+    def observe(self, args, kwargs, output):
+        return PReLUCall(self, UnchangedInput(self.name, self.only_input(args, kwargs)))
+
+    def gradients(self, inputs, output_gradient):
+        """One row per example: a slope for all channels, or one for each."""
+        terms = output_gradient.detach() * inputs.clamp(max=0)
+        return terms.flatten(2).sum(2) if self.module.num_parameters > 1 else terms.flatten(1).sum(1, keepdim=True)
+
+
+register_rule(nn.PReLU, PReLURule)
+
+model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.PReLU(4), nn.Flatten(), nn.Linear(4 * 36, 3))
+batch = torch.rand(5, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1])
+
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+engine = ClippedGradients(model, loss, max_grad_norm=1.0)  # a rule that is wrong is refused before the first step
+norms = engine.accumulate(batch)
+slow = [
+    torch.cat([part.flatten() for part in gradient.values()]).norm() for gradient in per_example_gradients(model, loss, batch)
+]
+print(f"largest difference from gradients taken one by one: {float((norms - torch.stack(slow)).abs().max()):.1e}")
+engine.explain()

@@ -1,0 +1,116 @@
+"""The start-up check of the clip itself: on synthetic examples, none adds more than the bound to the sum.
+
+The independence check (``ownership.py``) compares norms and unclipped sums with autograd. What is left is the step between
+them: that coefficients follow from the norms, reach every part of the gradient, and are each example's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dp_microadam.clipping.batches import batch_size, repeated, select, synthetic
+from dp_microadam.clipping.undisturbed import undisturbed
+from dp_microadam.errors import PrivacyError
+
+if TYPE_CHECKING:
+    from dp_microadam.clipping.engine import ClippedGradients
+    from dp_microadam.clipping.recording import Observed
+
+_EXAMPLES = 3
+# Of the bound. What is looked for, an example that keeps its whole gradient, is all of it.
+_ROUNDING = 1e-3
+# Of the bound, for each example: passes over one example and over several differ in the order of their additions.
+_ROUNDING_OF_SUMS = 3e-2
+# Examples whose gradients are smaller than this part of the largest are left to be clipped or not.
+_SMALL = 1e-3
+
+
+def check_clip(engine: ClippedGradients, observed: Observed, batch: Any, given: Any = None, precision: float = 0.0) -> None:
+    """Raise :class:`PrivacyError` unless each of three synthetic examples adds at most the bound to the sum.
+
+    The examples are shaped like those of ``batch``, or are ones of those ``given``. They go through a copy of the engine whose
+    bound is half of their smallest gradient norm, so that every one has to be clipped. Once alone each: what it adds has at
+    most that norm, up to rounding. Then together: the sum is that of what each adds alone, so that none was clipped by a norm
+    that is not its own. The latter is left out where a model draws random numbers, which differ from pass to pass.
+    ``precision`` is that of the products in the model. Five forward and backward passes of one to three examples.
+
+    Formal guarantees: after it has returned, the engine's sum moved by at most the bound for each of these examples.
+    """
+    examples = synthetic(batch, _EXAMPLES)[0] if given is None else repeated(given, _EXAMPLES)[0]
+    precision = max(precision, *(torch.finfo(p.dtype).eps for p in engine._trainable.values()))
+    everyone = torch.arange(batch_size(examples))
+    with undisturbed(engine._model) as rewind:
+        trial = _Trial(engine)
+
+        def add(bound: float, rows: Tensor) -> Tensor:
+            rewind(0)
+            return trial.add(bound, observed, select(examples, rows))
+
+        norms = add(engine.sensitivity, everyone)
+        largest = float(norms.max())
+        if not (largest > 0 and math.isfinite(largest)):
+            return  # nothing to clip
+        bound = 0.5 * float(norms[norms > _SMALL * largest].min())
+        limit = bound * (1 + max(_ROUNDING, 4 * precision))
+        total = {name: torch.zeros_like(part) for name, part in trial.sums.items()}
+        drew = False
+        for row in everyone:
+            before = _random_state()
+            add(bound, row.view(1))
+            drew = drew or _random_state() != before
+            if not _norm(trial.sums) <= limit:
+                raise PrivacyError(
+                    f"an example adds {_norm(trial.sums):.6g} to the sum of clipped gradients, but the clipping norm was "
+                    f"{bound:.6g}; this is a fault of the clipping engine, do not train with it"
+                )
+            for name, part in trial.sums.items():
+                total[name] += part
+        if drew:
+            return
+        add(bound, everyone)
+        for name, part in trial.sums.items():
+            total[name] -= part
+        if not _norm(total) <= max(_ROUNDING_OF_SUMS, 8 * precision) * bound * len(everyone):
+            raise PrivacyError(
+                "examples add something else to the sum of clipped gradients together than one by one, so that each is not "
+                "clipped by its own norm; this is a fault of the clipping engine, do not train with it"
+            )
+
+
+class _Trial:
+    """A copy of an engine that shares its model and all it learned, with a bound and sums of its own."""
+
+    def __init__(self, engine: ClippedGradients) -> None:
+        self._engine = engine
+        self._copy = copy.copy(engine)
+
+    @property
+    def sums(self) -> dict[str, Tensor]:
+        return self._copy.sums
+
+    def add(self, bound: float, observed: Observed, batch: Any) -> Tensor:
+        """Start at zero and add these examples, clipped to this bound; returns the norms."""
+        engine = self._engine
+        self._copy._bound = bound
+        if engine._layer_bounds is not None:
+            self._copy._layer_bounds = {name: own * bound / engine._bound for name, own in engine._layer_bounds.items()}
+        self._copy.reset()
+        return self._copy._add(observed, batch)
+
+
+def _norm(parts: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts.values()))
+
+
+def _random_state() -> tuple[Any, ...]:
+    """Whether it moves tells whether a pass draws random numbers."""
+    gpus = [state.tolist() for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_initialized() else []
+    numpy_state = np.random.get_state()  # noqa: NPY002 - the global stream is the one a model may use
+    return torch.get_rng_state().tolist(), gpus, random.getstate(), str(numpy_state)
