@@ -132,6 +132,12 @@ def test_modules_that_answer_without_torch_do_not_import_it():
         assert not {module for module in imports_of(SOURCES / name) if module.partition(".")[0] == "torch"}, name
 
 
+def test_only_the_applications_import_what_only_they_need():
+    for path in sorted(SOURCES.rglob("*.py")):
+        if parts_of(path)[0] != "apps":
+            assert not {module.partition(".")[0] for module in imports_of(path)} & {"tomli_w", "argcomplete"}, path
+
+
 def test_relative_imports_are_not_used():
     for path in SOURCES.rglob("*.py"):
         levels = [node.level for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.ImportFrom)]

@@ -212,11 +212,11 @@ def test_a_pickle_cannot_run_code(tmp_path):
     place = write(tmp_path / "data", "cifar10", "python")
     victim = place / "cifar-10-batches-py" / "data_batch_1"
     victim.write_bytes(pickle.dumps({"data": Attack(), "labels": []}))
-    with pytest.raises(InputError, match=r"data_batch_1 asks for posix.mkdir, which is no data; it was not run"):
+    with pytest.raises(InputError, match=r"data_batch_1 refers to posix.mkdir, which is not data; it was not run"):
         cifar.read("cifar10", place, ANY)
     assert not (tmp_path / "harm").exists()
     victim.write_bytes(pickle.dumps({"data": getattr, "labels": []}))
-    with pytest.raises(InputError, match=r"asks for builtins.getattr"):
+    with pytest.raises(InputError, match=r"refers to builtins.getattr"):
         cifar.read("cifar10", place, ANY)
 
 
@@ -236,8 +236,8 @@ WRONG_BATCHES = [
     ({"data": np.zeros((2, 3072), np.uint8), "labels": [0]}, "labels, one whole number per image"),
     ({"data": np.zeros((2, 3072), np.uint8), "labels": [0, "x"]}, "labels, one whole number per image"),
     ({"data": np.zeros((2, 3072), np.uint8)}, "labels, one whole number per image"),
-    ({"data": np.zeros((2, 3072), np.uint8), "labels": [0, 10]}, "a label that is none; labels must be 0 to 9"),
-    ({"data": np.zeros((2, 3072), np.uint8), "labels": [0, -1]}, "a label that is none; labels must be 0 to 9"),
+    ({"data": np.zeros((2, 3072), np.uint8), "labels": [0, 10]}, "an invalid label; labels must be 0 to 9"),
+    ({"data": np.zeros((2, 3072), np.uint8), "labels": [0, -1]}, "an invalid label; labels must be 0 to 9"),
     ([1, 2], "3072 bytes per image"),
 ]
 
@@ -261,7 +261,7 @@ def test_an_empty_file_is_refused_by_name(tmp_path):
 def test_a_label_out_of_range_is_refused_without_telling_it(tmp_path):
     batches = made_up("cifar10")
     batches["data_batch_4"][1]["labels"][2] = 77
-    with pytest.raises(InputError, match=r"data_batch_4.bin holds a label that is none") as refusal:
+    with pytest.raises(InputError, match=r"data_batch_4.bin holds an invalid label") as refusal:
         cifar.read("cifar10", write(tmp_path, "cifar10", "binary", batches=batches), ANY)
     assert "77" not in str(refusal.value)
 

@@ -122,7 +122,7 @@ def test_a_header_that_announces_more_than_memory_is_refused(tmp_path):
 
 
 WRONG_ARRAYS = [
-    (TRAIN_LABELS, np.full(20, 10), "holds a label that is none; labels must be 0 to 9"),
+    (TRAIN_LABELS, np.full(20, 10), "holds an invalid label; labels must be 0 to 9"),
     (TEST_LABELS, np.zeros(5), "holds 5 labels for the 6 images"),
     (TRAIN_IMAGES, np.zeros((20, 32, 32)), "holds images of 32×32 pixels"),
     (TRAIN_IMAGES, np.zeros((0, 28, 28)), "holds 20 labels for the 0 images"),

@@ -131,7 +131,7 @@ def wrong_folders():
     return [
         (without("train"), "lacks the folder train"),
         (without("val"), "lacks the folder val"),
-        (foreign, "notes.txt is no image by its name"),
+        (foreign, "notes.txt is not an image by its name"),
         (new_class, "cat is a class that .*train does not have"),
         (empty, "val holds no images"),
     ]

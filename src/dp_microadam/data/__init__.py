@@ -1,6 +1,6 @@
-"""Data sets by name, one file per source format, and what happens to their batches before a model sees them.
+"""Data sets by name, one module per file format, with preprocessing and augmentation of batches.
 
-Names are loaded on first use: what is known of a data set, and fetching it, do without torch.
+Public names are imported on first use: the catalogue of data sets and downloads work without torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Examples as arrays: in memory as tensors, or read from memory-mapped files one by one."""
+"""Examples as numpy arrays, in memory or memory-mapped."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.utils.data import Dataset
 
 @dataclass(frozen=True, eq=False)
 class Arrays:
-    """Inputs of N examples, in one array or several that follow each other, and their N labels as int64.
+    """Inputs of N examples, in one array or several consecutive ones, and their N labels as int64.
 
-    An array may be a ``numpy.memmap``: it then stays in its file.
+    An array may be a ``numpy.memmap``, which is read from its file on access.
     """
 
     inputs: list[NDArray[Any]]
@@ -26,7 +26,7 @@ class Arrays:
         return len(self.labels)
 
     def part(self, rows: Tensor | None = None) -> tuple[Tensor, Tensor] | MappedRows:
-        """The examples with these indices (all, without) as tensors, or as a Dataset if an array is memory-mapped."""
+        """The examples with these indices (default: all), as tensors, or as a Dataset if an array is memory-mapped."""
         if rows is None:
             rows = torch.arange(len(self))
         if any(isinstance(array, np.memmap) for array in self.inputs):
@@ -37,7 +37,7 @@ class Arrays:
 
 
 class MappedRows(Dataset[tuple[Tensor, Tensor]]):
-    """Some rows of memory-mapped arrays, fetched as they are asked for."""
+    """A Dataset of some rows of memory-mapped arrays, read on access."""
 
     def __init__(self, arrays: Arrays, rows: NDArray[np.int64]) -> None:
         self._arrays = arrays

@@ -1,7 +1,7 @@
-"""Random changes of training images, on whole batches and on their device.
+"""Random data augmentation for batches of training images, on their device.
 
-All randomness comes from torch's generators, which a run makes unpredictable for each step; each view of each image draws its
-own. ``augmentation_reference.py`` does the same image by image.
+All randomness comes from torch's generators, which a private run reseeds unpredictably at each step; each view of each image
+draws its own numbers. ``augmentation_reference.py`` does the same image by image.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dp_microadam.errors import InputError
 from dp_microadam.validation import require_integer
 
 SMALLEST_AREA = 0.08
-"""Of a random resized crop, as a fraction of the image (Szegedy et al., 2015)."""
+"""Smallest area of a random resized crop, as a fraction of the image (Szegedy et al., 2015)."""
 WIDEST_RATIO = 4 / 3
 _ATTEMPTS = 10
 
 
 @dataclass(frozen=True)
 class Boxes:
-    """Parts of images: top, left, height and width of each, whole numbers [N]."""
+    """Crop boxes of N images: top, left, height and width as integer tensors [N]."""
 
     top: Tensor
     left: Tensor
@@ -35,15 +35,15 @@ class Boxes:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Turns a batch of (images [B, C, H, W], labels) into one of random views of the images.
+    """Random crops and flips for a batch of (images [B, C, H, W], labels).
 
     Arguments:
-        crop_padding: black pixels added on each side before a part of the original size is cut out; 0: no random crop.
-        flip: whether half of the views are mirrored left to right.
-        resized_crop: cut out a part of 8 to 100 % of the area and a ratio of 3:4 to 4:3, and bring it to the original size.
-        multiplicity: views per image (AugMult, Hoffer et al. 2019; De et al. 2022). Images become [B, K, C, H, W] if it is
-            more than 1, an image's views next to each other: average their losses before the gradient is clipped.
-        size: height and width to bring images to before all of this; None: as they come.
+        crop_padding: zero padding on each side before a random crop of the original size; 0: no random crop.
+        flip: flip each view horizontally with probability ½.
+        resized_crop: random crop of 8 to 100 % of the area and aspect ratio 3:4 to 4:3, resized to the original size.
+        multiplicity: number K of views per image (augmentation multiplicity, Hoffer et al. 2019; De et al. 2022). Images
+            become [B, K, C, H, W] if K > 1; average the losses of an image's views before its gradient is clipped.
+        size: height and width to resize images to before augmentation; None: unchanged.
 
     Formal guarantees: a view depends on its own image and on random numbers that are independent of all data.
     """
@@ -65,7 +65,7 @@ class Augmentation:
 
     def __call__(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         images, labels = batch
-        if images.dim() == 5:  # views that were cropped where the images were decoded
+        if images.dim() == 5:  # views that were already cropped when the images were decoded
             return self._change(images.flatten(0, 1), 1).view(images.shape), labels
         if self.size is not None and tuple(images.shape[-2:]) != self.size:
             images = resized(images, self.size)
@@ -91,9 +91,9 @@ class Augmentation:
 
 
 def shifted(images: Tensor, top: Tensor, left: Tensor, flipped: Tensor, padding: int) -> Tensor:
-    """For each (top, left), ``len(top) / len(images)`` per image: that part of the padded image, mirrored where ``flipped``.
+    """Crops of the padded images at each (top, left), ``len(top) / len(images)`` per image, mirrored where ``flipped``.
 
-    The part has the image's own size, so top = left = padding is the image itself.
+    A crop has the size of the image, so top = left = padding gives the image itself.
     """
     _, _, height, width = images.shape
     padded = F.pad(images, (padding, padding, padding, padding))
@@ -107,10 +107,10 @@ def shifted(images: Tensor, top: Tensor, left: Tensor, flipped: Tensor, padding:
 
 
 def random_boxes(height: int, width: int, count: int, device: torch.device | None = None) -> Boxes:
-    """``count`` random parts of images of this size, for :func:`cut_and_resize`.
+    """``count`` random crop boxes for images of this size, for :func:`cut_and_resize`.
 
-    Area and ratio (logarithmically) are uniform; of ten attempts the first that fits into the image is taken, else the largest
-    centred part whose ratio is allowed.
+    Area and log aspect ratio are uniform. The first of ten attempts that fits into the image is taken, otherwise the largest
+    centred box with an allowed ratio.
     """
     area = height * width * torch.empty(_ATTEMPTS, count, device=device).uniform_(SMALLEST_AREA, 1)
     ratio = torch.empty(_ATTEMPTS, count, device=device).uniform_(-math.log(WIDEST_RATIO), math.log(WIDEST_RATIO)).exp()
@@ -137,7 +137,7 @@ def _largest_allowed(height: int, width: int) -> tuple[int, int]:
 
 
 def cut_and_resize(images: Tensor, boxes: Boxes, flipped: Tensor) -> Tensor:
-    """The box of each image brought to the image's size bilinearly, mirrored where ``flipped``; as floats."""
+    """Crop each image to its box and resize the crop to the image size (bilinear), mirrored where ``flipped``; as floats."""
     _, _, height, width = images.shape
     rows = _samples(boxes.top, boxes.height, height)
     columns = _samples(boxes.left, boxes.width, width)
@@ -149,7 +149,7 @@ def cut_and_resize(images: Tensor, boxes: Boxes, flipped: Tensor) -> Tensor:
 
 
 def _samples(first: Tensor, length: Tensor, count: int) -> Tensor:
-    """Where ``count`` samples of a stretch of pixels lie, [N, count]: never beyond the stretch's own outermost pixels."""
+    """Positions [N, count] of ``count`` equidistant samples of a range of pixels, clamped to its first and last pixel."""
     steps = torch.arange(count, device=first.device) + 0.5
     inside = (steps * length.view(-1, 1) / count - 0.5).clamp(min=0)
     return torch.minimum(inside, length.view(-1, 1) - 1.0) + first.view(-1, 1)

@@ -1,4 +1,4 @@
-"""The slow twin of ``augmentation.py``: one image at a time, one random number at a time, written to be read."""
+"""Reference implementation of ``augmentation.py``: one image and one random number at a time, written for readability."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dp_microadam.data.augmentation import SMALLEST_AREA, WIDEST_RATIO
 
 
 def shifted_one(image: Tensor, top: int, left: int, flipped: bool, padding: int) -> Tensor:
-    """The part of the padded image [C, H, W] that starts at (top, left), mirrored if ``flipped``."""
+    """The crop of the padded image [C, H, W] that starts at (top, left), mirrored if ``flipped``."""
     channels, height, width = image.shape
     padded = torch.zeros(channels, height + 2 * padding, width + 2 * padding, dtype=image.dtype)
     padded[:, padding : padding + height, padding : padding + width] = image
@@ -21,7 +21,7 @@ def shifted_one(image: Tensor, top: int, left: int, flipped: bool, padding: int)
 
 
 def cut_and_resize_one(image: Tensor, top: int, left: int, height: int, width: int, flipped: bool) -> Tensor:
-    """A part of the image brought to the image's size."""
+    """A crop of the image, resized to the image size."""
     part = image[:, top : top + height, left : left + width].float()
     whole = F.interpolate(part.unsqueeze(0), image.shape[1:], mode="bilinear", align_corners=False)[0]
     return whole.flip(2) if flipped else whole
@@ -33,6 +33,7 @@ def random_shift(padding: int) -> tuple[int, int]:
 
 
 def random_flip() -> bool:
+    """A fair coin."""
     return bool(torch.rand(()) < 0.5)
 
 

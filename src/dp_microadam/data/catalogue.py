@@ -1,7 +1,8 @@
-"""What is known of each data set before it is opened: public constants, published files, their digests and addresses.
+"""Catalogue of data sets: shapes, classes, normalization constants, published files, their digests and download URLs.
 
-Digests are of a file's content, decompressed where it ends in .gz: packagers compress the same content in other ways.
-Archives have a digest of their own. Mean and standard deviation are published constants for pixels scaled to [0, 1].
+Digests are those of a file's content, after decompression if its name ends in .gz, since the same content may be compressed
+differently. Archives have a digest of their own. Mean and standard deviation are published constants for pixels scaled to
+[0, 1].
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dp_microadam.validation import require_one_of
 
 @dataclass(frozen=True)
 class Download:
-    """A file as its publisher offers it. Later addresses are mirrors; the digest holds for all of them."""
+    """A published file: its name, SHA-256, and URLs, the first of which is the publisher's and the others are mirrors."""
 
     name: str
     sha256: str
@@ -24,26 +25,26 @@ class Download:
 
 @dataclass(frozen=True)
 class KnownData:
-    """``kind`` says which reader takes it. ``num_classes`` is None where the user's own data decide."""
+    """Metadata of a data set. ``kind`` is the file format; ``num_classes`` is None for the user's own data."""
 
     kind: str
     summary: str
     num_classes: int | None = None
     train_size: int | None = None
     shape: tuple[int, ...] = ()
-    """Of one image; empty where images differ, or the user's own data decide."""
+    """Shape of one image; empty if images differ in size, or for the user's own data."""
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     downloads: tuple[Download, ...] = ()
     digests: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     by_hand: str = ""
-    """For data that cannot be downloaded: what to do instead."""
+    """How to get data that cannot be downloaded automatically."""
     package: str = ""
-    """For data that come inside a pip package: its name."""
+    """Name of the pip package that contains the data, if any."""
     reader: str = ""
-    """For those: the function that returns training and test part as arrays, ``module:function``."""
+    """For data in a pip package: the function that returns training and test part as arrays, ``module:function``."""
     options: tuple[str, ...] = ()
-    """What a recipe may set under ``data_options``."""
+    """Keys that a recipe may set under ``data_options``."""
 
 
 IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
@@ -203,7 +204,7 @@ KNOWN_DATA = tuple(_CATALOGUE)
 
 
 def known(name: str) -> KnownData:
-    """What is known of the data set called ``name``.
+    """Metadata of the data set called ``name``.
 
     >>> known("cifar10").num_classes
     10

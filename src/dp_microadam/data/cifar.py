@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 as they are published: the binary and the python version, in a folder or a tar.gz archive.
+"""Reader for CIFAR-10 and CIFAR-100: the published binary and Python versions, as a folder or a tar.gz archive.
 
 A record of the binary version is its labels, one byte each (CIFAR-100: first the coarse, then the fine one), and 3,072
 pixels: red, green, blue, each row by row. The python version is a pickle of a dict with the same pixels and lists of labels.
@@ -29,7 +29,7 @@ _PIXELS = 3 * 32 * 32
 
 @dataclass(frozen=True)
 class Version:
-    """One way in which a data set is published: its archive, the folder inside it, and the files in that folder."""
+    """One published version of a data set: its archive, the folder inside it, and the files in that folder."""
 
     archive: str
     folder: str
@@ -62,13 +62,13 @@ _LABELS: Mapping[str, Mapping[str, tuple[int, str, int]]] = {
 
 
 def num_classes(name: str, labels: str = "fine") -> int:
-    """How many classes there are with these labels; CIFAR-100 has ``"fine"`` and ``"coarse"`` ones."""
+    """Number of classes; CIFAR-100 has ``"fine"`` and ``"coarse"`` labels."""
     kinds = _LABELS[name]
     return kinds[require_one_of("labels", labels, tuple(kinds))][2]
 
 
 def locate(name: str, place: Path) -> tuple[Version, Path]:
-    """The version found at ``place`` and the folder or archive that holds it; binary ones are preferred.
+    """The version found at ``place``, and its folder or archive; the binary version is preferred.
 
     Raises:
         InputError: if there is none, or one lacks a file.
@@ -95,16 +95,16 @@ def locate(name: str, place: Path) -> tuple[Version, Path]:
 
 
 def files_of(name: str, place: Path) -> list[Path]:
-    """The files that would be read."""
+    """The files that :func:`read` would open."""
     version, holder = locate(name, place)
     return [holder] if holder.is_file() else [holder / file for file in version.files]
 
 
 def read(name: str, place: Path, reading: Reading, labels: str = "fine") -> tuple[Arrays, Arrays]:
-    """The training and the test part.
+    """Read the training and the test part.
 
-    Formal guarantees: pickles are read by an unpickler that makes numbers, text, lists, dicts and numpy arrays and calls
-    nothing else, after the digest was compared; a file that asks for more is refused.
+    Formal guarantees: pickles are loaded, after their digest was compared, by a restricted unpickler that can only create
+    numbers, strings, lists, dicts and numpy arrays; a pickle that refers to anything else is refused.
 
     Raises:
         InputError: naming the file, if it is missing, damaged or not the published one.
@@ -120,7 +120,7 @@ def read(name: str, place: Path, reading: Reading, labels: str = "fine") -> tupl
         if len(found) == 0:
             raise InputError(f"{source} holds no images; fetch it again")
         if found.min() < 0 or found.max() >= classes:
-            raise InputError(f"{source} holds a label that is none; labels must be 0 to {classes - 1}")
+            raise InputError(f"{source} holds an invalid label; labels must be 0 to {classes - 1}")
         parts[file] = Arrays([images], found)
     return _joined([parts[file] for file in version.train]), parts[version.test]
 
@@ -130,7 +130,7 @@ def _joined(parts: Sequence[Arrays]) -> Arrays:
 
 
 def _contents(version: Version, holder: Path, reading: Reading) -> Iterator[tuple[str, str, Bytes]]:
-    """Name, place in words and content of each file of a folder or an archive."""
+    """Name, location (for messages) and content of each file in a folder or archive."""
     if holder.is_dir():
         for file in version.files:
             yield file, str(holder / file), reading.content(holder / file)
@@ -180,7 +180,7 @@ def _unpickled(source: str, content: Bytes, key: str) -> tuple[NDArray[Any], NDA
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Finds what numpy needs to rebuild arrays and nothing else, so that a pickle cannot run code."""
+    """Unpickler restricted to what numpy needs to rebuild arrays, so that a pickle cannot run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("numpy", "ndarray"):
@@ -191,14 +191,14 @@ class _ArraysOnly(pickle.Unpickler):
             return _latin1_bytes
         if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
             return _empty_array
-        raise InputError(f"asks for {module}.{name}, which is no data; it was not run")
+        raise InputError(f"refers to {module}.{name}, which is not data; it was not run")
 
 
 def _empty_array(kind: type, shape: tuple[int, ...], code: Any) -> NDArray[Any]:
-    """What numpy's own reconstruction starts from: the pickle fills it afterwards."""
+    """Stands in for numpy's ``_reconstruct``: an empty array, which the pickle fills afterwards."""
     return np.ndarray.__new__(np.ndarray, (0,), "b")
 
 
 def _latin1_bytes(text: str, encoding: str) -> bytes:
-    """How Python 3 writes bytes in the pickle protocol of Python 2."""
+    """Stands in for ``codecs.encode``, with which Python 3 stores bytes in pickle protocols up to 2."""
     return text.encode("latin1")

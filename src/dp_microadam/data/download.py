@@ -1,4 +1,4 @@
-"""Fetching published files: resumed where an earlier attempt stopped, and kept only if their digest is the published one."""
+"""Downloads published files: resumes interrupted downloads, and keeps a file only if its digest is the published one."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from dp_microadam.data.catalogue import Download
 from dp_microadam.errors import DPMicroAdamError
 
 PARTIAL = ".part"
-"""Added to the name of a file that is not whole yet."""
+"""Suffix of an incomplete download."""
 
 _BLOCK = 2**18
-_SECONDS_WITHOUT_AN_ANSWER = 30
-_NOT_MORE_THAN_WE_HAVE = 416
+_TIMEOUT_SECONDS = 30
+_RANGE_NOT_SATISFIABLE = 416
 
 Progress = Callable[[int, int | None], None]
-"""Called with the bytes there are by now, and how many there will be if the server tells."""
+"""Callback with the number of bytes so far, and the total if the server reports it."""
 
 
 class NotFetched(DPMicroAdamError):
-    """No address gave the file. The message says why, for each."""
+    """Raised if no URL delivered the file; the message gives the reason for each."""
 
 
 def fetch(download: Download, folder: Path, progress: Progress, urls: Sequence[str] | None = None) -> bool:
-    """Put the file into ``folder`` unless it is there already, and say whether it had to be fetched.
+    """Download the file into ``folder`` unless it is there already; returns whether it was downloaded.
 
-    Formal guarantees: a file appears under its name only when it is whole and its SHA-256 is the published one. What arrived
-    before a failure is kept beside it and continued next time.
+    Formal guarantees: a file appears under its name only when it is complete and its SHA-256 is the published one. A partial
+    download is kept beside it and resumed the next time.
 
     Raises:
-        NotFetched: if no address delivered the published file.
+        NotFetched: if no URL delivered the published file.
     """
     target = folder / download.name
     if target.is_file() and _sha256(target) == download.sha256:
@@ -51,21 +51,21 @@ def fetch(download: Download, folder: Path, progress: Progress, urls: Sequence[s
         if _sha256(partial) == download.sha256:
             partial.replace(target)
             return True
-        # Continuing what is wrong would stay wrong.
+        # Resuming a wrong file would never make it right.
         partial.unlink()
         failures.append(f"{url}: what it sent is not the published {download.name}")
     raise NotFetched("; ".join(failures))
 
 
 def _continue(url: str, partial: Path, progress: Progress) -> None:
-    """Ask for what is missing of ``partial`` and append it, or begin anew if the server cannot continue."""
+    """Request the missing rest of ``partial`` and append it, or start over if the server does not support ranges."""
     there = partial.stat().st_size if partial.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={there}-"} if there else {})
     try:
-        response = urllib.request.urlopen(request, timeout=_SECONDS_WITHOUT_AN_ANSWER)
+        response = urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS)
     except urllib.error.HTTPError as error:
-        if error.code == _NOT_MORE_THAN_WE_HAVE and there:
-            return  # nothing is missing; the digest decides
+        if error.code == _RANGE_NOT_SATISFIABLE and there:
+            return  # the file is complete; the digest decides
         raise
     with response:
         continues = response.status == 206 and response.headers.get("Content-Range", "").startswith(f"bytes {there}-")

@@ -1,4 +1,4 @@
-"""The idx files in which MNIST and Fashion-MNIST are published, plain or compressed with gzip.
+"""Reader for the idx files of MNIST and Fashion-MNIST, plain or gzip-compressed.
 
 An idx file is two zero bytes, a code for the type of its elements (8: unsigned bytes), the number of dimensions, each
 dimension as four bytes, most significant first, and then the elements.
@@ -32,10 +32,10 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def read_folder(folder: Path, reading: Reading) -> tuple[Arrays, Arrays]:
-    """The training and the test part.
+    """Read the training and the test part.
 
     Raises:
-        InputError: naming the file, if one is missing, cut short, too long or not what its name says.
+        InputError: naming the file, if one is missing, truncated, too long or of another kind than its name says.
     """
     train_images, train_labels, test_images, test_labels = files_of(folder)
     return _read_pair(train_images, train_labels, reading), _read_pair(test_images, test_labels, reading)
@@ -55,12 +55,12 @@ def _read_pair(image_path: Path, label_path: Path, reading: Reading) -> Arrays:
     if not len(images):
         raise InputError(f"{image_path} holds no images; fetch it again")
     if labels.max() >= _NUM_CLASSES:
-        raise InputError(f"{label_path} holds a label that is none; labels must be 0 to {_NUM_CLASSES - 1}")
+        raise InputError(f"{label_path} holds an invalid label; labels must be 0 to {_NUM_CLASSES - 1}")
     return Arrays([images[:, None]], labels.astype(np.int64))
 
 
 def read_idx(path: Path, reading: Reading, *, dimensions: int) -> Bytes:
-    """The array in ``path``, which must have so many dimensions and nothing after its last element."""
+    """Read the array in an idx file; it must have ``dimensions`` dimensions and no trailing bytes."""
     content = reading.content(path)
     header = 4 + 4 * dimensions
     if len(content) < header:
@@ -81,7 +81,7 @@ def read_idx(path: Path, reading: Reading, *, dimensions: int) -> Bytes:
 
 
 def _find(folder: Path, name: str) -> Path:
-    """The file called ``name``, also compressed, also with a dot before ``idx`` as some copies have it."""
+    """The file called ``name``, possibly gzip-compressed, or with a dot before ``idx`` as in some copies."""
     for candidate in (name, name.replace("-idx", ".idx")):
         for suffix in ("", ".gz"):
             path = folder / f"{candidate}{suffix}"

@@ -1,4 +1,4 @@
-"""Folders of image files, one subfolder per class, as ImageNet is used: decoded when asked for, best in worker processes."""
+"""Folders of image files with one subfolder per class, as for ImageNet. Images are decoded on access."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm")
 SIZE = 224
-"""Height and width that images are brought to, unless the recipe says otherwise."""
+"""Default height and width that images are resized to."""
 _RESIZE_RATIO = 256 / 224
-"""Evaluation: the shorter side becomes 256 for a centre of 224, and in proportion."""
+"""For evaluation, the shorter side is resized to 256/224 of the size before the centre crop."""
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
-    """Images of files as uint8 [3, size, size], with the index of their class.
+    """Dataset of image files: pairs of an image as uint8 [3, size, size] and its class index.
 
-    As it is made, it shows the centre of each image, after its shorter side was brought to 8/7 of ``size``. With
-    :meth:`random_crops` it shows random parts instead.
+    By default each image is resized so that its shorter side is 8/7 of ``size``, and the centre is cropped.
+    :meth:`random_crops` returns a dataset of random resized crops instead.
     """
 
     def __init__(self, folder: Path, files: NDArray[np.bytes_], labels: NDArray[np.int64], size: int) -> None:
@@ -47,13 +47,13 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return ImageFolder(self.folder, self._files[rows.numpy()], self._labels[rows.numpy()], self._size)
 
     def protected(self) -> ImageFolder:
-        """The same images as training data: an error does not tell which of them it was, for that is private."""
+        """The same images as private training data: an error message does not tell which image caused it."""
         other = copy.copy(self)
         other._protected = True
         return other
 
     def random_crops(self, views: int = 1) -> ImageFolder:
-        """The same images, shown as random resized crops: [3, size, size], or [views, 3, size, size] for several of each."""
+        """The same images as random resized crops: [3, size, size], or [views, 3, size, size] for several views."""
         other = copy.copy(self)
         other._crops = views
         return other
@@ -62,10 +62,11 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return len(self._files)
 
     def example_ids(self) -> NDArray[np.bytes_]:
-        """Names of the files from the folder on, which are the same wherever it stands."""
+        """Identifiers of the examples: file names relative to the folder, which do not depend on where it is stored."""
         return np.char.add(os.fsencode(self.folder.name) + b"/", self._files)
 
     def path(self, index: int) -> Path:
+        """The file of an image."""
         return self.folder / os.fsdecode(bytes(self._files[index]))
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
@@ -76,8 +77,8 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             if not self._protected:
                 raise
             raise PrivacyError(
-                f"an image of the training data in {self.folder} cannot be decoded; which one is private, dp-microadam data "
-                "check names it"
+                f"an image of the training data in {self.folder} cannot be decoded; which one is private, find it with "
+                "dp-microadam data check"
             ) from None
         if not self._crops:
             return _centre(image, self._size), label
@@ -86,11 +87,12 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
 
 def read_folder(folder: Path, size: int, expected_classes: int | None) -> tuple[ImageFolder, ImageFolder, int]:
-    """The images in ``train`` and in ``val`` (or ``test``), and the number of classes: subfolders of ``train`` in the order of
-    their names. Nothing is decoded yet.
+    """The images in ``train`` and in ``val`` (or ``test``), and the number of classes.
+
+    Classes are the subfolders of ``train`` in alphabetical order. Images are not decoded yet.
 
     Raises:
-        InputError: if a folder is missing or empty, or holds something that is no image by its name.
+        InputError: if a folder is missing or empty, or contains a file without an image extension.
     """
     require_pillow()
     train = folder / "train"
@@ -129,17 +131,18 @@ def _scan(folder: Path, classes: list[str], size: int) -> ImageFolder:
         for name in found:
             if not name.lower().endswith(EXTENSIONS):
                 raise InputError(
-                    f"{folder / class_name / name} is no image by its name; its ending must be one of {EXTENSIONS}"
+                    f"{folder / class_name / name} is not an image by its name; its extension must be one of {EXTENSIONS}"
                 )
             names.append(os.fsencode(f"{class_name}/{name}"))
         labels += [label] * len(found)
     if not names:
         raise InputError(f"{folder} holds no images; put them into {folder}/CLASS")
-    # One compact array instead of a million objects, which worker processes would copy as they count references.
+    # One compact array: a list of a million strings would be copied into each worker by reference counting.
     return ImageFolder(folder, np.array(names), np.array(labels, dtype=np.int64), size)
 
 
 def require_pillow() -> None:
+    """Raise DPMicroAdamError if Pillow is not installed."""
     try:
         import PIL.Image  # noqa: F401
     except ImportError:

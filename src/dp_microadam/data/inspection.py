@@ -1,4 +1,4 @@
-"""What is on this machine of a data set, and whether it is what was published."""
+"""Checks which data sets are on this machine, and whether their files are the published ones."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from dp_microadam.errors import InputError
 
 @dataclass(frozen=True)
 class Found:
-    """A data set as it is here.
+    """State of a data set on this machine.
 
-    ``state`` is ``"verified"`` (all digests are the published ones), ``"unverified"`` (there, and nothing is published to
-    compare with), ``"damaged"``, ``"missing"`` or ``"yours"`` for names that stand for the user's own files.
+    ``state`` is ``"verified"`` (all digests match the published ones), ``"unverified"`` (present, but without published
+    digests), ``"damaged"``, ``"missing"``, or ``"yours"`` for names that stand for the user's own files.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Found:
 
 
 def inspect(name: str, folder: str | None = None) -> Found:
-    """What is found of the data set, in ``folder`` or where it usually is. Image files are counted, not decoded."""
+    """Check a data set in ``folder`` or the default folders. Image files are listed but not decoded."""
     data = known(name)
     if data.num_classes is None and not folder:
         return Found(name, data.summary, "yours", problem=data.by_hand)
@@ -50,7 +50,7 @@ def inspect(name: str, folder: str | None = None) -> Found:
 
 
 def _verify(name: str, data: KnownData, place: Path) -> bool:
-    """Compare what there is with published digests; False if there are none."""
+    """Compare the files with published digests; False if there are none."""
     if data.kind == "images":
         images.read_folder(place, images.SIZE, data.num_classes)
         return False
@@ -67,9 +67,9 @@ def _verify(name: str, data: KnownData, place: Path) -> bool:
 
 
 def undecodable(folder: Path, workers: int, progress: Callable[[int, int], None]) -> Iterator[str]:
-    """Decode every image below ``folder`` and give a sentence for each that cannot be.
+    """Decode every image below ``folder`` and yield an error message for each that cannot be decoded.
 
-    ``progress`` is told how many of how many are done.
+    ``progress`` is called with the number of images done and the total.
     """
     train, test, _ = images.read_folder(folder, images.SIZE, None)
     done, total = 0, len(train) + len(test)
@@ -82,7 +82,7 @@ def undecodable(folder: Path, workers: int, progress: Callable[[int, int], None]
 
 
 class _Problems(Dataset[str]):
-    """For each image what is wrong with it, or nothing."""
+    """Dataset of the error message of each image; empty if it can be decoded."""
 
     def __init__(self, part: images.ImageFolder) -> None:
         self._part = part

@@ -1,4 +1,4 @@
-"""Where data sets lie on this machine."""
+"""Folders in which data sets are searched for and stored."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ FOLDER_VARIABLE = "DP_MICROADAM_DATA"
 """Environment variable with a folder that has one subfolder per data set."""
 
 _DEBIAN_FOLDER = Path("/usr/share/datasets")
-"""Where Debian's data packages install."""
+"""Install location of Debian's data packages."""
 
 
 def usual_folders(name: str) -> list[Path]:
-    """Where a data set is looked for, in this order: the variable's folder if it is set, the user's own, the system's."""
+    """Folders searched for a data set, in order: ``$DP_MICROADAM_DATA`` if set, the user's data folder, the system's."""
     variable = os.environ.get(FOLDER_VARIABLE)
     chosen = [Path(variable).expanduser()] if variable else []
     return [folder / name for folder in (*chosen, _user_folder(), _DEBIAN_FOLDER)]
 
 
 def own_folder(name: str) -> Path:
-    """Where a download goes."""
+    """Target folder of a download."""
     return usual_folders(name)[0]
 
 
@@ -32,7 +32,7 @@ def find(name: str, data: KnownData, folder: str | None) -> Path:
     """The folder (or file) of a data set: ``folder`` if given, else the first of the usual ones that exists.
 
     Raises:
-        InputError: saying where to put what.
+        InputError: if it was not found; the message says how to get it.
     """
     if folder:
         path = Path(folder).expanduser()
@@ -43,7 +43,7 @@ def find(name: str, data: KnownData, folder: str | None) -> Path:
         raise InputError("data_folder is not given; table is your own data, name its file or its folder")
     usual = usual_folders(name)
     for path in usual:
-        # What an interrupted download left is no data yet.
+        # Partial downloads do not count.
         if path.is_dir() and any(not entry.name.endswith(PARTIAL) for entry in path.iterdir()):
             return path
     raise InputError(
@@ -53,7 +53,7 @@ def find(name: str, data: KnownData, folder: str | None) -> Path:
 
 
 def is_here(name: str, data: KnownData, folder: str | None) -> bool:
-    """Whether :func:`find` would find it, or it comes inside a package."""
+    """Whether :func:`find` succeeds, or the data set comes with a package."""
     try:
         return bool(data.package) or find(name, data, folder).exists()
     except InputError:
@@ -61,13 +61,14 @@ def is_here(name: str, data: KnownData, folder: str | None) -> bool:
 
 
 def wanted_files(data: KnownData) -> str:
-    """What a folder must hold, in words."""
+    """The files a folder must contain, for messages."""
     if data.downloads:
         return " and ".join(download.name for download in data.downloads)
     return "train.csv and test.csv (or .npz)" if data.kind == "table" else "train/CLASS/*.jpg and val/CLASS/*.jpg"
 
 
 def how_to_get(name: str, data: KnownData) -> str:
+    """How to get the data set, for messages."""
     if not data.downloads:
         return data.by_hand
     also = " (on Debian and Ubuntu also apt install dataset-fashion-mnist)" if name == "fashion-mnist" else ""

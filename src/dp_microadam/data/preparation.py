@@ -1,4 +1,4 @@
-"""What happens to every batch, in training and evaluation, before the model sees it."""
+"""Deterministic preprocessing of every batch, in training and evaluation."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dp_microadam.data.dataset import LabelledData
 
 
 class Preparation:
-    """Batches of (inputs, labels) as the model takes them: images resized if need be, floats, normalized by public constants.
+    """Preprocesses batches of (inputs, labels): resize images if necessary, convert to float, normalize by public constants.
 
-    Formal guarantees: every example is changed on its own, by constants that do not come from the data.
+    Formal guarantees: every example is transformed on its own, by constants that do not depend on the data.
 
     >>> data = LabelledData("pixels", 2, (1, 1, 2), (0.5,), (0.25,), *3 * [(torch.empty(0), torch.empty(0))])
     >>> Preparation(data)((torch.tensor([[[[0, 255]]]], dtype=torch.uint8), torch.tensor([1])))[0]
@@ -21,7 +21,7 @@ class Preparation:
 
     def __init__(self, data: LabelledData) -> None:
         self._size = (data.example_shape[1], data.example_shape[2]) if data.images else None
-        # Pixels go from 0 to 255, their constants are for 0 to 1.
+        # Pixels range from 0 to 255, but their constants are for 0 to 1.
         unit = 255.0 if data.images else 1.0
         shape = (-1, 1, 1) if data.images else (-1,)
         self._mean = torch.tensor(data.mean or (0.0,)).view(shape) * unit
@@ -36,5 +36,5 @@ class Preparation:
 
 
 def resized(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Images [B, C, H, W] of another size as floats, bilinearly, with antialiasing where they become smaller."""
+    """Resize images [B, C, H, W] (bilinear, with antialiasing); as floats."""
     return F.interpolate(images.float(), size, mode="bilinear", align_corners=False, antialias=True)

@@ -1,4 +1,4 @@
-"""Data sets by name, read from where they lie and divided into training, validation and test part."""
+"""Loads data sets by name and splits them into training, validation and test part."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dp_microadam.validation import require_integer, require_positive
 
 
 def read_packaged(data: KnownData) -> tuple[Arrays, Arrays]:
-    """Training and test part of data that come inside a pip package."""
+    """Read the training and the test part of a data set that comes with a pip package."""
     module, _, function = data.reader.partition(":")
     parts: tuple[Arrays, Arrays] = getattr(import_module(module), function)()
     return parts
@@ -37,12 +37,12 @@ def load(
     memory_gib: float = MEMORY_GIB,
     **options: Any,
 ) -> LabelledData:
-    """The data set called ``name``, from ``folder`` or, without one, from where it usually is.
+    """Load the data set called ``name`` from ``folder``, or from the default folders.
 
-    The validation part is ``validation_fraction`` of the published training part, or ``validation_size`` examples of it; the
-    test part is the published one and does not depend on ``split_seed``. ``verify``: refuse files that are not the published
-    ones. Files larger than ``memory_gib`` are memory-mapped. ``image_size``: what images are resized to before the model sees
-    them. ``options`` are those that the catalogue names.
+    The validation part is ``validation_fraction`` of the published training part, or ``validation_size`` examples of it. The
+    test part is the published one and does not depend on ``split_seed``. With ``verify``, files whose digests differ from the
+    published ones are refused. Files larger than ``memory_gib`` are memory-mapped. Images are resized to ``image_size``.
+    ``options`` are those in the catalogue.
 
     Raises:
         InputError: if the name is unknown, or its files are missing, damaged or not the published ones.
@@ -50,7 +50,7 @@ def load(
     data = known(name)
     for option, value in options.items():
         if option not in data.options:
-            raise InputError(f"data option {option} = {value!r} is unknown to {name}; it takes {data.options or 'none'}")
+            raise InputError(f"data option {option} = {value!r} is unknown to {name}; its options are {data.options or 'none'}")
     if image_size is not None:
         require_integer("image_size", image_size, 1)
 
@@ -84,7 +84,7 @@ def _read_arrays(
 ) -> tuple[Arrays, Arrays, int]:
     if data.package:
         if folder:
-            raise InputError(f"data_folder is {folder!r}; {name} come inside a Python package and are not read from a folder")
+            raise InputError(f"data_folder is {folder!r}; {name} come with a Python package and are not read from a folder")
         assert data.num_classes is not None, "the catalogue knows how many classes packaged data have"
         return *read_packaged(data), data.num_classes
     place = places.find(name, data, folder)
@@ -120,14 +120,14 @@ def _classes(given: Any) -> int | Sequence[str]:
         return given
     if given is None or isinstance(given, list | tuple | str):
         raise InputError(
-            f"data_options.classes is {given!r}; it must be the number of classes, or the list of their names: they are public "
-            "and are not taken from the data"
+            f"data_options.classes is {given!r}; it must be the number of classes or a list of their names; they are public "
+            "and are never taken from the data"
         )
     return require_integer("data_options.classes", given, 2)
 
 
 def _constants(data: KnownData, options: Mapping[str, Any], count: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation to normalize by: given, or published; or none."""
+    """Mean and standard deviation for normalization: those given, else the published ones, else none."""
     found = []
     for name, published in (("mean", data.mean), ("std", data.std)):
         given = options.get(name, published)

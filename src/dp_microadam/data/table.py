@@ -1,6 +1,6 @@
-"""Tables with a column of labels: CSV files with a header, or npz files with an array of labels and one of inputs.
+"""Reader for tables with labels: CSV files with a header, or npz files with an array of labels and one of inputs.
 
-Number and names of the classes, and constants to normalize by, are public and are given, never taken from the data.
+The classes and the constants for normalization are public: they are given by the user, never taken from the data.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dp_microadam.errors import InputError
 
 _TEST_FRACTION = 0.2
 _TEST_SEED = 0
-"""Fixed, so that the test part of a single file is the same however training and validation are divided."""
+"""Fixed, so that the test part of a single file does not depend on the split into training and validation."""
 
 
 def files_of(place: Path) -> list[Path]:
-    """The file itself, or the training and the test file of a folder.
+    """The file itself, or the training and the test file in a folder.
 
     Raises:
         InputError: if a folder lacks one of them.
@@ -45,10 +45,10 @@ def files_of(place: Path) -> list[Path]:
 
 
 def read(place: Path, reading: Reading, *, label: str, classes: int | Sequence[str]) -> tuple[Arrays, Arrays]:
-    """The training and the test part; of a single file, a fifth is the test part.
+    """Read the training and the test part; a fifth of a single file is the test part.
 
     Raises:
-        InputError: naming the file, if it cannot be read or does not hold what it must. Values of the data are not told.
+        InputError: naming the file, if it cannot be read or is not valid. Messages never contain values of the data.
     """
     parts = [_read_file(path, reading, label, classes) for path in files_of(place)]
     if len(parts) == 1:
@@ -82,7 +82,7 @@ def _labels(path: Path, given: NDArray[Any], classes: int | Sequence[str]) -> ND
         except (ValueError, OverflowError):
             labels = np.array([-1])
         if (given.dtype.kind == "f" and (labels != given).any()) or labels.min() < 0 or labels.max() >= classes:
-            raise InputError(f"{path} holds a label that is none; with classes = {classes} labels must be 0 to {classes - 1}")
+            raise InputError(f"{path} holds an invalid label; with classes = {classes} labels must be 0 to {classes - 1}")
         return labels
     index = {name: number for number, name in enumerate(classes)}
     try:
@@ -109,7 +109,7 @@ def _read_csv(path: Path, reading: Reading, label: str) -> tuple[NDArray[Any], N
         raise
     except (ValueError, csv.Error):
         raise InputError(
-            f"{path} is not a table of numbers, as many in each row as in its header; only the column {label!r} may hold text"
+            f"{path} is not a table of numbers with the same columns in every row; only column {label!r} may hold text"
         ) from None
     return inputs, names
 
@@ -145,7 +145,7 @@ def _read_npz(path: Path, reading: Reading, label: str) -> tuple[NDArray[Any], N
     except InputError:
         raise
     except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, NotImplementedError):
-        raise InputError(f"{path} is not a whole npz file of plain arrays; write it again") from None
+        raise InputError(f"{path} is not a complete npz file of plain arrays; write it again") from None
     labels = arrays.pop(label)
     (inputs,) = arrays.values()
     if labels.ndim != 1 or inputs.ndim not in (2, 4) or len(inputs) != len(labels) or inputs.dtype.kind not in "fiub":
@@ -164,7 +164,7 @@ def _read_npz(path: Path, reading: Reading, label: str) -> tuple[NDArray[Any], N
 
 
 def _array(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo, map_above: int) -> NDArray[Any]:
-    """An array of the archive: read, or mapped where it lies if it is large and was not compressed."""
+    """An array of the archive: read into memory, or memory-mapped if it is large and stored without compression."""
     with archive.open(member) as stream:
         if member.file_size <= map_above:
             return npy.read_array(stream, allow_pickle=False)
@@ -174,13 +174,13 @@ def _array(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo, map_ab
         header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         shape, fortran, dtype = header(stream)
         if fortran or dtype.hasobject:
-            raise ValueError("neither in rows nor plain")
+            raise ValueError("neither row-major nor numeric")
         offset = _data_offset(path, member) + stream.tell()
     return np.memmap(path, dtype, "c", offset, shape)
 
 
 def _data_offset(path: Path, member: zipfile.ZipInfo) -> int:
-    """Where a member's bytes begin: behind a header of 30 bytes, which ends with the lengths of two fields that follow it."""
+    """Offset of a member's data: after its local header of 30 bytes, the last four of which are the lengths of two fields."""
     with path.open("rb") as raw:
         raw.seek(member.header_offset + 26)
         name, extra = np.frombuffer(raw.read(4), "<u2")

@@ -1,1 +1,1 @@
-"""Layers that both the models and the clipping engine must know."""
+"""Layers used by the models and supported by the clipping engine."""

@@ -1,11 +1,11 @@
-"""Convolutions with standardized filters, in the two forms used for private training.
+"""Convolution layers with weight standardization, in the two forms used for private training.
 
 With n = fan-in, μ the mean and var the variance of one filter w, the layer convolves with κ·γ·v, v = (w − μ)/s:
 
 - ``form="norm"``: s = √max(n·var, 1e-4), κ = 1, a trainable gain γ per channel. Every filter has norm γ. This is what
   the Wide-ResNets of De et al. (2022, "Unlocking High-Accuracy Differentially Private Image Classification through
-  Scale") and of DP-MicroAdam use. The floor keeps a constant filter from dividing by zero.
-- ``form="variance"``: s = √(var + eps), κ = n^−½, no gain unless asked for. This is the form of the normalizer-free
+  Scale") and of DP-MicroAdam use. The floor avoids a division by zero for constant filters.
+- ``form="variance"``: s = √(var + eps), κ = n^−½, no gain by default. This is the form of the normalizer-free
   ResNets of Brock et al. (2021).
 """
 
@@ -23,7 +23,7 @@ _DEFAULT_EPS = {"norm": 1e-4, "variance": 1e-6}
 
 
 class Standardized(NamedTuple):
-    """Filters v = (w − μ)/s together with what their derivative needs, one entry per output channel.
+    """Standardized filters v = (w − μ)/s, and the terms of their derivative for each output channel.
 
     For a gradient G with respect to v, the gradient with respect to w is (G − mean G − pull·v(vᵀG))/s.
     """
@@ -34,7 +34,7 @@ class Standardized(NamedTuple):
 
 
 class WeightStandardizedConv2d(nn.Conv2d):
-    """A ``Conv2d`` whose filters are standardized on the fly; see the module's text for the two forms.
+    """A ``Conv2d`` with weight standardization; the module docstring defines the two forms.
 
     >>> layer = WeightStandardizedConv2d(8, 4, kernel_size=3, padding=1)
     >>> filters = layer.effective_weight().flatten(1)
@@ -58,7 +58,7 @@ class WeightStandardizedConv2d(nn.Conv2d):
         self.eps = _DEFAULT_EPS[form] if eps is None else eps
         (require_positive if form == "norm" else require_non_negative)("eps", self.eps)
         has_gain = form == "norm" if gain is None else gain
-        # The options may carry device and dtype, which the gain shares with the filters.
+        # The options may include device and dtype, which the gain shares with the filters.
         self.gain = nn.Parameter(torch.ones_like(self.weight[:, 0, 0, 0])) if has_gain else None
         nn.init.normal_(self.weight, std=math.sqrt(1.0 / self.fan_in))
         if self.bias is not None:
@@ -70,11 +70,11 @@ class WeightStandardizedConv2d(nn.Conv2d):
 
     @property
     def unit(self) -> float:
-        """κ of the module's text."""
+        """The constant factor κ of the module docstring."""
         return 1.0 if self.form == "norm" else self.fan_in**-0.5
 
     def standardized(self) -> Standardized:
-        """Centred and scaled filters, without gain and κ, and the two numbers per channel their derivative needs."""
+        """Standardized filters without gain and κ, and the terms of their derivative."""
         w = self.weight
         centred = w - w.mean(dim=(1, 2, 3), keepdim=True)
         squares = centred.square().sum(dim=(1, 2, 3), keepdim=True)

@@ -1,4 +1,4 @@
-"""Model families of the experiments: each function builds one, with the initialisation its experiment uses."""
+"""Networks of the paper's experiments, without batch statistics. Each function builds one, initialised as published."""
 
 from dp_microadam.models.mlp import mlp
 from dp_microadam.models.nf_resnet import nf_resnet_50

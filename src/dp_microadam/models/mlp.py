@@ -12,9 +12,9 @@ from dp_microadam.validation import require_integer
 
 
 def mlp(inputs: int, hidden: int | Sequence[int] = (128,), num_classes: int = 10) -> nn.Sequential:
-    """Linear layers of ``hidden`` units with tanh between them; images are flattened to ``inputs`` numbers first.
+    """A multilayer perceptron with ``hidden`` units per layer and tanh activations; inputs are flattened to ``inputs`` numbers.
 
-    Tanh bounds activations, and with them the gradients that clipping would otherwise cut (Papernot et al., 2021).
+    Tanh bounds the activations and thereby the gradients, so that clipping removes less (Papernot et al., 2021).
 
     >>> sum(p.numel() for p in mlp(784, [128, 64]).parameters())
     109386

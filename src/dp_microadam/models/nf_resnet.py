@@ -1,11 +1,11 @@
 """Normalizer-free ResNet-50 (Brock et al., 2021, "Characterizing Signal Propagation to Close the Performance Gap in
 Unnormalized ResNets"), which De et al. (2022) train privately on ImageNet.
 
-Without normalization layers, variances are kept in bounds by bookkeeping. Filters are standardized, so that a
-convolution keeps the variance of what it sees; the activation is γ·ReLU with γ² = 2/(1 − 1/π), which gives a unit normal
-input unit variance again; a block computes x + α·g·f(β·act(x)), where β is one over the standard deviation that x has at
-the start of training, so that the variance grows by α² per block. A block that changes shape takes its shortcut after
-β·act(x), where the variance is one: growth starts anew.
+Without normalization layers, the variance of activations is controlled analytically. Filters are standardized, so that a
+convolution preserves the variance of its input; the activation is γ·ReLU with γ² = 2/(1 − 1/π), which has unit
+variance for standard normal inputs; a block computes x + α·g·f(β·act(x)), where β is one over the standard deviation
+that x has at initialisation, so that the variance grows by α² per block. A block that changes shape takes its shortcut
+after β·act(x), where the variance is one, which resets the growth.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RELU_GAIN = math.sqrt(2 / (1 - 1 / math.pi))
 
 
 def scaled_relu(x: Tensor) -> Tensor:
-    """γ·ReLU: unit variance for a unit normal input."""
+    """γ·ReLU, which has unit variance for standard normal inputs."""
     return F.relu(x) * RELU_GAIN
 
 
@@ -66,7 +66,7 @@ class NormalizerFreeBlock(nn.Module):
 
 
 class NormalizerFreeResNet(nn.Module):
-    """See :func:`nf_resnet_50`; ``blocks_per_stage`` is (3, 4, 6, 3) there."""
+    """Normalizer-free ResNet; see :func:`nf_resnet_50`, whose ``blocks_per_stage`` are (3, 4, 6, 3)."""
 
     def __init__(
         self,
@@ -124,9 +124,9 @@ def nf_resnet_50(
     Args:
         num_classes: size of the output.
         width: the stem has 16·``width`` channels, the stages 64·``width``, doubled from stage to stage.
-        alpha: how much of a block's output is added to its shortcut.
-        skip_gain: start of each block's trainable gain; De et al. start at 1, Brock et al. at 0.
-        stochastic_depth: chance that the last block is skipped for an example; it falls linearly to zero at the first.
+        alpha: factor of a block's output before it is added to the shortcut.
+        skip_gain: initial value of each block's trainable gain; 1 in De et al., 0 in Brock et al.
+        stochastic_depth: probability that an example skips the last block; it decreases linearly to zero at the first.
         gain: whether filters have a trainable gain per channel.
 
     >>> sum(p.numel() for p in nf_resnet_50().parameters())

@@ -1,4 +1,4 @@
-"""The constants that images are normalized with before they enter a pretrained network: they belong to its weights."""
+"""Normalization constants for the inputs of pretrained networks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Normalization(NamedTuple):
 
 
 IMAGENET = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-"""What DeiT was trained with."""
+"""Constants that DeiT was trained with."""
 
 CENTRED = Normalization((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-"""Pixels to [−1, 1]: what the ViTs of Google and of "How to train your ViT" (Steiner et al., 2021) were trained with."""
+"""Maps pixels to [−1, 1], as in the ViTs of Google and of "How to train your ViT" (Steiner et al., 2021)."""

@@ -1,4 +1,4 @@
-"""Weights of vision transformers from where they are: a file, a folder, or the Hugging Face hub."""
+"""Loads pretrained weights of vision transformers from a file, a folder, or the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FILE_ENDINGS = (".safetensors", ".pth", ".pt", ".bin")
 
 
 class PretrainedWeights(NamedTuple):
-    """What a checkpoint holds: tensors by the encoder's names, the classifier if there is one, and how to use them."""
+    """Content of a checkpoint: encoder state dict, classifier state dict if there is one, and configuration."""
 
     config: ViTConfig
     encoder: dict[str, Tensor]
@@ -36,7 +36,7 @@ class PretrainedWeights(NamedTuple):
 
 
 def transformers() -> ModuleType:
-    """The package ``transformers``, which is imported on first use: it takes seconds."""
+    """The package ``transformers``, imported on first use because that takes seconds."""
     try:
         import transformers
     except ImportError:
@@ -48,7 +48,7 @@ def transformers() -> ModuleType:
 
 
 def config_of(size: TransformerSize, patch_size: int, resolution: int) -> ViTConfig:
-    """An encoder of this shape, with the LayerNorm of timm and of the original code."""
+    """Configuration of an encoder of this size, with the LayerNorm ε of timm and the original code."""
     return transformers().ViTConfig(
         hidden_size=size.width,
         num_hidden_layers=size.layers,
@@ -63,12 +63,12 @@ def config_of(size: TransformerSize, patch_size: int, resolution: int) -> ViTCon
 def pretrained_weights(
     source: str, family: str, size: TransformerSize, patch_size: int, normalization: Normalization
 ) -> PretrainedWeights:
-    """The weights at ``source``, checked to be finite and those of an encoder of this size.
+    """Load the weights at ``source``, and check that they are finite and belong to an encoder of this size.
 
-    ``normalization`` is what the family's weights expect; a folder or a hub name that says otherwise is believed.
+    ``normalization`` is the default of the model family; a ``preprocessor_config.json`` at ``source`` takes precedence.
 
     Raises:
-        InputError: if there are none, or they cannot be used.
+        InputError: if there are no weights at ``source``, or they cannot be used.
     """
     weights = _find(source, family, size, patch_size, normalization)
     for name, value in (*weights.encoder.items(), *(weights.head or {}).items()):
@@ -88,7 +88,7 @@ def _find(source: str, family: str, size: TransformerSize, patch_size: int, norm
         return PretrainedWeights(config, encoder, head, normalization)
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise InputError(f"pretrained is {source!r}, a folder without config.json; make it by save_pretrained")
+            raise InputError(f"pretrained is {source!r}, a folder without config.json; create it with save_pretrained")
         return _from_transformers(source, family, size, patch_size, normalization, local_files_only=True)
     if path.suffix in _FILE_ENDINGS or path.is_absolute() or source.count("/") != 1:
         raise InputError(
@@ -102,7 +102,7 @@ def _find(source: str, family: str, size: TransformerSize, patch_size: int, norm
 
 
 def _is_fetched(name: str) -> bool:
-    """Whether the hub's files are on this machine from an earlier run; they are then used as they are."""
+    """Whether the files are in the local cache of the Hugging Face hub; they are then used without a request."""
     transformers()  # for its message: the hub's package comes with it
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -115,12 +115,12 @@ def _is_fetched(name: str) -> bool:
 
 
 def _require_reachable(name: str) -> None:
-    """One short question, where loading would retry for most of a minute."""
+    """Fail fast if the hub cannot be reached: loading would retry for most of a minute."""
     from huggingface_hub import HfApi
 
     try:
         HfApi().model_info(name, timeout=_HUB_TIMEOUT)
-    except Exception as error:  # whatever a network does
+    except Exception as error:  # network errors of any kind
         raise InputError(
             f"pretrained is {name!r}, which is neither here nor could be fetched from the Hugging Face hub "
             f"({first_line(error)}); give a folder or a file with the weights"
@@ -140,7 +140,7 @@ def _from_transformers(
             )
     except InputError:
         raise
-    except Exception as error:  # transformers, its readers and the network raise what they like
+    except Exception as error:  # transformers, its readers and the network raise many types
         raise InputError(
             f"pretrained is {source!r}, which cannot be loaded ({first_line(error)}); check the name, or give a file"
         ) from None
@@ -151,24 +151,24 @@ def _from_transformers(
 
 
 def _require_complete(source: str, report: dict[str, Any]) -> None:
-    """Only a classifier may be missing, and only the pooler of a bare encoder be left over."""
+    """Raise InputError unless all tensors were loaded; only the classifier may be missing, and only a pooler be unused."""
     for name, found, wanted in report["mismatched_keys"]:
         raise InputError(
             f"pretrained is {source!r}, whose tensor {name} has shape {tuple(found)}; its configuration says "
             f"{tuple(wanted)}, fetch both again"
         )
     for name in sorted(set(report["missing_keys"]) - {"classifier.weight", "classifier.bias"}):
-        raise InputError(f"pretrained is {source!r}, whose weights lack the tensor {name}; give those of a whole ViT")
+        raise InputError(f"pretrained is {source!r}, whose weights lack the tensor {name}; give those of a complete ViT")
     for name in sorted(report["unexpected_keys"]):
         if "pooler." not in name:
             raise InputError(
-                f"pretrained is {source!r}, whose weights hold {name}; a ViT for images has no such tensor, give one that is"
+                f"pretrained is {source!r}, whose weights hold {name}; an image ViT has no such tensor, give the weights of one"
             )
 
 
 @contextmanager
 def _quiet(library: ModuleType) -> Iterator[None]:
-    """What the library would print about a load is said here in one sentence, or not at all."""
+    """Silence the messages and progress bars of ``transformers`` while loading."""
     logging = library.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
@@ -201,12 +201,12 @@ def _require_config(source: str, found: dict[str, Any], family: str, size: Trans
         if getattr(config, key) != value:
             raise InputError(
                 f"pretrained is {source!r}, whose {key} is {getattr(config, key)}; this {family} has {value}, choose "
-                "the model the weights are of"
+                "the model that matches the weights"
             )
 
 
 def _normalization_at(source: str, default: Normalization, **where: bool) -> Normalization:
-    """The constants in ``preprocessor_config.json``, if it is there and names some."""
+    """The constants in ``preprocessor_config.json``, or ``default`` if it has none."""
     from transformers.image_processing_base import ImageProcessingMixin
 
     try:

@@ -1,4 +1,4 @@
-"""Models by the names recipes use."""
+"""Builds models by name, as recipes do."""
 
 from __future__ import annotations
 
@@ -100,17 +100,17 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     **{f"deit-{size}": _transformer(deit, size) for size in ("tiny", "small", "base")},
     **{f"vit-{size}": _transformer(vit, size) for size in ("tiny", "small", "base", "large")},
 }
-"""Each takes the number of classes and the image shape, and its options as keywords."""
+"""Functions of the number of classes and the image shape, with the model's options as keywords."""
 
 
 def options_of(name: str) -> tuple[str, ...]:
-    """Names of the options the model takes."""
+    """Names of the options of a model."""
     parameters = inspect.signature(BUILDERS[name]).parameters.values()
     return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
 
 
 def build(name: str, num_classes: int, image_shape: ImageShape, **options: Any) -> nn.Module:
-    """The model called ``name`` for images of ``image_shape``; freshly initialised unless an option names weights.
+    """Build the model called ``name`` for images of ``image_shape``, randomly initialised unless ``pretrained`` is given.
 
     >>> build("mlp", 10, (1, 28, 28), hidden=32)[1]
     Linear(in_features=784, out_features=32, bias=True)
@@ -129,10 +129,10 @@ def build(name: str, num_classes: int, image_shape: ImageShape, **options: Any) 
 
 
 def normalization_of(model: str | nn.Module) -> Normalization | None:
-    """The public constants that images must be normalized with for a model's pretrained weights.
+    """The normalization constants that a model's pretrained weights expect.
 
-    For a name, those that the published weights of the family expect. For a model, those of the weights it was built
-    with. None where nothing is prescribed, as for random weights; the data set's own constants serve then.
+    For a name, those of the family's published weights; for a model, those of the weights it was built with. None if there
+    are none, as for random weights; use the constants of the data set then.
 
     >>> normalization_of("deit-tiny").mean, normalization_of("vit-tiny").mean, normalization_of("wide-resnet")
     ((0.485, 0.456, 0.406), (0.5, 0.5, 0.5), None)

@@ -8,8 +8,8 @@ from dp_microadam.validation import require_integer
 
 
 def tanh_cnn(num_classes: int = 10) -> nn.Sequential:
-    """The network of Papernot et al. (2021, "Tempered Sigmoid Activations for Deep Learning with Differential
-    Privacy").
+    """The convolutional network with tanh activations of Papernot et al. (2021, "Tempered Sigmoid Activations for Deep Learning
+    with Differential Privacy").
 
     For 28×28 images with one channel; 26,010 parameters with ten classes.
 
@@ -32,7 +32,7 @@ def tanh_cnn(num_classes: int = 10) -> nn.Sequential:
 
 
 def small_cnn(num_classes: int = 10, width: int = 32, in_channels: int = 3) -> nn.Sequential:
-    """Five layers with weights: four convolutions, mean pooling and a linear head, for images of at least 8×8 pixels.
+    """A small convolutional network: four convolutions, average pooling and a linear head, for images of at least 8×8 pixels.
 
     >>> sum(p.numel() for p in small_cnn().parameters())
     103786

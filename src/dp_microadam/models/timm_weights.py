@@ -1,6 +1,6 @@
-"""Vision transformers' weights in timm's format, by the names of ``transformers``.
+"""Converts weights of vision transformers from timm's format to that of ``transformers``.
 
-The two agree on everything but names, and that timm keeps queries, keys and values of a layer in one matrix.
+The formats differ in the names of tensors, and timm stores queries, keys and values of a layer in one matrix.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from dp_microadam.errors import InputError
 from dp_microadam.models.transformer_size import TransformerSize
 
-# timm's layers normalize with this; the configuration of transformers has another default.
+# ε of timm's LayerNorm; transformers has another default.
 LAYER_NORM_EPS = 1e-6
 
 _EMBEDDINGS = {
@@ -40,7 +40,7 @@ _HEAD = {"head.weight": "weight", "head.bias": "bias"}
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a ``.safetensors`` or ``.pth`` file, in float32. Nothing in the file is executed.
+    """Read the tensors of a ``.safetensors`` or ``.pth`` file as float32, without executing code from the file.
 
     Raises:
         InputError: if it cannot be read, or holds anything but tensors by name.
@@ -54,7 +54,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             found = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise InputError(
-            f"pretrained is {str(path)!r}, which is no PyTorch file of tensors alone; save its state dict"
+            f"pretrained is {str(path)!r}, which is not a PyTorch file of tensors only; save the state dict"
         ) from None
     except Exception as error:  # each reader has exceptions of its own for what is cut short or damaged
         raise InputError(f"pretrained is {str(path)!r}, which cannot be read: {first_line(error)}") from None

@@ -1,4 +1,4 @@
-"""The shapes that vision transformers come in."""
+"""Sizes of vision transformers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class TransformerSize(NamedTuple):
-    """The shape of an encoder; its MLPs are four times as wide as its tokens."""
+    """Size of a transformer encoder; the hidden layers of its MLPs have four times the embedding width."""
 
     width: int
     layers: int

@@ -1,7 +1,7 @@
 """Vision transformers: ViT (Dosovitskiy et al., 2021) and DeiT without distillation (Touvron et al., 2021).
 
 The encoder is that of the package ``transformers``. Weights are random, or come from the Hugging Face hub, a folder, or a
-file in timm's format. What is returned takes images and gives class scores, like every other model here.
+file in timm's format. Like the other models, they map images to class scores.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class VisionTransformer(nn.Module):
-    """See :func:`vit`. ``normalization`` is what its pretrained weights expect, None for random ones."""
+    """Vision transformer with a linear classifier; see :func:`vit`. ``normalization`` is None for random weights."""
 
     def __init__(self, backbone: ViTModel, head: nn.Linear, resolution: int, normalization: Normalization | None) -> None:
         super().__init__()
@@ -49,21 +49,21 @@ def vit(
     patch_size: int = 16,
     trainable: str = "all",
 ) -> VisionTransformer:
-    """A vision transformer that takes images and returns class scores.
+    """A vision transformer for image classification.
 
     Args:
         size: ``"tiny"``, ``"small"``, ``"base"``, ``"large"``, or any :class:`TransformerSize`.
-        num_classes: size of the output. If pretrained weights come with a classifier of this many classes it is kept;
-            otherwise the head is new.
+        num_classes: size of the output. A pretrained classifier is kept if it has this many classes; otherwise the head is
+            initialised anew.
         pretrained: a folder written by ``save_pretrained``, a file in timm's format (``.safetensors``, ``.pth``), or a name
-            on the Hugging Face hub. None: random weights. They must be public: trained without the private data.
+            on the Hugging Face hub. None: random weights. Pretrained weights must be public: trained without the private data.
         resolution: side of the images inside the model, a multiple of ``patch_size``. Images of another size are resized
             (bilinear); position embeddings for another resolution are interpolated (bicubic, over the grid of patches).
         patch_size: side of a patch.
         trainable: ``"all"``, or ``"head"`` to freeze everything else.
 
-    A new head starts as N(0, 0.02²) with bias 0. It does not start at zero: every gradient before the head would then be
-    zero at the first step, and the engine's proof, which is taken then, would have none of the encoder's to check.
+    A new head is initialised as N(0, 0.02²) with bias 0, and not with zeros: all gradients before the head would then be zero
+    at the first step, and the clipping engine's independence check, which runs then, would not see the encoder.
 
     >>> model = vit("tiny", num_classes=10, resolution=32)
     >>> model(torch.randn(2, 3, 32, 32)).shape
@@ -115,7 +115,7 @@ def _build(
     ViTModel = transformers().ViTModel
     if pretrained:
         weights = pretrained_weights(pretrained, family, shape, patch_size, normalization)
-        # The names and shapes of all tensors have been compared: nothing is left to chance or at its random start.
+        # The names and shapes of all tensors have been compared: none keeps its random initial value.
         backbone = ViTModel(_at_resolution(weights.config, resolution), add_pooling_layer=False)
         backbone.load_state_dict(_for_grid(weights.encoder, resolution // patch_size))
         model = VisionTransformer(backbone, _head(shape.width, num_classes, weights.head), resolution, weights.normalization)
@@ -137,7 +137,7 @@ def _for_grid(encoder: dict[str, Tensor], side: int) -> dict[str, Tensor]:
 
 
 def resized_positions(positions: Tensor, side: int) -> Tensor:
-    """Position embeddings (1, 1 + n², width) for a grid of ``side``² patches; that of the class token stays.
+    """Interpolate position embeddings (1, 1 + n², width) to a grid of ``side``² patches; the class token's is kept.
 
     Bicubic without anti-aliasing, as in DeiT's own code and in ``transformers``.
     """

@@ -1,7 +1,7 @@
-"""Wide residual networks (Zagoruyko and Komodakis, 2016) as they are trained privately.
+"""Wide residual networks (Zagoruyko and Komodakis, 2016) for private training, after De et al. (2022).
 
-After De et al. (2022): GroupNorm in place of batch statistics, weight-standardized convolutions, and the activation
-before the normalization (ReLU → GroupNorm → convolution), so that what a convolution sees is normalized.
+They have GroupNorm instead of BatchNorm, weight-standardized convolutions, and the activation before the normalization
+(ReLU → GroupNorm → convolution), so that the input of a convolution is normalized.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _convolution(in_channels: int, out_channels: int, kernel: int, stride: int, 
 
 
 class WideBlock(nn.Module):
-    """Two times ReLU → GroupNorm → 3×3 convolution, added to the input or, where shapes change, to its projection."""
+    """Residual block: twice ReLU → GroupNorm → 3×3 convolution; the shortcut is a projection where shapes change."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, groups: int, standardize: bool) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class WideBlock(nn.Module):
 
 
 class WideResNet(nn.Module):
-    """See :func:`wide_resnet`."""
+    """Wide-ResNet; see :func:`wide_resnet`."""
 
     def __init__(self, depth: int, width: int, num_classes: int, groups: int, standardize: bool) -> None:
         super().__init__()
@@ -82,9 +82,9 @@ def wide_resnet(
     groups: int = 16,
     weight_standardization: bool = True,
 ) -> WideResNet:
-    """A Wide-ResNet with GroupNorm(``groups``) and norm-form weight standardization; it has no batch statistics.
+    """A Wide-ResNet with GroupNorm(``groups``) and, by default, weight standardization; it has no BatchNorm.
 
-    Convolutions start as N(0, 1/fan-in) with gain 1 and bias 0, the head as N(0, 1/inputs) with bias 0.
+    Convolutions are initialised as N(0, 1/fan-in) with gain 1 and bias 0, the head as N(0, 1/inputs) with bias 0.
 
     >>> sum(p.numel() for p in wide_resnet(depth=16, width=4).parameters())
     2753818

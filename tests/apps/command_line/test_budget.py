@@ -115,7 +115,10 @@ def test_a_copied_run_that_was_resumed_twice_counts_both_continuations(tmp_path,
     ]
     assert main(["budget", one, two]) == 0
     words = " ".join(capsys.readouterr().out.split())
-    assert "copies of one run that went on apart: the 10 steps that all share count once, the others all count, 45" in words
+    assert (
+        "copies of the same run that were continued separately: their 10 shared steps count once and all others count too, 45"
+        in words
+    )
 
 
 def test_three_copies_share_what_they_share_and_no_more(tmp_path, capsys):
@@ -143,7 +146,9 @@ def test_a_copy_that_adds_nothing_counts_once(tmp_path, capsys, more):
     assert printed["epsilon"] == read_ledger(run).epsilon()
     assert main(["budget", copy, run]) == 0
     words = " ".join(capsys.readouterr().out.split())
-    assert f"copies of one run, of which none has steps that the longest lacks; its {12 + more} steps count once" in words
+    assert (
+        f"copies of the same run, and the longest contains all steps of the others; its {12 + more} steps count once" in words
+    )
 
 
 def test_runs_of_version_0_1_have_no_name_and_each_counts(tmp_path, capsys):

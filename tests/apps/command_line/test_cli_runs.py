@@ -173,7 +173,7 @@ def test_other_methods_train_the_same_way(method, tmp_path, capsys):
         (["train", "--set", "optimizer.density=7"], "density is 7"),
         (["train", "--set", "physical_batch_size=0"], "physical_batch_size"),
         (["resume", "/no/such/run"], "/no/such/run"),
-        (["evaluate", "/no/such/run"], "not the folder of a run"),
+        (["evaluate", "/no/such/run"], "not a run folder"),
     ],
     ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else "",
 )

@@ -110,7 +110,7 @@ def test_numbers_are_read_from_a_run_and_those_given_win(run, capsys):
         ([*GIVEN, "--steps", "0"], "steps is 0"),
         ([*GIVEN, "--dimension", "0"], "dimension is 0"),
         ([*GIVEN, "--eps", "nan"], "eps is nan"),
-        (["nowhere", *UNKNOWN], "not the folder of a run"),
+        (["nowhere", *UNKNOWN], "not a run folder"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_exit_code_2(arguments, named, capsys):

@@ -31,7 +31,7 @@ def different_recipes():
             if kind not in seen:
                 seen.add(kind)
                 quick = (name, cell.labels.get("method")) in QUICK
-                yield pytest.param(cell, id=f"{name}: {cell.words}", marks=[] if quick else pytest.mark.slow)
+                yield pytest.param(cell, id=f"{name}: {cell.description}", marks=[] if quick else pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")

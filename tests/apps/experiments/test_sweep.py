@@ -147,7 +147,7 @@ def test_ctrl_c_stops_the_runs_at_a_step_and_the_same_command_goes_on(study, tmp
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 130
-    assert "stopped; the same command goes on" in said
+    assert "stopped; run the same command again to continue" in said
     [run] = out.glob("runs/*/1")
     spent = json.loads((run / "privacy.json").read_text())["steps_done"]
     assert (run / "log.txt").read_text().rstrip().endswith(f"interrupted at step {spent}")
@@ -198,7 +198,7 @@ def test_a_study_of_cost_needs_no_data_and_measures_what_is_alike_once(tmp_path,
     assert main(command) == 0
     said = capsys.readouterr().err
     assert said.count("measuring") == 1
-    assert "cifar100 is not here; images of noise" in said
+    assert "cifar100 was not found; timing random images" in said
     lines = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
     values = {(line["cell"]["run"], line["cell"]["quantity"]): line["value"] for line in lines}
     # The paper's step counts for 45,000 examples in batches of 4,096 at ε = 8.
@@ -221,7 +221,7 @@ def test_a_study_of_cost_that_is_interrupted_writes_no_measurement(tmp_path, cap
     study = tmp_path / "cost.toml"
     study.write_text(COST_STUDY)
     assert main(["reproduce", str(study), "--out", str(tmp_path / "out")]) == 130
-    assert capsys.readouterr().err.rstrip().endswith("stopped; the same command goes on")
+    assert capsys.readouterr().err.rstrip().endswith("stopped; run the same command again to continue")
     assert not (tmp_path / "out" / "results.jsonl").exists()
 
 

@@ -133,7 +133,7 @@ def test_a_damaged_training_image_stops_the_run_without_being_named(image_folder
     )
     assert code == 1
     said = capsys.readouterr().err
-    assert "cannot be decoded; which one is private, dp-microadam data check names it" in said
+    assert "cannot be decoded; which one is private, find it with dp-microadam data check" in said
     assert not re.search(r"\d\.jpg", said)
 
 

@@ -103,7 +103,7 @@ def test_an_unknown_key_is_refused_with_its_value_and_the_nearest_known_key(key,
 @pytest.mark.parametrize(
     ("override", "hint"),
     [
-        ("optimizer.lr=0.1", "the step size is the recipe's own key learning_rate"),
+        ("optimizer.lr=0.1", "the learning rate is the recipe's own key learning_rate"),
         ("optimizer.batch_size=3", "batch_size is a key of the recipe itself"),
         ("optimizer.densty=0.1", "the nearest known option of dp-microadam is density"),
         ("optimizer.xyz=1", "known options of dp-microadam are betas, eps, weight_decay, density"),
@@ -429,4 +429,5 @@ def test_the_written_recipe_is_flat_keys_and_then_tables():
     assert parsed["optimizer"] == {"window": 3}
     assert parsed["model_options"] == {"hidden": [5, 4]}
     assert "seed" not in parsed
+    assert "data_options" not in parsed, "empty tables are left out"
     assert written.index("batch_size") < written.index("[model_options]") < written.index("[optimizer]")

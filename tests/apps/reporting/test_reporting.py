@@ -94,7 +94,7 @@ from dp_microadam.apps.reporting.curves import draw_curves
 draw_curves([{"step": 0}], Path("never.png"), title="", private=True)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stderr.strip().endswith("curves need matplotlib; run pip install 'dp-microadam[plots]'")
+    assert done.stderr.strip().endswith("figures need matplotlib; run pip install 'dp-microadam[plots]'")
 
 
 CARD = model_card(
@@ -124,7 +124,7 @@ def test_the_card_does_not_tell_where_data_lay():
 def test_a_card_without_metrics_has_no_empty_table():
     card = model_card("m", "name = 'm'", "Private.", {})
     assert "measure" not in card
-    assert "How it was trained" in card
+    assert "## Training" in card
 
 
 def test_backticks_in_a_recipe_do_not_end_its_block():

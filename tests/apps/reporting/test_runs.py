@@ -220,7 +220,7 @@ def test_a_seeded_run_is_reported_as_not_private(runs, tmp_path):
     assert "not private" in page.text
     assert "ε = 8" not in page.text
     assert "NOT PRIVATE. Sampling and noise were predictable" in page.text
-    assert "finished early, as asked" in page.text
+    assert "finished early, at max_steps" in page.text
     assert "8 of 12" in page.text
 
 
@@ -317,7 +317,7 @@ def test_a_run_that_goes_on_and_then_is_killed_is_reported_from_its_ledger(tmp_p
             assert process.poll() is None
             time.sleep(0.1)
         page = page_of(tmp_path, folder)
-        assert "still going" in page.text
+        assert "still training" in page.text
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()

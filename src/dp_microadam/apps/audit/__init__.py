@@ -1,5 +1,4 @@
-"""Empirical audits: attacks on the pipeline that would succeed if its privacy claim were wrong.
+"""Empirical privacy audits: membership-inference attacks that yield lower bounds on the ε of the training pipeline.
 
-An audit yields a lower bound on ε that holds with a stated confidence. A bound above the claim proves a fault; a bound below
-it proves nothing, and says how close the attack came.
+Each bound holds with a stated confidence. A bound above the claimed ε refutes the claim; a bound below it proves nothing.
 """

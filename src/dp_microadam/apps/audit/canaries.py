@@ -1,8 +1,8 @@
-"""Examples that give themselves away, and the privatized gradients that the real trainer makes of them.
+"""Canary examples for audits, and the privatized gradients that the trainer computes from them.
 
 The model is one linear layer W without bias. Canary (a, b) has the unit vector e_a as input and output b, times a constant, as
-loss: its gradient is that constant at the single entry W[b, a], whatever the weights are. So no two canaries share a
-direction, each is clipped to exactly the bound, and every step repeats the same experiment however far training got.
+loss: its gradient is that constant at the single entry W[b, a], for any weights. So the gradients of different canaries are
+orthogonal, each is clipped to exactly the clipping norm, and every step repeats the same experiment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dp_microadam.optimizers.micro_adam import MicroAdam
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.training.trainer import PrivateTrainer
 
-# Far above the clipping norm, so that leaving out the clipping shows.
+# Far above the clipping norm, so that missing clipping is detected.
 GRADIENT_NORM = 10.0
 CLIPPING_NORM = 1.0
 
@@ -31,12 +31,12 @@ Batch = tuple[Tensor, Tensor]
 
 
 def canary_width(directions: int) -> int:
-    """Inputs and outputs of the smallest square layer with at least so many entries."""
+    """Width of the smallest square layer with at least ``directions`` weights."""
     return math.isqrt(directions - 1) + 1
 
 
 def canary_batch(indices: Tensor, width: int) -> Batch:
-    """Inputs and weights of the outputs for canaries ``indices``; canary i is (i div width, i mod width)."""
+    """Inputs and output weights of the canaries ``indices``; canary i is (i div width, i mod width)."""
     return one_hot(indices // width, width).float(), GRADIENT_NORM * one_hot(indices % width, width).float()
 
 
@@ -65,7 +65,7 @@ def canary_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def by_canary(gradient: Tensor) -> Tensor:
-    """The layer's gradient as a vector whose entry i is the direction of canary i; further entries are nobody's."""
+    """The layer's gradient as a vector whose entry i belongs to canary i; further entries belong to none."""
     return gradient.detach().t().reshape(-1)
 
 
@@ -78,14 +78,14 @@ def watch_trainer(
     physical_batch_size: int = 256,
     seed: int | None = None,
 ) -> None:
-    """Train on the canaries that are ``present``, and show ``observe`` what the optimizer is given in each step.
+    """Train on the canaries that are ``present``, and call ``observe`` with the privatized gradient of each step.
 
-    This is ``PrivateTrainer`` with MicroAdam, as users run it; sampler, clipping, noise, ledger and optimizer are real.
-    The only eye on it is a hook that torch offers on every optimizer, which sees gradients after noise. They are scaled so that
-    a canary that takes part contributes 1.
+    This is ``PrivateTrainer`` with MicroAdam, as users run it, with the real sampler, clipping, noise, ledger and optimizer.
+    The gradients are read after the noise by torch's optimizer step pre-hook, and scaled so that a sampled canary contributes
+    1.
 
-    A canary that is not present leaves its place in the dataset empty: the place may be drawn, and there is nothing in it. So
-    the two datasets have the same public size and sample rate, and differ exactly by the removal of examples.
+    A canary that is not present leaves an empty place in the dataset: its index may be sampled, but contributes nothing. So the
+    two datasets have the same public size and sample rate, and differ exactly by the removal of examples.
 
     ``seed`` makes all randomness repeatable; without it the run draws from the operating system's entropy, as private ones do.
     """
@@ -103,7 +103,7 @@ def watch_trainer(
         trainer = PrivateTrainer(
             model,
             optimizer,
-            # Decided by RDP, which composes any number of steps at once; an audit compares with a claim of its own.
+            # RDP composes any number of steps quickly; the audit compares with a claim of its own.
             replace(plan, accountant="rdp"),
             canary_loss,
             max_grad_norm=CLIPPING_NORM,

@@ -1,4 +1,4 @@
-"""What one audit found."""
+"""The result of one audit."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ Scores = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Finding:
-    """A lower bound on ε beside the claim, and the scores it rests on.
+    """Result of an audit: a lower bound on ε, the claimed ε, and the attack's scores.
 
-    ``bound`` exceeds the true ε at ``delta`` with probability at most 1 − ``confidence``. ``largest`` is what a perfect
-    attack of this size would have shown: a claim above it cannot be refuted. Scores are larger where the attack sees the
-    example.
+    ``bound`` exceeds the true ε at ``delta`` with probability at most 1 − ``confidence``. ``largest`` is the bound of a perfect
+    attack of this size: a claim above it cannot be refuted. Larger scores mean that the example seems to be present.
     """
 
     name: str

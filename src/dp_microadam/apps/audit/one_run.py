@@ -1,7 +1,7 @@
-"""The one-run auditor: many canaries, each in or out by the toss of a coin, and one training run.
+"""One-run audit: a lower bound on ε from a single training run with many canaries, each included with probability ½.
 
-Steinke, Nasr and Jagielski 2023, "Privacy auditing with one (1) training run", with white-box canaries: each has a direction of
-its own, and its score is the privatized gradients' component in that direction, summed over all steps.
+Steinke, Nasr and Jagielski 2023, "Privacy auditing with one (1) training run", with white-box canaries: each has its own
+gradient direction, and its score is the component of the privatized gradients in that direction, summed over all steps.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from dp_microadam.errors import InputError
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.validation import require_in_open, require_integer
 
-# Which part of the canaries is guessed, half as "in" and half as "out"; the rest is abstained from. Few guesses are surer,
-# many weigh more, and the best number depends on the noise: all are tried, each at a third of the error probability.
+# Fractions of the canaries that are guessed, half as "in" and half as "out"; for the rest the attack abstains. Few guesses are
+# more accurate, many give more evidence, and the best number depends on the noise: all are tried, each at a third of the
+# error probability.
 GUESSED_PARTS = (0.05, 0.1, 0.2)
 
 Pipeline = Callable[[Tensor], Tensor]
-"""Trains on the canaries that are present, and returns a score for each: larger if it seems to have been there."""
+"""Trains on the canaries that are present, and returns a score for each: larger if it seems to have been present."""
 
 
 def audit_one_run(
@@ -38,10 +39,10 @@ def audit_one_run(
     seed: int | None = None,
     guessed_parts: Sequence[float] = GUESSED_PARTS,
 ) -> Finding:
-    """Toss a coin for each canary, run ``pipeline`` once, and bound ε from how well its scores tell who was there.
+    """Include each canary with probability ½, run ``pipeline`` once, and bound ε from how well its scores reveal membership.
 
-    ``pipeline`` is any training system: it is told which canaries are present and may publish whatever it does. ``claim`` is
-    the ε it promises at ``delta`` for adding or removing one canary.
+    ``pipeline`` may be any training procedure: it is given which canaries are present and returns a score for each.
+    ``claim`` is its claimed ε at ``delta`` for adding or removing one canary.
 
     Formal guarantees: if ``pipeline`` is (ε, ``delta``)-differentially private under adding or removing one canary, the bound
     exceeds ε with probability at most 1 − ``confidence``, all choices of how many to guess together.
@@ -54,7 +55,7 @@ def audit_one_run(
         raise InputError(
             f"the pipeline returned scores of shape {scores.shape}; it must return one for each of {canaries} canaries"
         )
-    # Ties are in the order of the canaries, which says nothing about their presence.
+    # Ties are broken by the order of the canaries, which is independent of their presence.
     order = np.argsort(scores, kind="stable")
     each = 1 - (1 - confidence) / len(guessed_parts)
     halves = [max(1, round(canaries * part / 2)) for part in guessed_parts]
@@ -77,7 +78,7 @@ def audit_one_run(
 
 
 def _correct(present: NDArray[np.bool_], order: NDArray[np.intp], half: int) -> int:
-    """Right guesses if the ``half`` lowest scores are guessed "out" and as many highest "in"."""
+    """Number of correct guesses if the ``half`` lowest scores are guessed "out" and the ``half`` highest "in"."""
     return int(np.count_nonzero(~present[order[:half]]) + np.count_nonzero(present[order[-half:]]))
 
 
@@ -88,9 +89,9 @@ def trainer_scores(
     physical_batch_size: int = 1024,
     advance: Callable[[int], None] = lambda steps: None,
 ) -> Pipeline:
-    """The library's own pipeline, to be audited: one run of ``PrivateTrainer`` under ``plan``.
+    """The library's own pipeline for :func:`audit_one_run`: one run of ``PrivateTrainer`` with ``plan``.
 
-    ``advance`` is told of each step that is done.
+    ``advance`` is called after each step.
     """
 
     def pipeline(present: Tensor) -> Tensor:

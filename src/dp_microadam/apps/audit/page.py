@@ -1,4 +1,4 @@
-"""The page an audit leaves: what was claimed, what was shown, and what neither can mean. One file, nothing to fetch."""
+"""The HTML report of an audit, as one self-contained file."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def audit_page(
 <body>
 <main>
 <h1>Privacy audit</h1>
-<p>The training pipeline was checked and attacked as it is: the real sampler, clipping, noise and optimizer, by someone who sees
-every privatized gradient and knows every example but one.</p>
+<p>The real training pipeline (sampler, clipping, noise and optimizer) was checked, and attacked by an adversary who sees every
+privatized gradient and knows every example but one.</p>
 <p class="verdict{" bad" if broken else ""}">{escape(summary[0].upper() + summary[1:])}.</p>
 {_attacks(findings)}
 {_checks(checks)}
@@ -151,7 +151,7 @@ def _card(finding: Finding) -> str:
 {_ruler(finding)}
 {_histogram(finding)}
 <p class="legend"><i style="background:var(--without)"></i><span>without the example</span>
-<i style="background:var(--with)"></i><span>with it</span> <span>dashed: the line it draws</span></p>
+<i style="background:var(--with)"></i><span>with it</span> <span>dashed: threshold</span></p>
 <dl>{rows}</dl>
 </section>"""
 
@@ -211,7 +211,7 @@ def _histogram(finding: Finding) -> str:
 
 
 def _range(without: Scores, present: Scores) -> tuple[float, float]:
-    """All but the outermost thousandth, which would squeeze the rest; those are drawn at the ends."""
+    """Range of the histogram: the central 99.8 % of the scores; the others are drawn at the ends."""
     both = np.concatenate([without, present])
     low, high = (float(value) for value in np.quantile(both, (0.001, 0.999)))
     return (low, high) if high > low else (low - 1.0, high + 1.0)
@@ -244,21 +244,21 @@ def _limits_of_attacks(findings: Sequence[Finding], confidence: float) -> str:
         else ""
     )
     return f"""<li>An attack shows that ε is <em>at least</em> a number. A number above the claim means that the claim is
-wrong, up to a chance of {100 * (1 - confidence):.3g} % that all attacks of this page together raise a false alarm.</li>
+wrong, except with a probability of {100 * (1 - confidence):.3g} % for a false alarm in any attack of this page.</li>
 <li>A number below the claim is not a proof of privacy. It means that this attack, at this size, did not refute the claim; the
 proof is the mathematics of clipping, noise and accounting. A better attack may show more.</li>
 <li>One run saturates: at 95 % confidence and with every guess right, 1,000 canaries show at most ε = 5.8 and 10,000 at most
 7.8 (δ = 1e-5), so a claim of ε = 8 cannot be audited by one run. With the same code and a claim around 1 faults show long
 before that. With these settings the most is {one_run.largest:.2g}.</li>
 {beyond}
-<li>Two worlds are judged at a large δ, where a thousand repetitions can tell something. Noise and sampling fix an ε for every
-δ, so the claim there is as binding as the one at δ = 1e-5.</li>"""
+<li>Two-world audits bound ε at a large δ, where a thousand repetitions are enough. Noise and sampling determine an ε for
+every δ, so the claim there is as binding as the one at δ = 1e-5.</li>"""
 
 
 def _setting(plan: PrivacyPlan) -> str:
     return f"""<h2>The audited run</h2>
-<p>{plan.dataset_size:,} canaries, each present by the toss of a coin, with gradients in directions of their own; each step
-draws {100 * plan.sample_rate:.3g} % of them, clips, adds noise of {plan.noise_multiplier:g} times the clipping norm, and hands
-the mean to MicroAdam. {plan.steps} steps, ε = {round_up(plan.epsilon)} at δ = {plan.delta:g} by privacy loss distribution. The
-score of a canary is what all privatized gradients together contain of its direction. The highest scores are guessed
-present, the lowest absent, and the rest left open; three choices of how many are corrected for.</p>"""
+<p>{plan.dataset_size:,} canaries, each present with probability ½, with orthogonal gradients; each step
+samples {100 * plan.sample_rate:.3g} % of them, clips, adds noise of {plan.noise_multiplier:g} times the clipping norm, and
+passes the mean to MicroAdam. {plan.steps} steps, ε = {round_up(plan.epsilon)} at δ = {plan.delta:g} by the PLD accountant. The
+score of a canary is the component of the summed privatized gradients in its direction. The highest scores are guessed
+present, the lowest absent, and the attack abstains from the rest; the bound accounts for three numbers of guesses.</p>"""

@@ -1,7 +1,7 @@
-"""The two-world experiments: which few steps are repeated, and how what they publish is looked at.
+"""The experiments of the two-world audit: which steps are repeated, and which statistics of their outputs are tested.
 
-Each experiment's plan is small enough that its claim is known exactly, and chosen so that the faults its probes look for would
-contradict that claim within a thousand repetitions.
+Each plan is small enough that its ε is known exactly, and chosen so that the faults its probes test for would contradict it
+within a thousand repetitions.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dp_microadam.privacy.plan import PrivacyPlan
 
 @dataclass(frozen=True)
 class Experiment:
-    """A few steps on two examples, one of which is the target, and the probes that look at them."""
+    """One or two steps on two examples, one of which is the target, and the probes applied to their outputs."""
 
     name: str
     plan: PrivacyPlan
     probes: tuple[Probe, ...]
 
     def claim(self, probe: Probe) -> float:
-        """The ε that the plan's steps keep at the probe's δ, by privacy loss distribution, which errs upwards, by little."""
+        """The ε of the plan at the probe's δ, by the PLD accountant, which is tight and errs upwards."""
         plan = self.plan
         return PrivacyPlan(plan.dataset_size, plan.batch_size, plan.noise_multiplier, plan.steps, probe.delta, "pld").epsilon
 

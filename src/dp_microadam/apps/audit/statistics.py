@@ -1,4 +1,4 @@
-"""What guesses about membership prove about ε: the two bounds every audit here rests on.
+"""Lower bounds on ε from membership guesses: the statistics behind the one-run and the two-world audit.
 
 *One run* (Steinke, Nasr and Jagielski 2023, "Privacy auditing with one (1) training run", appendix D): of m canaries each takes
 part with probability ½, independently. Of r guesses about which did, (ε, δ)-differential privacy lets v or more be right with
@@ -27,10 +27,10 @@ _BISECTIONS = 50
 
 
 def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
-    """How probable ``correct`` or more right guesses are at most, if the run was (``epsilon``, ``delta``)-private.
+    """Upper bound on the probability of ``correct`` or more right guesses, if the run was (``epsilon``, ``delta``)-private.
 
-    Formal guarantees: holds for add-or-remove neighbours, however guesses follow from what the run published, as long as their
-    number was fixed and each canary's presence was an independent toss of a fair coin.
+    Formal guarantees: holds for add-or-remove neighbours and any guesses computed from the outputs of the run, as long as their
+    number was fixed in advance and each canary was included independently with probability ½.
 
     >>> round(one_run_p_value(canaries=10, guesses=10, correct=10, epsilon=0.0, delta=0.0) * 2**10, 9)
     1.0
@@ -50,7 +50,7 @@ def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, d
 
 
 def one_run_epsilon(canaries: int, guesses: int, correct: int, delta: float, confidence: float) -> float:
-    """The largest ε that so many right guesses rule out at ``confidence``; 0 if they rule out none.
+    """Lower bound on ε from ``correct`` right guesses, at ``confidence``; 0 if they rule out no ε.
 
     >>> f"{one_run_epsilon(1000, 100, 75, delta=1e-4, confidence=0.95):.3f}"  # the example of the paper's appendix D
     '0.673'
@@ -71,7 +71,7 @@ def one_run_epsilon(canaries: int, guesses: int, correct: int, delta: float, con
 
 
 def largest_one_run_epsilon(canaries: int, delta: float, confidence: float) -> float:
-    """What a perfect attack, guessing right about every canary, would show: no audit of one run can show more.
+    """The bound of a perfect attack, which guesses every canary correctly: no one-run audit can show more.
 
     >>> [round(largest_one_run_epsilon(count, delta=1e-5, confidence=0.95), 1) for count in (1_000, 10_000)]
     [5.8, 7.8]
@@ -80,7 +80,7 @@ def largest_one_run_epsilon(canaries: int, delta: float, confidence: float) -> f
 
 
 def rate_upper_bound(events: ArrayLike, trials: int, confidence: float) -> Floats:
-    """The rates that ``events`` in ``trials`` independent trials rule out begin here, one-sided, at ``confidence``.
+    """One-sided upper confidence bound on a rate, from ``events`` in ``trials`` independent trials (Clopper and Pearson).
 
     >>> print(rate_upper_bound([0, 30], trials=30, confidence=0.95).round(4))  # 1 − 0.05^(1/30) without events
     [0.095 1.   ]
@@ -95,7 +95,7 @@ def rate_upper_bound(events: ArrayLike, trials: int, confidence: float) -> Float
 def two_world_epsilon(
     false_alarms: ArrayLike, misses: ArrayLike, trials_without: int, trials_with: int, delta: float, confidence: float
 ) -> Floats:
-    """The largest ε that a test with these errors rules out at ``delta`` and ``confidence``; 0 if it rules out none.
+    """Lower bound on ε at ``delta`` from the errors of a test, at ``confidence``; 0 if they rule out no ε.
 
     Of ``trials_without`` runs without the example the test said "in" ``false_alarms`` times; of ``trials_with`` runs with it
     the test said "out" ``misses`` times. Both rates are bounded at half the error probability each, so the two hold together.
@@ -114,7 +114,7 @@ def two_world_epsilon(
 
 
 def largest_two_world_epsilon(trials: int, delta: float, confidence: float) -> float:
-    """What a test without errors in ``trials`` runs of each world would show."""
+    """The bound of a test without errors in ``trials`` runs of each world."""
     return float(two_world_epsilon(0, 0, trials, trials, delta, confidence))
 
 

@@ -1,4 +1,4 @@
-"""All audits of the library's own pipeline, as one question: is its claim still standing?"""
+"""All audits of the library's own training pipeline, at a joint confidence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dp_microadam.validation import require_in_open, require_integer
 
 @dataclass(frozen=True)
 class Profile:
-    """How much an audit runs. Experiments of two steps get half the repetitions, which is as much work."""
+    """Size of an audit. Experiments of two steps get half the repetitions, which takes as long."""
 
     canaries: int
     repetitions: int
@@ -38,12 +38,12 @@ _PROBES = sum(len(experiment.probes) for experiment in EXPERIMENTS)
 def audit_pipeline(
     plan: PrivacyPlan, repetitions: int, *, confidence: float = 0.95, seed: int | None = None, watch: Watch = unwatched
 ) -> list[Finding]:
-    """The one-run audit of ``plan``, whose dataset are the canaries, and every two-world experiment.
+    """Run the one-run audit of ``plan``, whose dataset are the canaries, and every two-world experiment.
 
     ``seed`` is for tests and makes the one-run audit repeatable.
 
-    Formal guarantees: if the pipeline keeps its claims, the probability that any of the findings exceeds its claim is at most
-    1 − ``confidence``. Half of it is the one-run audit's, the probes share the other half.
+    Formal guarantees: if the pipeline keeps its claims, the probability that any bound exceeds its claim is at most
+    1 − ``confidence``. Half of it is spent on the one-run audit; the probes share the other half.
     """
     require_in_open("confidence", confidence, 0, 1)
     require_integer("repetitions", repetitions, 8)
@@ -65,7 +65,7 @@ def audit_experiment(
     confidence: float = 0.95,
     advance: Callable[[int], None] = lambda steps: None,
 ) -> list[Finding]:
-    """One two-world experiment against the library's own pipeline; each finding holds at ``confidence``."""
+    """Run one two-world experiment on the library's own pipeline; each finding holds at ``confidence``."""
     mechanism = trainer_steps(experiment.plan, advance=advance)
     without, present = mechanism(False, repetitions), mechanism(True, repetitions)
     return [
@@ -74,7 +74,7 @@ def audit_experiment(
 
 
 def summary(findings: Sequence[Finding], confidence: float, checks: Sequence[Check] = ()) -> str:
-    """One line: what attacks and checks show, and how sure that is."""
+    """The result of all attacks and checks in one line."""
     failed = [check for check in checks if check.violated]
     broken = [finding for finding in findings if finding.violated]
     sure = f"at {100 * confidence:.10g} % confidence for all attacks together"

@@ -1,8 +1,8 @@
-"""The two-world auditor: one or two steps on a dataset and its neighbour, thousands of times, and a test to tell them apart.
+"""Two-world audit: thousands of repetitions of one or two steps with and without a target example, and a test between the two.
 
-It sees what one run cannot: with a number in hand for how often the test errs in each world, even noise of half the scale
-contradicts the claim. The test's statistic is fixed beforehand, its threshold and direction on the first half of the
-repetitions; the bound comes from the second half, which the choice never saw.
+Its error rates in both worlds (with and without the example) bound ε from below. It is more sensitive than the one-run audit:
+even noise of half the scale contradicts the claim. The test statistic is fixed in advance; threshold and direction are chosen
+on the first half of the repetitions, and the bound is computed on the second half.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.validation import require_in_open, require_integer
 
 Observations = NDArray[np.float64]
-"""What the mechanism published: repetitions × steps × directions, in units of the clipping norm."""
+"""Outputs of the mechanism: repetitions × steps × directions, in units of the clipping norm."""
 
 Mechanism = Callable[[bool, int], Observations]
-"""Runs one or two steps so many times, with the target present or not, each time with fresh randomness."""
+"""Function of (target present, repetitions): runs one or two steps that many times, with fresh randomness."""
 
 # Direction 0 is the target's, direction 1 that of the other example; all others carry noise alone.
 TARGET = 0
@@ -39,10 +39,10 @@ _CAUTION = 0.99999
 
 @dataclass(frozen=True)
 class Probe:
-    """One way to look at what a mechanism published: a statistic, and a δ to judge it at.
+    """A test statistic of a mechanism's outputs, and the δ at which ε is bounded.
 
-    A mechanism has an ε for every δ. Thousands of repetitions cannot resolve δ = 1e-5, so a probe is judged where its statistic
-    is strongest; the claim there follows from the same noise and sampling.
+    A mechanism has an ε for every δ. Thousands of repetitions cannot resolve δ = 1e-5, so each probe uses the δ at which its
+    statistic is strongest; the claimed ε there follows from the same noise and sampling.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Probe:
 def audit_two_worlds(
     observed_without: Observations, observed_with: Observations, probe: Probe, claim: float, *, confidence: float = 0.95
 ) -> Finding:
-    """Bound ε from repetitions of a mechanism in both worlds, as ``Mechanism`` returns them.
+    """Lower bound on ε from the outputs of a mechanism with and without the target, as ``Mechanism`` returns them.
 
     Formal guarantees: if repetitions are independent and the mechanism is (ε, ``probe.delta``)-differentially private under
     adding or removing the target, the bound exceeds ε with probability at most 1 − ``confidence``.
@@ -93,11 +93,11 @@ def audit_two_worlds(
 
 
 def _best_test(without: Scores, present: Scores, delta: float, confidence: float) -> tuple[int, float]:
-    """On which side of which threshold the test should say "in" to prove most on these scores."""
+    """Direction and threshold of the test that give the largest bound on these scores."""
     pooled = np.unique(np.concatenate([without, present]))
     if len(pooled) > _MOST_THRESHOLDS:
         pooled = pooled[np.linspace(0, len(pooled) - 1, _MOST_THRESHOLDS).round().astype(int)]
-    # Between scores, so that a repetition on the threshold itself is rare and rounding decides nothing.
+    # Between scores, so that rounding does not decide about a score at the threshold.
     thresholds = (pooled[:-1] + pooled[1:]) / 2 if len(pooled) > 1 else pooled
     above_without = len(without) - np.searchsorted(np.sort(without), thresholds, side="right")
     above_with = len(present) - np.searchsorted(np.sort(present), thresholds, side="right")
@@ -110,27 +110,27 @@ def _best_test(without: Scores, present: Scores, delta: float, confidence: float
 
 
 def strength(observed: Observations) -> Scores:
-    """How much of the target's direction was published, over all steps."""
+    """Component of the outputs in the target's direction, summed over all steps."""
     return observed[:, :, TARGET].sum(1)
 
 
 def quiet(observed: Observations) -> Scores:
-    """How small the noise is where nobody has a gradient: it must not depend on who is there."""
+    """Minus the norm of the noise in directions without any gradient: it must not depend on who is present."""
     return -np.linalg.norm(observed[:, :, _FIRST_IDLE:], axis=(1, 2))
 
 
 def change(observed: Observations) -> Scores:
-    """How far two steps differ in the target's direction: noise used twice cancels."""
+    """Difference of two steps in the target's direction, in which noise used twice cancels."""
     return np.abs(observed[:, 0, TARGET] - observed[:, 1, TARGET])
 
 
 def contrast(observed: Observations) -> Scores:
-    """How far the target's direction differs from its twin in the other half of the coordinates: shared noise cancels."""
+    """Difference between the target's coordinate and its counterpart in the other half, in which shared noise cancels."""
     return np.abs(observed[:, :, TARGET] - observed[:, :, TARGET + observed.shape[2] // 2]).sum(1)
 
 
 def ever(observed: Observations) -> Scores:
-    """The step in which most of the target's direction was published: was it drawn at all?"""
+    """Largest component in the target's direction over the steps: was the target sampled at all?"""
     return observed[:, :, TARGET].max(1)
 
 
@@ -140,12 +140,12 @@ def trainer_steps(
     physical_batch_size: int = 1,
     advance: Callable[[int], None] = lambda steps: None,
 ) -> Mechanism:
-    """The library's own steps, to be audited: ``plan.steps`` steps of ``PrivateTrainer`` on the plan's few examples.
+    """The library's own mechanism for :func:`audit_two_worlds`: ``plan.steps`` steps of ``PrivateTrainer``.
 
     Repetitions follow each other in one run. A canary's gradient does not depend on the weights, and steps draw their sample
     and noise independently (part of what is claimed), so each group of ``plan.steps`` steps is a repetition of the same
-    experiment. Chunks hold one example each, so every step is put together from several. Randomness is the operating system's
-    entropy, as in any private run. ``advance`` is told of each step.
+    experiment. Physical batches have one example, so that every step accumulates several. Randomness is the operating system's
+    entropy, as in any private run. ``advance`` is called after each step.
     """
 
     def mechanism(present: bool, repetitions: int) -> Observations:

@@ -1,1 +1,1 @@
-"""The command ``dp-microadam``."""
+"""The command-line interface, ``dp-microadam``."""

@@ -20,14 +20,14 @@ from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyWarning
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Wraps descriptions, but not examples: those are to be copied."""
+    """Help formatter that wraps descriptions but leaves examples as they are, so that they can be copied."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if text.startswith("example") else super()._fill_text(text, width, indent)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Refuses with one sentence, as every other part of the command line does."""
+    """Argument parser that reports an error in one sentence, like the rest of the command line."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": _Formatter, **options})
@@ -37,6 +37,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The argument parser of ``dp-microadam`` with all its subcommands."""
     parser = _Parser(
         prog="dp-microadam",
         description="Train and fine-tune PyTorch models with differential privacy.",
@@ -53,6 +54,10 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     parser = build_parser()
+    if "_ARGCOMPLETE" in os.environ:  # set by the code that `dp-microadam completion` prints
+        import argcomplete
+
+        argcomplete.autocomplete(parser, always_complete_options=False)  # prints candidates and exits
     options = parser.parse_args(arguments)
     if options.run is None:
         parser.print_help()
@@ -61,29 +66,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _privacy_warnings_as_sentences():
             return int(options.run(options) or 0)
     except InputError as error:
-        print(f"{_speaker()}: {error}", file=sys.stderr)
+        print(f"{_program_name()}: {error}", file=sys.stderr)
         return 2
     except DPMicroAdamError as error:
-        print(f"{_speaker()}: {error}", file=sys.stderr)
+        print(f"{_program_name()}: {error}", file=sys.stderr)
         return 1
 
 
-def _speaker() -> str:
-    """Who says it, of several processes that torchrun started."""
+def _program_name() -> str:
+    """Name in front of a message; it includes the rank in all but the first of the processes that torchrun started."""
     rank = os.environ.get("RANK", "0")
     return "dp-microadam" if rank == "0" else f"dp-microadam (rank {rank})"
 
 
 @contextmanager
 def _privacy_warnings_as_sentences() -> Iterator[None]:
-    """Show this library's warnings on stderr without the line of source they came from."""
+    """Print this library's privacy warnings as one line on stderr, without the source line that Python adds."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", PrivacyWarning)
         original = warnings.showwarning
 
         def show(message, category, *details, **more):  # type: ignore[no-untyped-def]
             if issubclass(category, PrivacyWarning):
-                if _speaker() == "dp-microadam":  # others would repeat it
+                if _program_name() == "dp-microadam":  # the other ranks would repeat it
                     print(f"dp-microadam: warning: {message}", file=sys.stderr)
             else:
                 original(message, category, *details, **more)

@@ -1,4 +1,4 @@
-"""What a study's runs would cost on this machine, from a few steps of smaller batches."""
+"""Estimates how long a study's runs take on this machine, by timing a few steps with smaller batches."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from dp_microadam.data import places
 from dp_microadam.data.catalogue import known
 from dp_microadam.data.dataset import Examples, LabelledData, size_of, split
 from dp_microadam.data.images import ImageFolder
-from dp_microadam.data.made_up import made_up
+from dp_microadam.data.synthetic import synthetic_images
 
 _STEPS = 3
 _TRIAL = 4
 _LARGER = 3
 _ENOUGH_SECONDS = 2.0
 
-# Recipes that differ in these alone take the same time per step.
-_OF_THE_PLAN = (
+# Recipes that differ only in these take the same time per step and example.
+_WITHOUT_EFFECT_ON_TIME = (
     "name",
     "epsilon",
     "noise_multiplier",
@@ -47,7 +47,7 @@ _OF_THE_PLAN = (
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step as a straight line in the batch size: what every step costs, and what every example does."""
+    """Seconds per step as a linear function of the batch size."""
 
     per_step: float
     per_example: float
@@ -59,7 +59,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one run of a cell takes."""
+    """Estimated duration of one run of a cell."""
 
     cell: Cell
     steps: int
@@ -71,22 +71,22 @@ class Cost:
 
 
 class CostEstimator:
-    """The cost of runs, training alone. Cells whose steps are alike are measured once; ``tell`` hears which are measured."""
+    """Estimates the training time of runs. Cells with the same kind of step are measured once; ``tell`` reports each."""
 
     def __init__(self, tell: Callable[[str], None] = lambda text: None) -> None:
         self._tell = tell
         self._measured: dict[str, StepTime] = {}
 
     def cost(self, cell: Cell) -> Cost:
-        """What one run of the cell takes.
+        """Estimate one run of the cell.
 
         Raises:
-            InputError: if the recipe cannot be run, or is about the user's own data and they are not there.
+            InputError: if the recipe cannot be run, or needs the user's own data and these are missing.
         """
         recipe = cell.recipe
         kind = _kind(recipe)
         if kind not in self._measured:
-            self._tell(f"measuring {cell.words}")
+            self._tell(f"measuring {cell.description}")
             self._measured[kind] = self._measure(recipe)
         found = self._measured[kind]
         steps = plan_of(recipe, found.dataset_size).steps
@@ -94,9 +94,9 @@ class CostEstimator:
         return Cost(cell, steps, found.seconds(recipe.batch_size))
 
     def _measure(self, recipe: Recipe) -> StepTime:
-        """Time a few steps with batches of one physical chunk, and of three; the line through both medians.
+        """Fit a line through the median step times with one and with three physical batches.
 
-        A chunk is smaller than the recipe's where that would take long and tell no more.
+        The physical batch is smaller than the recipe's where that would only take longer.
         """
         data, dataset_size = self._data(recipe)
         most = min(recipe.physical_batch_size, recipe.batch_size)
@@ -113,22 +113,21 @@ class CostEstimator:
         return StepTime(max(0.0, seconds - per_example * small), per_example, dataset_size)
 
     def _data(self, recipe: Recipe) -> tuple[LabelledData, int]:
-        """What to measure with, and how many examples the recipe trains on."""
+        """Data for the measurement, and the number of training examples of the recipe."""
         published = known(recipe.data)
         if published.train_size is None or places.is_here(recipe.data, published, recipe.data_folder or None):
             data = load_data(recipe)
             return data, size_of(data.train)
-        self._tell(f"{recipe.data} is not here; images of noise in its shape take as long, but for reading them")
+        self._tell(f"{recipe.data} was not found; timing random images of the same shape, without reading files")
         training, _ = split(published.train_size, recipe.validation_fraction, recipe.split_seed, size=recipe.validation_size)
         count = min(_LARGER * recipe.physical_batch_size, recipe.batch_size)
-        return made_up(recipe.data, count, image_size=recipe.image_size, **recipe.data_options), len(training)
+        return synthetic_images(recipe.data, count, image_size=recipe.image_size, **recipe.data_options), len(training)
 
 
 def _median_step(recipe: Recipe, data: LabelledData, count: int, chunk: int) -> float:
-    """Median seconds between steps of exactly ``count`` examples; the first, with all that is set up in it, is left out.
+    """Median seconds between steps of exactly ``count`` examples, without the first step, which includes set-up.
 
-    On ``count`` examples with a sampling rate of one every step takes them all, where a smaller rate would give each step
-    another number of them.
+    The data are cut to ``count`` examples and sampled at rate one, so that every step has the same size.
     """
     short = replace(
         recipe,
@@ -142,7 +141,7 @@ def _median_step(recipe: Recipe, data: LabelledData, count: int, chunk: int) -> 
         checkpoint_every=10**9,
         checkpoint_minutes=10**6,
         validation_size=size_of(data.validation),
-        optimizer=_with_any_public(recipe.optimizer),
+        optimizer=_with_number_of_public(recipe.optimizer),
     )
     ends: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -151,7 +150,7 @@ def _median_step(recipe: Recipe, data: LabelledData, count: int, chunk: int) -> 
         )
         experiment.trainer.callbacks = (lambda report: ends.append(time.perf_counter()),)
         if not experiment.trainer.fit(experiment.training_part()).finished:
-            raise KeyboardInterrupt  # the trainer ends its step first; what it took is no measurement
+            raise KeyboardInterrupt  # the trainer finishes its step first, and this one was not timed completely
     return statistics.median(after - before for before, after in itertools.pairwise(ends))
 
 
@@ -161,12 +160,14 @@ def _first(examples: Examples, count: int) -> Examples:
     return examples.part(torch.arange(count)) if isinstance(examples, ImageFolder) else Subset(examples, range(count))
 
 
-def _with_any_public(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """Positions of public examples are of the whole data set; as many others cost the same."""
+def _with_number_of_public(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """Replace indices of public examples, which refer to the whole data set, by their number, at the same cost."""
     positions = optimizer.get("public")
     return {**optimizer, "public": len(positions)} if isinstance(positions, list) else optimizer
 
 
 def _kind(recipe: Recipe) -> str:
-    """The same for recipes whose steps cost the same."""
-    return json.dumps({key: value for key, value in asdict(recipe).items() if key not in _OF_THE_PLAN}, sort_keys=True)
+    """A key shared by recipes whose steps cost the same."""
+    return json.dumps(
+        {key: value for key, value in asdict(recipe).items() if key not in _WITHOUT_EFFECT_ON_TIME}, sort_keys=True
+    )

@@ -1,4 +1,4 @@
-"""A study: one recipe, varied along axes, and what was published about it."""
+"""A study: one recipe varied along one or more axes, with the paper's results for comparison."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from dp_microadam.apps.recipes.overrides import apply_override
-from dp_microadam.apps.recipes.recipe import Recipe, keys_of_type
+from dp_microadam.apps.recipes.recipe import Recipe, apply_overrides
 from dp_microadam.errors import InputError
 from dp_microadam.validation import require_integer
 
@@ -25,7 +24,7 @@ Labels = dict[str, Label]
 SCALES = ("paper", "cpu")
 ACCURACY, COST = "accuracy", "cost"
 
-# Keys that change neither the trained model nor its guarantee: runs that differ in them alone are repeats of each other.
+# Keys that change neither the trained model nor its guarantee: runs that differ only in these are repeats of each other.
 _WITHOUT_EFFECT = (
     "name",
     "data_folder",
@@ -43,20 +42,20 @@ _WITHOUT_EFFECT = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One place of a study's table: its label on each axis, and the recipe whose runs fill it."""
+    """One cell of a study's table: its label on each axis, and the recipe of its runs."""
 
     labels: Labels
     recipe: Recipe
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return ", ".join(
             f"{axis} {label}" if isinstance(label, int | float) else str(label) for axis, label in self.labels.items()
         )
 
     @property
     def key(self) -> str:
-        """A folder name: readable, and the same for recipes that train the same."""
+        """Folder name: readable, and the same for recipes that train the same model."""
         settings = {key: value for key, value in asdict(self.recipe).items() if key not in _WITHOUT_EFFECT}
         settings["learning_rate"] = self.recipe.resolved_learning_rate
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
@@ -66,7 +65,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Published:
-    """A number that the paper reports for a cell."""
+    """The paper's result for a cell."""
 
     labels: Labels
     value: float
@@ -75,10 +74,10 @@ class Published:
 
 @dataclass(frozen=True)
 class Study:
-    """A question, the cells that answer it, and the paper's answer.
+    """An experiment of several runs: a grid of recipes, and the paper's results.
 
-    ``measure`` is ``"accuracy"`` for studies that train, ``"cost"`` for those that time a few steps. ``rows`` and ``columns``
-    say which axes lie where in the table.
+    ``measure`` is ``"accuracy"`` for studies that train, ``"cost"`` for those that only time a few steps. ``rows`` and
+    ``columns`` name the axes that span the table.
     """
 
     name: str
@@ -97,7 +96,7 @@ class Study:
     overrides: tuple[str, ...] = field(default=(), kw_only=True)
 
     def only(self, conditions: Sequence[str]) -> Study:
-        """The study without the cells that a condition ``AXIS=LABEL`` leaves out; several labels of one axis add up.
+        """The study restricted to the cells that match all conditions ``AXIS=LABEL``; labels of the same axis are alternatives.
 
         Raises:
             InputError: if an axis or label is unknown, or no cell is left.
@@ -117,7 +116,7 @@ class Study:
         return Study(**{**vars(self), "cells": kept})
 
     def describe(self, command: str) -> dict[str, Any]:
-        """What reports need to know of the study, as ``experiment.json`` holds it."""
+        """The content of ``experiment.json``: what reports need to know about the study."""
         return {
             "name": self.name,
             "title": self.title,
@@ -138,7 +137,7 @@ class Study:
 
 
 def known_studies() -> dict[str, tuple[str, ...]]:
-    """Names of the studies that come with the package, and the scales of each, in their order."""
+    """Names of the built-in studies, and the scales of each."""
     found: dict[str, list[str]] = {}
     for entry in resources.files("dp_microadam.apps.experiments").iterdir():
         if entry.name.endswith(".toml"):
@@ -148,9 +147,9 @@ def known_studies() -> dict[str, tuple[str, ...]]:
 
 
 def load_study(name_or_path: str, scale: str | None = None, overrides: Sequence[str] = ()) -> Study:
-    """A study of the package by its name, or any by the path of its TOML file; ``overrides`` change all its recipes.
+    """Load a built-in study by name, or any study by the path of its TOML file; ``overrides`` apply to all its recipes.
 
-    Without a scale it is the paper's, where there is one.
+    Without ``scale`` it is the paper's scale if the study has one.
 
     >>> study = load_study("sigma-sweep")
     >>> len(study.cells), study.repeats
@@ -177,7 +176,7 @@ def load_study(name_or_path: str, scale: str | None = None, overrides: Sequence[
 
 
 def parse_study(text: str, name: str, scale: str, overrides: Sequence[str] = ()) -> Study:
-    """The study written in ``text``.
+    """Parse a study from TOML text.
 
     Raises:
         InputError: if it is not TOML, or something in it cannot be used.
@@ -233,7 +232,7 @@ def _refuse_unknown_keys(name: str, values: Mapping[str, Any]) -> None:
 
 
 def _labels(settings: Mapping[str, Any]) -> dict[Label, Any]:
-    """Settings by label; labels that all read as numbers are numbers.
+    """Settings by label; labels become numbers if all of them are.
 
     >>> _labels({"3": {}, "1.5": {}})
     {3: {}, 1.5: {}}
@@ -253,7 +252,7 @@ def _combinations(axes: Mapping[str, Mapping[Label, Any]]) -> Iterator[Labels]:
 
 
 def _matches(labels: Labels, wanted: Mapping[str, Any]) -> bool:
-    """Whether the labels are those wanted; a list allows any of its labels."""
+    """Whether the labels match ``wanted``, where a list allows any of its labels."""
     return all(labels[axis] in (label if isinstance(label, list) else [label]) for axis, label in wanted.items())
 
 
@@ -269,14 +268,13 @@ def _cell(
             raise InputError(f"study {name} adjusts cells by {', '.join(sorted(unknown))}; use its axes {', '.join(axes)}")
         if _matches(labels, adjustment["cell"]):
             settings = _merged(settings, adjustment["set"])
-    settings = copy.deepcopy(settings)  # overrides reach into tables, which cells share
-    for override in overrides:
-        apply_override(settings, override, strings=keys_of_type("str"), removable=keys_of_type("| None"))
+    settings = copy.deepcopy(settings)  # overrides change tables in place, which cells share
+    apply_overrides(settings, overrides)
     return Cell(labels, Recipe.from_dict(settings))
 
 
 def _merged(settings: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """``settings`` with the keys of ``change``; tables are merged, and ``"none"`` takes a key back.
+    """``settings`` updated with ``change``; tables are merged, and the value ``"none"`` removes a key.
 
     >>> _merged({"steps": 10, "optimizer": {"eps": 1e-8}}, {"steps": "none", "optimizer": {"density": 0.1}})
     {'optimizer': {'eps': 1e-08, 'density': 0.1}}
@@ -295,7 +293,7 @@ def _merged(settings: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str,
 def _published(
     values: Mapping[str, Any], axes_left: Sequence[str], axes: Mapping[str, Mapping[Label, Any]], labels: Labels | None = None
 ) -> Iterator[Published]:
-    """The paper's numbers, nested by the labels of rows, then of columns; ``[value, spread]`` or a value."""
+    """The paper's results, nested by row labels and then column labels; each is a value or ``[value, spread]``."""
     if not axes_left:
         value, spread = values if isinstance(values, list) else (values, None)
         yield Published(dict(labels or {}), float(value), None if spread is None else float(spread))  # type: ignore[arg-type]

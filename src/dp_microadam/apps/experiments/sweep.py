@@ -1,4 +1,4 @@
-"""Runs a study: one process a run, several at a time, going on after failures and interruptions."""
+"""Runs a study: one process per run, several at a time. Failed and interrupted runs are picked up by the next call."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ from pathlib import Path
 from typing import Any
 
 from dp_microadam.apps.experiments.study import Cell, Study
+from dp_microadam.durable_files import write_text_durably
 from dp_microadam.errors import InputError
+from dp_microadam.privacy.ledger import LEDGER_NAME
 from dp_microadam.training.interrupts import Interruptible
+from dp_microadam.training.run_folder import CHECKPOINTS, METRICS, STATISTICS
 
 STUDY, RESULTS, RUNS, LOCK = "experiment.json", "results.jsonl", "runs", ".lock"
-_LEDGER, _METRICS, _VITAL_SIGNS = "ledger.jsonl", "metrics.jsonl", "run.json"
 _POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run that a cell needs: its ``repeat``-th."""
+    """One run of a cell, with its number among the repeats."""
 
     cell: Cell
     repeat: int
 
     @property
-    def words(self) -> str:
-        return f"{self.cell.words}, run {self.repeat}"
+    def description(self) -> str:
+        return f"{self.cell.description}, run {self.repeat}"
 
     @property
     def key(self) -> tuple[str, int, str]:
@@ -44,7 +46,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Failure:
-    """A run that ended without a result, and the last it said."""
+    """A run that ended without a result, and the last line of its log."""
 
     job: Job
     folder: Path
@@ -60,10 +62,10 @@ class _Running:
 
 
 class SweepFolder:
-    """Where a study's runs and results are.
+    """The folder of a study's runs and results.
 
-    ``runs/KEY/REPEAT`` is the folder of a run, ``results.jsonl`` has a line for each that is finished. Runs are keyed by what
-    their recipe trains, so that studies that share a folder share runs.
+    ``runs/KEY/REPEAT`` is a run folder, and ``results.jsonl`` has a line per finished run. The key depends only on what the
+    recipe trains, so that studies in the same folder share runs.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,15 +75,14 @@ class SweepFolder:
         return self.path / RUNS / job.cell.key / str(job.repeat)
 
     def begin(self, study: Study, command: str) -> None:
-        """Write down what the study asks, all of it, for reports: cells that were not asked for yet show as not run."""
+        """Write ``experiment.json`` with all cells of the study; reports show those without results as not run."""
         self.path.mkdir(parents=True, exist_ok=True)
-        unfinished = self.path / f"{STUDY}.unfinished"
-        unfinished.write_text(json.dumps(study.describe(command), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(unfinished, self.path / STUDY)
+        write_text_durably(self.path / STUDY, json.dumps(study.describe(command), indent=2, ensure_ascii=False) + "\n")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """
+        """Hold the lock of the folder.
+
         Raises:
             InputError: if another process works on this folder.
         """
@@ -94,7 +95,7 @@ class SweepFolder:
             yield
 
     def results(self) -> list[dict[str, Any]]:
-        """Lines of finished runs; one that a crash tore is left out, and its run is collected again."""
+        """Results of finished runs. A line cut off by a crash is skipped, and its run is collected again."""
         path = self.path / RESULTS
         found = []
         for line in path.read_text("utf-8").splitlines() if path.exists() else []:
@@ -105,10 +106,11 @@ class SweepFolder:
         return found
 
     def done(self) -> set[tuple[str, int, str]]:
-        """Keys of the jobs that need not run again."""
+        """Keys of the jobs that have a result."""
         return {(line["run"], line["repeat"], json.dumps(line["cell"])) for line in self.results()}
 
     def append(self, line: dict[str, Any]) -> None:
+        """Add the result of a run."""
         path = self.path / RESULTS
         torn = path.exists() and not path.read_text("utf-8").endswith("\n") and path.stat().st_size > 0
         with open(path, "a", encoding="utf-8") as file:
@@ -118,7 +120,7 @@ class SweepFolder:
 
 
 def jobs_of(study: Study, repeats: int) -> list[Job]:
-    """All runs of a study, first repeats first: an interrupted sweep has something of every cell."""
+    """All runs of a study, the first repeat of every cell first, so that an interrupted sweep covers all cells."""
     return [Job(cell, repeat) for repeat in range(1, repeats + 1) for cell in study.cells]
 
 
@@ -131,9 +133,9 @@ def run_sweep(
     tell: Callable[[str], None],
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Failure]:
-    """Run what is not done yet, one run per device at a time, and return the runs that failed.
+    """Run the jobs without a result, one at a time per device, and return those that failed.
 
-    A run that began before goes on where it stopped. ``devices``: CUDA numbers, or None for the processor.
+    Interrupted runs are resumed. ``devices`` are CUDA indices, or None for the CPU.
     """
     jobs = jobs_of(study, repeats)
     done = folder.done()
@@ -152,7 +154,7 @@ def run_sweep(
                 raise KeyboardInterrupt
             while waiting and free:
                 running.append(_start(waiting.pop(0), folder, devices, free.pop(0)))
-                tell(f"began {running[-1].job.words}")
+                tell(f"began {running[-1].job.description}")
             time.sleep(_POLL_SECONDS)
             for one in [one for one in running if one.process.poll() is not None]:
                 running.remove(one)
@@ -171,7 +173,7 @@ def _stop(running: Sequence[_Running]) -> None:
 
 
 def collect_line(job: Job, folder: SweepFolder, result: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """What ``results.jsonl`` keeps of a finished run."""
+    """The line of ``results.jsonl`` for a finished run."""
     run = folder.run_folder(job)
     return {
         "cell": job.cell.labels,
@@ -182,21 +184,21 @@ def collect_line(job: Job, folder: SweepFolder, result: dict[str, Any], seconds:
         "delta": result["delta"],
         "private": result["private"],
         "steps": result["updates"],
-        "parameters": json.loads((run / _VITAL_SIGNS).read_text("utf-8"))["parameters"],
+        "parameters": json.loads((run / STATISTICS).read_text("utf-8"))["parameters"],
         "seconds": round(seconds, 1),
         "folder": str(run.relative_to(folder.path)),
-        "curve": _curve(run / _METRICS),
+        "curve": _curve(run / METRICS),
         **provenance(),
     }
 
 
 def provenance() -> dict[str, str]:
-    """When, where and with which code a figure came about."""
+    """Date, machine and code version of a result."""
     return {"date": f"{datetime.now(UTC):%Y-%m-%d}", "machine": machine(), "commit": commit()}
 
 
 def machine() -> str:
-    """The processor or graphics card, in words."""
+    """Name of the GPU or CPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -214,7 +216,7 @@ def _processor() -> str:
 
 
 def commit() -> str:
-    """The commit of a source checkout, marked if there are changes on top; else the version."""
+    """The git commit of a source checkout, marked dirty if there are local changes; otherwise the package version."""
     from dp_microadam import __version__
 
     here = Path(__file__).parent
@@ -232,11 +234,11 @@ def commit() -> str:
 def _start(job: Job, folder: SweepFolder, devices: Sequence[int | None], slot: int) -> _Running:
     run = folder.run_folder(job)
     run.parent.mkdir(parents=True, exist_ok=True)
-    if (run / _LEDGER).exists() or (run / "checkpoints").is_dir():
+    if (run / LEDGER_NAME).exists() or (run / CHECKPOINTS).is_dir():
         arguments = ["resume", str(run)]
     else:
         recipe = run.with_suffix(".toml")
-        recipe.write_text(job.cell.recipe.to_toml(), encoding="utf-8")
+        write_text_durably(recipe, job.cell.recipe.to_toml())
         arguments = ["train", str(recipe), "--run-dir", str(run)]
     environment = dict(os.environ)
     if devices[slot] is not None:
@@ -247,7 +249,7 @@ def _start(job: Job, folder: SweepFolder, devices: Sequence[int | None], slot: i
         process = subprocess.Popen(
             [sys.executable, "-m", "dp_microadam", *arguments, "--json", "--quiet"],
             stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True, env=environment,
-            process_group=0,  # Ctrl-C reaches the sweep alone, which passes it on once: a run ends at once at the second
+            process_group=0,  # Ctrl-C reaches only the sweep, which forwards it once: a second one would kill the run
         )  # fmt: skip
     return _Running(job, process, slot, time.monotonic())
 
@@ -263,20 +265,20 @@ def _collect(one: _Running, folder: SweepFolder, tell: Callable[[str], None]) ->
         result = None
     if one.process.returncode != 0 or result is None or not result["finished"]:
         failure = Failure(one.job, run, _last_line(run.with_suffix(".log"), one.process.returncode))
-        tell(f"failed {one.job.words}: {failure.reason}")
+        tell(f"failed {one.job.description}: {failure.reason}")
         return failure
     folder.append(collect_line(one.job, folder, result, seconds))
-    tell(f"done {one.job.words}: {100 * result['test_accuracy']:.2f} % in {seconds:.0f} s")
+    tell(f"done {one.job.description}: {100 * result['test_accuracy']:.2f} % in {seconds:.0f} s")
     return None
 
 
 def _last_line(log: Path, code: int) -> str:
     lines = [line for line in log.read_text("utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else f"it ended with exit code {code} and said nothing"
+    return lines[-1] if lines else f"it ended with exit code {code} and an empty log"
 
 
 def _curve(metrics: Path) -> list[list[float]]:
-    """Validation loss and accuracy by step."""
+    """Step, validation loss and validation accuracy of every evaluation."""
     if not metrics.exists():
         return []
     points = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]

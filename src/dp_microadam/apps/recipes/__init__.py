@@ -1,4 +1,4 @@
-"""Recipes: everything that makes up one training run, as a TOML file. No torch here, so a bad recipe is refused at once."""
+"""Recipes: TOML files with all settings of a training run. They are parsed and checked without importing torch."""
 
 from dp_microadam.apps.recipes.recipe import Recipe, known_recipes, load_recipe
 

@@ -1,4 +1,4 @@
-"""From a recipe to what can be trained: data, model, optimizer, plan and trainer."""
+"""Builds data, model, optimizer, privacy plan and trainer from a recipe."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dp_microadam.training.trainer import PrivateTrainer, RunResult, Unprotected
 
 @dataclass
 class Experiment:
-    """A recipe with everything it names, ready to train."""
+    """A recipe with its data, model and trainer, ready to train."""
 
     recipe: Recipe
     data: LabelledData
@@ -42,13 +42,13 @@ class Experiment:
         return self.trainer.fit(self.training_part(), validation=self.data.validation)
 
     def training_part(self) -> Examples:
-        """What is trained on. Image files have no common size, so their random crops are cut where they are decoded."""
+        """The training examples. Random crops of image files, which differ in size, are cut right after decoding."""
         if isinstance(self.data.train, ImageFolder) and self.recipe.resized_crop:
             return self.data.train.random_crops(self.recipe.multiplicity)
         return self.data.train
 
     def test_accuracy(self) -> tuple[float, str]:
-        """Accuracy on the test set, of the averaged weights if the recipe averages, and which weights these are."""
+        """Accuracy on the test set, and which weights it belongs to: averaged ones if the recipe keeps an average."""
         average = self.trainer.average
         if average is None:
             return self._accuracy(), "final weights"
@@ -78,9 +78,9 @@ def assemble(
     show_private_metrics: bool = False,
     ranks: Ranks | None = None,
 ) -> Experiment:
-    """Load what the recipe names and put it together. Nothing is written yet. ``ranks`` are the trainer's.
+    """Load the data of a recipe and build its model and trainer. Nothing is written to disk yet.
 
-    ``data`` takes the place of the data that the recipe names.
+    ``data`` replaces the data set that the recipe names. ``ranks`` is passed to the trainer.
 
     Raises:
         InputError: if data cannot be found or read, or something does not fit.
@@ -162,14 +162,14 @@ def load_data(recipe: Recipe) -> LabelledData:
 
 
 def _augmentation(recipe: Recipe, data: LabelledData) -> Augmentation | None:
-    """What happens to training images on the device; None if nothing does."""
-    asked = bool(recipe.crop_padding or recipe.flip or recipe.resized_crop)
-    if not data.images and (asked or recipe.multiplicity > 1):
+    """The augmentation of training images on the device; None if there is none."""
+    augments = bool(recipe.crop_padding or recipe.flip or recipe.resized_crop)
+    if not data.images and (augments or recipe.multiplicity > 1):
         raise InputError(
             f"data is {recipe.data!r}, a table; crop_padding, flip, resized_crop and multiplicity are for images, leave "
             "them out"
         )
-    if not asked:
+    if not augments:
         if recipe.multiplicity > 1:
             raise InputError(
                 f"multiplicity is {recipe.multiplicity}, but without crop_padding, flip or resized_crop all views are the "
@@ -195,7 +195,7 @@ def _model_shape(recipe: Recipe, data: LabelledData) -> tuple[int, int, int]:
 
 
 def plan_of(recipe: Recipe, dataset_size: int) -> PrivacyPlan | UnprotectedPlan:
-    """The plan a recipe asks for, on a training part of this size."""
+    """The privacy plan of a recipe for a training set of ``dataset_size`` examples."""
     if recipe.protected:
         return PrivacyPlan.solve(
             dataset_size=dataset_size,

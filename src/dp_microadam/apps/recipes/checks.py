@@ -1,7 +1,7 @@
-"""What a value in a recipe must be: each check takes key and value, and returns the value or raises with both.
+"""Validators for the values in a recipe: each takes key and value, and returns the value or raises InputError naming both.
 
-A check returns the value in the type the recipe holds (a whole number where a float belongs becomes one), so that two
-recipes that mean the same are equal.
+The value is returned in the type of the recipe's field (an int becomes a float where a float belongs), so that recipes with
+the same meaning are equal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dp_microadam.validation import (
 Check = Callable[[str, Any], Any]
 
 _LARGEST_INTEGER = 2**63 - 1
-"""What TOML promises to carry."""
+"""The largest integer that every TOML parser supports."""
 
 _LONGEST_NAME = 100
 
@@ -78,7 +78,7 @@ def text(key: str, value: Any) -> str:
 
 
 def name(key: str, value: Any) -> str:
-    """Text that can be shown on one line and be part of a folder's name."""
+    """A string that fits on one line and can be part of a folder name."""
     fits = bool(text(key, value).strip()) and len(value) <= _LONGEST_NAME and value.isprintable()
     if not fits or value.startswith(".") or "/" in value or "\\" in value:
         raise InputError(
@@ -97,7 +97,7 @@ def optional(check: Check) -> Check:
 
 
 def table(key: str, value: Any) -> dict[str, Any]:
-    """Named options of plain values or lists of them: what TOML writes and reads back unchanged."""
+    """A table of options whose values are numbers, strings, booleans or lists of these."""
     if not isinstance(value, Mapping):
         raise InputError(f"{key} is {value!r}; it must be a table of options")
     for option, given in value.items():

@@ -1,4 +1,4 @@
-"""``key=value`` on the command line, applied to the keys of a recipe before they are checked."""
+"""``key=value`` overrides from the command line, applied to a recipe's values before these are validated."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from dp_microadam.errors import InputError
 
 
 def apply_override(values: dict[str, Any], override: str, *, strings: Collection[str], removable: Collection[str]) -> None:
-    """Change ``values`` in place as ``override`` says.
+    """Apply one ``key=value`` override to ``values`` in place.
 
-    ``strings`` are keys whose value is text however it reads (a folder named 2024); ``removable`` ones may be none, and so
-    may an option inside a table. Whether key and value are right is for the recipe to say.
+    The value is parsed as TOML, or else taken as a string. ``strings`` are keys whose value is always a string, even if it
+    looks like a number (a folder named 2024). ``key=none`` removes a key if it is in ``removable`` or inside a table. Whether
+    key and value are valid is checked later, by the recipe.
 
     >>> values = {"steps": 100, "optimizer": {"density": 0.01}}
     >>> for override in ("steps=none", "optimizer.density=0.05", "method=dp-sgd"):

@@ -1,4 +1,4 @@
-"""The public examples a recipe names: some of those held out for validation, which no guarantee covers anyway."""
+"""Public examples for methods that need some: taken from the validation part, which the guarantee does not cover anyway."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def public_examples(recipe: Recipe, data: LabelledData, chosen: int | list[int])
 
 
 def _rows(recipe: Recipe, count: int, chosen: int | list[int]) -> torch.Tensor:
-    """Positions within the held-out part."""
+    """Indices within the held-out part."""
     training, held_out = split(count, recipe.validation_fraction, recipe.split_seed, size=recipe.validation_size)
     if not isinstance(chosen, list):
         if chosen > len(held_out):

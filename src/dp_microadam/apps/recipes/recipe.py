@@ -1,4 +1,4 @@
-"""A recipe: what to train, on what, how privately. Checked in full when it is made, before anything is loaded or written."""
+"""A recipe: all settings of a training run. It is validated completely before any data is loaded or anything is written."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from dp_microadam.apps.recipes import checks, vocabulary
 from dp_microadam.apps.recipes.overrides import apply_override
-from dp_microadam.apps.recipes.toml_writer import to_toml
 from dp_microadam.errors import InputError
 
 
@@ -22,10 +23,10 @@ def _key(check: checks.Check, **default: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All settings of one run. Every one is public; none may be derived from private data.
+    """All settings of one training run. Every setting is public and must not be derived from private data.
 
-    ``epsilon``, ``noise_multiplier`` and ``steps``: exactly two are given and the third is solved. A non-private run needs
-    ``steps`` alone and ignores the other two, so that any recipe with ``steps`` can be compared with its non-private run.
+    Exactly two of ``epsilon``, ``noise_multiplier`` and ``steps`` are given, and the third is solved. A non-private run needs
+    only ``steps`` and ignores the other two, so that any recipe with ``steps`` can also be run without privacy.
 
     >>> Recipe(name="mine", data="digits", model="mlp", epsilon=8, steps=1000, batch_size=256).resolved_learning_rate
     0.001
@@ -38,33 +39,33 @@ class Recipe:
     name: str = _key(checks.name)
     method: str = _key(checks.one_of(*vocabulary.METHODS), default="dp-microadam")
     base: str | None = _key(checks.optional(checks.one_of(*vocabulary.BASES)), default=None)
-    """With method ``"non-private"``: the method that is run without clipping and noise; None: dp-microadam."""
+    """For method ``"non-private"``: the method to run without clipping and noise. None: dp-microadam."""
 
     data: str = _key(checks.one_of(*vocabulary.DATA_SETS))
     data_folder: str = _key(checks.text, default="")
-    """Where the data files are; empty: the places where they usually are."""
+    """Folder of the data files. Empty: search the default folders."""
     verify_data: bool = _key(checks.flag, default=True)
-    """Refuse files that are not the published ones; false for one's own data in the same format."""
+    """Refuse files whose digests differ from the published ones; false for your own data in the same format."""
     data_memory_gib: float = _key(checks.positive, default=2.0)
     """Files larger than this are memory-mapped instead of read."""
     num_workers: int = _key(checks.count_or_zero, default=0)
-    """Processes that fetch and decode examples of data that is not in memory."""
+    """Worker processes that load and decode data that is not in memory."""
     validation_fraction: float = _key(checks.inside_unit_interval, default=0.1)
-    """Held out from the training part, and so not protected by the guarantee."""
+    """Fraction of the training part held out for validation; not protected by the guarantee."""
     validation_size: int | None = _key(checks.optional(checks.count), default=None)
-    """A number of examples instead of a fraction."""
+    """Number of held-out examples, instead of a fraction."""
     split_seed: int = _key(checks.seed, default=0)
 
     image_size: int | None = _key(checks.optional(checks.count), default=None)
-    """Height and width that images are resized to; None: as they are, and 224 for folders of image files."""
+    """Height and width that images are resized to. None: unchanged, or 224 for folders of image files."""
     crop_padding: int = _key(checks.count_or_zero, default=0)
-    """Training images are padded by so many pixels and cropped at random; 0: they are not."""
+    """Pixels of padding before a random crop of training images; 0: no random crop."""
     flip: bool = _key(checks.flag, default=False)
-    """Half of the training images are mirrored."""
+    """Random horizontal flips of training images."""
     resized_crop: bool = _key(checks.flag, default=False)
-    """Training images are random parts of 8 to 100 % of the area, resized."""
+    """Random resized crops of training images, of 8 to 100 % of their area."""
     multiplicity: int = _key(checks.count, default=1)
-    """Views of each training image, whose gradients are averaged before the clip."""
+    """Augmented views per training image; their gradients are averaged before clipping (augmentation multiplicity)."""
 
     model: str = _key(checks.one_of(*vocabulary.MODELS))
 
@@ -77,31 +78,31 @@ class Recipe:
     batch_size: int = _key(checks.count)
     """Expected size of a Poisson batch."""
     physical_batch_size: int = _key(checks.count, default=256)
-    """Examples that go through the model at once; changes memory and speed only."""
+    """Examples per forward and backward pass; affects only memory and speed."""
     max_grad_norm: float = _key(checks.positive, default=1.0)
     clipping: str = _key(checks.one_of("flat", "per-layer"), default="flat")
 
     learning_rate: float | None = _key(checks.optional(checks.positive), default=None)
-    """None: the method's default."""
+    """None: the default of the method."""
     schedule: str = _key(checks.one_of("constant", "cosine", "linear"), default="constant")
     warmup: float = _key(checks.below_one, default=0.0)
-    """Fraction of the steps."""
+    """Fraction of the steps over which the learning rate rises linearly."""
     ema_decay: float = _key(checks.below_one, default=0.0)
-    """0: no average of the weights is kept."""
+    """Decay of an exponential moving average of the weights; 0: none is kept."""
 
     max_steps: int | None = _key(checks.optional(checks.count), default=None)
-    """Stop early; schedule and noise stay those of all steps."""
+    """Stop after this many steps; schedule and noise stay those of the full run."""
     evaluate_every: int = _key(checks.count, default=100)
     diagnostics_every: int | None = _key(checks.optional(checks.count), default=None)
-    """None: how MicroAdam behaves is not measured."""
+    """Steps between measurements of MicroAdam's diagnostics; None: off."""
     checkpoint_every: int = _key(checks.count, default=100)
     checkpoint_minutes: float = _key(checks.positive, default=5.0)
     keep_checkpoints: int = _key(checks.count, default=2)
 
     secure: bool = _key(checks.flag, default=False)
-    """Noise from a cryptographic stream."""
+    """Draw the noise from a cryptographically secure generator."""
     seed: int | None = _key(checks.optional(checks.seed), default=None)
-    """For tests: all randomness follows from it, and the run is not private."""
+    """Fixes all randomness, for tests; the run is then not private."""
 
     data_options: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
     model_options: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
@@ -113,7 +114,7 @@ class Recipe:
             object.__setattr__(self, known.name, known.metadata["check"](known.name, value))
         if self.base is not None and self.protected:
             raise InputError(
-                f"base is {self.base!r}, but method is {self.method!r}; leave it out, it goes with method 'non-private'"
+                f"base is {self.base!r}, but method is {self.method!r}; leave it out, it is only for method 'non-private'"
             )
         _refuse_unknown_options("optimizer", self.optimizer, vocabulary.OPTIMIZER_OPTIONS[self.algorithm], self.algorithm)
         _refuse_unknown_options("model_options", self.model_options, vocabulary.MODEL_OPTIONS[self.model], self.model)
@@ -122,7 +123,7 @@ class Recipe:
 
     @property
     def private(self) -> bool:
-        """Whether the run carries a guarantee: a non-private method and a fixed seed take it away."""
+        """Whether the run has a privacy guarantee: not with method ``"non-private"``, and not with a fixed seed."""
         return self.protected and self.seed is None
 
     @property
@@ -132,7 +133,7 @@ class Recipe:
 
     @property
     def algorithm(self) -> str:
-        """The method itself, be it run with privacy or without."""
+        """The method that is run, with or without privacy."""
         return self.method if self.protected else self.base or "dp-microadam"
 
     @property
@@ -140,18 +141,28 @@ class Recipe:
         """``learning_rate``, or the method's default."""
         if self.learning_rate is not None:
             return self.learning_rate
-        stepped_like = "dp-sgd" if self._steps_along_the_scaled_gradient() else self.algorithm
-        default = vocabulary.DEFAULT_LEARNING_RATES[stepped_like]
-        return default if self.protected else vocabulary.NON_PRIVATE_LEARNING_RATES.get(stepped_like, default)
+        method = "dp-sgd" if self._scales_gradients_for_sgd() else self.algorithm
+        default = vocabulary.DEFAULT_LEARNING_RATES[method]
+        return default if self.protected else vocabulary.NON_PRIVATE_LEARNING_RATES.get(method, default)
 
-    def _steps_along_the_scaled_gradient(self) -> bool:
-        """Scale-then-privatize with SGD behind it, the default of all its sources but the first."""
+    def _scales_gradients_for_sgd(self) -> bool:
+        """Whether this is scale-then-privatize followed by SGD, the default of all its sources but ``"previous"``."""
         behind = self.optimizer.get("behind", "adam" if self.optimizer.get("source", "previous") == "previous" else "sgd")
         return self.algorithm == "scale-then-privatize" and behind == "sgd"
 
     def to_toml(self) -> str:
-        """The recipe as a file that :meth:`from_toml` reads back equal; keys that are None are left out."""
-        return to_toml(asdict(self))
+        """The recipe as TOML text that :meth:`from_toml` reads back equal.
+
+        Keys that are None (TOML has no such value) and empty tables are left out.
+
+        >>> recipe = Recipe(name="mine", data="digits", model="mlp", epsilon=8, steps=9, batch_size=16, optimizer={"window": 5})
+        >>> print(recipe.to_toml())
+        name = "mine"
+        ...
+        [optimizer]
+        window = 5
+        """
+        return tomli_w.dumps({key: value for key, value in asdict(self).items() if value is not None and value != {}})
 
     @classmethod
     def from_toml(cls, text: str) -> Recipe:
@@ -187,21 +198,21 @@ class Recipe:
         elif len(given) != 2:
             raise InputError(
                 f"exactly two of epsilon, noise_multiplier and steps must be given; got {', '.join(given) or 'none'} "
-                "(KEY=none takes one back)"
+                "(KEY=none removes one)"
             )
 
 
 def known_recipes() -> list[str]:
-    """Names of the recipes that come with the package."""
+    """Names of the built-in recipes."""
     folder = resources.files("dp_microadam.apps.recipes")
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
 def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
-    """A recipe of the package by its name, or any by the path of its TOML file, changed by ``key=value`` overrides.
+    """Load a built-in recipe by name, or any recipe by the path of its TOML file, and apply ``key=value`` overrides.
 
-    Values are TOML, or bare strings where that reads as none; ``optimizer.density=0.05`` reaches into a table,
-    ``steps=none`` takes a key back. Later overrides win. A file without a name is named after itself.
+    Values are parsed as TOML, or else taken as strings. ``optimizer.density=0.05`` sets a key of a table, ``steps=none``
+    removes a key, and later overrides win. A recipe file without a ``name`` is named after the file.
 
     >>> load_recipe("demo", ["method=dp-sgd", "optimizer.momentum=0.9"]).optimizer
     {'momentum': 0.9}
@@ -214,9 +225,18 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
         values = _parse(source.read_text("utf-8"), name_or_path)
     else:
         values = {"name": Path(name_or_path).stem, **_parse(_read(name_or_path), name_or_path)}
-    for override in overrides:
-        apply_override(values, override, strings=keys_of_type("str"), removable=keys_of_type("| None"))
+    apply_overrides(values, overrides)
     return Recipe.from_dict(values)
+
+
+def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Change the keys of a recipe, in place, by ``key=value`` overrides; later ones win.
+
+    Raises:
+        InputError: if an override is not of that form.
+    """
+    for override in overrides:
+        apply_override(values, override, strings=_keys_of_type("str"), removable=_keys_of_type("| None"))
 
 
 def _read(name_or_path: str) -> str:
@@ -238,23 +258,23 @@ def _parse(text: str, name: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{name} is not valid TOML ({error}); write keys as steps = 100, texts in quotes") from None
+        raise InputError(f"{name} is not valid TOML ({error}); write keys as steps = 100, and strings in quotes") from None
 
 
-def keys_of_type(wanted: str) -> frozenset[str]:
-    """Keys whose annotation ends so."""
+def _keys_of_type(wanted: str) -> frozenset[str]:
+    """Keys of a recipe whose type annotation ends with ``wanted``."""
     return frozenset(key.name for key in fields(Recipe) if str(key.type).endswith(wanted))
 
 
 def _nearest(word: str, known: Iterable[str], sentence: str) -> str:
-    """``sentence`` with the known word that ``word`` seems to be a misspelling of; empty if it resembles none."""
+    """``sentence`` formatted with the known word closest to ``word``; empty if none is close."""
     found = difflib.get_close_matches(word, list(known), n=1)
     return sentence.format(found[0]) if found else ""
 
 
 def _hint_for_key(key: str, known: Sequence[str]) -> str:
     if key in _STEP_SIZES:
-        return "the step size is the key learning_rate"
+        return "the learning rate is the key learning_rate"
     for table, options in (
         ("optimizer", vocabulary.OPTIMIZER_OPTIONS),
         ("model_options", vocabulary.MODEL_OPTIONS),
@@ -267,7 +287,7 @@ def _hint_for_key(key: str, known: Sequence[str]) -> str:
 
 def _hint_for_option(option: str, known: Sequence[str], owner: str) -> str:
     if option in _STEP_SIZES:
-        return "the step size is the recipe's own key learning_rate"
+        return "the learning rate is the recipe's own key learning_rate"
     if option in {key.name for key in fields(Recipe)}:
         return f"{option} is a key of the recipe itself"
     if not known:
@@ -277,7 +297,7 @@ def _hint_for_option(option: str, known: Sequence[str], owner: str) -> str:
 
 
 _STEP_SIZES = ("lr", "learning_rate", "step_size")
-"""What users of other libraries call it."""
+"""Names of the learning rate in other libraries."""
 
 
 def _refuse_unknown_options(table: str, given: Mapping[str, Any], known: Sequence[str], owner: str) -> None:

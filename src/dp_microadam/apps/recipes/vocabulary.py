@@ -1,7 +1,7 @@
-"""The words a recipe may use for its method, model and data, and the options each of them takes.
+"""Names that a recipe may use for its method, model and data, and the options of each.
 
-Those of models are written out because the code behind them imports torch, and a recipe is checked without it. A test compares
-them with that code.
+Models are listed by hand because their code imports torch and recipes are checked without it. A test compares the list with
+that code.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from dp_microadam.data.catalogue import KNOWN_DATA, known
 from dp_microadam.methods import table
 
 OPTIMIZER_OPTIONS = {name: entry.all_options for name, entry in table.METHODS.items()}
-"""By method: its own, and those of the optimizer it steps with. The step size is the recipe's ``learning_rate``."""
+"""By method: its own options and those of its optimizer. The learning rate is the recipe's ``learning_rate``."""
 
 DEFAULT_LEARNING_RATES = {name: entry.learning_rate for name, entry in table.METHODS.items()}
-"""By method, for recipes that name none: those of the paper's tables."""
+"""By method, for recipes without a ``learning_rate``: the values of the paper's tables."""
 
 NON_PRIVATE = "non-private"
 NON_PRIVATE_LEARNING_RATES = {"dp-sgd": 0.1}
-"""Where a method without clipping wants another: 4.0 suits gradients of norm below one."""
+"""Different defaults for runs without clipping: DP-SGD's 4.0 is tuned for gradients of norm at most one."""
 
 _TRANSFORMER_OPTIONS = ("pretrained", "resolution", "patch_size", "trainable")
 
@@ -30,10 +30,10 @@ MODEL_OPTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("deit-tiny", "deit-small", "deit-base"), _TRANSFORMER_OPTIONS),
     **dict.fromkeys(("vit-tiny", "vit-small", "vit-base", "vit-large"), _TRANSFORMER_OPTIONS),
 }
-"""By model."""
+"""Options by model."""
 
 DATA_OPTIONS = {name: known(name).options for name in KNOWN_DATA}
-"""By data set."""
+"""Options by data set."""
 
 BASES = tuple(OPTIMIZER_OPTIONS)
 METHODS = (*BASES, NON_PRIVATE)

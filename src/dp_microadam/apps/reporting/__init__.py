@@ -1,1 +1,1 @@
-"""What is left of a run for people to read: pictures and documents."""
+"""Reports about runs and sweeps: HTML pages, figures, tables and model cards."""

@@ -1,12 +1,13 @@
-"""The picture of a run: validation accuracy and loss over steps, with the privacy spent along the top."""
+"""The learning curves of a run: validation accuracy and loss over steps, with the ε spent along the top."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dp_microadam.apps.reporting.figures import canvas, save_png
+from dp_microadam.apps.reporting.formats import is_number
 from dp_microadam.errors import DPMicroAdamError
 from dp_microadam.privacy.statement import round_up
 
@@ -15,27 +16,20 @@ _NUMBER_OF_EPSILON_TICKS = 6
 
 
 def draw_curves(metrics: Sequence[Mapping[str, Any]], path: Path, *, title: str, private: bool) -> None:
-    """Write a PNG of ``metrics``, one mapping per evaluation, to ``path``.
+    """Plot learning curves from ``metrics``, one mapping per evaluation, as a PNG file.
 
-    Each has "step", "validation_accuracy" (a fraction) and "validation_loss"; "epsilon" for private runs, and
-    "ema_validation_accuracy" and "ema_validation_loss" where averaged weights were evaluated too. Others are ignored. A run
-    that is not private says so in its title and shows no ε.
+    Each mapping has "step", "validation_accuracy" (a fraction) and "validation_loss"; "epsilon" for private runs, and
+    "ema_validation_accuracy" and "ema_validation_loss" where averaged weights were evaluated too. Other keys are ignored.
+    The title of a run that is not private says so, and no ε is shown.
 
     Raises:
         DPMicroAdamError: if matplotlib is not installed, or there is nothing to draw.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError:
-        raise DPMicroAdamError("curves need matplotlib; run pip install 'dp-microadam[plots]'") from None
     if not metrics:
         raise DPMicroAdamError("there are no evaluations to draw; the run ended before its first")
+    figure = canvas(7.5, 6.4)
+    from matplotlib.ticker import MaxNLocator
 
-    # A Figure of its own and not pyplot, whose state is global and whose backend may want a screen.
-    figure = Figure(figsize=(7.5, 6.4), layout="constrained")
-    FigureCanvasAgg(figure)
     accuracy, loss = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     _draw(accuracy, metrics, "validation_accuracy", "validation accuracy (%)", scale=100)
     _draw(loss, metrics, "validation_loss", "validation loss", scale=1)
@@ -46,13 +40,13 @@ def draw_curves(metrics: Sequence[Mapping[str, Any]], path: Path, *, title: str,
     if private:
         _add_epsilon_axis(accuracy, metrics)
     figure.suptitle(title if private else f"{title}: not private", color=_INK if private else "#b00020", fontweight="bold")
-    figure.savefig(path, dpi=150, format="png", metadata={"Software": "dp-microadam"})
+    save_png(figure, path)
 
 
 def _draw(axes: Any, metrics: Sequence[Mapping[str, Any]], key: str, label: str, *, scale: float) -> None:
-    """One line for the raw and, where there are figures, one for the averaged weights."""
+    """Plot one line for the raw weights and, if evaluated, one for the averaged weights."""
     for name, colour, what in ((key, _RAW, "weights"), (f"ema_{key}", _AVERAGED, "averaged weights")):
-        points = [(row["step"], scale * row[name]) for row in metrics if _is_number(row.get(name))]
+        points = [(row["step"], scale * row[name]) for row in metrics if is_number(row.get(name))]
         if points:
             steps, values = zip(*points, strict=True)
             marker = "o" if len(points) == 1 else None
@@ -66,8 +60,8 @@ def _draw(axes: Any, metrics: Sequence[Mapping[str, Any]], key: str, label: str,
 
 
 def _add_epsilon_axis(axes: Any, metrics: Sequence[Mapping[str, Any]]) -> None:
-    """ε at evenly spread evaluations, above the steps at which it was spent."""
-    spent = [(row["step"], row["epsilon"]) for row in metrics if _is_number(row.get("epsilon"))]
+    """Add an axis at the top with the ε spent at evenly spaced evaluations."""
+    spent = [(row["step"], row["epsilon"]) for row in metrics if is_number(row.get("epsilon"))]
     if not spent:
         return
     count = min(_NUMBER_OF_EPSILON_TICKS, len(spent))
@@ -77,7 +71,3 @@ def _add_epsilon_axis(axes: Any, metrics: Sequence[Mapping[str, Any]]) -> None:
     top.set_xlabel("ε spent", color=_INK)
     top.spines["top"].set_color(_FAINT)
     top.tick_params(colors=_INK)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)

@@ -1,4 +1,4 @@
-"""Figures as PNG and PDF for papers, and as SVG inside pages, where colours follow the page's light or dark."""
+"""Figures as PNG and PDF for papers, and as SVG in HTML pages, where colours follow the light or dark theme."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from dp_microadam.apps.reporting.palette import FAINT, INK, PAPER, Style, css_variables
+from dp_microadam.durable_files import write_durably
 from dp_microadam.errors import DPMicroAdamError
 
 WIDTH = 360
-"""Of one panel, in points. As wide as a phone's page, so that text keeps its size there."""
+"""Width of one panel in points; it fits a phone's screen without scaling the text."""
 
 _LONG_LABEL = 22
 _LEGEND_ROW = 16
@@ -33,13 +34,13 @@ _SETTINGS = {
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture inside a page."""
+    """One panel of a figure in an HTML page."""
 
     figure: Any
     caption: str
 
     def svg(self, name: str) -> str:
-        """As an element of an HTML page. ``name`` keeps what it refers to apart from other figures of the page."""
+        """The panel as an SVG element. ``name`` makes its internal identifiers unique within the page."""
         matplotlib = _matplotlib()
         file = io.StringIO()
         with matplotlib.rc_context({**_SETTINGS, "svg.hashsalt": name}):
@@ -49,7 +50,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure: a whole for print, and panels that pages put side by side or below each other."""
+    """One figure: as a whole for print, and as separate panels for HTML pages."""
 
     name: str
     title: str
@@ -58,18 +59,21 @@ class Figure:
     note: str = ""
 
     def write(self, folder: Path) -> list[Path]:
-        """``folder/NAME.png`` and ``.pdf``, on white."""
+        """Write ``folder/NAME.png`` and ``.pdf`` with a white background; returns their paths."""
         matplotlib = _matplotlib()
         folder.mkdir(parents=True, exist_ok=True)
         paths = [folder / f"{self.name}.{ending}" for ending in ("png", "pdf")]
         with matplotlib.rc_context(_SETTINGS):
-            # The same figures give the same files, so that a repository of results changes only where they do.
-            self.whole.savefig(paths[0], dpi=200, facecolor="white", metadata={"Software": "dp-microadam"})
-            self.whole.savefig(paths[1], facecolor="white", metadata={"Creator": "dp-microadam", "CreationDate": None})
+            # No dates in the files: the same figures give the same bytes, which keeps repositories of results quiet.
+            with write_durably(paths[0]) as file:
+                self.whole.savefig(file, format="png", dpi=200, facecolor="white", metadata={"Software": "dp-microadam"})
+            with write_durably(paths[1]) as file:
+                metadata = {"Creator": "dp-microadam", "CreationDate": None}
+                self.whole.savefig(file, format="pdf", facecolor="white", metadata=metadata)
         return paths
 
     def html(self) -> str:
-        """A card per panel; they are made to stand in a grid."""
+        """HTML of the panels, one card each, for a grid."""
         cards = []
         for number, panel in enumerate(self.panels):
             note = f"<small>{escape(self.note)}</small>" if self.note and len(self.panels) == 1 else ""
@@ -79,29 +83,42 @@ class Figure:
 
 
 def one_panel(name: str, title: str, figure: Any, *, note: str = "") -> Figure:
+    """A figure with a single panel."""
     return Figure(name, title, figure, (Panel(figure, title),), note)
+
+
+def canvas(width: float, height: float) -> Any:
+    """An empty matplotlib figure of this size in inches; not pyplot's, whose state is global and may need a display.
+
+    Raises:
+        DPMicroAdamError: if matplotlib is not installed.
+    """
+    _matplotlib()
+    from matplotlib.figure import Figure as MatplotlibFigure
+
+    return MatplotlibFigure(figsize=(width, height), layout="constrained")
+
+
+def save_png(figure: Any, path: str | Path) -> None:
+    """Write a matplotlib figure as a PNG file."""
+    with write_durably(Path(path)) as file:
+        figure.savefig(file, dpi=150, format="png", metadata={"Software": "dp-microadam"})
 
 
 def new_figure(
     height: float, *, width: float = WIDTH, rows: int = 1, columns: int = 1, share_y: bool = False
 ) -> tuple[Any, Any]:
-    """A figure of ``rows`` × ``columns`` panels of this size, and its axes as an array.
-
-    It is one of its own and not pyplot's, whose state is global and whose backend may want a screen.
-    """
-    matplotlib = _matplotlib()
-    from matplotlib.figure import Figure as Canvas
-
-    with matplotlib.rc_context(_SETTINGS):
-        figure = Canvas(figsize=(columns * width / 72, rows * height / 72), layout="constrained")
+    """A figure of ``rows`` × ``columns`` panels of this size in points, and its axes as an array."""
+    with _matplotlib().rc_context(_SETTINGS):
+        figure = canvas(columns * width / 72, rows * height / 72)
         axes = figure.subplots(rows, columns, squeeze=False, sharey=share_y)
     for one in axes.flat:
-        dress(one)
+        style_axes(one)
     return figure, axes
 
 
-def dress(axes: Any) -> None:
-    """Quiet grid, no box, and ink that pages can replace."""
+def style_axes(axes: Any) -> None:
+    """Light grid, no frame, and colours that pages can replace."""
     axes.set_facecolor("none")
     axes.grid(color=FAINT, linewidth=0.8)
     axes.set_axisbelow(True)
@@ -112,8 +129,8 @@ def dress(axes: Any) -> None:
         label.set_color(INK)
 
 
-def whole_steps(axes: Any) -> None:
-    """Ticks at whole numbers, with commas."""
+def integer_ticks(axes: Any) -> None:
+    """Ticks at integers, with thousands separators."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
@@ -121,7 +138,7 @@ def whole_steps(axes: Any) -> None:
 
 
 def add_legend(figure: Any, *, columns: int = 2, also: Mapping[str, Any] | None = None) -> None:
-    """One for all panels, below them and so over no data; none for a single line, which the title names."""
+    """Add one legend for all panels below them; none for a single line, which the title names."""
     entries: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -130,7 +147,7 @@ def add_legend(figure: Any, *, columns: int = 2, also: Mapping[str, Any] | None 
     if len(entries) < 2:
         return
     across = columns if max(len(label) for label in entries) <= _LONG_LABEL else columns // 2
-    # The figure grows by what the legend takes, so that the data keeps its room.
+    # The figure grows by the height of the legend, so that the panels keep their size.
     figure.set_figheight(figure.get_figheight() + -(-len(entries) // across) * _LEGEND_ROW / 72)
     figure.legend(
         list(entries.values()),
@@ -145,7 +162,7 @@ def add_legend(figure: Any, *, columns: int = 2, also: Mapping[str, Any] | None 
 
 
 def shortened(text: str, most: int) -> str:
-    """With its middle left out if it is longer: names of runs differ at their ends.
+    """The text with its middle replaced by "…" if it is longer than ``most`` characters.
 
     >>> shortened("a-very-long-name-of-a-run-1", 13)
     'a-very…-run-1'
@@ -157,7 +174,7 @@ def shortened(text: str, most: int) -> str:
 def draw_line(
     axes: Any, points: Sequence[tuple[float, float]], style: Style, label: str, *, markers: bool | None = None
 ) -> None:
-    """A line with markers, all of them where they are few and about ten where they are many."""
+    """Draw a line with markers, on about ten points if there are many."""
     if not points:
         return
     x, y = zip(*points, strict=True)
@@ -182,12 +199,12 @@ _SIZE = re.compile(r' width="[^"]+" height="[^"]+"')
 
 
 def _for_pages(svg: str, caption: str) -> str:
-    """The ``svg`` element alone: sized by the page, coloured by its variables, in its font, and named for those who listen."""
+    """The bare ``svg`` element, with size, font and colours from the page, and a label for screen readers."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<style type=.*?</style>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)
-    # Identifiers are shared by the page: only those that something refers to stay, and these are hashes.
+    # Identifiers are global in a page: only those that are referenced stay, and these are hashes.
     svg = _IDENTIFIER.sub(lambda match: match.group(0) if f"#{match.group(1)}" in svg else "", svg)
     head, rest = svg.split(">", 1)
     head = _SIZE.sub("", head)

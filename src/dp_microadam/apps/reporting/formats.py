@@ -1,4 +1,4 @@
-"""Numbers as people read them in tables and figures."""
+"""Formats numbers for tables and figures."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ MINUS = "−"
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """A finite number; truth values are none."""
+    """Whether ``value`` is a finite number; booleans are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def fixed(value: float, decimals: int) -> str:
-    """
+    """A number with ``decimals`` decimals.
+
     >>> fixed(-1234.56, 1), fixed(-0.04, 1)
     ('−1,234.6', '0.0')
     """
@@ -23,7 +24,8 @@ def fixed(value: float, decimals: int) -> str:
 
 
 def signed(value: float, decimals: int) -> str:
-    """
+    """A difference with its sign and ``decimals`` decimals.
+
     >>> signed(0.26, 1), signed(-0.26, 1), signed(-0.04, 1)
     ('+0.3', '−0.3', '±0.0')
     """
@@ -34,7 +36,8 @@ def signed(value: float, decimals: int) -> str:
 
 
 def significant(value: float, digits: int = 4) -> str:
-    """
+    """A number with ``digits`` significant digits; integers in full.
+
     >>> significant(0.000123456), significant(26010), significant(1.5), significant(-2)
     ('0.0001235', '26,010', '1.5', '−2')
     """
@@ -44,7 +47,7 @@ def significant(value: float, digits: int = 4) -> str:
 
 
 def decimals_of(value: float) -> int:
-    """How many decimals the number was written with.
+    """Number of decimals in the shortest decimal representation of a number.
 
     >>> decimals_of(70.6), decimals_of(92.51), decimals_of(3.0)
     (1, 2, 0)
@@ -54,7 +57,8 @@ def decimals_of(value: float) -> int:
 
 
 def in_bytes(count: float) -> str:
-    """
+    """A number of bytes with a unit.
+
     >>> in_bytes(812), in_bytes(26010), in_bytes(2.5e9)
     ('812 B', '26.0 kB', '2.50 GB')
     """
@@ -66,7 +70,8 @@ def in_bytes(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """
+    """A duration in seconds, minutes or hours.
+
     >>> duration(4.2), duration(301.2), duration(7384)
     ('4.2 s', '5 min 01 s', '2 h 03 min')
     """

@@ -17,13 +17,13 @@ def model_card(
     diagnostics: Mapping[str, Any] | None = None,
     loading: str = "",
 ) -> str:
-    """A short document in Markdown: what the model promises, how well it does, how it was trained and how to load it.
+    """A model card in Markdown: privacy statement, metrics, training recipe and how to load the model.
 
-    ``statement`` is the privacy statement of the run; it stands in full before everything else. ``metrics`` become a table:
-    keys are read as words, numbers under keys with "accuracy" as percentages. ``diagnostics``, a line of the run's metrics
-    that holds some, becomes a table with a column per parameter group. ``loading`` is Python code that builds the model and
-    loads the weights, as :func:`loading_code` gives. The recipe's ``data_folder`` is left out, as it describes the machine and
-    not the model.
+    ``statement`` is the privacy statement of the run; it comes first and in full. ``metrics`` become a table, in which numbers
+    under keys with "accuracy" are percentages. ``diagnostics``, a line of the run's metrics that contains diagnostics,
+    becomes a table with a column per parameter group. ``loading`` is Python code that builds the model and
+    loads the weights, see :func:`loading_code`. The recipe's ``data_folder`` is left out, since it describes the machine
+    and not the model.
 
     >>> card = model_card("demo", 'name = "demo"', "This model is (8, 1e-05)-private.", {"test_accuracy": 0.9312})
     >>> print("\\n".join(card.splitlines()[:5]))
@@ -38,11 +38,11 @@ def model_card(
     sections = [
         f"# {' '.join(name.split())}",
         f"## Privacy\n\n{statement.strip()}",
-        f"## How well it does\n\n{_table(metrics)}" if metrics else "",
-        f"## How the optimizer behaved\n\n{diagnostics_table(diagnostics)}" if diagnostics else "",
-        f"## How it was trained\n\nBy `dp-microadam train` with this recipe:\n\n{_code('toml', _without_folder(recipe_toml))}",
-        "## How to load it\n\nThe weights are safetensors files; `safetensors.torch.load_file` reads one as a state dict for "
-        "`load_state_dict` of the same PyTorch model." + (f"\n\n{_code('python', loading)}" if loading else ""),
+        f"## Evaluation\n\n{_table(metrics)}" if metrics else "",
+        f"## Optimizer diagnostics\n\n{diagnostics_table(diagnostics)}" if diagnostics else "",
+        f"## Training\n\n`dp-microadam train` with this recipe:\n\n{_code('toml', _without_folder(recipe_toml))}",
+        "## Loading the model\n\nThe weights are safetensors files; `safetensors.torch.load_file` reads one as a state dict "
+        "for `load_state_dict` of the same PyTorch model." + (f"\n\n{_code('python', loading)}" if loading else ""),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
@@ -55,9 +55,9 @@ def loading_code(
     weights: str,
     normalization: tuple[Sequence[float], Sequence[float]],
 ) -> str:
-    """Python that builds the model of a recipe, loads its exported weights and says what inputs it takes.
+    """Python code that builds the model of a recipe, loads its exported weights and documents its inputs.
 
-    Weights that the model began with are not read again: the exported ones replace them.
+    Pretrained weights are not loaded again: the exported ones replace them.
 
     >>> print(loading_code("mlp", {"hidden": 32}, 10, (1, 28, 28), "model.safetensors", ((0.13,), (0.31,))))
     from safetensors.torch import load_file
@@ -72,7 +72,7 @@ def loading_code(
     mean, std = (tuple(constants) for constants in normalization)
     scaled = f", as (value - mean) / std with mean {mean} and std {std}" if mean and std else ""
     pixels = ", pixels from 0 to 1" if len(shape) == 3 else ""
-    # A table's rows are images of one row to the model.
+    # The model takes the rows of a table as images of one row.
     built_for = tuple(shape) if len(shape) == 3 else (1, 1, *shape)
     return (
         "from safetensors.torch import load_file\n"
@@ -85,7 +85,7 @@ def loading_code(
 
 
 def diagnostics_table(record: Mapping[str, Any]) -> str:
-    """What :mod:`dp_microadam.training.diagnostics` measured in one step, as a Markdown table.
+    """The diagnostics of one step (:mod:`dp_microadam.training.diagnostics`) as a Markdown table.
 
     >>> print(diagnostics_table({"step": 50, "diagnostics": [{"group": 0, "overlap": 0.25, "condition_holds": False}]}))
     | step 50 | group 0 |
@@ -123,7 +123,7 @@ def _table(metrics: Mapping[str, Any]) -> str:
             "|---|---|",
             *rows,
             "",
-            "Measured on examples that took no part in training; what the figures tell about those is outside the guarantee.",
+            "Measured on examples that were not used for training; these examples are not covered by the privacy guarantee.",
         ]
     )
 

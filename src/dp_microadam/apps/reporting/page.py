@@ -1,4 +1,4 @@
-"""The frame of a page: one HTML file with nothing to fetch, for phones and for paper, in light and in dark."""
+"""Template of HTML reports: one self-contained file, with a light, a dark and a print theme."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dp_microadam.apps.reporting.palette import css_variables
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page. ``name`` is its anchor, ``title`` its heading, ``body`` HTML."""
+    """A section of a page: ``name`` is its anchor, ``title`` its heading, ``body`` its HTML."""
 
     name: str
     title: str
@@ -33,7 +33,7 @@ def _variables(*, dark: bool) -> str:
 
 
 def style() -> str:
-    """The style sheet after its variables: a light and a dark set, and the light one on paper."""
+    """The style sheet with its colour variables: a light and a dark theme; print uses the light one."""
     rules = resources.files("dp_microadam.apps.reporting").joinpath("page.css").read_text("utf-8")
     return f""":root {{ {_variables(dark=False)}; color-scheme: light dark }}
 @media (prefers-color-scheme: dark) {{ :root {{ {_variables(dark=True)} }} }}
@@ -42,7 +42,7 @@ def style() -> str:
 
 
 def document(title: str, lead: str, sections: Sequence[Section], footer: str = "") -> str:
-    """A whole page."""
+    """A complete HTML document."""
     links = "".join(f'<a href="#{one.name}">{escape(one.title)}</a>' for one in sections)
     parts = "\n".join(f'<section id="{one.name}">\n<h2>{escape(one.title)}</h2>\n{one.body}\n</section>' for one in sections)
     return f"""<!doctype html>

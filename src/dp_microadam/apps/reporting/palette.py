@@ -1,6 +1,6 @@
-"""One look per method, in every figure: colour, marker and dash, so that none of the three is needed to tell them apart.
+"""Plot styles: each method has the same colour, marker and dash in every figure, and can be recognised by any of the three.
 
-The colours are those of Okabe and Ito, darkened where they would be faint on white, each with a lighter twin for dark pages.
+The colours are those of Okabe and Ito, darkened where they would be faint on white, each with a lighter variant for dark pages.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 INK, FAINT, PAPER = "#22272f", "#d5d9e0", "#fffffe"
-"""Text, grid and background of figures; pages put their own in place of them."""
+"""Colours of text, grid and background of figures; pages replace them by their own."""
 
 AHEAD, BEHIND = "#0b72b3", "#d45e01"
-"""The two sides of a difference: colours of their own, a hair off those of the methods, so that pages can tell them apart."""
+"""Colours of positive and negative differences, slightly different from those of the methods so that pages can replace each."""
 
 
 @dataclass(frozen=True)
 class Style:
-    """How one line, bar or point looks. ``colour`` is for white paper, ``dark`` for dark pages."""
+    """Style of a line, bar or point. ``colour`` is for a white background, ``dark`` for dark pages."""
 
     colour: str
     dark: str
@@ -27,7 +27,7 @@ class Style:
 
     @property
     def line_style(self) -> tuple[float, tuple[float, ...] | None]:
-        """As matplotlib takes it."""
+        """The dash pattern in matplotlib's format."""
         return (0, self.dash or None)
 
 
@@ -52,7 +52,7 @@ _KNOWN = {
     "sparta": ("SPARTA", _OLIVE),
     "nonprivate": ("Non-private", _GREY),
 }
-"""Longer names before those they begin with."""
+"""Names and styles of known methods; longer names come before their prefixes."""
 
 STYLES = (_BLUE, _ORANGE, _GREEN, _PURPLE, _VERMILION, _SKY, _OLIVE, _GREY)
 _VARIANT_MARKERS = ("h", "<", ">", "p", "d", "8")
@@ -60,7 +60,7 @@ _VARIANT_DASHES = ((2, 2), (8, 3), (1, 1), (5, 1, 1, 1), (3, 3, 1, 3), (7, 1))
 
 
 def method_name(name: str) -> str:
-    """How a method is written for readers; names that are not known stay as they are.
+    """Display name of a method; unknown names are returned unchanged.
 
     >>> method_name("dp-microadam"), method_name("MyOptimizer")
     ('DP-MicroAdam', 'MyOptimizer')
@@ -70,7 +70,7 @@ def method_name(name: str) -> str:
 
 
 def styles_for(names: Iterable[str]) -> dict[str, Style]:
-    """A look for each name. Known methods have theirs whatever else is shown; their variants share the colour only.
+    """A style for each name. Known methods always have the same style; variants of them share only the colour.
 
     >>> looks = styles_for(["DP-SGD", "DP-MicroAdam, 4 bits", "dp-microadam", "mine"])
     >>> looks["dp-microadam"] == styles_for(["DP-MicroAdam"])["DP-MicroAdam"]
@@ -92,12 +92,12 @@ def styles_for(names: Iterable[str]) -> dict[str, Style]:
 
 
 def styles_in_order(count: int) -> Sequence[Style]:
-    """Looks for things that are told apart by nothing but their place."""
+    """``count`` distinct styles in a fixed order."""
     return [STYLES[i] if i < len(STYLES) else _variant(STYLES[i % len(STYLES)], i) for i in range(count)]
 
 
 def css_variables() -> dict[str, tuple[str, str, str]]:
-    """By colour on paper: the name of its CSS variable, and its value on light and on dark pages."""
+    """By colour: the name of its CSS variable, and its values on light and on dark pages."""
     colours = {style.colour: style for style in STYLES}
     found = {colour: (f"--c{number}", colour, style.dark) for number, (colour, style) in enumerate(colours.items())}
     found[FAINT] = ("--line", "#d9dde4", "#343c4a")

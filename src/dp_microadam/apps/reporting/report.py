@@ -1,4 +1,4 @@
-"""``report.html``: one file about runs, sweeps and audits, with its figures and tables beside it for papers."""
+"""Writes ``report.html``, a report about runs, sweeps and audits, with its figures and tables as separate files."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dp_microadam.apps.reporting.run import AUDIT, Run
 from dp_microadam.apps.reporting.run_page import Part, audit_html, run_part
 from dp_microadam.apps.reporting.sweep import EXPERIMENT, Sweep, file_name
 from dp_microadam.apps.reporting.sweep_page import sweep_part
+from dp_microadam.durable_files import write_text_durably
 from dp_microadam.errors import InputError
 from dp_microadam.privacy.ledger import LEDGER_NAME
 from dp_microadam.privacy.statement import PRIVACY_NAME
@@ -23,7 +24,7 @@ FIGURES, TABLES = "figures", "tables"
 
 
 def write_sweep(folder: str | Path) -> list[Path]:
-    """Write tables, figures and ``report.html`` of the sweep in ``folder`` into it; returns what was written.
+    """Write tables, figures and ``report.html`` of a sweep into its folder; returns the paths of the files.
 
     Raises:
         InputError: if there is no sweep in ``folder``.
@@ -33,18 +34,21 @@ def write_sweep(folder: str | Path) -> list[Path]:
 
 
 def write_report(folders: Sequence[str | Path], page: Path, *, files: bool = True) -> list[Path]:
-    """Write one page about the runs, sweeps and audits in ``folders``; with ``files`` also their figures (PNG, PDF) and tables
-    (CSV, LaTeX, Markdown), in folders beside it. Returns what was written, the page first.
+    """Write an HTML report about the runs, sweeps and audits in ``folders``; returns the paths of the files, the page first.
+
+    With ``files``, figures (PNG, PDF) and tables (CSV, LaTeX, Markdown) are also written, into folders beside the page.
 
     Raises:
-        InputError: if one of ``folders`` is none of these, or is named twice, or the page cannot be written.
+        InputError: if a folder is none of these or is named twice, or the page cannot be written.
         DPMicroAdamError: if matplotlib is not installed.
     """
     parts = _parts(folders)
     title = parts[0].title if len(parts) == 1 else "Report"
     lead = parts[0].lead if len(parts) == 1 else escape("; ".join(part.title for part in parts))
-    sections = [section for part in parts for section in _told_apart(part, len(parts))]
-    footer = f"Written by dp-microadam {escape(__version__)}. Nothing in this page comes from figures on training data."
+    sections = [section for part in parts for section in _with_part_title(part, len(parts))]
+    footer = (
+        f"Written by dp-microadam {escape(__version__)}. Nothing on this page was computed from metrics of the training data."
+    )
     try:
         written = [_write(page, document(title, lead, sections, footer))]
         for part in parts if files else ():
@@ -61,7 +65,7 @@ def write_report(folders: Sequence[str | Path], page: Path, *, files: bool = Tru
 
 
 def _parts(folders: Sequence[str | Path]) -> list[Part]:
-    """Runs together, then sweeps and audits each by itself."""
+    """The parts of the page: all runs together, then each sweep and audit."""
     runs: list[Run] = []
     others: list[Part] = []
     seen: set[Path] = set()
@@ -79,25 +83,27 @@ def _parts(folders: Sequence[str | Path]) -> list[Part]:
     parts = [*([run_part(runs)] if runs else []), *others]
     names = [table.name for part in parts for table in part.tables]
     if len(set(names)) < len(names):
-        raise InputError("two sweeps or audits have the same name, so their files would be the same; report them apart")
+        raise InputError(
+            "two sweeps or audits have the same name, so their files would overwrite each other; report them separately"
+        )
     return parts
 
 
 def _audit_part(path: Path) -> Part:
     name = f"audit-{file_name(path.resolve().name)}"
     try:
-        told = json.loads((path / AUDIT).read_text(encoding="utf-8"))
-        table = run_tables.audit(told, name=name)
+        content = json.loads((path / AUDIT).read_text(encoding="utf-8"))
+        table = run_tables.audit(content, name=name)
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"{path / AUDIT} does not describe an audit, run dp-microadam audit again: {type(error).__name__}: {error}"
         ) from None
-    section = Section(name, "Audit", audit_html(told, table))
+    section = Section(name, "Audit", audit_html(content, table))
     return Part("Privacy audit", escape(str(path.resolve().name)), (section,), (), (table,))
 
 
-def _told_apart(part: Part, count: int) -> list[Section]:
-    """Headings name their part if there are several."""
+def _with_part_title(part: Part, count: int) -> list[Section]:
+    """Sections of a part; their headings include its title if there are several parts."""
     if count == 1:
         return list(part.sections)
     return [Section(one.name, f"{part.title}: {one.title}", one.body) for one in part.sections]
@@ -105,5 +111,5 @@ def _told_apart(part: Part, count: int) -> list[Section]:
 
 def _write(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    write_text_durably(path, text)
     return path

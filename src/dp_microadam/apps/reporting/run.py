@@ -1,4 +1,4 @@
-"""A run as its report sees it: what its folder holds, whoever began it and however it ended. No torch here."""
+"""Reads a run folder for reports, without torch: finished or not, and started from the command line or from Python."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ _FIGURES = (
     "learning_rate",
     "steps_per_second",
 )
-"""All that is taken from the metrics. Figures on training batches, which a run may have been asked to keep, are not."""
+"""The metrics that reports show. Metrics of training batches, which a run may have recorded on request, are never read."""
 
-_ON_MACHINES = ("data_folder",)
-"""Settings that tell about the machine and not about the run."""
+_MACHINE_SETTINGS = ("data_folder",)
+"""Settings that describe the machine and not the run."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Public figures of one moment; what was not recorded is absent."""
+    """Public metrics of one evaluation; those that were not recorded are absent."""
 
     step: int
     figures: Mapping[str, float]
@@ -57,7 +57,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Run:
-    """What the folder of a run says."""
+    """The content of a run folder."""
 
     folder: Path
     settings: Mapping[str, Any]
@@ -69,19 +69,20 @@ class Run:
     test: Mapping[str, Any]
     audit: Mapping[str, Any] | None
     state: str
-    last_sign: datetime | None
+    last_activity: datetime | None
     words: str
 
     @classmethod
     def read(cls, folder: str | Path) -> Run:
-        """
+        """Read a run folder.
+
         Raises:
-            InputError: if ``folder`` is not that of a run, or its files cannot be understood.
+            InputError: if ``folder`` is not a run folder, or its files cannot be parsed.
         """
         path = Path(folder)
         if not (path / LEDGER_NAME).is_file() and not (path / PRIVACY_NAME).is_file():
             raise InputError(
-                f"run is {str(folder)!r}; it must be the folder of a run, with a {LEDGER_NAME} or {PRIVACY_NAME}, or of a sweep"
+                f"run is {str(folder)!r}; it must be a run folder, with a {LEDGER_NAME} or {PRIVACY_NAME}, or a sweep folder"
             )
         ledger = read_ledger(path) if (path / LEDGER_NAME).is_file() else None
         privacy = _json(path / PRIVACY_NAME) if ledger is None else privacy_of(path)
@@ -99,7 +100,7 @@ class Run:
             test=_json(path / TEST),
             audit=_json(path / AUDIT) or None,
             state=_state(path, privacy, statistics.get("last_step") or settings.get("max_steps")),
-            last_sign=_last_sign(path),
+            last_activity=_last_activity(path),
             words=words.read_text(encoding="utf-8") if ledger is None and words.is_file() else "",
         )
 
@@ -109,7 +110,7 @@ class Run:
 
     @property
     def method(self) -> str:
-        """As readers know it; of a run begun from Python, which has no recipe, the optimizer."""
+        """Display name of the method; the optimizer for runs started from Python, which have no recipe."""
         method = self.settings.get("method")
         if method == "non-private":
             base = str(self.settings.get("base", "dp-microadam"))
@@ -134,7 +135,7 @@ class Run:
 
     @property
     def epsilon(self) -> float | None:
-        """What was spent, or would have been with unpredictable randomness; None without clipping and noise."""
+        """ε spent, or for a seeded run the ε it would have with unpredictable randomness; None without clipping and noise."""
         return self.privacy.get("epsilon")
 
     @property
@@ -147,27 +148,26 @@ class Run:
 
     @property
     def lost(self) -> int:
-        """Steps that were spent and are not in the weights of the last checkpoint."""
+        """Number of steps that were spent but are not in the last checkpoint."""
         return int(self.statistics.get("steps_done", 0)) - int(self.statistics.get("updates", 0))
 
     @property
     def optimizer_state(self) -> tuple[int, int] | None:
-        """Bytes of the method's own and of what Adam's would be; None before the first step, when there is none yet."""
-        signs = self.statistics
-        taken = signs.get("updates") and signs.get(ADAM_STATE)
-        return (int(signs[OPTIMIZER_STATE]), int(signs[ADAM_STATE])) if taken else None
+        """Bytes of optimizer state, and of Adam's for the same parameters; None before the first step."""
+        recorded = self.statistics.get("updates") and self.statistics.get(ADAM_STATE)
+        return (int(self.statistics[OPTIMIZER_STATE]), int(self.statistics[ADAM_STATE])) if recorded else None
 
     @property
     def averaged(self) -> bool:
-        """Whether averaged weights were evaluated, which then are the ones that count."""
+        """Whether averaged weights were evaluated; they then stand for the run."""
         return any(one.get("ema_validation_accuracy") or one.get("ema_validation_loss") for one in self.evaluations)
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """Steps and values of one figure."""
+        """Steps and values of one metric."""
         return [(one.step, value) for one in self.evaluations if (value := one.get(name)) is not None]
 
     def series_over_epsilon(self, name: str) -> list[tuple[float, float]]:
-        """ε and values of one figure."""
+        """ε and values of one metric."""
         return [
             (epsilon, value)
             for one in self.evaluations
@@ -175,12 +175,12 @@ class Run:
         ]
 
     def headline(self, measure: str) -> str:
-        """Which figure stands for the run: that of averaged weights where there are such."""
+        """The metric that stands for the run: that of the averaged weights if there are any."""
         return f"ema_validation_{measure}" if self.averaged else f"validation_{measure}"
 
     @property
     def accuracy(self) -> tuple[float, str] | None:
-        """The accuracy to name, and on what it was measured."""
+        """The accuracy of the run, and on which data it was measured."""
         if is_number(self.test.get("test_accuracy")):
             after = self.test.get("steps_done", self.steps)
             at = "" if after == self.steps else f" after {after:,} steps"
@@ -190,20 +190,20 @@ class Run:
 
     @property
     def expected_batch(self) -> int | None:
-        """Never how many examples a step really took."""
+        """The expected batch size; realised batch sizes are private."""
         if self.ledger is not None:
             return self.ledger.plan.batch_size
         return self.statistics.get("expected_batch_size") or self.settings.get("batch_size")
 
     @property
     def throughput(self) -> list[tuple[int, float]]:
-        """Steps, and expected examples per second up to each."""
+        """Steps, and expected examples per second before each."""
         batch = self.expected_batch
         return [(step, batch * rate) for step, rate in self.series("steps_per_second")] if batch else []
 
     @property
     def training_seconds(self) -> float | None:
-        """Time that the recorded steps took, without evaluations; None if it was not recorded throughout."""
+        """Training time without evaluations; None if it was not recorded for all steps."""
         total, before = 0.0, 0
         for one in self.evaluations:
             rate = one.get("steps_per_second")
@@ -217,22 +217,22 @@ def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         raise InputError(f"{path} is not valid JSON, so the run cannot be reported; restore it or remove it") from None
-    if not isinstance(told, dict):
+    if not isinstance(content, dict):
         raise InputError(f"{path} must hold a JSON object")
-    return told
+    return content
 
 
 def _settings(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        told = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise InputError(f"{path} cannot be read, it must be valid TOML: {error}") from None
-    return {key: value for key, value in told.items() if key not in _ON_MACHINES}
+    return {key: value for key, value in content.items() if key not in _MACHINE_SETTINGS}
 
 
 def _evaluations(lines: list[dict[str, Any]]) -> tuple[Evaluation, ...]:
@@ -245,14 +245,14 @@ def _evaluations(lines: list[dict[str, Any]]) -> tuple[Evaluation, ...]:
 
 
 def _state(path: Path, privacy: Mapping[str, Any], last_step: int | None) -> str:
-    """How the run stands, in a word or two."""
+    """The state of the run in a few words."""
     done, planned = privacy.get("steps_done", 0), privacy.get("steps_planned", 0)
     if done >= planned:
         return "finished"
     if last_step is not None and done >= last_step:
-        return "finished early, as asked"
+        return "finished early, at max_steps"
     if _is_locked(path / LEDGER_NAME):
-        return "still going"
+        return "still training"
     log = (path / LOG).read_text(encoding="utf-8").splitlines() if (path / LOG).is_file() else []
     if log and "interrupted at step" in log[-1]:
         return "interrupted"
@@ -260,9 +260,9 @@ def _state(path: Path, privacy: Mapping[str, Any], last_step: int | None) -> str
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether a process trains on this ledger. It is looked up and not tried: a lock held to try would turn that process away.
+    """Whether a process holds the lock of this ledger, from ``/proc/locks``: trying to lock it could make that process fail.
 
-    By inode alone, since layered file systems show another device there.
+    Compared by inode only, since overlay file systems report another device there.
     """
     locks = Path("/proc/locks")
     if not path.is_file() or not locks.is_file():
@@ -272,6 +272,6 @@ def _is_locked(path: Path) -> bool:
     return any("FLOCK" in row and any(part.rpartition(":")[2] == inode for part in row if part.count(":") == 2) for row in rows)
 
 
-def _last_sign(path: Path) -> datetime | None:
+def _last_activity(path: Path) -> datetime | None:
     times = [file.stat().st_mtime for name in (LEDGER_NAME, METRICS, LOG) if (file := path / name).is_file()]
     return datetime.fromtimestamp(max(times), UTC) if times else None

@@ -1,4 +1,4 @@
-"""The figures of one run, or of several side by side."""
+"""The figures of a report about one or several runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dp_microadam.apps.reporting.figures import Figure, add_legend, draw_line, new_figure, one_panel, shortened, whole_steps
+from dp_microadam.apps.reporting.figures import Figure, add_legend, draw_line, integer_ticks, new_figure, one_panel, shortened
 from dp_microadam.apps.reporting.formats import in_bytes
 from dp_microadam.apps.reporting.palette import FAINT, INK, Style, styles_for, styles_in_order
 from dp_microadam.apps.reporting.run import Run
@@ -19,7 +19,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def labels_of(runs: Sequence[Run]) -> list[str]:
-    """A name for each run that no other has: its method, or else its folder; with a stamp if it is not private."""
+    """A unique label for each run: its method or else its folder, marked if it is not private."""
     methods, names = [run.method for run in runs], [run.name for run in runs]
     if len(set(methods)) == len(runs):
         labels = methods
@@ -34,7 +34,7 @@ def labels_of(runs: Sequence[Run]) -> list[str]:
 
 
 def styles_of(runs: Sequence[Run]) -> list[Style]:
-    """The look of each run: its method's, unless two runs would share it."""
+    """The plot style of each run: that of its method, unless runs share a method."""
     methods = [run.method for run in runs]
     if len(set(methods)) == len(runs):
         return list(styles_for(methods).values())
@@ -42,7 +42,7 @@ def styles_of(runs: Sequence[Run]) -> list[Style]:
 
 
 def run_figures(runs: Sequence[Run]) -> dict[str, list[Figure]]:
-    """By section of the report: its figures, as far as something was recorded."""
+    """Figures by section of the report; those without recorded data are left out."""
     drawn: dict[str, list[Figure | None]] = {
         "learning": [
             _measure(runs, "accuracy", over_epsilon=False),
@@ -88,11 +88,11 @@ def _measure(runs: Sequence[Run], measure: str, *, over_epsilon: bool) -> Figure
 
 def _steps(axes: Any) -> None:
     axes.set_xlabel("step")
-    whole_steps(axes)
+    integer_ticks(axes)
 
 
 def spent_over_steps(run: Run) -> list[tuple[float, float]]:
-    """ε after steps: computed densely where that is quick, else where the run was evaluated."""
+    """ε after each of several steps: recomputed for RDP, which is quick; otherwise as recorded at evaluations."""
     if run.ledger is None or run.steps == 0 or run.epsilon is None:
         return []
     if run.ledger.plan.accountant != "rdp":
@@ -105,7 +105,7 @@ def spent_over_steps(run: Run) -> list[tuple[float, float]]:
 
 
 def _epsilon(runs: Sequence[Run]) -> Figure | None:
-    """ε over steps, with the budget that the plan may not exceed."""
+    """ε over steps, with the budget of the plan."""
     spent = [spent_over_steps(run) for run in runs]
     if not any(spent):
         return None
@@ -139,14 +139,14 @@ def _over_steps(runs: Sequence[Run], points_of: Callable[[Run], Points], name: s
     for run, style, what in zip(runs, styles_of(runs), labels_of(runs), strict=True):
         draw_line(axes, points_of(run), style, what)
     _steps(axes)
-    _begin_low(axes, [max(value for _, value in points) for run in runs if (points := points_of(run))])
+    _set_y_scale(axes, [max(value for _, value in points) for run in runs if (points := points_of(run))])
     axes.set_ylabel(label)
     add_legend(figure)
     return one_panel(name, title, figure)
 
 
-def _begin_low(axes: Any, largest: Sequence[float]) -> None:
-    """From zero; by powers of ten if the ``largest`` values of some runs would vanish beside those of others."""
+def _set_y_scale(axes: Any, largest: Sequence[float]) -> None:
+    """Start the y axis at zero, or make it logarithmic if the ``largest`` values of the runs differ greatly."""
     if min(largest) > 0 and max(largest) > _FAR_APART * min(largest):
         axes.set_yscale("log")
         axes.set_ylim(bottom=min(largest) / _FAR_APART)

@@ -1,4 +1,4 @@
-"""What the page of a run, or of several, says."""
+"""The sections of a report about one or several runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dp_microadam.privacy.statement import round_up, statement_parts
 
 @dataclass(frozen=True)
 class Part:
-    """Sections of a page with the figures and tables in them, which are also written apart."""
+    """Sections of a page, with their figures and tables, which are also written as files."""
 
     title: str
     lead: str
@@ -29,7 +29,7 @@ class Part:
 
 
 def run_part(runs: Sequence[Run]) -> Part:
-    """All that is to say about ``runs``."""
+    """The part of a report about ``runs``."""
     figures = run_figures(runs)
     labelled = list(enumerate(zip(runs, labels_of(runs), strict=True), start=1))
     summary = run_tables.summary(runs)
@@ -45,7 +45,7 @@ def run_part(runs: Sequence[Run]) -> Part:
         Section("budget", "Privacy budget", _budget(runs, figures["budget"])),
         Section("course", "Learning rate and throughput", _course(figures["course"])),
         Section("memory", "Memory", state),
-        *([Section("diagnostics", "How MicroAdam behaved", _html(measured))] if measured else []),
+        *([Section("diagnostics", "Diagnostics of MicroAdam", _html(measured))] if measured else []),
         Section("privacy", "Privacy statement", "\n".join(statements)),
         *([Section("audit", "Audit", _audits(runs, audits))] if audits else []),
         *([Section("settings", "Settings", _html(settings))] if settings else []),
@@ -72,24 +72,21 @@ def _lead(runs: Sequence[Run]) -> str:
 
 
 def _state(run: Run) -> str:
-    """How the run stands, and since when, if that may change."""
-    if run.state.startswith("finished") or run.last_sign is None:
+    """The state of the run, with progress and time of the last activity if it is not finished."""
+    if run.state.startswith("finished") or run.last_activity is None:
         return run.state
-    return f"{run.state}: {run.steps:,} of {run.steps_planned:,} steps, last sign {run.last_sign:%Y-%m-%d %H:%M} UTC"
+    return f"{run.state}: {run.steps:,} of {run.steps_planned:,} steps, last activity {run.last_activity:%Y-%m-%d %H:%M} UTC"
 
 
 def _overview(runs: Sequence[Run], summary: Table) -> str:
-    """Cards, and the table: beside a single card, below several."""
+    """A card per run and the summary table, beside a single card or below several."""
     names = css_variables()
-    shown = [
-        _card(run, label, f"var({names[style.colour][0]})")
-        for run, label, style in zip(runs, labels_of(runs), styles_of(runs), strict=True)
-    ]
+    shown = [_card(run, f"var({names[style.colour][0]})") for run, style in zip(runs, styles_of(runs), strict=True)]
     inside, below = ([*shown, summary.html()], "") if len(runs) == 1 else (shown, summary.html())
     return '<div class="cards">\n' + "\n".join(inside) + f"\n</div>\n{below}"
 
 
-def _card(run: Run, label: str, colour: str) -> str:
+def _card(run: Run, colour: str) -> str:
     numbers = [_accuracy(run), _promise(run)]
     if run.optimizer_state is not None:
         own, adam = run.optimizer_state
@@ -157,7 +154,7 @@ def _budget(runs: Sequence[Run], figures: Sequence[Figure]) -> str:
 
 
 def _course(figures: Sequence[Figure]) -> str:
-    words = "Throughput is the expected batch size times steps per second: how many examples a step took is private."
+    words = "Throughput is the expected batch size times steps per second; realised batch sizes are private."
     return _pictures(figures, "Learning rate and time were not recorded") + (f'<p class="note">{words}</p>' if figures else "")
 
 
@@ -181,8 +178,8 @@ def _audits(runs: Sequence[Run], tables: Sequence[Table]) -> str:
     return "\n".join(audit_html(run.audit or {}, table) for run, table in zip(audited, tables, strict=True))
 
 
-def audit_html(told: Mapping[str, Any], table: Table) -> str:
-    """The verdict of an audit, and its findings."""
-    words = str(told.get("summary", ""))
-    kind = " bad" if told.get("violated") else ""
+def audit_html(content: Mapping[str, Any], table: Table) -> str:
+    """The result of an audit as HTML: its summary and the table of findings."""
+    words = str(content.get("summary", ""))
+    kind = " bad" if content.get("violated") else ""
     return f'<p class="verdict{kind}">{escape(words[:1].upper() + words[1:])}.</p>\n{table.html()}'

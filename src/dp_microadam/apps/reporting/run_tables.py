@@ -1,4 +1,4 @@
-"""The tables of one run, or of several side by side: all that the figures show, and what they are drawn from."""
+"""The tables of a report about one or several runs, with all data of its figures."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dp_microadam.privacy.statement import round_up
 _UNKNOWN = cell("not recorded", faint=True)
 
 HELD_OUT = (
-    "Measured on examples that took no part in training; what the figures tell about those is outside the guarantee. "
-    "Examples per second are expected ones: the expected size of a batch times steps per second."
+    "Measured on examples that were not used for training; these examples are not covered by the privacy guarantee. "
+    "Examples per second are the expected batch size times steps per second."
 )
 
 
 def summary(runs: Sequence[Run]) -> Table:
-    """A column per run: what it is, how well it does, what it promises, what it cost."""
+    """Summary with a column per run: method, data, accuracy, privacy, steps, time and memory."""
     facts: dict[str, list[object]] = {
         "folder": [run.name for run in runs],
         "method": [run.method for run in runs],
@@ -66,7 +66,7 @@ def _stamp(run: Run) -> Cell:
 
 
 def about(seconds: float | None) -> object:
-    """Durations that are sums of rounded ones."""
+    """An approximate duration, as a sum of rounded ones."""
     return _UNKNOWN if seconds is None else f"about {duration(seconds)}"
 
 
@@ -85,7 +85,7 @@ def _state_per_parameter(run: Run) -> object:
 
 
 def evaluations(run: Run, *, number: int, label: str) -> Table | None:
-    """A row per evaluation: what the lines of the figures are drawn through."""
+    """Table with a row per evaluation: the data of the learning curves."""
     columns = {
         "ε": ("epsilon", round_up),
         "validation accuracy (%)": ("validation_accuracy", lambda value: f"{100 * value:.2f}"),
@@ -107,16 +107,18 @@ def evaluations(run: Run, *, number: int, label: str) -> Table | None:
 
 
 def memory(runs: Sequence[Run]) -> Table | None:
-    """Optimizer state against Adam's, and the most memory that was held."""
+    """Table of optimizer state compared with Adam's, and peak memory."""
     lines: list[list[object]] = []
     for run, label in zip(runs, labels_of(runs), strict=True):
-        signs = run.statistics
+        statistics = run.statistics
         if run.optimizer_state is not None:
             own, adam = run.optimizer_state
             peak = (
-                f"{in_bytes(signs['peak_memory_bytes'])} of {signs['peak_memory_of']}" if signs.get("peak_memory_bytes") else ""
+                f"{in_bytes(statistics['peak_memory_bytes'])} of {statistics['peak_memory_of']}"
+                if statistics.get("peak_memory_bytes")
+                else ""
             )
-            counts = [f"{signs['parameters']:,}", f"{signs['trained_parameters']:,}"]
+            counts = [f"{statistics['parameters']:,}", f"{statistics['trained_parameters']:,}"]
             lines.append([label, *counts, in_bytes(own), in_bytes(adam), f"{100 * own / adam:.1f} %", peak])
     if not lines:
         return None
@@ -128,7 +130,7 @@ def memory(runs: Sequence[Run]) -> Table | None:
 
 
 def settings(runs: Sequence[Run]) -> Table | None:
-    """Every setting of the recipes; those in which several runs differ are emphasised."""
+    """Table of all settings of the recipes; those in which runs differ are bold."""
     flat = [_flat(run.settings) for run in runs]
     keys = list(dict.fromkeys(key for one in flat for key in one))
     if not keys:
@@ -150,17 +152,17 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def diagnostics(run: Run, *, number: int, label: str) -> Table | None:
-    """How MicroAdam behaved when it was last measured."""
+    """Table of the last diagnostics of MicroAdam."""
     if run.diagnostics is None:
         return None
     header, rows = diagnostics_rows(run.diagnostics)
     return Table.of(f"diagnostics-{number}", f"Diagnostics of {label}", header, rows, note=DIAGNOSTICS_NOTE)
 
 
-def audit(told: Mapping[str, Any], *, name: str) -> Table:
-    """What each audit claimed, showed and could have shown."""
+def audit(content: Mapping[str, Any], *, name: str) -> Table:
+    """Table of audit findings: claimed ε, lower bound, and the bound of a perfect attack."""
     lines: list[list[object]] = []
-    for one in told["findings"]:
+    for one in content["findings"]:
         reach = one["claim"] < one["largest"]
         verdict = "claim refuted" if one["violated"] else "within the claim" if reach else "claim out of reach"
         lines.append(

@@ -1,7 +1,7 @@
-"""A sweep: many runs of one experiment, as two files describe them, beside what the paper published.
+"""Reads a sweep: the results of many runs of one experiment, and the paper's results for comparison.
 
-``experiment.json`` says what was asked and which cells its table has; ``results.jsonl`` has a line per finished run. Several
-lines of the same cell are repeats with fresh randomness. docs/report.md has every field.
+``experiment.json`` describes the experiment and the cells of its table; ``results.jsonl`` has a line per finished run. Several
+lines of the same cell are repeats with fresh randomness. docs/report.md documents every field.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ RESULTS = "results.jsonl"
 
 Key = frozenset[tuple[str, Any]]
 
-_COUNTED_AGAINST = ("s", "second", "seconds", "min", "minutes", "h", "hour", "hours", "day", "days", "byte", "bytes", "ε")
+_COST_UNITS = ("s", "second", "seconds", "min", "minutes", "h", "hour", "hours", "day", "days", "byte", "bytes", "ε")
 _COSTS = ("cost", "time", "memory", "loss", "error")
-"""Units and words of values of which less is better."""
+"""Units and words of values for which less is better."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One finished run. ``value`` is None if it has none, as after divergence; ``curve`` has step, loss and accuracy."""
+    """Result of one run. ``value`` is None if it failed, for instance by divergence; ``curve`` has step, loss and accuracy."""
 
     cell: Mapping[str, Any]
     repeat: int
@@ -48,7 +48,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Published:
-    """What the paper has for a cell; ``spread`` is what it puts behind ±."""
+    """The paper's result for a cell; ``spread`` is the number after its ±."""
 
     cell: Mapping[str, Any]
     value: float
@@ -57,7 +57,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Summary:
-    """What the repeats of a cell say together."""
+    """Median and range of the repeats of a cell."""
 
     median: float
     low: float
@@ -67,7 +67,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Sweep:
-    """An experiment with its outcomes so far. ``rows`` and ``columns`` name the keys of a cell that span its table."""
+    """An experiment with its results so far. ``rows`` and ``columns`` name the keys of a cell that span the table."""
 
     name: str
     title: str
@@ -89,37 +89,40 @@ class Sweep:
 
     @classmethod
     def read(cls, folder: str | Path) -> Sweep:
-        """
+        """Read a sweep folder.
+
         Raises:
-            InputError: if there is no sweep in ``folder``, or its files cannot be understood.
+            InputError: if there is no sweep in ``folder``, or its files cannot be parsed.
         """
         path = Path(folder) / EXPERIMENT
         if not path.is_file():
             raise InputError(f"sweep is {str(folder)!r}; it must be a folder with an {EXPERIMENT}")
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8"))
             outcomes = _read_outcomes(Path(folder) / RESULTS)
-            cells = [dict(one) for one in told["cells"]]
+            cells = [dict(one) for one in content["cells"]]
             cells += [dict(one.cell) for one in outcomes if dict(one.cell) not in cells]
             sweep = cls(
-                name=str(told["name"]),
-                title=str(told.get("title") or told["name"]),
-                rows=tuple(told["rows"]),
-                columns=tuple(told["columns"]),
+                name=str(content["name"]),
+                title=str(content.get("title") or content["name"]),
+                rows=tuple(content["rows"]),
+                columns=tuple(content["columns"]),
                 cells=tuple({key_of(one): one for one in cells}.values()),
                 outcomes=outcomes,
                 published=tuple(
-                    Published(one["cell"], float(one["value"]), one.get("spread")) for one in told.get("paper", [])
+                    Published(one["cell"], float(one["value"]), one.get("spread")) for one in content.get("paper", [])
                 ),
-                published_source=str(told.get("paper_source") or "the paper"),
-                question=str(told.get("question", "")),
-                scale=str(told.get("scale", "")),
-                command=str(told.get("command", "")),
-                notes=tuple(told.get("notes", [])),
-                figures=tuple(dict(one) for one in told.get("figures", [])),
-                value=str(told.get("value", "test accuracy")),
-                unit=str(told.get("unit", "%")),
-                better=str(told.get("better") or _usual_direction(str(told.get("value", "")), str(told.get("unit", "%")))),
+                published_source=str(content.get("paper_source") or "the paper"),
+                question=str(content.get("question", "")),
+                scale=str(content.get("scale", "")),
+                command=str(content.get("command", "")),
+                notes=tuple(content.get("notes", [])),
+                figures=tuple(dict(one) for one in content.get("figures", [])),
+                value=str(content.get("value", "test accuracy")),
+                unit=str(content.get("unit", "%")),
+                better=str(
+                    content.get("better") or _usual_direction(str(content.get("value", "")), str(content.get("unit", "%")))
+                ),
                 folder=Path(folder),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -152,21 +155,21 @@ class Sweep:
         return next((one for one in self.published if key_of(one.cell) == wanted), None)
 
     def difference(self, cell: Mapping[str, Any]) -> float | None:
-        """Our median minus the paper's value, where both are there."""
+        """Our median minus the paper's value; None if either is missing."""
         ours, theirs = self.summary(cell), self.paper(cell)
         return None if ours is None or theirs is None else ours.median - theirs.value
 
     def median_run(self, cell: Mapping[str, Any]) -> Outcome | None:
-        """The repeat whose value is the median; of an even number, the worse of the two in the middle."""
+        """The repeat with the median value; for an even number, the worse of the two middle ones."""
         ranked = sorted((one for one in self.of(cell) if one.value is not None), key=lambda one: one.value or 0.0)
         if self.better == "lower":
             ranked.reverse()
         return ranked[(len(ranked) - 1) // 2] if ranked else None
 
     def best_of(self, cells: Sequence[Mapping[str, Any]]) -> set[Key]:
-        """Which of several cells have the best median, as printed; among runs with a privacy budget, if there are such.
+        """The cells with the best median, after rounding; among runs with a privacy budget if there are any.
 
-        Of a single cell, and of values that cannot be compared, none is.
+        Empty for a single cell, and for values that cannot be compared.
         """
         medians = {key_of(one): round(found.median, self.decimals) for one in cells if (found := self.summary(one)) is not None}
         if len(medians) < 2 or self.better == "neither":
@@ -178,23 +181,23 @@ class Sweep:
 
     @property
     def trained(self) -> bool:
-        """Whether values come from training runs, each with a seed of its own, rather than from timing a few steps."""
+        """Whether values come from training runs rather than from timing a few steps."""
         return self.value != "cost"
 
     def written(self, value: float, *, sign: bool = False) -> str:
-        """A value, or with ``sign`` a difference, as tables and figures have it."""
+        """A value, or with ``sign`` a difference, formatted for tables and figures."""
         # Counts and hours share a table of costs, so there each number has the digits it needs.
         digits = self.decimals if self.unit else 0 if value == int(value) or abs(value) >= 100 else 1 if abs(value) >= 10 else 2
         return signed(value, digits) if sign else fixed(value, digits)
 
     @property
     def decimals(self) -> int:
-        """As many as the paper prints; one for percentages it does not have, three for other values."""
+        """Number of decimals: as in the paper's results, otherwise one for percentages and three for other values."""
         return max((decimals_of(one.value) for one in self.published), default=1 if self.unit == "%" else 3)
 
     @property
     def slug(self) -> str:
-        """The name as files and anchors have it."""
+        """The name in files and anchors."""
         return file_name(self.name)
 
     @property
@@ -202,17 +205,17 @@ class Sweep:
         return f"{self.value} ({self.unit})" if self.unit else self.value
 
     def values_of(self, key: str) -> list[Any]:
-        """What a key of the cells takes, in the order of the cells."""
+        """The values of a key, in the order of the cells."""
         return list(dict.fromkeys(one[key] for one in self.cells if key in one))
 
     @property
     def method_key(self) -> str:
-        """The key that tells lines of a figure apart."""
+        """The key that distinguishes the lines of a figure."""
         return "method" if all("method" in one for one in self.cells) else (*self.columns, *self.rows)[0]
 
 
 def key_of(cell: Mapping[str, Any]) -> Key:
-    """A cell as something that can be looked up.
+    """A cell as a hashable key.
 
     >>> key_of({"method": "DP-SGD", "σ": 3}) == key_of({"σ": 3.0, "method": "DP-SGD"})
     True
@@ -221,7 +224,8 @@ def key_of(cell: Mapping[str, Any]) -> Key:
 
 
 def file_name(text: str) -> str:
-    """
+    """A text as part of a file name.
+
     >>> file_name("Scale-then-Priv. (ours)")
     'scale-then-priv---ours'
     """
@@ -229,33 +233,33 @@ def file_name(text: str) -> str:
 
 
 def _read_outcomes(path: Path) -> tuple[Outcome, ...]:
-    """Every line; of two with the same cell and repeat the later one, and none that a kill tore."""
+    """All results; for the same cell and repeat the later line counts, and lines cut off by a crash are skipped."""
     found: dict[tuple[Key, int], Outcome] = {}
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     for line in lines:
         try:
-            told = json.loads(line)
+            content = json.loads(line)
         except ValueError:
             continue
-        names = Outcome.__dataclass_fields__.keys() & told.keys() - {"value", "curve", "cell", "repeat"}
+        names = Outcome.__dataclass_fields__.keys() & content.keys() - {"value", "curve", "cell", "repeat"}
         outcome = Outcome(
-            cell=dict(told["cell"]),
-            repeat=int(told.get("repeat", 1)),
-            value=float(told["value"]) if is_number(told.get("value")) else None,
-            curve=tuple(tuple(point) for point in told.get("curve") or ()),
-            **{name: told[name] for name in names},
+            cell=dict(content["cell"]),
+            repeat=int(content.get("repeat", 1)),
+            value=float(content["value"]) if is_number(content.get("value")) else None,
+            curve=tuple(tuple(point) for point in content.get("curve") or ()),
+            **{name: content[name] for name in names},
         )
         found[key_of(outcome.cell), outcome.repeat] = outcome
     return tuple(found.values())
 
 
 def _usual_direction(value: str, unit: str) -> str:
-    """Values without a unit are of several kinds, and none of them is better than another.
+    """Whether higher or lower values are better; neither for values without a unit, which are of several kinds.
 
     >>> _usual_direction("test accuracy", "%"), _usual_direction("training time", "hours"), _usual_direction("cost", "")
     ('higher', 'lower', 'neither')
     """
     if not unit:
         return "neither"
-    costs = unit in _COUNTED_AGAINST or not {*value.casefold().split()}.isdisjoint(_COSTS)
+    costs = unit in _COST_UNITS or not {*value.casefold().split()}.isdisjoint(_COSTS)
     return "lower" if costs else "higher"

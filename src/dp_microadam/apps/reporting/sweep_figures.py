@@ -1,4 +1,4 @@
-"""The figures of a sweep: values over a setting, validation losses, who is ahead where, and how far each method reaches."""
+"""The figures of a sweep: values over a setting, validation losses, difference maps, and ranges by method."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dp_microadam.apps.reporting.figures import (
     Panel,
     add_legend,
     draw_line,
+    integer_ticks,
     new_figure,
     one_panel,
     shortened,
-    whole_steps,
 )
 from dp_microadam.apps.reporting.formats import is_number, significant
 from dp_microadam.apps.reporting.palette import AHEAD, BEHIND, INK, PAPER, Style, styles_for
@@ -34,7 +34,7 @@ Cells = Mapping[str, Any]
 
 
 def sweep_figures(sweep: Sweep) -> list[Figure]:
-    """What the experiment asks to be drawn, as far as there is something to draw."""
+    """The figures that the experiment specifies; those without results are left out."""
     kinds: dict[str, Callable[[Sweep, Mapping[str, Any]], list[Figure]]] = {
         "lines": _lines,
         "curves": _curves,
@@ -53,10 +53,10 @@ def sweep_figures(sweep: Sweep) -> list[Figure]:
 
 
 def rolling_mean(values: Sequence[float], window: int) -> list[float]:
-    """The mean over ``window`` values around each, the outermost two of an even window at half weight to keep it centred.
+    """Centred rolling mean over ``window`` values; in an even window the outermost two have half weight.
 
-    Towards the ends the window shrinks on both sides alike: a mean of those that happen to be there would lean to one side
-    and bend a falling curve. A straight line stays itself.
+    Towards the ends the window shrinks symmetrically, so that a straight line is left unchanged: a one-sided mean would bend a
+    falling curve.
 
     >>> rolling_mean([1.0, 2.0, 3.0, 8.0], 2)
     [1.0, 2.0, 4.0, 8.0]
@@ -75,7 +75,7 @@ def rolling_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def _panels(sweep: Sweep, without: Sequence[str]) -> dict[str, list[Cells]]:
-    """Cells that agree in all other keys than these, under a name for what they agree in."""
+    """Cells grouped by all keys except these; the key of a group is its label."""
     groups: dict[str, list[Cells]] = {}
     for cell in sweep.cells:
         name = ", ".join(f"{key} = {shown(value)}" for key, value in cell.items() if key not in without)
@@ -84,6 +84,7 @@ def _panels(sweep: Sweep, without: Sequence[str]) -> dict[str, list[Cells]]:
 
 
 def shown(value: Any) -> str:
+    """A label of an axis as text."""
     return significant(value) if is_number(value) else str(value)
 
 
@@ -112,7 +113,7 @@ def _lines(sweep: Sweep, wanted: Mapping[str, Any]) -> list[Figure]:
 
 
 def _hollow(sweep: Sweep) -> dict[str, Any]:
-    """The entry of a legend that says whose the hollow points are."""
+    """The legend entry for the paper's results."""
     if not sweep.published:
         return {}
     from matplotlib.lines import Line2D
@@ -152,7 +153,7 @@ def _draw_lines(axes: Any, sweep: Sweep, cells: Sequence[Cells], x: str) -> None
 
 
 def _places(values: Sequence[Any]) -> tuple[dict[Any, float], dict[str, float]]:
-    """Where values stand on an axis, and their ticks: numbers where they are, words in their order."""
+    """Positions of values on an axis, and its ticks: numbers to scale, other labels equidistant."""
     distinct = list(dict.fromkeys(values))
     if all(is_number(value) for value in distinct):
         places = {value: float(value) for value in distinct}
@@ -191,13 +192,13 @@ def _draw_losses(axes: Any, sweep: Sweep, cells: Sequence[Cells]) -> None:
     for cell in cells:
         name = str(cell[sweep.method_key])
         draw_line(axes, smoothed_losses(sweep, cell), styles[name], name)
-    whole_steps(axes)
+    integer_ticks(axes)
     axes.set_xlabel("step")
     axes.set_ylabel("validation loss (nats)")
 
 
 def _differences(sweep: Sweep, wanted: Mapping[str, Any]) -> list[Figure]:
-    """A map per opponent: by how much ``of`` is ahead, over ``x`` and ``y``."""
+    """A difference map over ``x`` and ``y`` for each method in ``minus``."""
     figures = []
     for other in wanted["minus"]:
         values = difference_map(sweep, wanted["of"], other, wanted["x"], wanted["y"])
@@ -207,7 +208,7 @@ def _differences(sweep: Sweep, wanted: Mapping[str, Any]) -> list[Figure]:
 
 
 def difference_map(sweep: Sweep, of: str, minus: str, x: str, y: str) -> dict[tuple[Any, Any], float]:
-    """Medians of ``of`` minus those of ``minus`` at the places that have both."""
+    """Median of ``of`` minus that of ``minus`` by (x, y), where both have results."""
     found: dict[tuple[Any, Any], list[float]] = {}
     for cell in sweep.cells:
         if str(cell[sweep.method_key]) != of:
@@ -220,7 +221,7 @@ def difference_map(sweep: Sweep, of: str, minus: str, x: str, y: str) -> dict[tu
 
 
 def _coordinate(sweep: Sweep, cell: Cells, key: str) -> Any:
-    """What the cell has under ``key``, or what its runs measured."""
+    """The value of ``key`` in the cell, or the median that its runs recorded."""
     if key in cell:
         return cell[key]
     if key not in _MEASURED:
@@ -262,7 +263,7 @@ def _draw_difference(sweep: Sweep, wanted: Mapping[str, Any], other: str, values
 def _draw_border(
     axes: Any, values: Mapping[tuple[Any, Any], float], place: tuple[Any, Any], across: list[Any], up: list[Any]
 ) -> None:
-    """A line to the neighbours on the right and above whose sign differs."""
+    """Draw a line between the cell and its right and upper neighbours with the opposite sign."""
     column, row = across.index(place[0]), up.index(place[1])
     right = values.get((across[column + 1], place[1])) if column + 1 < len(across) else None
     above = values.get((place[0], up[row + 1])) if row + 1 < len(up) else None
@@ -273,13 +274,13 @@ def _draw_border(
 
 
 def ordered(values: Sequence[Any]) -> list[Any]:
-    """Numbers by size, words in their order."""
+    """Distinct values: numbers sorted, others in their original order."""
     distinct = list(dict.fromkeys(values))
     return sorted(distinct) if all(is_number(value) for value in distinct) else distinct
 
 
 def group_ranges(sweep: Sweep, group: str) -> dict[str, tuple[float, float, float, int]]:
-    """By value of ``group``: worst, median and best of its cells' medians, and how many cells these are."""
+    """By value of ``group``: worst, median and best of its cells' medians, and the number of cells."""
     found: dict[str, tuple[float, float, float, int]] = {}
     for name in sweep.values_of(group):
         own = [
@@ -328,7 +329,7 @@ def _small_multiples(
     note: str,
     also: Mapping[str, Any] | None = None,
 ) -> list[Figure]:
-    """All panels in one figure for print, and each alone for pages."""
+    """One figure with all panels for print, and separate panels for pages."""
     if not groups:
         return []
     columns = min(3, len(groups))

@@ -1,4 +1,4 @@
-"""What the page of a sweep says."""
+"""The sections of a report about a sweep."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SCALES = {
 
 
 def sweep_part(sweep: Sweep) -> Part:
-    """All that is to say about a sweep."""
+    """The part of a report about a sweep."""
     figures, tables = sweep_figures(sweep), sweep_tables(sweep)
     main, details, *data = tables
     name = sweep.slug
@@ -60,7 +60,7 @@ def _about(sweep: Sweep) -> str:
 
 
 def _privacy(sweep: Sweep) -> str:
-    """What each run alone promises, and why all together promise less."""
+    """The privacy guarantee of each run alone, and a note that all runs together spend more."""
     private = [one for one in sweep.outcomes if one.private and one.epsilon is not None and one.delta is not None]
     others = len(sweep.outcomes) - len(private)
     if private:

@@ -1,4 +1,4 @@
-"""The tables of a sweep: ours (median, spread, seeds), the paper's, and the difference where the paper has the cell."""
+"""The tables of a sweep: our results (median, range, seeds), the paper's, and the difference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BOLD = " The best of a row, among runs with a privacy budget, is bold."
 
 
 def sweep_tables(sweep: Sweep) -> list[Table]:
-    """The table the experiment is about, every cell in detail, and the figures' data."""
+    """The main table, a table with the details of every cell, and the data of the figures."""
     tables = [_matrix(sweep), _details(sweep)]
     for wanted in sweep.figures:
         if wanted["kind"] == "curves":
@@ -56,7 +56,7 @@ def _distinct(sweep: Sweep, keys: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _entry(sweep: Sweep, place: Mapping[str, Any], best: set[Key], asked: set[Key]) -> Cell:
-    """One field: ours, its spread, the paper's and the difference."""
+    """One cell of the main table: our median and range, the paper's value and the difference."""
     paper = _paper_in_words(sweep, place)
     summary = sweep.summary(place)
     if summary is None:
@@ -87,7 +87,7 @@ def _paper_in_words(sweep: Sweep, place: Mapping[str, Any]) -> list[str]:
 
 
 def _details(sweep: Sweep) -> Table:
-    """A row per cell, with everything in a column of its own, for programs and for those who doubt."""
+    """Table with a row per cell and every value in its own column."""
     keys = (*sweep.rows, *sweep.columns)
     of_paper = ["paper", "paper ±", "difference"] if sweep.published else []
     of_runs = ["ε", "δ", "private", "steps", "model parameters", "time of a run", "date", "commit"]
@@ -113,7 +113,7 @@ def _paper_in_columns(sweep: Sweep, place: Mapping[str, Any]) -> list[str]:
 
 
 def _facts(runs: Sequence[Outcome]) -> list[str]:
-    """What the runs of a cell were: the largest ε, and medians of the rest."""
+    """Properties of the runs of a cell: the largest ε, and medians of the others."""
     if not runs:
         return [""] * 8
     epsilons = [one.epsilon for one in runs if one.epsilon is not None]

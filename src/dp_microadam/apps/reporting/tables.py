@@ -1,4 +1,4 @@
-"""One table, four ways to write it: Markdown, CSV, LaTeX (booktabs) and HTML."""
+"""Tables that can be written as Markdown, CSV, LaTeX (booktabs) and HTML."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from unicodedata import normalize
 from urllib.parse import quote
 
 _WIDE, _LONG = 10, 100
-"""Columns beyond which paper is turned, and rows beyond which it is spared."""
+"""Tables with more columns are printed in landscape; tables with more rows are not printed."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What stands in one field: a line, and perhaps more below it. ``best`` is emphasised, ``faint`` stands back."""
+    """Content of a table cell: one or more lines. ``best`` is set in bold, ``faint`` in grey."""
 
     lines: tuple[str, ...]
     best: bool = False
@@ -28,7 +28,8 @@ class Cell:
 
 
 def cell(*lines: object, best: bool = False, faint: bool = False) -> Cell:
-    """
+    """A cell with these lines.
+
     >>> cell("71.4", "paper 71.0").text
     '71.4; paper 71.0'
     """
@@ -37,9 +38,9 @@ def cell(*lines: object, best: bool = False, faint: bool = False) -> Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under a header. The first ``labels`` columns name the row; the others hold figures, or ``words``.
+    """A table. The first ``labels`` columns name the row; the others hold numbers, or text if ``words`` is true.
 
-    ``name`` is that of its files.
+    Its files are named after ``name``.
     """
 
     name: str
@@ -62,7 +63,7 @@ class Table:
         note: str = "",
         words: bool = False,
     ) -> Table:
-        """Rows of cells, or of anything that ``str`` writes."""
+        """Build a table from rows of cells or of any values, which are converted by ``str``."""
         filled = tuple(tuple(one if isinstance(one, Cell) else cell(one) for one in row) for row in rows)
         for row in filled:
             if len(row) != len(header):
@@ -70,7 +71,8 @@ class Table:
         return cls(name, title, tuple(header), filled, labels, note, words)
 
     def markdown(self) -> str:
-        """
+        """The table in Markdown.
+
         >>> print(Table.of("t", "Figures", ["σ", "DP-SGD"], [[3, cell("70.6", "a|b", best=True)]]).markdown())
         **Figures**
         <BLANKLINE>
@@ -89,7 +91,7 @@ class Table:
         return "\n".join([*lines, *(["", _markdown(self.note)] if self.note else [])])
 
     def csv(self) -> str:
-        """With the typographic minus as the hyphen that programs read."""
+        """The table as CSV, with ASCII minus signs."""
         file = io.StringIO()
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(self.header)
@@ -97,7 +99,7 @@ class Table:
         return file.getvalue()
 
     def latex(self) -> str:
-        """A ``table`` environment; it needs the packages booktabs, and graphicx to be scaled to the width of a page.
+        """The table as a LaTeX ``table`` environment; it needs the packages booktabs and graphicx.
 
         >>> print(Table.of("t", "Gain in %", ["method", "γ_1"], [["A & B", cell("70.6", best=True)]]).latex())
         % needs \\usepackage{booktabs,graphicx}
@@ -136,7 +138,7 @@ class Table:
         return "\n".join(lines)
 
     def html(self) -> str:
-        """In a frame that scrolls, so that a wide table does not widen the page, with the other forms to take away."""
+        """The table as HTML in a scrolling frame, with links to download the other formats."""
         head = "".join(f'<th scope="col"{self._side(i)}>{escape(name)}</th>' for i, name in enumerate(self.header))
         body = "\n".join(f"<tr>{''.join(self._html_cell(i, one) for i, one in enumerate(row))}</tr>" for row in self.rows)
         forms = (("CSV", "csv", self.csv()), ("LaTeX", "tex", self.latex()), ("Markdown", "md", self.markdown()))
@@ -192,7 +194,7 @@ _LAST_LATIN_LETTER = 0x17F
 
 
 def latex_escape(text: str) -> str:
-    """Text as LaTeX sets it.
+    """Escape text for LaTeX.
 
     >>> latex_escape("50 % of σ_1 − {a}")
     '50 \\\\% of $\\\\sigma$\\\\_1 $-$ \\\\{a\\\\}'
@@ -201,7 +203,7 @@ def latex_escape(text: str) -> str:
 
 
 def _latex_character(character: str) -> str:
-    """What pdfLaTeX has no glyph for is written with the letters it stands for, or not at all."""
+    """LaTeX for one character; characters without a glyph in pdfLaTeX are transliterated or dropped."""
     if character in _LATEX:
         return _LATEX[character]
     if ord(character) <= _LAST_LATIN_LETTER:

@@ -1,4 +1,4 @@
-"""What the convergence theorem promises, term by term: as the paper prints it, and corrected.
+"""The convergence bound of the paper, term by term: as printed, and corrected.
 
 The theorem bounds (1/T)·Σ E‖∇f(θ_t)‖² over T steps of Noisy-MicroAdam (Algorithm 3 of the paper, which
 :class:`dp_microadam.optimizers.analytical_view.NoisyMicroAdam` runs). ``docs/theory.md`` derives the corrected form and says
@@ -22,7 +22,7 @@ from dp_microadam.validation import (
 
 
 def top_k_contraction(kept: int, length: int) -> float:
-    """q = √(1 − k/d): keeping the ``kept`` largest of ``length`` values leaves at most this part of the norm.
+    """Contraction factor q = √(1 − k/d) of top-k: without its ``kept`` largest of ``length`` values, ‖x‖ shrinks by q or more.
 
     >>> round(top_k_contraction(1, 100), 4)
     0.995
@@ -33,9 +33,9 @@ def top_k_contraction(kept: int, length: int) -> float:
 
 
 def block_contraction(sizes: Iterable[int], density: float, block_size: int | None = None) -> float:
-    """q of selecting ⌈density·n⌉ of every block of n coordinates, for parameters of these ``sizes``: that of the worst block.
+    """Contraction factor q of top-k in blocks: selecting ⌈density·n⌉ of every block of n coordinates of tensors of ``sizes``.
 
-    Blocks are orthogonal, so the whole is as contractive as its least contractive block. ``None``: a parameter is a block.
+    Blocks are orthogonal, so q is that of the worst block. ``block_size=None``: each parameter is one block.
 
     >>> block_contraction([32_768, 10], 0.01, 32_768) == top_k_contraction(328, 32_768)
     True
@@ -48,7 +48,7 @@ def block_contraction(sizes: Iterable[int], density: float, block_size: int | No
 
 
 def stochastic_rounding_error(length: int, bits: int, lowest: float | None = None, highest: float | None = None) -> float:
-    """ω of rounding at random to ``bits`` bits between the smallest and the largest of ``length`` values.
+    """Relative error ω of stochastic rounding to ``bits`` bits between the smallest and the largest of ``length`` values.
 
     ‖Q(x) − x‖ ≤ √(n − 2)/(2ᵇ − 1)·(Δ − δ)/√(Δ² + δ²)·‖x‖: the two extremes are met exactly, every other value is off by less
     than one level, and ‖x‖² ≥ Δ² + δ². Without δ and Δ it is the worst case over all x, in which the last fraction is √2; this
@@ -70,7 +70,7 @@ def stochastic_rounding_error(length: int, bits: int, lowest: float | None = Non
 
 
 def noise_deviation(noise_multiplier: float, max_grad_norm: float, batch_size: int) -> float:
-    """σ of the theorem, the deviation of the noise in a coordinate of the mean gradient: noise_multiplier·C/B."""
+    """σ of the theorem: the noise standard deviation noise_multiplier·C/B of each coordinate of the mean gradient."""
     require_non_negative("noise_multiplier", noise_multiplier)
     require_positive("max_grad_norm", max_grad_norm)
     require_integer("batch_size", batch_size, 1)
@@ -79,14 +79,14 @@ def noise_deviation(noise_multiplier: float, max_grad_norm: float, batch_size: i
 
 @dataclass(frozen=True)
 class Setting:
-    """All that the theorem depends on besides T.
+    """The constants of the theorem, except the number of steps T.
 
     Arguments:
         initial_gap: f(θ₁) − f*.
         smoothness: L.
         gradient_bound: G, the largest norm of a stochastic gradient; the clipping norm C where gradients are clipped to it.
-        gradient_deviation: σ_g, √ of the largest E‖g_t − ∇f(θ_t)‖².
-        noise_deviation: σ, the deviation of the noise per coordinate; 0 without privacy.
+        gradient_deviation: σ_g, the square root of the largest E‖g_t − ∇f(θ_t)‖².
+        noise_deviation: σ, the noise standard deviation per coordinate; 0 without privacy.
         dimension: d.
         beta_1: β₁.
         eps: ε_s, under the root.
@@ -119,12 +119,12 @@ class Setting:
 
     @property
     def joint_contraction(self) -> float:
-        """q_ω = (1 + ω)·q, which the theorem needs below 1."""
+        """q_ω = (1 + ω)·q, which must be below 1 for the theorem."""
         return (1 + self.rounding_error) * self.contraction
 
     @property
     def applies(self) -> bool:
-        """Whether q_ω < 1."""
+        """Whether the theorem applies: q_ω < 1."""
         return self.joint_contraction < 1
 
     @property
@@ -159,7 +159,8 @@ class Setting:
         return 2 * self.joint_contraction / (1 - self.joint_contraction**2)
 
     def require_applicable(self) -> None:
-        """
+        """Raise an error if the theorem does not apply.
+
         Raises:
             InputError: if q_ω ≥ 1.
         """
@@ -170,9 +171,9 @@ class Setting:
             )
 
     def c0(self, steps: int) -> float:
-        """C₀ of the corrected theorem: above √(v̂_t + ε_s) at every t ≤ T, except with a probability of 1/T.
+        """C₀ of the corrected theorem: an upper bound on √(v̂_t + ε_s) for all t ≤ T, with probability at least 1 − 1/T.
 
-        But with that probability no ‖η_t‖ exceeds σ(√d + 2√ln T), and then no accumulator exceeds (G + that)/(1 − q_ω).
+        With that probability no ‖η_t‖ exceeds σ(√d + 2√ln T), and then no accumulator exceeds (G + that)/(1 − q_ω).
         """
         self.require_applicable()
         largest_noise = self.noise_deviation * (math.sqrt(self.dimension) + 2 * math.sqrt(math.log(steps)))
@@ -196,7 +197,7 @@ TERMS = {
     "lag": "momentum and error feedback act late",
     "rare noise": "noise beyond what C₀ allows for",
 }
-"""The terms of a bound, and what each stands for."""
+"""The terms of a bound, and where each comes from."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ class Bound:
 
 
 def corrected_bound(setting: Setting, steps: int) -> Bound:
-    """The bound that ``docs/theory.md`` proves, with η = min{ε_s/(12·L·C₀), 1/√T}.
+    """The bound proved in ``docs/theory.md``, with η = min{ε_s/(12·L·C₀), 1/√T}.
 
     Raises:
         InputError: if (1 + ω)q ≥ 1.
@@ -240,7 +241,7 @@ def corrected_bound(setting: Setting, steps: int) -> Bound:
 def printed_bound(setting: Setting, steps: int) -> Bound:
     """The bound as the paper prints it, with η = min{ε_s/(4·L·C₀), 1/√T} and the O(1/T) terms its appendix spells out.
 
-    It is here to be compared with: its proof does not hold.
+    It is here for comparison only: its proof does not hold.
 
     Raises:
         InputError: if (1 + ω)q ≥ 1.
@@ -270,7 +271,7 @@ def _bound(
     fourth_square: float,
     rare: float,
 ) -> Bound:
-    """What both forms share. They differ in C₀, η, the factor of term III, and the moments of the adaptivity terms."""
+    """The formula of both bounds. They differ in C₀, η, the factor of term III, and the moments of the adaptivity terms."""
     smoothness, eps, c1 = setting.smoothness, setting.eps, setting.c1
     descent = 2 * c0 * young * step_size * smoothness / eps
     changes = 2 * c0 * math.sqrt(setting.dimension / (steps * eps))

@@ -1,8 +1,8 @@
-"""Does the rate show? Mean squared gradient norms of Algorithms 3 and 1 beside the corrected bound, over T.
+"""Measures the convergence rate: mean squared gradient norms of Algorithms 3 and 1 over T, compared with the corrected bound.
 
     python -m dp_microadam.apps.theory.experiment [--seeds 64] [--out docs/images/theory_rate.png] [--json]
 
-Every number of steps T is a run of its own with its own η, as the theorem has it. ε_s, k and the bits are chosen such that
+Every number of steps T is a separate run with its own η, as in the theorem. ε_s, k and the bits are chosen such that
 (1 + ω)q < 1 and that 1/√T, not ε_s/(12LC₀), is the step size from T = 100 on.
 """
 
@@ -28,12 +28,12 @@ from dp_microadam.apps.theory.many_seeds import AnalyticalViews, Array, MicroAda
 from dp_microadam.apps.theory.problem import CauchyRegression
 
 ALGORITHMS = ("Algorithm 3", "Algorithm 1", "Algorithm 1, window-corrected")
-"""The first is what the theorem covers, the second what is run by default, the third an option of it."""
+"""The first is covered by the theorem, the second is the optimizer's default, the third one of its options."""
 KEPT, BITS, EPS = 2, 8, 0.2
 NOISE_MULTIPLIER = 2.0
 ALL_STEPS = tuple(round(10 ** (2 + half / 2)) for half in range(7))
 LAST_DECADES = 1_000
-"""The slope is that of T from here on."""
+"""Smallest T that is used for the slope."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Curve:
 
 
 def setting_of(problem: CauchyRegression, noise_multiplier: float) -> Setting:
-    """The theorem's numbers. f* is replaced by 0, which no loss goes below."""
+    """The theorem's constants for a problem; f* is replaced by its lower bound 0."""
     return Setting(
         initial_gap=float(problem.loss(np.zeros((1, problem.dimension)))[0]),
         smoothness=problem.smoothness,

@@ -1,7 +1,7 @@
 """Algorithms 3 and 1 of the paper on many seeds at once, for problems of a few coordinates.
 
-Rows are seeds. The one-seed twins are :class:`dp_microadam.optimizers.analytical_view.NoisyMicroAdam` and
-:class:`dp_microadam.optimizers.micro_adam_reference.MicroAdamReference`; the tests hold them together step by step.
+Rows are seeds. The implementations for one seed are :class:`dp_microadam.optimizers.analytical_view.NoisyMicroAdam` and
+:class:`dp_microadam.optimizers.micro_adam_reference.MicroAdamReference`; tests compare them step by step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def top_k(values: Array, kept: int) -> Array:
 
 
 def rounded(values: Array, bits: int, offsets: Array | float) -> Array:
-    """Each row on 2ᵇ levels between its own extremes; offsets of ½ round to nearest, uniform ones in [0, 1) at random."""
+    """Each row quantized to 2ᵇ levels between its extremes: offsets of ½ round to nearest, uniform ones stochastically."""
     lowest = values.min(axis=1, keepdims=True)
     level = (values.max(axis=1, keepdims=True) - lowest) / (2**bits - 1)
     # A row of equal values has no levels, and is its own minimum.
@@ -33,7 +33,7 @@ def rounded(values: Array, bits: int, offsets: Array | float) -> Array:
 
 @dataclass
 class AnalyticalViews:
-    """Algorithm 3, Noisy-MicroAdam; line 5 with the noise in the error, as the proof has it."""
+    """Algorithm 3, Noisy-MicroAdam, with the noise in the error (line 5), as in the proof."""
 
     theta: Array
     lr: float

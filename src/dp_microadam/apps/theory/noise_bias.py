@@ -1,9 +1,9 @@
-"""Does top-k spare DP-MicroAdam the bias of DP-Adam? A simulation of the paper's open question, without any private data.
+"""Simulation of how noise biases the second moments of DP-Adam, DP-AdamBC and DP-MicroAdam, without any private data.
 
     python -m dp_microadam.apps.theory.noise_bias [--seeds 4] [--steps 1500] [--out docs/images/theory_noise_bias.png] [--json]
 
-The gradient g is fixed: 10,000 coordinates that fall off as rank^−¾, of norm 1, under fresh noise of deviation σ per coordinate
-and step. Nothing moves, so what is seen is the estimators alone. The error is kept exactly, as in the paper's experiments.
+The gradient g is fixed: 10,000 coordinates that decay as rank^−¾, of norm 1, with fresh noise of standard deviation σ per
+coordinate and step. The error of MicroAdam is not quantized, as in the paper's experiments.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NOISE_TO_SIGNAL = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 @dataclass(frozen=True)
 class Found:
-    """What one noise level shows, averaged over the second half of the steps.
+    """Measurements at one noise level, averaged over the second half of the steps.
 
     ``snr_*`` is Σ signal²/Σ noise² over a set of coordinates of the accumulator: those selected in a step, the rest, and those
     a selection without error feedback would have taken. ``large_*`` and ``small_*`` are mean v̂ over the 1 % of coordinates

@@ -1,4 +1,4 @@
-"""The pictures of docs/theory.md."""
+"""The figures of docs/theory.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dp_microadam.errors import DPMicroAdamError
+from dp_microadam.apps.reporting.figures import canvas, save_png
 
 if TYPE_CHECKING:
     from dp_microadam.apps.theory.experiment import Curve
@@ -19,20 +19,8 @@ _TWO_SIDED_99 = 2.576
 _LEGEND: dict[str, Any] = {"framealpha": 1.0, "edgecolor": "white", "facecolor": "white"}
 
 
-def new_figure(width: float, height: float) -> Any:
-    """A figure of its own and not pyplot's, whose state is global and whose backend may want a screen."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise DPMicroAdamError("pictures need matplotlib; run pip install 'dp-microadam[plots]'") from None
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def plain_axes(axes: Any) -> None:
-    """Quiet grid and no box."""
+    """Light grid, no frame."""
     axes.grid(color=_FAINT, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -40,8 +28,8 @@ def plain_axes(axes: Any) -> None:
 
 
 def draw_rate(curves: Sequence[Curve], since: int, path: str | Path) -> None:
-    """Bound, measurement and slope over T: a panel without and one with privacy noise."""
-    figure = new_figure(10.0, 5.2)
+    """Plot bound, measurement and slope over T, without and with privacy noise."""
+    figure = canvas(10.0, 5.2)
     panels = figure.subplots(1, 2, sharey=True)
     for axes, noisy in zip(panels, (False, True), strict=True):
         shown = [curve for curve in curves if (curve.noise > 0) == noisy]
@@ -54,7 +42,7 @@ def draw_rate(curves: Sequence[Curve], since: int, path: str | Path) -> None:
         axes.set_title(f"with noise, σ = {shown[0].noise:g}" if noisy else "without noise, σ = 0", color=_INK)
         axes.legend(loc="center left", bbox_to_anchor=(0.0, 0.485), labelcolor=_INK, fontsize=8.5, frameon=False)
     panels[0].set_ylabel("mean of ‖∇f(θₜ)‖² over the run", color=_INK)
-    figure.savefig(path, dpi=150, format="png", metadata={"Software": "dp-microadam"})
+    save_png(figure, path)
 
 
 def _draw_curve(axes: Any, curve: Curve, since: int) -> None:
@@ -72,10 +60,10 @@ def _draw_curve(axes: Any, curve: Curve, since: int) -> None:
 
 
 def draw_noise_bias(found: Sequence[Found], path: str | Path) -> None:
-    """Signal-to-noise of what is selected, and how much noise inflates v̂; the first entry is the one without noise."""
+    """Plot the signal-to-noise ratio of selected coordinates, and the inflation of v̂; the first entry is without noise."""
     quiet, *noisy = found
     levels = [one.noise_to_signal for one in noisy]
-    figure = new_figure(10.0, 4.8)
+    figure = canvas(10.0, 4.8)
     ratio, moment = figure.subplots(1, 2)
     for name, colour, style, label in (
         ("snr_selected", _BLUE, "-", "selected"),
@@ -105,4 +93,4 @@ def draw_noise_bias(found: Sequence[Found], path: str | Path) -> None:
         axes.set_yscale("log")
         axes.set_xlabel("noise to signal, √d·σ/‖g‖", color=_INK)
         axes.legend(labelcolor=_INK, fontsize=9, loc="lower left" if axes is ratio else "upper left", **_LEGEND)
-    figure.savefig(path, dpi=150, format="png", metadata={"Software": "dp-microadam"})
+    save_png(figure, path)

@@ -17,7 +17,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class CauchyRegression:
-    """The data, and the batch size with which it is sampled, with replacement."""
+    """Data of the regression problem, and the size of batches, which are drawn with replacement."""
 
     inputs: Array
     targets: Array
@@ -43,12 +43,12 @@ class CauchyRegression:
 
     @property
     def smoothness(self) -> float:
-        """L."""
+        """Smoothness constant L."""
         return 2 * float(np.linalg.eigvalsh(self.inputs.T @ self.inputs / len(self.inputs))[-1])
 
     @property
     def gradient_bound(self) -> float:
-        """G: no gradient of an example is longer, hence no mean of them."""
+        """G: upper bound on the gradient norm of each example, and so of their means."""
         return self.scale
 
     @property

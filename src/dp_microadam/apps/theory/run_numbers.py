@@ -1,4 +1,4 @@
-"""What a run's folder knows of the theorem's numbers. L, σ_g and f(θ₁) − f* no folder knows."""
+"""Reads the theorem's constants from a run folder; it does not contain L, σ_g and f(θ₁) − f*."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dp_microadam.errors import InputError
 def numbers_of_run(run_dir: Path) -> dict[str, Any]:
     """Planned steps, updates done, noise, batch size, clipping norm, parameter sizes and the options of a run with MicroAdam.
 
-    Everything read is public: the plan, the recipe, and the shapes of the weights.
+    All of them are public: the plan, the recipe, and the shapes of the weights.
 
     Raises:
-        InputError: if it is not the folder of a run, or of one with another optimizer.
+        InputError: if ``run_dir`` is not a run folder, or the run has another optimizer.
     """
     from dp_microadam.apps.recipes.recipe import Recipe
     from dp_microadam.privacy.ledger import read_ledger
@@ -23,7 +23,7 @@ def numbers_of_run(run_dir: Path) -> dict[str, Any]:
 
     config = run_dir / CONFIG
     if not config.is_file():
-        raise InputError(f"run is {str(run_dir)!r}, which is not the folder of a run: it has no {CONFIG}")
+        raise InputError(f"run is {str(run_dir)!r}, which is not a run folder: it has no {CONFIG}")
     recipe = Recipe.from_toml(config.read_text(encoding="utf-8"))
     if recipe.algorithm != "dp-microadam":
         raise InputError(f"run has method {recipe.algorithm!r}; the theorem is about dp-microadam")
@@ -40,7 +40,7 @@ def numbers_of_run(run_dir: Path) -> dict[str, Any]:
         "noise_multiplier": noise_multiplier,
         "batch_size": recipe.batch_size,
         "max_grad_norm": recipe.max_grad_norm,
-        # Which of a partly frozen model's tensors are trained, a checkpoint does not say.
+        # A checkpoint does not record which tensors of a partly frozen model are trained.
         "sizes": sizes if len(sizes) == trained else None,
         **{name: value for name, value in recipe.optimizer.items() if name in _OPTIONS},
     }

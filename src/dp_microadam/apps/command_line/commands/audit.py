@@ -1,4 +1,4 @@
-"""``dp-microadam audit``: check and attack the pipeline, and say what that shows."""
+"""``dp-microadam audit``: empirical privacy audit of the training pipeline."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dp_microadam.apps.command_line.commands.running import INTERRUPTED
+from dp_microadam.durable_files import write_text_durably
 
 if TYPE_CHECKING:
     from dp_microadam.apps.audit.check import Check
@@ -30,25 +31,30 @@ Watch = Callable[[str, int], Callable[[int], None]]
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "audit",
-        help="check and attack the sampler, clipping, noise and optimizer, and compare with what they claim",
-        description="Check and attack the real training pipeline. Exit code 0 if no claim is refuted, 1 if one is.",
+        help="empirical privacy audit: check and attack sampling, clipping, noise and optimizer",
+        description="Audit the real training pipeline. Checks measure what the privacy proof assumes of each part; "
+        "membership-inference attacks yield lower bounds on ε. Exit code 0 if no claim is refuted, 1 if one is.",
         epilog="example:\n  dp-microadam audit --profile quick --epsilon 1 --out runs/audit",
     )
-    parser.add_argument("--profile", choices=("quick", "full"), default="quick", help="how much to run (default: quick)")
+    parser.add_argument("--profile", choices=("quick", "full"), default="quick", help="size of the audit (default: quick)")
     parser.add_argument(
-        "--only", choices=("checks", "attacks"), help="half of it: checks of each part, or attacks on the whole"
+        "--only", choices=("checks", "attacks"), help="run only the checks of each part, or only the attacks on the whole"
     )
-    parser.add_argument("--epsilon", type=float, metavar="E", help=f"claim to audit by one run (default: {_DEFAULT_EPSILON:g})")
+    parser.add_argument(
+        "--epsilon", type=float, metavar="E", help=f"claimed ε of the one-run audit (default: {_DEFAULT_EPSILON:g})"
+    )
     parser.add_argument("--noise-multiplier", type=float, metavar="S", help="instead of --epsilon or --steps")
-    parser.add_argument("--steps", type=int, metavar="T", help=f"steps of the one run (default: {_DEFAULT_STEPS})")
-    parser.add_argument("--delta", type=float, default=1e-5, metavar="D", help="of the one run's claim (default: 1e-5)")
-    parser.add_argument("--canaries", type=int, metavar="M", help="canaries of the one run (default: by profile)")
+    parser.add_argument("--steps", type=int, metavar="T", help=f"steps of the one-run audit (default: {_DEFAULT_STEPS})")
+    parser.add_argument("--delta", type=float, default=1e-5, metavar="D", help="δ of the one-run audit (default: 1e-5)")
+    parser.add_argument("--canaries", type=int, metavar="M", help="canaries of the one-run audit (default: by profile)")
     parser.add_argument(
-        "--repetitions", type=int, metavar="R", help="repetitions in each of two worlds, of one step (default: by profile)"
+        "--epsilon", type=float, metavar="E", help=f"claimed ε of the one-run audit (default: {_DEFAULT_EPSILON:g})"
     )
-    parser.add_argument("--confidence", type=float, default=0.95, metavar="P", help="of all attacks together (default: 0.95)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the page (default: a new one under runs/)")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
+    parser.add_argument(
+        "--confidence", type=float, default=0.95, metavar="P", help="confidence of all attacks together (default: 0.95)"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write to (default: a new one under runs/)")
+    parser.add_argument("--quiet", action="store_true", help="do not show progress")
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     parser.set_defaults(run=run)
 
@@ -83,9 +89,9 @@ def run(options: argparse.Namespace) -> int:
     line = summary(findings, options.confidence, checks)
     folder = default_folder("audit") if options.out is None else options.out
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / _PAGE).write_text(audit_page(findings, plan, options.confidence, line, checks), encoding="utf-8")
+    write_text_durably(folder / _PAGE, audit_page(findings, plan, options.confidence, line, checks))
     report = _report(findings, checks, plan, options.confidence, line)
-    (folder / _FINDINGS).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_text_durably(folder / _FINDINGS, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
     if options.json:
         print(json.dumps({**report, "page": str(folder / _PAGE)}, ensure_ascii=False))
     else:
@@ -110,7 +116,7 @@ def _attack(plan: PrivacyPlan, repetitions: int, confidence: float, watch: Watch
 
 
 def _plan(options: argparse.Namespace, canaries: int) -> PrivacyPlan:
-    """Half of the canaries in each step, by the tighter accountant: a claim that is easier to refute."""
+    """The plan of the one-run audit: sample rate ½, and PLD, the tighter accountant, whose claim is easier to refute."""
     from dp_microadam.privacy.plan import PrivacyPlan
 
     epsilon, steps, noise = options.epsilon, options.steps, options.noise_multiplier
@@ -176,7 +182,7 @@ def _print_findings(findings: list[Finding]) -> None:
         return
     table = Table(title="Attacks", title_justify="left")
     table.add_column("attack")
-    for name in ("shown ε ≥", "claimed ε", "at δ", "could show", "confidence"):
+    for name in ("shown ε ≥", "claimed ε", "at δ", "largest possible", "confidence"):
         table.add_column(name, justify="right")
     for finding in findings:
         table.add_row(
@@ -192,7 +198,7 @@ def _print_findings(findings: list[Finding]) -> None:
 
 @contextmanager
 def _progress(*, shown: bool) -> Iterator[Watch]:
-    """Bars on a terminal, a line per part elsewhere; on standard error, as standard output is for results."""
+    """Progress on stderr: bars on a terminal, otherwise a line per part."""
     if not (shown and sys.stderr.isatty()):
 
         def watch(part: str, steps: int) -> Callable[[int], None]:

@@ -1,4 +1,4 @@
-"""``dp-microadam budget RUN…``: what several runs on one dataset spend together."""
+"""``dp-microadam budget RUN…``: the joint (ε, δ) of several runs on the same dataset."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from dp_microadam.apps.command_line.completers import complete_with, run_folders
+
 if TYPE_CHECKING:
     from dp_microadam.privacy.ledger import LedgerRecord
 
@@ -14,21 +16,25 @@ if TYPE_CHECKING:
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "budget",
-        help="what several runs on one dataset spend together",
-        description="Compose the ledgers of several runs on one dataset into one (ε, δ).",
+        help="joint privacy cost of several runs on the same dataset",
+        description="Compose the ledgers of several runs on the same dataset into one (ε, δ).",
         epilog="examples:\n  dp-microadam budget runs/first runs/second --group-size 5\n"
         "  dp-microadam budget runs/mine --anchor 5f1d0c0a9be34d2f8a6b7c41e2d3f4a5",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, or its ledger file")
-    parser.add_argument("--delta", type=float, metavar="D", help="needed if the runs' own differ")
-    parser.add_argument("--accountant", choices=("rdp", "pld"), default="rdp", help="which one decides (default: rdp)")
-    parser.add_argument("--group-size", type=int, default=1, metavar="K", help="most examples that one person may have")
+    complete_with(run_folders, parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, or its ledger file"))
+    parser.add_argument("--delta", type=float, metavar="D", help="δ of the result; required if the runs have different ones")
+    parser.add_argument(
+        "--accountant", choices=("rdp", "pld"), default="rdp", help="accountant that determines ε (default: rdp)"
+    )
+    parser.add_argument(
+        "--group-size", type=int, default=1, metavar="K", help="largest number of examples per person (default: 1)"
+    )
     parser.add_argument(
         "--anchor",
         action="append",
         default=[],
         metavar="HASH",
-        help="the last hash of a ledger as it was printed, exported or published before; refuse if no RUN contains it",
+        help="a last hash of a ledger that was printed, exported or published earlier; fails if no RUN contains it",
     )
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     parser.set_defaults(run=run)
@@ -77,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _refuse_unprotected(run: str) -> None:
-    """A run without clipping and noise has no ledger; say so instead of asking for one."""
+    """Raise InputError for a run without clipping and noise, which has no ledger."""
     from pathlib import Path
 
     from dp_microadam.errors import InputError
@@ -94,7 +100,7 @@ def _refuse_unprotected(run: str) -> None:
     if statement.get("ledger_head"):
         raise InputError(f"run {run!r} has a privacy statement and no {LEDGER_NAME}, as exports do; name the run's own folder")
     raise InputError(
-        f"run {run!r} is not private: it was trained without clipping and noise, so no budget covers what it tells about "
+        f"run {run!r} is not private: it was trained without clipping and noise, so no budget covers what it reveals about "
         "its data; leave it out, and do not publish it"
     )
 
@@ -134,7 +140,7 @@ def _compose(records: dict[str, LedgerRecord], delta: float, options: argparse.N
 
 
 def _find(anchor: str, records: dict[str, LedgerRecord]) -> dict[str, Any]:
-    """Where a hash that was published before stands: the ledger that contains it has all steps of that moment."""
+    """The run whose ledger contains a hash published earlier, and how many steps it had then; none of these is missing."""
     from dp_microadam.errors import InputError, PrivacyError
     from dp_microadam.privacy.ledger_lines import is_head
 
@@ -145,13 +151,13 @@ def _find(anchor: str, records: dict[str, LedgerRecord]) -> dict[str, Any]:
         if steps is not None:
             return {"anchor": anchor, "run": name, "steps": steps}
     raise PrivacyError(
-        f"no ledger named here contains the hash {anchor}: steps were spent that are missing from it, or it belongs to another "
-        "run or copy; put the ledger back that contains it"
+        f"no ledger named here contains the hash {anchor}: either a ledger lost steps that were spent, or the hash belongs to "
+        "another run or copy; restore the ledger that contains it"
     )
 
 
 def _copies(records: dict[str, LedgerRecord]) -> list[dict[str, Any]]:
-    """Folders that hold one and the same run, with the steps they share."""
+    """Groups of folders that are copies of the same run, with the number of steps they share."""
     by_run: dict[str, list[str]] = {}
     for name, record in records.items():
         if record.run is not None:
@@ -170,12 +176,12 @@ def _copies(records: dict[str, LedgerRecord]) -> list[dict[str, Any]]:
 
 
 def _copies_in_words(copies: dict[str, Any]) -> str:
-    names = f"{', '.join(copies['runs'][:-1])} and {copies['runs'][-1]} are copies of one run"
+    names = f"{', '.join(copies['runs'][:-1])} and {copies['runs'][-1]} are copies of the same run"
     if not copies["diverged"]:
-        return f"{names}, of which none has steps that the longest lacks; its {copies['steps_together']} steps count once"
+        return f"{names}, and the longest contains all steps of the others; its {copies['steps_together']} steps count once"
     return (
-        f"{names} that went on apart: the {copies['shared_steps']} steps that all share count once, the others all count, "
-        f"{copies['steps_together']} together"
+        f"{names} that were continued separately: their {copies['shared_steps']} shared steps count once and all others count "
+        f"too, {copies['steps_together']} in total"
     )
 
 

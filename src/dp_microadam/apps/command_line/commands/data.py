@@ -1,4 +1,4 @@
-"""``dp-microadam data``: which data sets are known, which are here, and how to get them."""
+"""``dp-microadam data``: list, download and verify data sets."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dp_microadam.apps.command_line.completers import complete_with, data_set_names
 from dp_microadam.errors import DPMicroAdamError, InputError
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ _LINE_SECONDS = 5.0
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "data",
-        help="which data sets are known and here; fetch one; check one",
-        description="Which data sets are known and here; fetch one; check one.",
+        help="list, download and verify data sets",
+        description="List the known data sets and where they were found, download one, or verify one.",
         epilog="examples:\n  dp-microadam data list\n  dp-microadam data get cifar10",
     )
     parser.set_defaults(run=lambda options: parser.print_help())
@@ -34,7 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
     listing = actions.add_parser(
         "list",
-        help="what is known, where it was found, and whether it is what was published",
+        help="known data sets, where each was found, and whether its files match the published digests",
         epilog="example:\n  dp-microadam data list --json",
     )
     listing.add_argument("--json", action="store_true", help="print JSON and nothing else")
@@ -45,20 +46,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="download a data set from its publisher",
         epilog="example:\n  dp-microadam data get mnist --folder data/mnist",
     )
-    get.add_argument("name", metavar="NAME", help="name of a data set, as `data list` shows it")
-    get.add_argument("--folder", type=Path, metavar="DIR", help="where to put it (default: where recipes look for it)")
-    get.add_argument("--mirror", metavar="URL", help="folder on a server that holds the same files; digests are checked too")
+    name = get.add_argument("name", metavar="NAME", help="name of a data set, as shown by `data list`")
+    complete_with(data_set_names, name)
+    get.add_argument("--folder", type=Path, metavar="DIR", help="target folder (default: where recipes look for it)")
+    get.add_argument("--mirror", metavar="URL", help="base URL of a server with the same files; digests are still checked")
     get.add_argument("--json", action="store_true", help="print JSON and nothing else")
     get.set_defaults(run=run_get)
 
     check = actions.add_parser(
         "check",
-        help="look through a data set: digests of files, or every image decoded",
+        help="verify a data set: compare file digests, or decode every image",
         epilog="example:\n  dp-microadam data check image-folder --folder photographs --workers 2",
     )
-    check.add_argument("name", metavar="NAME", help="name of a data set, as `data list` shows it")
-    check.add_argument("--folder", metavar="DIR", help="where it is (default: where recipes look for it)")
-    check.add_argument("--workers", type=int, default=0, metavar="N", help="processes that decode images (default: 0)")
+    name = check.add_argument("name", metavar="NAME", help="name of a data set, as shown by `data list`")
+    complete_with(data_set_names, name)
+    check.add_argument("--folder", metavar="DIR", help="folder of the data set (default: where recipes look for it)")
+    check.add_argument("--workers", type=int, default=0, metavar="N", help="worker processes that decode images (default: 0)")
     check.add_argument("--json", action="store_true", help="print JSON and nothing else")
     check.set_defaults(run=run_check)
 
@@ -151,7 +154,7 @@ def run_check(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _progress(download: Download) -> Iterator[Progress]:
-    """A bar on a terminal, a line now and then elsewhere; both on standard error."""
+    """Download progress on stderr: a bar on a terminal, otherwise a line every few seconds."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
@@ -168,7 +171,7 @@ def _progress(download: Download) -> Iterator[Progress]:
 
 @contextmanager
 def _counter(unit: str, name: str = "") -> Iterator[Any]:
-    """Tells every few seconds how many of how many are done."""
+    """Print every few seconds how many items are done, of how many."""
     last = time.monotonic()
     interval = _REFRESH_SECONDS if sys.stderr.isatty() else _LINE_SECONDS
 

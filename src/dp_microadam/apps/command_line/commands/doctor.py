@@ -1,4 +1,4 @@
-"""``dp-microadam doctor``: what is installed and found here, and whether clipped gradients are exact on this machine."""
+"""``dp-microadam doctor``: show versions, devices and data sets, and check that clipped gradients are exact on this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import platform
 from typing import Any
 
-_REQUIRED = ("torch", "numpy", "scipy", "dp-accounting", "rich", "safetensors")
+_REQUIRED = ("torch", "numpy", "scipy", "dp-accounting", "rich", "safetensors", "tomli-w", "argcomplete")
 _OPTIONAL = {
     "numba": "fast",
     "cryptography": "secure",
@@ -20,7 +20,7 @@ _OPTIONAL = {
     "lightning": "lightning",
     "opacus": "opacus",
 }
-"""With the extra that installs each."""
+"""Optional packages, and the extra that installs each."""
 
 INEXACT = 1
 """Exit code if the self-check fails."""
@@ -29,12 +29,14 @@ INEXACT = 1
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "doctor",
-        help="versions, devices, data found, and a self-check of clipped gradients",
-        description="Say what is installed and found here, then compare clipped sums with gradients taken one by one, on "
-        "random networks. Exit code 1 if they differ.",
+        help="show versions, devices and data sets, and self-check the clipped gradients",
+        description="Show installed versions, devices and data sets, then compare the engine's sums of clipped gradients with "
+        "per-example gradients on random networks. Exit code 1 if they differ.",
         epilog="example:\n  dp-microadam doctor --seconds 10",
     )
-    parser.add_argument("--seconds", type=float, default=10.0, metavar="S", help="how long to check, per device (default: 10)")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, metavar="S", help="duration of the self-check per device (default: 10)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     parser.set_defaults(run=run)
 
@@ -46,7 +48,10 @@ def run(options: argparse.Namespace) -> int:
     report: dict[str, Any] = {"versions": _versions(), "devices": _devices(), "data": _data()}
     if not options.json:
         _print_findings(report)
-        print(f"comparing clipped sums with one-by-one gradients for {options.seconds:g} seconds on each device …", flush=True)
+        print(
+            f"comparing sums of clipped gradients with per-example gradients for {options.seconds:g} seconds on each device …",
+            flush=True,
+        )
     report["self_check"] = _self_check(options.seconds)
     report["exact"] = all(check["exact"] for check in report["self_check"])
     if options.json:

@@ -1,4 +1,4 @@
-"""``dp-microadam evaluate``: what a run's newest weights are worth."""
+"""``dp-microadam evaluate``: test accuracy of a run's latest checkpoint."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import argparse
 import json
 from pathlib import Path
 
-from dp_microadam.apps.command_line.commands.running import lost_in_words, open_run, privacy_line
+from dp_microadam.apps.command_line.commands.running import lost_steps_note, open_run, privacy_line
+from dp_microadam.apps.command_line.completers import complete_with, run_folders
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "evaluate",
-        help="accuracy of a run's newest weights on the test set",
-        description="Accuracy of a run's newest weights on the test set; the run may go on meanwhile.",
+        help="test accuracy of a run's latest checkpoint",
+        description="Test accuracy of a run's latest checkpoint. The run may still be training meanwhile.",
         epilog="example:\n  dp-microadam evaluate runs/mine --json",
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")
+    complete_with(run_folders, parser.add_argument("run_dir", type=Path, metavar="RUN", help="run folder"))
     parser.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")
     parser.set_defaults(run=run)
 
@@ -29,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
         values = {"test_accuracy": accuracy, "weights": weights, "steps_done": result.steps_done, "updates": result.updates}
         print(json.dumps({**values, "private": result.private, "epsilon": result.epsilon, "delta": result.delta}))
         return 0
-    print(f"evaluated with the {weights}{lost_in_words(result) or f' after {result.updates} steps'}")
+    print(f"evaluated with the {weights}{lost_steps_note(result) or f' after {result.updates} steps'}")
     print(f"test accuracy {100 * accuracy:.2f} %")
     print(privacy_line(result))
     return 0

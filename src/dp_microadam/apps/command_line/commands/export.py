@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 
 from dp_microadam.apps.command_line.commands.running import ledger_head, open_run, privacy_line
+from dp_microadam.apps.command_line.completers import complete_with, run_folders
+from dp_microadam.durable_files import sync_folder, write_text_durably
 from dp_microadam.errors import InputError
 
 
@@ -18,7 +20,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "statement.",
         epilog="example:\n  dp-microadam export runs/mine --output digits-model",
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")
+    complete_with(run_folders, parser.add_argument("run_dir", type=Path, metavar="RUN", help="run folder"))
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write (default: RUN/export)")
     parser.set_defaults(run=run)
 
@@ -52,8 +54,9 @@ def run(options: argparse.Namespace) -> int:
     best = "model.safetensors" if experiment.trainer.average is None else "model_ema.safetensors"
     code = loading_code(recipe.model, recipe.model_options, data.num_classes, data.example_shape, best, (data.mean, data.std))
     card = model_card(recipe.name, recipe.to_toml(), statement, metrics, diagnostics, code)
-    (unfinished / "README.md").write_text(card, encoding="utf-8")
+    write_text_durably(unfinished / "README.md", card)
     unfinished.rename(output)
+    sync_folder(output.parent)
     print(f"exported to {output}")
     if (head := ledger_head(result)) is not None:
         print(f"ledger's last hash {head}")

@@ -1,4 +1,4 @@
-"""``dp-microadam plan``: solve a privacy plan and show what both accountants make of it."""
+"""``dp-microadam plan``: solve for ε, noise multiplier or steps, and compare the two accountants."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ if TYPE_CHECKING:
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "plan",
-        help="solve for epsilon, noise multiplier or steps",
-        description="Solve a privacy plan. Give exactly two of --epsilon, --noise-multiplier and --steps.",
+        help="solve for epsilon, noise multiplier or number of steps",
+        description="Compute a privacy plan. Give two of --epsilon, --noise-multiplier and --steps; the third is solved.",
         epilog="example:\n"
         "  dp-microadam plan --dataset-size 45000 --batch-size 4096 --delta 1e-5 --epsilon 8 --noise-multiplier 3",
     )
     parser.add_argument("--dataset-size", type=int, required=True, metavar="N", help="number of training examples")
     parser.add_argument("--batch-size", type=int, required=True, metavar="B", help="expected number of examples per step")
-    parser.add_argument("--delta", type=float, required=True, metavar="D", help="below 1/N, e.g. 1e-5")
-    parser.add_argument("--epsilon", type=float, metavar="E", help="the most to spend")
-    parser.add_argument("--noise-multiplier", type=float, metavar="S", help="noise deviation over sensitivity")
+    parser.add_argument("--delta", type=float, required=True, metavar="D", help="δ; should be well below 1/N, e.g. 1e-5")
+    parser.add_argument("--epsilon", type=float, metavar="E", help="largest ε that may be spent")
+    parser.add_argument(
+        "--noise-multiplier", type=float, metavar="S", help="noise standard deviation divided by the sensitivity"
+    )
     parser.add_argument("--steps", type=int, metavar="T", help="number of optimizer updates")
-    parser.add_argument("--accountant", choices=("rdp", "pld"), default="rdp", help="which one decides (default: rdp)")
+    parser.add_argument(
+        "--accountant", choices=("rdp", "pld"), default="rdp", help="accountant that determines ε (default: rdp)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     parser.set_defaults(run=run)
 
@@ -53,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
 def _view(plan: PrivacyPlan, limit: float, accountant: str) -> dict[str, Any]:
     """What an accountant reports for the plan, and how many steps it would allow within the same ε.
 
-    Both are null where the accountant cannot tell: PLD counts to ten million steps.
+    Both are None where the accountant has no answer: PLD handles up to ten million steps.
     """
     from dp_microadam.errors import InputError
     from dp_microadam.privacy.accounting import most_steps

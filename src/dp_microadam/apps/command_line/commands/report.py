@@ -1,4 +1,4 @@
-"""``dp-microadam report RUN…``: one page about runs, sweeps and audits."""
+"""``dp-microadam report RUN…``: an HTML report about runs, sweeps and audits."""
 
 from __future__ import annotations
 
@@ -6,18 +6,28 @@ import argparse
 import json
 from pathlib import Path
 
+from dp_microadam.apps.command_line.completers import complete_with, run_folders
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "report",
-        help="one HTML page about runs or a sweep, with figures and tables for papers",
+        help="write an HTML report about runs or a sweep, with figures and tables for papers",
         description="Write one self-contained HTML page about runs, sweeps and audits, and beside it figures (PNG, PDF) and "
         "tables (CSV, LaTeX, Markdown).",
         epilog="examples:\n  dp-microadam report runs/mine\n  dp-microadam report runs/mine runs/other --out compared.html",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, a sweep or an audit; several are compared")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: report.html in RUN, or here for several)")
-    parser.add_argument("--page-only", action="store_true", help="no folders with figures and tables beside the page")
+    runs = parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, sweep or audit; several are compared")
+    complete_with(run_folders, runs)
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="HTML file to write (default: report.html in RUN, or in the current folder for several)",
+    )
+    parser.add_argument(
+        "--page-only", action="store_true", help="write the HTML file only, without the folders of figures and tables"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     parser.set_defaults(run=run)
 

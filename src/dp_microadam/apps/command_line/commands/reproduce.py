@@ -1,4 +1,4 @@
-"""``dp-microadam reproduce``: run an experiment of the paper, or one of your own, and draw what came out."""
+"""``dp-microadam reproduce``: run an experiment of the paper, or one of your own, and report the results."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dp_microadam.apps.command_line.commands.running import INTERRUPTED
+from dp_microadam.apps.command_line.completers import complete_with, recipe_settings, study_names
 from dp_microadam.errors import DPMicroAdamError
 
 if TYPE_CHECKING:
@@ -20,29 +21,39 @@ if TYPE_CHECKING:
     from dp_microadam.apps.experiments.sweep import SweepFolder
 
 _EXAMPLE = """examples:
-  dp-microadam reproduce  # which studies there are
-  dp-microadam reproduce sigma-sweep --scale cpu --estimate  # the hours it would take here
-  dp-microadam reproduce sigma-sweep --scale cpu --seeds 1  # one run per cell, then tables and pictures
+  dp-microadam reproduce  # list the studies
+  dp-microadam reproduce sigma-sweep --scale cpu --estimate  # estimated hours on this machine
+  dp-microadam reproduce sigma-sweep --scale cpu --seeds 1  # one run per cell, then tables and figures
 """
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "reproduce",
-        help="run an experiment of the paper: all its runs, tables and figures",
-        description="Run a study: an experiment of the paper by its name, or a TOML file of one's own. Runs that are done are "
-        "skipped, runs that were stopped go on, and failed ones are named at the end and tried again the next time.",
+        help="rerun an experiment of the paper: all its runs, tables and figures",
+        description="Run a study: an experiment of the paper by name, or your own as a TOML file. Finished runs are skipped, "
+        "interrupted runs are resumed, and failed runs are listed at the end and retried the next time.",
         epilog=_EXAMPLE,
     )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="name of a study, or a TOML file; without one, all are listed")
-    parser.add_argument("--scale", choices=("paper", "cpu"), help="the paper's size (default), or one for two cores")
-    parser.add_argument("--seeds", type=int, metavar="N", help="independent runs per cell (default: as many as the paper's)")
-    parser.add_argument("--max-steps", type=int, metavar="N", help="stop every run after N steps, to try it out")
-    parser.add_argument("--estimate", action="store_true", help="measure a few steps, tell the hours and run nothing")
-    parser.add_argument("--only", action="append", default=[], metavar="AXIS=LABEL", help="only some cells; may be repeated")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change a recipe key")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where runs and results go (default: reproductions/NAME)")
-    parser.add_argument("--jobs", type=int, metavar="N", help="runs at a time (default: one per graphics card, else one)")
+    name = parser.add_argument("name", nargs="?", metavar="NAME", help="name or TOML file of a study; without one, list them")
+    complete_with(study_names, name)
+    parser.add_argument(
+        "--scale", choices=("paper", "cpu"), help="full size as in the paper (default), or scaled down for two CPU cores"
+    )
+    parser.add_argument("--seeds", type=int, metavar="N", help="independent runs per cell (default: as in the study)")
+    parser.add_argument("--max-steps", type=int, metavar="N", help="stop every run after N steps, for a trial")
+    parser.add_argument("--estimate", action="store_true", help="time a few steps, print the estimated hours, and run nothing")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="AXIS=LABEL", help="run only cells with this label; may be repeated"
+    )
+    override = parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change one key of every recipe"
+    )
+    complete_with(recipe_settings, override)
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder for runs and results (default: reproductions/NAME-SCALE)"
+    )
+    parser.add_argument("--jobs", type=int, metavar="N", help="number of runs at a time (default: one per GPU, or one)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")
     parser.set_defaults(run=run)
 
@@ -71,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
             folder.begin(whole, _command(options))
             return _time(options, study, folder) if study.measure == COST else _train(options, study, folder, repeats)
     except KeyboardInterrupt:
-        print("stopped; the same command goes on", file=sys.stderr)
+        print("stopped; run the same command again to continue", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -115,7 +126,7 @@ def _estimate(options: argparse.Namespace, study: Study, repeats: int) -> int:
     for column in ("cell", "steps", "s per step", "hours per run"):
         table.add_column(column, justify="left" if column == "cell" else "right")
     for cost in costs:
-        table.add_row(cost.cell.words, f"{cost.steps:,}", f"{cost.seconds_per_step:.3g}", f"{cost.hours:.2f}")
+        table.add_row(cost.cell.description, f"{cost.steps:,}", f"{cost.seconds_per_step:.3g}", f"{cost.hours:.2f}")
     Console(highlight=False).print(table)
     seeds = "one run" if repeats == 1 else f"{repeats} runs"
     print(f"{hours:.1f} hours with {seeds} of each cell, one after the other; evaluation comes on top")
@@ -131,12 +142,12 @@ def _train(options: argparse.Namespace, study: Study, folder: SweepFolder, repea
             study, folder, repeats=repeats, devices=_devices(options.jobs), tell=display.tell, advance=display.advance
         )
     for failure in failures:
-        print(f"failed: {failure.job.words}: {failure.reason} (all of it in {failure.folder}.log)", file=sys.stderr)
+        print(f"failed: {failure.job.description}: {failure.reason} (full log in {failure.folder}.log)", file=sys.stderr)
     return _conclude(options, folder, len(failures))
 
 
 def _time(options: argparse.Namespace, study: Study, folder: SweepFolder) -> int:
-    """The studies of cost: no run, but what a run would take."""
+    """Measure the cost of a study's runs from a few steps each, instead of running them."""
     from dp_microadam.apps.experiments.estimate import CostEstimator
     from dp_microadam.apps.experiments.sweep import jobs_of, provenance
 
@@ -149,7 +160,7 @@ def _time(options: argparse.Namespace, study: Study, folder: SweepFolder) -> int
         try:
             cost = estimator.cost(cell)
         except DPMicroAdamError as error:
-            print(f"failed: {cell.words}: {error}", file=sys.stderr)
+            print(f"failed: {cell.description}: {error}", file=sys.stderr)
             failed.add(cell.key)
             continue
         value = cost.steps if cell.labels["quantity"] == "updates" else cost.hours
@@ -168,12 +179,12 @@ def _conclude(options: argparse.Namespace, folder: SweepFolder, failed: int) -> 
         for path in written:
             print(path)
         if failed:
-            print(f"{failed} runs failed; the same command tries them again")
+            print(f"{failed} runs failed; run the same command again to retry them")
     return 1 if failed else 0
 
 
 def _default_folder(study: Study, options: argparse.Namespace) -> Path:
-    """Runs that were cut short stay apart from those that count."""
+    """The folder of a study; runs shortened by --max-steps get their own."""
     cut = "" if options.max_steps is None else f"-{options.max_steps}-steps"
     return Path("reproductions") / f"{study.name}-{study.scale}{cut}"
 
@@ -203,7 +214,7 @@ class _Display(Protocol):
 
 
 class _Lines:
-    """Progress where there is no terminal: a line for everything that happens, with the time left."""
+    """Progress without a terminal: a line per event, with the estimated time left."""
 
     def __init__(self) -> None:
         self._left = _TimeLeft()
@@ -246,7 +257,7 @@ class _Bar:
 
 
 class _TimeLeft:
-    """From the runs that this process saw end; those that were done before say nothing."""
+    """Estimated time left, from the runs that finished while this process was watching."""
 
     def __init__(self) -> None:
         self._begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""``dp-microadam resume``: go on with a run that was stopped or killed."""
+"""``dp-microadam resume``: continue a run that was stopped or killed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dp_microadam.apps.command_line.commands.running import add_display, conclude, open_run, say, train
+from dp_microadam.apps.command_line.completers import complete_with, run_folders
 
 if TYPE_CHECKING:
     from dp_microadam.training.distributed import Ranks
@@ -15,11 +16,11 @@ if TYPE_CHECKING:
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "resume",
-        help="go on with a run that was stopped or killed",
-        description="Go on with a run that was stopped or killed. Steps lost in between stay spent.",
+        help="continue a run that was stopped or killed",
+        description="Continue a run that was stopped or killed. Steps after its last checkpoint are lost but stay spent.",
         epilog="example:\n  dp-microadam resume runs/mine",
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")
+    complete_with(run_folders, parser.add_argument("run_dir", type=Path, metavar="RUN", help="run folder"))
     add_display(parser)
     parser.set_defaults(run=run)
 
@@ -28,16 +29,16 @@ def run(options: argparse.Namespace) -> int:
     from dp_microadam.training.distributed import torchrun_processes
 
     with torchrun_processes() as ranks:
-        return _go_on(options, ranks)
+        return _resume(options, ranks)
 
 
-def _go_on(options: argparse.Namespace, ranks: Ranks) -> int:
+def _resume(options: argparse.Namespace, ranks: Ranks) -> int:
     from dp_microadam.training.run_folder import never_trained
 
     experiment = open_run(
         options.run_dir, show_progress=not options.quiet, show_private_metrics=options.show_private_metrics, ranks=ranks
     )
-    # Killed before its first checkpoint, it has trained nothing and spent nothing: it begins anew.
+    # Killed before its first checkpoint, the run has spent nothing: it starts from the beginning.
     if ranks.from_main(lambda: never_trained(options.run_dir)):
         return train(experiment, options)
     experiment.trainer.resume()

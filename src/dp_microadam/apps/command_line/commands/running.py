@@ -1,4 +1,4 @@
-"""What the commands that work on runs share."""
+"""Helpers shared by the commands that train, resume, evaluate and export runs."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ if TYPE_CHECKING:
 
 
 INTERRUPTED = 130
-"""Exit code of a run that was asked to stop, as shells have it."""
+"""Exit code of an interrupted run; 128 + SIGINT, as shells use it."""
 
 
 def add_display(parser: argparse.ArgumentParser) -> None:
-    """How much a run shows."""
+    """Add the options that control what a run prints."""
     parser.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
+    parser.add_argument("--quiet", action="store_true", help="do not show progress")
     parser.add_argument(
         "--show-private-metrics",
         action="store_true",
-        help="also show loss and accuracy on training batches, which are outside the guarantee",
+        help="also show loss and accuracy on training batches; these are NOT covered by the privacy guarantee",
     )
 
 
 def open_run(
     run_dir: Path, show_progress: bool = False, show_private_metrics: bool = False, ranks: Ranks | None = None
 ) -> Experiment:
-    """The experiment whose folder this is.
+    """Rebuild the experiment of a run folder from its ``config.toml``.
 
     Raises:
-        InputError: if it is not the folder of a run.
+        InputError: if ``run_dir`` is not a run folder.
     """
     from dp_microadam.apps.recipes.recipe import Recipe
 
-    # Of several processes only the first needs to see the folder.
+    # With several processes, only the main one needs access to the folder.
     recipe = Recipe.from_toml(_config_of(run_dir) if ranks is None else ranks.from_main(lambda: _config_of(run_dir)))
 
     from dp_microadam.apps.recipes.assemble import assemble
@@ -55,30 +55,30 @@ def _config_of(run_dir: Path) -> str:
     config = run_dir / CONFIG
     if not config.is_file() and never_trained(run_dir):
         raise InputError(
-            f"run {str(run_dir)!r} was killed before its configuration was written; nothing was trained and no step is spent: "
-            f"begin it again with dp-microadam train RECIPE --run-dir {run_dir}"
+            f"run {str(run_dir)!r} was killed before its configuration was written; nothing was trained and no privacy was "
+            f"spent: start it again with dp-microadam train RECIPE --run-dir {run_dir}"
         )
     if not config.is_file():
         raise InputError(
-            f"run is {str(run_dir)!r}, which has no {CONFIG}: it is not the folder of a run, or of one begun from Python, "
-            "where it goes on with trainer.resume(run).fit(data)"
+            f"run is {str(run_dir)!r}, which has no {CONFIG}: either it is not a run folder, or the run was started from "
+            "Python and is resumed there with trainer.resume(run).fit(data)"
         )
     return config.read_text(encoding="utf-8")
 
 
 def train(experiment: Experiment, options: argparse.Namespace) -> int:
-    """Train, draw the curves and say how it ended."""
+    """Train, draw the learning curves, print and save the test accuracy; returns the exit code."""
     result = experiment.fit()
     if experiment.trainer.ranks.main:
         _draw(experiment, options, result)
     accuracy, weights = conclude(experiment, options, result)
     if experiment.trainer.ranks.main:
-        _keep(experiment, accuracy, weights, result)
+        _save_test_accuracy(experiment, accuracy, weights, result)
     return 0 if result.finished else INTERRUPTED
 
 
 def conclude(experiment: Experiment, options: argparse.Namespace, result: RunResult) -> tuple[float, str]:
-    """The last lines: where everything is, test accuracy and ε. Returns that accuracy, and of which weights it is."""
+    """Print run folder, test accuracy and ε. Returns the accuracy and which weights it belongs to (final or averaged)."""
     accuracy, weights = experiment.test_accuracy()
     if not experiment.trainer.ranks.main:
         return accuracy, weights
@@ -106,14 +106,14 @@ def conclude(experiment: Experiment, options: argparse.Namespace, result: RunRes
         print(f"ledger's last hash {head}")
     if not result.finished:
         print(f"stopped after {result.steps_done} steps; go on with: dp-microadam resume {result.run_dir}")
-    print(f"evaluated with the {weights}{lost_in_words(result)}")
+    print(f"evaluated with the {weights}{lost_steps_note(result)}")
     print(f"test accuracy {100 * accuracy:.2f} %")
     print(privacy_line(result))
     return accuracy, weights
 
 
-def _keep(experiment: Experiment, accuracy: float, weights: str, result: RunResult) -> None:
-    """The test accuracy, for the report of the run."""
+def _save_test_accuracy(experiment: Experiment, accuracy: float, weights: str, result: RunResult) -> None:
+    """Write the test accuracy into the run folder, for reports."""
     from dp_microadam.training.run_folder import TEST
 
     experiment.trainer.record.write_json(
@@ -121,14 +121,14 @@ def _keep(experiment: Experiment, accuracy: float, weights: str, result: RunResu
     )
 
 
-def lost_in_words(result: RunResult) -> str:
-    """What a kill, or a process that still trains, leaves between the weights and what was spent."""
+def lost_steps_note(result: RunResult) -> str:
+    """A note for weights that lack the last recorded steps, after a kill or while another process still trains; or empty."""
     lost = result.steps_done - result.updates
-    return f" after {result.updates} steps; {lost} more were spent and are not in them" if lost else ""
+    return f" after {result.updates} steps; {lost} more steps were spent and are not in these weights" if lost else ""
 
 
 def ledger_head(result: RunResult) -> str | None:
-    """The hash of the run's ledger as it is now, to be kept elsewhere; None without clipping and noise."""
+    """The current last hash of the run's ledger, to be stored elsewhere; None for runs without clipping and noise."""
     if result.epsilon is None:
         return None
     from dp_microadam.privacy.ledger import read_ledger
@@ -137,7 +137,7 @@ def ledger_head(result: RunResult) -> str | None:
 
 
 def privacy_line(result: RunResult) -> str:
-    """The line that ends a run."""
+    """The final (ε, δ) of a run in one line, or why it is not private."""
     if result.epsilon is None:
         return "not private: trained without clipping and noise"
     from dp_microadam.privacy.statement import round_up
@@ -160,5 +160,5 @@ def _draw(experiment: Experiment, options: argparse.Namespace, result: RunResult
 
 
 def say(options: argparse.Namespace, text: str) -> None:
-    """One line for a person; with ``--json`` standard output is for JSON alone."""
+    """Print a line for a human reader: on stderr with ``--json``, where stdout carries JSON alone."""
     print(text, file=sys.stderr if options.json else sys.stdout)

@@ -1,4 +1,4 @@
-"""``dp-microadam theory [RUN]``: what the convergence theorem promises, term by term, and whether it applies at all."""
+"""``dp-microadam theory [RUN]``: evaluate the convergence bound term by term, and whether the theorem applies."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from dp_microadam.apps.command_line.completers import complete_with, run_folders
 
 if TYPE_CHECKING:
     from dp_microadam.apps.theory.bounds import Bound, Setting
@@ -20,28 +22,39 @@ _NOT_COVERED = (
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "theory",
-        help="what the convergence theorem promises, term by term",
-        description="Compute the convergence bound, as printed and corrected, for numbers given or read from a run.",
+        help="evaluate the convergence bound, term by term",
+        description="Compute the convergence bound, as printed in the paper and corrected, from given values or a run's.",
         epilog="example:\n  dp-microadam theory runs/mine --initial-gap 2.3 --smoothness 1 --gradient-deviation 1",
     )
-    parser.add_argument("run_dir", type=Path, nargs="?", metavar="RUN", help="read from this run what is not given")
-    given = parser.add_argument_group("what no run knows (required)")
+    run_dir = parser.add_argument(
+        "run_dir", type=Path, nargs="?", metavar="RUN", help="run folder to read values from that are not given here"
+    )
+    complete_with(run_folders, run_dir)
+    given = parser.add_argument_group("not recorded in a run (required)")
     given.add_argument("--initial-gap", type=float, required=True, metavar="F", help="f(θ₁) − f*")
     given.add_argument("--smoothness", type=float, required=True, metavar="L", help="Lipschitz constant of the gradient")
-    given.add_argument("--gradient-deviation", type=float, required=True, metavar="S", help="σ_g of stochastic gradients")
-    read = parser.add_argument_group("what a run knows")
+    given.add_argument(
+        "--gradient-deviation",
+        type=float,
+        required=True,
+        metavar="S",
+        help="standard deviation σ_g of the stochastic gradients",
+    )
+    read = parser.add_argument_group("read from RUN if not given")
     read.add_argument("--steps", type=int, metavar="T", help="number of updates")
-    read.add_argument("--dimension", type=int, metavar="D", help="number of trained coordinates, as one tensor")
+    read.add_argument("--dimension", type=int, metavar="D", help="number of trained parameters, treated as one tensor")
     read.add_argument("--noise-multiplier", type=float, metavar="N", help="0 for the non-private limit")
     read.add_argument("--batch-size", type=int, metavar="B", help="expected batch size; the theorem's σ is N·C/B")
     read.add_argument("--max-grad-norm", type=float, metavar="C", help="clipping norm, the theorem's G (default: 1)")
-    read.add_argument("--beta-1", type=float, metavar="B", help="(default: 0.9)")
+    read.add_argument("--beta-1", type=float, metavar="B", help="β₁ of the optimizer (default: 0.9)")
     read.add_argument("--eps", type=float, metavar="E", help="ε_s under the root (default: 1e-16, the square of Adam's 1e-8)")
-    read.add_argument("--density", type=float, metavar="P", help="part of the coordinates kept a step (default: 0.01)")
-    read.add_argument("--bits", type=int, metavar="B", help="of the quantized error; 0 for none (default: 4)")
-    read.add_argument("--bucket-size", type=int, metavar="N", help="coordinates that share a scale (default: 128)")
     read.add_argument(
-        "--rounding-error", type=float, metavar="W", help="ω itself, instead of the worst case of bits and bucket"
+        "--density", type=float, metavar="P", help="fraction of the coordinates selected per step (default: 0.01)"
+    )
+    read.add_argument("--bits", type=int, metavar="B", help="bits of the quantized error; 0 for no quantization (default: 4)")
+    read.add_argument("--bucket-size", type=int, metavar="N", help="coordinates per quantization bucket (default: 128)")
+    read.add_argument(
+        "--rounding-error", type=float, metavar="W", help="ω itself, instead of its worst case for --bits and --bucket-size"
     )
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     parser.set_defaults(run=run)

@@ -1,4 +1,4 @@
-"""``dp-microadam train``: run a recipe."""
+"""``dp-microadam train``: train a model from a recipe."""
 
 from __future__ import annotations
 
@@ -6,20 +6,25 @@ import argparse
 from pathlib import Path
 
 from dp_microadam.apps.command_line.commands.running import add_display, train
+from dp_microadam.apps.command_line.completers import complete_with, recipe_names, recipe_settings
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "train",
-        help="train a recipe; without one, the demo",
-        description="Train a recipe: the name of one in the box, or a TOML file. Without one, the demo. Several processes "
-        "train together if torchrun starts them.",
+        help="train a model from a recipe (default: the demo)",
+        description="Train a model from a recipe: the name of a built-in recipe, or a TOML file. Without an argument the demo "
+        "is trained. Started by torchrun, several processes train together.",
         epilog="examples:\n  dp-microadam train\n  dp-microadam train fashion-mnist --set epsilon=4 --run-dir runs/mine\n"
         "  torchrun --nproc-per-node 8 -m dp_microadam train imagenet",
     )
-    parser.add_argument("recipe", nargs="?", default="demo", help="name or TOML file of a recipe (default: demo)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change one key")
-    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="folder of the run (default: a new one under runs/)")
+    recipe = parser.add_argument("recipe", nargs="?", default="demo", help="name or TOML file of a recipe (default: demo)")
+    complete_with(recipe_names, recipe)
+    override = parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change one key of the recipe"
+    )
+    complete_with(recipe_settings, override)
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="run folder to create (default: a new one under runs/)")
     add_display(parser)
     parser.set_defaults(run=run)
 

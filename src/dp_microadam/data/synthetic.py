@@ -1,4 +1,4 @@
-"""Images of noise in the shape of published ones, for what does not depend on what images show: time and memory."""
+"""Random images in the shape of a published data set, for measuring time and memory without the data."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dp_microadam.data.dataset import LabelledData
 from dp_microadam.errors import InputError
 
 
-def made_up(name: str, count: int, *, image_size: int | None = None, labels: str = "fine") -> LabelledData:
-    """``count`` training examples, and as many held-out and test ones, like those of the data set called ``name``.
+def synthetic_images(name: str, count: int, *, image_size: int | None = None, labels: str = "fine") -> LabelledData:
+    """``count`` random training, validation and test examples each, in the shape of the data set called ``name``.
 
-    >>> made_up("cifar100", 8).train[0].shape
+    >>> synthetic_images("cifar100", 8).train[0].shape
     torch.Size([8, 3, 32, 32])
 
     Raises:
@@ -22,7 +22,7 @@ def made_up(name: str, count: int, *, image_size: int | None = None, labels: str
     """
     data = known(name)
     if data.num_classes is None:
-        raise InputError(f"data is {name!r}, which is your own and cannot be made up; give its data_folder")
+        raise InputError(f"data is {name!r}, which is your own and has no published shape; give its data_folder")
     size = image_size or images.SIZE
     shape = data.shape or (3, size, size)
     classes = cifar.num_classes(name, labels) if data.kind == "cifar" else data.num_classes

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dp_microadam.data.catalogue import KNOWN_DATA, known
-from dp_microadam.data.made_up import made_up
+from dp_microadam.data.synthetic import synthetic_images
 from dp_microadam.errors import InputError
 
 CIFAR, MNIST = (3, 32, 32), (1, 28, 28)
@@ -12,8 +12,8 @@ SHAPES = {"mnist": MNIST, "fashion-mnist": MNIST, "cifar10": CIFAR, "cifar100": 
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_made_up_images_have_the_published_shape_and_classes(name):
-    data = made_up(name, 50)
+def test_synthetic_images_have_the_published_shape_and_classes(name):
+    data = synthetic_images(name, 50)
     images, labels = data.train
     assert (images.shape, images.dtype) == ((50, *SHAPES[name]), torch.uint8)
     assert data.example_shape == SHAPES[name]
@@ -24,15 +24,15 @@ def test_made_up_images_have_the_published_shape_and_classes(name):
 
 
 def test_the_size_the_model_sees_can_differ_from_that_of_the_images():
-    data = made_up("cifar10", 2, image_size=224)
+    data = synthetic_images("cifar10", 2, image_size=224)
     assert (data.example_shape, tuple(data.train[0].shape)) == ((3, 224, 224), (2, 3, 32, 32))
 
 
 def test_coarse_labels_are_of_twenty_classes():
-    assert made_up("cifar100", 1, labels="coarse").num_classes == 20
+    assert synthetic_images("cifar100", 1, labels="coarse").num_classes == 20
 
 
 @pytest.mark.parametrize("name", [name for name in KNOWN_DATA if known(name).num_classes is None])
-def test_own_data_cannot_be_made_up(name):
+def test_own_data_have_no_synthetic_images(name):
     with pytest.raises(InputError, match="your own"):
-        made_up(name, 1)
+        synthetic_images(name, 1)
