@@ -59,8 +59,8 @@ def test_everything_a_public_signature_mentions_is_public():
     from dp_microadam import integrations  # noqa: F401 - the adapters are imported by name
 
     foreign = (
-        "Any Callable Iterable Iterator Mapping Sequence Path Tensor Dataset DataLoader Optimizer LRScheduler Module Unpack None "
-        "True False TracebackType BaseException PathLike NDArray AbstractContextManager "
+        "Any Callable Iterable Iterator Mapping Sequence Path Tensor Dataset DataLoader Optimizer LRScheduler Module Unpack "
+        "None True False TracebackType BaseException PathLike NDArray AbstractContextManager "
         "Answer Mechanism Steps PerExampleLoss"  # a type variable, and names of plain types
     )
     missing = {}

@@ -240,7 +240,7 @@ def test_a_hook_on_a_parameter_sees_no_gradient_without_noise(make_steps, make_n
         parameter.register_post_accumulate_grad_hook(seen.append)
     steps = make_steps()
     steps.begin(model, class_loss)
-    seen.clear()  # the proof runs on synthetic examples
+    seen.clear()  # the independence check runs on synthetic examples
     steps.take()
     assert not seen
 

@@ -213,7 +213,7 @@ class PrivateSteps:
             else:
                 sample = next(batches(self._train, count))
         with forked_torch(self._model):
-            self._gradients.prove(self._moved(sample))
+            self._gradients.check_independence(self._moved(sample))
 
     def _torch_stream(self, step: int) -> AbstractContextManager[None]:
         return unpredictable_torch(self._model) if self._seed is None else seeded_torch(self._model, self._seed, step)

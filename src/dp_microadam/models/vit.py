@@ -63,7 +63,7 @@ def vit(
         trainable: ``"all"``, or ``"head"`` to freeze everything else.
 
     A new head starts as N(0, 0.02²) with bias 0. It does not start at zero: every gradient before the head would then be
-    zero at the first step, and the engine's proof, which is taken then, would have none of the encoder's to check.
+    zero at the first step, when the engine compares its gradients with autograd's, and the encoder would not be checked.
 
     >>> model = vit("tiny", num_classes=10, resolution=32)
     >>> model(torch.randn(2, 3, 32, 32)).shape
