@@ -1,4 +1,4 @@
-"""How the engine is compared with its slow twin."""
+"""Compares the engine with its slow reference implementation."""
 
 from collections.abc import Callable
 

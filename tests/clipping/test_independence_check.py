@@ -1,4 +1,4 @@
-"""The check tries whole numbers of full range, many random draws, equal examples, far values and what attributes keep."""
+"""The check tries integers of full range, many random draws, equal examples, extreme values and what attributes keep."""
 
 import itertools
 import random

@@ -204,7 +204,7 @@ class _TransformCheck:
         if self._differ(examples, before, self._run(examples, seed), torch.arange(count), torch.arange(count)):
             raise InputError(
                 f"{self._what} returns other rows for the same batch and random seed after another batch has passed: it "
-                "keeps something of batches, or draws from a generator of its own; keep nothing, and draw from torch's generators"
+                "keeps something of batches, or draws from a generator of its own; keep nothing, and use torch's generators"
             )
         for rows in replaced:
             mixed = self._run(replace_rows(examples, others, torch.tensor(rows)), seed)

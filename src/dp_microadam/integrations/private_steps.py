@@ -127,7 +127,7 @@ class PrivateSteps:
             yield self.position
 
     def begin(self, model: nn.Module, per_example_loss: PerExample, stamp: Mapping[str, Any] | None = None) -> None:
-        """Prove that the model keeps examples apart, then open the ledger: a new one, or that of the run ``stamp`` is from.
+        """Check that examples are independent, then open the ledger: a new one, or that of the run ``stamp`` is from.
 
         Raises:
             InputError: for a model or data that cannot be used, or a run folder that has a ledger already.
