@@ -51,7 +51,7 @@ class ClippedGradients:
     Args:
         model: any module; its parameters that require gradients are the ones that are clipped and summed.
         per_example_loss: ``per_example_loss(model, batch)`` returns one loss per example, shape (B,).
-        max_grad_norm: C.
+        max_grad_norm: the clipping norm C.
         clipping: ``"flat"`` clips the whole gradient to C; ``"per-layer"`` clips every layer's to C_l with Σ C_l² = C².
         layer_weights: for per-layer clipping, C_l in proportion to these numbers by layer name; all equal by default.
         strategy: how norms and sums are computed: ``"ghost"`` (ghost norms), ``"keep"`` (per-example gradients are formed and
