@@ -52,7 +52,7 @@ def measure(batch: int, rounds: int) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for name, way in WAYS.items():
         ready = prepare(way(raw))
-        engine.accumulate(ready)  # what happens once per shape, the proof above all, is not part of a step
+        engine.accumulate(ready)  # what happens once per shape, above all the independence check, is not part of a step
         augmented(way, 2)
         pairs = []
         for _ in range(rounds):

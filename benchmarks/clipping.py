@@ -8,7 +8,7 @@ a step.
     python benchmarks/clipping.py                                   # the table at physical batch 64
     python benchmarks/clipping.py --batches 16 64 256 --figure docs/images/clipping.png --json
     python benchmarks/clipping.py --models vit-tiny "text encoder" "vit-tiny bitfit" "text bitfit" --batches 32
-    python benchmarks/clipping.py --layers                          # is the way chosen for a layer the fastest one?
+    python benchmarks/clipping.py --layers                          # is the strategy chosen for a layer the fastest one?
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def measure_times(name: str, methods: list[str], size: int, rounds: int) -> dict
     walls: dict[str, list[float]] = {method: [] for method in methods}
     processors: dict[str, list[float]] = {method: [] for method in methods}
     for method in methods:
-        steps[method](batch)  # warm-up, in which ours proves ownership; ownership_proof.py measures that
+        steps[method](batch)  # warm-up, in which ours checks independence; independence_check.py measures that
     for _ in range(rounds):
         for method in methods:
             wall, processor = time.perf_counter(), time.process_time()
@@ -198,7 +198,7 @@ def measure_peak_here(name: str, method: str, size: int) -> float:
     step(make_batch(MODELS[name][1], 2))  # libraries are loaded
     batch = make_batch(MODELS[name][1], size)
     before = memory_status("VmRSS")
-    step(batch)  # ours proves ownership here, once; what that took is given back
+    step(batch)  # ours checks independence here, once; its memory is returned
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # start the high-water mark afresh
     for _ in range(3):
@@ -275,7 +275,7 @@ LAYERS = (
 
 
 def measure_layers(size: int, rounds: int) -> list[dict[str, Any]]:
-    """Milliseconds of processor time of each way, on the real shapes, and the way that is chosen."""
+    """Milliseconds of processor time of each strategy, on the real shapes, and the strategy that is chosen."""
     results = []
     for n_in, n_out, side, stride, kernel in LAYERS:
         padding = 3 if kernel == 8 else 0 if kernel == 4 else kernel // 2
@@ -284,29 +284,29 @@ def measure_layers(size: int, rounds: int) -> list[dict[str, Any]]:
         inputs, deltas = torch.randn(size, n_in, side, side), torch.randn(size, n_out, out, out)
         coefficients = torch.rand(size)
         shapes = convolution_shapes(geometry, torch.Size((n_in, side, side)), 4)
-        times: dict[str, list[float]] = {way: [] for way in ("ghost", "keep", "drop")}
+        times: dict[str, list[float]] = {strategy: [] for strategy in ("ghost", "keep", "drop")}
         for _ in range(rounds + 1):
-            for way, found in times.items():
+            for strategy, found in times.items():
                 start = time.process_time()
-                total = OuterProductSum(ConvolutionFactors(inputs, deltas, geometry), way)
+                total = OuterProductSum(ConvolutionFactors(inputs, deltas, geometry), strategy)
                 total.squared_norms()
                 total.weighted_sum(coefficients)
                 found.append(1e3 * (time.process_time() - start))
-        milliseconds = {way: min(found[1:]) for way, found in times.items()}
+        milliseconds = {strategy: min(found[1:]) for strategy, found in times.items()}
         allowed = [w for w in milliseconds if w != "keep" or shapes.weights <= KEEP_LIMIT * shapes.activations]
-        chosen = choose(shapes).way
+        chosen = choose(shapes).strategy
         results.append(
             {
                 "layer": f"{n_in}→{n_out} {kernel}×{kernel} at {side}×{side} stride {stride}",
                 "chosen": chosen,
-                "slower_than_best": milliseconds[chosen] / min(milliseconds[way] for way in allowed),
+                "slower_than_best": milliseconds[chosen] / min(milliseconds[name] for name in allowed),
                 **milliseconds,
             }
         )
         row = results[-1]
         print(
             f"{row['layer']:36} chosen {chosen:6} ghost {row['ghost']:8.1f}  keep {row['keep']:8.1f}  "
-            f"drop {row['drop']:8.1f} ms   {row['slower_than_best']:.2f}× the best way allowed",
+            f"drop {row['drop']:8.1f} ms   {row['slower_than_best']:.2f}× the best strategy allowed",
             file=sys.stderr,
             flush=True,
         )
@@ -376,14 +376,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peak-repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--layers", action="store_true", help="time the three ways on single layers instead")
+    parser.add_argument("--layers", action="store_true", help="time the three strategies on single layers instead")
     parser.add_argument("--figure", type=Path, help="where to draw time and memory over the physical batch")
     parser.add_argument("--results", nargs="+", type=Path, help="read what --json printed before instead of measuring")
     parser.add_argument("--json", action="store_true", help="print all measurements as JSON on stdout")
     parser.add_argument("--peak-of", nargs=3, metavar=("MODEL", "METHOD", "BATCH"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.rounds > MOST_ROUNDS:
-        parser.error(f"--rounds is {options.rounds}; it must be at most {MOST_ROUNDS}, since at call 16 the proof is repeated")
+        parser.error(
+            f"--rounds is {options.rounds}; it must be at most {MOST_ROUNDS}, since call 16 repeats the independence check"
+        )
     if "non-private" not in options.methods:
         options.methods.insert(0, "non-private")
     return options

@@ -149,7 +149,7 @@ def measure_times(methods: list[str], physical: int, logical: int, rounds: int) 
     batch = make_batch(physical)
     steps = {method: make(method, logical) for method in methods}
     seconds: dict[str, list[tuple[float, float]]] = {method: [] for method in methods}
-    for method in methods:  # proofs and compilation
+    for method in methods:  # independence checks and compilation
         for _ in range(2):
             steps[method].chunk(batch)
             steps[method].finish()

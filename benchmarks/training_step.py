@@ -57,7 +57,7 @@ def measure(batch: int, physical_batch: int, steps: int) -> dict[str, float]:
         yield
         spent[name] += time.perf_counter() - begin
 
-    # What happens once — proofs, compilation, the optimizer's state — is not part of a step.
+    # What happens once — independence checks, compilation, the optimizer's state — is not part of a step.
     engine.accumulate((images[:2].float(), labels[:2]))
     engine.reset()
     set_gradients(model, {name: torch.zeros_like(param) for name, param in model.named_parameters()})

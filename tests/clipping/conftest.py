@@ -1,4 +1,4 @@
-"""How the engine is compared with its slow twin."""
+"""Compares the engine with its slow reference implementation."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.clipping.per_example import clipped_sum
 
-WAYS = (None, "ghost", "keep", "drop")
+STRATEGIES = (None, "ghost", "keep", "drop")
 
 
 def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -39,7 +39,9 @@ def flat(sums: dict[str, Tensor]) -> Tensor:
 def assert_agrees() -> Callable[..., None]:
     """The engine's sums and norms are the twin's: to 1e-9 in float64 and to 1e-5 of the gradient's norm in float32."""
 
-    def check(model: nn.Module, batch: object, *, ways: tuple[str | None, ...] = WAYS, loss: Callable = random_loss) -> None:
+    def check(
+        model: nn.Module, batch: object, *, strategies: tuple[str | None, ...] = STRATEGIES, loss: Callable = random_loss
+    ) -> None:
         randomize(model)
         for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
             model.to(dtype)
@@ -47,12 +49,12 @@ def assert_agrees() -> Callable[..., None]:
             _, norms = clipped_sum(model, loss, converted, max_grad_norm=1.0)
             bound = sorted(norms)[len(norms) // 2] * 0.999 + 1e-6  # some examples are clipped, some are not
             expected, norms = clipped_sum(model, loss, converted, max_grad_norm=bound)
-            for way in ways:
-                engine = ClippedGradients(model, loss, max_grad_norm=bound, way=way)
+            for strategy in strategies:
+                engine = ClippedGradients(model, loss, max_grad_norm=bound, strategy=strategy)
                 found = engine.accumulate(converted)
                 scale = max(norms) + 1e-30
                 assert (found.double() - torch.tensor(norms, dtype=torch.float64)).abs().max() <= tolerance * scale
                 error = (flat(engine.sums) - flat(expected)).norm()
-                assert error <= tolerance * max(float(flat(expected).norm()), bound), (way, dtype)
+                assert error <= tolerance * max(float(flat(expected).norm()), bound), (strategy, dtype)
 
     return check

@@ -40,7 +40,7 @@ def coefficients_of_one(monkeypatch):
 def test_clipping_coefficients_that_are_all_one_are_refused_before_the_first_step(coefficients_of_one, kind, options):
     engine = kind(mlp(), loss, **{"max_grad_norm": 1.0, **options})
     with pytest.raises(PrivacyError, match="but the clipping norm was"):
-        engine.prove(torch.randn(8, 4))
+        engine.check_independence(torch.randn(8, 4))
     with pytest.raises(PrivacyError, match="but the clipping norm was"):
         engine.accumulate(torch.randn(8, 4))
     assert all(not total.any() for total in engine.sums.values())
@@ -51,7 +51,7 @@ def test_clipping_coefficients_that_are_all_one_are_refused_before_the_first_ste
 def test_an_engine_that_clips_is_accepted_and_left_as_it_was(kind, options):
     engine = kind(mlp(), loss, **{"max_grad_norm": 1.0, **options})
     bounds = engine.sensitivity, engine.layer_bounds
-    engine.prove(torch.randn(8, 4))
+    engine.check_independence(torch.randn(8, 4))
     assert (engine.sensitivity, engine.layer_bounds) == bounds
     assert all(not total.any() for total in engine.sums.values())
     engine.scale = None  # refused within a step
@@ -63,7 +63,7 @@ def test_one_coefficient_for_a_whole_chunk_is_refused(monkeypatch):
 
     monkeypatch.setattr(ClippedGradients, "_coefficients", staticmethod(coefficients))
     with pytest.raises(PrivacyError, match="together than one by one"):
-        ClippedGradients(mlp(), loss, max_grad_norm=1.0).prove(torch.randn(8, 4))
+        ClippedGradients(mlp(), loss, max_grad_norm=1.0).check_independence(torch.randn(8, 4))
 
 
 def test_a_clip_that_leaves_out_biases_is_refused(monkeypatch):
@@ -73,14 +73,14 @@ def test_a_clip_that_leaves_out_biases_is_refused(monkeypatch):
 
     monkeypatch.setattr(PartsCall, "clipped_sums", clipped_sums)
     with pytest.raises(PrivacyError, match="but the clipping norm was"):
-        ClippedGradients(mlp(), loss, max_grad_norm=1.0).prove(torch.randn(8, 4))
+        ClippedGradients(mlp(), loss, max_grad_norm=1.0).check_independence(torch.randn(8, 4))
 
 
 def test_a_clip_that_leaves_out_embeddings_is_refused(monkeypatch):
     original = EmbeddingCall.clipped_sums
     monkeypatch.setattr(EmbeddingCall, "clipped_sums", lambda self, c: original(self, torch.ones_like(c)))
     with pytest.raises(PrivacyError, match="but the clipping norm was"):
-        ClippedGradients(nn.Embedding(5, 3), loss, max_grad_norm=1.0).prove(torch.randint(5, (8, 4)))
+        ClippedGradients(nn.Embedding(5, 3), loss, max_grad_norm=1.0).check_independence(torch.randint(5, (8, 4)))
 
 
 @pytest.mark.parametrize("refused", [False, True], ids=["clips", "does not clip"])
@@ -93,13 +93,13 @@ def test_models_that_draw_random_numbers_are_checked_too(monkeypatch, refused):
     engine = ClippedGradients(model, loss, max_grad_norm=1.0)
     if refused:
         with pytest.raises(PrivacyError, match="but the clipping norm was"):
-            engine.prove(torch.ones(8, 4))
+            engine.check_independence(torch.ones(8, 4))
     else:
-        engine.prove(torch.ones(8, 4))
+        engine.check_independence(torch.ones(8, 4))
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_synthetic_examples_that_are_given_are_the_ones_that_are_clipped(coefficients_of_one):
     engine = ClippedGradients(mlp(), loss, max_grad_norm=1.0, synthetic_batch=torch.randn(5, 4))
     with pytest.raises(PrivacyError, match="but the clipping norm was"):
-        engine.prove(torch.randn(8, 4))
+        engine.check_independence(torch.randn(8, 4))

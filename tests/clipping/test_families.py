@@ -1,4 +1,4 @@
-"""Every layer family agrees with the loop that takes examples one at a time, whatever its shapes and whichever way."""
+"""Every layer family agrees with the loop that takes examples one at a time, whatever its shapes and strategy."""
 
 import pytest
 import torch
@@ -117,7 +117,7 @@ NORMS = {
 def test_normalizations_agree_with_the_loop(assert_agrees, name):
     build, shape = NORMS[name]
     torch.manual_seed(0)
-    assert_agrees(build(), 0.5 + torch.randn(4, *shape), ways=(None,))
+    assert_agrees(build(), 0.5 + torch.randn(4, *shape), strategies=(None,))
 
 
 @pytest.mark.parametrize("build", [lambda: nn.GroupNorm(3, 6, affine=False), lambda: nn.LayerNorm(6, elementwise_affine=False)])
@@ -131,7 +131,7 @@ def test_normalizations_without_affine_pass_gradients_through(assert_agrees, bui
 def test_embeddings_agree_with_the_loop(assert_agrees, shape, padding_idx):
     torch.manual_seed(0)
     indices = torch.randint(5, shape)  # five entries: most repeat within an example
-    assert_agrees(nn.Embedding(5, 3, padding_idx=padding_idx), indices, ways=(None,))
+    assert_agrees(nn.Embedding(5, 3, padding_idx=padding_idx), indices, strategies=(None,))
 
 
 class Quadratic(nn.Module):
@@ -166,7 +166,7 @@ class OddLinear(nn.Linear):
 )
 def test_other_modules_agree_with_the_loop(assert_agrees, build, shape):
     torch.manual_seed(0)
-    assert_agrees(build(), torch.randn(3, *shape), ways=(None,))
+    assert_agrees(build(), torch.randn(3, *shape), strategies=(None,))
 
 
 @pytest.mark.parametrize("weight_standardization", [True, False])

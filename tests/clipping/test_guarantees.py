@@ -14,7 +14,7 @@ from dp_microadam.clipping.linear import LinearFactors
 from dp_microadam.clipping.per_example import clipped_sum
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 
-WAYS = (None, "ghost", "keep", "drop")
+STRATEGIES = (None, "ghost", "keep", "drop")
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -83,13 +83,13 @@ def adversarial(kind: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) ->
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("way", WAYS)
-def test_no_contribution_exceeds_the_clipping_norm(layer, kind, way):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_contribution_exceeds_the_clipping_norm(layer, kind, strategy):
     torch.manual_seed(0)
     build, inputs, outputs = LAYERS[layer]
     x, d = adversarial(kind, inputs, outputs)
     for bound in (1e-8, 1.0):
-        engine = ClippedGradients(build(), linear_loss, max_grad_norm=bound, way=way)
+        engine = ClippedGradients(build(), linear_loss, max_grad_norm=bound, strategy=strategy)
         for row in range(len(x)):
             # Seven copies go through the same kernels as seven examples do.
             engine.reset()
@@ -126,12 +126,12 @@ PARTLY_CANCELLING = {
 
 
 @pytest.mark.parametrize("case", PARTLY_CANCELLING)
-@pytest.mark.parametrize("way", WAYS[1:])
-def test_no_contribution_exceeds_the_clipping_norm_however_much_of_it_cancels(case, way):
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_no_contribution_exceeds_the_clipping_norm_however_much_of_it_cancels(case, strategy):
     torch.manual_seed(0)
     layer, x, d = PARTLY_CANCELLING[case]()
-    engine = ClippedGradients(layer, linear_loss, max_grad_norm=1e-6, way=way)
-    engine.prove((x[:3], d[:3]))
+    engine = ClippedGradients(layer, linear_loss, max_grad_norm=1e-6, strategy=strategy)
+    engine.check_independence((x[:3], d[:3]))
     for row in range(len(x)):
         engine.reset()
         engine.accumulate((x[row].expand(3, *x.shape[1:]), d[row].expand(3, *d.shape[1:])))
@@ -139,13 +139,13 @@ def test_no_contribution_exceeds_the_clipping_norm_however_much_of_it_cancels(ca
 
 
 @settings(deadline=None, max_examples=15, derandomize=True)
-@given(seed=st.integers(0, 1000), scale=st.sampled_from([1e-3, 1.0, 1e3]), way=st.sampled_from(WAYS))
-def test_removing_one_example_changes_the_sum_by_at_most_the_sensitivity(seed, scale, way):
+@given(seed=st.integers(0, 1000), scale=st.sampled_from([1e-3, 1.0, 1e3]), strategy=st.sampled_from(STRATEGIES))
+def test_removing_one_example_changes_the_sum_by_at_most_the_sensitivity(seed, scale, strategy):
     model = network().double()
     generator = torch.Generator().manual_seed(seed)
     x = scale * torch.randn(5, 2, 8, 8, generator=generator, dtype=torch.float64)
     y = torch.randint(3, (5,), generator=generator)
-    engine = ClippedGradients(model, cross_entropy, max_grad_norm=0.5, way=way)
+    engine = ClippedGradients(model, cross_entropy, max_grad_norm=0.5, strategy=strategy)
     engine.accumulate((x, y))
     whole = dict(engine.sums)
     for row in range(5):
@@ -156,12 +156,12 @@ def test_removing_one_example_changes_the_sum_by_at_most_the_sensitivity(seed, s
         assert size(change) <= engine.sensitivity * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_chunks_accumulate_to_the_sum_of_the_whole_batch(way):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_chunks_accumulate_to_the_sum_of_the_whole_batch(strategy):
     model = network().double()
     x, y = torch.randn(9, 2, 8, 8, dtype=torch.float64), torch.randint(3, (9,))
     expected, norms = clipped_sum(model, cross_entropy, (x, y), max_grad_norm=0.7)
-    engine = ClippedGradients(model, cross_entropy, max_grad_norm=0.7, way=way)
+    engine = ClippedGradients(model, cross_entropy, max_grad_norm=0.7, strategy=strategy)
     assert all(float(part.abs().max()) == 0 for part in engine.sums.values())
     found = [engine.accumulate((x[a:b], y[a:b])) for a, b in ((0, 4), (4, 4), (4, 5), (5, 9))]
     torch.testing.assert_close(torch.cat(found), torch.tensor(norms, dtype=torch.float64))
@@ -192,13 +192,13 @@ def test_batches_may_be_tensors_tuples_or_dicts(batch_type):
 
 
 @pytest.mark.parametrize("clipping", ["flat", "per-layer"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 3e38])
-def test_a_non_finite_example_contributes_nothing_and_poisons_no_other(way, poison, clipping):
+def test_a_non_finite_example_contributes_nothing_and_poisons_no_other(strategy, poison, clipping):
     model = network()
     x, y = torch.randn(6, 2, 8, 8), torch.randint(3, (6,))
     good = torch.tensor([True, False, True, True, False, True])
-    engine = ClippedGradients(model, cross_entropy, max_grad_norm=0.5, way=way, clipping=clipping)
+    engine = ClippedGradients(model, cross_entropy, max_grad_norm=0.5, strategy=strategy, clipping=clipping)
     engine.accumulate((x[good], y[good]))
     expected = dict(engine.sums)
     engine.reset()
@@ -256,9 +256,9 @@ def test_low_precision_parameters_are_summed_in_float32():
     assert size(engine.sums) <= 0.5 * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("way", ["ghost", "keep", "drop"])
-def test_an_exact_gradient_of_zero_is_no_trouble(way):
-    engine = ClippedGradients(nn.Conv2d(1, 2, 3), linear_loss, max_grad_norm=1.0, way=way)
+@pytest.mark.parametrize("strategy", ["ghost", "keep", "drop"])
+def test_an_exact_gradient_of_zero_is_no_trouble(strategy):
+    engine = ClippedGradients(nn.Conv2d(1, 2, 3), linear_loss, max_grad_norm=1.0, strategy=strategy)
     norms = engine.accumulate((torch.zeros(2, 1, 5, 5), torch.zeros(2, 2, 3, 3)))
     assert norms.tolist() == [0.0, 0.0]
     assert size(engine.sums) == 0

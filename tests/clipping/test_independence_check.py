@@ -1,4 +1,4 @@
-"""The check tries whole numbers of full range, many random draws, equal examples, far values and what attributes keep."""
+"""The check tries integers of full range, many random draws, equal examples, extreme values and what attributes keep."""
 
 import itertools
 import random
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dp_microadam import ClippedGradients, InputError
 from dp_microadam.clipping.batches import synthetic
-from dp_microadam.clipping.integer_ranges import WatchIndices
+from dp_microadam.clipping.integer_ranges import IndexTracker
 
 Batch = tuple[Tensor, Tensor]
 
@@ -104,7 +104,7 @@ def test_a_check_that_refused_can_be_repeated_by_its_seed():
     seed = int(str(refusal.value).rpartition("seed=")[2].strip("()"))
     for _ in range(3):
         with pytest.raises(InputError) as again:
-            engine.prove(features(), seed=seed)
+            engine.check_independence(features(), seed=seed)
         assert str(again.value) == str(refusal.value)
 
 
@@ -118,7 +118,7 @@ def test_every_check_draws_examples_of_its_own():
     checks = []
     for _ in range(2):
         seen.clear()
-        ClippedGradients(nn.Linear(5, 4), watching, max_grad_norm=1.0).prove(features())
+        ClippedGradients(nn.Linear(5, 4), watching, max_grad_norm=1.0).check_independence(features())
         checks.append(set(seen))
     assert len(checks[0] ^ checks[1]) > 10
 
@@ -277,7 +277,7 @@ def test_dropout_and_random_depth_are_accepted_with_every_seed():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), Skips(), nn.AlphaDropout(0.2), nn.Linear(8, 4))
     for seed in range(20):
-        ClippedGradients(model, cross_entropy, max_grad_norm=1.0).prove(features(), seed=seed)
+        ClippedGradients(model, cross_entropy, max_grad_norm=1.0).check_independence(features(), seed=seed)
 
 
 WHOLE_NUMBERS = {
@@ -320,7 +320,7 @@ def test_bounds_of_classes_tokens_and_pixels_are_found_by_what_they_index():
         "reals": torch.rand(3, 4),
         "tokens": torch.zeros(3, 6, dtype=torch.int32),
     }
-    with WatchIndices(batch) as watched:
+    with IndexTracker(batch) as watched:
         features = F.embedding(batch["tokens"][:, 1:].long(), table).sum(1)
         logits = torch.cat([features, batch["reals"], batch["pixels"].float()], 1)[:, :7]
         F.cross_entropy(logits, batch["classes"].clone(), weight=weights)
@@ -352,9 +352,9 @@ def test_torchscript_is_refused_by_name(how):
 
 def test_numbers_that_an_index_is_calculated_from_stay_below_two():
     table, batch = torch.randn(9, 4), torch.zeros(3, dtype=torch.long)
-    with WatchIndices([batch]) as watched:
+    with IndexTracker([batch]) as watched:
         F.embedding(batch + 1, table)
     assert watched.candidates() == []
-    with WatchIndices([batch]) as watched:
+    with IndexTracker([batch]) as watched:
         F.embedding_bag(torch.arange(6), table, batch.cumsum(0), mode="sum")
     assert watched.candidates() == []

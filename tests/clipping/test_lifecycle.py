@@ -140,7 +140,7 @@ def test_sums_handed_out_survive_a_reset():
     assert float(handed_out["6.weight"].norm()) == norm > 0
 
 
-def test_the_ownership_proof_does_not_disturb_random_streams():
+def test_the_independence_check_does_not_disturb_random_streams():
     class Draws(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x * (1 + random.random()) * (1 + np.random.random())  # noqa: NPY002
@@ -158,7 +158,7 @@ def test_the_ownership_proof_does_not_disturb_random_streams():
         return [*torch.rand(3).tolist(), random.random(), np.random.random()]  # noqa: NPY002
 
     seed()
-    engine.accumulate(x)  # proves, then draws one mask
+    engine.accumulate(x)  # checks independence, then draws one mask
     after_proof_and_step = draw()
     first = {name: part.clone() for name, part in engine.sums.items()}
     seed()
@@ -207,7 +207,7 @@ def test_nothing_of_a_proof_or_a_step_waits_for_the_collection_of_cycles(make):
     gc.disable()
     try:
         before = bytes_of_live_tensors()
-        for _ in range(2):  # the first proves
+        for _ in range(2):  # the first checks independence
             engine.accumulate(examples)
             assert bytes_of_live_tensors() - before <= 64  # the anchors of recordings, four bytes each
     finally:
@@ -366,24 +366,41 @@ def test_checkpointed_blocks_are_exact():
         torch.testing.assert_close(part, expected[name])
 
 
-def test_explain_lists_every_layer_with_its_way_and_cost(capsys):
+def test_explain_lists_every_layer_with_its_strategy_and_cost(capsys):
     model = models.wide_resnet(16, 4)
     engine = ClippedGradients(model, lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), max_grad_norm=1.0)
     engine.accumulate((torch.randn(2, 3, 32, 32), torch.tensor([1, 2])))
     table = engine.explain()
     assert capsys.readouterr().out.strip() == table.strip()
-    ways = {line.split()[0]: line.split()[2] for line in table.splitlines()[1:]}
-    assert set(ways) == {name for name, m in model.named_modules() if list(m.parameters(recurse=False))}
-    assert ways["blocks.1.conv2"] == "keep"  # 64→64 at 32×32: few weights, many positions
-    assert ways["blocks.5.conv2"] == "ghost"  # 256→256 at 8×8: many weights, few positions
+    strategies = {line.split()[0]: line.split()[2] for line in table.splitlines()[1:]}
+    assert set(strategies) == {name for name, m in model.named_modules() if list(m.parameters(recurse=False))}
+    assert strategies["blocks.1.conv2"] == "keep"  # 64→64 at 32×32: few weights, many positions
+    assert strategies["blocks.5.conv2"] == "ghost"  # 256→256 at 8×8: many weights, few positions
 
 
-def test_forced_ways_are_taken(capsys):
-    for way in ("ghost", "keep", "drop"):
-        engine = ClippedGradients(nn.Conv2d(2, 3, 3), loss, max_grad_norm=1.0, way=way)
+def test_forced_strategies_are_taken(capsys):
+    for strategy in ("ghost", "keep", "drop"):
+        engine = ClippedGradients(nn.Conv2d(2, 3, 3), loss, max_grad_norm=1.0, strategy=strategy)
         engine.accumulate(torch.randn(2, 2, 5, 5))
-        assert way in engine.explain().splitlines()[1].split()
+        assert strategy in engine.explain().splitlines()[1].split()
     with pytest.raises(InputError, match="'ghost', 'keep', 'drop'"):
+        ClippedGradients(nn.Conv2d(2, 3, 3), loss, max_grad_norm=1.0, strategy="forget")
+
+
+def test_old_names_work_with_a_deprecation_warning():
+    with pytest.warns(DeprecationWarning, match="strategy=") as warned:
+        engine = ClippedGradients(nn.Conv2d(2, 3, 3), loss, max_grad_norm=1.0, way="drop")
+    assert warned[0].filename == __file__
+    x = torch.randn(2, 2, 5, 5)
+    with pytest.warns(DeprecationWarning, match="check_independence") as warned:
+        engine.prove(x)
+    assert warned[0].filename == __file__
+    engine.accumulate(x)
+    assert "drop" in engine.explain().splitlines()[1].split()
+    mixing = ClippedGradients(nn.Linear(3, 2), lambda m, b: loss(m, b - b.mean(0)), max_grad_norm=1.0)
+    with pytest.warns(DeprecationWarning, match="prove"), pytest.raises(InputError, match="mixes examples"):
+        mixing.prove(torch.randn(4, 3))
+    with pytest.warns(DeprecationWarning, match="way="), pytest.raises(InputError, match="'ghost', 'keep', 'drop'"):
         ClippedGradients(nn.Conv2d(2, 3, 3), loss, max_grad_norm=1.0, way="forget")
 
 

@@ -64,7 +64,7 @@ def inputs(name: str) -> Tensor | dict[str, Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers_agree_with_the_loop(assert_agrees, name):
     torch.manual_seed(0)
-    assert_agrees(MODELS[name](), inputs(name), ways=(None,))
+    assert_agrees(MODELS[name](), inputs(name), strategies=(None,))
 
 
 @pytest.mark.parametrize("name", ["ViT", "BERT"])
@@ -72,7 +72,7 @@ def test_checkpointed_models_of_transformers_agree_with_the_loop(assert_agrees, 
     torch.manual_seed(0)
     model = MODELS[name]()
     model.gradient_checkpointing_enable()
-    assert_agrees(model.train(), inputs(name), ways=(None,))
+    assert_agrees(model.train(), inputs(name), strategies=(None,))
 
 
 @pytest.mark.parametrize("name", ["ViT", "BERT"])
@@ -87,7 +87,7 @@ def test_adapters_of_peft_agree_with_the_loop(assert_agrees, name, checkpointed)
         model.gradient_checkpointing_enable()
     trainable = [key for key, parameter in model.named_parameters() if parameter.requires_grad]
     assert any("lora_A" in key for key in trainable)
-    assert_agrees(model.train(), inputs(name), ways=(None,))
+    assert_agrees(model.train(), inputs(name), strategies=(None,))
 
 
 def test_training_only_biases_and_the_head_agrees_with_the_loop(assert_agrees):
@@ -95,7 +95,7 @@ def test_training_only_biases_and_the_head_agrees_with_the_loop(assert_agrees):
     model = MODELS["BERT"]()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith("bias") or name.startswith("classifier"))
-    assert_agrees(model, inputs("BERT"), ways=(None,))
+    assert_agrees(model, inputs("BERT"), strategies=(None,))
 
 
 def test_dropout_inside_models_is_that_of_ordinary_training():

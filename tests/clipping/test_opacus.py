@@ -32,8 +32,8 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("way", [None, "ghost", "keep", "drop"])
-def test_clipped_sums_agree_with_opacus_grad_samples(name, way):
+@pytest.mark.parametrize("strategy", [None, "ghost", "keep", "drop"])
+def test_clipped_sums_agree_with_opacus_grad_samples(name, strategy):
     torch.manual_seed(0)
     build, batch = NETWORKS[name]
     model, x = build(), batch()
@@ -48,7 +48,7 @@ def test_clipped_sums_agree_with_opacus_grad_samples(name, way):
     norms = torch.stack([s.flatten(1).norm(dim=1) for s in samples.values()]).norm(dim=0)
     bound = float(norms.median())
     coefficients = (bound / norms).clamp(max=1)
-    engine = ClippedGradients(model, loss, max_grad_norm=bound, way=way)
+    engine = ClippedGradients(model, loss, max_grad_norm=bound, strategy=strategy)
     torch.testing.assert_close(engine.accumulate(x), norms, rtol=1e-5, atol=1e-6)
     for name, part in engine.sums.items():
         torch.testing.assert_close(part, torch.einsum("b,b...->...", coefficients, samples[name]), rtol=1e-4, atol=1e-5)

@@ -110,7 +110,7 @@ def test_a_sequence_with_time_first_is_refused():
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x.transpose(0, 1)).transpose(0, 1)
 
-    # As many steps as examples, or as the proof has: the shape alone does not tell rows from columns.
+    # As many steps as examples, or as the independence check has: the shape alone does not tell rows from columns.
     for steps in (3, 4):
         refuses(TimeFirst(), torch.randn(4, steps, 3), "layer 'layer'.*first dimension must be the batch")
     refuses(TimeFirst(), torch.randn(4, 5, 3), "layer 'layer'.*first dimension must be the batch")

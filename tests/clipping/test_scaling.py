@@ -118,8 +118,8 @@ def test_row_masks_agree_with_the_loop(seed, scaled):
         rows = mask.to(parameter).view(-1, *[1] * (parameter.dim() - 1)).expand_as(parameter)
         factors[name] = rows * factors.get(name, 1.0)
     expected, norms = clipped_sum(model, loss, ids, max_grad_norm=0.3, scale=factors)
-    for way in (None, "ghost", "keep", "drop"):
-        engine = ClippedGradients(model, loss, max_grad_norm=0.3, row_masks=masks, scale=scale, way=way)
+    for strategy in (None, "ghost", "keep", "drop"):
+        engine = ClippedGradients(model, loss, max_grad_norm=0.3, row_masks=masks, scale=scale, strategy=strategy)
         assert engine.accumulate(ids).tolist() == pytest.approx(norms, rel=1e-9)
         assert_same(engine, expected)
     for name, mask in masks.items():
@@ -174,7 +174,7 @@ def test_autocast_covers_the_model_and_not_the_norms():
 
     # float16, because products in bfloat16 are not available on every CPU.
     engine = ClippedGradients(model, watched, max_grad_norm=1e-3, autocast=torch.float16)
-    engine.prove(x)  # which looks at a copy in double precision too
+    engine.check_independence(x)  # which looks at a copy in double precision too
     seen.clear()
     norms = engine.accumulate(x)
     assert seen == {torch.float16}

@@ -47,7 +47,7 @@ def test_multihead_attention_agrees_with_the_loop(
     torch.manual_seed(0)
     width = {"kdim": 6, "vdim": 6} if cross and other_width else {}
     model = Attention(cross, need_weights, batch_first=batch_first, bias=bias, add_bias_kv=extra, add_zero_attn=extra, **width)
-    assert_agrees(model, torch.randn(batch, 5, 8), ways=(None,))
+    assert_agrees(model, torch.randn(batch, 5, 8), strategies=(None,))
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -71,7 +71,7 @@ def test_a_transformer_decoder_agrees_with_the_loop(assert_agrees):
             return self.layer(x, x.flip(1), tgt_mask=causal, tgt_is_causal=True)
 
     torch.manual_seed(0)
-    assert_agrees(Decoder(), torch.randn(3, 5, 8), ways=(None,))
+    assert_agrees(Decoder(), torch.randn(3, 5, 8), strategies=(None,))
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
@@ -115,7 +115,7 @@ def test_recurrent_layers_agree_with_the_loop(assert_agrees, kind, layers, both_
             return torch.cat([(output if batch_first else output.transpose(0, 1)).flatten(1), last], 1)
 
     torch.manual_seed(0)
-    assert_agrees(Last(), torch.randn(*shape, 4), ways=(None,))
+    assert_agrees(Last(), torch.randn(*shape, 4), strategies=(None,))
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -137,7 +137,7 @@ def test_recurrent_layers_step_by_step_are_those_of_torch(kind):
 def test_bags_of_embeddings_agree_with_the_loop(assert_agrees, mode, padding, shape):
     torch.manual_seed(0)
     bag = nn.EmbeddingBag(4, 3, mode=mode, padding_idx=1 if padding else None)
-    assert_agrees(bag, torch.randint(4, shape), ways=(None,))
+    assert_agrees(bag, torch.randint(4, shape), strategies=(None,))
 
 
 @pytest.mark.parametrize("last", [True, False])
@@ -158,7 +158,7 @@ def test_bags_with_offsets_and_weights_agree_with_the_loop(assert_agrees, last):
             return self.bag(flat, offsets if last else offsets[:-1], weights)
 
     torch.manual_seed(0)
-    assert_agrees(Bags(), torch.tensor([[3, 0, 1, 1], [0, 4, 4, 4], [2, 4, 2, 0], [1, 3, 3, 3]]), ways=(None,))
+    assert_agrees(Bags(), torch.tensor([[3, 0, 1, 1], [0, 4, 4, 4], [2, 4, 2, 0], [1, 3, 3, 3]]), strategies=(None,))
 
 
 @st.composite

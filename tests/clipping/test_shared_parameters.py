@@ -36,7 +36,7 @@ class Repeated(nn.Module):
 @given(times=st.integers(1, 4), batch=st.integers(1, 5))
 def test_layers_called_several_times_agree_with_the_loop(assert_agrees, times, batch):
     torch.manual_seed(0)
-    assert_agrees(Repeated(times), torch.randn(batch, 6), ways=(None, "drop"))
+    assert_agrees(Repeated(times), torch.randn(batch, 6), strategies=(None, "drop"))
 
 
 class Tied(nn.Module):
@@ -94,7 +94,7 @@ class Bare(nn.Module):
 def test_parameters_outside_layers_agree_with_the_loop(assert_agrees, tokens, batch):
     # Among the shapes are batches as long as the sequence.
     torch.manual_seed(0)
-    assert_agrees(Bare(tokens), torch.randn(batch, tokens, 4), ways=(None,))
+    assert_agrees(Bare(tokens), torch.randn(batch, tokens, 4), strategies=(None,))
 
 
 @pytest.mark.parametrize("batch", [11, 13, 26])
@@ -111,14 +111,14 @@ def test_rows_that_equal_the_batch_by_coincidence_are_told_apart(assert_agrees, 
             return self.mix(x).flatten(1) + (self.table.sin() @ self.table.T).sum(0).view(13, 2).repeat(1, 7)[:, :13].flatten()
 
     torch.manual_seed(0)
-    assert_agrees(Coincidence(), torch.randn(batch, 13, 2), ways=(None,))
+    assert_agrees(Coincidence(), torch.randn(batch, 13, 2), strategies=(None,))
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(4, 3), nn.Conv1d(4, 3, 2)])
 def test_parametrized_weights_agree_with_the_loop(assert_agrees, layer):
     torch.manual_seed(0)
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(layer))
-    assert_agrees(model, torch.randn(3, 4, 4), ways=(None,))
+    assert_agrees(model, torch.randn(3, 4, 4), strategies=(None,))
 
 
 def test_a_penalty_on_weights_counts_for_every_example(assert_agrees):
@@ -154,8 +154,8 @@ def test_randomness_beside_parameters_is_that_of_ordinary_training():
         torch.testing.assert_close(engine.sums[name], parameter.grad)
 
 
-@pytest.mark.parametrize("way", [None, "ghost", "keep", "drop"])
-def test_views_of_an_example_are_averaged_inside_the_clip(assert_agrees, way):
+@pytest.mark.parametrize("strategy", [None, "ghost", "keep", "drop"])
+def test_views_of_an_example_are_averaged_inside_the_clip(assert_agrees, strategy):
     def averaged(model: nn.Module, batch: Tensor) -> Tensor:
         output = model(batch.flatten(0, 1))
         pattern = torch.linspace(-1, 1.3, output.shape[1], dtype=output.dtype)
@@ -172,7 +172,7 @@ def test_views_of_an_example_are_averaged_inside_the_clip(assert_agrees, way):
         nn.Linear(12, 3),
     )
     for views in (1, 3):
-        assert_agrees(model, torch.randn(4, views, 2, 8, 8), loss=averaged, ways=(way,))
+        assert_agrees(model, torch.randn(4, views, 2, 8, 8), loss=averaged, strategies=(strategy,))
 
 
 def test_the_views_of_one_example_move_the_sum_by_no_more_than_one_example():
@@ -203,7 +203,7 @@ def test_windowed_attention_with_a_table_of_biases_agrees_with_the_loop(assert_a
             return (scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape)
 
     torch.manual_seed(0)
-    assert_agrees(Windows(), torch.randn(3, 16, 4), ways=(None,))
+    assert_agrees(Windows(), torch.randn(3, 16, 4), strategies=(None,))
 
 
 def test_checkpointed_blocks_with_parameters_of_their_own_agree_with_the_loop(assert_agrees):

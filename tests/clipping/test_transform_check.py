@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_microadam import InputError
-from dp_microadam.clipping.transform_check import _OneNumber, check_transform
+from dp_microadam.clipping.transform_check import _ConstantDraws, check_transform
 from dp_microadam.data.augmentation import Augmentation
 
 Batch = tuple[Tensor, Tensor]
@@ -217,7 +217,7 @@ def test_one_number_is_drawn_for_all_whatever_their_number(kind):
     for seed in range(8):
         results = set()
         for count in (1, 2, 5):
-            with _OneNumber(lambda seed=seed: torch.manual_seed(seed)):
+            with _ConstantDraws(lambda seed=seed: torch.manual_seed(seed)):
                 drawn = DRAWS[kind](count)
             assert drawn.numel() >= count
             results |= set(drawn.flatten().tolist())

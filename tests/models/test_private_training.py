@@ -74,7 +74,7 @@ def test_stochastic_depth_can_be_trained_privately():
     model = NormalizerFreeResNet((2, 2), 1, 3, alpha=0.2, skip_gain=1.0, stochastic_depth=0.9, gain=True)
     engine = ClippedGradients(model, loss, max_grad_norm=1e6)
     images, labels = batch_of(6, 32, torch.float32)
-    engine.prove((images, labels))
+    engine.check_independence((images, labels))
     torch.manual_seed(7)
     engine.accumulate((images, labels))
     torch.manual_seed(7)

@@ -1,6 +1,6 @@
-"""The attention inside nn.MultiheadAttention, as the linear maps and products it consists of.
+"""An unfused nn.MultiheadAttention: the linear maps and products that it consists of.
 
-torch.nn computes it in one function that shows no projection, and never calls ``out_proj``. While a model is recorded
+torch.nn computes it in one function that hides its projections, and never calls ``out_proj``. While a model is recorded
 this function takes its place: the packed projection and the output projection are then clipped like linear layers.
 The batch comes first inside, whatever the order outside.
 """
@@ -19,7 +19,7 @@ from dp_microadam.errors import InputError
 
 
 class Unfused(TorchFunctionMode):
-    """Within it every nn.MultiheadAttention runs as the function below does."""
+    """Context manager in which every nn.MultiheadAttention runs as the function below."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -60,7 +60,7 @@ def multi_head_attention_forward(
     if query.dim() != 3 or static_k is not None or static_v is not None:
         raise InputError(
             f"MultiheadAttention was given a query of shape {tuple(query.shape)}; it must have a batch dimension, and "
-            "static keys and values are not supported"
+            "static_k and static_v are not supported"
         )
     same = query is key and key is value
     query = query.transpose(0, 1)
@@ -100,7 +100,7 @@ def _projections(query: Tensor, key: Tensor, value: Tensor, weights: Any, bias: 
 
 
 def _merged_mask(attention: Tensor | None, padding: Tensor | None, heads: int, added: int, like: Tensor) -> Tensor | None:
-    """Both masks as one that is added to the scores, (examples or 1, heads or 1, targets or 1, sources)."""
+    """Both masks as one additive mask, (examples or 1, heads or 1, targets or 1, sources)."""
     merged = None
     if attention is not None:
         attention = _additive(attention, like)

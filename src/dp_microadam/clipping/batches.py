@@ -26,32 +26,34 @@ def batch_size(batch: Any) -> int:
 
 
 def detached(batch: Any) -> Any:
-    """The same batch outside any graph."""
+    """The same batch, detached from the graph."""
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def signature(batch: Any) -> tuple[Any, ...]:
-    """What must stay the same for a proof about one batch to hold for another: structure, types and ranks."""
+    """What two batches must have in common for a check of one to hold for the other: structure, dtypes and ranks."""
     return tuple((leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else type(leaf) for leaf in tree_leaves(batch))
 
 
 def synthetic(
     batch: Any, count: int, *, seed: int = 0, bounds: Sequence[int] | None = None, spread: bool = False
 ) -> tuple[Any, Any]:
-    """``count`` random examples shaped like those of ``batch``, and as many others; no value of the batch is looked at.
+    """``count`` random examples shaped like those of ``batch``, and ``count`` others; no value of the batch is used.
 
-    Real numbers are uniform in [0, 1), where roots and logarithms exist. Whole numbers are 0 or 1, which are valid classes,
-    tokens and masks, unless ``bounds`` has a larger one for their leaf: then they lie below that bound. Of an example that
-    is one whole number, a class say, only two values occur, so that among any three examples two agree. Of examples with
-    many, pixels or tokens, some reach the bound and some stay far below it, so that they differ in their largest number.
-    With ``spread`` it is the other way round. Example i of the others differs from example i in every number.
+    Example i of the others differs from example i in every number. Floating-point numbers are uniform in [0, 1), where roots
+    and logarithms exist. Integers are 0 or 1, which are valid classes, tokens and masks, unless ``bounds`` has a larger
+    bound for their leaf; then they are below that bound.
+
+    In a leaf with one integer per example, such as a class, only two values occur, so that among any three examples two
+    agree. In a leaf with many, such as pixels or tokens, some examples reach the bound and others stay far below it, so that
+    they differ in their largest integer. ``spread`` exchanges the two: many different classes, and two values of pixels.
     """
     return _random(batch, count, seed, bounds, spread, flip=False), _random(batch, count, seed, bounds, spread, flip=True)
 
 
 def _random(batch: Any, count: int, seed: int, bounds: Sequence[int] | None, spread: bool, *, flip: bool) -> Any:
-    whole = torch.Generator().manual_seed(seed)
-    real = torch.Generator().manual_seed(seed + int(flip))
+    integers = torch.Generator().manual_seed(seed)
+    floats = torch.Generator().manual_seed(seed + int(flip))
     leaf_bounds = iter(() if bounds is None else bounds)
 
     def like(leaf: Any) -> Any:
@@ -60,17 +62,17 @@ def _random(batch: Any, count: int, seed: int, bounds: Sequence[int] | None, spr
             return leaf
         shape = (count, *leaf.shape[1:])
         if leaf.is_floating_point() or leaf.is_complex():
-            return torch.rand(shape, generator=real).to(device=leaf.device, dtype=leaf.dtype)
-        numbers = _whole_numbers(shape, bound, spread, whole)
+            return torch.rand(shape, generator=floats).to(device=leaf.device, dtype=leaf.dtype)
+        numbers = _integers(shape, bound, spread, integers)
         steps = torch.randint(
-            1, bound, shape, generator=whole, dtype=torch.int32
+            1, bound, shape, generator=integers, dtype=torch.int32
         )  # drawn in both cases: later leaves must not differ
         return ((numbers + steps) % bound if flip else numbers).to(device=leaf.device, dtype=leaf.dtype)
 
     return tree_map(like, batch)
 
 
-def _whole_numbers(shape: tuple[int, ...], bound: int, spread: bool, generator: torch.Generator) -> Tensor:
+def _integers(shape: tuple[int, ...], bound: int, spread: bool, generator: torch.Generator) -> Tensor:
     if bound <= 2:
         return torch.randint(2, shape, generator=generator, dtype=torch.int32)
     single = math.prod(shape[1:]) == 1
@@ -89,9 +91,9 @@ def _whole_numbers(shape: tuple[int, ...], bound: int, spread: bool, generator: 
 
 
 def repeated(given: Any, count: int) -> tuple[Any, Any]:
-    """``count`` examples of those given, from the start again where they do not suffice, and as many others.
+    """``count`` of the given examples, repeated from the start if there are fewer, and ``count`` others.
 
-    Example i of the others is the given one that differs from example i in the largest part of its numbers.
+    Example i of the others is the given example that differs from example i in the largest part of its numbers.
     """
     size = batch_size(given)
     differing = torch.zeros(size, size)
@@ -108,8 +110,8 @@ def select(batch: Any, rows: Tensor) -> Any:
     return tree_map(lambda leaf: leaf[rows.to(leaf.device)] if isinstance(leaf, Tensor) else leaf, batch)
 
 
-def with_other_rows(batch: Any, others: Any, rows: Tensor) -> Any:
-    """A copy in which these rows are those of the others."""
+def replace_rows(batch: Any, others: Any, rows: Tensor) -> Any:
+    """A copy of the batch with these rows taken from the others."""
 
     def changed(leaf: Any, other: Any) -> Any:
         return leaf.index_copy(0, rows.to(leaf.device), other[rows.to(leaf.device)]) if _is_tensor(leaf) else leaf
@@ -118,36 +120,36 @@ def with_other_rows(batch: Any, others: Any, rows: Tensor) -> Any:
 
 
 def scaled(batch: Any, factors: Sequence[float]) -> Any:
-    """Example i multiplied by factor i, in its real numbers; whole ones are classes, tokens and masks and stay."""
+    """Example i multiplied by factor i. Integers stay as they are: they are classes, tokens and masks."""
 
     def multiplied(leaf: Any) -> Any:
-        if not _is_real(leaf):
+        if not _is_floating(leaf):
             return leaf
         return leaf * torch.tensor(factors).to(leaf).view(-1, *[1] * (leaf.dim() - 1))
 
     return tree_map(multiplied, batch)
 
 
-def in_double(batch: Any) -> Any:
-    """Real numbers in double precision."""
-    return tree_map(lambda leaf: leaf.double() if _is_real(leaf) and not leaf.is_complex() else leaf, batch)
+def to_double(batch: Any) -> Any:
+    """The batch with its floating-point numbers in double precision."""
+    return tree_map(lambda leaf: leaf.double() if _is_floating(leaf) and not leaf.is_complex() else leaf, batch)
 
 
 def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, Tensor)
 
 
-def _is_real(leaf: Any) -> bool:
+def _is_floating(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def alike(batch: Any, first: int, count: int) -> Any:
-    """``count`` examples: those of the batch before ``first``, then that one again and again."""
-    return select(batch, torch.arange(count).clamp(max=first))
+def repeat_example(batch: Any, index: int, count: int) -> Any:
+    """``count`` examples: those of the batch before ``index``, then copies of the one at ``index``."""
+    return select(batch, torch.arange(count).clamp(max=index))
 
 
-def at_bounds(batch: Any, bounds: Sequence[int]) -> Any:
-    """A copy whose first example has the largest whole numbers within the bounds, and whose second has zeros there."""
+def with_extreme_integers(batch: Any, bounds: Sequence[int]) -> Any:
+    """A copy whose first example has the largest integers within the bounds, and whose second has zeros there."""
     leaf_bounds = iter(bounds)
 
     def extreme(leaf: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The start-up check of the clip itself: on synthetic examples, none adds more than the bound to the sum.
+"""The check of the clip itself, before the first step: no synthetic example adds more than the bound to the sum.
 
-The independence check (``ownership.py``) compares norms and unclipped sums with autograd. What is left is the step between
-them: that coefficients follow from the norms, reach every part of the gradient, and are each example's own.
+The independence check (``independence.py``) compares norms and unclipped sums with autograd. This check covers the step
+between them: coefficients must follow from the norms, apply to every part of the gradient, and belong to the right example.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dp_microadam.clipping.batches import batch_size, repeated, select, synthetic
-from dp_microadam.clipping.undisturbed import undisturbed
+from dp_microadam.clipping.no_side_effects import no_side_effects
 from dp_microadam.errors import PrivacyError
 
 if TYPE_CHECKING:
@@ -24,33 +24,36 @@ if TYPE_CHECKING:
     from dp_microadam.clipping.recording import Observed
 
 _EXAMPLES = 3
-# Of the bound. What is looked for, an example that keeps its whole gradient, is all of it.
+# Relative to the bound. An example that is not clipped at all exceeds the bound by all of it.
 _ROUNDING = 1e-3
-# Of the bound, for each example: passes over one example and over several differ in the order of their additions.
+# Relative to the bound, for each example: passes over one example and over several differ in the order of their additions.
 _ROUNDING_OF_SUMS = 3e-2
-# Examples whose gradients are smaller than this part of the largest are left to be clipped or not.
+# Examples whose gradients are smaller than this part of the largest may be clipped or not.
 _SMALL = 1e-3
 
 
-def check_clip(engine: ClippedGradients, observed: Observed, batch: Any, given: Any = None, precision: float = 0.0) -> None:
+def check_clip(
+    engine: ClippedGradients, observed: Observed, batch: Any, synthetic_batch: Any = None, precision: float = 0.0
+) -> None:
     """Raise :class:`PrivacyError` unless each of three synthetic examples adds at most the bound to the sum.
 
-    The examples are shaped like those of ``batch``, or are ones of those ``given``. They go through a copy of the engine whose
-    bound is half of their smallest gradient norm, so that every one has to be clipped. Once alone each: what it adds has at
-    most that norm, up to rounding. Then together: the sum is that of what each adds alone, so that none was clipped by a norm
-    that is not its own. The latter is left out where a model draws random numbers, which differ from pass to pass.
-    ``precision`` is that of the products in the model. Five forward and backward passes of one to three examples.
+    The examples are shaped like those of ``batch``, or taken from ``synthetic_batch``. They go through a copy of the engine
+    whose bound is half of their smallest gradient norm, so that every one has to be clipped. First each goes alone: what it
+    adds has at most that norm, up to rounding. Then all go together: the sum must be that of what each adds alone, so none was
+    clipped by the norm of another. The second part is left out for models that draw random numbers, which differ from pass to
+    pass. ``precision`` is that of the products in the model. It takes five forward and backward passes of one to three
+    examples.
 
     Formal guarantees: after it has returned, the engine's sum moved by at most the bound for each of these examples.
     """
-    examples = synthetic(batch, _EXAMPLES)[0] if given is None else repeated(given, _EXAMPLES)[0]
+    examples = synthetic(batch, _EXAMPLES)[0] if synthetic_batch is None else repeated(synthetic_batch, _EXAMPLES)[0]
     precision = max(precision, *(torch.finfo(p.dtype).eps for p in engine._trainable.values()))
     everyone = torch.arange(batch_size(examples))
-    with undisturbed(engine._model) as rewind:
-        trial = _Trial(engine)
+    with no_side_effects(engine._model) as seed_all:
+        trial = _EngineCopy(engine)
 
         def add(bound: float, rows: Tensor) -> Tensor:
-            rewind(0)
+            seed_all(0)
             return trial.add(bound, observed, select(examples, rows))
 
         norms = add(engine.sensitivity, everyone)
@@ -79,13 +82,13 @@ def check_clip(engine: ClippedGradients, observed: Observed, batch: Any, given: 
             total[name] -= part
         if not _norm(total) <= max(_ROUNDING_OF_SUMS, 8 * precision) * bound * len(everyone):
             raise PrivacyError(
-                "examples add something else to the sum of clipped gradients together than one by one, so that each is not "
+                "examples add something else to the sum of clipped gradients together than one by one, so at least one is not "
                 "clipped by its own norm; this is a fault of the clipping engine, do not train with it"
             )
 
 
-class _Trial:
-    """A copy of an engine that shares its model and all it learned, with a bound and sums of its own."""
+class _EngineCopy:
+    """A copy of an engine that shares its model and what was learned about it, with a bound and sums of its own."""
 
     def __init__(self, engine: ClippedGradients) -> None:
         self._engine = engine
@@ -96,7 +99,7 @@ class _Trial:
         return self._copy.sums
 
     def add(self, bound: float, observed: Observed, batch: Any) -> Tensor:
-        """Start at zero and add these examples, clipped to this bound; returns the norms."""
+        """Reset the sums and add these examples, clipped to this bound; returns the norms."""
         engine = self._engine
         self._copy._bound = bound
         if engine._layer_bounds is not None:
@@ -110,7 +113,7 @@ def _norm(parts: dict[str, Tensor]) -> float:
 
 
 def _random_state() -> tuple[Any, ...]:
-    """Whether it moves tells whether a pass draws random numbers."""
+    """The state of all random streams; a pass that changes it has drawn random numbers."""
     gpus = [state.tolist() for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_initialized() else []
     numpy_state = np.random.get_state()  # noqa: NPY002 - the global stream is the one a model may use
     return torch.get_rng_state().tolist(), gpus, random.getstate(), str(numpy_state)

@@ -190,8 +190,8 @@ class ConvolutionCall(PartsCall):
             self.parts["bias"] = GradientRows(folded(biases, self.rows_per_example))
         if self._inputs is not None:
             deltas = self.masked(deltas, "weight", 1)
-            factors, way = self._rule.factors_and_way(self._inputs.read(), deltas, self.rows_per_example)
-            self.parts["weight"] = OuterProductSum(factors, way)
+            factors, strategy = self._rule.factors_and_strategy(self._inputs.read(), deltas, self.rows_per_example)
+            self.parts["weight"] = OuterProductSum(factors, strategy)
         del self._inputs
         return torch.stack([part.squared_norms() for part in self.parts.values()]).sum(0)
 
@@ -218,23 +218,23 @@ class ConvolutionRule(LayerRule):
             inputs = F.pad(inputs, margins, mode=mode)
         return ConvolutionFactors(inputs, deltas, geometry)
 
-    def factors_and_way(self, inputs: Tensor, deltas: Tensor, rows_per_example: int) -> tuple[Factors, str]:
-        """The factors of examples, which may have several rows each, and the way to take with them."""
+    def factors_and_strategy(self, inputs: Tensor, deltas: Tensor, rows_per_example: int) -> tuple[Factors, str]:
+        """The factors of examples, which may have several rows each, and the strategy for them."""
         factors = self.factors(inputs, deltas)
-        way = self.choose(factors.inputs.shape[1:])
+        strategy = self.choose(factors.inputs.shape[1:])
         if rows_per_example == 1:
-            return factors, way
-        return FoldedFactors(factors, rows_per_example), "drop" if way == "ghost" else way
+            return factors, strategy
+        return FoldedFactors(factors, rows_per_example), "drop" if strategy == "ghost" else strategy
 
     def choose(self, image_shape: torch.Size) -> str:
-        """The way for an input of this shape, without the batch and with the margins that are padded beforehand."""
+        """The strategy for an input of this shape, without the batch and with the margins that are padded beforehand."""
         shapes = convolution_shapes(geometry_of(self.module)[0], image_shape, self.module.weight.element_size())
-        self.estimate = choose(shapes, self.forced_way)
-        return self.estimate.way
+        self.estimate = choose(shapes, self.forced_strategy)
+        return self.estimate.strategy
 
 
 def convolution_shapes(geometry: Geometry, image_shape: torch.Size, itemsize: int) -> Shapes:
-    """The numbers the choice of a way depends on."""
+    """The numbers that the choice of a strategy depends on."""
     channels, *image = image_shape
     padded = [n + 2 * p for n, p in zip(image, geometry.padding, strict=True)]
     reach = [d * (k - 1) for d, k in zip(geometry.dilation, geometry.kernel, strict=True)]

@@ -1,11 +1,11 @@
-"""Which way to take for a layer's weight: a model of time and memory, checked by ``benchmarks/clipping.py --layers``.
+"""Chooses the clipping strategy of a layer by a model of time and memory, which ``benchmarks/clipping.py --layers`` checks.
 
-For per-example weight gradients gᵢ = Σₜ δᵢₜaᵢₜᵀ with P entries and T positions there are three ways:
+For per-example weight gradients gᵢ = Σₜ δᵢₜaᵢₜᵀ with P entries and T positions there are three strategies:
 
-- *ghost*: norms from T×T Gram matrices; input and output gradient are kept, the clipped sum is one ordinary weight
-  gradient;
-- *keep*: all gᵢ are formed and kept, input and output gradient are let go; no ordinary weight gradient is computed;
-- *drop*: gᵢ are formed a few at a time for their norms and forgotten; the clipped sum is one ordinary weight gradient.
+- *ghost*: norms from T×T Gram matrices (ghost norms); input and output gradient are kept, the clipped sum is one ordinary
+  weight gradient;
+- *keep*: all gᵢ are formed and kept, input and output gradient are released; no ordinary weight gradient is computed;
+- *drop*: gᵢ are formed a few at a time for their norms and dropped; the clipped sum is one ordinary weight gradient.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ DIRECT = 1.15
 
 @dataclass(frozen=True)
 class Estimate:
-    """The way taken for one layer, its cost and that of the ordinary weight gradient in multiplications per example."""
+    """The strategy of one layer, with its cost and that of the ordinary weight gradient in multiplications per example."""
 
-    way: str
+    strategy: str
     cost: float
     ordinary: float
     kept_bytes: float
@@ -47,13 +47,13 @@ class Shapes:
 
 
 def choose(shapes: Shapes, forced: str | None = None) -> Estimate:
-    """The cheapest way whose memory is acceptable; ghost is always acceptable when it is the cheapest.
+    """The cheapest strategy whose memory is acceptable; ghost is always acceptable when it is the cheapest.
 
     >>> small_map = Shapes(weights=589_824, activations=32_768, product=37.7e6, gram=4.6e6, gram_passes=7e4)
-    >>> choose(small_map).way
+    >>> choose(small_map).strategy
     'ghost'
     >>> large_map = Shapes(weights=36_864, activations=131_072, product=37.7e6, gram=134e6, gram_passes=9e6)
-    >>> choose(large_map).way
+    >>> choose(large_map).strategy
     'keep'
     """
     norms_only = CACHED_PASS * shapes.weights
@@ -67,6 +67,6 @@ def choose(shapes: Shapes, forced: str | None = None) -> Estimate:
         "keep": shapes.weights,
         "drop": shapes.activations,
     }
-    allowed = [way for way in costs if way != "keep" or shapes.weights <= KEEP_LIMIT * shapes.activations]
-    way = forced or min(allowed, key=lambda name: costs[name])
-    return Estimate(way, costs[way], shapes.product, kept[way] * shapes.itemsize)
+    allowed = [name for name in costs if name != "keep" or shapes.weights <= KEEP_LIMIT * shapes.activations]
+    strategy = forced or min(allowed, key=lambda name: costs[name])
+    return Estimate(strategy, costs[strategy], shapes.product, kept[strategy] * shapes.itemsize)

@@ -13,7 +13,7 @@ from dp_microadam.errors import InputError
 
 
 class EmbeddingCall(LayerCall):
-    """Looks up ``indices``, (rows, …), in a table of shape ``table``."""
+    """A lookup of ``indices``, (rows, …), in a table of shape ``table``."""
 
     def __init__(self, table: torch.Size, padding_idx: int | None, indices: Tensor) -> None:
         self._table = table
@@ -72,7 +72,7 @@ class EmbeddingRule(LayerRule):
 
 
 def refuse_batch_counts(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
-    """Options that look at the whole batch."""
+    """Raise :class:`InputError` for options that use statistics of the whole batch."""
     if module.max_norm is not None:
         raise InputError(
             f"embedding {name!r} has max_norm={module.max_norm}, which rewrites the weights by what the batch "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -14,12 +15,14 @@ from torch import Tensor, nn
 from dp_microadam.clipping.batches import batch_size, detached, signature
 from dp_microadam.clipping.clip_check import check_clip
 from dp_microadam.clipping.families import observe, refuse_batch_statistics, refuse_torchscript
-from dp_microadam.clipping.kept_state import refuse_kept_examples
-from dp_microadam.clipping.ownership import PROVED_AT_FIRST, PerExampleLoss, Trial, losses_of, prove, prove_size
+from dp_microadam.clipping.independence import check_independence, check_independence_at_size
+from dp_microadam.clipping.losses import PerExampleLoss, losses_of
+from dp_microadam.clipping.model_state import refuse_state_changes
 from dp_microadam.clipping.passes import Clippable, Part, parts_of
 from dp_microadam.clipping.precision import autocasting, full_precision
 from dp_microadam.clipping.recording import Observed
 from dp_microadam.clipping.rows import RowTable
+from dp_microadam.clipping.synthetic_examples import CHECK_SIZE, SyntheticExamples
 from dp_microadam.errors import InputError
 from dp_microadam.validation import require_one_of
 
@@ -28,19 +31,19 @@ _SMALLEST_NORM = 1e-12
 
 
 class ClippedGradients:
-    """Σᵢ clip(gᵢ, C) over the examples of one step, where gᵢ is the gradient of example i's loss.
+    """The sum of clipped per-example gradients Σᵢ clip(gᵢ, C) over the examples of one step; gᵢ is example i's gradient.
 
     Formal guarantees: for batches that differ by adding or removing one example, ``sums``, read as one vector over all
     parameters, differ by at most ``sensitivity`` in L2 norm, however the batch was cut into chunks; up to rounding,
     which is a relative 1e-5 in what the example itself adds, and that of a float32 sum over all examples. It holds for
-    models in which examples do not interact; a randomized numerical check on synthetic data before the first step
-    (``ownership.py``) refuses others, and the clip itself is checked on such data too (``clip_check.py``). It can miss
-    interactions on values, at sizes, by random draws or after numbers of calls that it does not try; ``ownership.py`` and
-    the documentation list these. A model that changes its own buffers or
-    parameters while examples pass through it is refused at every call. An example whose gradient is not finite, or
-    whose squared norm overflows, contributes nothing. What ``accumulate`` returns, and ``sums`` before noise, are
-    private. With ``scale`` or ``row_masks`` all of this holds for the scaled gradients s⊙gᵢ: ``sums`` is Σᵢ clip(s⊙gᵢ,
-    C) and ``sensitivity`` is its sensitivity. Noise belongs there, before anything is divided by s.
+    models in which examples do not interact. A randomized numerical check on synthetic data before the first step
+    (``independence.py``) refuses other models, and the clip itself is checked on such data too (``clip_check.py``). The
+    check can miss interactions on values, at sizes, by random draws or after numbers of calls that it does not try;
+    ``independence.py`` and the documentation list these. A model that changes its own buffers or parameters while examples
+    pass through it is refused at every call. An example whose gradient is not finite, or whose squared norm overflows,
+    contributes nothing. What ``accumulate`` returns, and ``sums`` before noise, are private. With ``scale`` or ``row_masks``
+    all of this holds for the scaled gradients s⊙gᵢ: ``sums`` is Σᵢ clip(s⊙gᵢ, C) and ``sensitivity`` is its sensitivity.
+    Noise must be added to ``sums`` as they are, before anything is divided by s.
 
     An example's gradient is the sum over all uses of a parameter, be it a layer that is called several times, a weight
     that layers share, or several rows of one example (views of an image, windows of an attention).
@@ -48,18 +51,20 @@ class ClippedGradients:
     Args:
         model: any module; its parameters that require gradients are the ones that are clipped and summed.
         per_example_loss: ``per_example_loss(model, batch)`` returns one loss per example, shape (B,).
-        max_grad_norm: C.
+        max_grad_norm: the clipping norm C.
         clipping: ``"flat"`` clips the whole gradient to C; ``"per-layer"`` clips every layer's to C_l with Σ C_l² = C².
         layer_weights: for per-layer clipping, C_l in proportion to these numbers by layer name; all equal by default.
-        way: ``"ghost"``, ``"keep"`` or ``"drop"`` for all layers that have a choice; by default each layer takes its
-            cheapest.
-        scale: numbers to multiply the gradient with before it is clipped, by parameter name and of the parameter's shape;
-            they must not depend on the examples of the step. Such parameters' gradients are formed one by one.
-        row_masks: for weights of which only some rows train, which ones, by parameter name; one entry per row, the
-            parameter's first dimension. Gradients of other rows are zero and do not count.
+        strategy: how norms and sums are computed: ``"ghost"`` (ghost norms), ``"keep"`` (per-example gradients are formed and
+            kept) or ``"drop"`` (formed for their norms and dropped), for all layers that have a choice. By default each layer
+            takes its cheapest.
+        scale: factors s that gradients are multiplied by before they are clipped, by parameter name, each of the parameter's
+            shape. They must not depend on the examples of the step. Per-example gradients of these parameters are formed.
+        row_masks: which rows of a weight are trained, by parameter name; one entry per row (the first dimension). Gradients
+            of other rows are zero and do not count in the norm.
         autocast: run forward and backward pass in this precision (``torch.bfloat16``); norms and sums stay float32.
-        synthetic_batch: examples to prove independence on, for models that do not accept random ones; at least four,
+        synthetic_batch: examples for the independence check, for models that do not accept random ones; at least four,
             and never private data.
+        way: the old name of ``strategy``, deprecated.
 
     >>> model = nn.Linear(3, 2)
     >>> engine = ClippedGradients(model, lambda model, x: model(x).square().sum(1), max_grad_norm=1.0)
@@ -76,17 +81,21 @@ class ClippedGradients:
         max_grad_norm: float,
         clipping: str = "flat",
         layer_weights: Mapping[str, float] | None = None,
-        way: str | None = None,
+        strategy: str | None = None,
         scale: Mapping[str, Tensor] | None = None,
         row_masks: Mapping[str, Tensor] | None = None,
         autocast: torch.dtype | None = None,
         synthetic_batch: Any = None,
+        way: str | None = None,
     ) -> None:
         if not (math.isfinite(max_grad_norm) and max_grad_norm >= _SMALLEST_NORM):
             raise InputError(f"max_grad_norm is {max_grad_norm}; it must be a finite number of at least {_SMALLEST_NORM}")
         require_one_of("clipping", clipping, ("flat", "per-layer"))
         if way is not None:
-            require_one_of("way", way, ("ghost", "keep", "drop"))
+            warnings.warn("ClippedGradients(way=...) is deprecated; pass strategy=...", DeprecationWarning, stacklevel=2)
+            strategy = way if strategy is None else strategy
+        if strategy is not None:
+            require_one_of("strategy", strategy, ("ghost", "keep", "drop"))
         self._model = model
         self._bound = float(max_grad_norm)
         self._trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -97,14 +106,15 @@ class ClippedGradients:
         self._device = next(iter(self._trainable.values())).device
         self._loss = autocasting(per_example_loss, self._device, autocast)
         self._precision = 0.0 if autocast is None else torch.finfo(autocast).eps
-        self._observed = observe(model, way)
+        self._observed = observe(model, strategy)
         self._layers = list(dict.fromkeys(layer_of(name) for name in self._trainable))
         self._layer_bounds = self._share_out(layer_weights) if clipping == "per-layer" else None
         if layer_weights is not None and clipping == "flat":
             raise InputError("layer_weights is given, but clipping is 'flat'; pass clipping='per-layer'")
         self._synthetic_batch = synthetic_batch
-        # What was learned about the model, and the largest batch that was proved, by structure of the batch and mode.
-        self._proved: dict[Any, tuple[Observed, Trial, int]] = {}
+        # By structure of the batch and modes of the modules: what the check learned about the model, how its examples were
+        # drawn, and the largest batch that was checked.
+        self._checks: dict[Any, tuple[Observed, SyntheticExamples, int]] = {}
         self._calls = 0
         self._sums: dict[str, Tensor] = {}
         self._scale: dict[str, Tensor] = {}
@@ -115,22 +125,22 @@ class ClippedGradients:
 
     @property
     def sensitivity(self) -> float:
-        """How far one example can move ``sums``: C, for flat and for per-layer clipping."""
+        """The L2 sensitivity of ``sums`` to adding or removing one example: C, for flat and for per-layer clipping."""
         return self._bound
 
     @property
     def sums(self) -> dict[str, Tensor]:
-        """Σ of clipped gradients since the last ``reset``, by parameter name; zeros before any example."""
+        """The sums of clipped gradients since the last ``reset``, by parameter name; zeros before any example."""
         return self._sums
 
     @property
     def layer_bounds(self) -> dict[str, float] | None:
-        """C_l by layer name for per-layer clipping."""
+        """The clipping norms C_l by layer name for per-layer clipping, otherwise None."""
         return None if self._layer_bounds is None else dict(self._layer_bounds)
 
     @property
     def scale(self) -> Mapping[str, Tensor] | None:
-        """What gradients are multiplied with before they are clipped; may be set between steps."""
+        """The factors that gradients are multiplied by before they are clipped; may be set between steps."""
         return self._scale or None
 
     @scale.setter
@@ -140,7 +150,7 @@ class ClippedGradients:
 
     @property
     def row_masks(self) -> Mapping[str, Tensor] | None:
-        """Which rows of weights train; may be set between steps."""
+        """Which rows of weights are trained; may be set between steps."""
         return self._row_masks or None
 
     @row_masks.setter
@@ -150,7 +160,9 @@ class ClippedGradients:
 
     def _refuse_within_step(self, what: str) -> None:
         if self._accumulated:
-            raise InputError(f"{what} was set in the middle of a step; call reset() first, the sums would be mixed")
+            raise InputError(
+                f"{what} was set in the middle of a step; call reset() first, because the sums would mix both values"
+            )
 
     def _checked(self, what: str, name: str, values: Tensor) -> Tensor:
         if name not in self._trainable:
@@ -163,11 +175,11 @@ class ClippedGradients:
             raise InputError(f"{what}[{name!r}] has shape {tuple(values.shape)}; it must have shape {tuple(shape)}")
         values = values.detach().to(parameter.device, torch.promote_types(parameter.dtype, torch.float32))
         if not bool(torch.isfinite(values).all()):
-            raise InputError(f"{what}[{name!r}] holds values that are not finite; all must be")
+            raise InputError(f"{what}[{name!r}] holds values that are not finite; all values must be finite")
         return values if what == "scale" else (values != 0).to(values.dtype)
 
     def reset(self) -> None:
-        """Start the next step's sums at zero."""
+        """Set the sums to zero for the next step."""
         self._accumulated = False
         self._sums = {name: self._zeros(p) for name, p in self._trainable.items()}
 
@@ -175,9 +187,9 @@ class ClippedGradients:
         return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32), requires_grad=False)
 
     def close(self) -> None:
-        """Let go of the model. Nothing of the engine is left on it: hooks exist only while ``accumulate`` runs."""
+        """Release the model and the sums. The model needs no clean-up: hooks exist only while ``accumulate`` runs."""
         self._closed = True
-        self._proved = {}
+        self._checks = {}
         self._sums = {}
 
     def __enter__(self) -> ClippedGradients:
@@ -187,7 +199,7 @@ class ClippedGradients:
         self.close()
 
     def accumulate(self, batch: Any) -> Tensor:
-        """Add the clipped gradients of these examples to ``sums``; returns the norms of the unclipped ones.
+        """Add the clipped gradients of these examples to ``sums``; returns the norms before clipping.
 
         May be called once per physical chunk of a batch; a chunk may be empty. The norms are private.
         """
@@ -199,12 +211,12 @@ class ClippedGradients:
         with torch.enable_grad():
             self._calls += 1
             if self._calls >= 16 and self._calls.bit_count() == 1:
-                self._proved.clear()  # a model may begin to mix later: look again at calls 16, 32, 64, …
-            return self._add(self._prove_once(batch), batch)
+                self._checks.clear()  # a model may begin to mix examples later: check again at calls 16, 32, 64, …
+            return self._add(self._checked_model(batch), batch)
 
     def _add(self, observed: Observed, batch: Any) -> Tensor:
         losses_of_batch = partial(losses_of, self._model, self._loss, batch)
-        with refuse_kept_examples(self._model):
+        with refuse_state_changes(self._model):
             parts, losses = parts_of(observed, losses_of_batch, batch_size(batch), self._factors(), self._row_masks)
         if not parts:
             return torch.zeros(batch_size(batch), device=losses.device)
@@ -212,22 +224,32 @@ class ClippedGradients:
         with torch.no_grad(), full_precision(self._device):
             return self._add_clipped(parts)
 
-    def prove(self, batch: Any, seed: int | None = None) -> None:
-        """Prove now, on synthetic examples shaped like those of ``batch``, what ``accumulate`` would prove first.
+    def check_independence(self, batch: Any, seed: int | None = None) -> None:
+        """Check that examples are independent, as the first ``accumulate`` would otherwise do; raises ``InputError`` if not.
 
-        A trainer can so refuse a model before it creates anything. Give it a batch as large as the largest chunk:
-        ``accumulate`` then repeats nothing for chunks of up to that size. No value of the batch is looked at. This is a
-        randomized numerical check; its examples and draws are new every time. ``seed`` repeats one that refused a model.
+        This is a randomized numerical check on synthetic examples shaped like those of ``batch``, with new examples and
+        random numbers every time. ``independence.py`` lists what it checks and what it can miss. A trainer calls it to refuse
+        a model before it creates any file.
+
+        Args:
+            batch: a batch as large as the largest chunk, so that ``accumulate`` need not check larger sizes later. Only its
+                structure, shapes and types are used, no values.
+            seed: repeats a check that refused the model; the refusal names it.
         """
         self._refuse_changes()
         if seed is not None:
-            self._proved.clear()
+            self._checks.clear()
         with torch.enable_grad():
-            self._prove_once(detached(batch), seed)
+            self._checked_model(detached(batch), seed)
+
+    def prove(self, batch: Any, seed: int | None = None) -> None:
+        """The old name of :meth:`check_independence`, deprecated."""
+        warnings.warn("ClippedGradients.prove is deprecated; call check_independence", DeprecationWarning, stacklevel=2)
+        self.check_independence(batch, seed)
 
     def explain(self) -> str:
-        """Print, and return, a table of the layers: the way taken, its estimated cost and what it keeps."""
-        header = ("layer", "type", "way", "cost ×", "kept kB/example")
+        """Print, and return, a table of the layers: the strategy, its estimated cost, and the memory it keeps."""
+        header = ("layer", "type", "strategy", "cost ×", "kept kB/example")
         rows = [header]
         for name, rule in {**self._observed.rules, **self._observed.operations}.items():
             estimate = rule.estimate
@@ -236,7 +258,7 @@ class ClippedGradients:
                 rows.append((name, kind, "keep", "-", "-"))
             else:
                 cost = "-" if math.isnan(estimate.cost) else f"{estimate.cost / max(1.0, estimate.ordinary):.2f}"
-                rows.append((name, kind, estimate.way, cost, f"{estimate.kept_bytes / 1e3:.1f}"))
+                rows.append((name, kind, estimate.strategy, cost, f"{estimate.kept_bytes / 1e3:.1f}"))
         widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         table = "\n".join(lines)
@@ -253,19 +275,20 @@ class ClippedGradients:
                 f"parameter {name!r} was frozen, unfrozen or replaced since this ClippedGradients was made; make a new one"
             )
 
-    def _prove_once(self, batch: Any, seed: int | None = None) -> Observed:
+    def _checked_model(self, batch: Any, seed: int | None = None) -> Observed:
+        """What is observed of the model, checked for batches of this structure and size."""
         modes = tuple(module.training for module in self._model.modules())
         key = (signature(batch), modes)
-        if key not in self._proved:
+        if key not in self._checks:
             refuse_batch_statistics(self._model)
             observed = replace(self._observed, table=RowTable())
-            trial = prove(self._model, self._loss, observed, batch, self._synthetic_batch, self._precision, seed)
+            source = check_independence(self._model, self._loss, observed, batch, self._synthetic_batch, self._precision, seed)
             check_clip(self, observed, batch, self._synthetic_batch, self._precision)
-            self._proved[key] = observed, trial, PROVED_AT_FIRST
-        observed, trial, largest = self._proved[key]
+            self._checks[key] = observed, source, CHECK_SIZE
+        observed, source, largest = self._checks[key]
         if batch_size(batch) > largest:
-            prove_size(self._model, self._loss, observed, batch, self._synthetic_batch, self._precision, trial)
-            self._proved[key] = observed, trial, batch_size(batch)
+            check_independence_at_size(self._model, self._loss, observed, batch, self._synthetic_batch, self._precision, source)
+            self._checks[key] = observed, source, batch_size(batch)
         return observed
 
     def _add_clipped(self, parts: list[Part]) -> Tensor:
@@ -285,14 +308,14 @@ class ClippedGradients:
         return norms
 
     def _factors(self) -> Mapping[str, Tensor]:
-        """What each example's gradient is formed and multiplied with, by parameter name."""
+        """The factors of parameters whose per-example gradients are formed and multiplied, by parameter name."""
         return self._scale
 
     def _sums_of(self, call: Clippable, coefficients: Tensor) -> Mapping[str, Tensor]:
         return call.clipped_sums(coefficients)
 
     def _coefficients_of_parts(self, parts: list[Part], norms: Tensor, usable: Tensor) -> list[Tensor]:
-        """Flat: one coefficient per example. Per layer: one for each block of layers that share a part."""
+        """Clipping coefficients of every part. Per-layer clipping has one for each block of layers that share a part."""
         if self._layer_bounds is None:
             return [self._coefficients(norms, self._bound, usable)] * len(parts)
         blocks = blocks_of([{layer_of(name) for name in part.names.values()} for part in parts])
@@ -310,7 +333,7 @@ class ClippedGradients:
         return torch.where(usable, bound / norms.clamp(min=bound), torch.zeros_like(norms))
 
     def _share_out(self, weights: Mapping[str, float] | None) -> dict[str, float]:
-        """C_l in proportion to the weights with Σ C_l² = C²."""
+        """The clipping norms C_l, in proportion to the weights, with Σ C_l² = C²."""
         given = dict.fromkeys(self._layers, 1.0) if weights is None else dict(weights)
         if given.keys() != set(self._layers):
             wrong = sorted(given.keys() ^ set(self._layers))[0]

@@ -1,4 +1,4 @@
-"""Which rule serves which module, and what is refused before anything runs."""
+"""Assigns a clipping rule to each module, and refuses unsupported modules before anything runs."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ _REGISTERED: dict[type[nn.Module], type[LayerRule]] = {}
 
 
 def register_rule(family: type[nn.Module], rule: type[LayerRule]) -> None:
-    """Clip layers of the type ``family`` by ``rule`` in every :class:`ClippedGradients` made from now on.
+    """Use ``rule`` to clip layers of type ``family`` in every :class:`ClippedGradients` created from now on.
 
-    Without a rule a layer is exact too, but its forward pass is repeated for each example. A registered rule comes before the
-    built-in ones, and serves modules with the family's own ``forward`` whose parameters are those the rule names in
-    ``parameter_names``. A rule that is wrong is refused before the first step: on synthetic examples its norms and sums must
-    equal those of autograd. ``examples/custom_layer.py`` shows one.
+    A layer without a rule is clipped exactly too, but its forward pass is repeated for each example. A registered rule takes
+    precedence over the built-in ones. It applies to modules that have the family's own ``forward`` and only parameters named
+    in the rule's ``parameter_names``. A wrong rule is refused before the first step: on synthetic examples its norms and sums
+    must equal those of autograd. ``examples/custom_layer.py`` shows a rule.
 
     Raises:
-        InputError: if ``family`` is not a type of modules, or ``rule`` not one of rules.
+        InputError: if ``family`` is not a subclass of ``torch.nn.Module``, or ``rule`` not one of ``LayerRule``.
     """
     if not (isinstance(family, type) and issubclass(family, nn.Module)):
         raise InputError(f"family is {family!r}; it must be a subclass of torch.nn.Module")
@@ -62,7 +62,7 @@ def register_rule(family: type[nn.Module], rule: type[LayerRule]) -> None:
 
 
 def rule_class(module: nn.Module) -> type[LayerRule] | None:
-    """The family's rule, if the module computes what the family computes: a subclass with its own forward may not."""
+    """The rule of the module's family, or None; a subclass with a forward of its own has none."""
     for family, rule in {**_REGISTERED, **{key: rule for key, rule in _RULES.items() if key not in _REGISTERED}}.items():
         same_forward = isinstance(module, family) and type(module).forward is family.forward
         # Weight norm, pruning and parametrizations compute the weight from parameters with other names.
@@ -71,8 +71,8 @@ def rule_class(module: nn.Module) -> type[LayerRule] | None:
     return None
 
 
-def observe(model: nn.Module, way: str | None) -> Observed:
-    """Rules for the layers that have one, and every trainable parameter with the modules that hold it."""
+def observe(model: nn.Module, strategy: str | None) -> Observed:
+    """What is to be observed of a model: rules of layers, and every trainable parameter with the modules that hold it."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     name_of = {id(parameter): name for name, parameter in parameters.items()}
     holders: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in parameters}
@@ -84,15 +84,15 @@ def observe(model: nn.Module, way: str | None) -> Observed:
             holders[full_name].append((module, key))
         family = rule_class(module)
         if own and family is not None:
-            rules[name] = family(name, module, tuple(own), way)
+            rules[name] = family(name, module, tuple(own), strategy)
             rules[name].full_names = own
         if own and isinstance(module, nn.RNNBase):
             recurrent.append(module)
-    return Observed(rules, parameters, holders, recurrent, way, RowTable(), {})
+    return Observed(rules, parameters, holders, recurrent, strategy, RowTable(), {})
 
 
 def refuse_torchscript(model: nn.Module) -> None:
-    """Compiled modules run where no hook and no stand-in for a parameter is seen."""
+    """Raise :class:`InputError` for TorchScript modules, whose operations cannot be observed."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             what = f"module {name!r}" if name else "model"
@@ -103,7 +103,7 @@ def refuse_torchscript(model: nn.Module) -> None:
 
 
 def refuse_batch_statistics(model: nn.Module) -> None:
-    """Layers whose forward mixes examples, or stores statistics of them, in the mode the model is in now."""
+    """Raise :class:`InputError` for layers that mix examples, or store statistics of them, in the model's current mode."""
     for name, module in model.named_modules():
         if is_batchnorm(module):
             frozen = not any(parameter.requires_grad for parameter in module.parameters())

@@ -1,4 +1,4 @@
-"""Several rows per example for layers whose fast products take one row at a time: the rows' gradients are added up."""
+"""Sums the gradients of an example's rows, for layers whose fast products take one row per example."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Which whole numbers a function of a batch accepts, found by watching what they index.
+"""Finds out which integers a model or transform accepts, by tracking what they index.
 
 Synthetic classes and tokens must be valid: below the number of classes, or of rows in a table. A class or token is used as
-an index, in an embedding, a gather or the loss itself, and the indexed tensor's size is the bound. Whole numbers that index
-nothing, such as pixels, are free up to 255.
+an index, in an embedding, a gather or the loss itself, and the indexed tensor's size is the bound. Integers that index
+nothing, such as pixels, go up to 255.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 _aten = torch.ops.aten
 
-# What is tried for whole numbers that index nothing: the range of a pixel.
+# What is tried for integers that index nothing: the range of a pixel.
 _PIXELS = 256
 
-# Results hold numbers of their arguments. Views are recognised by their memory.
+# Operations whose results hold numbers of their arguments. Views are recognised by their memory.
 _COPIES = {
     _aten._to_copy,
     _aten.clone,
@@ -51,17 +51,18 @@ class _Leaf:
     computed: bool = False
 
 
-class WatchIndices(TorchDispatchMode):
-    """Follows the whole numbers of a batch through the operations of a pass, up to those they index.
+class IndexTracker(TorchDispatchMode):
+    """Tracks the integers of a batch through the operations of a pass, to those that use them as an index.
 
-    ``candidates`` says afterwards how large numbers of each leaf may be; at most 1 where nothing larger is known to be safe.
+    Afterwards ``candidates`` says how large the integers of each leaf may be: at most 1 where nothing larger is known to be
+    safe.
     """
 
     def __init__(self, batch: Any) -> None:
         super().__init__()
         self._batch = tree_leaves(batch)
-        self._leaves = {position: _Leaf() for position, leaf in enumerate(self._batch) if is_whole(leaf)}
-        # By address of the memory: leaves whose numbers it holds, and whether they are as they were.
+        self._leaves = {position: _Leaf() for position, leaf in enumerate(self._batch) if is_integer(leaf)}
+        # By address of the memory: the leaves whose integers it holds, and whether they are unchanged.
         self._origins: dict[int, tuple[frozenset[int], bool]] = {}
         self._alive: list[Tensor] = []  # so that no address is used again
         for position in self._leaves:
@@ -70,8 +71,8 @@ class WatchIndices(TorchDispatchMode):
     def candidates(self) -> list[list[int]]:
         """Exclusive upper bounds in the order of the batch's leaves, to be tried in turn.
 
-        Numbers that index several tensors are valid in the smallest, but its size may depend on the batch, as that of a
-        count of classes does; so the largest is tried first, where a number that is too large is an exception.
+        Integers that index several tensors are valid in the smallest of them. But its size may depend on the batch, as that
+        of a count of classes does. So the largest is tried first where an index out of range raises an exception.
         """
         on_cpu = all(self._batch[position].device.type == "cpu" for position in self._leaves)
         found: list[list[int]] = []
@@ -82,15 +83,15 @@ class WatchIndices(TorchDispatchMode):
         return found
 
     def magnitude(self, bounds: Sequence[int]) -> float:
-        """The largest number within these bounds that is calculated with rather than looked up."""
+        """The largest integer within these bounds that is computed with rather than used as an index."""
         free = [bounds[position] - 1 for position, leaf in self._leaves.items() if not leaf.sizes]
         return float(max([1, *free]))
 
     def _bound(self, position: int, choose: Callable[[Sequence[int]], int]) -> int:
         tensor, leaf = self._batch[position], self._leaves[position]
         largest = torch.iinfo(tensor.dtype).max + 1
-        # An index out of range is an exception on the CPU; elsewhere it may end the process. Of numbers that an index is
-        # calculated from, such as lengths, nobody knows which are valid, and others may mix examples without an exception.
+        # An index out of range is an exception on the CPU; elsewhere it may end the process. Of integers that an index is
+        # computed from, such as lengths, it is unknown which are valid, and others may mix examples without an exception.
         if leaf.computed or (tensor.device.type != "cpu" and not (leaf.sizes or tensor.dtype == torch.uint8)):
             return 2
         return max(2, min(largest, choose(leaf.sizes) if leaf.sizes else _PIXELS))
@@ -105,12 +106,12 @@ class WatchIndices(TorchDispatchMode):
             for position in origins:
                 self._leaves[position].sizes.append(size)
                 self._leaves[position].computed |= not same
-        known = [self._origin(leaf) for leaf in tree_leaves((args, kwargs)) if is_whole(leaf)]
+        known = [self._origin(leaf) for leaf in tree_leaves((args, kwargs)) if is_integer(leaf)]
         if known:
             positions = frozenset().union(*(origins for origins, _ in known))
             same = operation in _COPIES and all(same for origins, same in known if origins)
             for leaf in tree_leaves(result):
-                if positions and is_whole(leaf):
+                if positions and is_integer(leaf):
                     self._mark(leaf, positions, same)
         return result
 
@@ -125,8 +126,8 @@ class WatchIndices(TorchDispatchMode):
         self._alive.append(tensor)
 
 
-def is_whole(leaf: Any) -> bool:
-    """Whether a leaf holds whole numbers other than truth values."""
+def is_integer(leaf: Any) -> bool:
+    """Whether a leaf is a tensor of integers; booleans do not count."""
     return isinstance(leaf, Tensor) and not (leaf.is_floating_point() or leaf.is_complex()) and leaf.dtype != torch.bool
 
 
@@ -152,4 +153,4 @@ def _indexed(operation: Any, args: tuple[Any, ...]) -> Iterator[tuple[Tensor, in
         index is None or index.dtype != torch.bool for index in args[1]
     ):
         found = [(index, args[0].shape[dimension]) for dimension, index in enumerate(args[1])]
-    return ((index, size) for index, size in found if is_whole(index))
+    return ((index, size) for index, size in found if is_integer(index))

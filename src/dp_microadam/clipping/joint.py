@@ -1,4 +1,4 @@
-"""Parameters that are used several times in one forward pass, and gradients that are scaled before they are clipped.
+"""Gradients of parameters that are used several times in one forward pass, or that are scaled before they are clipped.
 
 A parameter's gradient is the sum over its uses, and only the norm of that sum may be compared with the bound. Uses that
 can be joined become one call with more positions. For others, and for scaled gradients, each example's gradient is
@@ -21,7 +21,7 @@ KEPT_ELEMENTS = 1 << 25
 
 
 @dataclass(frozen=True)
-class Held:
+class PendingUse:
     """A use and its output gradient, waiting for the other uses of its parameters."""
 
     use: Use
@@ -35,7 +35,7 @@ class JointCall:
     that no example contributes more than the bound, up to the rounding of one multiplication.
     """
 
-    def __init__(self, members: Sequence[Held], scales: Mapping[str, Tensor], count: int) -> None:
+    def __init__(self, members: Sequence[PendingUse], scales: Mapping[str, Tensor], count: int) -> None:
         self._members = members
         self._scales = scales
         self._count = count
@@ -88,17 +88,17 @@ class JointCall:
     def _gradients(self, examples: slice) -> dict[str, Tensor]:
         """The scaled gradients of these examples, by parameter name."""
         total: dict[str, Tensor] = {}
-        for held in self._members:
-            for key, part in held.use.call.per_example(held.gradient, examples).items():
-                name = held.use.names[key]
+        for member in self._members:
+            for key, part in member.use.call.per_example(member.gradient, examples).items():
+                name = member.use.names[key]
                 total[name] = part if name not in total else total[name] + part
         return {name: part * self._scales[name] if name in self._scales else part for name, part in total.items()}
 
 
-def connected(held: Sequence[Held]) -> list[list[Held]]:
-    """Uses that share a parameter, directly or through others, belong together."""
-    groups: list[tuple[set[str], list[Held]]] = []
-    for item in held:
+def group_by_parameter(uses: Sequence[PendingUse]) -> list[list[PendingUse]]:
+    """Groups of uses that share a parameter, directly or through other uses."""
+    groups: list[tuple[set[str], list[PendingUse]]] = []
+    for item in uses:
         names, members = set(item.use.names.values()), [item]
         apart = []
         for other_names, others in groups:
@@ -111,9 +111,9 @@ def connected(held: Sequence[Held]) -> list[list[Held]]:
     return [members for _, members in groups]
 
 
-def joined(members: Sequence[Held]) -> list[Held]:
-    """Uses of the same parameters by the same family become one, where the family knows how."""
-    kinds: dict[object, list[Held]] = {}
+def merge_uses(members: Sequence[PendingUse]) -> list[PendingUse]:
+    """Uses of the same parameters by the same layer family as one use, where the family supports it."""
+    kinds: dict[object, list[PendingUse]] = {}
     for item in members:
         kinds.setdefault((type(item.use.call), tuple(sorted(item.use.names.items()))), []).append(item)
     found = []
@@ -125,5 +125,5 @@ def joined(members: Sequence[Held]) -> list[Held]:
             found.extend(same)
         else:
             call, gradient = both
-            found.append(Held(Use(call, same[0].use.names, same[0].use.label), gradient))
+            found.append(PendingUse(Use(call, same[0].use.names, same[0].use.label), gradient))
     return found

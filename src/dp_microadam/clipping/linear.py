@@ -101,5 +101,5 @@ class LinearRule(LayerRule):
             gram_passes=2.0 * grams if grams else float(n_in + n_out),
             itemsize=factors.inputs.element_size(),
         )
-        self.estimate = choose(shapes, self.forced_way)
-        return self.estimate.way
+        self.estimate = choose(shapes, self.forced_strategy)
+        return self.estimate.strategy

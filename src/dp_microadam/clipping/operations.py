@@ -1,7 +1,7 @@
-"""Per-example gradients of one operation that brings shared parameters together with rows of examples.
+"""Per-example gradients of one operation that combines shared parameters with rows of examples.
 
-With δ the gradient of the operation's result, an example's gradient of a shared operand is what its own rows of δ say
-about it. Additions, products and linear maps have formulas; any other operation is repeated for each example alone and
+With δ the gradient of the operation's result, an example's gradient of a shared operand follows from its own rows of δ.
+Additions, products and linear maps have formulas; any other operation is repeated for each example alone and
 differentiated by torch.func. An operand that was itself computed from parameters passes the gradient on through
 its graph.
 """
@@ -36,7 +36,7 @@ _PRODUCTS = {torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__r
 
 
 class OperationCall(PartsCall):
-    """One use; its clipped sums are kept under the parameters' names in the model."""
+    """One use of parameters in an operation; its clipped sums have the parameters' names in the model."""
 
     def __init__(self, operands: Sequence[SharedTensor], rows: int) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ def call_of_operation(
     copied: SharedTensor | None,
     rules: dict[str, LayerRule],
 ) -> tuple[LayerCall, Mapping[str, str]]:
-    """The call that knows this operation's gradients, and the names of the parameters it is about.
+    """The call that computes this operation's gradients, and the names of its parameters.
 
     ``given`` holds the rows per example of each tensor among ``leaves``, ``rows`` those of the result. ``copied`` is the
     result itself, with its graph, if it was made from parameters alone.
@@ -249,7 +249,7 @@ def call_of_operation(
 
 
 class OperationRule(LayerRule):
-    """Stands for an operation in the table of ``explain``; what to do was decided when it was observed."""
+    """Represents an operation in the table of ``explain``."""
 
     def observe(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> LayerCall:
         raise NotImplementedError("operations are observed by call_of_operation")

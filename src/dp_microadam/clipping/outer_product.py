@@ -113,39 +113,39 @@ def measured_by_grams(inputs: Tensor, deltas: Tensor, examples: int) -> Measured
 
 
 class OuterProductSum:
-    """The squared norms and the clipped sum of one weight, by the way chosen for it.
+    """The squared norms and the clipped sum of one weight, by the strategy chosen for it.
 
     A subclass may put a linear map between G, the sum of outer products, and the parameter's gradient.
     """
 
-    def __init__(self, factors: Factors, way: str) -> None:
+    def __init__(self, factors: Factors, strategy: str) -> None:
         self._factors: Factors | None = factors
-        self._way = way
+        self._strategy = strategy
         self._count = len(factors)
         self._piece = piece_length(factors)
         self._kept: list[Tensor] = []
-        # Examples whose final gradient is formed on its own, and, in the keep way, those gradients.
+        # Examples whose final gradient is formed on its own, and, for the strategy "keep", those gradients.
         self._exceptions = torch.empty(0, dtype=torch.long, device=factors.inputs.device)
         self._explicit: list[Tensor] = []
 
     def squared_norms(self) -> Tensor:
         """Squared norm of each example's final gradient."""
-        measured = self.ghost_norms() if self._way == "ghost" else self._direct_norms()
+        measured = self.ghost_norms() if self._strategy == "ghost" else self._direct_norms()
         norms = measured.norms
         self._exceptions = self._not_zero(torch.nonzero(measured.doubtful()).flatten())
         for rows in self._exception_pieces():
             explicit = self.finished(self.factors.per_example(rows))
             norms[rows] = squared_norms(explicit)
-            if self._way == "keep":
+            if self._strategy == "keep":
                 self._explicit.append(explicit)
-        if self._way == "keep":
+        if self._strategy == "keep":
             self._factors = None
         return norms
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         """Σᵢ cᵢgᵢ."""
         ordinary = coefficients.index_fill(0, self._exceptions, 0)
-        total = self._weigh_kept(ordinary) if self._way == "keep" else self.factors.weighted_sum(ordinary)
+        total = self._weigh_kept(ordinary) if self._strategy == "keep" else self.factors.weighted_sum(ordinary)
         total = self.finished(total.unsqueeze(0)).squeeze(0)
         for index, rows in enumerate(self._exception_pieces()):
             explicit = self._explicit[index] if self._explicit else self.finished(self.factors.per_example(rows))
@@ -153,7 +153,7 @@ class OuterProductSum:
         return total
 
     def remove(self, rows: Tensor) -> None:
-        """Take these examples out of what is kept."""
+        """Set what is kept of these examples to zero."""
         if self._factors is not None:
             self._factors.remove(rows)
         start = 0
@@ -186,7 +186,7 @@ class OuterProductSum:
 
     @property
     def factors(self) -> Factors:
-        assert self._factors is not None, "factors are let go once gradients are kept"
+        assert self._factors is not None, "factors are released once gradients are kept"
         return self._factors
 
     def _not_zero(self, rows: Tensor) -> Tensor:
@@ -203,10 +203,10 @@ class OuterProductSum:
             found, trusted = self.direct_norms_of(gradients)
             norms.append(found)
             thresholds.append(trusted)
-            if self._way == "keep":
+            if self._strategy == "keep":
                 self._kept.append(gradients)
         found, trusted = torch.cat(norms), torch.cat(thresholds)
-        if self._way == "keep":  # the tensor that is measured is the one that is summed
+        if self._strategy == "keep":  # the tensor that is measured is the one that is summed
             return Measured(found, trusted, torch.zeros_like(found))
         inputs, deltas = squared_norms(self.factors.inputs), squared_norms(self.scaled_deltas())
         return Measured(found, trusted.maximum(OF_TERMS * inputs * deltas), inputs + deltas)

@@ -1,4 +1,4 @@
-"""One observed pass over a batch: every example's squared gradient norm, and what is needed for the clipped sums."""
+"""One forward and backward pass over a batch that yields squared per-example gradient norms and the means to sum them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dp_microadam.clipping.joint import Held, JointCall, connected, joined
+from dp_microadam.clipping.joint import JointCall, PendingUse, group_by_parameter, merge_uses
 from dp_microadam.clipping.precision import full_precision
-from dp_microadam.clipping.recording import Arrival, Observed, Recording, Use
+from dp_microadam.clipping.recording import Observed, OutputGradientHook, Recording, Use
 
 
 class Clippable(Protocol):
+    """Gradients of some parameters, of which clipped sums can be taken."""
+
     def clipped_sums(self, coefficients: Tensor) -> Mapping[str, Tensor]: ...
 
     def remove(self, rows: Tensor) -> None: ...
@@ -39,40 +41,40 @@ def parts_of(
     count: int,
     scales: Mapping[str, Tensor] = MappingProxyType({}),
     row_masks: Mapping[str, Tensor] = MappingProxyType({}),
-    also: Arrival | None = None,
+    on_output_gradient: OutputGradientHook | None = None,
 ) -> tuple[list[Part], Tensor]:
-    """Forward and backward pass. The parts' parameters do not overlap, so that squared norms add up.
+    """Run a forward and backward pass; returns the parts of the gradients, and the losses.
 
-    Gradients are multiplied with ``scales``, and rows that ``row_masks`` leaves out are zero. ``also`` sees every use with
-    its output gradient.
+    The parts have no parameter in common, so that squared norms add up. Gradients are multiplied by ``scales``, and rows
+    that ``row_masks`` leaves out are zero. ``on_output_gradient`` is called with every use and its output gradient.
 
     Formal guarantees: each trainable parameter's gradient, summed over all its uses and scaled, is in at most one part,
     and a parameter in none has had no output gradient.
     """
     parts: list[Part] = []
-    held: list[Held] = []
+    pending: list[PendingUse] = []
     factors = _combined(observed, scales, row_masks)
 
-    def arrived(use: Use, gradient: Tensor) -> None:
+    def collect(use: Use, gradient: Tensor) -> None:
         names = set(use.names.values())
         with torch.no_grad(), full_precision(gradient.device):
-            if also is not None:
-                also(use, gradient)
+            if on_output_gradient is not None:
+                on_output_gradient(use, gradient)
             if any(recording.uses[name] > 1 for name in names):
-                held.append(Held(use, gradient))
+                pending.append(PendingUse(use, gradient))
             elif not names.isdisjoint(scales) or not (use.call.masks_rows or names.isdisjoint(row_masks)):
-                parts.append(_joint_part([Held(use, gradient)], factors, count))
+                parts.append(_joint_part([PendingUse(use, gradient)], factors, count))
             else:
                 use.call.row_masks = {key: row_masks[name] for key, name in use.names.items() if name in row_masks}
                 parts.append(Part(use.call, use.names, use.call.squared_norms(gradient)))
 
-    with Recording(observed, count, arrived) as recording:
+    with Recording(observed, count, collect) as recording:
         losses = losses_of_batch()
         if losses.requires_grad:  # every trainable layer may have been skipped at random
             recording.backward(losses, torch.ones_like(losses))
         with torch.no_grad(), full_precision(losses.device):
-            parts.extend(_joint_part(members, factors, count) for members in connected(held))
-        held.clear()  # the closure above would keep activations alive until the next collection of cycles
+            parts.extend(_joint_part(members, factors, count) for members in group_by_parameter(pending))
+        pending.clear()  # the closure above would keep activations alive until the next garbage collection
     return parts, losses.detach()
 
 
@@ -85,9 +87,9 @@ def _combined(observed: Observed, scales: Mapping[str, Tensor], row_masks: Mappi
     return factors
 
 
-def _joint_part(members: list[Held], scales: Mapping[str, Tensor], count: int) -> Part:
-    members = joined(members)
-    names: dict[str, Any] = {name: name for held in members for name in held.use.names.values()}
+def _joint_part(members: list[PendingUse], scales: Mapping[str, Tensor], count: int) -> Part:
+    members = merge_uses(members)
+    names: dict[str, Any] = {name: name for member in members for name in member.use.names.values()}
     if len(members) == 1 and scales.keys().isdisjoint(names):
         use = members[0].use
         return Part(use.call, use.names, use.call.squared_norms(members[0].gradient))

@@ -1,7 +1,7 @@
-"""The slow twin of the engine: examples one at a time, each with an ordinary backward pass.
+"""Reference implementation of the engine: examples one at a time, each with an ordinary backward pass.
 
-It is written to be read, and is what the engine is tested against. Models with dropout draw other random numbers here
-than in one pass over a batch, and are compared in other ways.
+It is written to be read, and the engine is tested against it. Models with dropout draw other random numbers here than
+in one pass over a batch, so tests compare them differently.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from dp_microadam.clipping.batches import batch_size
-from dp_microadam.clipping.ownership import PerExampleLoss
+from dp_microadam.clipping.losses import PerExampleLoss
 
 
 def per_example_gradients(model: nn.Module, per_example_loss: PerExampleLoss, batch: Any) -> list[dict[str, Tensor]]:
@@ -41,7 +41,7 @@ def norm(gradient: dict[str, Tensor]) -> float:
 
 
 def clipped(gradient: dict[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
-    """The gradient scaled to at most ``max_grad_norm``; nothing at all if it is not finite."""
+    """The gradient scaled to at most ``max_grad_norm``; zero if it is not finite."""
     if not all(bool(torch.isfinite(part).all()) for part in gradient.values()):
         return {name: torch.zeros_like(part) for name, part in gradient.items()}
     coefficient = min(1.0, max_grad_norm / max(norm(gradient), torch.finfo(torch.float64).tiny))

@@ -1,4 +1,4 @@
-"""Full precision for norms and clipped sums, whatever the model is allowed for its own products."""
+"""Full precision for norms and clipped sums, whatever precision the model itself runs in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def _switches() -> list[tuple[Any, str, Any]]:
-    """Where torch decides how precise float32 products are, and the value that means full precision."""
+    """The settings of torch for the precision of float32 products, each with the value for full precision."""
     backends: Any = torch.backends
     places = [backends.cuda.matmul]
     if not hasattr(places[0], "fp32_precision"):  # before torch 2.9
@@ -22,7 +22,7 @@ def _switches() -> list[tuple[Any, str, Any]]:
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """No autocast, TF32 or bfloat16 products inside; all switches are as they were afterwards.
+    """Context manager that disables autocast, TF32 and bfloat16 products, and restores the settings on exit.
 
     TF32 keeps ten bits of the mantissa: a norm could then be under-estimated by a thousandth.
     """
@@ -41,7 +41,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
 def autocasting(
     per_example_loss: Callable[[nn.Module, Any], Tensor], device: torch.device, dtype: torch.dtype | None
 ) -> Callable[[nn.Module, Any], Tensor]:
-    """The same loss with the model's products in ``dtype``; the backward pass follows the forward's precision."""
+    """The same loss computed under autocast to ``dtype``; the backward pass has the precision of the forward pass."""
     if dtype is None:
         return per_example_loss
 

@@ -1,4 +1,4 @@
-"""One observed forward and backward pass: parameters frozen, hooks in place, and everything put back afterwards."""
+"""Records one forward and backward pass of a model: freezes parameters and installs hooks, and undoes both afterwards."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ class Use:
 
 @dataclass(frozen=True)
 class Observed:
-    """What of a model is observed: layers with rules, and every trainable parameter with the places that hold it."""
+    """What is observed of a model: layers with rules, and every trainable parameter with the modules that hold it."""
 
     rules: Mapping[str, LayerRule]
     parameters: Mapping[str, nn.Parameter]
     holders: Mapping[str, Sequence[tuple[nn.Module, str]]]
     recurrent: Sequence[nn.RNNBase]
-    way: str | None
+    strategy: str | None
     table: RowTable
     operations: dict[str, LayerRule]
 
 
-Arrival = Callable[[Use, Tensor], None]
+OutputGradientHook = Callable[[Use, Tensor], None]
 
 
 class _Source(torch.autograd.Function):
-    """Makes the first observed output part of the graph, so that output gradients are computed although no parameter
-    requires one; reports the gradient that arrives there."""
+    """Makes the first observed output require gradients, so that output gradients are computed although no parameter
+    requires one; reports the gradient of that output."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, anchor: Tensor, report: Callable[[Tensor], None]) -> Tensor:
@@ -65,18 +65,18 @@ class _Source(torch.autograd.Function):
 
 
 class Recording:
-    """Context in which a model's forward is observed; ``backward`` then delivers output gradients use by use.
+    """Context manager that observes a model's forward pass; ``backward`` then reports the output gradient of every use.
 
     Within it no parameter requires a gradient, so the backward pass computes output gradients and nothing else. A layer
-    with a rule is observed as a whole. Elsewhere a parameter is a :class:`SharedTensor`, and the operation that first
-    brings it together with rows of examples is observed. Hooks exist only within the context: between two recordings
+    with a rule is observed as a whole. Elsewhere a parameter is a :class:`SharedTensor`, and the first operation that
+    combines it with rows of examples is observed. Hooks exist only within the context: between two recordings
     the model can be saved, copied and evaluated like any other.
     """
 
-    def __init__(self, observed: Observed, batch_size: int, on_arrival: Arrival) -> None:
+    def __init__(self, observed: Observed, batch_size: int, on_output_gradient: OutputGradientHook) -> None:
         self._observed = observed
         self._batch_size = batch_size
-        self._on_arrival = on_arrival
+        self._on_output_gradient = on_output_gradient
         self._handles: list[RemovableHandle] = []
         self._installed: list[LayerRule] = []
         self._anchor = torch.zeros((), requires_grad=True)
@@ -84,7 +84,7 @@ class Recording:
         self._in_backward = False
         self._over = False
         self._ordinals: Counter[tuple[str, ...]] = Counter()
-        # Parameters of layers that are running: the layer's rule deals with them.
+        # Parameters of layers that are running: the layer's rule handles them.
         self._running: Counter[str] = Counter()
         self.uses: Counter[str] = Counter()
 
@@ -120,15 +120,15 @@ class Recording:
                 module._parameters[key] = parameter
         self._step_by_step.close()
         self._over = True
-        # Whoever listens usually holds this recording and what was recorded: a circle that would keep all activations
-        # until cycles are collected, which counts objects and not their size.
-        self._on_arrival = _nobody_listens
+        # The hook usually holds a reference to this recording and to what was recorded. Such a cycle would keep all
+        # activations alive until the garbage collector runs, which counts objects and not their size.
+        self._on_output_gradient = _recording_is_over
 
     def backward(self, losses: Tensor, weights: Tensor) -> None:
-        """Backpropagate Σ weights·losses; every observed use's output gradient arrives on the way.
+        """Backpropagate Σ weights·losses; reports the output gradient of every observed use.
 
-        Everything is backpropagated that can be, not only what leads to the anchor: a model may let a tensor of its own
-        require gradients, as transformers does for checkpointing. No such tensor keeps the gradient, which is not clipped.
+        Backpropagates to all leaves, not only to the anchor: a model may let a tensor of its own require gradients, as
+        transformers does for checkpointing. Such tensors do not keep their gradient, because it is not clipped.
         """
         self._in_backward = True
         leaves = [leaf for leaf in _leaves(losses) if leaf is not self._anchor]
@@ -169,7 +169,7 @@ class Recording:
         return hook
 
     def operation(self, function: Callable[..., Any], leaves: list[Any], structure: Any) -> Any:
-        """An operation with at least one shared tensor among its arguments."""
+        """Runs an operation that has at least one shared tensor among its arguments."""
         if function is F.multi_head_attention_forward and not self._over:
             args, kwargs = tree_unflatten(leaves, structure)
             return attention.multi_head_attention_forward(*args, **kwargs)
@@ -259,13 +259,13 @@ class Recording:
     def _watch(self, use: Use, output: Tensor) -> Tensor:
         self.uses.update(use.names.values())
 
-        def arrived(gradient: Tensor) -> None:
-            self._on_arrival(use, gradient.detach())
+        def report(gradient: Tensor) -> None:
+            self._on_output_gradient(use, gradient.detach())
 
         if output.requires_grad:
-            output.register_hook(arrived)
+            output.register_hook(report)
             return output
-        return _Source.apply(output.detach(), self._anchor, arrived)
+        return _Source.apply(output.detach(), self._anchor, report)
 
     def _repeated(self, output: Tensor) -> Tensor:
         """A checkpointed block runs again during the backward pass: it must build the graph it built before."""
@@ -292,8 +292,8 @@ def _keep_out_of_checkpoints() -> AbstractContextManager[Any]:
 
 
 def _ignore(gradient: Tensor) -> None:
-    """Already reported by the first run."""
+    """For gradients that the first run has already reported."""
 
 
-def _nobody_listens(use: Use, gradient: Tensor) -> None:
-    """A backward pass after the recording is over."""
+def _recording_is_over(use: Use, gradient: Tensor) -> None:
+    """For a backward pass after the recording is over."""

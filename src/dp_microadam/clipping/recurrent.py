@@ -1,6 +1,6 @@
-"""LSTM, GRU and plain recurrent layers, step by step.
+"""Unfused LSTM, GRU and plain recurrent layers, which run step by step.
 
-The fused kernels show neither gates nor steps. While a model is recorded its recurrent layers run as the sums and
+The fused kernels hide gates and steps. While a model is recorded its recurrent layers run as the sums and
 products they consist of: one linear map over the whole sequence for the input, one per step for the state. Each is then
 clipped like a linear layer, with the steps as positions.
 """
@@ -22,7 +22,7 @@ State = tuple[Tensor, ...]
 
 @contextmanager
 def step_by_step(modules: Sequence[nn.RNNBase]) -> Iterator[None]:
-    """Within it these modules run as :func:`forward` does."""
+    """Context manager in which these modules run as :func:`forward`."""
     try:
         for module in modules:
             module.forward = forward.__get__(module)
@@ -33,7 +33,7 @@ def step_by_step(modules: Sequence[nn.RNNBase]) -> Iterator[None]:
 
 
 def forward(module: nn.RNNBase, input: Tensor, hx: Any = None) -> tuple[Tensor, Any]:
-    """What ``module.forward`` computes, for tensors with a batch."""
+    """The result of ``module.forward``, for tensors with a batch dimension."""
     if not isinstance(input, Tensor) or input.dim() != 3:
         what = f"a tensor of {input.dim()} dimensions" if isinstance(input, Tensor) else type(input).__name__
         raise InputError(

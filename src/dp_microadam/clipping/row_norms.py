@@ -1,4 +1,4 @@
-"""How strongly examples pull at each row of a weight: sums of the norms of clipped per-example gradients' rows."""
+"""Sums of the row norms of clipped per-example gradients: how strongly examples pull at each row of a weight."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.clipping.joint import JointCall
-from dp_microadam.clipping.ownership import PerExampleLoss
+from dp_microadam.clipping.losses import PerExampleLoss
 from dp_microadam.clipping.passes import Clippable
 from dp_microadam.errors import InputError
 
@@ -25,7 +25,7 @@ class ClippedRowNorms(ClippedGradients):
     rows of all parameters, differ by at most ``sensitivity`` = C in L2 norm. The difference is the vector of row norms of that
     example's clipped gradient, and its squared norm is Σᵣ ‖row r‖² = ‖clip(gᵢ, C)‖² ≤ C². So the Gaussian mechanism that
     protects the sum of clipped gradients protects these sums too, with the same noise per number, and a step that publishes
-    them instead of the gradients costs the same. All else is as for ``ClippedGradients``.
+    them instead of the gradients costs the same. Everything else is as for ``ClippedGradients``.
 
     >>> model = nn.Linear(2, 3, bias=False)
     >>> engine = ClippedRowNorms(model, lambda model, x: model(x).square().sum(1), max_grad_norm=1.0)
@@ -42,7 +42,7 @@ class ClippedRowNorms(ClippedGradients):
         self._ones = {name: torch.ones_like(parameter, requires_grad=False) for name, parameter in self._trainable.items()}
 
     def _factors(self) -> Mapping[str, Tensor]:
-        # A factor of one has every example's gradient formed, whatever the layer's cheapest way would be.
+        # A factor of one has every example's gradient formed, whatever the layer's cheapest strategy would be.
         return {**self._ones, **self._scale}
 
     def _zeros(self, parameter: nn.Parameter) -> Tensor:

@@ -1,7 +1,7 @@
-"""Which tensors have rows for each example, and which are the same for the whole batch.
+"""Learns which tensors have a batch dimension, and which are the same for the whole batch.
 
-A first dimension that equals the batch size may be a coincidence: 32 positions in a batch of 32. What grows with the
-batch is therefore learned once, from two synthetic batches of different sizes, and only looked up afterwards.
+A first dimension that equals the batch size may be a coincidence: 32 positions in a batch of 32. Which tensors
+grow with the batch is therefore learned once, from two synthetic batches of different sizes, and only looked up afterwards.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ LEARNING_SIZES = (13, 11)
 Kind = tuple[str, ...]
 
 
-class Relearn(Exception):
-    """A coincidence was found out; what was learned before it may be wrong too."""
+class RestartLearning(Exception):
+    """A size turned out to equal the batch size by coincidence; what was learned before may be wrong too."""
 
 
 class RowTable:
@@ -42,8 +42,8 @@ class RowTable:
         if known is None or len(known) != len(sizes):
             if not self.learning:
                 raise InputError(
-                    f"{describe(kind)} happens in a way that was not seen when the model was examined; a forward pass "
-                    "must take the same path for every batch"
+                    f"{describe(kind)} is used differently than when the model was checked; a forward pass must run the same "
+                    "operations for every batch"
                 )
             known = tuple(
                 size // batch_size if size % batch_size == 0 and (kind, ordinal, index) not in self._coincidences else 0
@@ -58,20 +58,20 @@ class RowTable:
         return known
 
     def _common(self, kind: Kind) -> tuple[int, ...] | None:
-        """What all occurrences of this kind agree on: a longer sequence repeats an operation more often."""
+        """The rows that all known occurrences of this kind agree on: longer sequences repeat an operation more often."""
         found = {rows for (other, _), rows in self._known.items() if other == kind}
         return found.pop() if len(found) == 1 else None
 
     def _contradiction(self, kind: Kind, ordinal: int, index: int, shape: torch.Size, batch_size: int) -> None:
         if not self.learning:
             raise InputError(
-                f"{describe(kind)} meets shape {tuple(shape)} in a batch of {batch_size}; its first dimension must be "
-                "the batch (for sequences use batch_first=True)"
+                f"{describe(kind)} has a tensor of shape {tuple(shape)} in a batch of {batch_size}; its first dimension must "
+                "be the batch (for sequences use batch_first=True)"
             )
         self._coincidences.add((kind, ordinal, index))
         self._known.clear()
         self._shapes.clear()
-        raise Relearn
+        raise RestartLearning
 
     def _refuse_growth_elsewhere(self, kind: Kind, ordinal: int, shape: torch.Size, batch_size: int) -> None:
         other_size, other_shape = self._shapes.setdefault((kind, ordinal), (batch_size, shape))
@@ -84,7 +84,7 @@ class RowTable:
 
 
 def describe(kind: Kind) -> str:
-    """The event in words."""
+    """The event as it is named in error messages."""
     if kind[0] == "layer":
         return f"layer {kind[1]!r}"
     return f"parameter {kind[1]!r} in {kind[0]!r}"

@@ -1,4 +1,4 @@
-"""What every layer family provides: a rule per module, and a record per call of it."""
+"""The interface of layer families: a :class:`LayerRule` for each module, and a :class:`LayerCall` for each call of it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dp_microadam.errors import InputError
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """Detached, and in a precision in which norms may be taken."""
+    """The detached tensor; half precision becomes float32, in which norms can be computed."""
     tensor = tensor.detach()
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 class LayerCall(ABC):
-    """One call of a layer: its input, then its output gradient, then its share of norms and clipped sums.
+    """One call of a layer: keeps its input, is given its output gradient, and returns its share of norms and clipped sums.
 
     Formal guarantees: row i of what ``squared_norms`` returns is the squared norm of the very gradient that
     ``clipped_sums`` multiplies with coefficient i, over all trainable parameters of the layer; it depends on example i
@@ -31,13 +31,13 @@ class LayerCall(ABC):
     # Consecutive rows that belong to one example: views of an augmented image, windows of an attention.
     rows_per_example = 1
 
-    # Families that can leave out rows of a weight, its outputs, at no cost; ``row_masks`` holds ones and zeros by key.
+    # Whether the family can mask rows of a weight, its outputs, at no cost; ``row_masks`` holds ones and zeros by key.
     masks_rows = False
     row_masks: Mapping[str, Tensor] = MappingProxyType({})
 
     @abstractmethod
     def squared_norms(self, output_gradient: Tensor) -> Tensor:
-        """‖gᵢ‖² for every example i; keeps what ``clipped_sums`` needs and lets go of the rest."""
+        """‖gᵢ‖² for every example i; keeps what ``clipped_sums`` needs and releases the rest."""
 
     @abstractmethod
     def clipped_sums(self, coefficients: Tensor) -> Mapping[str, Tensor]:
@@ -45,19 +45,19 @@ class LayerCall(ABC):
 
     @abstractmethod
     def remove(self, rows: Tensor) -> None:
-        """Take these examples out of what is kept, whatever it holds (0·NaN would be NaN)."""
+        """Set what is kept of these examples to zero; a coefficient of zero is not enough, as 0·NaN is NaN."""
 
     @abstractmethod
     def per_example(self, output_gradient: Tensor, examples: slice) -> Mapping[str, Tensor]:
-        """The gradients themselves, for calls that are not clipped on their own; used instead of ``squared_norms``."""
+        """The gradients of these examples; called instead of ``squared_norms`` for parameters that are used several times."""
 
     @classmethod
     def joined(cls, calls: Sequence[tuple[LayerCall, Tensor]]) -> tuple[LayerCall, Tensor] | None:
-        """Several calls with the same parameters as one call with more positions, where the family can do so."""
+        """Several calls with the same parameters merged into one call with more positions, or None if that is not supported."""
         return None
 
     def masked(self, deltas: Tensor, key: str, dimension: int) -> Tensor:
-        """δ without the outputs whose row of parameter ``key`` does not train."""
+        """δ with zeros for outputs whose row of parameter ``key`` is not trained."""
         if key not in self.row_masks:
             return deltas
         shape = [1] * deltas.dim()
@@ -70,7 +70,7 @@ class LayerCall(ABC):
 
 
 class KeptGradients(Protocol):
-    """What is kept of one parameter's gradients between their norms and their clipped sum."""
+    """The gradients of one parameter, in whatever form they are kept until their clipped sum is taken."""
 
     def squared_norms(self) -> Tensor: ...
 
@@ -80,7 +80,7 @@ class KeptGradients(Protocol):
 
 
 class PartsCall(LayerCall):
-    """A call that keeps a part for each of its parameters; ``squared_norms`` fills ``parts``, by the name in the module."""
+    """A call that keeps the gradients of each parameter in ``parts``, by name in the module; ``squared_norms`` fills it."""
 
     def __init__(self) -> None:
         self.parts: dict[str, KeptGradients] = {}
@@ -99,23 +99,23 @@ def folded(rows: Tensor, rows_per_example: int) -> Tensor:
 
 
 class LayerRule(ABC):
-    """How the gradients of one module are clipped: makes a :class:`LayerCall` for each of its forward passes."""
+    """The clipping rule of one module: creates a :class:`LayerCall` for each of its forward passes."""
 
     parameter_names = frozenset({"weight", "bias", "gain"})
-    """What the parameters of the modules it serves are called."""
+    """The names of the parameters that modules with this rule may have."""
 
-    def __init__(self, name: str, module: nn.Module, trainable: tuple[str, ...], forced_way: str | None = None) -> None:
+    def __init__(self, name: str, module: nn.Module, trainable: tuple[str, ...], forced_strategy: str | None = None) -> None:
         self.name = name
         self.module = module
         self.trainable = trainable
-        self.forced_way = forced_way
-        # The parameters' names in the model, which clipped sums are kept under.
+        self.forced_strategy = forced_strategy
+        # The parameters' names in the model, under which clipped sums are stored.
         self.full_names = {key: f"{name}.{key}" if name else key for key in trainable}
         self.estimate: Estimate | None = None
 
     @abstractmethod
     def observe(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> LayerCall:
-        """Called after the module's forward; what it returns waits for the output gradient."""
+        """Called after the module's forward; returns the call, which is given the output gradient later."""
 
     def install(self) -> None:  # noqa: B027 - most rules have nothing to prepare
         """Called before a forward pass that will be observed."""
@@ -124,21 +124,21 @@ class LayerRule(ABC):
         """Undo ``install``; called on errors too."""
 
     def only_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """The single tensor that layers of torch.nn take."""
+        """The single tensor that the layer was called with."""
         values = (*args, *kwargs.values())
         if len(values) != 1 or not isinstance(values[0], Tensor):
             raise InputError(f"layer {self.name!r} was called with {len(values)} arguments; it takes one tensor")
         return values[0]
 
     def kept_input(self, args: tuple[Any, ...], kwargs: dict[str, Any], needed_by: set[str]) -> UnchangedInput | None:
-        """The input, if one of the trainable parameters needs it: a frozen weight costs no memory."""
+        """The saved input, or None if no trainable parameter needs it: a frozen weight costs no memory."""
         if needed_by.isdisjoint(self.trainable):
             return None
         return UnchangedInput(self.name, self.only_input(args, kwargs))
 
 
 class UnchangedInput:
-    """An input kept for later; refuses to be read after the model wrote into it."""
+    """An input saved for the backward pass; reading it raises :class:`InputError` if it was modified in place meanwhile."""
 
     def __init__(self, layer: str, tensor: Tensor) -> None:
         self._layer = layer

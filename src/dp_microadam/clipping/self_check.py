@@ -1,4 +1,4 @@
-"""The engine against its slow twin, on networks drawn at random, on the machine at hand."""
+"""Compares the engine with its reference implementation on random networks, on this machine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dp_microadam.errors import PrivacyError
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 
 TOLERANCE = 1e-4
-"""Of the sum of float32 gradients, relative to its norm. A single wrong gradient among those tried is a hundred times that."""
+"""Largest error of the sum of float32 gradients, relative to its norm. A single wrong gradient is a hundred times that."""
 
 
 @dataclass(frozen=True)
 class Exactness:
-    """How far the engine was from gradients taken one by one in double precision.
+    """The largest error of the engine, compared with gradients taken one by one in double precision.
 
     ``deviation`` is the largest ‖Σ − Σ*‖/‖Σ*‖ over the networks tried, and ``worst`` names the kind it occurred in.
     """
@@ -42,7 +42,7 @@ def check_exactness(
     kinds: Sequence[str] = (),
     engine: type[ClippedGradients] = ClippedGradients,
 ) -> Exactness:
-    """Compare on as many networks as ``seconds`` allow, each kind at least once. The data is random and nobody's."""
+    """Compare the engine with its reference on as many random networks as ``seconds`` allow, each kind at least once."""
     end = time.monotonic() + seconds
     worst, where, networks = 0.0, "", 0
     gpus = [device] if torch.device(device).type == "cuda" else []
@@ -72,7 +72,7 @@ def _deviation(model: nn.Module, batch: Tensor, device: str | torch.device, engi
     with engine(model, _loss, max_grad_norm=bound) as gradients:
         try:
             gradients.accumulate(batch)
-        except PrivacyError:  # the engine has found itself out: wrong by all of the sum
+        except PrivacyError:  # the engine's own check found the error: count it as all of the sum
             return 1.0
         difference = sum(float((total.double() - expected[name]).square().sum()) for name, total in gradients.sums.items())
     return (difference / sum(float(total.square().sum()) for total in expected.values())) ** 0.5

@@ -1,6 +1,6 @@
-"""Parameters outside layers with a rule: class tokens, position embeddings, layer scales, tables of biases, and any other.
+"""Tensor subclass that stands in for parameters outside layers with a rule: class tokens, position embeddings, layer scales.
 
-While a model is recorded, its parameters are stand-ins whose operations are observed one by one. What is computed from
+While a model is recorded, its parameters are such stand-ins, whose operations are observed one by one. What is computed from
 parameters alone (a resized position embedding, a gathered table, a normalized weight) stays shared: it is the same
 for every example and keeps its graph. The first operation whose result has rows for each example is the use of the
 parameter that counts; ``operations.py`` turns its output gradient into one gradient per example.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SharedTensor(torch.Tensor):
-    """Something computed from parameters alone; operations on it are reported to the recording.
+    """A tensor computed from parameters alone; operations on it are reported to the recording.
 
     Attributes:
         plain: the same values as an ordinary tensor, with the graph that leads to ``roots``.

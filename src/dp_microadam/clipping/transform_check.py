@@ -1,26 +1,27 @@
-"""The independence check of what happens to a batch before the model sees it: augmentation, normalization, types.
+"""The independence check of the transforms before the model: augmentation, normalization, casting.
 
-A randomized numerical check. Formal guarantees: after :func:`check_transform` has returned, on synthetic raw batches of the
-given batch's shapes,
+This is a randomized numerical check.
 
-- there was one row for each example, in every tensor that came out;
+Formal guarantees: after :func:`check_transform` has returned, on synthetic raw batches of the given batch's shapes,
+
+- there was one row for each example in every tensor that the transform returned;
 - replacing one example left the rows of all others as they were, whatever the global random streams of torch, Python and
-  NumPy gave; tried for each of three examples, and for the first, middle and last of a batch of the given size; with real
-  numbers in [0, 1) and multiplied by 1000, 1 and 30, with whole numbers up to what they index, or 255; with one seed, or with
-  32 if the transform draws random numbers;
-- so did taking one or two examples out, which shows what depends on the size of a batch; there, torch's draws give one
-  number for all examples. It is left out for transforms that draw from Python or NumPy,
-  or until they like what they get;
-- the same batch and seed gave the same rows again after another batch had passed, so nothing was kept of that one.
+  NumPy gave. This was tried for each of three examples, and for the first, middle and last of a batch of the given size;
+  with floating-point numbers in [0, 1), and multiplied by 1000, 1 and 30; with integers up to what they index, or 255; with
+  one seed, or with 32 if the transform draws random numbers;
+- so did removing one or two examples, which shows what depends on the size of a batch. There, torch's generators give
+  the same number to all examples. This is left out for transforms that draw from Python or NumPy, or that draw until the
+  result satisfies a condition;
+- the same batch and seed gave the same rows again after another batch had passed, so nothing was kept of that batch.
 
 Then each row is a function of its own example and of random numbers, and clipping its gradient bounds what the example adds.
 
-Several views of an example are a dimension of their own, [B, K, …], whose losses are averaged before the clip: rows of their
-own would be clipped and added one by one, and the example would count K times.
+Several views of an example are a dimension of their own, [B, K, …], whose losses are averaged before the clip. As separate
+rows they would be clipped and added one by one, and the example would count K times.
 
-Not seen, and outside the guarantee if it happens: mixing on other values, other sizes or other lengths of the dimensions
-that are not the batch's; mixing by draws that none of the seeds gives (with probability p in a batch, all 33 miss it with
-(1 - p)³³); a change of a row below one part in 10,000; what begins later.
+The check can miss the following, which is outside the guarantee: mixing on other values, other sizes or other lengths of the
+dimensions that are not the batch's; mixing by random draws that none of the seeds gives (with probability p in a batch, all 33
+miss it with (1 - p)³³); a change of a row below one part in 10,000; mixing that begins later.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from dp_microadam.clipping.batches import alike, at_bounds, batch_size, scaled, select, with_other_rows
-from dp_microadam.clipping.integer_ranges import WatchIndices
-from dp_microadam.clipping.ownership import Interaction, Trial, new_seed, other_random_state, random_state, without
-from dp_microadam.clipping.undisturbed import undisturbed
+from dp_microadam.clipping.batches import batch_size, repeat_example, replace_rows, scaled, select, with_extreme_integers
+from dp_microadam.clipping.integer_ranges import IndexTracker
+from dp_microadam.clipping.mixing_check import InteractionError, without
+from dp_microadam.clipping.no_side_effects import no_side_effects, python_random_state, torch_random_state
+from dp_microadam.clipping.synthetic_examples import SyntheticExamples, new_seed
 from dp_microadam.errors import InputError
 
 Transform = Callable[[Any], Any]
@@ -46,50 +48,52 @@ _EXAMPLES = 3
 _SCALES = (1e3, 1.0, 30.0)
 _SEEDS_OF_DRAWS = 32
 
-# Rows of a large batch are made of so many different ones.
+# The number of different examples in a large batch.
 _DISTINCT = 12
 
-# Letters of a synthetic text.
+# The length of a synthetic text.
 _LETTERS = 16
 
-# A loop that draws until it likes what it gets must end.
+# A transform that draws until the result satisfies a condition would not end on equal numbers; after so many it gets others.
 _EQUAL_DRAWS = 5_000
 
 
 def check_transform(transform: Transform, batch: Any, model: nn.Module, *, what: str, seed: int | None = None) -> None:
-    """Raise :class:`InputError` unless ``transform`` treats the examples of a batch one by one.
+    """Raise :class:`InputError` unless ``transform`` treats the examples of a batch independently.
+
+    A randomized numerical check; the docstring of this module says what it can miss.
 
     Args:
         transform: takes a raw batch and returns what the model gets.
-        batch: a raw batch, of which structure, shapes and types are used and no value.
-        model: whose device the transform may draw random numbers on.
-        what: what the transform is called in refusals.
-        seed: repeats a check; by default a new one from the operating system.
+        batch: a raw batch; only its structure, shapes and types are used, no values.
+        model: the transform may draw random numbers on its device.
+        what: the name of the transform in error messages.
+        seed: repeats the check that was made with it; by default a new one from the operating system.
     """
-    start = Trial(new_seed() if seed is None else seed)
+    start = SyntheticExamples(new_seed() if seed is None else seed)
     raw = _Raw(batch)
-    with undisturbed(model) as rewind:
-        check = _TransformCheck(transform, raw, rewind, model, what)
-        trial = check.accepted(start)
-        examples, others = trial.examples(raw.batch, _EXAMPLES, None)
-        drew = check.examples_do_not_mix(examples, others, trial.seed, [[0], [1], [2]], [[0], [2], [1, 2], [0, 1]])
-        further = trial.again(1)
-        examples, others = further.examples(raw.batch, _EXAMPLES, None, spread=True)
-        check.examples_do_not_mix(scaled(examples, _SCALES), others, further.seed, [[0], [2]], [[0, 2]], required=False)
+    with no_side_effects(model) as seed_all:
+        check = _TransformCheck(transform, raw, seed_all, model, what)
+        source = check.accepted(start)
+        examples, others = source.draw(raw.batch, _EXAMPLES, None)
+        drew = check.check_no_mixing(examples, others, source.seed, [[0], [1], [2]], [[0], [2], [1, 2], [0, 1]])
+        further = source.reseeded(1)
+        examples, others = further.draw(raw.batch, _EXAMPLES, None, spread=True)
+        check.check_no_mixing(scaled(examples, _SCALES), others, further.seed, [[0], [2]], [[0, 2]], required=False)
         for step in range(_SEEDS_OF_DRAWS if drew else 0):
-            further = trial.again(2 + step)
-            examples, others = further.examples(raw.batch, _EXAMPLES, None)
-            check.examples_do_not_mix(examples, others, further.seed, [[0], [1], [2]], [], required=False)
+            further = source.reseeded(2 + step)
+            examples, others = further.draw(raw.batch, _EXAMPLES, None)
+            check.check_no_mixing(examples, others, further.seed, [[0], [1], [2]], [], required=False)
         count = raw.count
         if count > _EXAMPLES:
             rows = torch.arange(count) % _DISTINCT
-            examples, others = (select(part, rows) for part in trial.examples(raw.batch, _DISTINCT, None))
+            examples, others = (select(part, rows) for part in source.draw(raw.batch, _DISTINCT, None))
             some = [[0, count // 2, count - 1]]
-            check.examples_do_not_mix(alike(examples, count // 4, count), others, trial.seed, some, some)
+            check.check_no_mixing(repeat_example(examples, count // 4, count), others, source.seed, some, some)
 
 
 class _Raw:
-    """A raw batch in which texts, one for each example, are rows of letters, so that it can be made up and taken apart."""
+    """A raw batch in which texts, one for each example, are encoded as rows of letters, so that rows can be replaced."""
 
     def __init__(self, batch: Any) -> None:
         self.count = batch_size(batch) if any(isinstance(leaf, Tensor) for leaf in tree_leaves(batch)) else _texts_in(batch)
@@ -104,7 +108,7 @@ class _Raw:
         return isinstance(node, list | tuple) and len(node) == self.count and all(isinstance(text, str) for text in node)
 
     def __call__(self, columns: Sequence[Any]) -> Any:
-        """The batch as the transform takes it; its own to write into."""
+        """The batch as the transform takes it; a copy, so that it may be modified in place."""
         found = []
         for column, texts in zip(columns, self._texts, strict=True):
             if texts:
@@ -122,33 +126,35 @@ def _texts_in(batch: Any) -> int:
 
 
 class _TransformCheck:
-    def __init__(self, transform: Transform, raw: _Raw, rewind: Callable[[int], None], model: nn.Module, what: str) -> None:
+    def __init__(self, transform: Transform, raw: _Raw, seed_all: Callable[[int], None], model: nn.Module, what: str) -> None:
         self._transform = transform
         self._raw = raw
-        self._rewind = rewind
+        self._seed_all = seed_all
         self._model = model
         self._what = what
         # Whether batches of different sizes can be given the same random numbers.
         self._comparable = True
 
-    def accepted(self, start: Trial) -> Trial:
-        """Examples with whole numbers as large as the transform takes them."""
-        simple, _ = Trial(0).examples(self._raw.batch, _EXAMPLES, None)
-        watched = WatchIndices(simple)
-        self._rewind(0)
+    def accepted(self, start: SyntheticExamples) -> SyntheticExamples:
+        """Examples with integers as large as the transform accepts."""
+        simple, _ = SyntheticExamples(0).draw(self._raw.batch, _EXAMPLES, None)
+        tracker = IndexTracker(simple)
+        self._seed_all(0)
         try:
-            with watched:
+            with tracker:
                 self._transform(self._raw(simple))
         except Exception as error:
             raise InputError(
                 f"{self._what} cannot be checked: it raises {type(error).__name__} on synthetic examples of the training "
-                "data's shapes (real numbers in [0, 1), whole numbers 0 or 1, texts of letters); make it accept them"
+                "data's shapes (floating-point numbers in [0, 1), integers 0 or 1, texts of letters); make it accept them"
             ) from error
-        for bounds in watched.candidates():
-            trial = Trial(start.seed, bounds)
-            examples, _ = trial.examples(self._raw.batch, _EXAMPLES, None)
-            if all(self._first_run(some, trial.seed) is not None for some in (at_bounds(examples, bounds), examples)):
-                return trial
+        for bounds in tracker.candidates():
+            source = SyntheticExamples(start.seed, bounds)
+            examples, _ = source.draw(self._raw.batch, _EXAMPLES, None)
+            if all(
+                self._first_run(some, source.seed) is not None for some in (with_extreme_integers(examples, bounds), examples)
+            ):
+                return source
         return start
 
     def _first_run(self, examples: Any, seed: int) -> list[Any] | None:
@@ -159,12 +165,12 @@ class _TransformCheck:
         except Exception:
             return None
 
-    def _run(self, examples: Any, seed: int, one_number: bool = False) -> list[Any]:
-        """The leaves of what comes out; refused unless they have a row for each example."""
+    def _run(self, examples: Any, seed: int, constant_draws: bool = False) -> list[Any]:
+        """The leaves of the result; raises :class:`InputError` unless they have one row for each example."""
         count = batch_size(examples)
-        self._rewind(seed)
-        mode = _OneNumber(lambda: self._rewind(seed))
-        with mode if one_number else nullcontext():
+        self._seed_all(seed)
+        mode = _ConstantDraws(lambda: self._seed_all(seed))
+        with mode if constant_draws else nullcontext():
             result = self._transform(self._raw(examples))
         self._comparable &= not mode.ended
         rows = batch_size(result)
@@ -176,7 +182,7 @@ class _TransformCheck:
             )
         return tree_leaves(result)
 
-    def examples_do_not_mix(
+    def check_no_mixing(
         self,
         examples: Any,
         others: Any,
@@ -186,43 +192,43 @@ class _TransformCheck:
         *,
         required: bool = True,
     ) -> bool:
-        """Replace and take out the examples of these rows: the rest stay as they are. Returns whether anything was drawn."""
+        """Replace and remove the examples of these rows: the rest must not change. Returns whether it is random."""
         count = batch_size(examples)
-        self._rewind(seed)
-        start, other_start = random_state(self._model), other_random_state()
+        self._seed_all(seed)
+        start, other_start = torch_random_state(self._model), python_random_state()
         before = self._run(examples, seed) if required else self._first_run(examples, seed)
         if before is None:
             return False
-        drew, drew_elsewhere = random_state(self._model) != start, other_random_state() != other_start
+        drew, drew_elsewhere = torch_random_state(self._model) != start, python_random_state() != other_start
         self._run(others, seed)
         if self._differ(examples, before, self._run(examples, seed), torch.arange(count), torch.arange(count)):
             raise InputError(
-                f"{self._what} gives other rows for the same batch after another one, with the same random numbers: it keeps "
-                "something of batches, or draws from a generator of its own; keep nothing, and draw from torch's generators"
+                f"{self._what} returns other rows for the same batch and random seed after another batch has passed: it "
+                "keeps something of batches, or draws from a generator of its own; keep nothing, and use torch's generators"
             )
         for rows in replaced:
-            mixed = self._run(with_other_rows(examples, others, torch.tensor(rows)), seed)
+            mixed = self._run(replace_rows(examples, others, torch.tensor(rows)), seed)
             kept = without(torch.tensor(rows), count)
             self._refuse_difference(examples, before, mixed, kept, kept, seed, "replacing")
         self._comparable &= not drew_elsewhere
-        one_number = drew and self._comparable
-        if one_number and removed:
-            before = self._run(examples, seed, one_number)
+        constant_draws = drew and self._comparable
+        if constant_draws and removed:
+            before = self._run(examples, seed, constant_draws)
         for rows in removed:
             kept = without(torch.tensor(rows), count)
-            less = self._run(select(examples, kept), seed, one_number)
+            less = self._run(select(examples, kept), seed, constant_draws)
             if self._comparable:
-                self._refuse_difference(examples, before, less, kept, torch.arange(len(kept)), seed, "taking out")
+                self._refuse_difference(examples, before, less, kept, torch.arange(len(kept)), seed, "removing")
         return drew or drew_elsewhere
 
     def _refuse_difference(
         self, examples: Any, before: list[Any], after: list[Any], rows: Tensor, rows_after: Tensor, seed: int, how: str
     ) -> None:
         if self._differ(examples, before, after, rows, rows_after):
-            raise Interaction(
+            raise InteractionError(
                 f"{self._what} mixes examples: {how} one example of a batch changed the rows of others; treat every example "
-                "on its own, normalize by public constants or by each example's own values, and mix no two (mixup, cutmix) "
-                f"(seed {seed} of the check)"
+                "on its own, normalize by public constants or by each example's own values, and do not combine examples "
+                f"(mixup, cutmix) (seed {seed} of the check)"
             )
 
     def _differ(self, examples: Any, before: list[Any], after: list[Any], rows: Tensor, rows_after: Tensor) -> bool:
@@ -283,11 +289,11 @@ _DRAWS = (
 )
 
 
-class _OneNumber(TorchDispatchMode):
-    """A random tensor is one number everywhere, and every draw begins the stream again.
+class _ConstantDraws(TorchDispatchMode):
+    """Fills every random tensor with one number, and reseeds before every draw.
 
-    So what is drawn for an example depends neither on its place nor on how many there are, in whatever dimension the
-    examples are and however often is drawn. A permutation leaves everything in its place.
+    So the random numbers of an example depend neither on its position nor on the batch size, in whatever dimension the
+    examples are and however many draws there are. A random permutation is the identity.
     """
 
     def __init__(self, restart: Callable[[], None]) -> None:

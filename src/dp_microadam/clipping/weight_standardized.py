@@ -1,4 +1,4 @@
-"""Weight-standardized convolutions, exactly.
+"""Exact per-example gradients of weight-standardized convolutions.
 
 The layer convolves with κγv, v = (w − μ)/s (see ``layers/weight_standardization.py``). With G the per-example
 gradient of an ordinary convolution's weight, n the fan-in, 1 the filter of ones, p the pull of the derivative and k =
@@ -11,7 +11,7 @@ The last term is zero for exact arithmetic. It is there for filters whose mean i
 as rounded, is not orthogonal to 1, and the norm must be that of what is summed.
 
 ∂w is linear in G: the clipped sum of G is projected once. Where gradients are formed, 1ᵀG and vᵀG are read off them.
-In the ghost way ‖kG‖² is the ordinary norm with δ scaled by k, 1ᵀG = Σₜ δₜ·(sum of the patch at t) and vᵀG = Σₜ δₜzₜ,
+With the ghost strategy ‖kG‖² is the ordinary norm with δ scaled by k, 1ᵀG = Σₜ δₜ·(sum of the patch at t) and vᵀG = Σₜ δₜzₜ,
 where z = conv(a, v) is the output before the gain: the forward pass then applies the gain to z instead of to the
 filter, since dividing it out again would fail at γ = 0.
 """
@@ -77,8 +77,8 @@ class Projection:
 class StandardizedSum(OuterProductSum):
     """Norms and clipped sum of ∂w, with vᵀG of every example as a by-product: the gradient of the gain."""
 
-    def __init__(self, factors: Factors, way: str, projection: Projection, ungained: Tensor | None) -> None:
-        super().__init__(factors, way)
+    def __init__(self, factors: Factors, strategy: str, projection: Projection, ungained: Tensor | None) -> None:
+        super().__init__(factors, strategy)
         self._projection = projection
         self._ungained = ungained
         self._along_filter: list[Tensor] = []
@@ -138,8 +138,8 @@ class StandardizedCall(PartsCall):
             self.parts["bias"] = GradientRows(folded(deltas.flatten(2).sum(2), self.rows_per_example))
             total += self.parts["bias"].squared_norms()
         if self._inputs is not None:
-            factors, way = self._rule.factors_and_way(self._inputs.read(), deltas, self.rows_per_example)
-            weight = StandardizedSum(factors, way, self._rule.projection, self._ungained)
+            factors, strategy = self._rule.factors_and_strategy(self._inputs.read(), deltas, self.rows_per_example)
+            weight = StandardizedSum(factors, strategy, self._rule.projection, self._ungained)
             norms = weight.squared_norms()  # which also finds the gain's gradients
             if "gain" in self._rule.trainable:
                 self.parts["gain"] = GradientRows(weight.gain_gradients())
@@ -165,7 +165,7 @@ class StandardizedCall(PartsCall):
 
 
 class WeightStandardizedRule(ConvolutionRule):
-    """Takes over the layer's forward while it is recorded: filters are standardized once for forward and backward."""
+    """Replaces the layer's forward while it is recorded: filters are standardized once for forward and backward pass."""
 
     module: WeightStandardizedConv2d
     projection: Projection

@@ -47,7 +47,7 @@ class Engines:
         for phase in {phase.engine_key: phase for phase in phases}.values():
             engine = self._new(phase)
             with forked_torch(self._model):
-                engine.prove(sample)
+                engine.check_independence(sample)
             self._checked[phase.engine_key] = engine
         self.reopen()
 

@@ -23,7 +23,7 @@ class GradientSums(Protocol):
 
     def accumulate(self, batch: Any) -> Tensor: ...
 
-    def prove(self, batch: Any) -> None: ...
+    def check_independence(self, batch: Any) -> None: ...
 
     def reset(self) -> None: ...
 
@@ -62,7 +62,7 @@ class UnclippedGradients:
                     total[~self.row_masks[name]] = 0.0
         return losses.detach()
 
-    def prove(self, batch: Any) -> None:
+    def check_independence(self, batch: Any) -> None:
         """Nothing to check: without privacy examples may interact, as in batch normalization."""
 
     def reset(self) -> None:

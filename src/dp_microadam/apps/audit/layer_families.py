@@ -1,4 +1,4 @@
-"""One small network for every family of layers, and every way, that the clipping engine has; with data that is nobody's."""
+"""One small network for every family of layers, and every strategy, that the clipping engine has; with random data."""
 
 from __future__ import annotations
 
@@ -157,8 +157,8 @@ FAMILIES = (
     Family("tied weights", _Tied, _words),
     Family("layer used three times", _Repeated, lambda count: torch.randn(count, 5)),
     Family("parameters without a layer", _Bare, lambda count: torch.randn(count, 3, 4)),
-    Family("ghost norms", _mlp, lambda count: torch.randn(count, 5, 6), options=lambda model: {"way": "ghost"}),
-    Family("kept gradients", _mlp, lambda count: torch.randn(count, 5, 6), options=lambda model: {"way": "keep"}),
+    Family("ghost norms", _mlp, lambda count: torch.randn(count, 5, 6), options=lambda model: {"strategy": "ghost"}),
+    Family("kept gradients", _mlp, lambda count: torch.randn(count, 5, 6), options=lambda model: {"strategy": "keep"}),
     Family("per-layer clipping", _small_network, _colours, options=lambda model: {"clipping": "per-layer"}),
     Family("scaled gradients", _mlp, _rows, options=_scaled),
     Family("row masks", _mlp, _rows, options=_masked),

@@ -1,9 +1,9 @@
-"""What a model keeps in plain Python attributes from one batch to the next, such as a queue of features.
+"""Compares plain Python attributes of modules, in which a model may keep examples from one batch to the next.
 
-``kept_state.py`` watches what a checkpoint holds. Anything else that a module stores, in a tensor, a list or an object of its
-own, is harmless as long as it does not depend on examples (a cache of positions), or is overwritten by the next batch before
-it is used (the last attention map). What is left of examples after another batch has passed lets one example reach the
-gradients of steps in which it takes no part.
+``model_state.py`` covers what a checkpoint holds. Anything else that a module stores, in a tensor, a list or an object of its
+own, is harmless if it does not depend on examples (a cache of positions), or is overwritten by the next batch before it is
+used (the last attention map). An attribute that still depends on examples after another batch has passed, such as a queue of
+features, lets an example influence the gradients of steps it is not part of.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_leaves
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
-# Objects within objects within a module's attribute.
+# How deep objects in a module's attribute are searched.
 _DEPTH = 4
 
 
-def copied(model: nn.Module) -> nn.Module:
-    """A copy with attributes of its own and the same parameters and buffers."""
+def copy_with_own_attributes(model: nn.Module) -> nn.Module:
+    """A copy of the model with attributes of its own, which shares parameters and buffers with the original."""
     shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     for module in model.modules():
         for leaf in tree_leaves([value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE]):
@@ -36,7 +36,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def plain_attributes(model: nn.Module) -> dict[str, list[Any]]:
-    """The tensors, numbers and texts in each plain attribute, by its name."""
+    """The tensors, numbers and strings in each plain attribute, by the attribute's name."""
     return {
         f"{name}.{key}" if name else key: list(_contents(value, _DEPTH))
         for name, module in model.named_modules()
@@ -46,7 +46,7 @@ def plain_attributes(model: nn.Module) -> dict[str, list[Any]]:
 
 
 def differing(one: Mapping[str, list[Any]], other: Mapping[str, list[Any]]) -> set[str]:
-    """Names of attributes that do not agree, numbers up to rounding."""
+    """The names of attributes that differ; numbers are compared up to rounding."""
     return {
         name
         for name in one.keys() | other.keys()

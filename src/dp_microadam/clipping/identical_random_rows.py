@@ -1,13 +1,13 @@
-"""One random draw for all rows, so that passes over batches of different sizes can be compared.
+"""Gives every row of a batch the same random numbers, so that passes over batches of different sizes can be compared.
 
-Taking an example out of a batch shifts the random numbers of those behind it: dropout gives them other masks, and their
-losses change although nothing mixes. Inside :func:`one_draw_for_all_rows` a random tensor is drawn for its first row
-and repeated for the others. Every example then has the same mask, and the random stream moves by the same amount
+Removing an example from a batch shifts the random numbers of those after it: dropout gives them other masks, and their
+losses change although no examples are mixed. Inside :func:`identical_random_rows` a random tensor is drawn for its first row
+and repeated for the others. Every example then has the same mask, and the random stream advances by the same amount
 whatever the number of examples. Attention that drops out inside a fused kernel runs without dropout.
 
-Random tensors whose rows are not examples (noise on weights, say) repeat their first row too, which is the same for all
-compared passes. Those that hold the examples in another dimension than the first still move the stream by the batch's
-size; a model that uses them is refused.
+Random tensors whose rows are not examples (noise on weights, say) repeat their first row too, which is the same in all
+compared passes. Random tensors that have the examples in another dimension than the first still advance the stream by an
+amount that depends on the batch size; a model that uses them is refused.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _DRAWS = {
 
 
 @contextmanager
-def one_draw_for_all_rows() -> Iterator[None]:
-    """Random tensors have equal rows inside."""
-    with _NoAttentionDropout(), _OneDraw():
+def identical_random_rows() -> Iterator[None]:
+    """Context manager in which the rows of every random tensor are identical."""
+    with _NoAttentionDropout(), _RepeatFirstRow():
         yield
 
 
-class _OneDraw(TorchDispatchMode):
+class _RepeatFirstRow(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -106,6 +106,6 @@ class _NoAttentionDropout(TorchFunctionMode):
                 args = (*args[:4], 0.0, *args[5:])
             else:
                 kwargs["dropout_p"] = 0.0
-        if func is F.multi_head_attention_forward:  # drops out inside, where no mode looks
+        if func is F.multi_head_attention_forward:  # it drops out inside, where no dispatch mode sees it
             args = (*args[:10], 0.0, *args[11:])
         return func(*args, **kwargs)

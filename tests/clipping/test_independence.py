@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_microadam import ClippedGradients, InputError, models
-from dp_microadam.clipping.one_draw import one_draw_for_all_rows
+from dp_microadam.clipping.identical_random_rows import identical_random_rows
 
 Batch = tuple[Tensor, Tensor]
 
@@ -100,7 +100,7 @@ def test_rounding_by_batch_size_under_autocast_is_not_mistaken_for_mixing():
     assert engine.accumulate((torch.randn(17, 64), torch.randint(3, (17,)))).shape == (17,)
 
 
-def test_mixing_that_begins_later_is_refused_when_the_proof_is_repeated():
+def test_mixing_that_begins_later_is_refused_when_the_check_is_repeated():
     class Late(nn.Module):
         mixes = False
 
@@ -338,10 +338,10 @@ def test_a_transformer_with_dropout_on_tokens_is_accepted():
 def test_the_wide_resnet_with_weight_standardization_is_accepted():
     torch.manual_seed(0)
     engine = ClippedGradients(models.wide_resnet(10, 1), cross_entropy, max_grad_norm=1.0)
-    engine.prove((torch.randn(5, 3, 16, 16), torch.randint(10, (5,))))
+    engine.check_independence((torch.randn(5, 3, 16, 16), torch.randint(10, (5,))))
 
 
-def test_a_model_can_be_proved_before_the_first_step_and_nothing_is_proved_twice():
+def test_a_model_can_be_checked_before_the_first_step_and_nothing_is_checked_twice():
     passes = 0
 
     def counted(model: nn.Module, batch: Batch) -> Tensor:
@@ -350,10 +350,10 @@ def test_a_model_can_be_proved_before_the_first_step_and_nothing_is_proved_twice
         return cross_entropy(model, batch)
 
     engine = ClippedGradients(nn.Linear(5, 3), counted, max_grad_norm=1.0)
-    engine.prove(batch_of(8))
+    engine.check_independence(batch_of(8))
     assert passes == 36 + 5 + 3  # the independence check, the check of the clip, the check at this size
     assert all(not total.any() for total in engine.sums.values())
-    engine.prove(batch_of(8))
+    engine.check_independence(batch_of(8))
     assert passes == 44
     for count in (8, 3, 1, 5):
         engine.accumulate(batch_of(count))
@@ -361,10 +361,10 @@ def test_a_model_can_be_proved_before_the_first_step_and_nothing_is_proved_twice
     engine.accumulate(batch_of(9))
     assert passes == 48 + 3 + 1
     with pytest.raises(InputError, match="mixes examples"):
-        ClippedGradients(nn.Linear(5, 3), MIXING["minus the last"], max_grad_norm=1.0).prove(batch_of(8))
+        ClippedGradients(nn.Linear(5, 3), MIXING["minus the last"], max_grad_norm=1.0).check_independence(batch_of(8))
 
 
-def test_a_model_with_dropout_is_proved_with_the_stated_number_of_passes():
+def test_a_model_with_dropout_is_checked_with_the_stated_number_of_passes():
     passes = 0
 
     def counted(model: nn.Module, batch: Batch) -> Tensor:
@@ -372,11 +372,11 @@ def test_a_model_with_dropout_is_proved_with_the_stated_number_of_passes():
         passes += 1
         return cross_entropy(model, batch)
 
-    ClippedGradients(ACCEPTED["dropout"](), counted, max_grad_norm=1.0).prove(batch_of(8))
+    ClippedGradients(ACCEPTED["dropout"](), counted, max_grad_norm=1.0).check_independence(batch_of(8))
     assert passes == 41 + 32 + 4 + 4  # the independence check, the check of the clip, the check at this size
 
 
-def test_the_proof_leaves_the_model_and_all_random_streams_as_they_were():
+def test_the_check_leaves_the_model_and_all_random_streams_as_they_were():
     model = nn.Sequential(nn.Linear(5, 8), SkipsBatches(), nn.Dropout(0.5).eval(), nn.Linear(8, 3))
     model[3].bias.requires_grad_(False)
     model[0].weight.grad = torch.ones(8, 5)
@@ -385,7 +385,7 @@ def test_the_proof_leaves_the_model_and_all_random_streams_as_they_were():
     versions = {name: p._version for name, p in model.named_parameters()}
     batch = batch_of(8)
     streams = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # noqa: NPY002
-    ClippedGradients(model, cross_entropy, max_grad_norm=1.0).prove(batch)
+    ClippedGradients(model, cross_entropy, max_grad_norm=1.0).check_independence(batch)
     assert torch.equal(torch.get_rng_state(), streams[0])
     assert random.getstate() == streams[1]
     assert (np.random.get_state()[1] == streams[2]).all()  # noqa: NPY002
@@ -412,11 +412,11 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("kind", DRAWS)
-def test_one_draw_serves_all_rows_whatever_their_number(kind):
+def test_all_rows_have_the_same_random_numbers_whatever_their_number(kind):
     results = []
     for count in (1, 2, 5):
         torch.manual_seed(3)
-        with one_draw_for_all_rows():
+        with identical_random_rows():
             rows = DRAWS[kind](count)
         assert len(rows) == count
         assert all(torch.equal(row, rows[0]) for row in rows)

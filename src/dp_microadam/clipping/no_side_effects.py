@@ -1,30 +1,31 @@
-"""Trial passes through a model that leave no trace: random streams, modes and gradients are put back."""
+"""Passes through a model without side effects: random streams, modes and gradients are restored afterwards."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-Rewind = Callable[[int], None]
+SeedAll = Callable[[int], None]
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[Rewind]:
-    """Yields a function that starts all random streams at a seed; restores everything at the end.
+def no_side_effects(model: nn.Module) -> Iterator[SeedAll]:
+    """Restore random streams, training modes and gradients on exit; yields a function that seeds all random streams.
 
     The streams are those a model may draw from: torch's on the CPU and on the model's GPUs, Python's and NumPy's.
-    Parameters and buffers are watched, and put back, by ``kept_state.py``.
+    Parameters and buffers are checked and restored by ``model_state.py``.
     """
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     gpus = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
 
-    def rewind(seed: int) -> None:
+    def seed_all(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
         for index in gpus:
             torch.cuda.default_generators[index].manual_seed(seed)
@@ -34,7 +35,7 @@ def undisturbed(model: nn.Module) -> Iterator[Rewind]:
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng(devices=gpus):
         try:
-            yield rewind
+            yield seed_all
         finally:
             for module, training in modes:
                 module.training = training
@@ -42,3 +43,16 @@ def undisturbed(model: nn.Module) -> Iterator[Rewind]:
                 parameter.grad = gradient
             random.setstate(python_state)
             np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+def torch_random_state(model: nn.Module) -> list[Any]:
+    """The state of torch's generators; a pass that changes it has drawn random numbers."""
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+    return [state.tolist() for state in states]
+
+
+def python_random_state() -> tuple[Any, ...]:
+    """The state of the global generators of Python and NumPy."""
+    state: dict[str, Any] = np.random.get_state(legacy=False)  # noqa: NPY002 - the global stream
+    return random.getstate(), state["state"]["key"].tobytes(), state["state"]["pos"], state["has_gauss"]

@@ -1,11 +1,13 @@
-"""What a model keeps from one call to the next and a checkpoint would carry away: nothing of it may come from examples.
+"""Detects changes of a model's state (parameters, buffers, extra state) while examples pass through it.
 
-Formal guarantees: a pass through the model inside :func:`refuse_kept_examples` leaves buffers, parameters and extra
-state as they were, or is refused and undone before anything is made of it. Buffers, and parameters of up to 65,536
+Such a change would put information about examples into checkpoints without noise.
+
+Formal guarantees: a pass through the model inside :func:`refuse_state_changes` leaves buffers, parameters and extra
+state as they were, or is refused and undone before its result is used. Buffers, and parameters of up to 65,536
 numbers, are compared by value. Larger parameters are compared by autograd's version counter and address, and are
-refused but not put back; a write through ``.data`` escapes the counter: such writes are found by the proof of
-``ownership.py``, which compares all values, if they happen on synthetic examples too. Plain Python attributes are not
-part of a ``state_dict`` and are looked at on synthetic examples only (``kept_attributes.py``).
+refused but not restored. A write through ``.data`` escapes the counter: such writes are found by the independence check
+(``independence.py``), which compares all values, if they happen on synthetic examples too. Plain Python attributes are not
+part of a ``state_dict`` and are checked on synthetic examples only (``module_attributes.py``).
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from dp_microadam.errors import InputError
 _LARGE = 65_536
 
 
-class KeptState:
-    """Parameters, buffers and extra state of a model at one moment."""
+class StateSnapshot:
+    """A snapshot of a model's parameters, buffers and extra state."""
 
     def __init__(self, model: nn.Module, *, copy_large: bool) -> None:
         self._slots: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = []
@@ -45,7 +47,7 @@ class KeptState:
         self._model = model
 
     def changed(self) -> str | None:
-        """The first thing that is no longer as it was, by kind and name."""
+        """The kind and name of the first tensor or extra state that differs from the snapshot, or None."""
         for kind, prefix, slots, before in self._slots:
             for key in before.keys() | slots.keys():
                 if self._differs(before.get(key), slots.get(key)):
@@ -56,7 +58,7 @@ class KeptState:
         return None
 
     def restore(self) -> None:
-        """Put everything back of which a copy was kept."""
+        """Restore everything of which the snapshot has a copy."""
         for _, _, slots, before in self._slots:
             if any(slots.get(key) is not tensor for key, tensor in before.items()) or slots.keys() != before.keys():
                 slots.clear()
@@ -73,13 +75,13 @@ class KeptState:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Restore, and refuse with :class:`InputError`, what changes inside; restore on errors too."""
+        """Raise :class:`InputError` if the state changes inside; restores it then, and on other errors too."""
         try:
             yield
             changed = self.changed()
             if changed is not None:
                 raise InputError(
-                    f"{changed} changes while examples pass through the model, so that checkpoints would hold what it "
+                    f"{changed} changes while examples pass through the model, so that checkpoints would reveal what it "
                     "saw (or how many examples or chunks there were) without noise; use a layer that keeps no "
                     "statistics, or call its eval()"
                 )
@@ -95,9 +97,9 @@ class KeptState:
         return now is not before or _mark(now) != self._marks[id(before)]
 
 
-def refuse_kept_examples(model: nn.Module) -> AbstractContextManager[None]:
-    """Undo and refuse what examples leave behind in the model; undo it on errors too."""
-    return KeptState(model, copy_large=False).unchanged()
+def refuse_state_changes(model: nn.Module) -> AbstractContextManager[None]:
+    """Context manager that raises :class:`InputError` if the model's state changes inside, and restores the state then."""
+    return StateSnapshot(model, copy_large=False).unchanged()
 
 
 def _mark(tensor: Tensor) -> tuple[Any, ...]:

@@ -1,0 +1,161 @@
+"""A model under the independence check: passes that start from equal conditions, and what each shows of every example."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dp_microadam.clipping.batches import batch_size, to_double
+from dp_microadam.clipping.families import observe
+from dp_microadam.clipping.identical_random_rows import identical_random_rows
+from dp_microadam.clipping.losses import PerExampleLoss, losses_of
+from dp_microadam.clipping.model_state import StateSnapshot
+from dp_microadam.clipping.no_side_effects import SeedAll, python_random_state, torch_random_state
+from dp_microadam.clipping.passes import parts_of
+from dp_microadam.clipping.recording import Observed, Use
+from dp_microadam.clipping.rule import at_least_float32
+from dp_microadam.errors import InputError
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What one forward and backward pass shows of each example: row i of every tensor belongs to example i.
+
+    Attributes:
+        losses: one per example.
+        norms: of each example's gradient, by layer.
+        projections: of each example's output gradient on a random direction, by use of a parameter.
+        used_torch_random: whether the pass drew random numbers from torch.
+        used_random: whether it drew any, also from Python or NumPy.
+    """
+
+    losses: Tensor
+    norms: dict[str, Tensor]
+    projections: dict[str, Tensor]
+    used_torch_random: bool
+    used_random: bool
+
+    def is_finite(self) -> bool:
+        values = (self.losses, *self.norms.values(), *self.projections.values())
+        return all(bool(torch.isfinite(value).all()) for value in values)
+
+
+class CheckedModel:
+    """A model whose passes all start from one seed, and which must not change while examples pass through it.
+
+    Attributes:
+        precision: relative error of the products in the model, if it is coarser than that of its parameters.
+        seed: what passes start from; may be set between them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        per_example_loss: PerExampleLoss,
+        observed: Observed,
+        seed_all: SeedAll,
+        precision: float,
+    ) -> None:
+        self.model = model
+        self.loss = per_example_loss
+        self.observed = observed
+        self.seed_all = seed_all
+        self.precision = precision
+        self.seed = 0
+        self._state = StateSnapshot(model, copy_large=True)
+        self._directions: dict[Any, Tensor] = {}
+
+    @contextmanager
+    def one_pass(self, seed: int | None = None) -> Iterator[None]:
+        """Seeds all random streams; restores the model's state and raises :class:`InputError` if the pass changes it."""
+        self.seed_all(self.seed if seed is None else seed)
+        with self._state.unchanged():
+            yield
+
+    def losses(self, batch: Any, seed: int) -> Tensor:
+        """The losses of a forward pass."""
+        with self.one_pass(seed):
+            return losses_of(self.model, self.loss, batch).detach()
+
+    def run(self, batch: Any, *, identical_rows: bool = False) -> PassResult:
+        """One forward and backward pass; with ``identical_rows`` random tensors have the same numbers for every example."""
+        projections: dict[str, Tensor] = {}
+
+        def project(use: Use, gradient: Tensor) -> None:
+            rows = at_least_float32(gradient).reshape(batch_size(batch), -1)
+            projections[f"{use.label}, use {len(projections) + 1}"] = rows @ self._direction(rows)
+
+        with self.one_pass(), identical_random_rows() if identical_rows else nullcontext():
+            start, python_start = torch_random_state(self.model), python_random_state()
+            losses = partial(losses_of, self.model, self.loss, batch)
+            parts, values = parts_of(self.observed, losses, batch_size(batch), on_output_gradient=project)
+            norms = {f"parameter {', '.join(sorted(part.names.values()))!r}": part.squared.sqrt() for part in parts}
+            used_torch = torch_random_state(self.model) != start
+            return PassResult(values, norms, projections, used_torch, used_torch or python_random_state() != python_start)
+
+    def _direction(self, rows: Tensor) -> Tensor:
+        kind = rows.shape[1], rows.dtype, rows.device
+        if kind not in self._directions:
+            generator = torch.Generator().manual_seed(0)
+            self._directions[kind] = torch.randn(rows.shape[1], generator=generator, dtype=torch.float64).to(rows)
+        return self._directions[kind]
+
+
+def double_precision_copy(own: CheckedModel, examples: Any) -> tuple[CheckedModel, Callable[[Any], Any]]:
+    """A copy of the model in double precision, and the function that casts batches for it.
+
+    A model that cannot be copied, or does not run in double precision throughout, is returned as it is.
+    """
+    try:
+        model = _without_zeros(copy.deepcopy(own.model).double())
+        observed = replace(observe(model, own.observed.strategy), table=own.observed.table)
+        twin = CheckedModel(model, own.loss, observed, own.seed_all, precision=0.0)  # autocast leaves double alone
+        with _RoundingDetector() as rounding:
+            losses = twin.run(to_double(examples)).losses
+    except InputError:
+        raise
+    except Exception:  # whatever a model does that was not made for this
+        return own, lambda batch: batch
+    exact = losses.dtype == torch.float64 and not rounding.seen
+    return (twin, to_double) if exact else (own, lambda batch: batch)
+
+
+def _without_zeros(model: nn.Module) -> nn.Module:
+    """A head or a gain that starts at zero would hide what happens in the layers before it."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and not bool(parameter.any()):
+                parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
+class _RoundingDetector(TorchDispatchMode):
+    """Notices operations that leave double precision, such as a softmax that is always taken in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self.seen and any(_is_double(leaf) for leaf in tree_leaves((args, kwargs))):
+            self.seen = any(
+                isinstance(leaf, Tensor) and leaf.is_floating_point() and not _is_double(leaf) for leaf in tree_leaves(result)
+            )
+        return result
+
+
+def _is_double(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dtype == torch.float64

@@ -1,0 +1,200 @@
+"""The independence check before the first step: every row belongs to one example, and every gradient is accounted for.
+
+This is a randomized numerical check, not a mathematical proof. It runs the model on synthetic input of the batch's shape.
+
+Formal guarantees: after :func:`check_independence` has returned, on this input,
+
+- replacing one example, or removing one or two, left every other example as it was: its loss, the norm of its gradient in
+  every layer, and a random projection of its output gradient at every use of a parameter. This was tried
+
+  - with three examples, for each of them;
+  - with examples multiplied by 1000, 1 and 30, and by -30, 1 and -1000, where each gave the same alone as beside the others;
+  - with one example three times;
+  - with one example beside others that are a million and ten thousand times as large.
+
+  So neither the position in the batch, nor the size of the batch, nor the range of its values decides. Integers go up to
+  what they index (classes, tokens) or to 255; they agree in some examples and differ in range in others.
+
+  These passes run in double precision on a copy of the model, which autocast leaves alone. In the copy, parameters that are
+  all zero (a new head, a gain) are small random numbers instead. Differences of up to 1e-9 of the largest loss and 1e-7 of
+  the largest gradient are allowed. A model that does not run in double precision throughout is checked as it is: to 1e-5
+  and 1e-3 in float32, to four roundings of the products under autocast (3e-2 in bfloat16), and to hardly anything if its
+  parameters are in half precision;
+- for models that draw random numbers, with 16 further seeds the losses of others did not change when one example was replaced;
+- no parameter, buffer or extra state was changed by a forward and backward pass, and neither the loss of a batch nor any
+  plain attribute of a module depended on the batch that had passed before it;
+- the loss of one example alone had an output gradient in its own rows of every observed use of a parameter and in no
+  other row, so these rows are the gradient of that example;
+- each example's gradient norm and the unclipped sum that the engine forms equal those of autograd, for every trainable
+  parameter, so no parameter is used where it is not observed.
+
+After :func:`check_independence_at_size` the first point holds for the first example, the last and one between in a batch of
+exactly that size, all three replaced or removed at once, at scale 1 and in the model's own precision.
+
+Then clipping the rows of each example bounds the change that adding or removing one example makes.
+
+The check can miss the following, which is outside the guarantee (docs/clipping.md lists it for users):
+
+- mixing on some inputs only: values beyond those tried (a threshold above a million; one class, token or pixel among many;
+  integers below 0, such as labels to ignore), sizes between three and the largest tried (a model that mixes batches
+  of exactly 17), other lengths of the dimensions that are not the batch's;
+- mixing that begins later, after a number of calls or by a switch from outside: the engine repeats the check at calls
+  16, 32, 64, …, so that it is refused then, but steps taken before were not bounded;
+- mixing weaker than the tolerances above;
+- mixing by random draws that none of about 20 seeds gives, in the forward pass, or that none of four gives, in the backward
+  pass only; every repetition has new seeds;
+- files, global variables and attributes of objects other than the model in which examples are stored without being used.
+
+Randomness: all compared passes start from one seed (of torch, ``random`` and NumPy). Every check takes a new one from the
+operating system and also draws its examples from it; a refusal names the seed, so that the check can be repeated. Replacing
+an example leaves all shapes as they are, so dropout and stochastic depth draw what they drew before. Removing an example
+would shift the random stream; there, models that draw random numbers are compared with the same numbers for every row
+(``identical_random_rows.py``). A random generator that the model owns is not reset: examples then seem to change, and the
+model is refused. The random numbers that are drawn for examples are assumed to be secret: someone who knows the seed of
+dropout sees the masks of all other examples change when one example is removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from dp_microadam.clipping.batches import batch_size, repeat_example, scaled
+from dp_microadam.clipping.checked_model import CheckedModel, double_precision_copy
+from dp_microadam.clipping.gradient_check import (
+    check_every_parameter_is_used,
+    check_gradients_against_autograd,
+    check_rows_of_one_example,
+)
+from dp_microadam.clipping.losses import PerExampleLoss
+from dp_microadam.clipping.mixing_check import (
+    InteractionError,
+    Neighbours,
+    check_identical_examples,
+    check_no_mixing,
+    check_nothing_is_kept,
+    check_random_draws,
+)
+from dp_microadam.clipping.no_side_effects import no_side_effects
+from dp_microadam.clipping.recording import Observed
+from dp_microadam.clipping.synthetic_examples import CHECK_SIZE, SyntheticExamples, accepted_examples, new_seed
+from dp_microadam.errors import InputError
+
+# One example keeps its scale: its loss is not saturated, and shows what the large ones do to it.
+_OTHER_SCALES = ((1e3, 1.0, 30.0), (-30.0, 1.0, -1e3))
+_EXTREME_SCALES = (1e6, 1.0, -1e4)
+
+_ALL_BUT_ONE = [torch.tensor(rows) for rows in ([1, 2], [0, 2], [0, 1])]
+_EACH = [torch.tensor([row]) for row in range(CHECK_SIZE)]
+_ONE_OR_TWO = Neighbours(replaced=_EACH, removed=_EACH + _ALL_BUT_ONE)
+_ALONE = Neighbours(replaced=[], removed=_ALL_BUT_ONE)
+_SECOND_ALONE = Neighbours(replaced=[], removed=_ALL_BUT_ONE[1:2])
+
+
+def check_independence(
+    model: nn.Module,
+    per_example_loss: PerExampleLoss,
+    observed: Observed,
+    batch: Any,
+    synthetic_batch: Any = None,
+    precision: float = 0.0,
+    seed: int | None = None,
+) -> SyntheticExamples:
+    """Raise :class:`InputError` unless examples are independent and every trainable parameter is observed.
+
+    A randomized numerical check; the docstring of this module says what it can miss. It leaves random streams, parameters,
+    their gradients, buffers and modes as they were.
+
+    It takes 29 forward and backward passes of one to three examples, or 34 if the model draws random numbers. In addition it
+    takes four forward passes of three examples, 32 more if the model draws random numbers, and one or a few more to find out
+    which integers the model accepts. Two forward passes of 13 and 11 examples, and up to 30 more for layers that are skipped
+    at random, teach ``observed.table`` which tensors have rows for each example.
+
+    Args:
+        model: is copied for most passes.
+        per_example_loss: as in :class:`~dp_microadam.clipping.engine.ClippedGradients`.
+        observed: the layers and parameters of the model that are clipped.
+        batch: whose structure, shapes and types are used, and no value.
+        synthetic_batch: examples to run on instead of random ones.
+        precision: the relative error of the products in the model, if it is coarser than that of its parameters.
+        seed: repeats the check that was made with it; by default a new one from the operating system.
+
+    Returns:
+        How the examples were drawn, for :func:`check_independence_at_size`.
+    """
+    start = SyntheticExamples(new_seed() if seed is None else seed)
+    simple, _ = SyntheticExamples(0).draw(batch, CHECK_SIZE, synthetic_batch)
+    with no_side_effects(model) as seed_all, _seed_in_refusals(start.seed):
+        own = CheckedModel(model, per_example_loss, observed, seed_all, precision)
+        tracker = check_every_parameter_is_used(own, simple)
+        source = accepted_examples(own, start, tracker if synthetic_batch is None else None, batch, synthetic_batch)
+        examples, others = source.draw(batch, CHECK_SIZE, synthetic_batch)
+        exact, cast = double_precision_copy(own, examples)
+        later, _ = source.reseeded(1).draw(batch, CHECK_SIZE, synthetic_batch)
+        check_nothing_is_kept(exact, *map(cast, (examples, others, later)))
+        exact.seed = source.seed
+        random = check_no_mixing(exact, cast(examples), cast(others), _ONE_OR_TWO, source.magnitude)
+        check_identical_examples(exact, cast(repeat_example(examples, 0, CHECK_SIZE)), source.magnitude)
+        for step, factors in enumerate(_OTHER_SCALES, start=2):
+            further = source.reseeded(step)
+            exact.seed = further.seed
+            some, _ = further.draw(batch, CHECK_SIZE, synthetic_batch, spread=step == 2)
+            scale = max(map(abs, factors)) * source.magnitude
+            check_no_mixing(exact, scaled(cast(some), factors), None, _ALONE, scale, required=False)
+        if exact is not own:
+            extreme = scaled(cast(examples), _EXTREME_SCALES)
+            check_no_mixing(exact, extreme, None, _SECOND_ALONE, max(_EXTREME_SCALES) * source.magnitude, required=False)
+        if random:
+            check_random_draws(exact, source, lambda one: map(cast, one.draw(batch, CHECK_SIZE, synthetic_batch)))
+        for row in range(CHECK_SIZE):
+            check_rows_of_one_example(own, simple, row)
+        check_gradients_against_autograd(own, simple)
+    return source
+
+
+def check_independence_at_size(
+    model: nn.Module,
+    per_example_loss: PerExampleLoss,
+    observed: Observed,
+    batch: Any,
+    synthetic_batch: Any = None,
+    precision: float = 0.0,
+    source: SyntheticExamples | None = None,
+) -> None:
+    """Raise :class:`InputError` unless examples are also independent in batches as large as this one.
+
+    A randomized numerical check like :func:`check_independence`, which comes first and returns ``source``. It takes three
+    forward and backward passes of the batch's size, four if the model draws random numbers. The engine makes it when a batch
+    is larger than all before: of T batches of random sizes about ln T are.
+
+    Three quarters of the batch are copies of one example, so that a layer with room for only a part of the batch runs out of
+    it. The first and the last copy are replaced or removed, together with the first example of the batch.
+    """
+    source = SyntheticExamples(new_seed()) if source is None else source
+    count = batch_size(batch)
+    quarter = count // 4
+    rows = torch.tensor([0, quarter, count - 1])
+    with no_side_effects(model) as seed_all, _seed_in_refusals(source.seed):
+        checked = CheckedModel(model, per_example_loss, observed, seed_all, precision)
+        # Losses of random examples may not be finite; those of seed 0, which check_independence accepted, come last.
+        for attempt in (source, SyntheticExamples(0)):
+            examples, others = attempt.draw(batch, count, synthetic_batch)
+            checked.seed = attempt.seed
+            neighbours = Neighbours(replaced=[rows], removed=[rows])
+            last = attempt.seed == 0
+            examples = repeat_example(examples, quarter, count)
+            if check_no_mixing(checked, examples, others, neighbours, attempt.magnitude, required=last) is not None:
+                return
+
+
+@contextmanager
+def _seed_in_refusals(seed: int) -> Iterator[None]:
+    """Adds the seed of the check to its refusals, so that it can be repeated."""
+    try:
+        yield
+    except InteractionError as error:
+        raise InputError(f"{error} (to repeat this check: check_independence(batch, seed={seed}))") from error

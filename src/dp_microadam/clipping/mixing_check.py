@@ -1,0 +1,199 @@
+"""The part of the independence check that looks for mixing: does one example change the loss or gradient of another?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dp_microadam.clipping.batches import batch_size, replace_rows, select
+from dp_microadam.clipping.checked_model import CheckedModel, PassResult
+from dp_microadam.clipping.losses import losses_of
+from dp_microadam.clipping.module_attributes import copy_with_own_attributes, differing, plain_attributes
+from dp_microadam.clipping.synthetic_examples import SyntheticExamples
+from dp_microadam.errors import InputError
+
+# Models that draw random numbers are tried with this many further seeds.
+_SEEDS_OF_DRAWS = 16
+
+# The key of the losses among those of attributes; no attribute has this name.
+_LOSSES = ""
+
+
+class InteractionError(InputError):
+    """Examples were seen to interact, on random examples and draws that follow from the seed of the check."""
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """Neighbouring batches: rows that are replaced together, and rows that are removed together."""
+
+    replaced: list[Tensor]
+    removed: list[Tensor]
+
+
+def check_no_mixing(
+    checked: CheckedModel, batch: Any, others: Any, neighbours: Neighbours, scale: float, *, required: bool = True
+) -> bool | None:
+    """Replace some examples, and remove some: losses and gradients of the rest must not change.
+
+    Returns whether random numbers were drawn, or None if the model did not accept the examples, which is an error where
+    they are ``required``.
+    """
+    count = batch_size(batch)
+    before = _first_run(checked, batch, required)
+    if before is None:
+        return None
+    for rows in neighbours.replaced:
+        after = checked.run(replace_rows(batch, others, rows))
+        kept = without(rows, count)
+        _refuse_difference(checked, before, after, kept, kept, scale, "replacing")
+    random, used_random = before.used_torch_random, before.used_random
+    if random:
+        before = checked.run(batch, identical_rows=True)
+    for rows in neighbours.removed:
+        kept = without(rows, count)
+        after = checked.run(select(batch, kept), identical_rows=random)
+        _refuse_difference(checked, before, after, kept, torch.arange(len(kept)), scale, "removing", random)
+    return used_random
+
+
+def check_identical_examples(checked: CheckedModel, batch: Any, scale: float) -> None:
+    """Copies of one example give what the example gives alone: no layer has a capacity that some of them exceed."""
+    together = _first_run(checked, batch, required=False)
+    if together is None:
+        return
+    random = together.used_torch_random
+    if random:
+        together = checked.run(batch, identical_rows=True)
+    alone = checked.run(select(batch, torch.tensor([0])), identical_rows=random)
+    everyone = torch.arange(batch_size(batch))
+    _refuse_difference(checked, together, alone, everyone, torch.zeros_like(everyone), scale, "removing", random)
+
+
+def check_random_draws(
+    checked: CheckedModel, examples: SyntheticExamples, draw: Callable[[SyntheticExamples], Iterable[Any]]
+) -> None:
+    """With further seeds, replacing an example must not change the losses of others. Forward passes only."""
+    for step in range(_SEEDS_OF_DRAWS):
+        further = examples.reseeded(step + 4)
+        batch, others = draw(further)
+        rows = torch.tensor([step % batch_size(batch)])
+        kept = without(rows, batch_size(batch))
+        try:
+            before, after = (
+                PassResult(checked.losses(one, further.seed), {}, {}, used_torch_random=True, used_random=True)
+                for one in (batch, replace_rows(batch, others, rows))
+            )
+        except InputError:
+            raise
+        except Exception:  # a model that does not accept these examples
+            continue
+        if bool(torch.isfinite(before.losses).all()):
+            _refuse_difference(checked, before, after, kept, kept, examples.magnitude, "replacing")
+
+
+def check_nothing_is_kept(checked: CheckedModel, first: Any, other: Any, later: Any) -> None:
+    """Neither the losses of a batch nor plain attributes of modules may depend on the batch that came before it."""
+    try:
+        one, two, control = (copy_with_own_attributes(checked.model) for _ in range(3))
+        after_first, after_other = _after_both(checked, one, first, later), _after_both(checked, two, other, later)
+        suspects = differing(after_first, after_other)
+        if suspects:  # unless it differs by itself, as a clock does
+            suspects -= differing(after_first, _after_both(checked, control, first, later))
+    except InputError:
+        raise
+    except Exception:  # a model that cannot be copied, or does not accept these examples
+        return
+    if suspects:
+        name = min(suspects)
+        what = "a loss" if name == _LOSSES else f"attribute {name!r} of the model"
+        raise InteractionError(
+            f"{what} depends on examples of an earlier batch, so that an example influences the gradients of steps it is not "
+            "part of; do not keep features, sums or counts of examples in attributes from one batch to the next"
+        )
+
+
+def _after_both(checked: CheckedModel, model: nn.Module, first: Any, later: Any) -> dict[str, list[Any]]:
+    """Plain attributes and losses after two batches."""
+    for batch in (first, later):
+        with checked.one_pass():
+            losses = losses_of(model, checked.loss, batch).detach()
+    return {**plain_attributes(model), _LOSSES: [losses]}
+
+
+def _first_run(checked: CheckedModel, batch: Any, required: bool) -> PassResult | None:
+    """None if the model does not accept these examples, which is an error where they are ``required``."""
+    try:
+        result = checked.run(batch)
+    except InputError:
+        raise
+    except Exception:
+        if required:
+            raise
+        return None
+    if result.is_finite():
+        return result
+    if required:
+        raise InputError(
+            "per_example_loss or its gradient is not finite on synthetic examples (floating-point numbers uniform in [0, 1), "
+            "integers 0 or 1), so that independence cannot be checked; pass synthetic_batch= with examples that the model "
+            "accepts"
+        )
+    return None
+
+
+def _refuse_difference(
+    checked: CheckedModel,
+    before: PassResult,
+    after: PassResult,
+    rows: Tensor,
+    rows_after: Tensor,
+    scale: float,
+    what: str,
+    random: bool = False,
+) -> None:
+    eps = torch.finfo(before.losses.dtype).eps
+    of_losses = 1e-9 if before.losses.dtype == torch.float64 else 100 * eps
+    of_gradients = 100 * of_losses
+    if checked.precision:  # losses may be wider than the products they come from
+        of_losses = of_gradients = 4 * checked.precision
+    floor = 100 * eps * max(1.0, abs(scale))  # cancellation in losses near zero
+    limit = of_losses * _largest([before.losses]) + floor
+    if _differ(before.losses[rows], after.losses[rows_after], limit):
+        raise InteractionError(
+            f"per_example_loss mixes examples: {what} one example of a batch changed the loss of others; "
+            "remove batch statistics and losses between examples (use GroupNorm or LayerNorm, and compute each example's "
+            "loss from that example alone, not divided by the number of examples)"
+            + (", and drop out only tensors whose first dimension is the batch" if random else "")
+        )
+    for part, part_after in ((before.norms, after.norms), (before.projections, after.projections)):
+        limit = of_gradients * _largest(part.values()) + floor
+        for name in part.keys() | part_after.keys():
+            gone = name not in part or name not in part_after
+            if gone or _differ(part[name][rows], part_after[name][rows_after], limit):
+                raise InteractionError(
+                    f"{name} mixes examples: {what} one example of a batch changed the gradient of others; "
+                    "several rows of one example must be next to each other, and no operation, forward or "
+                    "backward, may combine examples"
+                )
+
+
+def without(rows: Tensor, count: int) -> Tensor:
+    """The rows from 0 to ``count`` - 1 except these."""
+    everything = torch.arange(count)
+    return everything[~torch.isin(everything, rows)]
+
+
+def _differ(before: Tensor, after: Tensor, limit: float) -> bool:
+    """Whether a value changed by more than the limit, or became NaN."""
+    same = (before == after) | ((before != before) & (after != after))
+    return not bool((same | ((before - after).abs() <= limit)).all())
+
+
+def _largest(values: Iterable[Tensor]) -> float:
+    """The largest finite magnitude."""
+    return max((float(value.abs().nan_to_num(posinf=0.0).max()) for value in values), default=0.0)
