@@ -71,9 +71,9 @@ class MicroAdamDiagnostics:
             return
         for group in self._optimizer.param_groups:
             for param in _updated(group):
-                error = self._optimizer.error(param)
+                residual = self._optimizer.residual(param)
                 gradient = param.grad.reshape(-1).float()  # type: ignore[union-attr]
-                self._accumulators[param] = gradient.clone() if error is None else error.add_(gradient)
+                self._accumulators[param] = gradient.clone() if residual is None else residual.add_(gradient)
 
     @torch.no_grad()
     def _after_step(self) -> None:
@@ -106,8 +106,8 @@ class MicroAdamDiagnostics:
             whole += _square(accumulator)
             accumulator[window[0]] = 0.0
             left += _square(accumulator)
-            error = self._optimizer.error(param)
-            lost += 0.0 if error is None else _square(error.sub_(accumulator))
+            residual = self._optimizer.residual(param)
+            lost += 0.0 if residual is None else _square(residual.sub_(accumulator))
             if len(window) > 1:
                 repeated += int(torch.isin(window[0], window[1], assume_unique=True).sum())
             selected += window.shape[1]
