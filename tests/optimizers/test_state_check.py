@@ -141,7 +141,7 @@ def test_a_parameter_that_lost_a_coordinate_is_refused_though_shapes_agree(fused
     param, optimizer = trained(size=1000, fused=fused, block_size=32_768, bucket_size=128)
     param.data = param.data[:999].clone()
     param.grad = torch.randn(999)
-    refused(param, optimizer, "has 999 coordinates, but its state is one of 1000")
+    refused(param, optimizer, "has 999 coordinates, but its state has 1000")
 
 
 def stale_gradient(param):
@@ -213,7 +213,7 @@ def test_checkpoints_of_other_optimizers_are_refused(other, steps):
     assert optimizer.param_groups[0]["lr"] == 1e-3
     disguised = {**optimizer.state_dict(), "state": foreign.state_dict()["state"]}
     if steps and other is not torch.optim.SGD:  # without momentum SGD keeps nothing worth a refusal
-        refused(param, optimizer, "asks for step, indices", lambda: optimizer.load_state_dict(disguised))
+        refused(param, optimizer, "needs step, indices", lambda: optimizer.load_state_dict(disguised))
 
 
 def tampered(state):
@@ -221,14 +221,14 @@ def tampered(state):
     yield "has an index -5", lambda: state["indices"].__setitem__((9, 15), -5)
     yield "has an index 240 in its state, in a block of 232", lambda: state["indices"].__setitem__((0, -1), 240)
     yield "has a duplicate index in a block", lambda: state["indices"].__setitem__((0, 0), int(state["indices"][0, 1]))
-    yield "has taken -3 steps", lambda: state["step"].fill_(-3)
+    yield "has step -3", lambda: state["step"].fill_(-3)
     yield "values in its state that are not finite", lambda: state["values"].__setitem__((0, 0), float("nan"))
     yield "bounds in its state that are not finite", lambda: state["bounds"].__setitem__((1, 1), float("inf"))
     yield "lower end is above", lambda: state["bounds"].copy_(state["bounds"].flip(0) + torch.tensor([[1.0], [0.0]]))
     yield "has codes of shape", lambda: state.update(codes=state["codes"][1:])
     yield "has indices of shape .* and torch.int32", lambda: state.update(indices=state["indices"].int())
     yield "has no bounds", lambda: state.pop("bounds")
-    yield "has extra, which", lambda: state.update(extra=torch.zeros(3))
+    yield "has an unexpected extra", lambda: state.update(extra=torch.zeros(3))
 
 
 @BOTH_PATHS
