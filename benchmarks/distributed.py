@@ -75,7 +75,7 @@ def train(folder: Path, batch: int, physical_batch: int, steps: int) -> dict[str
         dist.init_process_group("gloo")
         ranks = TorchRanks()
     torch.manual_seed(0)
-    count = batch * ranks.size
+    count = batch * ranks.world_size
     images, labels = torch.randn(count, 3, 32, 32), torch.randint(0, 10, (count,))
     plan = PrivacyPlan.solve(dataset_size=count, batch_size=count, delta=1e-5, noise_multiplier=5.0, steps=steps + 1)
     model = wide_resnet(depth=16, width=4)

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and stay after a power cut."""
+"""Atomic, durable file writes: a file is written completely or not at all, and survives a power cut."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import IO
 
 @contextmanager
 def write_durably(path: Path, *, replace: bool = True) -> Iterator[IO[bytes]]:
-    """A binary file to write to; ``path`` has its content when the block ends, and is untouched if the block raises.
+    """Open a binary file that replaces ``path`` atomically when the block ends; if the block raises, ``path`` is unchanged.
 
-    The content is written under another name in the same folder and synced before it gets its name, then the folder is
-    synced too: a rename is durable once the folder that holds the name is. The file can be read back and sought in. With
-    ``replace=False`` an existing file is left alone and FileExistsError is raised.
+    The content goes to a temporary file in the same folder, which is synced and then renamed. The folder is synced as well,
+    because a rename is durable only once the folder is. The file supports reading and seeking. With ``replace=False`` an
+    existing file is left alone and FileExistsError is raised.
     """
-    # Those who replace a file hold its lock, so what a killed one left unfinished is written over and does not pile up.
+    # A caller that replaces a file holds its lock, so the temporary name of a killed process can be reused.
     own = "" if replace else f".{secrets.token_hex(8)}"
     temporary = path.with_name(f"{path.name}{own}.unfinished")
     try:
@@ -36,13 +36,13 @@ def write_durably(path: Path, *, replace: bool = True) -> Iterator[IO[bytes]]:
 
 
 def write_text_durably(path: Path, text: str) -> None:
-    """Replace a text file as a whole."""
+    """Replace a text file atomically and durably."""
     with write_durably(path) as file:
         file.write(text.encode())
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
+    """Sync a folder, which makes renames and new files in it durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,17 +1,17 @@
-"""What this library raises. Every message is one sentence a user can act on."""
+"""The exceptions and warnings of this library. Every message is one sentence a user can act on."""
 
 
 class DPMicroAdamError(Exception):
-    """Base of all errors of this library; the command line turns one into a sentence and exit code 1."""
+    """Base class of all errors of this library. The command line prints the message and exits with code 1."""
 
 
 class InputError(DPMicroAdamError, ValueError):
-    """A value that cannot be used. The message names it and says what would be right; exit code 2."""
+    """An invalid argument, file or setting. The message names the value and says what is allowed; exit code 2."""
 
 
 class PrivacyError(DPMicroAdamError):
-    """Going on would break the privacy guarantee, so this library does not; exit code 1."""
+    """Raised instead of continuing where continuing would break the privacy guarantee; exit code 1."""
 
 
 class PrivacyWarning(UserWarning):
-    """The guarantee holds as computed, and may not mean what its reader takes it to mean."""
+    """Warns that the guarantee holds as computed, but may be weaker than a reader would expect."""

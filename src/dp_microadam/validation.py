@@ -1,6 +1,6 @@
-"""Validation at the door: each function raises with the name, the value and what would be right.
+"""Argument validation: each function returns a valid value, or raises an InputError with its name, value and allowed range.
 
-Values are compared so that NaN fails every check.
+Comparisons are written so that NaN fails every check.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dp_microadam.errors import InputError
 
 
 def require_in_open_closed(name: str, value: float, low: float, high: float) -> float:
-    """``value`` in (low, high].
+    """Require ``value`` in (low, high].
 
     >>> require_in_open_closed("density", 0.0, 0.0, 1.0)
     Traceback (most recent call last):
@@ -25,35 +25,35 @@ def require_in_open_closed(name: str, value: float, low: float, high: float) -> 
 
 
 def require_in_closed_open(name: str, value: float, low: float, high: float) -> float:
-    """``value`` in [low, high)."""
+    """Require ``value`` in [low, high)."""
     if not low <= value < high:
         raise InputError(f"{name} is {value}; it must lie in [{low:g}, {high:g})")
     return value
 
 
 def require_in_open(name: str, value: float, low: float, high: float) -> float:
-    """``value`` in (low, high)."""
+    """Require ``value`` in (low, high)."""
     if not low < value < high:
         raise InputError(f"{name} is {value}; it must lie in ({low:g}, {high:g})")
     return value
 
 
 def require_positive(name: str, value: float) -> float:
-    """``value`` is finite and above zero."""
+    """Require a finite ``value`` above zero."""
     if not (value > 0 and math.isfinite(value)):
         raise InputError(f"{name} is {value}; it must be a finite number above 0")
     return value
 
 
 def require_non_negative(name: str, value: float) -> float:
-    """``value`` is finite and at least zero."""
+    """Require a finite ``value`` of at least zero."""
     if not (value >= 0 and math.isfinite(value)):
         raise InputError(f"{name} is {value}; it must be a finite number of at least 0")
     return value
 
 
 def require_integer(name: str, value: int, low: int, high: int | None = None) -> int:
-    """``value`` is a whole number in [low, high]; a bool is not a number here."""
+    """Require an integer ``value`` in [low, high]; a bool does not count as an integer."""
     what = f"at least {low}" if high is None else f"from {low} to {high}"
     try:
         number = operator.index(value)
@@ -65,7 +65,7 @@ def require_integer(name: str, value: int, low: int, high: int | None = None) ->
 
 
 def require_one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
-    """``value`` is one of ``choices``."""
+    """Require that ``value`` is one of ``choices``."""
     if value not in choices:
         raise InputError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
     return value

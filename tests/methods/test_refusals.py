@@ -19,16 +19,16 @@ PUBLIC = PublicExamples(torch.zeros(1, 2), lambda model, batch: model(batch).sum
     [
         (["method=sparta", "optimizer.keep=0"], "keep is 0; it must lie in (0, 1]"),
         (["method=sparta", "optimizer.keep=1.5"], "keep is 1.5; it must lie in (0, 1]"),
-        (["method=sparta", "optimizer.keep=much"], "sparta does not take keep = 'much'"),
+        (["method=sparta", "optimizer.keep=much"], "sparta does not accept keep = 'much'"),
         (["method=sparta", "optimizer.scores=mean"], "scores is 'mean'; it must be one of 'sum', 'norms'"),
         (["method=sparta", "optimizer.first_phase=1.0"], "first_phase is 1.0"),
         (["method=sparta", "optimizer.scoring_epochs=0"], "scoring_epochs is 0"),
         (["method=sparta", "optimizer.scoring_epochs=100"], "steps is 12; sparta's first phase takes 2 and scoring"),
         (["method=sparta", "optimizer.head=nothing"], "head is 'nothing'; it must name a module"),
-        (["method=sparta", "optimizer.betas=[0.9,0.99]"], "sgd does not take"),
+        (["method=sparta", "optimizer.betas=[0.9,0.99]"], "sgd does not accept"),
         (["method=dp-bitfit", "optimizer.behind=lion"], "behind is 'lion'"),
         (["method=dp-adam", "optimizer.momentum=0.9"], "optimizer.momentum = 0.9 is unknown"),
-        (["method=dp-adam", "optimizer.betas=[2.0,0.9]"], "adam does not take betas"),
+        (["method=dp-adam", "optimizer.betas=[2.0,0.9]"], "adam does not accept betas"),
         (["method=dp-adambc", "optimizer.floor=0"], "floor is 0; it must be a finite number above 0"),
         (["method=dp-adambc", "optimizer.noise_variance=1"], "optimizer.noise_variance = 1 is unknown"),
         (["method=scale-then-privatize", "optimizer.source=psychic"], "source is 'psychic'"),
@@ -37,7 +37,7 @@ PUBLIC = PublicExamples(torch.zeros(1, 2), lambda model, batch: model(batch).sum
         (["method=scale-then-privatize", "optimizer.source=delayed", "optimizer.interval=0"], "interval is 0"),
         (
             ["method=scale-then-privatize", "optimizer.norm_ratio=-1.0"],
-            "norm_ratio is -1.0, which source 'previous' has no use for",
+            "norm_ratio is -1.0, but source 'previous' does not use it",
         ),
         (["method=scale-then-privatize", "optimizer.source=public"], "source is 'public', but no public examples are given"),
         (["method=scale-then-privatize", "optimizer.public=3"], "public examples are given, but source is 'previous'"),
@@ -77,7 +77,7 @@ def test_a_public_set_that_overlaps_training_indices_is_refused(tmp_path, capsys
     common = ["train", "demo", "--quiet", *(part for setting in settings for part in ("--set", setting))]
     mixed = [*held_out[:5].tolist(), int(training[7])]
     assert main([*common, "--set", f"optimizer.public={mixed}"]) == 2
-    assert f"public holds example {int(training[7])} of the training data" in capsys.readouterr().err
+    assert f"public contains example {int(training[7])} of the training data" in capsys.readouterr().err
     assert main([*common, "--set", "optimizer.public=[5000]"]) == 2
     assert "positions below 4000" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
@@ -162,11 +162,11 @@ def test_a_model_without_biases_is_refused_by_bitfit():
 
 
 def test_a_model_without_weights_outside_its_head_is_refused_by_sparta():
-    with pytest.raises(InputError, match="sparta has no rows to choose from"):
+    with pytest.raises(InputError, match="sparta needs rows to choose from"):
         sparta(nn.Linear(2, 3))
     frozen = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     frozen[0].requires_grad_(False)
-    with pytest.raises(InputError, match="sparta has no rows to choose from"):
+    with pytest.raises(InputError, match="sparta needs rows to choose from"):
         sparta(frozen)
 
 
@@ -191,9 +191,9 @@ def test_public_examples_and_their_source_go_together():
 
 
 def test_options_of_another_optimizer_are_refused():
-    with pytest.raises(InputError, match=r"sgd does not take density = 0\.1"):
+    with pytest.raises(InputError, match=r"sgd does not accept density = 0\.1"):
         dp_sgd(NETWORK, density=0.1)
-    with pytest.raises(InputError, match=r"adam does not take density = 0\.1"):
+    with pytest.raises(InputError, match=r"adam does not accept density = 0\.1"):
         build("scale-then-privatize", NETWORK, 0.1, {"density": 0.1})
     with pytest.raises(InputError, match="method is 'dp-lion'; it must be one of 'dp-microadam'"):
         build("dp-lion", NETWORK, 0.1, {})

@@ -441,3 +441,14 @@ def test_the_second_moment_is_what_the_step_divides_by(fused):
     expected = (rows[1].square() + 0.999 * rows[0].square()) * (1 - 0.999) / (1 - 0.999**2)
     torch.testing.assert_close(optimizer.second_moment(param).double(), expected, rtol=1e-5, atol=1e-12)
     assert 0 < int((expected > 0).sum()) < 2000
+
+
+def test_the_residual_is_found_under_its_old_name_too():
+    weights = torch.nn.Parameter(torch.zeros(200))
+    optimizer = MicroAdam([weights])
+    weights.grad = torch.linspace(-1.0, 1.0, 200)
+    optimizer.step()
+    with pytest.warns(DeprecationWarning, match=r"use MicroAdam\.residual"):
+        found = optimizer.error(weights)
+    assert torch.equal(found, optimizer.residual(weights))
+    assert found.abs().sum() > 0

@@ -84,7 +84,7 @@ def test_the_state_of_another_number_of_processes_is_refused(groups):
     for found in groups[3]:
         assert "Size mismatch between saved torch.Size([2, " in found["refusals"]["checkpoint"]
         assert "current: torch.Size([3, " in found["refusals"]["checkpoint"]
-        assert "the number of processes it is divided over" in found["refusals"]["state of one process"]
+        assert "the world size" in found["refusals"]["state of one process"]
 
 
 def test_it_works_behind_opacus_ghost_clipping_of_divided_models(left):

@@ -62,7 +62,7 @@ def test_an_option_that_shapes_the_state_cannot_change_in_mid_run(option, fused)
     param, optimizer = trained(size=1024, fused=fused, seed=1)
     before = optimizer.param_groups[0][option]
     optimizer.param_groups[0][option] = CHANGES[option]
-    words = f"made with {option} = {re.escape(repr(before))}; its group now says {re.escape(repr(CHANGES[option]))}"
+    words = f"created with {option} = {re.escape(repr(before))}; its group now has {re.escape(repr(CHANGES[option]))}"
     refused(param, optimizer, words)
     optimizer.param_groups[0][option] = before
     optimizer.step()
@@ -73,7 +73,7 @@ def test_an_option_that_shapes_the_state_cannot_change_in_mid_run(option, fused)
 def test_buckets_of_another_size_are_refused_also_where_shapes_agree(fused):
     param, optimizer = trained(fused=fused, block_size=128 * 126, bucket_size=128)
     optimizer.param_groups[0]["bucket_size"] = 126
-    refused(param, optimizer, "made with bucket_size = 128; its group now says 126")
+    refused(param, optimizer, "created with bucket_size = 128; its group now has 126")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_every_entry_of_a_state_is_compared_before_anything_moves(options, fused
 def test_an_entry_that_nobody_asked_for_is_refused():
     param, optimizer = trained()
     optimizer.state[param]["momentum"] = torch.zeros(1000)
-    refused(param, optimizer, "has momentum, which is not asked for, in its state")
+    refused(param, optimizer, "has an unexpected momentum in its state")
 
 
 @BOTH_PATHS
@@ -141,7 +141,7 @@ def test_a_parameter_that_lost_a_coordinate_is_refused_though_shapes_agree(fused
     param, optimizer = trained(size=1000, fused=fused, block_size=32_768, bucket_size=128)
     param.data = param.data[:999].clone()
     param.grad = torch.randn(999)
-    refused(param, optimizer, "has 999 coordinates, but its state is one of 1000")
+    refused(param, optimizer, "has 999 coordinates, but its state has 1000")
 
 
 def stale_gradient(param):
@@ -160,8 +160,8 @@ def expanded(param):
     ("change", "words"),
     [
         (stale_gradient, r"has a gradient of shape \(1000,\) on cpu; it must have the shape \(3000,\)"),
-        (freed, "has no memory behind it"),
-        (expanded, "is expanded"),
+        (freed, "has no storage"),
+        (expanded, "is an expanded tensor"),
         (lambda param: setattr(param, "data", torch.zeros(1000).to(torch.float8_e5m2)), "float8_e5m2; MicroAdam takes dense"),
     ],
     ids=["stale gradient", "freed", "expanded", "float8"],
@@ -209,26 +209,26 @@ def test_checkpoints_of_other_optimizers_are_refused(other, steps):
     for _ in range(steps):
         twin.grad = torch.ones(1000)
         foreign.step()
-    refused(param, optimizer, "it is another optimizer's", lambda: optimizer.load_state_dict(foreign.state_dict()))
+    refused(param, optimizer, "it is from another optimizer", lambda: optimizer.load_state_dict(foreign.state_dict()))
     assert optimizer.param_groups[0]["lr"] == 1e-3
     disguised = {**optimizer.state_dict(), "state": foreign.state_dict()["state"]}
     if steps and other is not torch.optim.SGD:  # without momentum SGD keeps nothing worth a refusal
-        refused(param, optimizer, "asks for step, indices", lambda: optimizer.load_state_dict(disguised))
+        refused(param, optimizer, "needs step, indices", lambda: optimizer.load_state_dict(disguised))
 
 
 def tampered(state):
     yield "has an index 9999", lambda: state["indices"].__setitem__((0, 0), 9999)
     yield "has an index -5", lambda: state["indices"].__setitem__((9, 15), -5)
     yield "has an index 240 in its state, in a block of 232", lambda: state["indices"].__setitem__((0, -1), 240)
-    yield "has an index twice in a block", lambda: state["indices"].__setitem__((0, 0), int(state["indices"][0, 1]))
-    yield "has taken -3 steps", lambda: state["step"].fill_(-3)
+    yield "has a duplicate index in a block", lambda: state["indices"].__setitem__((0, 0), int(state["indices"][0, 1]))
+    yield "has step -3", lambda: state["step"].fill_(-3)
     yield "values in its state that are not finite", lambda: state["values"].__setitem__((0, 0), float("nan"))
     yield "bounds in its state that are not finite", lambda: state["bounds"].__setitem__((1, 1), float("inf"))
     yield "lower end is above", lambda: state["bounds"].copy_(state["bounds"].flip(0) + torch.tensor([[1.0], [0.0]]))
     yield "has codes of shape", lambda: state.update(codes=state["codes"][1:])
     yield "has indices of shape .* and torch.int32", lambda: state.update(indices=state["indices"].int())
     yield "has no bounds", lambda: state.pop("bounds")
-    yield "has extra, which", lambda: state.update(extra=torch.zeros(3))
+    yield "has an unexpected extra", lambda: state.update(extra=torch.zeros(3))
 
 
 @BOTH_PATHS
@@ -258,7 +258,7 @@ def test_what_is_loaded_may_not_change_its_options_before_the_next_step():
     param, optimizer = trained(size=1024)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     optimizer.param_groups[0]["block_size"] = 128
-    refused(param, optimizer, "made with block_size = 256")
+    refused(param, optimizer, "created with block_size = 256")
 
 
 def test_a_saved_state_that_is_not_contiguous_is_loaded_in_order():
@@ -376,7 +376,7 @@ def test_groups_that_round_at_random_share_one_drawn_seed_and_no_random_numbers(
 
 def test_a_parameter_named_twice_is_refused():
     param = torch.nn.Parameter(torch.zeros(3))
-    with pytest.warns(UserWarning, match="duplicate parameters"), pytest.raises(InputError, match="names a parameter twice"):
+    with pytest.warns(UserWarning, match="duplicate parameters"), pytest.raises(InputError, match="contains a parameter twice"):
         MicroAdam([param, param])
 
 

@@ -479,7 +479,7 @@ def test_reading_while_a_process_writes_is_allowed(tmp_path):
 
 def test_a_ledger_shorter_than_the_checkpoint_is_refused(tmp_path):
     make(tmp_path, steps=5)
-    with pytest.raises(PrivacyError, match=r"records 5 steps and the checkpoint has taken 6"):
+    with pytest.raises(PrivacyError, match=r"records 5 steps, but the checkpoint includes 6"):
         PrivacyLedger.resume(tmp_path, PLAN, SETTINGS, position=6)
     PrivacyLedger.resume(tmp_path, PLAN, SETTINGS, position=5).close()
 
@@ -548,7 +548,7 @@ def test_what_is_not_a_ledger_is_refused_in_one_sentence(tmp_path):
     with pytest.raises(InputError, match="must be a run folder with"):
         read_ledger(tmp_path)
     (tmp_path / LEDGER_NAME).write_text("not json\n")
-    with pytest.raises(InputError, match="does not begin like a privacy ledger"):
+    with pytest.raises(InputError, match="does not start with the header of a privacy ledger"):
         read_ledger(tmp_path)
 
 

@@ -87,7 +87,7 @@ def test_a_plan_survives_a_dictionary_and_a_forged_epsilon_does_not():
     back = PrivacyPlan.from_dict({**described, "epsilon": 0.001})
     assert back == plan
     assert back.epsilon == plan.epsilon
-    with pytest.raises(InputError, match="lacks steps"):
+    with pytest.raises(InputError, match="needs steps"):
         PrivacyPlan.from_dict({name: value for name, value in described.items() if name != "steps"})
 
 

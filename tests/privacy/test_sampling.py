@@ -164,7 +164,7 @@ def test_a_step_whose_chunks_were_not_consumed_does_not_spill_into_the_next():
 
 def test_the_chunks_of_a_step_that_has_passed_are_refused_not_empty():
     passed, _ = PoissonSampler(50, 20, steps=2).load(Squares(50))
-    with pytest.raises(InputError, match="step 0 has passed"):
+    with pytest.raises(InputError, match="step 0 is over"):
         list(passed.chunks)
 
 

@@ -51,7 +51,7 @@ def test_the_words_cover_everything_an_officer_asks(tmp_path):
         "validation",
         "running time",
         "hyperparameters",
-        "ask for a group size",
+        "set a group size",
     ):
         assert asked in words, asked
 
@@ -104,5 +104,5 @@ def test_the_statement_names_the_number_of_processes_and_that_they_trust_each_ot
     assert report["processes"] == {"2": 2, "3": 1}
     assert report["epsilon"] == PLAN.epsilon_after(4)
     words = statement_in_words(report)
-    assert "1 steps by 1; 2 steps by 2; 1 steps by 3, with a part of the examples and of the noise's variance each" in words
+    assert "1 steps by 1; 2 steps by 2; 1 steps by 3, each with its share of the examples and of the noise variance" in words
     assert "they trust each other" in words

@@ -303,10 +303,10 @@ def main(folder):
     ranks = TorchRanks()
     checks = {
         "clipped sum": lambda: clipped_sum(ranks),
-        **{name: lambda name=name: seeded_run(folder, name) for name in methods_for(ranks.size)},
+        **{name: lambda name=name: seeded_run(folder, name) for name in methods_for(ranks.world_size)},
         **{
             f"noise {secure}": lambda secure=secure: noise_of_two_steps(folder, ranks, secure)
-            for secure in sources_for(ranks.size)
+            for secure in sources_for(ranks.world_size)
         },
         "failing": lambda: failing_batch(folder, ranks),
         "order": lambda: other_order(folder, ranks),

@@ -210,4 +210,4 @@ def test_a_checkpoint_of_another_copy_of_the_run_is_refused(tmp_path):
     process = start(["resume", str(copy)])
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert "that the checkpoint was made at: it was rolled back, or belongs to another copy of the run" in errors
+    assert "stored in the checkpoint: it was rolled back, or belongs to another copy of the run" in errors

@@ -202,7 +202,7 @@ def test_a_process_can_train_alone_beside_others(left):
 @pytest.mark.parametrize("count", [0, 1, 5, 45_000])
 def test_shards_are_a_partition_and_never_padded(size, count):
     ranks = Ranks()
-    ranks.size = size
+    ranks.world_size = size
     parts = []
     for ranks.rank in range(size):
         parts.append(ranks.shard(count))
@@ -210,8 +210,13 @@ def test_shards_are_a_partition_and_never_padded(size, count):
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
+def test_the_world_size_is_found_under_its_old_name_too():
+    with pytest.warns(DeprecationWarning, match=r"use Ranks\.world_size"):
+        assert Ranks().size == 1
+
+
 def test_processes_that_were_not_introduced_to_each_other_are_refused(monkeypatch):
-    assert ranks_here().size == 1
+    assert ranks_here().world_size == 1
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(InputError, match=r"torchrun started 4 processes, but torch\.distributed is not initialised"):

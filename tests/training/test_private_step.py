@@ -253,7 +253,7 @@ def test_a_collate_fn_that_makes_two_rows_of_an_example_is_refused(make):
     def twice(rows):
         return default_collate([*rows, *rows])
 
-    with pytest.raises(PrivacyError, match="collate_fn makes more rows than it is given examples"):
+    with pytest.raises(PrivacyError, match="collate_fn returns more rows than it is given examples"):
         make(data=Rows(), loader_options={"collate_fn": twice}, **whole_batch())
 
 

@@ -1,7 +1,7 @@
-"""Every method the paper compares with: each is a function of a model that returns a :class:`Method` for the trainer.
+"""The private training methods of the paper's comparison: functions of a model that return a :class:`Method` for the trainer.
 
-``table.py`` lists them; ``methods.dp_sgd(model, lr=4.0)`` builds the one called ``"dp-sgd"`` there. Loaded on first use, since
-the code behind imports torch.
+``table.py`` lists them; ``methods.dp_sgd(model, lr=4.0)`` builds the one called ``"dp-sgd"`` there. They are loaded on first
+use, because their code imports torch.
 """
 
 from __future__ import annotations

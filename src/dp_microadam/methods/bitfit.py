@@ -19,12 +19,12 @@ MOMENTUM = 0.9
 
 
 def dp_bitfit(model: nn.Module, *, lr: float = 1e-3, head: str | None = None, behind: str = "sgd", **options: Any) -> Method:
-    """Biases and the head train with the optimizer ``behind`` it: ``"sgd"``, with momentum 0.9, ``"adam"``, ``"adamw"`` or
-    ``"microadam"``; ``options`` are that optimizer's.
+    """DP-BiTFiT: trains only the biases and the head.
 
-    ``head`` is the name of the head's module, by default the one that holds the model's last parameter. All other parameters
-    are frozen while the trainer runs: nothing of them is clipped, and no activation is kept for their gradients, since a bias'
-    gradient is its output gradient summed over positions.
+    ``behind`` is the base optimizer: ``"sgd"`` (with momentum 0.9), ``"adam"``, ``"adamw"`` or ``"microadam"``; ``options``
+    are that optimizer's. ``head`` is the name of the head's module, by default the one with the model's last parameter. All
+    other parameters are frozen while the trainer runs: their gradients are neither computed nor clipped. Biases need no stored
+    activations, since the gradient of a bias is the output gradient summed over positions.
 
     Raises:
         InputError: for a model without trainable biases outside its head.
@@ -40,7 +40,7 @@ def dp_bitfit(model: nn.Module, *, lr: float = 1e-3, head: str | None = None, be
 
 
 class TrainOnly(Method):
-    """One phase in which only the parameters of these names train."""
+    """A method with one phase, in which only the parameters with these names train."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: frozenset[str]) -> None:
         super().__init__(optimizer)

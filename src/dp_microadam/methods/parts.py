@@ -1,4 +1,4 @@
-"""Parts of a model that fine-tuning methods treat differently: the head, biases, normalization, weights with rows."""
+"""Groups of parameters that fine-tuning methods treat differently: head, biases, normalization, weight matrices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dp_microadam.errors import InputError
 
 
 def head_of(model: nn.Module, head: str | None) -> frozenset[str]:
-    """Names of the trainable parameters of the head: the module called ``head``, or the one that holds the last parameter.
+    """Names of the head's trainable parameters: of the module called ``head``, or of the one with the last parameter.
 
     >>> sorted(head_of(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 4)), None))
     ['2.bias', '2.weight']
@@ -29,17 +29,17 @@ def trainable_names(model: nn.Module) -> list[str]:
 
 
 def biases_of(model: nn.Module) -> frozenset[str]:
-    """Names of trainable biases, those of normalization included."""
+    """Names of trainable biases, including those of normalization layers."""
     return frozenset(name for name in trainable_names(model) if name.endswith("bias"))
 
 
 def vectors_of(model: nn.Module) -> frozenset[str]:
-    """Names of trainable parameters without rows of several numbers: biases, and the weights of normalization."""
+    """Names of trainable parameters with fewer than two dimensions: biases, and the weights of normalization layers."""
     return frozenset(name for name in trainable_names(model) if model.get_parameter(name).dim() < 2)
 
 
 def weights_of(model: nn.Module) -> frozenset[str]:
-    """Names of trainable weights with rows: one per output of a linear layer, channel of a convolution, entry of a table."""
+    """Names of trainable weights with rows: one row per linear output, convolution channel or embedding entry."""
     return frozenset(
         name for name in trainable_names(model) if model.get_parameter(name).dim() >= 2 and name.endswith("weight")
     )

@@ -1,4 +1,4 @@
-"""The methods recipes choose from, by name."""
+"""Builds methods by name, for recipes and the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dp_microadam.validation import require_integer, require_one_of
 
 
 def builder_of(name: str) -> Callable[..., Method]:
-    """The function of a model that builds the method called ``name``."""
+    """The function that builds the method called ``name`` for a model."""
     entry = table.METHODS[name]
     if entry.path is not None:
         found: Callable[..., Method] = at_path(entry.path)
@@ -34,24 +34,24 @@ def builder_of(name: str) -> Callable[..., Method]:
 
 
 def build(name: str, model: nn.Module, lr: float, options: Mapping[str, Any]) -> Method:
-    """The method called ``name`` on ``model``, with a recipe's options.
+    """Build the method called ``name`` for ``model``, with the options of a recipe.
 
     >>> build("dp-sgd", nn.Linear(2, 2), 4.0, {"momentum": 0.9}).optimizer.defaults["momentum"]
     0.9
 
     Raises:
-        InputError: for an option or value that the method or its optimizer does not take, or a model that does not suit it.
+        InputError: for an option or value that the method or its optimizer does not accept, or a model it cannot train.
     """
     require_one_of("method", name, tuple(table.METHODS))
     try:
         return builder_of(name)(model, lr=lr, **{option: _value(value) for option, value in options.items()})
     except TypeError as error:
         given = ", ".join(f"{option} = {value!r}" for option, value in options.items())
-        raise InputError(f"{name} does not take {given}: {error}") from None
+        raise InputError(f"{name} does not accept {given}: {error}") from None
 
 
 def refuse_bad_options(name: str, lr: float, options: Mapping[str, Any]) -> None:
-    """Raise what :func:`build` would raise for these options on any model: before data is read, or a model built."""
+    """Raise what :func:`build` would raise for these options on any model, before data is read or a model is built."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     options = {option: value for option, value in options.items() if option != "head"}
     if "public" in options:
@@ -62,13 +62,13 @@ def refuse_bad_options(name: str, lr: float, options: Mapping[str, Any]) -> None
 
 
 def _refuse_bad_public(chosen: Any) -> None:
-    """In a recipe ``public`` is how many held-out examples are public, or which."""
+    """In a recipe ``public`` is the number of held-out examples that are public, or the list of their indices."""
     for number in chosen if isinstance(chosen, list) else [chosen]:
         require_integer("optimizer.public", number, 0 if isinstance(chosen, list) else 1)
 
 
 def _value(value: Any) -> Any:
-    """A recipe's value as Python wants it: lists are tuples, and dtypes go by their name."""
+    """A recipe's value for Python: lists become tuples, and names of dtypes become dtypes."""
     if isinstance(value, list):
         return tuple(value)
     dtype = getattr(torch, value, None) if isinstance(value, str) else None

@@ -1,6 +1,6 @@
-"""Where scale-then-privatize takes its scale from: the optimizer's own noisy estimate, a delayed one, or public examples.
+"""The scales of scale-then-privatize: from the optimizer's own noisy estimate, a delayed estimate, or public examples.
 
-Each gives s = 1/(√v + ε_s) with a v that no training example has touched but through privatized gradients.
+Each source computes s = 1/(√v + ε_s) from a v that depends on training examples only through privatized gradients.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PLAIN, SCALED = "plain", "scaled"
 
 
 class ScaleSource:
-    """What a source answers; this one never scales."""
+    """Interface of a source of scales; this base class never scales."""
 
     public: tuple[str, ...] = ()
 
@@ -31,17 +31,17 @@ class ScaleSource:
         return (Phase("training", plan.steps),)
 
     def refuse_data(self, train: Any) -> None:
-        """Raise an InputError for training data that the source must not be used with."""
+        """Raise an InputError if the source cannot be used with this training data."""
 
     def begin(self, phase: Phase) -> None:
-        """A phase begins or is taken up again."""
+        """Called when a phase begins or is resumed."""
 
     def scale(self) -> dict[str, Tensor]:
-        """s by parameter name, for the step ahead; called once per step. Nothing means one."""
+        """The scale s of the next step, by parameter name; parameters without an entry are not scaled. Called once per step."""
         return {}
 
     def observe(self, gradients: Mapping[str, Tensor]) -> None:
-        """See the privatized gradients of a step, unscaled."""
+        """Called with the privatized gradients of a step, unscaled."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -51,7 +51,7 @@ class ScaleSource:
 
 
 class PreviousEstimate(ScaleSource):
-    """v is v̂ of the optimizer behind, as of the step before; s is one at the first step. No state of its own."""
+    """Uses v̂ of the base optimizer's previous step; s is one at the first step. Has no state of its own."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, eps: float) -> None:
         self._model = model
@@ -68,10 +68,10 @@ class PreviousEstimate(ScaleSource):
 
 
 class DelayedEstimate(ScaleSource):
-    """DP² (Li et al., 2023): ``interval`` plain steps, then as many scaled by what those showed, and again.
+    """DP² (Li et al., 2023): alternates ``interval`` plain steps with ``interval`` steps scaled by an estimate from those.
 
-    At the end of each plain stretch v ← γv + (1−γ)(mean of its privatized gradients)². Averaging before squaring takes most of
-    the noise out of v. ``norm_ratio`` is the clipping norm of scaled steps over that of plain ones: clip(x, rC) is
+    At the end of each plain stretch v ← γv + (1−γ)(mean of its privatized gradients)². Averaging before squaring removes most
+    of the noise from v. ``norm_ratio`` is the clipping norm of scaled steps divided by that of plain steps: clip(x, rC) is
     r·clip(x/r, C), so the sensitivity stays C.
     """
 
@@ -124,10 +124,10 @@ class DelayedEstimate(ScaleSource):
 
 @dataclass(frozen=True)
 class PublicExamples:
-    """Examples everybody may know, which no guarantee covers; never part of the training data.
+    """Public examples: not covered by the guarantee, and never part of the training data.
 
-    ``data`` are tensors with examples along the first dimension, or a map-style Dataset; ``prepare`` is what happens to a batch
-    before the model sees it.
+    ``data`` is a map-style Dataset, or tensors with examples along the first dimension; ``prepare`` is applied to each batch
+    before the model.
     """
 
     data: Any
@@ -137,9 +137,9 @@ class PublicExamples:
 
 
 class PublicEstimate(ScaleSource):
-    """AdaDPS (Li et al., 2022): v ← γv + (1−γ)ĝ², ĝ the gradient of public examples at the step's own weights.
+    """AdaDPS (Li et al., 2022): v ← γv + (1−γ)ĝ², where ĝ is the gradient of public examples at the current weights.
 
-    Public examples are taken in order, a batch per step: one more forward and backward pass each.
+    Public examples are used in order, one batch per step, at the cost of one more forward and backward pass per step.
     """
 
     public = ("the public examples that gradients are scaled by",)
@@ -185,7 +185,7 @@ class PublicEstimate(ScaleSource):
 
 
 def second_moment(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | None:
-    """v̂ of Adam's or MicroAdam's last step, bias-corrected; None before it."""
+    """The bias-corrected v̂ of Adam's or MicroAdam's last step; None before the first."""
     if isinstance(optimizer, MicroAdam):
         return optimizer.second_moment(parameter)
     state = optimizer.state.get(parameter)
@@ -196,16 +196,18 @@ def second_moment(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor
 
 
 def refuse_overlap(public: Any, train: Any) -> None:
-    """Refuse public data that shares memory, or positions of the same Dataset, with the training data."""
+    """Raise an InputError if public and training data share memory, or indices of the same Dataset."""
     if share_examples(public, train):
-        raise InputError("public holds examples of the training data; public examples must be held out of training")
+        raise InputError("public contains examples of the training data; public examples must be held out of training")
 
 
 def refuse_shared_indices(public: Any, training: Any) -> None:
-    """Refuse positions that are both public and training examples."""
+    """Raise an InputError if an index is both a public and a training example."""
     shared = sorted(set(map(int, public)) & set(map(int, training)))
     if shared:
-        raise InputError(f"public holds example {shared[0]} of the training data; public examples must be held out of training")
+        raise InputError(
+            f"public contains example {shared[0]} of the training data; public examples must be held out of training"
+        )
 
 
 def _averaged(moment: Tensor | None, gradient: Tensor, decay: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Scale-then-privatize: gradients are brought to a common scale before they are clipped and noised, and back afterwards.
+"""Scale-then-privatize: per-example gradients are scaled before clipping and noise, and scaled back afterwards.
 
 Li et al., "Private Adaptive Optimization with Side Information" (AdaDPS, 2022) and "Differentially Private Adaptive
 Optimization with Delayed Preconditioners" (DP², 2023); §2.2 of "DP-MicroAdam" writes it with the previous step's v̂.
@@ -47,26 +47,27 @@ def scale_then_privatize(
     public: PublicExamples | None = None,
     **options: Any,
 ) -> Method:
-    """g̃ = (Σᵢ clip(s⊙gᵢ, C) + noise)/B/s with s = 1/(√v + ε_s), and an optimizer's step on g̃.
+    """Scale-then-privatize: an optimizer on g̃ = (Σᵢ clip(s⊙gᵢ, C) + noise)/B/s with s = 1/(√v + ε_s).
 
     Arguments:
-        lr: of the optimizer behind; 1e-3 by default, and 4.0 for ``"sgd"``, as for DP-SGD.
-        source: of v. ``"previous"``: v̂ of the optimizer behind as of the step before, as in the paper. ``"delayed"``: DP²,
-            which alternates ``interval`` plain and ``interval`` scaled steps. ``"public"``: AdaDPS, from ``public`` examples.
-        behind: the optimizer. ``"adam"`` or ``"microadam"`` step on g̃, brought back to its own scale. ``"sgd"`` steps along
-            the scaled, privatized gradient itself, as the authors of DP² and AdaDPS do: bringing it back would undo the
-            preconditioning. By default ``"adam"`` with ``"previous"``, else ``"sgd"``.
+        lr: learning rate of the base optimizer; 1e-3 by default, and 4.0 for ``"sgd"``, as for DP-SGD.
+        source: where v comes from. ``"previous"``: v̂ of the base optimizer's previous step, as in the paper. ``"delayed"``:
+            DP², which alternates ``interval`` plain and ``interval`` scaled steps. ``"public"``: AdaDPS, from ``public``
+            examples.
+        behind: the base optimizer. ``"adam"`` and ``"microadam"`` use g̃, which is scaled back. ``"sgd"`` uses the scaled,
+            privatized gradient itself, as the authors of DP² and AdaDPS do: scaling back would undo the preconditioning. By
+            default ``"adam"`` with ``"previous"``, else ``"sgd"``.
         scale_eps: ε_s; a scale is at most 1/ε_s.
-        interval: steps of each stretch, 100 by default, with ``"delayed"``.
-        decay: γ of v, 0.9 by default, with ``"delayed"`` and ``"public"``.
-        norm_ratio: clipping norm of scaled steps over that of plain ones, 1 by default, with ``"delayed"``.
-        rate_ratio: learning rate of scaled steps over that of plain ones, 1 by default, with ``"delayed"``.
-        public: what the scale is computed from, with ``"public"``.
+        interval: steps per stretch, 100 by default; with ``"delayed"``.
+        decay: the decay γ of v, 0.9 by default; with ``"delayed"`` and ``"public"``.
+        norm_ratio: clipping norm of scaled steps divided by that of plain steps, 1 by default; with ``"delayed"``.
+        rate_ratio: learning rate of scaled steps divided by that of plain steps, 1 by default; with ``"delayed"``.
+        public: the examples from which the scale is computed; with ``"public"``.
 
-    Other options are those of the optimizer behind.
+    Other options are passed to the base optimizer.
 
     Raises:
-        InputError: for a value out of range, or options that do not go together.
+        InputError: for a value out of range, or options that cannot be combined.
     """
     require_one_of("source", source, SOURCES)
     behind = ("adam" if source == "previous" else "sgd") if behind is None else behind
@@ -77,7 +78,7 @@ def scale_then_privatize(
         )
     if (source == "public") != (public is not None):
         raise InputError(
-            "source is 'public', but no public examples are given"
+            "source is 'public', but no public examples are given; pass public=PublicExamples(...)"
             if public is None
             else f"public examples are given, but source is {source!r}; it must be 'public'"
         )
@@ -85,7 +86,7 @@ def scale_then_privatize(
     own = {"interval": interval, "decay": decay, "norm_ratio": norm_ratio, "rate_ratio": rate_ratio}
     for name, value in own.items():
         if value is not None and name not in _OPTIONS_OF_SOURCES[source]:
-            raise InputError(f"{name} is {value}, which source {source!r} has no use for; it must be left out")
+            raise InputError(f"{name} is {value}, but source {source!r} does not use it; leave it out")
     interval = 100 if interval is None else interval
     decay = 0.9 if decay is None else decay
     norm_ratio = 1.0 if norm_ratio is None else norm_ratio
@@ -109,7 +110,7 @@ def scale_then_privatize(
 
 
 class ScaleThenPrivatize(Method):
-    """Scales by what a source says, and unscales the privatized means.
+    """Scales gradients before clipping by the scale of a source, and divides the privatized means by it.
 
     Formal guarantees: s is a function of earlier privatized steps and of public examples, never of the step's own examples, so
     it may be treated as fixed. What is summed is clip(s⊙gᵢ, C): one example changes it by at most C, in the scaled space,

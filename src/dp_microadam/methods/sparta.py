@@ -1,4 +1,4 @@
-"""SPARTA: find the rows of weights that matter by noisy scores, then train only those.
+"""SPARTA: selects rows of weights by noisy scores, then trains only those.
 
 Makni et al., "SPARTA: An Optimization Framework for Differentially Private Sparse Fine-Tuning" (2025).
 """
@@ -35,16 +35,20 @@ def sparta(
     behind: str = "sgd",
     **options: Any,
 ) -> Method:
-    """Three phases under one plan: head, biases and norms train; rows are scored at learning rate 0; the top rows train.
+    """SPARTA: sparse fine-tuning in three phases under one plan.
+
+    The first phase trains head, biases and normalization; the second scores rows of weights, at learning rate 0; the third
+    trains the rows with the highest scores.
 
     Arguments:
-        keep: the part of each weight's rows that is selected, at least one row of each.
+        keep: the fraction of each weight's rows that is selected, at least one row of each.
         scores: ``"sum"`` or ``"norms"``, see :class:`Sparta`.
-        first_phase: the part of all steps that the first phase takes; 10 of 50 epochs in the paper.
-        scoring_epochs: how long scores are collected; an epoch is ``dataset_size / batch_size`` steps.
-        rows_only: nothing but the selected rows trains in the third phase; by default head, biases and normalization go on.
-        head: name of the head's module; by default the one that holds the model's last parameter.
-        behind: ``"sgd"``, with momentum 0.9, ``"adam"``, ``"adamw"`` or ``"microadam"``; ``options`` are that optimizer's.
+        first_phase: the fraction of all steps that the first phase takes; 10 of 50 epochs in the paper.
+        scoring_epochs: length of the scoring phase; an epoch is ``dataset_size / batch_size`` steps.
+        rows_only: train only the selected rows in the third phase; by default head, biases and normalization train too.
+        head: name of the head's module; by default the one with the model's last parameter.
+        behind: the base optimizer: ``"sgd"`` (with momentum 0.9), ``"adam"``, ``"adamw"`` or ``"microadam"``; ``options``
+            are that optimizer's.
 
     Raises:
         InputError: for a value out of range, or a model without weights outside its head.
@@ -64,21 +68,21 @@ def sparta(
 
 
 class Sparta(Method):
-    """Phases, scores and selection of SPARTA; arguments as in :func:`sparta`, and what makes the optimizer of its parameters.
+    """SPARTA's phases, scores and selection. Arguments as in :func:`sparta`; ``optimizer_of(parameters)`` makes the optimizer.
 
-    Formal guarantees: rows are chosen from noisy quantities alone, so choosing costs nothing beyond the scoring steps, which
-    are sampled, clipped, noised and accounted like all others:
+    Formal guarantees: rows are selected from noisy quantities alone, so the selection costs nothing beyond the scoring steps,
+    which are sampled, clipped, noised and accounted like all others:
 
     - ``scores="sum"``: a scoring step publishes g̃ = (Σᵢ clip(gᵢ, C) + noise)/B over the scored weights, of sensitivity C. The
       score of a row is the norm of that row of Σₜ g̃ₜ: post-processing.
     - ``scores="norms"``: a scoring step publishes, for every row r of all scored weights, Σᵢ ‖row r of clip(gᵢ, C)‖ with
-      noise. One example changes these numbers by the norms of its clipped gradient's rows, a vector of norm
-      ‖clip(gᵢ, C)‖ ≤ C; so their sensitivity is C too and the same noise protects them
-      (:class:`~dp_microadam.clipping.row_norms.ClippedRowNorms`). The score is their sum over steps. Gradients that cancel
-      between examples count here, and not with ``"sum"``.
+      noise. One example changes these numbers by the norms of the rows of its clipped gradient, a vector of norm
+      ‖clip(gᵢ, C)‖ ≤ C. So their sensitivity is C too, and the same noise protects them
+      (:class:`~dp_microadam.clipping.row_norms.ClippedRowNorms`). The score is their sum over steps. Gradients of different
+      examples that cancel each other count here, but not with ``"sum"``.
 
-    The third phase clips and sums over the selected rows alone, and adds noise to them alone; that it leaves others out
-    follows from the published scores.
+    The third phase clips, sums and adds noise over the selected rows alone; which rows those are follows from the published
+    scores.
     """
 
     def __init__(
@@ -100,11 +104,11 @@ class Sparta(Method):
         self._rows_only = rows_only
         own_head = head_of(model, head)
         self.first = own_head | vectors_of(model)
-        """Names of what the first phase trains."""
+        """Names of the parameters that the first phase trains."""
         self.scored = weights_of(model) - own_head
-        """Names of the weights whose rows are chosen from."""
+        """Names of the weights whose rows are scored."""
         if not self.scored:
-            raise InputError("model has no trainable weight outside its head; sparta has no rows to choose from")
+            raise InputError("model has no trainable weight outside its head; sparta needs rows to choose from")
         chosen = self.first | self.scored
         super().__init__(optimizer_of([parameter for name, parameter in model.named_parameters() if name in chosen]))
         self._totals: dict[str, Tensor] = {}
@@ -149,12 +153,12 @@ class Sparta(Method):
 
 
 def row_scores(total: Tensor) -> Tensor:
-    """The norm of each row; what has one number per row already is a score."""
+    """The norm of each row; a tensor with one number per row is returned as it is."""
     return total if total.dim() == 1 else torch.linalg.vector_norm(total.flatten(1), dim=1)
 
 
 def top_rows(scores: Tensor, keep: float) -> Tensor:
-    """A mask of the ⌈keep·rows⌉ rows with the largest scores; of equal ones the first.
+    """A mask of the ⌈keep·rows⌉ rows with the largest scores; ties go to the first.
 
     >>> top_rows(torch.tensor([1.0, 3.0, 3.0, 2.0]), 0.25)
     tensor([False,  True, False, False])

@@ -1,4 +1,4 @@
-"""The optimizers that methods step with."""
+"""The base optimizers of methods, by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dp_microadam.validation import require_one_of
 
 
 def at_path(path: str) -> Any:
-    """What ``module:name`` names.
+    """Import the object at ``module:name``.
 
     >>> at_path("torch.optim:SGD").__name__
     'SGD'
@@ -32,7 +32,7 @@ def make_optimizer(
     *,
     choices: tuple[str, ...] = tuple(OPTIMIZERS),
 ) -> torch.optim.Optimizer:
-    """The optimizer called ``name``; options it does not know, or values it does not take, are refused.
+    """Create the optimizer called ``name``; options or values that it does not accept raise an InputError.
 
     >>> make_optimizer("sgd", [nn.Parameter(torch.zeros(2))], 4.0, {"momentum": 0.9}).defaults["momentum"]
     0.9
@@ -45,7 +45,7 @@ def make_optimizer(
         raise
     except (TypeError, ValueError) as error:
         given = ", ".join(f"{option} = {value!r}" for option, value in options.items())
-        raise InputError(f"{name} does not take {given or f'lr = {lr}'}: {error}") from None
+        raise InputError(f"{name} does not accept {given or f'lr = {lr}'}: {error}") from None
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

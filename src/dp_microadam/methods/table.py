@@ -1,6 +1,7 @@
-"""The one table of optimizers and methods: where each is, its options and its learning rate.
+"""The table of optimizers and methods: import path, options and default learning rate of each.
 
-Registry, recipes, command line and documentation are made from it. It imports no torch, so that a recipe is checked at once.
+Registry, recipes, command line and documentation are generated from it. It does not import torch, so that recipes are checked
+quickly.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """An optimizer that methods step with: where its class is, and what a recipe may set of it."""
+    """A base optimizer of methods: the import path of its class, and the options that a recipe may set."""
 
     path: str
     options: tuple[str, ...]
@@ -19,10 +20,11 @@ class OptimizerEntry:
 
 @dataclass(frozen=True)
 class MethodEntry:
-    """A method: what it does in one sentence, the learning rate of recipes that name none, and where it is built.
+    """A method: a one-sentence summary, its default learning rate in recipes, and how it is built.
 
-    With ``optimizer`` it is that optimizer alone, with its options. Else ``path`` is a function of the model, ``options`` are
-    its own, and it steps with one of the optimizers ``behind`` it, whose options it takes too.
+    With ``optimizer`` the method is that optimizer alone, with its options. Otherwise ``path`` is a function that builds the
+    method for a model, ``options`` are its own options, and ``behind`` lists the base optimizers it can use, whose options it
+    accepts too.
     """
 
     summary: str
@@ -34,7 +36,7 @@ class MethodEntry:
 
     @property
     def all_options(self) -> tuple[str, ...]:
-        """Its own, and those of the optimizers it may step with."""
+        """Its own options, and those of the base optimizers it can use."""
         names = self.behind if self.optimizer is None else (self.optimizer,)
         theirs = (option for name in names for option in OPTIMIZERS[name].options)
         return tuple(dict.fromkeys((*self.options, *theirs)))
@@ -74,27 +76,27 @@ METHODS: Mapping[str, MethodEntry] = {
     "dp-adam": MethodEntry("torch's Adam on privatized gradients", 1e-3, optimizer="adam"),
     "dp-adamw": MethodEntry("torch's AdamW on privatized gradients", 1e-3, optimizer="adamw"),
     "dp-adambc": MethodEntry(
-        "Adam whose second moment is freed of the noise's part",
+        "Adam with the noise variance subtracted from its second moment",
         1e-3,
         path="dp_microadam.methods.adam_bc:dp_adambc",
         behind=("adambc",),
     ),
     "scale-then-privatize": MethodEntry(
-        "gradients are scaled before clip and noise, and back afterwards; DP² and AdaDPS too",
+        "gradients are scaled before clipping and noise, and scaled back afterwards; includes DP² and AdaDPS",
         1e-3,
         path="dp_microadam.methods.scale_then_privatize:scale_then_privatize",
         options=("source", "behind", "scale_eps", "interval", "decay", "norm_ratio", "rate_ratio", "public"),
         behind=_ANY,
     ),
     "dp-bitfit": MethodEntry(
-        "biases and the head train, the rest is frozen",
+        "only biases and the head train",
         1e-3,
         path="dp_microadam.methods.bitfit:dp_bitfit",
         options=("behind", "head"),
         behind=_ANY,
     ),
     "sparta": MethodEntry(
-        "noisy scores choose the rows of weights that train",
+        "trains the rows of weights with the highest noisy scores",
         1e-3,
         path="dp_microadam.methods.sparta:sparta",
         options=("keep", "scores", "first_phase", "scoring_epochs", "rows_only", "head", "behind"),

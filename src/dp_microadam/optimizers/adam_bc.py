@@ -1,7 +1,7 @@
-"""AdamBC: Adam whose second moment is corrected for noise of known variance in its gradients.
+"""AdamBC: Adam with a second moment that is corrected for gradient noise of known variance.
 
 Tang, Shpilevskiy and Lécuyer, "DP-AdamBC: Your DP-Adam Is Actually DP-SGD (Unless You Apply Bias Correction)" (2023). Noise of
-variance φ adds φ to every coordinate of v̂; where it dominates, Adam's steps lose their adaptivity.
+variance φ adds φ to every coordinate of v̂; where φ dominates, Adam's steps are no longer adaptive.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ DEFAULT_FLOOR = 5e-8
 
 
 class AdamBC(ExactStateOptimizer):
-    """p ← p − lr·m̂/√max(v̂ − noise_variance, floor), with Adam's bias-corrected moments m̂ and v̂.
+    """Adam that subtracts the noise variance from v̂: p ← p − lr·m̂/√max(v̂ − noise_variance, floor).
 
-    Arguments that follow Adam's: ``lr``, ``betas``, and ``weight_decay``, which is decoupled as in AdamW.
+    m̂ and v̂ are Adam's bias-corrected moments. ``lr`` and ``betas`` are Adam's; ``weight_decay`` is decoupled as in AdamW.
 
     Arguments:
-        noise_variance: φ, what noise adds to the square of every coordinate of the gradient on average; 0 corrects nothing.
-        floor: the least that v̂ − φ counts as. The difference is an estimate and often negative; the floor bounds a step to
-            lr·|m̂|/√floor, and takes the place of Adam's ``eps``. The smaller it is, the larger are the steps of coordinates in
-            which noise hides the signal. 5e-8 is what the experiments of DP-MicroAdam's authors used; AdamBC's own authors
-            tune it from 1e-9 to 7e-9.
+        noise_variance: φ, the variance of the noise in each coordinate of the gradient; with 0 nothing is corrected.
+        floor: the smallest value used for v̂ − φ, which is an estimate and often negative. It bounds a step to
+            lr·|m̂|/√floor and replaces Adam's ``eps``. The smaller it is, the larger are the steps of coordinates in which
+            the signal is hidden by noise. The experiments of DP-MicroAdam's authors used 5e-8; AdamBC's own authors tune
+            it from 1e-9 to 7e-9.
 
     >>> weight = torch.nn.Parameter(torch.zeros(1))
     >>> optimizer = AdamBC([weight], lr=0.1, noise_variance=9.0, floor=1.0)
@@ -64,7 +64,7 @@ class AdamBC(ExactStateOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; returns what ``closure`` returns."""
+        """Update every parameter that has a gradient; returns what ``closure`` returns."""
         loss = evaluate(closure)
         for group in self.param_groups:
             for param in group["params"]:
@@ -77,7 +77,7 @@ class AdamBC(ExactStateOptimizer):
         return loss
 
     def _initialize(self, param: Tensor) -> dict[str, Any]:
-        # Float32 or wider, whatever the parameter's own type: squares of small gradients vanish in narrow ones.
+        # Float32 or wider, whatever the parameter's dtype: squares of small gradients underflow in narrower ones.
         dtype = torch.promote_types(param.dtype, torch.float32)
         state = self.state[param]
         state["step"] = torch.zeros((), dtype=torch.int64)
@@ -87,7 +87,7 @@ class AdamBC(ExactStateOptimizer):
 
 
 def _corrected_step(gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-    """lr·m̂/√max(v̂ − φ, floor); takes the gradient into the moments first."""
+    """Update the moments with the gradient and return lr·m̂/√max(v̂ − φ, floor)."""
     (beta_1, beta_2), step = group["betas"], int(state["step"])
     first, second = state["first_moment"], state["second_moment"]
     gradient = gradient.to(first.dtype)

@@ -1,8 +1,8 @@
-"""Noisy-MicroAdam: the form of DP-MicroAdam that the convergence theorem is about (Algorithm 3 of the paper).
+"""Noisy-MicroAdam: the variant of DP-MicroAdam that the convergence theorem is about (Algorithm 3 of the paper).
 
-It differs from the optimizer that trains: moments are dense and remember everything, v̂ never decreases (AMSGrad), there is no
-bias correction, ε_s stands under the root, and the error compressor rounds at random, which makes it unbiased.
-:class:`dp_microadam.MicroAdam` is what to train with; this is for checking the theorem.
+It differs from the optimizer used for training: moments are dense and never forget, v̂ never decreases (AMSGrad), there is no
+bias correction, ε_s is under the root, and the residual is rounded stochastically, which makes its compression unbiased.
+Train with :class:`dp_microadam.MicroAdam`; this class is for checking the theorem.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from dp_microadam.validation import (
 
 
 class NoisyMicroAdam(ExactStateOptimizer):
-    """Algorithm 3, on gradients that already hold their noise: ``p.grad`` is g_t + η_t.
+    """Algorithm 3, for gradients that already contain their noise: ``p.grad`` is g_t + η_t.
 
-    The paper's line 5 leaves the noise out of the error; its proof, and the algorithm that is run, keep it in, and so does
-    this. The compressors T and Q act on each parameter as one vector.
+    The paper's line 5 leaves the noise out of the residual. Its proof and the algorithm used for training keep it, and so
+    does this class. The compressors T and Q act on each parameter as one vector.
 
     Arguments:
-        lr: η.
+        lr: the learning rate η.
         betas: β₁ and β₂.
         eps: ε_s, under the root.
-        density: the part of the coordinates that T keeps.
+        density: the fraction of coordinates that T keeps.
         quantize: ``False`` makes Q the identity (ω = 0).
-        seed: of the random rounding.
+        seed: the seed of stochastic rounding.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ def _iterate(theta: Tensor, noisy_gradient: Tensor, state: dict[str, Tensor], gr
 
 
 def randomly_rounded(values: Tensor, key: int) -> Tensor:
-    """The paper's unbiased compressor Q: 4 bits between the vector's own minimum and maximum, rounded at random."""
+    """The paper's unbiased compressor Q: 4 bits between the vector's minimum and maximum, with stochastic rounding."""
     row = values.float().unsqueeze(0)
     lower, upper = bucket_bounds(row)
     offsets = rounding_offsets(key, 0, len(values), values.device).unsqueeze(0)

@@ -1,4 +1,4 @@
-"""Adam's bias correction, for moments rebuilt from a window."""
+"""Adam's bias correction for moments that are computed from a window of past gradients."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ CORRECTIONS = ("paper", "steady", "window")
 
 
 def bias_correction(beta: float, step: int, group: dict[str, Any]) -> float:
-    """What the window's sum Σ βᵃ·row is multiplied with, by the group's choice.
+    """The factor of the window's sum Σ βᵃ·row, for the group's choice of ``bias_correction``.
 
-    The window holds only the terms β⁰ … β^(m−1), which sum to (1 − βᵐ)/(1 − β). The paper divides by 1 − βᵗ all the same, so
-    that its moments shrink until they arrive at 1 − βᵐ of a mean; ``"steady"`` has them there from the first step on, and
-    ``"window"`` makes them the mean itself.
+    The window holds only the terms β⁰ … β^(m−1), which sum to (1 − βᵐ)/(1 − β). ``"paper"`` nevertheless divides by 1 − βᵗ,
+    so that moments shrink during the first steps, down to 1 − βᵐ times a weighted mean. ``"steady"`` uses that final factor
+    from the first step on. ``"window"`` makes the moments the weighted mean itself.
 
     >>> def factors(choice: str, beta: float = 0.9) -> list[float]:
     ...     group = {"bias_correction": choice, "window": 10}

@@ -1,4 +1,4 @@
-"""What our optimizers share: a state that survives saving to the bit."""
+"""Base class of our optimizers: ``load_state_dict`` restores the state bit for bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def evaluate(closure: Callable[[], Any] | None) -> Any:
-    """What ``closure`` returns, evaluated with gradients on; ``None`` without one."""
+    """Call ``closure`` with gradients enabled and return its result; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -17,33 +17,34 @@ def evaluate(closure: Callable[[], Any] | None) -> Any:
 
 
 class ExactStateOptimizer(torch.optim.Optimizer):
-    """An optimizer whose ``load_state_dict`` restores every tensor as it was saved.
+    """An optimizer whose ``load_state_dict`` restores every tensor exactly as it was saved.
 
-    The base class casts state tensors to their parameter's dtype, which turns packed codes, indices and keys into floats.
+    torch's base class casts state tensors to the dtype of their parameter, which would turn packed codes, indices and keys
+    into floats.
     """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state exactly, dtypes included, and without sharing memory with ``state_dict``.
+        """Restore a state exactly, including dtypes, without sharing memory with ``state_dict``.
 
-        The originals take the place of the base class' casts after the hooks that prepare a state dict and before those that
-        follow its loading.
+        Tensors that the base class has cast are replaced by the saved ones, after all pre-hooks and before any post-hook of
+        ``load_state_dict``.
         """
         prepared: dict[str, Any] = {}
 
-        def look_at(_: Any, given: dict[str, Any]) -> None:
+        def check_and_keep(_: Any, given: dict[str, Any]) -> None:
             self._refuse_to_load(given)
             prepared.update(given)
 
-        take = self.register_load_state_dict_pre_hook(look_at)
-        put = self.register_load_state_dict_post_hook(lambda _: self._restore(prepared), prepend=True)
+        before = self.register_load_state_dict_pre_hook(check_and_keep)
+        after = self.register_load_state_dict_post_hook(lambda _: self._restore(prepared), prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
-            take.remove()
-            put.remove()
+            before.remove()
+            after.remove()
 
     def _refuse_to_load(self, saved: dict[str, Any]) -> None:
-        """Raise if a state dict, as hooks have prepared it, is not one that this optimizer can go on from."""
+        """Raise if this optimizer cannot continue from a state dict, as it is after all pre-hooks."""
 
     def _restore(self, saved: dict[str, Any]) -> None:
         names = [name for group in saved["param_groups"] for name in group["params"]]
@@ -51,7 +52,7 @@ class ExactStateOptimizer(torch.optim.Optimizer):
         for name, param in zip(names, params, strict=True):
             if name in saved["state"]:
                 self.state[param] = {
-                    # Scalars stay on the CPU, where the loop reads them.
+                    # Scalars stay on the CPU, where step() reads them.
                     key: value.to(param.device if value.dim() else "cpu", copy=True).contiguous()
                     for key, value in saved["state"][name].items()
                 }

@@ -1,26 +1,26 @@
-"""MicroAdam: Adam's update from one percent of the coordinates a step, with under one byte of state per parameter.
+"""MicroAdam: a sparse Adam with error feedback, whose state takes less than one byte per parameter.
 
 Algorithm 1, lines 6–17, and Algorithm 2 of Hudişteanu, Kalinin and Cyffers, "DP-MicroAdam: Private and Frugal Algorithm for
-Training and Fine-tuning" (2025), after Modoranu et al., "MicroAdam" (2024). Fed with privatized gradients it is DP-MicroAdam:
-all of it is post-processing. ``micro_adam_reference.py`` is the same written to be read against the paper.
+Training and Fine-tuning" (2025), after Modoranu et al., "MicroAdam" (2024). On privatized gradients it is DP-MicroAdam: the
+whole optimizer is post-processing. ``micro_adam_reference.py`` is the same algorithm, written to be compared with the paper.
 
-State of a parameter of n coordinates, in blocks of at most 32,768 of which the k largest are kept each step:
+State of a parameter with n coordinates, in blocks of at most 32,768 coordinates, of which each step keeps the k largest:
 
 ========== =========================== ==========================================================
-step       one int64                   steps this parameter has taken; ring slot and ages follow from it
-indices    window × kept, int16        which coordinates each of the last ``window`` steps kept, within their block
-values     window × kept, bfloat16     what they were
-codes      n/2 bytes                   the 4-bit error, two codes to a byte
-bounds     2 × buckets, float32        smallest and largest error of each bucket
+step       one int64                   updates of this parameter so far; determines ring slot and ages
+indices    window × kept, int16        coordinates kept in each of the last ``window`` steps, within their block
+values     window × kept, bfloat16     their values
+codes      n/2 bytes                   the residual in 4 bits, two codes per byte
+bounds     2 × buckets, float32        smallest and largest residual of each bucket
 ========== =========================== ==========================================================
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,112 +28,92 @@ from torch import Tensor
 
 from dp_microadam.errors import InputError
 from dp_microadam.optimizers import micro_adam_fused as fused_kernels
-from dp_microadam.optimizers.bias import CORRECTIONS, bias_correction
 from dp_microadam.optimizers.exact_state import ExactStateOptimizer, evaluate
+from dp_microadam.optimizers.micro_adam_checks import (
+    GRADIENT_LIMIT,
+    is_plain,
+    largest_magnitude_of_each,
+    unusable_reason,
+    uses_kernel,
+    validate_options,
+    version_of,
+)
 from dp_microadam.optimizers.micro_adam_state import (
     MAX_BLOCK_SIZE,
     SCALARS,
     Entries,
-    Form,
-    Layout,
-    Segment,
-    change_of,
+    StateFormat,
+    changed_option,
+    contents_mismatch,
     entries_for,
     fits,
-    misfit,
-    misfit_of_contents,
-    misfit_of_saved,
-    own_state,
+    local_state,
+    saved_state_mismatch,
+    state_mismatch,
 )
-from dp_microadam.optimizers.quantization import (
-    bucket_bounds,
-    dequantize,
-    derive_key,
-    pack,
-    quantize,
-    rounding_offsets,
-    unpack,
-)
-from dp_microadam.optimizers.selection import largest_magnitudes
-from dp_microadam.optimizers.shards import is_divided, own_part, zero_rows
-from dp_microadam.validation import (
-    require_in_closed_open,
-    require_in_open_closed,
-    require_integer,
-    require_non_negative,
-    require_one_of,
-)
-
-_GRADIENT_LIMIT = 1e30
-"""Beyond this a gradient counts as non-finite: sums of a few such values would leave float32."""
-
-_MIN_EPS = 1e-30
-"""Smaller values vanish in float32, and coordinates that never moved would divide 0 by 0."""
-
-_CHUNK = {"cpu": 1 << 17}
-_CHUNK_ON_ACCELERATORS = 1 << 22
-"""Coordinates the plain torch path handles at once; bounds its scratch memory to a few times this many floats."""
+from dp_microadam.optimizers.micro_adam_update import add_residual, moments_from_window, plain_update
+from dp_microadam.optimizers.quantization import derive_key
+from dp_microadam.optimizers.shards import is_sharded, local_shard, sharded_zeros
 
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Types of parameters that torch can add a step to."""
+class _CheckedState(NamedTuple):
+    """A state whose contents were checked; they are not checked again until one of these fields changes."""
 
-
-class _Seen(NamedTuple):
-    """What is known of a state whose contents were looked at: they are not read again until one of these changes."""
-
-    param: Tensor  # held, so that its id stays its own
-    form: Form
+    param: Tensor  # kept alive, so that its id is not reused
+    form: StateFormat
     size: int
     entries: Entries
     indices: Tensor
     version: int
 
 
-class _Part(NamedTuple):
-    """What this process has of a parameter that is about to be stepped, and of its gradient; its state if it has one."""
+class _LocalPart(NamedTuple):
+    """The local part of a parameter that is about to be updated, and of its gradient, with its state if it has one."""
 
     param: Tensor
     own: Tensor
     given: Tensor
     state: dict[str, Any] | None
-    form: Form
+    form: StateFormat
     position: int
     fused: bool
 
 
 class MicroAdam(ExactStateOptimizer):
-    """Adam over the largest coordinates of gradient plus error, its moments rebuilt from a window of sparse gradients.
+    """Adam on the top-k coordinates of gradient plus residual (error feedback), with moments from a window of sparse gradients.
 
-    Arguments that follow Adam's: ``lr``, ``betas``, ``eps``, and ``weight_decay``, which is decoupled as in AdamW.
+    Each step adds the residual to the gradient, keeps the coordinates of largest magnitude, and stores the rest as the new
+    residual. Adam's moments are not stored: each step computes them from the sparse gradients of the last ``window`` steps.
+
+    ``lr``, ``betas`` and ``eps`` are Adam's; ``weight_decay`` is decoupled as in AdamW.
 
     Arguments:
-        density: the part of each block that a step keeps.
-        window: how many past steps the moments are rebuilt from.
-        scope: ``"block"`` selects within blocks of ``block_size`` coordinates, ``"tensor"`` over whole tensors, as the
-            paper's experiments did; indices then take four bytes instead of two.
-        quantize: keep the error in 4 bits; ``False`` keeps it in float32, as the paper's experiments did.
-        error_feedback: ``False`` forgets what a step did not select. For ablations.
-        block_size: at most 32,768, and a multiple of ``bucket_size``.
-        bucket_size: an even number; as many coordinates share a minimum and a maximum in the 4-bit error.
+        density: the fraction of each block that a step keeps.
+        window: the number of past steps that the moments are computed from.
+        scope: ``"block"`` selects within blocks of ``block_size`` coordinates, ``"tensor"`` over whole tensors, as in the
+            paper's experiments; indices then take four bytes instead of two.
+        quantize: store the residual in 4 bits; ``False`` stores it in float32, as in the paper's experiments.
+        error_feedback: ``False`` discards what a step did not select. For ablations.
+        block_size: coordinates per block, at most 32,768 and a multiple of ``bucket_size``.
+        bucket_size: the number of coordinates, even, that share a minimum and a maximum in the 4-bit residual.
         window_dtype: ``torch.bfloat16``, or ``torch.float32`` for exact comparisons.
         bias_correction: ``"paper"`` divides by 1 − βᵗ although the window forgets, so v̂ settles near ``window``·(1 − β₂) of its
             dense value and steps grow over the first few thousand; ``"steady"`` takes steps of that final size from the
-            start; ``"window"`` divides by 1 − β^min(t, window), which wants 6.5 times the learning rate.
-        rounding: of the 4-bit error, ``"nearest"`` (Algorithm 2) or ``"stochastic"`` (the paper's appendix).
-        seed: of stochastic rounding; if not given, drawn from torch's generator when a group asks for such rounding, and
-            only then. Random numbers are a function of seed, parameter, step and coordinate, so they survive saving and agree
-            between processes.
-        fused: ``None`` runs the Numba kernel where it can (CPU, ``scope="block"``, Numba installed) and plain torch elsewhere;
-            ``False`` always plain torch; ``True`` insists on the kernel.
+            start; ``"window"`` divides by 1 − β^min(t, window), which needs 6.5 times the learning rate.
+        rounding: rounding of the 4-bit residual, ``"nearest"`` (Algorithm 2) or ``"stochastic"`` (the paper's appendix).
+        seed: seed of stochastic rounding. By default it is drawn from torch's generator, but only if a group uses stochastic
+            rounding. Random numbers are a function of seed, parameter, step and coordinate, so they are the same after loading
+            a state and on every rank.
+        fused: ``None`` uses the Numba kernel where it can (CPU, ``scope="block"``, Numba installed) and plain torch elsewhere;
+            ``False`` always uses plain torch; ``True`` requires the kernel.
 
-    Of a parameter that is divided over processes (a DTensor, as FSDP2 makes them) each process steps its own part, without a
-    word to the others; blocks follow the parts, so what is selected depends on the number of processes.
+    Sharded parameters (DTensors, as FSDP2 creates them): each rank updates its own shard; no communication is needed. Blocks do
+    not cross shards, so the selection depends on the world size.
 
-    A parameter without a gradient is left alone, and its window does not move. A gradient that is not finite is refused before
-    anything has changed, and so is a state that does not fit its parameter and its group: ``density``, ``window``, ``scope``,
-    ``quantize``, ``error_feedback``, ``block_size``, ``bucket_size``, ``window_dtype`` and ``rounding`` stay as they are once
-    training has begun. Threads that share an optimizer step one after the other.
+    A parameter without a gradient is skipped, and its window does not advance. A gradient that is not finite is refused before
+    anything has changed. So is a state that does not match its parameter and its group: ``density``, ``window``, ``scope``,
+    ``quantize``, ``error_feedback``, ``block_size``, ``bucket_size``, ``window_dtype`` and ``rounding`` cannot be changed once
+    training has begun. ``step`` is thread-safe.
 
     >>> weights = torch.nn.Parameter(torch.zeros(1000))
     >>> optimizer = MicroAdam([weights], lr=0.01, density=0.1)
@@ -183,17 +163,17 @@ class MicroAdam(ExactStateOptimizer):
             "seed": seed,
             "fused": fused,
         }
-        _validate({**defaults, "seed": 0 if seed is None else seed})
-        self._one_at_a_time = threading.RLock()
+        validate_options({**defaults, "seed": 0 if seed is None else seed})
+        self._lock = threading.RLock()
         self._forget()
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         options = {**self.defaults, **param_group}
         drawn = options["rounding"] == "stochastic" and options["seed"] is None
-        _validate({**options, "seed": 0} if drawn else options)
+        validate_options({**options, "seed": 0} if drawn else options)
         if drawn:
-            # One seed for all groups: parameters have keys of their own.
+            # One seed for all groups is enough: each parameter derives its own key.
             self.defaults["seed"] = param_group["seed"] = int(torch.randint(2**62, ()))
         super().add_param_group(param_group)
         params = self.param_groups[-1]["params"]
@@ -203,61 +183,61 @@ class MicroAdam(ExactStateOptimizer):
                 raise InputError(f"a parameter has dtype {param.dtype}; MicroAdam takes real parameters")
         if len(set(params)) < len(params):
             self.param_groups.pop()
-            raise InputError("a group names a parameter twice; each may be stepped once, so name it once")
+            raise InputError("a group contains a parameter twice; it must contain each parameter once")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # What an earlier version did before an option existed is that option's default.
+        # States of earlier versions lack newer options; their defaults are what those versions did.
         for options in (self.defaults, *self.param_groups):
             for name, value in _DEFAULT_OPTIONS.items():
                 options.setdefault(name, value)
-        if "_one_at_a_time" not in self.__dict__:  # unpickled, not loaded
-            self._one_at_a_time = threading.RLock()
+        if "_lock" not in self.__dict__:  # unpickled, not loaded
+            self._lock = threading.RLock()
         self._forget()
 
     def _forget(self) -> None:
-        """Look at every option and every state again, whatever was found before."""
-        self._seen: dict[int, _Seen] = {}
-        self._valid: dict[int, tuple[tuple[Any, ...], Form]] = {}
+        """Forget which options and states were checked, so that all are checked again."""
+        self._checked: dict[int, _CheckedState] = {}
+        self._valid: dict[int, tuple[tuple[Any, ...], StateFormat]] = {}
 
     def _refuse_to_load(self, saved: dict[str, Any]) -> None:
         for number, (group, given) in enumerate(zip(self.param_groups, saved["param_groups"], strict=False)):
             if "density" not in given and "window" not in given:
                 raise InputError(
-                    f"group {number} of the state to load has neither density nor window: it is another optimizer's; load the "
-                    "state of a MicroAdam, or begin with a new one"
+                    f"group {number} of the state to load has neither density nor window, so it is from another optimizer; "
+                    "load the state of a MicroAdam, or start with a new one"
                 )
             options = {**_DEFAULT_OPTIONS, **given}
-            _validate(options)
-            form = Form.of(options)
-            # Where the numbers of parameters differ, the base class refuses.
+            validate_options(options)
+            form = StateFormat.of(options)
+            # A different number of parameters is refused by the base class.
             for param, name in zip(group["params"], given["params"], strict=False):
-                wrong = misfit_of_saved(param, saved["state"][name], form) if saved["state"].get(name) else None
+                wrong = saved_state_mismatch(param, saved["state"][name], form) if saved["state"].get(name) else None
                 if wrong:
                     raise InputError(f"{self._name(param)} {wrong}; nothing was loaded")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state exactly, dtypes included, and without sharing memory with ``state_dict``.
+        """Restore a state exactly, including dtypes, without sharing memory with ``state_dict``.
 
-        A state that is another optimizer's, does not fit the parameters, or holds indices outside of them is refused before
-        anything has changed. Options that an earlier version did not have get the values that it worked with.
+        A state that is from another optimizer, does not match the parameters, or contains invalid indices is refused before
+        anything has changed. Options that an earlier version did not have get the values that reproduce its behaviour.
         """
-        with self._one_at_a_time:
+        with self._lock:
             super().load_state_dict(state_dict)
             for group in self.param_groups:
                 for param in group["params"]:
                     state = self.state.get(param)
                     if state and param.device.type != "meta":
-                        self._look_at(param, own_part(param), state, Form.of(group))
+                        self._check_state(param, local_shard(param), state, StateFormat.of(group))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; returns what ``closure`` returns."""
+        """Update every parameter that has a gradient; returns what ``closure`` returns."""
         loss = evaluate(closure)
-        with self._one_at_a_time:
+        with self._lock:
             work = [
                 (group, [part if part.state else self._initialize(part, group) for part in parts])
-                for group, parts in self._refuse_or_prepare()
+                for group, parts in self._check_and_prepare()
             ]
             for group, parts in work:
                 pending = fused_kernels.Batch(group)
@@ -266,74 +246,77 @@ class MicroAdam(ExactStateOptimizer):
                 pending.run()
         return loss
 
-    def _update(self, part: _Part, group: dict[str, Any], pending: fused_kernels.Batch) -> None:
+    def _update(self, part: _LocalPart, group: dict[str, Any], pending: fused_kernels.Batch) -> None:
         own, common, form = part.own, part.state, part.form
         assert common is not None
         common["step"] += 1
-        if own.numel() == 0:  # divided, and nothing of it is here
+        if own.numel() == 0:  # sharded, and this rank's shard is empty
             return
-        layout, state = form.layout(own.numel()), own_state(part.param, common, form)
+        layout, state = form.layout(own.numel()), local_state(part.param, common, form)
         if group["weight_decay"] != 0:
             own.mul_(1 - float(group["lr"]) * group["weight_decay"])
-        direct, given_directly = _is_plain(own), _is_plain(part.given)
+        direct, given_directly = is_plain(own), is_plain(part.given)
         target = own if direct else torch.zeros(own.numel(), device=own.device)
         gradient = part.given if given_directly else part.given.float().resolve_neg().contiguous()
         if part.fused:
             pending.add(target, gradient, state, layout)
             if not direct or not given_directly:
-                # Copies are used up at once: scratch memory must not grow with the model.
+                # Run now, so that copies can be freed: scratch memory must not grow with the model.
                 pending.run()
         else:
             plain_update(target.view(-1), gradient.view(-1), state, layout, group)
             self._remember(part.param, own, common, form)
         if not direct:
-            # Computed in float32, added in the wider of the two types, whatever the parameter's own.
+            # Computed in float32, added in the wider of that and the parameter's dtype.
             own.add_(target.view_as(own))
 
-    def _initialize(self, part: _Part, group: dict[str, Any]) -> _Part:
+    def _initialize(self, part: _LocalPart, group: dict[str, Any]) -> _LocalPart:
         param, state = part.param, {}
         for name, (shape, dtype) in entries_for(param, part.form).items():
             if name in SCALARS:
                 key = derive_key(group["seed"], part.position) if name == "rounding_key" else 0
                 state[name] = torch.tensor(key, dtype=dtype)
-            elif is_divided(param):
-                state[name] = zero_rows(param, shape[-1], dtype)
+            elif is_sharded(param):
+                state[name] = sharded_zeros(param, shape[-1], dtype)
             else:
                 state[name] = torch.zeros(shape, dtype=dtype, device=param.device)
         self.state[param] = state
         self._remember(param, part.own, state, part.form)
         return part._replace(state=state)
 
-    def _remember(self, param: Tensor, own: Tensor, state: dict[str, Any], form: Form) -> None:
+    def _remember(self, param: Tensor, own: Tensor, state: dict[str, Any], form: StateFormat) -> None:
         indices = state["indices"]
-        self._seen[id(param)] = _Seen(param, form, own.numel(), entries_for(param, form), indices, _version(indices))
-        if len(self._seen) > len(self.state):
-            self._seen = {key: seen for key, seen in self._seen.items() if seen.param in self.state}
+        self._checked[id(param)] = _CheckedState(
+            param, form, own.numel(), entries_for(param, form), indices, version_of(indices)
+        )
+        if len(self._checked) > len(self.state):
+            self._checked = {key: seen for key, seen in self._checked.items() if seen.param in self.state}
 
-    def _look_at(self, param: Tensor, own: Tensor, state: dict[str, Any], form: Form) -> None:
-        """Raise unless every entry of ``state`` is as the parameter and its group ask for. Runs in every step."""
-        seen = self._seen.get(id(param))
+    def _check_state(self, param: Tensor, own: Tensor, state: dict[str, Any], form: StateFormat) -> None:
+        """Raise unless every entry of ``state`` matches the parameter and the options of its group. Runs in every step."""
+        seen = self._checked.get(id(param))
         if seen is None or seen.indices is not state.get("indices"):
-            wrong, known = misfit(param, state, form), False
+            wrong, known = state_mismatch(param, state, form), False
         elif seen.form is not form and seen.form != form:
-            wrong, known = change_of(seen.form, form), True
+            wrong, known = changed_option(seen.form, form), True
         elif seen.size != own.numel():
-            wrong = f"has {own.numel()} coordinates, but its state is one of {seen.size}; make a new optimizer"
+            wrong = f"has {own.numel()} coordinates, but its state has {seen.size}; create a new optimizer"
             known = True
         else:
-            wrong = None if fits(param, state, seen.entries) else misfit(param, state, form)
-            known = seen.version == _version(seen.indices)
+            wrong = None if fits(param, state, seen.entries) else state_mismatch(param, state, form)
+            known = seen.version == version_of(seen.indices)
         if wrong is None and not known:
-            wrong = misfit_of_contents(own, own_state(param, state, form), form)
+            wrong = contents_mismatch(own, local_state(param, state, form), form)
             if wrong is None:
                 self._remember(param, own, state, form)
         if wrong:
             raise InputError(f"{self._name(param)} {wrong}; nothing was changed")
 
-    def error(self, param: Tensor) -> Tensor | None:
-        """What the last step left unselected and will add to the next gradient: decoded, flat, a copy; None if none is kept.
+    def residual(self, param: Tensor) -> Tensor | None:
+        """The residual of error feedback: what the last step did not select and the next one adds to the gradient.
 
-        This and the methods below see the own part of a parameter that is divided over processes.
+        A flat, decoded copy; None before the first step and without error feedback. For a sharded parameter this and the
+        methods below return values of the local shard.
         """
         if not self.state.get(param):
             return None
@@ -341,16 +324,21 @@ class MicroAdam(ExactStateOptimizer):
         if not ("error" in state or "codes" in state):
             return None
         found = torch.zeros(own.numel(), device=own.device)
-        _add_error(found, 0, state, group["bucket_size"])
+        add_residual(found, 0, state, group["bucket_size"])
         return found
 
+    def error(self, param: Tensor) -> Tensor | None:
+        """Deprecated name of :meth:`residual`."""
+        warnings.warn("MicroAdam.error is deprecated; use MicroAdam.residual", DeprecationWarning, stacklevel=2)
+        return self.residual(param)
+
     def window(self, param: Tensor) -> tuple[Tensor, Tensor]:
-        """Coordinates and float32 values that the last steps selected, a row per step, newest first."""
+        """The coordinates and float32 values selected by the last steps, one row per step, newest first."""
         group, own, state = self._own(param)
         step = int(state["step"])
         slots = [(step - 1 - age) % group["window"] for age in range(min(step, group["window"]))]
         coordinates = state["indices"][slots].long()
-        for segment in Form.of(group).layout(own.numel()).segments:
+        for segment in StateFormat.of(group).layout(own.numel()).segments:
             if segment.start + segment.rows > 1:  # else a single block, which begins at 0
                 starts = torch.arange(segment.rows, device=own.device).mul_(segment.length).add_(segment.start)
                 kept = slice(segment.window_start, segment.window_start + segment.rows * segment.kept)
@@ -358,38 +346,38 @@ class MicroAdam(ExactStateOptimizer):
         return coordinates, state["values"][slots].float()
 
     def _own(self, param: Tensor) -> tuple[dict[str, Any], Tensor, dict[str, Any]]:
-        """The group of ``param``, what this process has of it, and of its state."""
+        """The group of ``param``, its local shard, and the state of that."""
         group = next(group for group in self.param_groups if any(other is param for other in group["params"]))
-        state, own, form = self.state[param], own_part(param), Form.of(group)
+        state, own, form = self.state[param], local_shard(param), StateFormat.of(group)
         if state:
-            self._look_at(param, own, state, form)
-        return group, own, own_state(param, state, form)
+            self._check_state(param, own, state, form)
+        return group, own, local_state(param, state, form)
 
     def state_bytes(self) -> int:
-        """Bytes that the optimizer's state takes in this process, over all parameters."""
+        """Size of the optimizer state in this process, in bytes."""
         return sum(
-            own_part(value).numel() * value.element_size()
+            local_shard(value).numel() * value.element_size()
             for state in self.state.values()
             for value in state.values()
             if isinstance(value, Tensor)
         )
 
     def second_moment(self, param: Tensor) -> Tensor | None:
-        """v̂ as the last step used it, dense and in float32: zero where the window holds nothing; None before the first step."""
+        """v̂ of the last step, dense and in float32: zero for coordinates not in the window; None before the first step."""
         if not self.state.get(param):
             return None
         group, own, state = self._own(param)
         found = torch.empty(own.numel(), device=own.device)
-        for segment in Form.of(group).layout(own.numel()).segments:
+        for segment in StateFormat.of(group).layout(own.numel()).segments:
             kept = slice(segment.window_start, segment.window_start + segment.rows * segment.kept)
             indices = state["indices"][:, kept].view(-1, segment.rows, segment.kept)
             values = state["values"][:, kept].view(-1, segment.rows, segment.kept)
-            _, second = _moments_from_window(indices, values, segment.length, int(state["step"]), group)
+            _, second = moments_from_window(indices, values, segment.length, int(state["step"]), group)
             found[segment.start : segment.start + second.numel()] = second.view(-1)
         return found.view_as(own)
 
-    def _refuse_or_prepare(self) -> list[tuple[dict[str, Any], list[_Part]]]:
-        """What there is to step, after everything that could be refused was looked at; nothing has changed until then."""
+    def _check_and_prepare(self) -> list[tuple[dict[str, Any], list[_LocalPart]]]:
+        """Check options, gradients and states, then return the parameters to update; nothing is changed if one is refused."""
         work = []
         position = 0
         for number, group in enumerate(self.param_groups):
@@ -397,35 +385,35 @@ class MicroAdam(ExactStateOptimizer):
             parts = []
             for param in group["params"]:
                 if param.grad is not None and param.numel() > 0:
-                    own, given = own_part(param), own_part(param.grad)
-                    unusable = _unusable(param, own, given)
+                    own, given = local_shard(param), local_shard(param.grad)
+                    unusable = unusable_reason(param, own, given)
                     if unusable:
                         raise InputError(f"{self._name(param)} {unusable}")
                     state = self.state.get(param)
                     if state:
-                        self._look_at(param, own, state, form)
-                    parts.append(_Part(param, own, given, state, form, position, _fused(own, group)))
+                        self._check_state(param, own, state, form)
+                    parts.append(_LocalPart(param, own, given, state, form, position, uses_kernel(own, group)))
                 position += 1
             work.append((group, parts))
         here = [part for _, parts in work for part in parts if part.own.numel() > 0]
-        if not here or bool((_largest([part.given for part in here]) <= _GRADIENT_LIMIT).all()):
+        if not here or bool((largest_magnitude_of_each([part.given for part in here]) <= GRADIENT_LIMIT).all()):
             return work
         for part in here:
-            largest = float(_largest([part.given]))
-            if not largest <= _GRADIENT_LIMIT:
+            largest = float(largest_magnitude_of_each([part.given]))
+            if not largest <= GRADIENT_LIMIT:
                 raise InputError(
                     f"{self._name(part.param)} has a gradient of magnitude {largest:g}; it must be finite and at most "
-                    f"{_GRADIENT_LIMIT:g}; nothing was changed"
+                    f"{GRADIENT_LIMIT:g}; nothing was changed"
                 )
         return work
 
-    def _valid_form(self, number: int, group: dict[str, Any]) -> Form:
-        """What a group asks of states. Its options can be set at any time, past the constructor's checks."""
+    def _valid_form(self, number: int, group: dict[str, Any]) -> StateFormat:
+        """The state format of a group. Its options are validated here, since they can be set at any time after construction."""
         options = (float(group["lr"]), *[group[name] for name in _DEFAULT_OPTIONS if name != "lr"])
         known = self._valid.get(number)
         if known is None or known[0] != options:
-            _validate(group)
-            self._valid[number] = known = (options, Form.of(group))
+            validate_options(group)
+            self._valid[number] = known = (options, StateFormat.of(group))
         return known[1]
 
     def _name(self, param: Tensor) -> str:
@@ -436,184 +424,6 @@ class MicroAdam(ExactStateOptimizer):
             if other is param
         )
         return f"parameter {position} of group {number} (shape {tuple(param.shape)})"
-
-
-def plain_update(target: Tensor, gradient: Tensor, state: dict[str, Any], layout: Layout, group: dict[str, Any]) -> None:
-    """Lines 6–14 of Algorithm 1 in plain torch, on any device: subtract one step from ``target``, a flat float32 tensor.
-
-    Twin of the fused kernel and its fallback. Works through chunks of blocks so that scratch memory stays bounded; with
-    ``scope="tensor"`` only the accumulator is as large as the tensor.
-    """
-    window, bucket_size = group["window"], group["bucket_size"]
-    step = int(state["step"])
-    slot = (step - 1) % window
-    for segment in layout.segments:
-        for first, rows in _chunks(segment, target.device):
-            start = segment.start + first * segment.length
-            span = slice(start, start + rows * segment.length)
-            kept = slice(segment.window_start + first * segment.kept, segment.window_start + (first + rows) * segment.kept)
-            accumulator = gradient[span].clone()
-            _add_error(accumulator, start, state, bucket_size)  # line 6
-            blocks = accumulator.view(rows, segment.length)
-            selected = largest_magnitudes(blocks, segment.kept)  # line 7
-            state["indices"][slot, kept] = selected.view(-1).to(layout.index_dtype)  # line 8
-            state["values"][slot, kept] = blocks.gather(1, selected).view(-1).to(group["window_dtype"])
-            blocks.scatter_(1, selected, 0.0)  # line 9
-            _store_error(accumulator, start, state, group)  # lines 10–11
-            del accumulator, blocks, selected
-            indices = state["indices"][:, kept].view(window, rows, segment.kept)
-            values = state["values"][:, kept].view(window, rows, segment.kept)
-            target[span].sub_(_step_from_window(indices, values, segment.length, step, group).view(-1))  # lines 12–14
-
-
-def _chunks(segment: Segment, device: torch.device) -> Iterator[tuple[int, int]]:
-    at_once = max(1, _CHUNK.get(device.type, _CHUNK_ON_ACCELERATORS) // segment.length)
-    for first in range(0, segment.rows, at_once):
-        yield first, min(at_once, segment.rows - first)
-
-
-def _step_from_window(indices: Tensor, values: Tensor, length: int, step: int, group: dict[str, Any]) -> Tensor:
-    """η·m̂/(ε_s + √v̂) of a chunk of blocks, dense."""
-    first, second = _moments_from_window(indices, values, length, step, group)
-    return first.div_(second.sqrt_().add_(group["eps"])).mul_(float(group["lr"]))
-
-
-def _moments_from_window(
-    indices: Tensor, values: Tensor, length: int, step: int, group: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """m̂ and v̂ of a chunk of blocks, dense."""
-    (beta_1, beta_2), window = group["betas"], group["window"]
-    slot = (step - 1) % window
-    first = torch.zeros(indices.shape[1], length, device=indices.device)
-    second = torch.zeros_like(first)
-    for row in range(min(step, window)):
-        age = (slot - row) % window
-        where, what = indices[row].long(), values[row].float()
-        # Indices are distinct within a row: gather and scatter add without the races of an atomic addition.
-        first.scatter_(1, where, first.gather(1, where) + what * beta_1**age)
-        second.scatter_(1, where, second.gather(1, where) + what.square() * beta_2**age)
-    return first.mul_(bias_correction(beta_1, step, group)), second.mul_(bias_correction(beta_2, step, group))
-
-
-def _add_error(accumulator: Tensor, start: int, state: dict[str, Any], bucket_size: int) -> None:
-    if "error" in state:
-        accumulator.add_(state["error"][start : start + len(accumulator)])
-    if "codes" not in state:
-        return
-    for span, buckets, part in _bucket_rows(accumulator, bucket_size):
-        first = (start + span.start) // bucket_size
-        packed = state["codes"][(start + span.start) // 2 : (start + span.stop + 1) // 2].view(buckets, -1)
-        bounds = state["bounds"][:, first : first + buckets]
-        part.add_(dequantize(unpack(packed, part.shape[1]), bounds[0], bounds[1]))
-
-
-def _store_error(accumulator: Tensor, start: int, state: dict[str, Any], group: dict[str, Any]) -> None:
-    if "error" in state:
-        state["error"][start : start + len(accumulator)] = accumulator
-    if "codes" not in state:
-        return
-    key = derive_key(int(state["rounding_key"]), int(state["step"])) if "rounding_key" in state else None
-    bucket_size = group["bucket_size"]
-    for span, buckets, part in _bucket_rows(accumulator, bucket_size):
-        first = (start + span.start) // bucket_size
-        lower, upper = bucket_bounds(part)
-        offsets = None
-        if key is not None:
-            offsets = rounding_offsets(key, start + span.start, part.numel(), part.device).view_as(part)
-        codes = quantize(part, lower, upper, offsets)
-        state["codes"][(start + span.start) // 2 : (start + span.stop + 1) // 2] = pack(codes).view(-1)
-        state["bounds"][0, first : first + buckets] = lower
-        state["bounds"][1, first : first + buckets] = upper
-
-
-def _bucket_rows(flat: Tensor, bucket_size: int) -> Iterator[tuple[slice, int, Tensor]]:
-    """``flat`` as matrices with a bucket per row: the full buckets, a bounded number at a time, then the shorter last one."""
-    full = len(flat) // bucket_size * bucket_size
-    at_once = _CHUNK.get(flat.device.type, _CHUNK_ON_ACCELERATORS) // bucket_size * bucket_size or bucket_size
-    for begin in range(0, full, at_once):
-        span = slice(begin, min(begin + at_once, full))
-        rows = (span.stop - span.start) // bucket_size
-        yield span, rows, flat[span].view(rows, bucket_size)
-    if full < len(flat):
-        yield slice(full, len(flat)), 1, flat[full:].view(1, -1)
-
-
-def _largest(gradients: list[Tensor]) -> Tensor:
-    """Largest magnitude of each gradient; NaN if it holds one."""
-    # aminmax is the one reduction of torch's that reads a tensor once, at the speed of memory.
-    ends = [end for gradient in gradients for end in torch.aminmax(gradient.detach())]
-    return torch.stack([end.to(ends[0].device, torch.float32) for end in ends]).view(-1, 2).abs().amax(dim=1)
-
-
-def _fused(param: Tensor, group: dict[str, Any]) -> bool:
-    if group["fused"] is False:
-        return False
-    obstacle = fused_kernels.obstacle(param, group)
-    if obstacle and group["fused"]:
-        raise InputError(f"fused is True, but {obstacle}; use fused=None or fused=False")
-    return obstacle is None
-
-
-def _unusable(param: Tensor, own: Tensor, given: Tensor) -> str | None:
-    """Why a parameter cannot be stepped with its gradient, as the rest of a sentence that begins with the parameter."""
-    if given.layout is not torch.strided:
-        return "has a sparse gradient; MicroAdam takes dense ones"
-    if own.layout is not torch.strided or own.dtype not in _DTYPES:
-        return f"is {own.layout} and {own.dtype}; MicroAdam takes dense parameters of float16, bfloat16, float32 and float64"
-    if is_divided(param) and getattr(param.grad, "placements", None) != param.placements:  # type: ignore[attr-defined]
-        return "and its gradient must be divided over processes alike"
-    if given.shape != own.shape or given.device != own.device:
-        return (
-            f"has a gradient of shape {tuple(given.shape)} on {given.device}; it must have the shape {tuple(own.shape)} and be "
-            f"on {own.device}, as the parameter itself"
-        )
-    if own.device.type == "meta":
-        return "is on the meta device, where there are no numbers; move the model to a device first"
-    if own.numel() and not (own.data_ptr() and given.data_ptr()):
-        return "or its gradient has no memory behind it; its storage was freed, or it is a wrapper around other tensors"
-    if not own.is_contiguous() and any(stride == 0 < size - 1 for size, stride in zip(own.shape, own.stride(), strict=True)):
-        return "is expanded: several coordinates share one number; use .clone()"
-    return None
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether the numbers at its address are its own, one after the other, in float32."""
-    # A minus sign can be lazy, as in ``z.conj().imag``: it does not show in memory.
-    return tensor.dtype is torch.float32 and tensor.is_contiguous() and not tensor.is_neg()
-
-
-def _version(tensor: Tensor) -> int:
-    """How often torch has written to ``tensor``; tensors made in inference mode do not count."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return -1
-
-
-def _validate(options: dict[str, Any]) -> None:
-    require_non_negative("lr", float(options["lr"]))
-    for name, beta in zip(("betas[0]", "betas[1]"), options["betas"], strict=True):
-        require_in_closed_open(name, beta, 0.0, 1.0)
-    if not _MIN_EPS <= options["eps"] < math.inf:
-        raise InputError(f"eps is {options['eps']}; it must be a finite number of at least {_MIN_EPS:g}")
-    require_non_negative("weight_decay", options["weight_decay"])
-    require_in_open_closed("density", options["density"], 0.0, 1.0)
-    require_integer("window", options["window"], 1)
-    require_one_of("scope", options["scope"], ("block", "tensor"))
-    require_integer("bucket_size", options["bucket_size"], 2)
-    if options["bucket_size"] % 2:
-        raise InputError(f"bucket_size is {options['bucket_size']}; it must be even, as two codes share a byte")
-    require_integer("block_size", options["block_size"], 2, MAX_BLOCK_SIZE)
-    if options["block_size"] % options["bucket_size"]:
-        raise InputError(
-            f"block_size is {options['block_size']}; it must be a multiple of bucket_size, {options['bucket_size']}"
-        )
-    if options["window_dtype"] not in (torch.bfloat16, torch.float32):
-        raise InputError(f"window_dtype is {options['window_dtype']}; it must be torch.bfloat16 or torch.float32")
-    require_one_of("bias_correction", options["bias_correction"], CORRECTIONS)
-    require_one_of("rounding", options["rounding"], ("nearest", "stochastic"))
-    if options["seed"] is not None or options["rounding"] == "stochastic":
-        require_integer("seed", options["seed"], 0)
 
 
 _DEFAULT_OPTIONS = {

@@ -1,9 +1,10 @@
-"""The fused CPU kernel of MicroAdam: a block stays in cache while lines 6–14 of Algorithm 1 pass over it.
+"""Runs the fused CPU kernel of MicroAdam, in which a block stays in cache for all of lines 6–14 of Algorithm 1.
 
-Twin of ``micro_adam.plain_update``. Blocks are independent, so threads share them out; the kernel runs without Python's global
-lock. It sees tensors by their addresses, one table row per block, so a step costs one call however many parameters there are.
+It computes the same as ``micro_adam_update.plain_update``. Blocks are independent and are divided among threads; the kernel
+releases Python's global lock. It gets tensors by their addresses, one table row per parameter, so that a step is one call
+however many parameters there are.
 
-Numba is optional: without it :func:`obstacle` says so and plain torch runs instead.
+Numba is optional: without it :func:`unsupported_reason` says so and plain torch runs instead.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ if TYPE_CHECKING:
     from dp_microadam.optimizers.micro_adam_state import Layout
 
 _WORTH_A_THREAD = 1 << 16
-"""Coordinates below which handing work to another thread costs more than it saves."""
+"""With fewer coordinates, starting another thread costs more than it saves."""
 
 _MOST_THREADS = 1024
-"""More than torch uses anywhere; beyond it shares wait for each other."""
+"""Upper limit of the thread pool, more than torch ever uses."""
 
 
-def obstacle(param: Tensor, group: dict[str, Any]) -> str | None:
-    """Why the kernel cannot take this parameter; ``None`` if it can."""
+def unsupported_reason(param: Tensor, group: dict[str, Any]) -> str | None:
+    """Why the kernel does not support this parameter; None if it does."""
     if param.device.type != "cpu":
-        return f"a parameter is on {param.device} and the kernel is for the CPU"
+        return f"a parameter is on {param.device} and the kernel runs on the CPU only"
     if group["scope"] != "block":
-        return f"scope is {group['scope']!r} and the kernel selects within blocks"
+        return f"scope is {group['scope']!r} and the kernel supports 'block' only"
     if not _numba_installed():
         return "Numba is not installed (pip install 'dp-microadam[fast]')"
     return None
@@ -49,7 +50,7 @@ def _numba_installed() -> bool:
 
 
 class Batch:
-    """Parameters of one group whose kernel call is yet to run."""
+    """Parameters of one group that are queued for one call of the kernel."""
 
     def __init__(self, group: dict[str, Any]) -> None:
         self.group = group
@@ -83,10 +84,10 @@ class Batch:
         self._alive += [target, gradient, *state.values()]
 
     def run(self) -> None:
-        """Step every queued parameter."""
+        """Update every queued parameter."""
         if not self._rows:
             return
-        # Imported here because it compiles; Numba keeps the result on disk, so that only the first time takes long.
+        # Imported here because importing compiles; Numba caches the result on disk, so only the first time is slow.
         from dp_microadam.optimizers import micro_adam_kernel as kernel
 
         group = self.group
@@ -105,7 +106,7 @@ class Batch:
         alive = tuple(self._alive)
 
         def share(low: int, high: int) -> None:
-            # Threads that an interrupted step leaves behind write to these: they must outlive every share.
+            # Threads left over from an interrupted step still write to these tensors, so they must stay alive.
             _ = alive
             kernel.step_blocks(rows, scales, low, high, *settings)
 
@@ -114,7 +115,7 @@ class Batch:
 
 
 def _share_out(share: Callable[[int, int], None], total: int) -> None:
-    """Call ``share(low, high)`` on equal ranges of ``total`` coordinates, one per thread that torch itself would use."""
+    """Call ``share(low, high)`` on equal ranges of ``total`` coordinates, with as many threads as torch would use."""
     threads = max(1, min(torch.get_num_threads(), total // _WORTH_A_THREAD))
     edges = [total * i // threads for i in range(threads + 1)]
     waiting = [_pool().submit(share, edges[i], edges[i + 1]) for i in range(1, threads)]
@@ -128,9 +129,9 @@ def _share_out(share: Callable[[int, int], None], total: int) -> None:
 
 @lru_cache(maxsize=1)
 def _pool() -> ThreadPoolExecutor:
-    """One pool for steps of every size: a thread is made when no other is idle, and kept."""
+    """The thread pool for steps of any size; threads are created when needed and kept."""
     return ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="micro_adam")
 
 
-# Threads do not survive a fork: the child makes its own pool.
+# Threads do not survive a fork, so a child process creates its own pool.
 os.register_at_fork(after_in_child=_pool.cache_clear)

@@ -1,8 +1,8 @@
-"""Lines 6–14 of Algorithm 1 over one block at a time, compiled by Numba.
+"""MicroAdam's CPU kernel: lines 6–14 of Algorithm 1, one block at a time, compiled by Numba.
 
-Operations and their order are those of ``micro_adam.plain_update``, which is why nothing here allows the compiler to
-reassociate or contract floating-point arithmetic: the two agree to the last bit, but for torch's square root, which is not
-always the nearest float. Loops are written so that the compiler vectorizes them.
+Operations and their order are those of ``micro_adam_update.plain_update``, and the compiler is not allowed to reassociate or
+contract floating-point arithmetic. The two therefore agree to the last bit, except for torch's square root, which is not
+always correctly rounded. Loops are written so that the compiler vectorizes them.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc"
@@ -17,9 +17,9 @@ from numba.extending import intrinsic
 from dp_microadam.optimizers.quantization import _GOLDEN, _MIX_1, _MIX_2, LEVELS
 
 FIELDS = (
-    "target",  # addresses of the flat float32 target and gradient,
+    "target",  # addresses: of the flat float32 target and gradient,
     "gradient",
-    "error",  # of packed codes, or of the dense float32 error,
+    "error",  # of the residual, as packed codes or in dense float32,
     "bounds",
     "indices",
     "values",
@@ -28,10 +28,10 @@ FIELDS = (
     "kept_full",
     "kept_last",
     "kept",
-    "step",  # and what changes every step
+    "step",  # and values that change every step
     "key",
 )
-"""What a row of the table says of a parameter."""
+"""The columns of the table of parameters."""
 
 (TARGET, GRADIENT, ERROR, BOUNDS, INDICES, VALUES) = range(6)
 (NUMEL, BLOCK_SIZE, KEPT_FULL, KEPT_LAST, KEPT, STEP, KEY) = range(6, len(FIELDS))
@@ -45,7 +45,7 @@ SAMPLE_STRIDE = 16
 BINS = 2048
 MAX_LENGTH = 32_768
 
-# Minimum and maximum do not depend on order, and no NaN gets here: these two flags let the compiler vectorize them.
+# Minimum and maximum do not depend on order, and there are no NaNs here: these two flags let the compiler vectorize them.
 ORDER_FREE = {"nnan", "nsz"}
 
 
@@ -61,9 +61,9 @@ def _pointer(typing_context, address):
 
 @njit(nogil=True, cache=True)
 def step_blocks(rows, scales, low, high, powers, lr, eps, bucket_size, error, stochastic, wide):
-    """Step the blocks that begin at coordinates ``low`` to ``high``, counted through all parameters of ``rows``.
+    """Update the blocks that begin at coordinates ``low`` to ``high``, counted over all parameters in ``rows``.
 
-    ``scales`` holds each parameter's two bias corrections, ``powers`` the powers of β₁ and β₂ by age.
+    ``scales`` holds the two bias corrections of each parameter, ``powers`` the powers of β₁ and β₂ by age.
     """
     accumulator = np.empty(MAX_LENGTH, np.float32)
     selected = np.empty(MAX_LENGTH, np.int32)
@@ -123,7 +123,7 @@ def step_blocks(rows, scales, low, high, powers, lr, eps, bucket_size, error, st
 
 @njit(nogil=True, cache=True)
 def _add_decoded(values, codes, bounds, bucket_size):
-    """Line 6: add the decoded error to the gradient."""
+    """Line 6: add the decoded residual to the gradient."""
     for bucket, begin in enumerate(range(0, len(values), bucket_size)):
         size = min(bucket_size, len(values) - begin)
         half = (size + 1) // 2
@@ -139,10 +139,10 @@ def _add_decoded(values, codes, bounds, bucket_size):
 
 @njit(nogil=True, cache=True)
 def _select(values, kept, selected, flags):
-    """Line 7: positions of the ``kept`` largest magnitudes, ascending; of equal ones the first.
+    """Line 7: positions of the ``kept`` largest magnitudes, ascending; ties go to the first.
 
-    Without their sign, float32 numbers order like their bits as integers. A sample gives a floor that a few percent of the
-    block pass, these are collected, and a histogram over the digits of their bits finds the smallest one to keep, exactly.
+    Without the sign bit, float32 numbers have the order of their bits as integers. A sample gives a threshold that a few
+    percent of the block exceed; these are collected, and a radix histogram of their bits finds the exact smallest one to keep.
     """
     bits = values.view(np.uint32)
     count = _collect(bits, _floor_from_sample(bits, kept), selected, flags)
@@ -166,7 +166,7 @@ def _select(values, kept, selected, flags):
 
 @njit(nogil=True, cache=True)
 def _floor_from_sample(bits, kept):
-    """A magnitude that at least ``kept`` of ``bits`` very likely reach, and not many more."""
+    """A magnitude that very likely at least ``kept`` of ``bits`` reach, and not many more."""
     samples = len(bits) // SAMPLE_STRIDE
     wanted = kept * 3 // (2 * SAMPLE_STRIDE) + 8
     if samples < 2 * wanted:
@@ -187,7 +187,7 @@ def _collect(bits, floor, selected, flags):
     """Positions of magnitudes of at least ``floor``; returns how many."""
     for i in range(len(bits)):
         flags[i] = np.uint8((bits[i] & MAGNITUDE) >= floor)
-    # Most words of eight flags are zero: one look each.
+    # Most words of eight flags are zero and are skipped with one comparison.
     words = flags.view(np.uint64)
     whole = len(bits) // 8
     count = 0
@@ -206,7 +206,7 @@ def _collect(bits, floor, selected, flags):
 
 @njit(nogil=True, cache=True)
 def _threshold(bits, candidates, count, kept):
-    """Bits of the ``kept``-th largest magnitude among the candidates, and how many equal to it are to be kept."""
+    """The bits of the ``kept``-th largest magnitude among the candidates, and how many ties with it to keep."""
     histogram = np.zeros(BINS, np.int32)
     prefix, prefix_mask = np.uint32(0), np.uint32(0)
     wanted = kept
@@ -237,7 +237,7 @@ def _write_rounded(values, selected, short):
 
 @njit(nogil=True, cache=True, fastmath=ORDER_FREE)
 def _bounds(values):
-    # Two halves at once: half the length of the chain in which each comparison waits for the one before.
+    # Two halves at once, which halves the chain of dependent comparisons.
     half = len(values) // 2
     left, right = values[:half], values[half : 2 * half]
     lower = upper = values[-1]
@@ -249,7 +249,7 @@ def _bounds(values):
 
 @njit(nogil=True, cache=True)
 def _quantize(values, codes, bounds, bucket_size, key, start, levels):
-    """Lines 10–11: bounds and 4-bit codes of every bucket. Rounds at random if there is a key. ``levels`` is scratch."""
+    """Lines 10–11: bounds and 4-bit codes of every bucket, rounded stochastically if there is a key. ``levels`` is scratch."""
     offsets = np.full(bucket_size, HALF, np.float32)
     for bucket, begin in enumerate(range(0, len(values), bucket_size)):
         size = min(bucket_size, len(values) - begin)
@@ -275,7 +275,7 @@ def _quantize(values, codes, bounds, bucket_size, key, start, levels):
 
 @njit(nogil=True, cache=True)
 def _rounding_offsets(key, start, offsets):
-    """Twin of ``quantization.rounding_offsets``."""
+    """The same numbers as ``quantization.rounding_offsets``."""
     for j in range(len(offsets)):
         word = np.uint64(start + j + 1) * GOLDEN + np.uint64(key)
         word = (word ^ (word >> np.uint64(30))) * MIX_1
@@ -286,7 +286,7 @@ def _rounding_offsets(key, start, offsets):
 
 @njit(nogil=True, cache=True)
 def _gather_exact(moments, columns, values, slot, powers):
-    """Lines 12–13: sums over the window, for the coordinates in it. ``moments`` enters as zeros."""
+    """Lines 12–13: sums over the window for the coordinates in it. ``moments`` is zero on entry."""
     for line in range(len(columns)):
         age = (slot - line) % powers.shape[1]
         power_1, power_2 = powers[0, age], powers[1, age]
@@ -309,10 +309,10 @@ def _gather_short(moments, columns, values, slot, powers):
 
 @njit(nogil=True, cache=True)
 def _apply(target, moments, columns, scale, lr, eps):
-    """Line 14 for the coordinates in the window. ``moments`` leaves as zeros.
+    """Line 14 for the coordinates in the window. ``moments`` is zero again on exit.
 
-    Positions come from memory that others can write to unseen, as numpy can; one outside of the block is passed over. It
-    cannot leave ``moments``, which is as long as an int16 reaches, counted from either end.
+    Positions come from memory that can be written without our noticing, for example through numpy, so positions outside of
+    the block are skipped. They cannot be outside of ``moments``, which covers the range of an int16.
     """
     for line in range(len(columns)):
         for i in range(columns.shape[1]):

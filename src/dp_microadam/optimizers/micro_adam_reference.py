@@ -1,12 +1,12 @@
-"""DP-MicroAdam's update written to be read against the paper: Algorithm 1, lines 6–17, and Algorithm 2.
+"""Reference implementation of DP-MicroAdam's update, written to be compared with the paper: Algorithms 1 (lines 6–17) and 2.
 
 Hudişteanu, Kalinin and Cyffers, "DP-MicroAdam: Private and Frugal Algorithm for Training and Fine-tuning", 2025.
 
-Everything is dense: the window 𝒢 is a matrix of m rows, error codes are one byte each, and blocks and buckets are visited
-one at a time. :class:`dp_microadam.MicroAdam` computes the same from packed state; the tests hold the two together.
+Everything is dense: the window 𝒢 is a matrix of m rows, residual codes take one byte each, and blocks and buckets are visited
+one at a time. :class:`dp_microadam.MicroAdam` computes the same from packed state; tests check that the two agree.
 
-Where the paper slips, this follows what it means: T_k(|a|) picks positions by magnitude and keeps the signed values, and the
-newest row of the window has age 0.
+Where the paper's notation is inaccurate, this follows its meaning: T_k(|a|) picks positions by magnitude and keeps the signed
+values, and the newest row of the window has age 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dp_microadam.optimizers.quantization import LEVELS, derive_key, rounding_of
 
 
 class MicroAdamReference(torch.optim.Optimizer):
-    """The slow, readable twin of :class:`dp_microadam.MicroAdam`; same options, dense state, no input checks."""
+    """A slow, readable implementation of :class:`dp_microadam.MicroAdam`: same options, dense state, no input checks."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ def adam_stats(beta: float, window: Tensor, ages: list[int], t: int) -> Tensor:
 
 
 def q(x: Tensor, lower: Tensor, upper: Tensor, offset: Tensor) -> Tensor:
-    """Q of Algorithm 2; ``offset`` is ½ for rounding to nearest, uniform in [0, 1) for rounding at random."""
+    """Q of Algorithm 2; ``offset`` is ½ for rounding to nearest, uniform in [0, 1) for stochastic rounding."""
     u = (upper - lower) / LEVELS
     if u == 0:
         return torch.zeros_like(x)

@@ -1,7 +1,7 @@
-"""What MicroAdam keeps of a parameter, and whether a given state is that.
+"""The format of MicroAdam's state, and checks that a given state has it.
 
-The kernel sees tensors by their addresses. Every address it gets comes from a state that was compared, in the same step, with
-what the parameter and the options of its group ask for.
+The kernel accesses tensors by address. Every address it gets comes from a state that was checked, in the same step, against
+the parameter and the options of its group.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dp_microadam.optimizers.shards import is_divided, largest_part, own_part, own_row, parts_of
+from dp_microadam.optimizers.shards import is_sharded, largest_shard_size, local_row, local_shard, shard_counts
 
 MAX_BLOCK_SIZE = 32_768
-"""An int16 index reaches this far."""
+"""The range of an int16 index."""
 
 SCALARS = ("step", "rounding_key")
-"""Entries that are one int64, which the loop reads; on whatever device they are."""
+"""Entries that are a single int64, read by ``step``; they may be on any device."""
 
-_SET_BACK = "which cannot change once training has begun; set it back or make a new optimizer"
+_SET_BACK = "which cannot change once training has begun; set it back or create a new optimizer"
 _SHAPING = "density, window, scope, block_size, bucket_size, quantize, error_feedback, window_dtype and rounding"
 
 Entries = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -30,7 +30,7 @@ Entries = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive blocks of equal length: ``rows`` blocks of ``length`` coordinates, ``kept`` of each are selected."""
+    """Consecutive blocks of equal length: ``rows`` blocks of ``length`` coordinates, ``kept`` of which a step selects."""
 
     start: int
     rows: int
@@ -41,7 +41,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a parameter's coordinates divide into blocks."""
+    """The division of a parameter's coordinates into blocks."""
 
     segments: tuple[Segment, ...]
     kept: int
@@ -69,8 +69,8 @@ def layout_of(numel: int, block_size: int | None, density: float) -> Layout:
     return Layout(tuple(segments), window_start, index_dtype)
 
 
-class Form(NamedTuple):
-    """The options of a group that decide what the states of its parameters look like and mean."""
+class StateFormat(NamedTuple):
+    """The options of a group that determine the format of its parameters' states."""
 
     density: float
     window: int
@@ -83,17 +83,17 @@ class Form(NamedTuple):
     rounding: str
 
     @classmethod
-    def of(cls, group: dict[str, Any]) -> Form:
+    def of(cls, group: dict[str, Any]) -> StateFormat:
         return cls(*[group[name] for name in cls._fields])
 
     def layout(self, numel: int) -> Layout:
-        """How ``numel`` coordinates divide into blocks."""
+        """The division of ``numel`` coordinates into blocks."""
         return layout_of(numel, self.block_size if self.scope == "block" else None, self.density)
 
 
 @cache
-def entries_of(size: int, form: Form) -> Entries:
-    """Shape and type of what is kept of ``size`` coordinates."""
+def entries_of(size: int, form: StateFormat) -> Entries:
+    """Shape and dtype of each entry of the state of ``size`` coordinates."""
     layout = form.layout(size)
     window = (form.window, layout.kept)
     entries: Entries = {
@@ -111,30 +111,30 @@ def entries_of(size: int, form: Form) -> Entries:
     return entries
 
 
-def entries_for(param: Tensor, form: Form) -> Entries:
-    """Shape and type of what is kept of ``param``; of a divided one a row for each part, as long as the largest needs."""
-    if not is_divided(param):
+def entries_for(param: Tensor, form: StateFormat) -> Entries:
+    """Shape and dtype of each entry of the state of ``param``; if it is sharded, one row per shard, sized for the largest."""
+    if not is_sharded(param):
         return entries_of(param.numel(), form)
-    # The type of indices follows the largest part, so that it is the same everywhere.
+    # The dtype of indices follows the largest shard, so that it is the same on all ranks.
     return {
-        name: (shape if name in SCALARS else (*parts_of(param), math.prod(shape)), dtype)
-        for name, (shape, dtype) in entries_of(largest_part(param), form).items()
+        name: (shape if name in SCALARS else (*shard_counts(param), math.prod(shape)), dtype)
+        for name, (shape, dtype) in entries_of(largest_shard_size(param), form).items()
     }
 
 
-def own_state(param: Tensor, state: dict[str, Any], form: Form) -> dict[str, Any]:
-    """What this process keeps of ``param``: the state itself or, if that is divided, views of its own part."""
-    if not is_divided(param):
+def local_state(param: Tensor, state: dict[str, Any], form: StateFormat) -> dict[str, Any]:
+    """The local part of a state: the state itself or, if ``param`` is sharded, views of this rank's rows."""
+    if not is_sharded(param):
         return state
-    size = own_part(param).numel()
+    size = local_shard(param).numel()
     if size == 0:
         return {"step": state["step"]}
     entries = entries_of(size, form)
-    return {name: value if name in SCALARS else own_row(value, entries[name][0]) for name, value in state.items()}
+    return {name: value if name in SCALARS else local_row(value, entries[name][0]) for name, value in state.items()}
 
 
 def fits(param: Tensor, state: dict[str, Any], entries: Entries) -> bool:
-    """Whether presence, type, shape, device and order in memory of every entry are as asked. Runs in every step."""
+    """Whether every entry is present with the expected dtype, shape, device and memory layout. Runs in every step."""
     if len(state) != len(entries):
         return False
     device = param.device
@@ -145,54 +145,57 @@ def fits(param: Tensor, state: dict[str, Any], entries: Entries) -> bool:
                 return False
             if value.device != device and (name not in SCALARS or value.device.type == "meta"):
                 return False
-            if not value.data_ptr() and not is_divided(value):
+            if not value.data_ptr() and not is_sharded(value):
                 return False
     except (KeyError, AttributeError):  # not there, or not a tensor
         return False
-    return not is_divided(param) or _divided_alike(state, entries)
+    return not is_sharded(param) or _sharded_alike(state, entries)
 
 
-def misfit(param: Tensor, state: dict[str, Any], form: Form) -> str | None:
-    """What of ``state`` is not as ``param`` and its group ask for, as the rest of a sentence that begins with the parameter."""
+def state_mismatch(param: Tensor, state: dict[str, Any], form: StateFormat) -> str | None:
+    """How ``state`` differs from what ``param`` and its group need, to complete a sentence about the parameter; else None."""
     entries = entries_for(param, form)
-    return None if fits(param, state, entries) else _misfit_in_words(param, state, entries)
+    return None if fits(param, state, entries) else _mismatch_in_words(param, state, entries)
 
 
-def _divided_alike(state: dict[str, Any], entries: Entries) -> bool:
+def _sharded_alike(state: dict[str, Any], entries: Entries) -> bool:
     return all(
-        is_divided(state[name]) and own_part(state[name]).numel() == shape[-1]
+        is_sharded(state[name]) and local_shard(state[name]).numel() == shape[-1]
         for name, (shape, _) in entries.items()
         if name not in SCALARS
     )
 
 
-def misfit_of_saved(param: Tensor, state: Any, form: Form) -> str | None:
-    """What of a saved state would not fit ``param`` after loading, which moves it to the right device; contents included."""
+def saved_state_mismatch(param: Tensor, state: Any, form: StateFormat) -> str | None:
+    """How a saved state, including its contents, would not match ``param`` after loading; None if it would.
+
+    Devices are not compared, since loading moves the state to the right one.
+    """
     if param.numel() == 0:
-        return "has no coordinates, but a state"
+        return "has no coordinates, but it has a state"
     entries = entries_for(param, form)
     if not isinstance(state, dict) or state.keys() != entries.keys():
-        return _misfit_in_words(param, state if isinstance(state, dict) else {}, entries)
+        return _mismatch_in_words(param, state if isinstance(state, dict) else {}, entries)
     for name, (shape, dtype) in entries.items():
         value = state[name]
         if not isinstance(value, Tensor) or value.shape != shape or value.dtype is not dtype:
             return _entry_in_words(name, value, *entries[name], None, _remedy(param))
-    if is_divided(param) and not _divided_alike(state, entries):
-        return _misfit_in_words(param, state, entries)
-    own = own_part(param)
-    return misfit_of_contents(own, own_state(param, state, form), form)
+    if is_sharded(param) and not _sharded_alike(state, entries):
+        return _mismatch_in_words(param, state, entries)
+    own = local_shard(param)
+    return contents_mismatch(own, local_state(param, state, form), form)
 
 
-def misfit_of_contents(own: Tensor, state: dict[str, Any], form: Form) -> str | None:
-    """Numbers in a state of the right shape that no step leaves behind, and that would lead the next one astray.
+def contents_mismatch(own: Tensor, state: dict[str, Any], form: StateFormat) -> str | None:
+    """Invalid values in a state of the right format, to complete a sentence that begins with the parameter; else None.
 
-    ``own`` is what this process has of the parameter, ``state`` what it keeps of that.
+    ``own`` is the local shard of the parameter, ``state`` the local state.
     """
     tensors = [value for value in state.values() if value.device.type != "meta"]
     if len(tensors) < len(state):
-        return "has a state on the meta device, which holds no numbers"
+        return "has a state on the meta device, which holds no values"
     if not 0 <= int(state["step"]) < 2**62:
-        return f"has taken {int(state['step'])} steps by its state; that must be a number of at least 0"
+        return f"has step {int(state['step'])} in its state; it must be at least 0"
     if own.numel() == 0:
         return None
     for segment in form.layout(own.numel()).segments:
@@ -201,12 +204,12 @@ def misfit_of_contents(own: Tensor, state: dict[str, Any], form: Form) -> str | 
         if low < 0 or high >= segment.length:
             wrong = low if low < 0 else high
             return f"has an index {wrong} in its state, in a block of {segment.length} coordinates; the state is damaged"
-        for row in found[: int(state["step"])]:  # one at a time: sorting takes eight bytes for each
+        for row in found[: int(state["step"])]:  # one at a time, because sorting takes eight bytes per index
             ordered = row.view(segment.rows, segment.kept).sort(dim=1).values
             if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
-                return "has an index twice in a block of one step in its state; the state is damaged"
+                return "has a duplicate index in a block of one step in its state; the state is damaged"
     for name in ("values", "bounds", "error"):
-        # A sum of magnitudes would overflow; the two ends show every NaN and infinity.
+        # A sum of magnitudes could overflow; minimum and maximum show every NaN and infinity.
         if name in state and not all(math.isfinite(float(end)) for end in torch.aminmax(state[name])):
             return f"has {name} in its state that are not finite; the state is damaged"
     if "bounds" in state and bool((state["bounds"][0] > state["bounds"][1]).any()):
@@ -214,18 +217,18 @@ def misfit_of_contents(own: Tensor, state: dict[str, Any], form: Form) -> str | 
     return None
 
 
-def change_of(before: Form, now: Form) -> str:
-    """Which option of a group changed after its states were made; the rest of a sentence that begins with the parameter."""
-    name, old, new = next(found for found in zip(Form._fields, before, now, strict=True) if found[1] != found[2])
-    return f"has a state that was made with {name} = {old!r}; its group now says {new!r}, {_SET_BACK}"
+def changed_option(before: StateFormat, now: StateFormat) -> str:
+    """Which option of a group changed after its states were created, to complete a sentence that begins with the parameter."""
+    name, old, new = next(found for found in zip(StateFormat._fields, before, now, strict=True) if found[1] != found[2])
+    return f"has a state that was created with {name} = {old!r}; its group now has {new!r}, {_SET_BACK}"
 
 
-def _misfit_in_words(param: Tensor, state: dict[str, Any], entries: Entries) -> str:
+def _mismatch_in_words(param: Tensor, state: dict[str, Any], entries: Entries) -> str:
     missing, foreign = [sorted(names) for names in (entries.keys() - state.keys(), state.keys() - entries.keys())]
     if missing or foreign:
-        found = [f"no {name}" for name in missing] + [f"{name}, which is not asked for," for name in foreign]
+        found = [f"no {name}" for name in missing] + [f"an unexpected {name}" for name in foreign]
         return (
-            f"has {' and '.join(map(str, found))} in its state; its group asks for {', '.join(entries)}: these follow from "
+            f"has {' and '.join(map(str, found))} in its state; its group needs {', '.join(entries)}: these follow from "
             f"{_SHAPING}, which cannot change once training has begun; set them back, or load the state of a MicroAdam "
             "with the same options"
         )
@@ -233,8 +236,8 @@ def _misfit_in_words(param: Tensor, state: dict[str, Any], entries: Entries) -> 
         words = _entry_in_words(name, state[name], shape, dtype, None if name in SCALARS else param.device, _remedy(param))
         if words:
             return words
-    if is_divided(param) and not _divided_alike(state, entries):
-        return f"has a state that is not divided over processes as it is; {_remedy(param)}"
+    if is_sharded(param) and not _sharded_alike(state, entries):
+        return f"has a state that is not sharded like the parameter; {_remedy(param)}"
     return "has a state whose memory was freed; load it again"
 
 
@@ -245,22 +248,22 @@ def _entry_in_words(
         return f"has a {type(value).__name__} as {name} in its state; it must be a tensor of {dtype} and shape {shape}"
     if value.shape != shape or value.dtype is not dtype:
         return (
-            f"has {name} of shape {tuple(value.shape)} and {value.dtype} in its state, but itself and its group ask for shape "
-            f"{shape} and {dtype}; {remedy}"
+            f"has {name} of shape {tuple(value.shape)} and {value.dtype} in its state, but the parameter and its group need "
+            f"shape {shape} and {dtype}; {remedy}"
         )
     if value.device.type == "meta" or (device is not None and value.device != device):
         return (
-            f"is on {device or 'a device'}, but {name} in its state is on {value.device}; after a model has moved, load the "
-            "optimizer's own state_dict(), which moves the state to where its parameters are"
+            f"is on {device or 'a device'}, but {name} in its state is on {value.device}; after moving a model, load the "
+            "optimizer's own state_dict(), which moves the state to the device of its parameters"
         )
     if not value.is_contiguous():
-        return f"has {name} in its state that are not contiguous in memory; use .contiguous()"
+        return f"has {name} in its state that is not contiguous in memory; use .contiguous()"
     return None
 
 
 def _remedy(param: Tensor) -> str:
-    also = ", or the number of processes it is divided over" if is_divided(param) else ""
+    also = ", or the world size" if is_sharded(param) else ""
     return (
-        f"these follow from its size, {_SHAPING}{also}, which cannot change once training has begun; set them back or make a "
+        f"these follow from its size, {_SHAPING}{also}, which cannot change once training has begun; set them back or create a "
         "new optimizer"
     )

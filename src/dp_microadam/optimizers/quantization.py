@@ -1,10 +1,10 @@
 """Four-bit quantization with a minimum and a maximum per bucket: Q and Q⁻¹ of Algorithm 2 of the DP-MicroAdam paper.
 
-Everything here works on a matrix whose rows are buckets. A code is an integer from 0 to 15; two codes share a byte. Byte
-``j`` of a bucket of length ``L`` holds code ``j`` in its low half and code ``j + ⌈L/2⌉`` in its high half, so that packing
-and unpacking move contiguous halves instead of interleaving neighbours.
+All functions take a matrix whose rows are buckets. A code is an integer from 0 to 15; two codes share a byte. Byte ``j`` of a
+bucket of length ``L`` holds code ``j`` in its low half and code ``j + ⌈L/2⌉`` in its high half, so that packing and unpacking
+move contiguous halves instead of interleaving neighbours.
 
-Magnitudes up to 1e38 are in range. Buckets whose step would underflow to zero count as constant.
+Magnitudes up to 1e38 are supported. Buckets whose step would underflow to zero are treated as constant.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WORD = (1 << 64) - 1
 
 
 def bucket_bounds(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest and largest value δ, Δ of each row (Algorithm 1, line 10)."""
+    """The smallest and largest value δ, Δ of each row (Algorithm 1, line 10)."""
     return values.amin(dim=1), values.amax(dim=1)
 
 
@@ -30,7 +30,7 @@ def quantize(values: Tensor, lower: Tensor, upper: Tensor, offsets: Tensor | Non
     """Q: the code ⌊(x − δ)/u + ½⌋ of every value, with u = (Δ − δ)/15.
 
     Guarantees: codes lie in 0…15, and each decoded value differs from its original by at most u/2, apart from float32
-    rounding. With ``offsets`` (uniform in [0, 1), one per value) in place of ½, rounding is at random: the difference is at
+    rounding. With ``offsets`` (uniform in [0, 1), one per value) in place of ½, rounding is stochastic: the difference is at
     most u and its expectation is 0.
 
     >>> x = torch.tensor([[0.0, 1.0, 7.4, 15.0]])
@@ -40,7 +40,7 @@ def quantize(values: Tensor, lower: Tensor, upper: Tensor, offsets: Tensor | Non
     step = (upper - lower).div_(LEVELS).unsqueeze(1)
     scaled = (values - lower.unsqueeze(1)).div_(step)
     scaled.add_(0.5 if offsets is None else offsets).floor_()
-    # A constant bucket divides 0 by 0; its codes are 0. The clamp catches a Δ that rounding has put above level 15.
+    # A constant bucket divides 0 by 0; its codes are 0. The clamp catches a Δ that rounding has moved above level 15.
     return scaled.nan_to_num_(nan=0.0, posinf=0.0).clamp_(0, LEVELS).to(torch.uint8)
 
 
@@ -51,7 +51,7 @@ def dequantize(codes: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Two codes to a byte, row by row.
+    """Pack two codes into each byte, row by row.
 
     >>> pack(torch.tensor([[1, 2, 3]], dtype=torch.uint8))
     tensor([[49,  2]], dtype=torch.uint8)
@@ -63,7 +63,7 @@ def pack(codes: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, length: int) -> Tensor:
-    """The codes of rows of ``length`` values; inverse of :func:`pack`."""
+    """Unpack rows of ``length`` codes; the inverse of :func:`pack`."""
     half = (length + 1) // 2
     return torch.cat([packed & 15, packed[:, : length - half] >> 4], dim=1)
 
@@ -75,7 +75,7 @@ def _mix(word: int) -> int:
 
 
 def derive_key(key: int, number: int) -> int:
-    """A key for the ``number``-th stream under ``key``; 63 bits, so that it fits a signed integer.
+    """A key for the ``number``-th stream derived from ``key``; 63 bits, so that it fits a signed integer.
 
     >>> derive_key(1, 2) == derive_key(1, 2), derive_key(1, 2) == derive_key(2, 1)
     (True, False)
@@ -84,10 +84,10 @@ def derive_key(key: int, number: int) -> int:
 
 
 def rounding_offsets(key: int, start: int, count: int, device: torch.device | None = None) -> Tensor:
-    """Uniform numbers in [0, 1) for coordinates ``start`` to ``start + count``: a function of key and coordinate alone.
+    """Uniform numbers in [0, 1) for coordinates ``start`` to ``start + count``; a function of key and coordinate alone.
 
-    SplitMix64 (Steele, Lea and Flood 2014) as a counter-based generator. Having no state besides its key, it gives the same
-    numbers on every device, in any order and in every process. The top 24 of 64 bits are used: all a float32 in [0, 1) holds.
+    SplitMix64 (Steele, Lea and Flood 2014) as a counter-based generator. It has no state besides its key, so it gives the same
+    numbers on every device, in any order and on every rank. The top 24 of 64 bits are used, the precision of a float32.
 
     >>> torch.equal(rounding_offsets(7, 0, 6)[4:], rounding_offsets(7, 4, 2))
     True

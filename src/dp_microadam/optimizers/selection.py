@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 _LARGE = 1 << 20
-"""Rows longer than this are selected by radix: ``torch.topk`` on the CPU copies every value with a 64-bit index."""
+"""Longer rows use radix selection, because ``torch.topk`` on the CPU copies every value together with a 64-bit index."""
 
 
 def largest_magnitudes(rows: Tensor, count: int) -> Tensor:
-    """Positions of the ``count`` largest |values| of every row of a float32 matrix; which of equal ones is open.
+    """Positions of the ``count`` largest |values| of every row of a float32 matrix; ties are broken arbitrarily.
 
     >>> largest_magnitudes(torch.tensor([[1.0, -3.0, 2.0]]), 2).sort().values
     tensor([[1, 2]])
@@ -23,10 +23,10 @@ def largest_magnitudes(rows: Tensor, count: int) -> Tensor:
 
 
 def _radix_select(values: Tensor, count: int) -> Tensor:
-    """The same for one long row, with scratch memory that does not grow with it.
+    """The same for one long row, with scratch memory that does not grow with its length.
 
-    Without their sign, float32 numbers order like their bits as integers. Two histograms, of the high 15 bits and of the low
-    16 among those that tie in the high ones, give the bits of the ``count``-th largest magnitude exactly.
+    Without the sign bit, float32 numbers have the order of their bits as integers. Two histograms give the bits of the
+    ``count``-th largest magnitude exactly: one of the high 15 bits, and one of the low 16 bits among ties in the high ones.
     """
     chunks = values.view(torch.int32).split(_LARGE)
     high, above = _bin_of(chunks, count, lambda bits: bits >> 16)
@@ -43,7 +43,7 @@ def _radix_select(values: Tensor, count: int) -> Tensor:
 
 
 def _bin_of(chunks: tuple[Tensor, ...], count: int, digit: Callable[[Tensor], Tensor]) -> tuple[int, int]:
-    """The digit of the ``count``-th largest, and how many have a larger digit."""
+    """The digit of the ``count``-th largest value, and how many values have a larger digit."""
     histogram = torch.zeros(1 << 16, dtype=torch.int64)
     for chunk in chunks:
         histogram += torch.bincount(digit(chunk & 0x7FFFFFFF), minlength=1 << 16)

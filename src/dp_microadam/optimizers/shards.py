@@ -1,8 +1,8 @@
-"""Parameters divided over processes, as FSDP2 does it: each process steps its own part and says nothing to the others.
+"""Sharded parameters (DTensors, as FSDP2 creates them): each rank updates its own shard; no communication is needed.
 
-The state of such a parameter is a DTensor of one row per part, each as long as the largest part needs, because parts and what
-the state holds of them rarely divide evenly. ``torch.distributed.checkpoint`` then writes every row and reads it back; another
-number of processes finds another number of rows, and is refused.
+The state of a sharded parameter is a DTensor with one row per shard. All rows have the length that the largest shard needs,
+because shards, and the state of a shard, rarely have equal sizes. ``torch.distributed.checkpoint`` can save and load such
+states; with another world size the number of rows differs, and loading is refused.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 
-def is_divided(tensor: Tensor) -> bool:
-    """Whether it is a DTensor. Loading their module takes a while; where nobody has, there is none."""
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a DTensor. Avoids the slow import of DTensor: if it was not imported, there are none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def own_part(tensor: Tensor) -> Tensor:
-    """What this process has of ``tensor``: all of it, unless it is divided."""
-    return tensor.to_local() if is_divided(tensor) else tensor  # type: ignore[attr-defined]
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's shard of ``tensor``; the tensor itself if it is not sharded."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def largest_part(param: Any) -> int:
-    """Coordinates of the largest part of a divided parameter; every process computes the same without asking."""
+def largest_shard_size(param: Any) -> int:
+    """The number of coordinates in the largest shard of a parameter; the same on every rank, without communication."""
     sizes = list(param.shape)
     for count, placement in zip(param.device_mesh.shape, param.placements, strict=True):
         dimension = getattr(placement, "dim", None)
@@ -37,26 +37,26 @@ def largest_part(param: Any) -> int:
     return math.prod(sizes)
 
 
-def parts_of(param: Any) -> tuple[int, ...]:
-    """How many parts a divided parameter has, for each dimension of its mesh; 1 where it is replicated."""
+def shard_counts(param: Any) -> tuple[int, ...]:
+    """The number of shards along each dimension of a parameter's device mesh; 1 where it is replicated."""
     return tuple(
         count if hasattr(placement, "dim") else 1
         for count, placement in zip(param.device_mesh.shape, param.placements, strict=True)
     )
 
 
-def zero_rows(param: Any, length: int, dtype: torch.dtype) -> Tensor:
-    """A row of ``length`` zeros for every part of a divided parameter, each where its part is."""
+def sharded_zeros(param: Any, length: int, dtype: torch.dtype) -> Tensor:
+    """A DTensor with a row of ``length`` zeros for every shard of a parameter, each on the rank of its shard."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     mesh = param.device_mesh
     placements = [
         Shard(dimension) if hasattr(placement, "dim") else Replicate() for dimension, placement in enumerate(param.placements)
     ]
-    own = torch.zeros(*[1] * mesh.ndim, length, dtype=dtype, device=own_part(param).device)
+    own = torch.zeros(*[1] * mesh.ndim, length, dtype=dtype, device=local_shard(param).device)
     return DTensor.from_local(own, mesh, placements, run_check=False)
 
 
-def own_row(rows: Tensor, shape: Sequence[int]) -> Tensor:
-    """The beginning of this process' row, in ``shape``: a view."""
-    return own_part(rows).view(-1)[: math.prod(shape)].view(*shape)
+def local_row(rows: Tensor, shape: Sequence[int]) -> Tensor:
+    """A view of the beginning of this rank's row, with shape ``shape``."""
+    return local_shard(rows).view(-1)[: math.prod(shape)].view(*shape)

@@ -1,4 +1,4 @@
-"""What the guarantee rests on: plan, accounting, sampling, noise and ledger.
+"""The parts that the privacy guarantee depends on: plan, accounting, sampling, noise and ledger.
 
-This package knows numbers and tensors and nothing of models. ``plan`` and ``accounting`` import no torch.
+This package works on numbers and tensors and does not know about models. ``plan`` and ``accounting`` do not import torch.
 """

@@ -1,12 +1,12 @@
-"""How much privacy a sequence of steps spends.
+"""Privacy accounting: the (ε, δ) guarantee of a sequence of Poisson-subsampled Gaussian steps.
 
 A step adds Gaussian noise of standard deviation σ·S to a sum of sensitivity S over a Poisson sample, in which each
 example appears independently with probability q. Neighbouring datasets differ by adding or removing one example.
 
-Two accountants answer. *RDP* bounds the Rényi divergence of one step exactly at a list of orders α (Mironov, Talwar
-and Zhang 2019, "Rényi differential privacy of the sampled Gaussian mechanism", section 3.3), adds up over steps, and
-converts to (ε, δ) by Balle et al. 2020, theorem 21. *PLD* composes the discretised privacy loss distribution
-(``privacy_loss.py``) and is tighter. No torch here.
+There are two accountants. *RDP* computes the Rényi divergence of one step at a list of orders α (Mironov, Talwar
+and Zhang 2019, "Rényi differential privacy of the sampled Gaussian mechanism", section 3.3), adds it up over the steps,
+and converts the sum to (ε, δ) by Balle et al. 2020, theorem 21. *PLD* composes discretised privacy loss distributions
+(``privacy_loss.py``) and is tighter. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ Floats = NDArray[np.float64]
 
 ACCOUNTANTS = ("rdp", "pld")
 
-# The paper's orders (1.1 … 10.9 by 0.1 and 12 … 63), then on to 1024 in steps of at most 7 %: without the large ones
-# a small ε reads far too high, because the conversion's log(1/δ)/(α − 1) alone would exceed it.
+# The paper's orders (1.1 … 10.9 by 0.1 and 12 … 63), then up to 1024 in steps of at most 7 %. Without the large orders
+# a small ε would be overestimated: the term log(1/δ)/(α − 1) of the conversion alone would exceed it.
 ORDERS = (
     *(round(1 + x / 10, 1) for x in range(1, 100)),
     *(float(x) for x in range(12, 64)),
@@ -52,13 +52,13 @@ ORDERS = (
 _SERIES_TERMS = 1024
 _AVERAGED_TERMS = 16
 
-# As far as the compositions of privacy loss distributions were tried; they take a second there.
+# The largest number of steps that PLD composition was tested with; it takes about a second there.
 PLD_MOST_STEPS = 10_000_000
 
-# Below this noise one step spends ε in the hundreds; RDP's upper bound answers instead.
+# With less noise one step spends ε in the hundreds; the RDP bound is used instead of PLD.
 _PLD_LEAST_NOISE = 0.05
 
-# A solved noise multiplier is a whole multiple of this, rounded up, and is looked for up to the largest.
+# A solved noise multiplier is rounded up to a multiple of this; the search ends at the largest.
 NOISE_RESOLUTION = 1e-4
 _MULTIPLES_PER_UNIT = round(1 / NOISE_RESOLUTION)
 LARGEST_NOISE_MULTIPLIER = 100_000
@@ -69,7 +69,7 @@ SMALLEST_NOISE_MULTIPLIER = 1e-3
 
 @dataclass(frozen=True)
 class SubsampledGaussian:
-    """``steps`` steps of the Poisson-subsampled Gaussian mechanism; what a run spends is a list of these."""
+    """``steps`` steps of the Poisson-subsampled Gaussian mechanism. The privacy cost of a run is a list of these."""
 
     sample_rate: float
     noise_multiplier: float
@@ -82,7 +82,7 @@ class SubsampledGaussian:
 
 
 def epsilon(spent: Sequence[SubsampledGaussian], delta: float, accountant: str = "rdp") -> float:
-    """The smallest ε the accountant can certify at ``delta`` for everything in ``spent`` taken together.
+    """The smallest ε that the accountant can certify at ``delta`` for the composition of all steps in ``spent``.
 
     Formal guarantees: the composition of all steps, each of which may depend on the results of earlier ones, is
     (ε, δ)-differentially private under adding or removing one example, provided that every step sampled and added noise
@@ -105,8 +105,8 @@ def rdp_of_one_step(sample_rate: float, noise_multiplier: float, orders: tuple[f
     """The Rényi divergence of one step at each order, exact up to rounding (relative error below 1e-9).
 
     The larger of the two directions is D_α(mixture ‖ Gaussian) = log(A_α)/(α − 1) with
-    A_α = E[((1 − q) + q·w)^α], w the likelihood ratio of N(1, σ²) to N(0, σ²). What is summed is A_α − 1, so that
-    the small divergences of small q keep all their digits.
+    A_α = E[((1 − q) + q·w)^α], where w is the likelihood ratio of N(1, σ²) to N(0, σ²). The series is summed for
+    A_α − 1, so that no digits are lost where q, and with it the divergence, is small.
 
     Formal guarantees: one step is (α, ε_α)-Rényi differentially private for each returned ε_α, under adding or removing
     one example.
@@ -171,8 +171,10 @@ def _log_excess_at_fractions(q: float, sigma: float, alphas: Floats) -> Floats:
 
 
 def _alternating_sum(terms: Floats) -> float:
-    """The sum of a series whose late terms alternate in sign and shrink smoothly: its last partial sums, averaged
-    repeatedly, converge where the series itself creeps."""
+    """The sum of a series whose late terms alternate in sign and shrink smoothly.
+
+    The last partial sums are averaged repeatedly, which converges much faster than the series itself.
+    """
     partial = math.fsum(terms[:-_AVERAGED_TERMS]) + np.cumsum(terms[-_AVERAGED_TERMS:])
     while len(partial) > 1:
         partial = (partial[1:] + partial[:-1]) / 2
@@ -186,7 +188,7 @@ def _log_abs_expm1(x: Floats) -> Floats:
 
 
 def _conversion(delta: float) -> Floats:
-    """What each order adds to its Rényi divergence to become ε (Balle et al. 2020, theorem 21)."""
+    """The term of each order that turns its Rényi divergence into ε (Balle et al. 2020, theorem 21)."""
     alphas = np.array(ORDERS)
     return np.log1p(-1 / alphas) - (math.log(delta) + np.log(alphas)) / (alphas - 1)
 
@@ -199,7 +201,7 @@ def _total_rdp(spent: Iterable[SubsampledGaussian]) -> Floats:
 
 
 def _rdp_epsilon(spent: Sequence[SubsampledGaussian], delta: float) -> float:
-    # A divergence that could not be computed bounds nothing. Without this a NaN would read as perfect privacy.
+    # A divergence that could not be computed gives no bound. Without this a NaN would count as perfect privacy.
     candidates = np.nan_to_num(_total_rdp(spent) + _conversion(delta), nan=np.inf, posinf=np.inf)
     return max(0.0, float(np.min(candidates)))
 
@@ -211,7 +213,7 @@ def most_steps(sample_rate: float, noise_multiplier: float, epsilon_limit: float
     :func:`epsilon` computes them.
 
     Raises:
-        LookupError: if the limit is not reached within as many steps as the accountant can count.
+        LookupError: if the limit is not reached within the largest number of steps that the accountant supports.
     """
     just_above = math.nextafter(epsilon_limit, math.inf)
 
@@ -222,7 +224,7 @@ def most_steps(sample_rate: float, noise_multiplier: float, epsilon_limit: float
     by_rdp = int(max(0.0, float(np.max((epsilon_limit - _conversion(delta)) / per_step))))
     if accountant == "rdp":
         return first_non_negative(excess, guess=by_rdp + 1, stride=1) - 1
-    # PLD's answer lies beyond RDP's; ε grows a little faster than the square root of the steps.
+    # PLD allows more steps than RDP; ε grows a little faster than the square root of the number of steps.
     start = min(max(1, by_rdp), PLD_MOST_STEPS)
     guess = int(start * (just_above / max(excess(start) + just_above, just_above / 100)) ** 1.8)
     return first_non_negative(excess, guess, stride=1 + guess // 256, largest=PLD_MOST_STEPS) - 1
@@ -257,8 +259,8 @@ def least_noise_multiplier(sample_rate: float, steps: int, epsilon_limit: float,
 def first_non_negative(function: Callable[[int], float], guess: int, stride: int, largest: int = 2**53) -> int:
     """The first whole number n ≥ 1 with ``function(n) >= 0``, for a function that grows.
 
-    Gallops away from the guess until the change of sign lies between two numbers, then closes in on it by
-    interpolation, with a bisection in every third place so that no shape of the function makes it slow.
+    Starts at the guess and moves in growing strides until the change of sign is bracketed, then interpolates. Every third
+    step is a bisection, so that the search is fast for any function.
 
     Raises:
         LookupError: if the function is still negative at ``largest``.
@@ -288,7 +290,7 @@ def first_non_negative(function: Callable[[int], float], guess: int, stride: int
 
 
 def as_dp_event(spent: Sequence[SubsampledGaussian]) -> DpEvent:
-    """The same composition as a dp-accounting event, for any accountant that understands those."""
+    """The same composition as an event of Google's dp-accounting library, for use with its accountants."""
     import dp_accounting
 
     return dp_accounting.ComposedDpEvent(
@@ -311,7 +313,7 @@ def _pld_epsilon(spent: tuple[SubsampledGaussian, ...], delta: float) -> float:
 
 @lru_cache(maxsize=256)
 def _pld_group_epsilon(spent: tuple[SubsampledGaussian, ...], delta: float, group_size: int) -> float:
-    """ε of adding or removing a group, the larger of the two."""
+    """ε under adding or removing a group: the larger of the two directions."""
     _require_countable_steps(spent)
     steps = sum(part.steps for part in spent)
     reach = reach_for(delta, steps)
@@ -329,7 +331,7 @@ def _pld_group_epsilon(spent: tuple[SubsampledGaussian, ...], delta: float, grou
 
 
 def _number_present(group_size: int, sample_rate: float, reach: float) -> tuple[float, ...]:
-    """The probabilities that 0, 1, … of the group take part, up to where the rest is negligible."""
+    """The probabilities that 0, 1, … examples of the group are sampled, up to where the rest is negligible."""
     if group_size == 1:
         return 1 - sample_rate, sample_rate
     from scipy.stats import binom
@@ -349,13 +351,13 @@ def _require_countable_steps(spent: Iterable[SubsampledGaussian]) -> None:
 def group_epsilon(spent: Sequence[SubsampledGaussian], delta: float, group_size: int) -> float:
     """ε at ``delta`` for adding or removing up to ``group_size`` examples at once, by PLD.
 
-    A group of k meets a step with a binomial number of its examples, each of which moves the sum by at most S, so the
-    step is a mixture of Gaussians at 0, S, …, kS (Ganesh 2024, "Tight group-level DP guarantees for DP-SGD with
-    sampling via mixture of Gaussians mechanisms"). This is tighter than the general rule, k·ε at a δ multiplied by Σ
-    exp(i·ε), i < k.
+    The number of sampled examples from a group of k is binomial, and each changes the sum by at most S. A step is
+    therefore a mixture of Gaussians at 0, S, …, kS (Ganesh 2024, "Tight group-level DP guarantees for DP-SGD with
+    sampling via mixture of Gaussians mechanisms"). This is tighter than general group privacy, which gives k·ε at
+    δ·Σ exp(i·ε), i < k.
 
-    Formal guarantees: as :func:`epsilon`, for datasets of which one is the other with at most ``group_size`` examples added,
-    or with as many removed; not for some added and others removed.
+    Formal guarantees: as :func:`epsilon`, for two datasets where one is the other with up to ``group_size`` examples added,
+    or with up to that many removed; not with some added and others removed.
     """
     require_in_open("delta", delta, 0, 1)
     require_integer("group_size", group_size, 1)

@@ -1,9 +1,9 @@
-"""The lines of a ledger: how each is chained to those before it, written, and read back.
+"""The hash chain of a ledger: writing a line, reading it back, and detecting edits.
 
-A line is a JSON object whose last entry, ``"chain"``, is a hash of the chain before it and of the rest of the line. So it
-stands for everything up to there: a line that was edited, removed, moved or repeated breaks the chain at the next one. The
-hash has no key. It shows damage and careless editing; someone who means to forge a ledger can compute all of it anew, and is
-found out only by a hash that was published before.
+A line is a JSON object whose last entry, ``"chain"``, is a hash of the previous line's hash and of the rest of the line. It
+thus covers the whole ledger up to there: a line that was edited, removed, moved or repeated breaks the chain at the next one.
+The hash has no key. It detects damage and careless editing. Someone who deliberately forges a ledger can recompute all hashes;
+only a hash that was published earlier reveals that.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ Mechanism = tuple[float, float]
 
 
 class UnusableLine(Exception):
-    """A line that is whole and not as this library writes it; the text says how, after "line 7 of FILE"."""
+    """A complete line that this library would not have written. The message continues a sentence: "line 7 of FILE …"."""
 
 
 @dataclass
 class RecordedSteps:
-    """What the lines after the header say.
+    """The steps recorded in the lines after the header.
 
-    ``history`` has, for each step, the hash of the chain up to and including it, and its mechanism. ``head`` is the hash of
-    all finished lines: of a line that a process is still writing, or was killed over, the result was never used.
+    ``history`` has, for each step, the hash up to and including it, and its mechanism. ``head`` is the hash of all complete
+    lines. It leaves out a line that is still being written, or that a killed process left incomplete: the result of such a
+    step was never used.
     """
 
     head: str
@@ -55,41 +56,41 @@ class RecordedSteps:
 
 
 def is_head(text: str) -> bool:
-    """Whether ``text`` is written like the hash of a chain."""
+    """Whether ``text`` has the format of a chain hash."""
     return _HEAD.fullmatch(text) is not None
 
 
 def chained_line(values: Mapping[str, Any], head: str) -> tuple[bytes, str]:
-    """The line that says ``values`` after a chain with this head, and the chain's new head."""
+    """The line that appends ``values`` to a chain with this head, and the new head."""
     content = json.dumps(values).encode()[:-1]
     new = _link(head, content, b"line")
     return content + b', "chain": "' + new.encode() + b'"}\n', new
 
 
 def follow(head: str, line: bytes) -> str:
-    """The chain's head after ``line``, which must carry it.
+    """Verify the hash of ``line`` and return it as the chain's new head.
 
     Raises:
-        UnusableLine: if the line carries no hash, or that of another chain.
+        UnusableLine: if the line has no hash, or one that does not follow from ``head``.
     """
     match = _CHAINED.fullmatch(line)
     if match is None:
-        raise UnusableLine("does not end in a hash as it was written")
+        raise UnusableLine("does not end in a hash")
     if match[2].decode() != _link(head, match[1], b"line"):
-        raise UnusableLine("does not follow from those before it: one of them was edited, removed, moved or repeated")
+        raise UnusableLine("does not follow from the lines before it: a line was edited, removed, moved or repeated")
     return match[2].decode()
 
 
 def link_unchained(head: str, line: bytes) -> str:
-    """The chain's head after a line that carries no hash: one that a crash tore, or that version 0.1 wrote."""
+    """The chain's head after a line without a hash: one left incomplete by a crash, or written by version 0.1."""
     return _link(head, line, b"torn")
 
 
 def read_object(line: bytes) -> dict[str, Any] | None:
-    """The JSON object on a line; None for what a crash leaves, of which no part is a whole object.
+    """Parse the JSON object on a line; None for an incomplete line, as a crash leaves it.
 
     Raises:
-        UnusableLine: for JSON that can be read in two ways, or with numbers that are none.
+        UnusableLine: for JSON with duplicate keys, NaN or infinity.
     """
     try:
         values = json.loads(line.decode("utf-8"), object_pairs_hook=_without_repeats, parse_constant=_no_number)
@@ -101,10 +102,10 @@ def read_object(line: bytes) -> dict[str, Any] | None:
 def read_steps(
     path: Path, lines: Sequence[bytes], plan: PrivacyPlan, head: str, *, chained: bool, own_mechanisms: bool
 ) -> RecordedSteps:
-    """Read what follows the header, whose hash is ``head``; the last of ``lines`` is what comes after the last line's end.
+    """Read the steps after the header, whose hash is ``head``; the last of ``lines`` is the text after the last newline.
 
-    ``chained`` is false for a ledger of version 0.1, whose chain begins where a later version went on with it.
-    ``own_mechanisms`` is true if lines may carry another rate and noise than the plan.
+    ``chained`` is False for a ledger of version 0.1, whose chain begins where a later version continued it.
+    ``own_mechanisms`` is True if lines may have a sample rate and noise multiplier other than the plan's.
 
     Raises:
         PrivacyError: for a line that breaks the chain or contradicts the plan.
@@ -122,7 +123,7 @@ def read_steps(
                 found.head = link_unchained(before, line)
             if values is not None:
                 _add_step(found, values, plan, chained=chained, own_mechanisms=own_mechanisms)
-            elif line or chained:  # version 0.1 passed over empty lines
+            elif line or chained:  # version 0.1 ignored empty lines
                 found.torn += 1
                 found.history.append((found.head, ordinary))
         except UnusableLine as error:
@@ -133,10 +134,10 @@ def read_steps(
 
 
 def edited(path: Path, number: int, error: UnusableLine) -> PrivacyError:
-    """The refusal of a ledger for one of its lines."""
+    """The error for a ledger with an invalid line."""
     return PrivacyError(
-        f"line {number} of {path} {error}; the ledger was changed after it was written and proves nothing, put the original "
-        "back or begin a new run"
+        f"line {number} of {path} {error}; the ledger was changed after it was written and cannot be trusted, restore the "
+        "original or start a new run"
     )
 
 
@@ -148,47 +149,47 @@ def _add_step(
     ordinary = (plan.sample_rate, plan.noise_multiplier)
     mechanism = (_number(values, "sample_rate"), _number(values, "noise_multiplier"))
     if mechanism[0] > 1:
-        raise UnusableLine(f"is no step, as its sample_rate is {mechanism[0]:g}, above 1")
+        raise UnusableLine(f"is not a valid step: its sample_rate is {mechanism[0]:g}, above 1")
     if step < total:
         raise UnusableLine(f"repeats step {step}")
     if step >= plan.steps:
-        raise UnusableLine(f"has step {step}, and the plan in line 1 ends after {plan.steps} steps")
+        raise UnusableLine(f"has step {step}, but the plan in line 1 ends after {plan.steps} steps")
     if step > total and chained:
         raise UnusableLine(f"has step {step} where step {total} comes next")
     if mechanism == ordinary:
         mechanism = ordinary  # one object for all steps
     elif not own_mechanisms:
         raise UnusableLine(
-            f"has sample rate {mechanism[0]:g} and noise multiplier {mechanism[1]:g}, and the plan in line 1 has "
+            f"has sample rate {mechanism[0]:g} and noise multiplier {mechanism[1]:g}, but the plan in line 1 has "
             f"{ordinary[0]:g} and {ordinary[1]:g}"
         )
-    # Steps that an old ledger lacks were recorded once, so they are spent.
+    # A gap in an old ledger means that steps were recorded and lost, so they count as spent.
     found.history += [(f"{found.head} {missing}", ordinary) for missing in range(total, step)]
     found.history.append((found.head, mechanism))
     if "phase" in values:
         if not isinstance(values["phase"], str):
-            raise UnusableLine("has a phase that is not a name")
+            raise UnusableLine("has a phase that is not a string")
         found.phases[values["phase"]] += 1
     together = _whole_number(values, "processes", 1) if "processes" in values else 1
     if together > 1:
         found.processes[together] += 1
     if "run" in values:
         if found.run is not None or not isinstance(values["run"], str) or not is_head(values["run"]):
-            raise UnusableLine("names the run anew")
+            raise UnusableLine("names the run a second time")
         found.run = values["run"]
 
 
 def _whole_number(values: Mapping[str, Any], name: str, low: int) -> int:
     value = values.get(name)
     if type(value) is not int or value < low:
-        raise UnusableLine(f"is no step, as its {name} is not a whole number of at least {low}")
+        raise UnusableLine(f"is not a valid step: its {name} is not a whole number of at least {low}")
     return value
 
 
 def _number(values: Mapping[str, Any], name: str) -> float:
     value = values.get(name)
     if type(value) not in (int, float) or not 0 < value < 1e300:  # type: ignore[operator]
-        raise UnusableLine(f"is no step, as its {name} is not a number above 0")
+        raise UnusableLine(f"is not a valid step: its {name} is not a number above 0")
     return float(value)  # type: ignore[arg-type]
 
 
@@ -199,9 +200,9 @@ def _link(head: str, content: bytes, kind: bytes) -> str:
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
-        raise UnusableLine("has an entry twice")
+        raise UnusableLine("has a duplicate entry")
     return values
 
 
 def _no_number(name: str) -> NoReturn:
-    raise UnusableLine(f"has {name} where a number must be")
+    raise UnusableLine(f"has {name} instead of a number")

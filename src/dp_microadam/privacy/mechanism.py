@@ -1,4 +1,4 @@
-"""The Gaussian mechanism: noise on the clipped sum, once per logical step, then division by the expected batch size."""
+"""The Gaussian mechanism: adds noise to the clipped sum once per logical step, then divides by the expected batch size."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.randomness import Randomness
 from dp_microadam.validation import require_integer, require_positive
 
-# In secure mode results are rounded to multiples of the noise's deviation divided by about a million: far coarser
-# than float64 near them, far finer than the noise.
+# In secure mode results are rounded to a grid of about a millionth of the noise standard deviation: far coarser than
+# float64 resolution there, far finer than the noise.
 _GRID_BITS = 20
 
 
 class GaussianMechanism:
-    """Turns clipped sums into privatized means: (Σ + N(0, σ²S²)) / B.
+    """The Gaussian mechanism: turns clipped sums into privatized means, (Σ + N(0, σ²S²)) / B.
 
-    ``sensitivity`` S is how much one example can change the sums, all tensors together in L2 norm; it comes from
-    whatever did the clipping, not from a number typed again. ``expected_batch_size`` B is the plan's, never the
-    number of examples a step happened to draw: that number is private, and dividing by it would let one example
+    ``sensitivity`` S is the largest change of the sums that one example can cause, all tensors together in L2 norm. Take
+    it from the object that did the clipping instead of repeating a number. ``expected_batch_size`` B is the plan's, never
+    the number of examples a step happened to sample: that number is private, and dividing by it would let one example
     change every coordinate.
 
-    Noise is drawn in float64 and added in float32 or wider, whatever the dtype of the sums; so are the results, and a
-    caller who rounds them to bfloat16 post-processes. With a secure source the addition happens in float64 and its
-    result is rounded to a fixed grid, so that the last bits of a floating-point sum, which can betray the summands,
-    are gone. This mitigates such attacks; it is not a proof against them.
+    Noise is drawn in float64 and added in float32 or wider, whatever the dtype of the sums. The results have that dtype
+    too; rounding them to bfloat16 is post-processing. With a secure source the addition happens in float64 and its result
+    is rounded to a fixed grid, because the last bits of a floating-point sum can reveal the summands. This mitigates such
+    attacks; it is not a proof against them.
 
     Formal guarantees: if adding or removing one example changes the joint vector of sums by at most S in L2 norm,
     then the joint result of one call is a Gaussian mechanism of noise multiplier σ on real numbers; calls of
     different steps are independent. Assumes unpredictable randomness, one call per logical step, and sums accumulated
     over all its chunks.
 
-    Where several processes have a part of the sum each, every one adds a part of the noise: ``noise_share`` is its part of the
-    variance. They call :meth:`add_noise` on their own sums, add up what it gives, and :meth:`mean` makes of that total what
-    :meth:`privatize` makes of a whole sum. If the shares add up to 1 and come from independent sources, the noise of the total
-    has variance σ²S². What one process hands to the others has the noise of its own share only: processes trust each other.
+    In distributed training each rank holds a part of the sum and adds a part of the noise: ``noise_share`` is its share of
+    the variance. Each rank calls :meth:`add_noise` on its own sums; the results are all-reduced, and :meth:`mean` turns the
+    total into what :meth:`privatize` returns for a complete sum. If the shares add up to 1 and come from independent
+    sources, the noise of the total has variance σ²S². What one rank sends to the others is protected by its own share of
+    the noise only: ranks trust each other.
 
     >>> mechanism = GaussianMechanism(noise_multiplier=1.0, sensitivity=0.5, expected_batch_size=100)
     >>> means = mechanism.privatize({"weight": torch.zeros(2, 3)}, step=0)
@@ -65,7 +66,7 @@ class GaussianMechanism:
         self.sensitivity = float(require_positive("sensitivity", sensitivity))
         self.expected_batch_size = require_positive("expected_batch_size", expected_batch_size)
         if not 0.0 <= noise_share <= 1.0:
-            raise InputError(f"noise_share is {noise_share}; it must be a part of the noise's variance, from 0 to 1")
+            raise InputError(f"noise_share is {noise_share}; it is a share of the noise variance and must be from 0 to 1")
         self.noise_share = noise_share
         self._randomness = randomness if randomness is not None else Randomness.from_entropy()
         self._last_step = -1
@@ -74,12 +75,12 @@ class GaussianMechanism:
     def from_plan(
         cls, plan: PrivacyPlan, sensitivity: float, *, noise_share: float = 1.0, randomness: Randomness | None = None
     ) -> GaussianMechanism:
-        """The mechanism ``plan`` accounts for, on sums of the given sensitivity."""
+        """The mechanism that ``plan`` accounts for, on sums of the given sensitivity."""
         return cls(plan.noise_multiplier, sensitivity, plan.batch_size, noise_share=noise_share, randomness=randomness)
 
     @property
     def private(self) -> bool:
-        """Whether the noise is unpredictable; a fixed seed is not."""
+        """Whether the noise is unpredictable, that is, not from a fixed seed."""
         return self._randomness.private
 
     @property
@@ -90,31 +91,31 @@ class GaussianMechanism:
     def privatize(self, sums: Mapping[str, Tensor], *, step: int) -> dict[str, Tensor]:
         """The privatized mean of each tensor of ``sums``, which together are the clipped sum of one logical step.
 
-        Steps only go forward: a step that was privatized, or one before it, is refused.
+        Step numbers must increase: a step that was already privatized, or an earlier one, is refused.
 
         Raises:
-            PrivacyError: for a step seen before, sums that are not finite, whose sensitivity nothing bounds, or a mechanism
-                that adds only a share of the noise.
+            PrivacyError: for a repeated step, for sums that are not finite and so have no bounded sensitivity, or for a
+                mechanism that adds only a share of the noise.
         """
         if self.noise_share != 1.0:
             raise PrivacyError(
-                f"noise_share is {self.noise_share:g}, so the noise of one process does not protect a sum; add up what "
-                "add_noise gives in all of them"
+                f"noise_share is {self.noise_share:g}, so the noise of one process does not protect a sum; sum the results of "
+                "add_noise over all processes"
             )
         return self.mean(self.add_noise(sums, step=step), like=sums)
 
     def add_noise(self, sums: Mapping[str, Tensor], *, step: int) -> dict[str, Tensor]:
-        """``sums`` with this process' share of a logical step's noise; :meth:`privatize` says what is refused."""
+        """Add this process' share of the noise to ``sums``. Raises what :meth:`privatize` raises for steps and sums."""
         require_integer("step", step, 0)
         if step <= self._last_step:
             raise PrivacyError(
                 f"step {step} was privatized already; noise is added once per logical step, to the sum over all its chunks: "
-                "call this after the last"
+                "call this after the last chunk"
             )
         if not _all_finite(sums):
             raise PrivacyError(
-                "the clipped sums are not finite, so no amount of noise bounds what they reveal; take them from "
-                "ClippedGradients, which leaves out such examples"
+                "the clipped sums are not finite, so no amount of noise bounds what they reveal; compute them with "
+                "ClippedGradients, which leaves out examples whose gradients are not finite"
             )
         self._last_step = step
         wide = self._randomness.secure or any(total.dtype == torch.float64 for total in sums.values())
@@ -123,9 +124,9 @@ class GaussianMechanism:
         return {name: self._noisy(total.detach(), noise.pop(f"noise {name}")) for name, total in sums.items()}
 
     def mean(self, noisy_sums: Mapping[str, Tensor], *, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Sums that have all their noise, divided by the expected batch size. Overwrites them.
+        """Divide sums that carry all their noise by the expected batch size, in place.
 
-        ``like`` are the sums from before the noise, for the types of the result.
+        ``like`` are the sums before noise was added; they determine the dtypes of the result.
         """
         if not self._randomness.secure:
             return {name: total.div_(self.expected_batch_size) for name, total in noisy_sums.items()}
@@ -136,7 +137,7 @@ class GaussianMechanism:
         }
 
     def _noisy(self, total: Tensor, standard: Tensor) -> Tensor:
-        """total + σS · √share · standard normal. Overwrites the noise, which nobody needs again."""
+        """total + σS · √share · standard normal, computed in place of the noise."""
         deviation = self.noise_multiplier * self.sensitivity * math.sqrt(self.noise_share)
         dtype = torch.float64 if self._randomness.secure else _wide(total.dtype)
         return standard.to(total.device, dtype).view(total.shape).mul_(deviation).add_(total)
@@ -154,5 +155,5 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _all_finite(sums: Mapping[str, Tensor]) -> bool:
     flags = [tensor.isfinite().all() for tensor in sums.values()]
-    # Gathered on one device first, so that a CUDA device is waited for once and not once per tensor.
+    # Gathered on one device first: one synchronisation with a CUDA device instead of one per tensor.
     return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())

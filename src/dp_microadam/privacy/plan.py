@@ -1,7 +1,7 @@
 """The plan of a private run: one frozen, public object that sampler, noise, accountant and ledger all read.
 
-Because they read the same object, a noise multiplier solved here cannot fail to reach the noise, and what is accounted
-cannot differ from what is sampled. No torch here.
+Because they all read the same object, the noise multiplier that was solved for is the one that is used, and the accounting
+cannot differ from the sampling. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from dp_microadam.validation import require_in_open, require_integer, require_on
 
 @dataclass(frozen=True)
 class PrivacyPlan:
-    """What a run may do: how it samples, how much noise it adds, and after how many steps it stops.
+    """The privacy parameters of a run: sampling, noise multiplier, number of steps and δ.
 
-    ``batch_size`` is the expected one: each step takes each of the ``dataset_size`` training examples independently
-    with probability ``sample_rate``. ``epsilon`` is computed from the other fields, so a plan cannot claim what it
-    does not keep. Every field is public by declaration.
+    ``batch_size`` is the expected batch size: each step samples each of the ``dataset_size`` training examples
+    independently with probability ``sample_rate``. ``epsilon`` is not a field but computed from the others, so a plan
+    cannot claim a smaller one than it has. Every field is public by declaration.
 
     Formal guarantees: a run that samples, clips and adds noise as the plan says, for at most ``steps`` steps, is
     (``epsilon``, ``delta``)-differentially private under adding or removing one training example.
@@ -71,10 +71,10 @@ class PrivacyPlan:
         steps: int | None = None,
         accountant: str = "rdp",
     ) -> PrivacyPlan:
-        """Exactly two of ``epsilon``, ``noise_multiplier`` and ``steps`` are given; the third is solved.
+        """A plan from two of ``epsilon``, ``noise_multiplier`` and ``steps``; the third is solved for.
 
-        Steps are as many as fit, and at least one; a noise multiplier is the smallest that fits, rounded up to the next
-        multiple of 0.0001. The plan's ε never exceeds the one given.
+        The solved number of steps is the largest that fits, and at least one. The solved noise multiplier is the smallest
+        that fits, rounded up to a multiple of 0.0001. The plan's ε never exceeds ``epsilon``.
 
         Raises:
             InputError: for a value out of range, or if no plan exists.
@@ -112,40 +112,40 @@ class PrivacyPlan:
 
     @property
     def sample_rate(self) -> float:
-        """The probability with which each example takes part in a step."""
+        """The probability with which each example is sampled in a step."""
         return self.batch_size / self.dataset_size
 
     @cached_property
     def epsilon(self) -> float:
-        """ε after all ``steps``, at ``delta``, by ``accountant``."""
+        """ε at ``delta`` after all ``steps`` steps, computed by ``accountant``."""
         return self.epsilon_after(self.steps)
 
     def epsilon_after(self, steps: int, *, accountant: str | None = None) -> float:
-        """ε at ``delta`` after the first ``steps`` steps; by the plan's own accountant unless another is named."""
+        """ε at ``delta`` after the first ``steps`` steps, by default with the plan's own accountant."""
         return epsilon([self.spent_after(steps)], self.delta, accountant or self.accountant)
 
     def spent_after(self, steps: int) -> SubsampledGaussian:
-        """The first ``steps`` steps, as the accountants take them."""
+        """The first ``steps`` steps, as input for the accountants."""
         return SubsampledGaussian(self.sample_rate, self.noise_multiplier, steps)
 
     def noise_deviation(self, sensitivity: float) -> float:
         """Standard deviation of the noise in each coordinate of a privatized mean: σ·S/B.
 
-        What an optimizer that corrects for the noise subtracts is the square of this.
+        An optimizer that corrects for the noise, as AdamBC does, subtracts the square of this.
         """
         return self.noise_multiplier * require_positive("sensitivity", sensitivity) / self.batch_size
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields and what follows from them, for JSON."""
+        """All fields, sample rate and ε, for JSON."""
         return {**asdict(self), "sample_rate": self.sample_rate, "epsilon": self.epsilon}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrivacyPlan:
-        """The plan :meth:`to_dict` describes. What follows from the fields is computed anew, not read."""
+        """The plan that :meth:`to_dict` describes. Sample rate and ε are recomputed, not read."""
         names = [field.name for field in fields(cls)]
         missing = [name for name in names if name not in values]
         if missing:
-            raise InputError(f"a privacy plan lacks {', '.join(missing)}, which must be given")
+            raise InputError(f"a privacy plan needs {', '.join(missing)}, which is missing")
         return cls(**{name: values[name] for name in names})
 
 

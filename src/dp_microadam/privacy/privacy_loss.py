@@ -1,19 +1,19 @@
-"""Composition of privacy loss distributions, with every error on the side of more ε.
+"""Composition of privacy loss distributions (PLD); every numerical error is bounded and makes ε larger, never smaller.
 
-A step draws from a mixture of Gaussians N(j, σ²) with weights w_j on one dataset and from N(0, σ²) on its neighbour. With P
-and Q the two laws in either order, the privacy loss is log(dP/dQ) under P. Losses of steps add up, and the composition is
-(ε, δ)-private in that direction for δ(ε) = P(loss infinite) + E[max(0, 1 − exp(ε − loss))].
+A step samples from a mixture of Gaussians N(j, σ²) with weights w_j on one dataset and from N(0, σ²) on its neighbour. With P
+and Q the two distributions in either order, the privacy loss is log(dP/dQ) under P. Losses of steps add up, and the
+composition is (ε, δ)-private in that direction for δ(ε) = P(loss infinite) + E[max(0, 1 − exp(ε − loss))].
 
 1. *Discretising.* The noise axis is cut into narrow cells. The mass of each goes to the losses at its two ends, so that the
    cell keeps its probability under P and under Q; the losses found are moved to a uniform grid in the same way. Such a move
    only raises δ at every ε ("connect the dots": Doroshenko et al. 2022).
 2. *Composing.* Convolution by Fourier transform leaves an absolute error of about 1e-16 of the largest probability, which
-   would bury a tail of 1e-12. So the distribution is tilted first: each probability is multiplied by exp(θ·loss), with θ
-   such that the composition's bulk lies near ε. Undoing the tilt makes the error small beside δ itself.
-3. *Bounding.* What a circular convolution folds into the window is a probability and may stay. The mass above the window
-   (Chernoff's bound), the losses cut off (as infinite ones) and bounds on all rounding are added to δ before ε is read.
+   would hide a tail of 1e-12. So the distribution is tilted first: each probability is multiplied by exp(θ·loss), with θ
+   such that most of the composition's mass lies near ε. Undoing the tilt makes the error small compared with δ.
+3. *Bounding.* Mass that a circular convolution folds into the window only raises δ and may stay. The mass above the window
+   (by Chernoff's bound), truncated losses (counted as infinite) and bounds on all rounding are added to δ.
 
-No torch here.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ _CELLS_PER_DEVIATION = 256
 _NODES, _NODE_WEIGHTS = np.polynomial.legendre.leggauss(7)
 _NODES, _NODE_WEIGHTS = (_NODES + 1) / 2, _NODE_WEIGHTS / 2
 
-# How many deviations of noise are looked at: the fewest of these whose tail is negligible for all steps together. No more,
-# because a long tail makes Chernoff's bound, from which tilt and window are chosen, a poor one.
+# How many standard deviations of noise are considered: the smallest of these whose tail is negligible over all steps. No
+# more, because a long tail loosens Chernoff's bound, from which tilt and window are chosen.
 _REACHES = tuple(number / 4 for number in range(20, 149))
 
-# The uniform grid is refined until it raises ε by no more than this share, unless it would need more cells than the most.
+# The uniform grid is refined until it raises ε by at most this fraction, unless that would take more cells than the limit.
 _GRID_TOLERANCE = 2e-5
 _MOST_CELLS = 2**21
 
-# The share of δ that losses cut off may have, and that mass folded into the window from below may have; the tilted mass above
-# the window at first, and the share of δ it may have when folded.
+# The fraction of δ allowed for truncated losses, and for mass folded into the window from below; the initial tilted mass above
+# the window, and the fraction of δ it may have when folded.
 _CUT = 1e-6
 _FOLDED = 1e-6
 
-# The share of δ that bounds of rounding may take before another tilt is tried, and how many are tried.
+# The fraction of δ that rounding bounds may take before another tilt is tried, and how many tilts are tried.
 _ROUNDING = 1e-5
 _MOST_TILTS = 8
 
-# Tilts θ = 2^(j/4). Few of them, so that transforms are found again when a step is added.
+# Tilts θ = 2^(j/4). Only a few values, so that cached transforms can be reused when a step is added.
 _TILTS_PER_DOUBLING = 4
 _SMALLEST_TILT, _LARGEST_TILT = -40 * _TILTS_PER_DOUBLING, 50 * _TILTS_PER_DOUBLING
 
@@ -67,14 +67,14 @@ _UNITS_OF_A_PROBABILITY = 4000
 _UNITS_OF_A_TRANSFORM = 8
 _UNITS_OF_A_POWER = 64
 
-# Terms below exp of minus this are left out: frequencies of a spectrum, and losses far above ε. A bound of their sum is added.
+# Terms below exp of minus this are left out: frequencies of a spectrum, and losses far above ε. A bound on their sum is added.
 _NEGLIGIBLE_LOG = 80.0
 _FAR_ABOVE = 40.0
 
 
 @dataclass(frozen=True, eq=False)
 class PrivacyLoss:
-    """A discrete privacy loss distribution of one step in one direction that dominates the true one."""
+    """A discrete privacy loss distribution of one step in one direction; it dominates the true one."""
 
     losses: Floats
     log_masses: Floats
@@ -85,9 +85,9 @@ class PrivacyLoss:
 def loss_of_one_step(weights: tuple[float, ...], noise_multiplier: float, removed: bool, reach: float) -> PrivacyLoss:
     """The privacy loss of Σ w_j N(j, σ²) against N(0, σ²) (``removed``), or of N(0, σ²) against it.
 
-    ``weights`` are w₀, w₁, …; they may lack a tail as small as that of the normal distribution beyond ``reach``. Noise
-    further than ``reach`` deviations out counts as an infinite loss on the side of large losses, and is moved up to the last
-    loss on the other.
+    ``weights`` are w₀, w₁, …; a tail as small as that of the normal distribution beyond ``reach`` may be missing. Noise
+    beyond ``reach`` standard deviations counts as an infinite loss on the side of large losses, and is moved up to the
+    smallest loss on the other side.
 
     Formal guarantees: for every ε the δ of the returned distribution is at least that of the mechanism, up to a relative error
     of ``_UNITS_OF_A_PROBABILITY`` roundings in each probability.
@@ -160,7 +160,7 @@ class _GridLoss:
 
 @lru_cache(maxsize=64)
 def _on_grid(law: PrivacyLoss, spacing: float) -> _GridLoss:
-    """The distribution moved to a uniform grid, each mass to its two neighbours so that P and Q keep what they have."""
+    """The distribution on a uniform grid: each mass is split over its two neighbours so that P and Q keep their total."""
     below = np.floor(law.losses / spacing)
     above_it = law.losses - below * spacing  # exact, the spacing is a power of two
     with np.errstate(divide="ignore"):
@@ -183,7 +183,7 @@ def _log_moment(law: PrivacyLoss | _GridLoss, tilt: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class _Transform:
-    """The discrete Fourier transform z of a tilted distribution: log z, and log(|z| + a bound of its error)."""
+    """The discrete Fourier transform z of a tilted distribution: log z, and log(|z| + a bound on its error)."""
 
     log_moment: float
     shift: int
@@ -219,7 +219,7 @@ def _transform(law: _GridLoss, tilt: float, cells: int) -> _Transform:
 
 
 def epsilon_of_composition(parts: Sequence[tuple[PrivacyLoss, int]], delta: float, at_least: float = 0.0) -> float:
-    """ε of the composition of so many steps of each law at ``delta``, or ``at_least`` if that is larger.
+    """ε at ``delta`` of the composition of ``parts``, pairs of a distribution and its number of steps; at least ``at_least``.
 
     Formal guarantees: δ(ε) of the composition is at most ``delta``; all errors are bounded as this module describes. The result
     is never above Chernoff's bound for the same distributions, unless that is below ``at_least``.
@@ -233,7 +233,7 @@ def epsilon_of_composition(parts: Sequence[tuple[PrivacyLoss, int]], delta: floa
         found, rounding = _epsilon_by_tilt(parts, index, delta, infinite, previous)
         if (rounding < _ROUNDING and found > previous / 2) or found > previous * (1 - _GRID_TOLERANCE):
             break
-        # Chernoff's bound was far off. Begin again with the tilt and the grid that suit what was found.
+        # Chernoff's bound was loose. Start again with the tilt and the grid that suit the ε just found.
         index = _minimize(lambda j: _log_moments(parts, _tilt(j)) + _log_largest_share(_tilt(j)) - _tilt(j) * found)  # noqa: B023
     return max(found, at_least)
 
@@ -241,7 +241,7 @@ def epsilon_of_composition(parts: Sequence[tuple[PrivacyLoss, int]], delta: floa
 def _epsilon_by_tilt(
     parts: Sequence[tuple[PrivacyLoss, int]], index: int, delta: float, infinite: float, largest: float
 ) -> tuple[float, float]:
-    """ε, at most ``largest``, from the composition under one tilt, and the share of δ that is the bound of its rounding."""
+    """ε, at most ``largest``, from the composition under one tilt, and the fraction of δ that bounds its rounding."""
     tilt = _tilt(index)
     spacing = _spacing(parts, tilt, largest)
     below = 12 / tilt  # how far below ``largest`` the window begins at least
@@ -297,7 +297,7 @@ def _log_largest_share(tilt: float) -> float:
 
 
 def _chernoff_epsilon(parts: Sequence[tuple[PrivacyLoss, int]], delta: float) -> tuple[float, int]:
-    """An upper bound of ε from δ(ε) ≤ E[exp(θ(loss − ε))]·max exp(−θx)(1 − exp(−x)), and the tilt of the best θ."""
+    """An upper bound on ε from δ(ε) ≤ E[exp(θ(loss − ε))]·max exp(−θx)(1 − exp(−x)), and the tilt of the best θ."""
 
     def bound(index: int) -> float:
         tilt = _tilt(index)
@@ -308,7 +308,7 @@ def _chernoff_epsilon(parts: Sequence[tuple[PrivacyLoss, int]], delta: float) ->
 
 
 def _minimize(function: Callable[[int], float], smallest: int = _SMALLEST_TILT) -> int:
-    """The tilt with the least value of a quasi-convex function; a convex function of θ over a linear one is that."""
+    """The tilt that minimizes a quasi-convex function, such as a convex function of θ divided by a linear one."""
     low, high = smallest, _LARGEST_TILT
     while high > low:
         middle = (low + high) // 2
@@ -320,7 +320,7 @@ def _minimize(function: Callable[[int], float], smallest: int = _SMALLEST_TILT) 
 
 
 def _spacing(parts: Sequence[tuple[PrivacyLoss, int]], tilt: float, epsilon: float) -> float:
-    """The widest grid, a power of two, that raises Chernoff's bound by no more than the tolerated share of ``epsilon``."""
+    """The widest grid spacing, a power of two, that raises Chernoff's bound by at most the tolerated share of ``epsilon``."""
     allowed = _GRID_TOLERANCE * epsilon * tilt
     exact = math.fsum(steps * _log_moment(law, tilt) for law, steps in parts)
     spacing = 2.0 ** math.floor(math.log2(epsilon))
@@ -332,7 +332,7 @@ def _spacing(parts: Sequence[tuple[PrivacyLoss, int]], tilt: float, epsilon: flo
 
 
 class _Window:
-    """The tilted composition on a window of the grid that ends at index ``top``, and what is known of its errors."""
+    """The tilted composition on a window of the grid that ends at index ``top``, with bounds on its errors."""
 
     def __init__(self, grids: Sequence[tuple[_GridLoss, int]], tilt: float, cells: int, top: int, beyond: float) -> None:
         transforms = [(_transform(law, tilt, cells), steps) for law, steps in grids]
@@ -356,7 +356,7 @@ class _Window:
         self.log_factor = 1.01 * math.fsum(steps * part.relative_error for part, steps in transforms)
 
     def log_delta(self, epsilon: float) -> float:
-        """log of an upper bound of δ(ε)."""
+        """log of an upper bound on δ(ε)."""
         tilt, spacing = self.tilt, self.spacing
         first = math.floor(epsilon / spacing) + 1
         count = math.ceil(_FAR_ABOVE / (tilt * spacing))
@@ -371,7 +371,7 @@ class _Window:
         return float(np.logaddexp.reduce(terms)) + self.log_factor + rounded
 
     def log_rounding(self, epsilon: float) -> float:
-        """log of what an error of each probability within its bound can change δ(ε)."""
+        """log of the largest change of δ(ε) that errors of all probabilities within their bounds can cause."""
         share = math.exp(_log_largest_share(self.tilt))
         cells = min(len(self.probabilities) * share, 1 / (self.spacing * self.tilt * (self.tilt + 1)) + share)
         return math.log(self.error * cells) + self.log_moment - self.tilt * epsilon
@@ -390,12 +390,12 @@ class _Window:
 
 
 def reach_for(delta: float, steps: int) -> float | None:
-    """How many deviations of noise to look at so that the rest is negligible; None where δ is below :func:`least_delta`."""
+    """Standard deviations of noise to consider so that the rest is negligible; None if δ is below :func:`least_delta`."""
     return next((reach for reach in _REACHES if delta >= _least_delta(reach, steps)), None)
 
 
 def least_delta(steps: int) -> float:
-    """The smallest δ that double precision can tell from zero after so many steps."""
+    """The smallest δ that double precision can resolve after ``steps`` steps."""
     return _least_delta(_REACHES[-1], steps)
 
 

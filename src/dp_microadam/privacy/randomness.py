@@ -1,11 +1,12 @@
-"""Where sampling and noise get their randomness.
+"""The random source of sampling and noise.
 
-Each draw has its own generator, keyed by a cryptographic hash of a 256-bit secret and of what is drawn: the purpose,
-the step, the tensor's name, the block of coordinates. In a private run the secret comes from the operating system and
-lives only in memory. In a test run it is a hash of a fixed seed, so every draw is a function of (seed, step, example
-or coordinate) however the work is divided, and the run is not private.
+Each draw has its own generator, keyed by a cryptographic hash of a 256-bit secret and of a label: the purpose, the step,
+the tensor's name, the block of coordinates. In a private run the secret comes from the operating system and is kept in
+memory only. In a test run it is a hash of a fixed seed: every draw is then a function of (seed, step, example or
+coordinate), however the work is divided, and the run is not private.
 
-``torch.Generator`` is not used: on CPU it keeps 32 bits of its seed, on CUDA 64. Noise is drawn on the CPU and moved.
+``torch.Generator`` is not used because it keeps only 32 bits of its seed on CPU and 64 on CUDA. Noise is drawn on the CPU
+and moved to the device.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ _THREADS = max(1, min(8, os.cpu_count() or 1))
 
 
 class Randomness:
-    """A source of sampling and noise: the operating system's entropy, or a fixed seed for tests.
+    """The random source of sampling and noise: the operating system's entropy, or a fixed seed for tests.
 
-    Made by :meth:`from_entropy` or :meth:`seeded`. It cannot be pickled, copied or shown, and refuses to work in a
-    forked process: two processes that draw the same noise reveal what it hides.
+    Created by :meth:`from_entropy` or :meth:`seeded`. It cannot be pickled, copied or printed, and refuses to work in a
+    forked process: two processes that draw the same noise would reveal what it hides.
 
     Formal guarantees: from :meth:`from_entropy`, every draw is keyed by 256 bits of the operating system's entropy
     and no two draws of a process share a key. With ``secure`` the draws are AES-256 in counter mode,
-    indistinguishable from random bits for anyone without the key; without, they come from SFC64, a statistical
-    generator with no such claim. Normal numbers are made from 53-bit uniforms and end at 8.57 standard deviations,
-    which leaves out a probability of 1e-17.
+    indistinguishable from random bits for anyone without the key; without ``secure`` they come from SFC64, a statistical
+    generator with no such claim. Normal numbers are computed from 53-bit uniforms and are bounded by 8.57 standard
+    deviations, which leaves out a probability of 1e-17.
 
     >>> Randomness.seeded(7)
     Randomness(fixed seed 7: not private)
@@ -61,7 +62,7 @@ class Randomness:
 
     @classmethod
     def from_entropy(cls, *, secure: bool = False) -> Randomness:
-        """Fresh randomness for one private run; a resumed run makes its own anew."""
+        """Fresh randomness for one private run; a resumed run creates a new one."""
         return cls(os.urandom(32), secure=secure, seed=None)
 
     @classmethod
@@ -72,21 +73,21 @@ class Randomness:
 
     @property
     def private(self) -> bool:
-        """Whether a run that draws from here can be private at all."""
+        """Whether a run that uses this source can be private."""
         return self._seed is None
 
     @property
     def description(self) -> str:
-        """The source in words, for the privacy statement; it says nothing about what is drawn."""
+        """The source in words, for the privacy statement; it reveals nothing about what is drawn."""
         if not self.private:
             return f"fixed seed {self._seed}: not private"
         generator = "AES-256 in counter mode" if self.secure else "statistical generator"
         return f"operating system's entropy, {generator}"
 
     def uniforms(self, purpose: str, step: int, count: int, *, first: int = 0) -> NDArray[np.float64]:
-        """``count`` independent numbers in [0, 1), each a multiple of 2⁻⁵³: those from number ``first`` on.
+        """``count`` independent uniform numbers in [0, 1), each a multiple of 2⁻⁵³, starting at index ``first``.
 
-        From a fixed seed, a number depends on its place alone, not on where the request begins or ends.
+        With a fixed seed, a number depends on its index alone, not on where the request begins or ends.
         """
         label = self._label(purpose, step)
         end = first + count
@@ -122,9 +123,9 @@ class Randomness:
 
     def _label(self, purpose: str, step: int) -> bytes:
         if self._process != os.getpid():
-            raise PrivacyError("randomness cannot be shared with a forked process; make a new one there")
+            raise PrivacyError("randomness cannot be shared with a forked process; create a new one there")
         draw = 0
-        if self.private:  # even a repeated request draws anew
+        if self.private:  # even a repeated request gets new numbers
             with self._lock:
                 self._draws += 1
                 draw = self._draws
@@ -138,11 +139,11 @@ class Randomness:
         return f"Randomness({self.description})"
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise PrivacyError("randomness is neither saved nor copied: its secret would outlive the run")
+        raise PrivacyError("randomness cannot be saved or copied, because its secret would outlive the run")
 
 
 def _statistical_bits(key: bytes, count: int) -> NDArray[np.uint64]:
-    # A pool of eight words keeps all 256 bits of the key, of which SFC64 takes 192 as its state.
+    # A pool of eight words keeps all 256 bits of the key; SFC64 uses 192 of them as its state.
     sequence = np.random.SeedSequence(int.from_bytes(key, "little"), pool_size=8)
     return np.random.SFC64(sequence).random_raw(count)
 
@@ -159,7 +160,7 @@ def _uniforms(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 
 def _normals(bits: NDArray[np.uint64]) -> torch.Tensor:
-    """As many standard normal numbers as there are words, by Box and Muller: radii from one half, angles the other."""
+    """As many standard normal numbers as there are words, by Box–Muller: radii from the first half, angles from the second."""
     uniform = torch.from_numpy(_uniforms(bits))
     half = len(uniform) // 2
     radius = uniform[:half].neg().log1p_().mul_(-2).sqrt_()

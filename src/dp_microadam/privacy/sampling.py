@@ -1,6 +1,6 @@
-"""Poisson sampling: each step takes each example independently with the same probability.
+"""Poisson sampling: each step includes each example independently with the same probability.
 
-This is the sampling the accountants account for; shuffling, or batches of a fixed size, spend more than they say.
+This is the sampling that the accountants assume. Shuffled batches, or batches of a fixed size, spend more than they compute.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from dp_microadam.validation import require_integer
 
 
 class LogicalStep:
-    """One step of the mechanism: its number, which is public, and its physical chunks, which are not.
+    """One logical step: its number, which is public, and its physical batches, which are private.
 
-    A step without chunks is an empty batch, and a step like any other: pure noise, accounted.
+    A step without chunks is an empty batch. It counts like any other step; its result is pure noise.
     """
 
     __slots__ = ("chunks", "index")
@@ -37,16 +37,16 @@ class LogicalStep:
 
 
 class PoissonSampler:
-    """Yields the logical steps of a run, each as chunks of example indices that fit in memory.
+    """Poisson sampler: yields the logical steps of a run, each as physical batches of example indices that fit in memory.
 
-    ``batch_size`` is the expected number of examples per step, ``physical_batch_size`` the most that are processed at
-    once. ``first_step`` is where a resumed run goes on. ``shard`` is the part of the examples that is drawn from here, where
-    several processes have a part each; the others are never drawn here.
+    ``batch_size`` is the expected number of examples per step, ``physical_batch_size`` the largest number processed at
+    once. ``first_step`` is where a resumed run continues. ``shard`` is this process' part of the examples when several
+    processes train together; other examples are never sampled here.
 
     Formal guarantees: each example of the shard is in each step with probability ``batch_size / dataset_size`` (rounded up to
-    a multiple of 2⁻⁵³), independently of all other examples and steps, and of how a step is cut into chunks. So the union of
-    what processes draw from disjoint shards, each from randomness of its own, is one Poisson sample. What was drawn shows in
-    the chunks alone: not in the sampler's length, its representation or its state.
+    a multiple of 2⁻⁵³), independently of all other examples and steps, and of how a step is split into chunks. So the union
+    of the samples that processes draw from disjoint shards, each with its own randomness, is one Poisson sample. Only the
+    chunks reveal what was drawn; the sampler's length, its representation and its state do not.
 
     >>> sampler = PoissonSampler(dataset_size=1000, batch_size=100, steps=3, physical_batch_size=32)
     >>> [step.index for step in sampler]
@@ -93,7 +93,7 @@ class PoissonSampler:
         shard: range | None = None,
         randomness: Randomness | None = None,
     ) -> PoissonSampler:
-        """The sampler ``plan`` accounts for; it ends at the plan's last step."""
+        """The sampler that ``plan`` accounts for; it ends at the plan's last step."""
         return cls(
             plan.dataset_size,
             plan.batch_size,
@@ -109,7 +109,7 @@ class PoissonSampler:
         return self.batch_size / self.dataset_size
 
     def __len__(self) -> int:
-        """The number of steps ahead, which is public."""
+        """The number of remaining steps, which is public."""
         return self.steps - self.first_step
 
     def __iter__(self) -> Iterator[LogicalStep]:
@@ -118,7 +118,7 @@ class PoissonSampler:
             yield LogicalStep(index, self.draw(index))
 
     def draw(self, step: int) -> tuple[Tensor, ...]:
-        """The chunks of one step. A second draw of a private run is a new sample."""
+        """The chunks of one step. In a private run, drawing the same step again gives a new sample."""
         uniforms = self._randomness.uniforms("sampling", step, len(self.shard), first=self.shard.start)
         chosen = self.shard.start + np.flatnonzero(uniforms < self.sample_rate)
         return torch.from_numpy(chosen).split(self.physical_batch_size) if len(chosen) else ()
@@ -131,21 +131,21 @@ class PoissonSampler:
         num_workers: int = 0,
         **loader_options: Any,
     ) -> Iterator[LogicalStep]:
-        """Logical steps whose chunks are batches of ``data``, read when they are iterated over.
+        """Yields logical steps whose chunks are batches of ``data``, loaded when they are iterated over.
 
-        Tensors in memory (one, or a tuple or dict of them with examples along the first dimension) are indexed at
-        once. A map-style Dataset is read example by example and collated, in ``num_workers`` processes if asked;
-        further options go to torch's DataLoader. A step's chunks must be consumed before the next step is taken.
-        Workers prefetch within a step: nothing of a step is drawn or read before that step is taken from the iterator.
+        Tensors in memory (one, or a tuple or dict of them with examples along the first dimension) are indexed directly.
+        A map-style Dataset is read example by example and collated, in ``num_workers`` worker processes if that is not 0;
+        further options are passed to torch's DataLoader. A step's chunks must be consumed before the next step is taken.
+        Workers prefetch within a step only: nothing of a step is drawn or read before that step is taken from the iterator.
 
         Raises:
-            InputError: if ``data`` does not have exactly ``dataset_size`` examples: the accounting would not match.
+            InputError: if ``data`` does not have exactly ``dataset_size`` examples, because the accounting would be wrong.
         """
         if not loader_options.get("in_order", True):
-            raise InputError("in_order is False; chunks must arrive in order, or a step would be taken apart")
+            raise InputError("in_order is False; it must be True, because chunks of different steps would be mixed")
         if isinstance(data, DataLoader):
             raise InputError(
-                "data is a DataLoader, which has drawn its batches already; pass its dataset, batches are drawn here"
+                "data is a DataLoader, which chooses its own batches; pass its dataset instead, which is sampled here"
             )
         if isinstance(data, TensorDataset) and collate_fn is default_collate:
             data = data.tensors
@@ -153,7 +153,7 @@ class PoissonSampler:
         size = len(data) if tensors is None else _common_length(tensors)  # type: ignore[arg-type]
         if size != self.dataset_size:
             raise InputError(
-                f"data has {size} examples; the sampler was made for dataset_size {self.dataset_size}, solve a plan for as many"
+                f"data has {size} examples, but dataset_size is {self.dataset_size}; solve a plan for the size of your data"
             )
         if tensors is not None:
             return self._load_tensors(data)
@@ -166,10 +166,10 @@ class PoissonSampler:
     def _load_dataset(
         self, data: Dataset[Any], collate_fn: Callable[[list[Any]], Any], num_workers: int, options: dict[str, Any]
     ) -> Iterator[LogicalStep]:
-        # One pass of the loader is one step: workers stay, and prefetch within a step alone.
+        # One pass of the loader is one step: workers persist, and prefetch within a step only.
         requests: list[Tensor] = []
         own: dict[str, Any] = {"persistent_workers": True} if num_workers else {}
-        # Each pass draws a seed for workers. From a generator of its own, it leaves torch's as the step finds it.
+        # Each pass draws a seed for the workers. With its own generator it leaves torch's default generator unchanged.
         own["generator"] = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
         loader: DataLoader[Any] = DataLoader(
             Chunks(data, collate_fn), sampler=requests, batch_size=None, num_workers=num_workers, **{**own, **options}
@@ -178,7 +178,7 @@ class PoissonSampler:
 
         def refuse_passed(index: int) -> None:
             if index != current:
-                raise InputError(f"step {index} has passed; its chunks must be consumed before the next step is taken")
+                raise InputError(f"step {index} is over; its chunks must be consumed before the next step is taken")
 
         def batches(index: int) -> Iterator[Any]:
             refuse_passed(index)
@@ -201,10 +201,10 @@ class PoissonSampler:
 
 
 class Chunks(Dataset[Any]):
-    """A dataset whose items are whole chunks, collated where they are read: indices give a batch.
+    """A dataset whose items are collated batches: indexing it with a tensor of indices gives a batch.
 
-    In place of a batch that cannot be read there is the error, if it is one of ours: torch would wrap what a worker raises into
-    the text of its traceback.
+    If reading a batch raises one of our errors, that error is returned instead of the batch: torch would turn an error raised
+    in a worker into a message that contains a traceback.
     """
 
     def __init__(self, data: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
@@ -218,7 +218,8 @@ class Chunks(Dataset[Any]):
             return error
         if any(isinstance(leaf, Tensor) and leaf.dim() and len(leaf) > len(indices) for leaf in tree_leaves(batch)):
             return InputError(
-                "collate_fn makes more rows than it is given examples; it must make one row of each, and treat each by itself"
+                "collate_fn returns more rows than it is given examples; it must return one row per example, computed from "
+                "that example alone"
             )
         return batch
 

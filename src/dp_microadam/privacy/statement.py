@@ -1,6 +1,6 @@
-"""What a run may claim about privacy: as ``privacy.json``, and in words that a privacy officer can read.
+"""The privacy statement of a run: as ``privacy.json``, and in words that a privacy officer can read.
 
-Both come from the ledger alone, so they say what was spent and not what was meant.
+Both are computed from the ledger alone, so they say what was spent and not what was planned.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ _ACCOUNTANT_NAMES = {
 
 
 def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, Any]:
-    """Everything a reader needs to judge the claim, as JSON. ``group_size`` is the most examples one person may have.
+    """The privacy statement as a dict for JSON: ε, δ and everything a reader needs to judge them.
+
+    ``group_size`` is the largest number of examples that one person may have.
 
     Formal guarantees: if ``private`` is true, what the run publishes of its training (parameters, optimizer state,
-    and all that follows from them) is (``epsilon``, ``delta``)-differentially private for one unit, and
-    (``group_epsilon``, ``delta``) for ``group_size`` units. If it is false nothing is guaranteed, and ``epsilon``
-    only says what unpredictable randomness would have given.
+    and everything computed from them) is (``epsilon``, ``delta``)-differentially private for one unit, and
+    (``group_epsilon``, ``delta``)-differentially private for ``group_size`` units. If it is false nothing is guaranteed,
+    and ``epsilon`` only says what unpredictable randomness would have given.
     """
     require_integer("group_size", group_size, 1)
     plan, settings = record.plan, record.settings
@@ -89,13 +91,13 @@ def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, An
 
 
 def _steps_in_words(done: int, planned: int) -> str:
-    """A run that goes on, or was killed, has spent more than the statement written before says."""
+    """Steps done and planned; a run that continued, or was killed, may have spent more than its last statement says."""
     later = "" if done >= planned else " when this was written; what was spent since is in ledger.jsonl (dp-microadam budget)"
     return f"{done} done of {planned} planned{later}"
 
 
 def statement_in_words(report: dict[str, Any]) -> str:
-    """The report as plain text. ε is rounded up, never down."""
+    """The privacy report as plain text. ε is rounded up, never down."""
     opening, lines, outside = statement_parts(report)
     facts = "\n".join(f"{name + ':':<23}{text}" for name, text in lines)
     return f"{opening}\n{facts}\n\nOutside the guarantee:\n" + "".join(f"  - {item}\n" for item in outside)
@@ -159,7 +161,7 @@ def _processes_in_words(report: dict[str, Any]) -> str:
         numbers = f"all steps by {next(iter(taken))} together"
     else:
         numbers = "; ".join(f"{steps} steps by {count}" for count, steps in taken.items())
-    return f"{numbers}, with a part of the examples and of the noise's variance each; they trust each other"
+    return f"{numbers}, each with its share of the examples and of the noise variance; they trust each other"
 
 
 def _factor(epsilon: float) -> str:
@@ -174,26 +176,26 @@ def _factor(epsilon: float) -> str:
 def _groups_in_words(report: dict[str, Any]) -> str:
     size = report["group_size"]
     if size == 1:
-        return "none computed; a person with several examples is protected less, ask for a group size"
+        return "not computed; a person with several examples is protected less, set a group size to see how much"
     epsilon = round_up(report["group_epsilon"])
     return f"a person with up to {size} examples: ε = {epsilon} at δ = {report['delta']:g}, by privacy loss distribution"
 
 
 def write_privacy_files(folder: str | os.PathLike[str], record: LedgerRecord, *, group_size: int = 1) -> dict[str, Any]:
-    """Write ``privacy.json`` and the same in words beside it, each whole or not at all; returns the report."""
+    """Write ``privacy.json`` and ``privacy.txt`` atomically, and return the report."""
     report = privacy_report(record, group_size=group_size)
     write_privacy_report(folder, report, statement_in_words(report))
     return report
 
 
 def write_privacy_report(folder: str | os.PathLike[str], report: Mapping[str, Any], words: str) -> None:
-    """Write a report and its words as ``privacy.json`` and ``privacy.txt``, each whole or not at all."""
+    """Write a report and its text as ``privacy.json`` and ``privacy.txt``, each atomically."""
     write_text_durably(Path(folder) / PRIVACY_NAME, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
     write_text_durably(Path(folder) / STATEMENT_NAME, words)
 
 
 def round_up(epsilon: float, digits: int = 2) -> str:
-    """ε for readers: rounding to nearest would claim more privacy than there is.
+    """Format ε, rounded up: rounding to nearest would claim more privacy than there is.
 
     >>> round_up(7.9911), round_up(8.0), round_up(0.0004)
     ('8.00', '8.00', '0.01')

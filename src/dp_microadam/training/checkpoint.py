@@ -1,8 +1,8 @@
-"""Checkpoints that are either whole or not there.
+"""Atomic checkpoints: a checkpoint is either complete or not there.
 
-A checkpoint is one file: a line that names the format, the SHA-256 of the rest, and what ``torch.save`` wrote. It is streamed
-to disk under another name, synced, and renamed, so a crash at any moment leaves the ones before untouched. It never holds
-random states of noise or sampling, nor partial sums of a step.
+A checkpoint is one file: a line that names the format, the SHA-256 of the rest, and the output of ``torch.save``. It is
+streamed to a temporary file, synced and renamed, so a crash at any moment leaves earlier checkpoints intact. It never
+contains the random state of noise or sampling, nor partial sums of a step.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _NAME = re.compile(r"step-(\d{9})\.ckpt")
 
 
 class CheckpointError(DPMicroAdamError):
-    """A checkpoint that cannot be written or read."""
+    """A checkpoint could not be written or read."""
 
 
 class CheckpointFolder:
-    """The checkpoints of one run, of which the last ``keep`` stay."""
+    """The checkpoints of one run; only the last ``keep`` are kept."""
 
     def __init__(self, path: Path, keep: int = 2) -> None:
         self.path = path
         self.keep = require_integer("keep_checkpoints", keep, 1)
 
     def write(self, position: int, content: dict[str, Any]) -> Path:
-        """Write the checkpoint of a run that has recorded ``position`` steps, then drop the oldest.
+        """Write the checkpoint of a run that has recorded ``position`` steps, then delete the oldest.
 
         Raises:
-            CheckpointError: if the disk refuses; checkpoints written before are still there.
+            CheckpointError: if writing fails; earlier checkpoints are still there.
         """
         target = self.path / f"step-{position:09d}.ckpt"
         try:
@@ -57,24 +57,24 @@ class CheckpointFolder:
             last = self.positions()
             kept = f"the checkpoint of step {last[-1]} is intact" if last else "there is no earlier one"
             raise CheckpointError(
-                f"checkpoint {target} could not be written ({reason.strerror}); {kept}, make room and resume"  # type: ignore[union-attr]
+                f"checkpoint {target} could not be written ({reason.strerror}); {kept}, free disk space and resume"  # type: ignore[union-attr]
             ) from error
         for old in self.positions()[: -self.keep]:
             (self.path / f"step-{old:09d}.ckpt").unlink(missing_ok=True)
         return target
 
     def positions(self) -> list[int]:
-        """Ledger positions of the checkpoints there are, ascending."""
+        """The ledger positions of all checkpoints, ascending."""
         if not self.path.is_dir():
             return []
         found = (_NAME.fullmatch(entry.name) for entry in self.path.iterdir())
         return sorted(int(match.group(1)) for match in found if match)
 
     def newest(self) -> tuple[int, dict[str, Any], list[str]]:
-        """Position and content of the newest checkpoint that is whole, and the names of damaged ones passed over.
+        """Position and content of the newest intact checkpoint, and the names of damaged ones that were skipped.
 
         Raises:
-            CheckpointError: if there is none.
+            CheckpointError: if there is no intact checkpoint.
         """
         damaged: list[str] = []
         for position in reversed(self.positions()):
@@ -84,17 +84,17 @@ class CheckpointFolder:
                 return position, content, damaged
             damaged.append(path.name)
         what = f"all are damaged: {', '.join(damaged)}" if damaged else "there is none"
-        raise CheckpointError(f"no usable checkpoint in {self.path}: {what}; begin a new run, what this one spent stays spent")
+        raise CheckpointError(f"no usable checkpoint in {self.path}: {what}; start a new run, what this one spent stays spent")
 
 
 class _Hashed:
-    """A file that ``torch.save`` streams to: what passes through is hashed, so nothing is held in memory twice."""
+    """A file-like object for ``torch.save`` that hashes what is written, so that no second copy is held in memory."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._hash = hashlib.sha256()
         self.failed: OSError | None = None
-        """What the disk refused; torch reports it as an error of its own."""
+        """The error of the file system, which torch replaces by one of its own."""
 
     def write(self, data: bytes) -> int:
         self._hash.update(data)
@@ -112,7 +112,7 @@ class _Hashed:
 
 
 class _Body(io.RawIOBase):
-    """What follows the header of a checkpoint, as a file of its own."""
+    """The part of a checkpoint after its header, as a file-like object."""
 
     def __init__(self, file: IO[bytes], start: int) -> None:
         super().__init__()

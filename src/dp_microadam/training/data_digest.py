@@ -1,4 +1,4 @@
-"""Whether processes number the same examples the same way: shards of differently ordered data would overlap."""
+"""Checks that all ranks have the same data in the same order: shards of differently ordered data would overlap."""
 
 from __future__ import annotations
 
@@ -37,30 +37,31 @@ from dp_microadam.training.example_entries import (
 )
 
 _ROWS = 4096
-"""Rows looked at of an array that is too large to be hashed, evenly spread: another order changes nearly all of them."""
+"""Rows, evenly spread, that are hashed of an array that is too large; another order changes nearly all of them."""
 
 _WHOLE = 1 << 28
-"""Bytes of an array that is hashed as a whole; takes a third of a second."""
+"""Arrays up to this many bytes are hashed completely, which takes a third of a second."""
 
 _PART = 16_384
 """Entries of a list that are hashed at once."""
 
 _SIMPLE = frozenset({str, bytes, int, float, bool, type(None)})
-"""Types whose ``repr`` is the same in every process and differs for values that differ."""
+"""Types whose ``repr`` is the same in every process and different for different values."""
 
 _IN_WORDS = (complex, date, time, timedelta, tzinfo, Decimal, Fraction, UUID, slice, range, np.dtype, torch.dtype)
 
 
 def require_same_data(ranks: Ranks, data: Any) -> None:
-    """Refuse processes whose training data differ, or are ordered differently, or cannot be compared.
+    """Check that all ranks have the same training data in the same order.
 
-    Formal guarantees: if this returns, and what the examples are follows from what :func:`data_digest` looks at, position i is
-    the same example in every process, so that disjoint shards of positions are disjoint sets of examples.
+    Formal guarantees: if this returns, and what :func:`data_digest` looks at determines the examples, then index i is the same
+    example on every rank, so that disjoint shards of indices are disjoint sets of examples.
 
     Raises:
-        InputError: in every process, or :class:`ProcessLost` in those whose own data is in order.
+        InputError: on every rank, if data or order differ; if a rank's data cannot be compared, on that rank, and
+            :class:`ProcessLost` on the others.
     """
-    if ranks.size == 1:
+    if ranks.world_size == 1:
         return
     with ranks.together():
         digest = data_digest(data)
@@ -68,37 +69,38 @@ def require_same_data(ranks: Ranks, data: Any) -> None:
 
 
 def data_digest(data: Any) -> str:
-    """A digest of what decides which examples a Dataset has, and in which order.
+    """A digest of everything that determines which examples a Dataset has, and in which order.
 
-    Of a Dataset with ``example_ids``, an attribute or a method that gives a name or whole number for each example, these and
-    nothing else. Otherwise all attributes: texts, paths, numbers, lists, dicts, sets, dataclasses, tables and arrays, those of
-    objects and Datasets inside included. Lists and text are hashed as a whole, and so are arrays of up to 256 MB, of larger
-    ones 4096 rows. Datasets of Hugging Face count by their fingerprint. Functions, transforms and whatever else can be called,
-    locks, loggers, random generators and open files are left out: they may differ between processes that have the same data.
-    Paths are hashed as they stand, so that another root is other data, unless ``example_ids`` say otherwise.
+    If the Dataset has ``example_ids``, an attribute or method that gives a name or integer for each example, only these are
+    hashed. Otherwise all attributes are: strings, paths, numbers, lists, dicts, sets, dataclasses, tables and arrays, including
+    those of nested objects and Datasets. Lists and strings are hashed completely, and so are arrays of up to 256 MB; of larger
+    arrays 4096 rows are hashed. Hugging Face Datasets are identified by their fingerprint. Functions, transforms and other
+    callables, locks, loggers, random generators and open files are left out, because they may differ between processes that
+    have the same data. Paths are hashed as they are, so another root folder counts as other data unless there are
+    ``example_ids``.
 
-    What it is computed from is private; it is compared between processes and neither written nor shown.
+    The digest depends on private data. It is compared between ranks and neither written nor shown.
 
     >>> images = torch.arange(6).view(3, 2)
     >>> data_digest((images,)) == data_digest((images.clone(),)), data_digest((images,)) == data_digest((images.flip(0),))
     (True, False)
 
     Raises:
-        InputError: for a Dataset of which nothing that was hashed tells examples apart, so that their order cannot be seen.
+        InputError: if nothing that was hashed distinguishes the examples, so that their order cannot be verified.
     """
     content = _Hash()
     digest = content.of(data).hex()
     whole = isinstance(unwrapped(data)[0], list) and not content.left_out
     if not (whole or _order_is_seen(data)):
         raise InputError(
-            f"{type(unwrapped(data)[0]).__name__} keeps nothing that tells its examples apart, so that several processes "
-            "cannot see whether they number them alike; give it example_ids, a sequence with a name or number for each example"
+            f"{type(unwrapped(data)[0]).__name__} has no attribute that distinguishes its examples, so several processes "
+            "cannot verify that they have them in the same order; give it example_ids, a name or number for each example"
         )
     return digest
 
 
 def content_digest(data: Any) -> str:
-    """:func:`data_digest`, also of Datasets that keep nothing that tells examples apart."""
+    """:func:`data_digest` without the check that examples can be distinguished."""
     return _Hash().of(data).hex()
 
 
@@ -112,12 +114,12 @@ def _order_is_seen(data: Any) -> bool:
     if count < 2:
         return True
     entries, others = entries_of(base)
-    # A text in one array, cut into examples at regular places, has more entries than examples.
+    # A corpus in one array, cut into examples of equal length, has more entries than examples.
     return any(map(Entries.tell_examples_apart, entries)) or any(one.ndim == 1 and len(one) >= 2 * count for one in others)
 
 
 class _Hash:
-    """Hashes values by what they hold: never by identity, nor by Python's ``hash``, which differs between processes."""
+    """Hashes values by their contents: never by identity or Python's ``hash``, which differ between processes."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[Any, bytes]] = {}
@@ -204,7 +206,7 @@ class _Hash:
 
 
 def _joined(kind: str, *parts: bytes) -> bytes:
-    """A hash of parts that no other parts give, whatever they hold."""
+    """An unambiguous hash of several byte strings."""
     digest = hashlib.blake2b(digest_size=32)
     for part in (kind.encode(), *parts):
         digest.update(len(part).to_bytes(8, "little"))
@@ -213,7 +215,7 @@ def _joined(kind: str, *parts: bytes) -> bytes:
 
 
 def _are_simple(values: list[Any]) -> bool:
-    """Whether ``repr`` of the list tells it apart from all others: texts and numbers, in tuples, lists or dicts of these."""
+    """Whether ``repr`` identifies the list: it consists of strings and numbers, or tuples, lists or dicts of these."""
     for _ in range(4):
         kinds = set(map(type, values))
         if kinds <= _SIMPLE:

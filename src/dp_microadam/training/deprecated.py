@@ -14,7 +14,7 @@ from dp_microadam.validation import require_one_of
 def as_in_version_0_1(
     optimizer: torch.optim.Optimizer | Method, private: bool, method: str | None, procedure: Method | None
 ) -> tuple[torch.optim.Optimizer | Method, bool]:
-    """The arguments ``method="non-private"`` and ``procedure=method.procedure`` in today's terms."""
+    """Translate the arguments ``method="non-private"`` and ``procedure=method.procedure`` into current ones."""
     if method is not None:
         require_one_of("method", method, ("private", "non-private"))
         warnings.warn('method="non-private" is deprecated; pass private=False', DeprecationWarning, stacklevel=3)

@@ -1,4 +1,4 @@
-"""How MicroAdam behaves in a run: what its compressors lose, what it selects, how far it steps.
+"""Diagnostics of MicroAdam in a run: compression error, selected coordinates and step sizes.
 
 Formal guarantees: every figure is computed from privatized gradients and from the optimizer's state, which is a function of
 them. By post-processing they cost no privacy; in a run that is not private they are not private either.
@@ -20,18 +20,18 @@ from dp_microadam.validation import require_integer
 
 
 class MicroAdamDiagnostics:
-    """Watches a :class:`MicroAdam` through its step hooks and measures every ``every``-th step, per parameter group.
+    """Measures every ``every``-th step of a :class:`MicroAdam` through its step hooks, per parameter group.
 
-    - ``contraction``: ‖a − T_k(a)‖/‖a‖ of the accumulator a, the theorem's q as met in this step;
-    - ``quantization_error``: ‖Q(x) − x‖/‖x‖ of the error x = a − T_k(a), its ω;
-    - ``joint_contraction``: (1 + ω)q of the two, and ``condition_holds``: whether it is below 1, as the theorem needs for
+    - ``contraction``: ‖a − T_k(a)‖/‖a‖ of the accumulator a; the theorem's q, as it is in this step;
+    - ``quantization_error``: ‖Q(x) − x‖/‖x‖ of the residual x = a − T_k(a); the theorem's ω;
+    - ``joint_contraction``: (1 + ω)q of the two, and ``condition_holds``: whether it is below 1, as the theorem requires for
       every step and every possible a;
-    - ``share_updated``: part of the coordinates selected at least once since step ``watched_since``;
-    - ``overlap``: part of this step's selection that was the previous step's too;
+    - ``share_updated``: fraction of the coordinates selected at least once since step ``watched_since``;
+    - ``overlap``: fraction of this step's selection that the previous step selected too;
     - ``effective_step_size``: median of η/(ε_s + √v̂) over the coordinates just selected.
 
-    A measured step keeps a float32 copy of the accumulator while it lasts; a byte per parameter remembers what was ever
-    selected. Parameters and optimizer state are left as they are.
+    During a measured step a float32 copy of the accumulator is kept, and one byte per parameter records what was ever
+    selected. Parameters and optimizer state are not changed.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, every: int) -> None:
@@ -52,12 +52,12 @@ class MicroAdamDiagnostics:
         ]
 
     def take(self) -> list[dict[str, Any]] | None:
-        """What the last step showed, one entry per parameter group, if it was measured; each is handed out once."""
+        """The figures of the last step, one entry per parameter group, if it was measured; they are returned only once."""
         found, self._found = self._found, None
         return found
 
     def close(self) -> None:
-        """Stop watching."""
+        """Remove the step hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -71,9 +71,9 @@ class MicroAdamDiagnostics:
             return
         for group in self._optimizer.param_groups:
             for param in _updated(group):
-                error = self._optimizer.error(param)
+                residual = self._optimizer.residual(param)
                 gradient = param.grad.reshape(-1).float()  # type: ignore[union-attr]
-                self._accumulators[param] = gradient.clone() if error is None else error.add_(gradient)
+                self._accumulators[param] = gradient.clone() if residual is None else residual.add_(gradient)
 
     @torch.no_grad()
     def _after_step(self) -> None:
@@ -81,7 +81,7 @@ class MicroAdamDiagnostics:
         found = []
         for number, group in enumerate(self._optimizer.param_groups):
             for param in _updated(group):
-                # The window remembers this many selections: looking that often misses none.
+                # The window holds this many selections, so reading it this often misses none.
                 if measured or int(self._optimizer.state[param]["step"]) % group["window"] == 0:
                     self._remember_selections(param)
             if measured:
@@ -106,8 +106,8 @@ class MicroAdamDiagnostics:
             whole += _square(accumulator)
             accumulator[window[0]] = 0.0
             left += _square(accumulator)
-            error = self._optimizer.error(param)
-            lost += 0.0 if error is None else _square(error.sub_(accumulator))
+            residual = self._optimizer.residual(param)
+            lost += 0.0 if residual is None else _square(residual.sub_(accumulator))
             if len(window) > 1:
                 repeated += int(torch.isin(window[0], window[1], assume_unique=True).sum())
             selected += window.shape[1]

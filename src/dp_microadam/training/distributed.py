@@ -1,16 +1,17 @@
-"""Several processes that train one model together, on torch's own distributed engine.
+"""Distributed training on torch.distributed: data-parallel ranks with sharded sampling and noise.
 
-Each process has its own part of the examples, draws from it with the common rate, clips and sums, and adds its part of the
-noise; the sums are added up once per step, and all processes take the same optimizer step. Rank 0 keeps the run's folder. A run
-of one process has :class:`Ranks`, whose answers cost nothing; several have :class:`TorchRanks`.
+Each rank samples from its own shard of the examples with the common rate, clips and sums, and adds its share of the noise. The
+sums are all-reduced once per step, and all ranks take the same optimizer step. Rank 0 writes the run's folder. A single process
+uses :class:`Ranks`, whose methods do nothing; several use :class:`TorchRanks`.
 
-Messages about the run itself (a step was recorded, someone failed) go through gloo, also beside NCCL: a process that dies
-closes its connections, and the others hear of it at once.
+Messages about the run itself (a step was recorded, a rank failed) use gloo even if gradients use NCCL: when a process dies its
+connections close, and the other ranks notice at once.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -24,86 +25,93 @@ from dp_microadam.errors import DPMicroAdamError, InputError
 Answer = TypeVar("Answer")
 
 _BUCKET = 1 << 24
-"""Numbers that are reduced at once; bounds the copy they are gathered into."""
+"""Numbers per all-reduce; bounds the buffer they are gathered into."""
 
 _CHECKSUM_CHUNK = 1 << 20
 
 
 class ProcessLost(DPMicroAdamError):
-    """Another process of the run failed or is gone, so this one cannot go on."""
+    """Another rank failed or was lost, so this one cannot continue."""
 
 
 class Ranks:
-    """The processes of a run, seen from one of them; here, a process alone."""
+    """Rank, world size and collective operations of a run. This class is a single process; see :class:`TorchRanks`."""
 
     rank = 0
-    size = 1
+    world_size = 1
+
+    @property
+    def size(self) -> int:
+        """Deprecated name of ``world_size``."""
+        warnings.warn("Ranks.size is deprecated; use Ranks.world_size", DeprecationWarning, stacklevel=2)
+        return self.world_size
 
     @property
     def main(self) -> bool:
-        """Whether this is the process that keeps the run's folder and talks to people."""
+        """Whether this is rank 0, which writes the run's folder and shows progress."""
         return self.rank == 0
 
     def shard(self, count: int) -> range:
-        """This process' part of ``count`` examples.
+        """This rank's shard of ``count`` examples.
 
-        Formal guarantees: over all ranks the parts are a partition: disjoint, and every example is in one of them. Their sizes
+        Formal guarantees: the shards of all ranks are a partition: disjoint, and every example is in one of them. Their sizes
         differ by at most one; nothing is repeated to make them equal.
 
         >>> [list(_at(rank, 3).shard(7)) for rank in range(3)]
         [[0, 1], [2, 3], [4, 5, 6]]
         """
-        return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+        return range(count * self.rank // self.world_size, count * (self.rank + 1) // self.world_size)
 
     def noise_share(self, *, private: bool) -> float:
-        """Of the noise's variance, what this process adds: all alike; from a fixed seed rank 0 adds all, to be repeatable."""
-        return 1 / self.size if private else float(self.main)
+        """This rank's share of the noise variance: equal shares; with a fixed seed rank 0 adds all, to be reproducible."""
+        return 1 / self.world_size if private else float(self.main)
 
     def sum_(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace each tensor by its sum over all processes, the same to the bit in each of them."""
+        """All-reduce: replace each tensor by its sum over all ranks, bitwise the same on each of them."""
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
-        """Replace each tensor by that of rank 0."""
+        """Broadcast: replace each tensor by that of rank 0."""
 
     def total(self, numbers: Sequence[float]) -> list[float]:
-        """Each number summed over all processes."""
+        """Each number summed over all ranks."""
         return list(numbers)
 
     def any(self, flag: bool) -> bool:
-        """Whether ``flag`` is true in some process."""
+        """Whether ``flag`` is true on any rank."""
         return flag
 
     def from_main(self, work: Callable[[], Answer]) -> Answer:
-        """What ``work`` returns, or raises, in rank 0; the others wait for it."""
+        """Call ``work`` on rank 0 only; all ranks return its result, or raise its error."""
         return work()
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A block in which processes work apart. It ends well if it does in all of them, else with an error in each."""
+        """A block of work without communication. If it fails on one rank, all ranks raise an error at its end."""
         yield
 
     @contextmanager
     def one_per_machine_first(self) -> Iterator[None]:
-        """A block that one process of each machine goes through before the others begin: they find what it fetched."""
+        """A block that one rank per machine runs before the others, so that they find what it downloaded."""
         yield
 
     def require_same(self, what: str, value: Any) -> None:
-        """
+        """Check that ``value`` is the same on all ranks.
+
         Raises:
-            InputError: in every process, if ``value`` is not equal to that of rank 0 in some.
+            InputError: on every rank, if ``value`` differs from that of rank 0 on any.
         """
 
     def alike(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether all processes have the same tensors to the bit, judged by a checksum of 64 bits."""
+        """Whether all ranks have bitwise the same tensors, judged by a 64-bit checksum."""
         return True
 
 
 class TorchRanks(Ranks):
-    """The processes of torch's default group, which must be initialised; made in all of them at the same point."""
+    """The ranks of torch's default process group, which must be initialised. Create it on all ranks at the same point."""
 
     def __init__(self) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        # Of a group that was initialised for CUDA alone, the messages on the CPU need one of their own.
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        # If the default group was initialised for CUDA only, messages on the CPU need a group of their own.
         gloo = "gloo" in str(dist.get_backend_config())
         self._messages = None if gloo else dist.new_group(backend="gloo")
 
@@ -165,7 +173,7 @@ class TorchRanks(Ranks):
                 self.any(True)
             raise
         if self.any(False):
-            raise ProcessLost("another process of this run failed, and says why; this one stops too")
+            raise ProcessLost("another process of this run failed and reports the reason; this one stops too")
 
     @contextmanager
     def one_per_machine_first(self) -> Iterator[None]:
@@ -180,7 +188,7 @@ class TorchRanks(Ranks):
     def require_same(self, what: str, value: Any) -> None:
         theirs = self.from_main(lambda: value)
         if self.any(value != theirs):
-            raise InputError(f"the processes of this run differ in {what}; it must be the same in all of them")
+            raise InputError(f"the processes of this run differ in {what}; this must be the same in all of them")
 
     def alike(self, tensors: Iterable[Tensor]) -> bool:
         own = torch.zeros((), dtype=torch.int64)
@@ -196,28 +204,28 @@ class TorchRanks(Ranks):
 
 
 def ranks_here() -> Ranks:
-    """The processes this one belongs to, as torch knows them; alone, if it knows of none.
+    """The ranks of torch.distributed if it is initialised, otherwise a single process.
 
     Raises:
-        InputError: if torchrun started several and torch.distributed is not initialised.
+        InputError: if torchrun started several processes, but torch.distributed is not initialised.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return TorchRanks()
     if started_by_torchrun() and not (dist.is_available() and dist.is_initialized()):
         raise InputError(
             f"torchrun started {os.environ['WORLD_SIZE']} processes, but torch.distributed is not initialised; call "
-            "torch.distributed.init_process_group first, or pass ranks=Ranks() to train in each of them alone"
+            "torch.distributed.init_process_group first, or pass ranks=Ranks() to train in each process separately"
         )
     return Ranks()
 
 
 def start_alike(ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Give all processes the weights of rank 0 and its optimizer's settings, the rounding seed included.
+    """Broadcast the weights of rank 0 and the settings of its optimizer, including the seed of stochastic rounding.
 
     Raises:
         InputError: if models or optimizers differ in more than values.
     """
-    if ranks.size == 1:
+    if ranks.world_size == 1:
         return
     shapes = [(name, tuple(value.shape), value.dtype) for name, value in model.state_dict().items()]
     param_groups = [] if optimizer is None else optimizer.param_groups
@@ -230,28 +238,29 @@ def start_alike(ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def refuse_diverged(ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> None:
-    """
+    """Check that all ranks have the same weights and optimizer state.
+
     Raises:
-        DPMicroAdamError: if the processes of a run have different weights or optimizer states after ``step`` steps.
+        DPMicroAdamError: if they differ; ``step`` steps were taken.
     """
-    if ranks.size == 1:
+    if ranks.world_size == 1:
         return
     values = [value for state in optimizer.state.values() for value in state.values()] if optimizer is not None else []
     if not ranks.alike([*model.parameters(), *(value for value in values if isinstance(value, Tensor))]):
         raise DPMicroAdamError(
-            f"after step {step} the processes of this run have different weights or optimizer states; they must "
-            "compute alike: use the same devices and library versions"
+            f"after step {step} the processes of this run have different weights or optimizer states; all must compute the "
+            "same: use the same devices and library versions"
         )
 
 
 def started_by_torchrun() -> bool:
-    """Whether there are several processes, by the variables torchrun sets."""
+    """Whether torchrun started several processes, judged by its environment variables."""
     return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 @contextmanager
 def torchrun_processes() -> Iterator[Ranks]:
-    """Join the processes that torchrun started, gloo between CPUs and NCCL between GPUs; without torchrun, a process alone."""
+    """Initialise torch.distributed for processes that torchrun started (gloo on CPU, NCCL on GPU); else a single process."""
     if not started_by_torchrun():
         yield Ranks()
         return
@@ -265,7 +274,7 @@ def torchrun_processes() -> Iterator[Ranks]:
         torch.cuda.set_device(local)
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
     yield TorchRanks()
-    # After an error the process ends instead: taking the group down in order would wait for those that are gone.
+    # Not after an error: an orderly shutdown would wait for ranks that are gone.
     dist.destroy_process_group()
 
 
@@ -279,11 +288,11 @@ def _heard() -> Iterator[None]:
 
 
 def _without_text(error: Exception) -> ProcessLost:
-    return ProcessLost(f"rank 0 failed ({type(error).__name__}), and says why; this process stops too")
+    return ProcessLost(f"rank 0 failed ({type(error).__name__}) and reports the reason; this process stops too")
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours of one type on one device, up to ``_BUCKET`` numbers together."""
+    """Consecutive tensors of one dtype on one device, up to ``_BUCKET`` numbers together."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         kind = (tensor.dtype, tensor.device)
@@ -301,7 +310,7 @@ def _gathered(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Σ (2i + 1)·bitsᵢ, carried from chunk to chunk, modulo 2⁶⁴: two coordinates that differ do not cancel."""
+    """A 64-bit checksum, Σ (2i + 1)·bitsᵢ modulo 2⁶⁴, in which differences of two coordinates do not cancel."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = tensor.detach().contiguous().view(-1).view(integers[tensor.element_size()])
     weights = torch.arange(min(len(bits), _CHECKSUM_CHUNK), device=tensor.device).mul_(2).add_(1)
@@ -312,7 +321,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _at(rank: int, size: int) -> Ranks:
-    """For examples: a place among several, without the others."""
+    """For doctests: a given rank and world size, without other processes."""
     found = Ranks()
-    found.rank, found.size = rank, size
+    found.rank, found.world_size = rank, size
     return found

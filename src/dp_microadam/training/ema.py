@@ -1,4 +1,4 @@
-"""An exponential moving average of a model's weights, which often classifies better than the last of them."""
+"""Exponential moving average (EMA) of a model's weights, which often generalises better than the final weights."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dp_microadam.validation import require_in_open
 
 
 class WeightAverage:
-    """θ̄ ← d·θ̄ + (1 − d)·θ with d = min(decay, (1 + t)/(10 + t)), as in the paper's experiments.
+    """Exponential moving average of weights: θ̄ ← d·θ̄ + (1 − d)·θ, d = min(decay, (1 + t)/(10 + t)), as in the paper.
 
-    The smaller early decay forgets the initial weights. The average is a function of the private weights and costs no budget.
-    Floating-point entries are averaged in float32 or wider; others, such as counters, are copied.
+    The smaller early decay forgets the initial weights. The average is computed from privatized weights, so it costs no
+    privacy. Floating-point entries are averaged in float32 or wider; others, such as counters, are copied.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -25,7 +25,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, model: nn.Module, step: int) -> None:
-        """Take in the weights after optimizer step number ``step``, counted from 1."""
+        """Update the average with the weights after optimizer step number ``step``, counted from 1."""
         decay = min(self.decay, (1 + step) / (10 + step))
         for name, value in model.state_dict().items():
             average = self._shadow[name]
@@ -36,7 +36,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place_of(self, model: nn.Module) -> Iterator[None]:
-        """Within the block ``model`` has the averaged weights; its own come back afterwards, whatever happens."""
+        """Within the block ``model`` has the averaged weights; its own are restored afterwards, even after an error."""
         own = copy.deepcopy(model.state_dict())
         try:
             model.load_state_dict(self._shadow)

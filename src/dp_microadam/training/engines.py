@@ -1,4 +1,4 @@
-"""The gradient engines of a run: one for each query that its phases run on the training data."""
+"""The gradient engines of a run: one for each combination of query and trainable parameters among its phases."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dp_microadam.training.torch_randomness import forked_torch
 
 
 class Engines:
-    """Makes, checks and switches engines as phases change, and freezes the parameters that a phase does not train.
+    """Creates, checks and switches gradient engines as phases change, and freezes parameters that a phase does not train.
 
-    ``make(phase)`` returns a new engine for the model as it is frozen then.
+    ``make(phase)`` returns a new engine; parameters are frozen as the phase requires when it is called.
     """
 
     def __init__(self, model: nn.Module, make: Callable[[Phase], GradientSums], first: Phase) -> None:
@@ -27,22 +27,22 @@ class Engines:
         self.current = self._new(first)
 
     def enter(self, phase: Phase) -> None:
-        """Use the engine of ``phase``, whose parameters alone require gradients from here on."""
+        """Switch to the engine of ``phase``; from here on only the phase's parameters require gradients."""
         if phase.engine_key != self._phase.engine_key:
             self._phase = phase
             self.reopen()
 
     def reopen(self) -> None:
-        """A fresh or checked engine for the current phase; the one in use before is closed."""
+        """Close the engine in use and open one for the current phase, already checked if possible."""
         self.current.close()
         checked = self._checked.pop(self._phase.engine_key, None)
         self.current = self._new(self._phase) if checked is None else checked
         self._freeze_all_but(self._phase.trainable)
 
     def check_independence(self, phases: Sequence[Phase], sample: Any) -> None:
-        """Refuse a model in which examples interact, in any phase: a run must not fail half-way for what is known before.
+        """Refuse a model in which examples interact, for all phases at once, so that a run does not fail half-way.
 
-        Only the shapes of ``sample`` are used. What was checked is kept for its phase.
+        Only the shapes of ``sample`` are used. Checked engines are kept for their phases.
         """
         for phase in {phase.engine_key: phase for phase in phases}.values():
             engine = self._new(phase)
@@ -52,7 +52,7 @@ class Engines:
         self.reopen()
 
     def close(self) -> None:
-        """Release the model: every parameter requires gradients as it did before."""
+        """Release the model and restore ``requires_grad`` of every parameter."""
         self.current.close()
         self._checked.clear()
         self._freeze_all_but(None)

@@ -1,4 +1,4 @@
-"""Loss and accuracy on data that is not trained on."""
+"""Evaluation: loss and accuracy on held-out data."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def class_hits(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def over_views(measure: PerExample, example_shape: Sequence[int]) -> PerExample:
     """``measure`` averaged over the views of each example, for batches of (inputs [B, K, *example_shape], labels [B]).
 
-    The views of an example stay next to each other, so that the average is inside the clip. Batches without views, as in
-    evaluation, are measured as they are.
+    Averaging happens per example, before clipping. Batches without a dimension of views, as in evaluation, are measured as
+    they are.
     """
     dimensions = 1 + len(example_shape)
 
@@ -58,10 +58,10 @@ def evaluate(
     num_workers: int = 0,
     ranks: Ranks | None = None,
 ) -> dict[str, float]:
-    """The mean of each measure over ``data``, with the model in evaluation mode; its mode comes back afterwards.
+    """The mean of each measure over ``data``, with the model in evaluation mode; its mode is restored afterwards.
 
-    ``data`` is tensors with examples along the first dimension (one, or a tuple or dict of them), or a map-style Dataset. Of
-    several ``ranks`` each measures its part, at the weights and buffers of its own, and all get the same means.
+    ``data`` is a map-style Dataset, or tensors with examples along the first dimension (one, or a tuple or dict of them). With
+    several ``ranks`` each evaluates its shard with its own weights and buffers, and all get the same means.
     """
     ranks = Ranks() if ranks is None else ranks
     modes = {module: module.training for module in model.modules()}
@@ -84,10 +84,7 @@ def evaluate(
 
 
 def batches(data: Any, batch_size: int, num_workers: int = 0, *, ranks: Ranks | None = None) -> Iterator[Any]:
-    """``data`` in order, ``batch_size`` examples at a time; a Dataset is read by ``num_workers`` processes, if any.
-
-    With ``ranks``, the part of this process alone.
-    """
+    """Batches of ``data`` in order; a Dataset is read by ``num_workers`` processes. With ``ranks``, only this rank's shard."""
     ranks = Ranks() if ranks is None else ranks
     if isinstance(data, Dataset):
         shard = ranks.shard(len(data))  # type: ignore[arg-type]

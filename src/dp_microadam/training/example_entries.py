@@ -1,7 +1,7 @@
-"""What a Dataset keeps for each of its examples: rows of tensors, names of files, records.
+"""Finds the attributes of a Dataset that have one entry per example: rows of tensors, file names, records.
 
-``data_digest.py`` asks whether that decides the order of the examples, ``held_out.py`` whether two Datasets have some of it in
-common. Nothing is read but attributes, through Subsets, ConcatDatasets and Datasets inside others; no example is fetched.
+``data_digest.py`` uses them to verify the order of examples, ``held_out.py`` to find examples that two Datasets share. Only
+attributes are read, through Subsets, ConcatDatasets and nested Datasets; no example is fetched.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from dp_microadam.errors import InputError
 Rows = NDArray[np.int64]
 
 _FEW = 64
-"""Containers of more entries hold an entry per example, if anything, and are not searched for other containers."""
+"""Longer containers have one entry per example, if anything, and are not searched for nested containers."""
 
 _LONG = 16
-"""A list of more numbers is what an example holds, rather than where it is found."""
+"""A longer list of numbers is the content of an example rather than an index."""
 
 _DEPTH = 6
-"""Attributes of attributes of attributes … that are looked at."""
+"""How deep nested attributes are searched."""
 
 _SAMPLE = 4096
-"""Entries looked at, evenly spread, to judge what kind of thing a sequence holds."""
+"""Number of entries, evenly spread, that are inspected to classify a sequence."""
 
 _MODULES_WITHOUT_EXAMPLES = """
 _asyncio _io _queue _random _thread asyncio concurrent io logging multiprocessing queue random socket sqlite3 threading weakref
 """
 _WITHOUT_EXAMPLES = frozenset(_MODULES_WITHOUT_EXAMPLES.split())
-"""Standard modules whose objects (locks, loggers, generators, handles) decide no order, or not one that can be seen."""
+"""Standard modules whose objects (locks, loggers, generators, handles) do not determine the order of examples."""
 
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """A sequence with an entry for each example of a Dataset.
+    """A sequence with one entry for each example of a Dataset.
 
-    ``rows`` says which entry is whose, None: the i-th entry is the i-th example's. Where ``known`` is false, the Dataset takes
-    some of the entries in a way that cannot be seen. ``place`` are the texts beside it in its Dataset, such as the folder that
-    names of files are relative to.
+    ``rows`` maps examples to entries; None means that entry i belongs to example i. If ``known`` is False, the Dataset uses
+    some of the entries, but which ones is unknown. ``place`` are the strings next to it in its Dataset, such as the folder
+    that file names are relative to.
     """
 
     values: Any
@@ -62,7 +62,7 @@ class Entries:
         return Entries(self.values, self.rows if rows is None else rows, self.known and known, self.place)
 
     def tell_examples_apart(self) -> bool:
-        """Whether another order of examples would show: entries hold more than positions or classes, and most differ."""
+        """Whether a different order of examples would be noticed: entries are more than indices or classes, and most differ."""
         count = len(self.values) if self.rows is None else len(self.rows)
         if is_arrow(self.values):
             return True  # it has a fingerprint
@@ -81,7 +81,7 @@ class Entries:
 
 
 def unwrapped(data: Any) -> tuple[Any, list[int] | None]:
-    """What Subsets of Subsets are taken from, and which positions; None for all."""
+    """The Dataset under nested Subsets, and the indices they select; None for all."""
     positions: list[int] | None = None
     while isinstance(data, Subset) and own_ids(data) is None:
         own = [int(index) for index in data.indices]
@@ -103,12 +103,12 @@ def own_ids(data: Any) -> list[Any] | None:
     if isinstance(ids, Tensor | np.ndarray):
         ids = ids.tolist()
     if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
-        raise InputError(f"example_ids of {kind} is a {type(ids).__name__}; it must be a sequence of names or whole numbers")
+        raise InputError(f"example_ids of {kind} is a {type(ids).__name__}; it must be a sequence of names or integers")
     if len(ids) != len(data):
         raise InputError(f"example_ids of {kind} has {len(ids)} entries for {len(data)} examples; it must have one for each")
     wrong = next((one for one in ids if not isinstance(one, str | bytes | int | np.integer | PurePath)), None)
     if wrong is not None:
-        raise InputError(f"example_ids of {kind} holds a {type(wrong).__name__}; it must hold names or whole numbers")
+        raise InputError(f"example_ids of {kind} contains a {type(wrong).__name__}; it must contain names or integers")
     return [os.fspath(one) if isinstance(one, PurePath) else int(one) if isinstance(one, np.integer) else one for one in ids]
 
 
@@ -123,13 +123,13 @@ def ids_of(data: Any) -> list[Any] | None:
 
 
 def entries_of(data: Any) -> tuple[list[Entries], list[Any]]:
-    """The entries per example that ``data`` holds, and its other arrays, if they have as many rows as there are examples."""
+    """The sequences of ``data`` with one entry per example, and its other arrays with at least as many rows as examples."""
     search = _Search()
     return search.of(data), search.other_arrays
 
 
 class _Search:
-    """One walk through a Dataset; ``other_arrays`` are those found that do not have one row per example."""
+    """One search through a Dataset; ``other_arrays`` are arrays that do not have one row per example."""
 
     def __init__(self) -> None:
         self.other_arrays: list[Any] = []
@@ -181,7 +181,7 @@ class _Search:
         return [entries if entries.place else Entries(entries.values, entries.rows, entries.known, place) for entries in result]
 
     def _sequences(self, value: Any, depth: int) -> Iterator[Any]:
-        """Sequences, and Datasets, that an attribute holds, or that its own attributes hold."""
+        """Sequences and Datasets in an attribute, or in its own attributes."""
         if depth == 0 or value is None or isinstance(value, str | bytes | int | float | PurePath):
             return
         if is_array(value):
@@ -220,7 +220,7 @@ class _Inner:
 
 
 class _Joined:
-    """Several arrays that follow each other."""
+    """Several arrays, concatenated."""
 
     def __init__(self, arrays: Sequence[Any]) -> None:
         self._arrays = arrays
@@ -236,7 +236,7 @@ class _Joined:
 
 
 def attributes_of(value: Any) -> list[tuple[str, Any]]:
-    """Names and values of an object's attributes, those in ``__slots__`` included."""
+    """Names and values of an object's attributes, including those in ``__slots__``."""
     found = dict(getattr(value, "__dict__", {}))
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
@@ -249,10 +249,10 @@ def attributes_of(value: Any) -> list[tuple[str, Any]]:
 
 
 def is_searched(value: Any) -> bool:
-    """Whether attributes of ``value`` may say which examples there are.
+    """Whether the attributes of ``value`` may determine which examples there are.
 
-    Transforms, tokenizers, functions and classes, which can be called, do not; nor do locks, loggers, random generators and
-    open files.
+    Those of callables (transforms, tokenizers, functions, classes) do not, nor do those of locks, loggers, random generators
+    and open files.
     """
     if isinstance(value, Dataset):
         return True
@@ -261,12 +261,12 @@ def is_searched(value: Any) -> bool:
 
 
 def is_table(value: Any) -> bool:
-    """Whether it is a DataFrame or Series of pandas, or quacks like one."""
+    """Whether it is a pandas DataFrame or Series, or has the same interface."""
     return hasattr(value, "iloc") and hasattr(value, "to_numpy")
 
 
 def is_arrow(value: Any) -> bool:
-    """Whether it is a Dataset of Hugging Face's ``datasets``: an Arrow table, and positions of it or none."""
+    """Whether it is a Dataset of Hugging Face's ``datasets``: an Arrow table, and optionally indices into it."""
     return hasattr(value, "_fingerprint") and hasattr(getattr(value, "_data", None), "table")
 
 
@@ -280,7 +280,7 @@ def is_array(value: Any) -> bool:
 
 
 def of_objects(array: Any) -> bool:
-    """Whether its entries are Python objects or text rather than numbers."""
+    """Whether the entries of an array are Python objects or strings rather than numbers."""
     return isinstance(array, np.ndarray) and (array.dtype.hasobject or array.dtype.kind in "SU")
 
 
@@ -291,16 +291,16 @@ def _of_whole_numbers(array: Any) -> bool:
 
 
 def _selections(length: int, count: int, positions: list[Rows]) -> list[Rows | None]:
-    """How ``count`` examples take their entries from ``length``: one each, or by position; empty if it cannot be seen."""
+    """How ``count`` examples index into ``length`` entries: one each, or by ``positions``; empty if unknown."""
     if length == count:
         return [None]
     fitting = [rows for rows in positions if length > count and int(rows.max(initial=0)) < length]
-    # Numbers that count up from 0 fit anything; those that reach furthest were made for this sequence.
+    # Small indices fit any sequence; those with the largest maximum were made for this one.
     return [max(fitting, key=lambda rows: int(rows.max(initial=0)))] if fitting else []
 
 
 def _positions(values: Any) -> Rows | None:
-    """``values`` as positions: whole numbers from 0 on that do not repeat; None if they are something else."""
+    """``values`` as indices: distinct integers of at least 0; None if they are something else."""
     if isinstance(values, Tensor):
         if values.dim() != 1 or values.is_floating_point() or values.is_complex():
             return None
@@ -318,7 +318,7 @@ def _positions(values: Any) -> Rows | None:
 
 
 def _is_telling(entry: Any, depth: int = _DEPTH) -> bool:
-    """Whether an entry says more than a position or a class: text, a real number, several numbers in an array."""
+    """Whether an entry is more than an index or a class: a string, a float, or several numbers in an array."""
     if depth == 0 or entry is None or isinstance(entry, bool | int | np.integer):
         return False
     if isinstance(entry, str | bytes | PurePath | float | np.floating):
@@ -331,7 +331,7 @@ def _is_telling(entry: Any, depth: int = _DEPTH) -> bool:
 
 
 def _key(entry: Any, depth: int = _DEPTH) -> Any:
-    """Something hashable that differs for entries that differ, as far as a judgement on kinds needs it."""
+    """A hashable key that differs for most entries that differ."""
     if isinstance(entry, str | bytes | int | float | PurePath | np.generic):
         return entry
     if isinstance(entry, Tensor):

@@ -1,4 +1,4 @@
-"""Where a step's gradients come from: with privacy, and without for comparison."""
+"""Sums of gradients over a batch: the interface of gradient engines, and the engine without privacy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dp_microadam.training.evaluation import PerExample
 
 
 class GradientSums(Protocol):
-    """What the trainer needs of ``ClippedGradients`` and of its unprotected counterpart."""
+    """Interface of a gradient engine, as ``ClippedGradients`` and its unprotected counterpart implement it."""
 
     scale: Any
     row_masks: Any
@@ -31,7 +31,7 @@ class GradientSums(Protocol):
 
 
 class UnclippedGradients:
-    """Σ of ordinary gradients, by autograd: for runs without privacy, which differ from private ones in this alone.
+    """The sum of ordinary gradients, computed by autograd, for runs without privacy.
 
     ``scale`` and ``row_masks`` are those of :class:`~dp_microadam.clipping.engine.ClippedGradients`.
     """
@@ -73,6 +73,6 @@ class UnclippedGradients:
 
 
 def set_gradients(model: nn.Module, means: dict[str, Tensor]) -> None:
-    """Give each parameter its privatized mean as gradient, in the parameter's own dtype."""
+    """Set each parameter's gradient to its privatized mean, in the parameter's dtype."""
     for name, parameter in model.named_parameters():
         parameter.grad = means[name].to(parameter.dtype) if name in means else None

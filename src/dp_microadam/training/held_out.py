@@ -1,4 +1,4 @@
-"""Whether two sets of examples have some in common, as far as that can be seen without comparing their values."""
+"""Detects whether two datasets share examples, without comparing values."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ __all__ = ["share_examples", "unwrapped"]
 
 
 def share_examples(one: Any, other: Any) -> bool:
-    """Whether two sets of examples are seen to have some in common.
+    """Whether two datasets visibly share examples.
 
-    It is seen by positions of one Dataset, by memory (views of one tensor or of one mapped file), by the very same objects in
-    lists, and by names: the same files in lists of files, or the same ``example_ids``, which decide alone where both have them.
-    It looks for what there is once for each example, in attributes of Datasets and of Datasets inside; what examples have in
-    common besides, such as a tokenizer, a transform, names of classes or the folder, does not count.
+    Shared examples are recognised by indices into the same Dataset, by memory (views of one tensor or of one memory-mapped
+    file), by identical objects in lists, and by names: the same files in lists of files, or the same ``example_ids``, which
+    alone decide if both datasets have them. Only attributes with one entry per example are compared, including those of nested
+    Datasets; a common tokenizer, transform, list of class names or folder does not count.
 
-    Copies are not recognised, nor are examples made by code from something both hold.
+    Copies are not recognised, nor are examples that code computes from something both datasets have.
 
     >>> from torch.utils.data import Subset
     >>> data = [[number] for number in range(10)]
@@ -67,19 +67,19 @@ def share_examples(one: Any, other: Any) -> bool:
 
 
 def _count_up(data: Any) -> bool:
-    """Whether ids are mere positions, 0, 1, 2 …, which two Datasets have in common whatever they hold."""
+    """Whether ids are just 0, 1, 2 …, which different Datasets can have in common."""
     return all(place == each for place, each in enumerate(ids_of(data) or ()))
 
 
 def _name_one_source(one: Any, other: Any) -> bool:
-    """Whether nothing is known of two Datasets but their settings, those are the same, and name a file or folder."""
+    """Whether two Datasets have only settings, these are equal, and they name a file or folder."""
     named = any(isinstance(value, str | bytes | PurePath) for _, value in attributes_of(one))
     alike = type(one) is type(other) and isinstance(one, Dataset) and named
     return alike and content_digest(one) == content_digest(other)
 
 
 class _Seen:
-    """What tells the examples of one :class:`Entries` from others: the list they are in, memory, objects and files."""
+    """What identifies the examples of one :class:`Entries`: their list, memory, objects and files."""
 
     def __init__(self, entries: Entries, mapped: _MappedFiles) -> None:
         self._entries = entries
@@ -131,7 +131,7 @@ class _Seen:
         if not (mine.known and theirs.known) and not (
             (mine.known and mine.rows is None) or (theirs.known and theirs.rows is None)
         ):
-            return False  # both take some of the same, and which cannot be seen
+            return False  # both use some of the same entries, but which ones is unknown
         named = self._keys.get("file")  # in one list, but perhaps of two folders
         if mine.values is theirs.values and not is_array(mine.values) and not named:
             return _same_places(mine, theirs) and (is_arrow(mine.values) or Entries(mine.values).tell_examples_apart())
@@ -145,21 +145,21 @@ def _same_places(one: Entries, other: Entries) -> bool:
 
 
 _ATOMS = (str, bytes, bool, int, float, complex, type(None), PurePath, Enum, np.generic, type)
-"""What Python, or a user, keeps once for many examples."""
+"""Types of values that may be shared by many examples."""
 
 _SIMPLE = frozenset({str, bytes, int, float, bool, type(None)})
 
 _SAMPLE = 256
-"""Examples of a sequence looked at to see whether it can tell anything."""
+"""Number of examples of a sequence that are inspected to see whether they can identify examples."""
 
 
 def _once(entries: list[Entries]) -> list[Entries]:
-    """The same sequence under several names once."""
+    """Remove duplicates: the same sequence may be held under several names."""
     return list({(id(each.values), id(each.rows), each.known, each.place): each for each in entries}.values())
 
 
 def _may_tell(example: Any) -> bool:
-    """Whether it has memory or an identity of its own, or names a file; numbers and other text do not tell examples apart."""
+    """Whether an entry can identify an example: it has its own memory or identity, or names a file."""
     if isinstance(example, _ATOMS):
         return _names_a_file(example)
     return isinstance(example, dict | list) or any(
@@ -168,17 +168,17 @@ def _may_tell(example: Any) -> bool:
 
 
 _OFTEN = 4
-"""What occurs more often in a sequence belongs to no example: a class, a mask that all have, a film with many frames."""
+"""A value that occurs more often does not identify an example: a class, a common mask, a film with many frames."""
 
 
 def _own(keys: list[Hashable]) -> set[Hashable]:
-    """Those that belong to single examples; none, if most of the sequence repeats."""
+    """The keys that belong to single examples; none if most of the sequence repeats."""
     counts = Counter(keys)
     return {key for key, count in counts.items() if count <= _OFTEN} if 2 * len(counts) >= len(keys) else set()
 
 
 def _leaves(example: Any, depth: int = 4) -> Iterator[Any]:
-    """The values an example's entry holds: of dicts, lists, tuples and objects what is in them."""
+    """The values in an example's entry, inside dicts, lists, tuples and objects."""
     if isinstance(example, _ATOMS) or is_array(example) or depth == 0:
         yield example
     elif isinstance(example, Mapping):
@@ -201,7 +201,7 @@ def _leaves(example: Any, depth: int = 4) -> Iterator[Any]:
 
 
 def _names_a_file(value: Any) -> bool:
-    """Whether it is a path, or text with an ending as files have it, and without blanks unless it has folders."""
+    """Whether it is a path, or a string with a file extension and without spaces (spaces are allowed if it has folders)."""
     if isinstance(value, PurePath):
         return True
     if not isinstance(value, str | bytes) or len(value) > _LONGEST_NAME:
@@ -216,7 +216,7 @@ _LONGEST_NAME, _LONGEST_ENDING = 4096, 8
 
 
 def _place_of(names: list[Hashable], place: tuple[tuple[str, str], ...]) -> Hashable:
-    """What relative names are relative to: a folder, if the files are there, else all texts beside them."""
+    """What relative file names are relative to: a folder that contains them, otherwise all strings next to them."""
     first = next((str(name) for name in names if not os.path.isabs(str(name))), None)
     if first is None:
         return ""
@@ -270,7 +270,7 @@ def _device(array: Any) -> Hashable:
 
 
 def _arrow_memory(entries: Entries) -> Iterator[_Memory]:
-    """Where the rows of an Arrow table are, column by column: numbers themselves, of texts and lists where they begin."""
+    """The memory of an Arrow table's rows, column by column: of the values, or for strings and lists of their offsets."""
     for column in entries.values._data.table.columns:
         first = 0
         for chunk in column.chunks:
@@ -311,9 +311,9 @@ def _overlap(one: _Memory, other: _Memory) -> bool:
 
 
 def _views_overlap(arrays: list[Any], others: list[Any], mapped: _MappedFiles) -> bool:
-    """Whether arrays that Datasets cut into examples are different parts of one, with some in common.
+    """Whether arrays that Datasets cut into examples are different, overlapping parts of one array.
 
-    The same part in both says nothing: it may be a table of constants, or be cut at other places.
+    Identical parts say nothing: they may be a table of constants, or be cut into examples differently.
     """
     places = [(_whole(array), mapped.placed(_whole(array))) for array in arrays if not of_objects(array)]
     other_places = [(_whole(array), mapped.placed(_whole(array))) for array in others if not of_objects(array)]
@@ -333,7 +333,7 @@ def _whole(array: Any) -> _Memory:
 
 
 class _MappedFiles:
-    """Files that are mapped into this process' memory, so that two maps of one file are known to be the same."""
+    """Memory-mapped files of this process, with which two maps of one file are recognised as the same."""
 
     def __init__(self) -> None:
         lines = _MAPS.read_text(encoding="utf-8", errors="replace").splitlines() if _MAPS.is_file() else []
@@ -345,7 +345,7 @@ class _MappedFiles:
         self._files = [file for _, _, file in found]
 
     def placed(self, memory: _Memory) -> list[_Memory]:
-        """The same memory, that of mapped files by file and place in it."""
+        """The same memory, with addresses in mapped files replaced by file and offset."""
         space, starts, ends = memory
         if space != "cpu" or not len(self._starts) or not len(starts):
             return [memory]
@@ -360,4 +360,4 @@ class _MappedFiles:
 
 
 _MAPS = Path("/proc/self/maps")
-"""Where Linux says what is mapped; elsewhere two maps of one file are taken for different data."""
+"""Linux' list of mapped files; on other systems two maps of one file count as different data."""

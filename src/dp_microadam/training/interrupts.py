@@ -1,4 +1,4 @@
-"""Ctrl-C that waits for a moment at which a run can be left."""
+"""Ctrl-C handling: the first one lets the current step finish."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dp_microadam.training.progress import tell
 
 
 class Interruptible:
-    """Within the block the first Ctrl-C, or SIGTERM, only sets ``requested``; a second one interrupts at once.
+    """Context manager in which the first Ctrl-C or SIGTERM only sets ``requested``; a second one interrupts at once.
 
     A signal in the middle of an optimizer's step would leave parameters half updated. Outside the main thread, where Python
     delivers no signals, this does nothing.
@@ -33,7 +33,7 @@ class Interruptible:
             raise KeyboardInterrupt
         self.requested = True
         if self._shown:
-            tell("finishing this step; once more to stop at once")
+            tell("finishing this step; press Ctrl-C again to stop at once")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._before.items():

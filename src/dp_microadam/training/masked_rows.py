@@ -1,4 +1,4 @@
-"""Weights of which only some rows train: others get neither gradient nor noise, and do not move."""
+"""Row masks: only some rows of a weight train; the others get neither gradient nor noise and do not change."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def scatter_rows(selected: Mapping[str, Tensor], masks: Mapping[str, Tensor]) ->
 
 @contextmanager
 def freeze_other_rows(model: nn.Module, masks: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within the block an optimizer may do as it likes: rows that do not train are afterwards what they were.
+    """Restore the rows that do not train after the block, whatever the optimizer did to them.
 
-    A gradient of zero is not enough for that: weight decay, momentum from before and rounded errors move weights too.
+    A gradient of zero is not enough: weight decay, momentum and a quantized residual change weights too.
     """
     before = {name: model.get_parameter(name).detach()[~mask] for name, mask in masks.items()}
     try:

@@ -1,4 +1,4 @@
-"""A training method: an optimizer, and what happens around its steps (phases, a scale before the clip, rows that train)."""
+"""A training method: an optimizer, plus phases, scaling before clipping, and masks of rows that train."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROW_NORMS = "row norms"
 
 
 class Steps(Protocol):
-    """What phases are planned from: any plan has it, private or not."""
+    """The attributes of a plan, private or not, from which phases are derived."""
 
     @property
     def dataset_size(self) -> int: ...
@@ -37,8 +37,8 @@ class Steps(Protocol):
 class Phase:
     """Consecutive steps that run the same query on the gradients of the same parameters.
 
-    ``trainable`` are names of parameters, all others being frozen meanwhile; None leaves them as the model has them. ``rate``
-    multiplies the learning rate; at 0 the optimizer does not step and no weight moves.
+    ``trainable`` are the names of the parameters that train while all others are frozen; None leaves ``requires_grad`` as the
+    model has it. ``rate`` multiplies the learning rate; at 0 the optimizer does not step and no weight changes.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Phase:
 
     @property
     def engine_key(self) -> tuple[frozenset[str] | None, str]:
-        """Phases that agree here share one gradient engine."""
+        """Phases with the same key share one gradient engine."""
         return self.trainable, self.query
 
 
@@ -72,11 +72,11 @@ def phases_from(phases: Sequence[Phase], step: int) -> Sequence[Phase]:
 
 
 class Method:
-    """An optimizer with what a method does around its steps; this one does nothing around them.
+    """A training method: an optimizer and hooks around its steps. This base class is the optimizer alone.
 
-    Subclasses override what they need. It is called in this order: once :meth:`phases`, :meth:`calibrate` and
-    :meth:`refuse_data`; :meth:`begin` when a phase begins, and again when a run is resumed within it; in each step
-    :meth:`scale` and :meth:`row_masks` before the clip, then :meth:`apply`, which calls :meth:`receive`.
+    Subclasses override the hooks they need. They are called in this order: :meth:`phases`, :meth:`calibrate` and
+    :meth:`refuse_data` once; :meth:`begin` when a phase begins, and again when a run is resumed within it; in each step
+    :meth:`scale` and :meth:`row_masks` before clipping, then :meth:`apply`, which calls :meth:`receive`.
 
     >>> model = nn.Linear(2, 1, bias=False)
     >>> nn.init.zeros_(model.weight).tolist()
@@ -86,9 +86,9 @@ class Method:
     [[-1.0, 2.0]]
 
     Formal guarantees: a method sees the training data only through ``receive``, which is given privatized means. Whatever
-    it computes from them, and returns as scale, masks or gradients, is post-processing and costs nothing. Sampling,
-    clipping, noise and accounting are the same in every phase, so one plan covers them all. Subclasses must keep to this: no
-    access to training data by another way.
+    it computes from them, and returns as scale, masks or gradients, is post-processing and costs no privacy. Sampling,
+    clipping, noise and accounting are the same in every phase, so one plan covers them all. Subclasses must respect this and
+    not access the training data in any other way.
     """
 
     clipped = "the gradient of each example"
@@ -103,7 +103,7 @@ class Method:
 
     @classmethod
     def of(cls, method_or_optimizer: Method | torch.optim.Optimizer) -> Method:
-        """The method itself, or a torch optimizer wrapped as a method with nothing around its steps."""
+        """The method itself, or a torch optimizer wrapped as a method."""
         if isinstance(method_or_optimizer, Method):
             return method_or_optimizer
         if isinstance(method_or_optimizer, torch.optim.Optimizer):
@@ -115,7 +115,7 @@ class Method:
 
     @property
     def procedure(self) -> Method:
-        """Deprecated: a method is one object, passed whole."""
+        """Deprecated: pass the method itself."""
         warnings.warn(
             "Method.procedure is deprecated; pass the method itself: PrivateTrainer(model, method, plan, loss)",
             DeprecationWarning,
@@ -125,45 +125,46 @@ class Method:
 
     @property
     def learning_rate(self) -> float:
-        """Of the optimizer's first parameter group in this phase."""
+        """The current learning rate of the optimizer's first parameter group."""
         return float(self.optimizer.param_groups[0]["lr"]) * self.phase.rate
 
     def phases(self, plan: Steps) -> tuple[Phase, ...]:
-        """The phases of a run, which add up to the plan's steps."""
+        """The phases of a run; their steps add up to the plan's."""
         return (Phase("training", plan.steps),)
 
     def calibrate(self, noise_deviation: float) -> None:
         """Called once with the noise standard deviation σS/B of each coordinate of a mean; 0 without privacy."""
 
     def refuse_data(self, train: Any) -> None:
-        """Raise an InputError if the method cannot be used on this training data; only its identity may be looked at."""
+        """Raise an InputError if the method cannot be used with this training data. Must not read its examples."""
 
     def begin(self, phase: Phase) -> None:
-        """A phase begins, or is resumed; a second call for the same phase must change nothing."""
+        """Called when a phase begins or is resumed; a second call for the same phase must have no effect."""
 
     def scale(self) -> Mapping[str, Tensor]:
-        """Factors for the gradients before they are clipped, by parameter name; called once per step."""
+        """Factors by which gradients are multiplied before clipping, by parameter name; called once per step."""
         return {}
 
     def row_masks(self) -> Mapping[str, Tensor]:
-        """Which rows of weights train, by parameter name; others have neither gradient nor noise and do not move."""
+        """Masks of the rows of weights that train, by parameter name; other rows get neither gradient nor noise."""
         return {}
 
     def receive(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Gradients for the optimizer, from the privatized means of a step; both by parameter name."""
+        """Turn the privatized means of a step into gradients for the optimizer; both by parameter name."""
         return means
 
     def refuse_parameters(self, model: nn.Module, plan: Steps) -> None:
-        """
+        """Check that the optimizer has all parameters that train, and no foreign ones.
+
         Raises:
-            InputError: if the optimizer holds parameters that are not the model's, or lacks some that would be trained.
+            InputError: if the optimizer has parameters that are not the model's, or lacks some that would be trained.
         """
         owned = {id(parameter) for parameter in model.parameters()}
         held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         for parameter in held:
             if id(parameter) not in owned:
                 raise InputError(
-                    f"optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's; build it from "
+                    f"optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's; create it from "
                     "model.parameters()"
                 )
         known = {id(parameter) for parameter in held}
@@ -172,8 +173,8 @@ class Method:
             trains = any(parameter.requires_grad if names is None else name in names for names in trainable)
             if trains and id(parameter) not in known:
                 raise InputError(
-                    f"optimizer does not hold the parameter {name!r}, which requires gradients: clipping and noise would be "
-                    "spent on it for nothing; freeze it with requires_grad_(False), or give it to the optimizer"
+                    f"optimizer does not hold the parameter {name!r}, which requires gradients: it would take part in clipping "
+                    "without being trained; freeze it with requires_grad_(False), or give it to the optimizer"
                 )
 
     def enter(self, phase: Phase) -> None:
@@ -182,20 +183,20 @@ class Method:
         self.begin(phase)
 
     def apply(self, model: nn.Module, means: dict[str, Tensor]) -> None:
-        """One optimizer step from the privatized means of a private step."""
+        """Take one optimizer step with the privatized means that :meth:`PrivateStep.take` returned."""
         self.set_gradients(model, means)
         with self.around_step(model):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def set_gradients(self, model: nn.Module, means: dict[str, Tensor]) -> None:
-        """Give each parameter its gradient; in a phase of rate 0 none, so that an optimizer's step moves nothing."""
+        """Set the gradient of each parameter; in a phase of rate 0 to None, so that the optimizer changes nothing."""
         gradients = self.receive(means)
         set_gradients(model, gradients if self.phase.rate else {})
 
     @contextmanager
     def around_step(self, model: nn.Module) -> Iterator[None]:
-        """Within the block the optimizer has the phase's learning rates, and rows that do not train stay as they are."""
+        """Within the block the optimizer has the learning rates of the phase, and rows that do not train are kept unchanged."""
         groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         if self.phase.rate != 1.0:
@@ -210,15 +211,15 @@ class Method:
                     group["lr"] = rate
 
     def hooked(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Within the block every step of the optimizer, whoever calls it, is taken as :meth:`around_step` says."""
+        """Within the block every call of ``optimizer.step()``, from anywhere, runs inside :meth:`around_step`."""
         return _hooked(self, model)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that :meth:`load_state_dict` needs to go on exactly, beside the optimizer's state; tensors and plain values."""
+        """Everything besides the optimizer's state that :meth:`load_state_dict` needs; tensors and plain values."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state that :meth:`state_dict` gave."""
+        """Continue from a state that :meth:`state_dict` returned."""
 
 
 @contextmanager

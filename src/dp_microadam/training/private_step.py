@@ -1,4 +1,4 @@
-"""One private training step: record, sample and clip, add noise, reduce, mean."""
+"""One private training step: record, sample and clip, add noise, all-reduce, mean."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from dp_microadam.training.training_step import TrainingStep, phases_in_words
 from dp_microadam.training.withheld import withheld
 
 PUBLIC = ("normalization constants of the input",)
-"""What a run declares public beside plan and clipping norm, unless it says otherwise."""
+"""What a run declares public by default, besides plan and clipping norm."""
 
 _RUN_ID_OF_VERSION_0_1 = "run_id.txt"
 
 _NO_BOUND = 1e12
-"""Clipping that never clips, for runs without privacy that need each example's gradient."""
+"""A clipping norm that never clips, for runs without privacy that need per-example gradients."""
 
 
 @dataclass(frozen=True)
 class UnprotectedPlan:
-    """What a run without privacy does: the same Poisson sampling and number of steps, no noise, no guarantee."""
+    """The plan of a run without privacy: Poisson sampling and a number of steps, but no noise and no guarantee."""
 
     dataset_size: int
     batch_size: int
@@ -47,40 +47,42 @@ class UnprotectedPlan:
 class PrivateStep(TrainingStep):
     """Runs the private part of a training step: sampling, clipping, noise and accounting.
 
-    The caller only sees privatized gradients. A loop of one's own, which a killed process can resume:
+    The caller only sees privatized gradients. A custom training loop that can be resumed after a crash:
 
         step = PrivateStep(model, per_example_loss, plan, train, run_dir="runs/mine", method=method)
-        if checkpoint is not None:  # what the loop saved: the model, the optimizer and step.state_dict()
+        if checkpoint is not None:  # saved by the loop: states of model and optimizer, and step.state_dict()
             step.load_state_dict(checkpoint["step"])
         for _ in step:
             method.apply(model, step.take())
 
     Arguments:
         per_example_loss: ``f(model, batch)`` returns one loss per example.
-        train: a map-style Dataset, or tensors with examples along the first dimension. It may be given later, by
+        train: a map-style Dataset, or tensors with examples along the first dimension. It may be given later with
             :meth:`attach`.
-        run_dir: where the ledger and the privacy statement are written.
-        method: what is done with the gradients, for methods of ``dp_microadam.methods`` that have phases, a scale before the
-            clip, or rows that train. Not needed for a bare optimizer.
-        max_grad_norm: the norm C that each example's gradient is clipped to.
+        run_dir: the folder of the ledger and the privacy statement.
+        method: a method of ``dp_microadam.methods``, which may have phases, scaling before clipping, or masks of rows that
+            train. Not needed for a plain optimizer.
+        max_grad_norm: the clipping norm C of each example's gradient.
         clipping: ``"flat"`` or ``"per-layer"``.
         clipping_options: further arguments of :class:`~dp_microadam.clipping.engine.ClippedGradients`: ``autocast``,
             ``synthetic_batch``, ``layer_weights``, ``strategy``.
-        physical_batch_size: examples that go through the model at once; changes memory and speed only.
-        prepare: what happens to a batch before the model sees it: types, normalization by public constants. Batches are moved
-            to the model's device first.
-        augment: what happens to training batches before that; one example at a time, whatever the batch, and one row for each:
-            several views of an example are a dimension of their own.
-        num_workers, loader_options: of torch's DataLoader, for Datasets: ``collate_fn``, ``pin_memory``, ``prefetch_factor``.
-            Of ``collate_fn`` only the number of rows is checked; it must treat each example by itself.
+        physical_batch_size: examples that go through the model at once; affects memory and speed only.
+        prepare: applied to a batch before the model, for example dtype conversion or normalization by public constants.
+            Batches are moved to the model's device first.
+        augment: applied to training batches before ``prepare``. It must treat each example independently of the rest of the
+            batch and return one row per example; several views of an example are an extra dimension.
+        num_workers, loader_options: options of torch's DataLoader, for Datasets: ``collate_fn``, ``pin_memory``,
+            ``prefetch_factor``. ``collate_fn`` must treat each example independently; only its number of rows is checked.
         max_steps: stop before the plan's last step.
-        public: what else the run declares public, in words; it stands in the statement and cannot change on resume.
+        public: what else the run declares public, in words; part of the privacy statement, cannot change on resume.
         secure: draw noise and samples from a cryptographic generator.
-        seed: for tests only: makes all randomness repeatable, and the run not private.
-        training_measures: further figures of the training examples, by name; :attr:`training_metrics` has their means after
-            each step. They, and the text of errors that is then shown, are outside the guarantee.
-        ranks: the processes that train together; by default those of torch.distributed, if it is initialised. Each makes its
-            step at the same point, with the same arguments and data; weights are taken from rank 0, which keeps ``run_dir``.
+        seed: for tests only: makes all randomness reproducible, and the run not private.
+        training_measures: functions like ``per_example_loss``, by name, evaluated on training examples;
+            :attr:`training_metrics` has their means after each step. They are outside the guarantee, and so is the text of
+            errors, which is shown then.
+        ranks: the processes that train together; by default those of torch.distributed, if it is initialised. Every rank
+            must construct its step at the same point, with the same arguments and data. Weights are broadcast from rank 0,
+            which also writes ``run_dir``.
 
     Formal guarantees: whatever is computed from the gradients of the steps taken, and from data that is not the training
     data, is (ε, δ)-differentially private in the training data under adding or removing one example, with ε as the ledger
@@ -102,10 +104,11 @@ class PrivateStep(TrainingStep):
     def take(self) -> dict[str, Tensor]:
         """Spend the next step and return its privatized mean gradient, by parameter name.
 
-        The step is on the disk before anything of it is drawn. A step that fails is spent all the same.
+        The step is recorded on disk before anything is sampled. A step that fails is spent too.
 
         Raises:
-            PrivacyError: if the plan's steps are spent, or something went wrong with training examples, whose text is private.
+            PrivacyError: if all steps of the plan are spent, or if processing training examples failed; the original error
+                message may be private and is withheld.
         """
         index = self.ranks.from_main(self._record)
         self._prepare_query(index)
@@ -118,7 +121,7 @@ class PrivateStep(TrainingStep):
 
     @property
     def private(self) -> bool:
-        """Whether randomness is unpredictable; a fixed seed is not."""
+        """Whether all randomness is unpredictable, that is, not from a fixed seed."""
         return self._randomness.private
 
     @property
@@ -145,17 +148,17 @@ class PrivateStep(TrainingStep):
 
     @property
     def sensitivity(self) -> float:
-        """How much one example can change the clipped sum, in L2 norm."""
+        """Sensitivity: the largest change of the clipped sum that one example can cause, in L2 norm."""
         return self._mechanism.sensitivity
 
     @property
     def ledger_head(self) -> str | None:
-        """The hash that the ledger ends with, in the process that keeps it."""
+        """The hash of the ledger's last line, on rank 0; None on other ranks."""
         return None if self._ledger is None else self._ledger.head
 
     @property
     def begun(self) -> bool:
-        """Whether the ledger is open, in the process that keeps it."""
+        """Whether the run was begun or resumed, so that steps can be taken."""
         return self._begun
 
     def epsilon(self) -> float:
@@ -170,19 +173,19 @@ class PrivateStep(TrainingStep):
         """Start a new run: create its ledger.
 
         Raises:
-            InputError: if ``run_dir`` has a ledger already.
+            InputError: if ``run_dir`` already has a ledger.
         """
         self.ranks.from_main(self._create_ledger)
         self._begun = True
 
     def resume(self, position: int, updates: int, ledger_head: str | None = None) -> None:
-        """Continue the run in ``run_dir``, of whose steps a checkpoint holds ``updates``, written at ``position``.
+        """Continue the run in ``run_dir`` from a checkpoint with ``updates`` updates, written at ledger ``position``.
 
-        Steps recorded after that checkpoint are lost and stay spent. ``ledger_head`` is what the checkpoint carries of it.
+        Steps recorded after that checkpoint are lost and stay spent. ``ledger_head`` is the one stored in the checkpoint.
 
         Raises:
-            PrivacyError: if the ledger is not the one the checkpoint was written beside, is shorter, open elsewhere, or of
-                another plan or setting.
+            PrivacyError: if the ledger does not belong to the checkpoint, is shorter, is open in another process, or has
+                another plan or other settings.
         """
         self._continue_at(self.ranks.from_main(lambda: self._open_ledger(position, ledger_head)), updates)
         self._begun = True
@@ -191,12 +194,12 @@ class PrivateStep(TrainingStep):
         self._continue_at(read_ledger(self.run_dir).steps, updates)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must carry, so that :meth:`load_state_dict` can tell that it belongs to this run."""
+        """The state to save in a checkpoint, with which :meth:`load_state_dict` verifies that it belongs to this run."""
         run, head = self.ranks.from_main(lambda: (self._run_id(), self.ledger_head))
         return {"run": run, "steps_spent": self.position, "updates": self.updates, "ledger_head": head}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the run that the checkpoint with this state is from.
+        """Continue the run of the checkpoint that this state was saved in.
 
         Raises:
             PrivacyError: if that is not the run in ``run_dir``, or its ledger cannot be continued.
@@ -206,7 +209,7 @@ class PrivateStep(TrainingStep):
         self.resume(spent, int(state.get("updates", spent)), state.get("ledger_head"))
 
     def write_privacy(self, folder: str | Path | None = None) -> None:
-        """Write ``privacy.json`` and the statement in words, as of the steps spent so far, into ``folder`` or ``run_dir``."""
+        """Write ``privacy.json`` and ``privacy.txt`` for the steps spent so far into ``folder``, by default ``run_dir``."""
         if self.ranks.main:
             if self._training_measures:
                 note_private_metrics(self.run_dir)
@@ -222,17 +225,17 @@ class PrivateStep(TrainingStep):
             self._ledger = None
 
     def _run_id(self) -> str | None:
-        """The random name of the run, which its ledger has; version 0.1 kept it in a file of its own."""
+        """The random identifier of the run, from its ledger; version 0.1 kept it in a separate file."""
         before = self.run_dir / _RUN_ID_OF_VERSION_0_1
         return read_ledger(self.run_dir).run or (before.read_text(encoding="utf-8").strip() if before.is_file() else None)
 
     def _refuse_foreign(self, state: Mapping[str, Any]) -> None:
         if not (self.run_dir / LEDGER_NAME).is_file():
-            raise InputError(f"run_dir is {str(self.run_dir)!r}, which has no run to go on with; name the folder it began in")
+            raise InputError(f"run_dir is {str(self.run_dir)!r}, which has no run to go on with; pass the folder it began in")
         if state.get("run") != self._run_id():
             raise PrivacyError(
                 f"the checkpoint is from another run than the ledger in {self.run_dir}, so what its weights have spent is "
-                "unknown; resume from a checkpoint of this run, or begin a new run in a new folder"
+                "unknown; resume from a checkpoint of this run, or start a new run in a new folder"
             )
 
     def _record(self) -> int:
@@ -242,9 +245,9 @@ class PrivateStep(TrainingStep):
         if self.last_step < self.plan.steps and not self.remaining:
             raise InputError(f"max_steps is {self.last_step}, and that many steps are taken; make a step with a larger one")
         phase = phase_at(self.phases, self.updates).name if len(self.phases) > 1 else None
-        index = self._ledger.record_step(phase, processes=self.ranks.size)
+        index = self._ledger.record_step(phase, processes=self.ranks.world_size)
         if index != self.position:
-            raise PrivacyError(f"the ledger is at step {index} and the run at {self.position}; they must agree")
+            raise PrivacyError(f"the ledger is at step {index}, but the run is at step {self.position}; they must agree")
         return index
 
     def _create_ledger(self) -> None:
@@ -292,9 +295,9 @@ class PrivateStep(TrainingStep):
 
 
 class PlainStep(TrainingStep):
-    """The unprotected twin of :class:`PrivateStep`: the same samples and phases, without ledger, clip and noise.
+    """A training step without privacy: like :class:`PrivateStep`, but without ledger, clipping and noise.
 
-    Arguments are the same; those about clipping have no effect.
+    It takes the same arguments; those about clipping have no effect.
     """
 
     def take(self) -> dict[str, Tensor]:
@@ -324,7 +327,7 @@ class PlainStep(TrainingStep):
         return 0.0
 
     def _set_up_noise(self) -> None:
-        """There is none."""
+        """No noise is added."""
 
     @property
     def begun(self) -> bool:
@@ -337,7 +340,7 @@ class PlainStep(TrainingStep):
         return "not private"
 
     def begin(self) -> None:
-        """Nothing is written for a run without a ledger."""
+        """Nothing to do: a run without privacy has no ledger."""
 
     @property
     def ledger_head(self) -> None:
@@ -351,7 +354,7 @@ class PlainStep(TrainingStep):
         self._continue_at(position, updates)
 
     def write_privacy(self, folder: str | Path | None = None) -> None:
-        """Write into ``folder`` or ``run_dir`` that nothing is guaranteed."""
+        """Write a statement that nothing is guaranteed into ``folder``, by default ``run_dir``."""
         report = {
             "private": False,
             "epsilon": None,
@@ -371,7 +374,7 @@ class PlainStep(TrainingStep):
         return UnclippedGradients(self.model, self._loss)
 
     def _check_model(self, data: TrainingData) -> None:
-        """Nothing: examples may interact, as in batch normalization."""
+        """Nothing to check: without privacy examples may interact, as in batch normalization."""
         self._engines.reopen()
 
     def _withheld(self) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar on a terminal, lines elsewhere. Only public figures."""
+"""Progress display of a run: a bar on a terminal, lines of text elsewhere. Shows public figures only."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _LINE_SECONDS = 15.0
 
 
 class Progress:
-    """Steps done, ε spent, expected images per second and time left.
+    """Shows steps done, ε spent, expected images per second and time left.
 
-    The rate is the *expected* batch size times steps per second: how many examples a step really took is private.
+    The rate is the *expected* batch size times steps per second: the realised batch size is private.
     """
 
     def __init__(self, total: int, done: int, expected_batch: int, spent: Callable[[int], str], *, shown: bool = True) -> None:
@@ -47,7 +47,7 @@ class Progress:
         self._task = self._bar.add_task("training", total=self._total, completed=self._done, spent="", rate="")
 
     def advance(self, done: int) -> None:
-        """``done`` steps are recorded by now."""
+        """Update the display: ``done`` steps are recorded."""
         self._done = done
         now = time.monotonic()
         if not self._shown or now - self._last < (_REFRESH_SECONDS if self._bar else _LINE_SECONDS):
@@ -63,7 +63,7 @@ class Progress:
             )
 
     def say(self, text: str) -> None:
-        """One line for the person watching."""
+        """Print one line for the user."""
         if not self._shown:
             return
         if self._bar:
@@ -85,7 +85,7 @@ class Progress:
 
 
 def tell(text: str) -> None:
-    """One line, outside any bar. Standard output is for results."""
+    """Print one line to standard error; standard output is for results."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""The folder of a run: the names of its files, and what it says of itself."""
+"""The folder of a run: the names of its files, and functions that read them."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ def default_folder(name: str) -> Path:
 
 
 def refuse_existing(path: Path) -> None:
-    """
+    """Check that a new run can begin in ``path``.
+
     Raises:
-        InputError: if ``path`` is there already and not an empty folder, nor that of a run that never trained.
+        InputError: if ``path`` exists, unless it is an empty folder or the folder of a run that never trained.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())) and not never_trained(path):
         raise InputError(
-            f"run_dir is {str(path)!r}, which exists already; name a new folder, or go on with: {how_to_go_on(path)}"
+            f"run_dir is {str(path)!r}, which exists already; use a new folder, or go on with: {how_to_go_on(path)}"
         )
 
 
 def never_trained(path: Path) -> bool:
     """Whether a run began in this folder and was killed before its first checkpoint, with no step recorded.
 
-    Checkpoints are written before the first step, so of such a run there is nothing to go on with and nothing spent.
+    The first checkpoint is written before the first step, so such a run has nothing to resume and has spent nothing.
     """
     if not path.is_dir() or any(path.glob(f"{CHECKPOINTS}/*.ckpt")) or (path / METRICS).exists():
         return False
@@ -57,27 +58,27 @@ def never_trained(path: Path) -> bool:
 
 
 def how_to_go_on(path: Path) -> str:
-    """A run that a recipe began goes on by the command line; one begun from Python needs its model and data again."""
+    """The command that resumes a run: on the command line for recipes; in Python for runs that need model and data again."""
     return f"dp-microadam resume {path}" if (path / CONFIG).is_file() else f"trainer.resume({str(path)!r}).fit(data)"
 
 
 def privacy_of(path: Path) -> dict[str, Any]:
-    """What the run in this folder has spent by now and what that covers, computed from its ledger."""
+    """The current privacy report of the run in this folder, computed from its ledger."""
     report = privacy_report(read_ledger(path))
     if (path / PRIVATE_METRICS_SHOWN).exists():
         report["outside_the_guarantee"].append(
-            "loss and accuracy on training batches, which this run showed; they also tell how large the batches were"
+            "loss and accuracy on training batches, which this run showed; they also reveal how large the batches were"
         )
     return report
 
 
 def note_private_metrics(path: Path) -> None:
-    """Mark the run as one that showed figures of its training batches; its statement says so from then on."""
+    """Record that the run showed metrics of its training batches, so that its privacy statement says so."""
     write_text_durably(path / PRIVATE_METRICS_SHOWN, "This run showed loss and accuracy on training batches.\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All metrics of the run in this folder so far; a line that a crash tore is left out."""
+    """All metrics of the run in this folder so far, without lines that a crash left incomplete."""
     file = path / METRICS
     found = []
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
@@ -89,7 +90,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def create_folder(path: Path) -> None:
-    """Make a run's folder; one that exists and is not empty is refused, unless nothing was trained in it."""
+    """Create a run's folder; an existing folder that is not empty is refused, unless its run never trained."""
     refuse_existing(path)
     path.mkdir(parents=True, exist_ok=True)
     if (path / LEDGER_NAME).exists():

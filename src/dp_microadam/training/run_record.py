@@ -1,4 +1,4 @@
-"""All that a run writes into its folder: configuration, log, metrics, checkpoints, statistics and the privacy statement."""
+"""Everything a run writes to its folder: configuration, log, metrics, checkpoints, statistics and the privacy statement."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from dp_microadam.training.training_step import TrainingStep
 
 
 class RunRecord:
-    """The files of one run. Metrics are those of validation data unless they say otherwise.
+    """Writes the files of one run. Metrics are those of validation data unless stated otherwise.
 
-    Whatever covers more steps than before is preceded by a statement that covers them too. Of several processes only the one
-    with ``writes`` touches the disk; the others may call everything that writes.
+    The privacy statement is always written first, so that it covers at least the steps of every other file. With several ranks
+    only the one with ``writes`` writes to disk; all of them may call these methods.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, keep_checkpoints: int = 2, writes: bool = True) -> None:
@@ -34,17 +34,17 @@ class RunRecord:
         self._diagnostics: list[dict[str, Any]] = []
 
     def create(self) -> None:
-        """Make the folder; one that exists and is not empty is refused, unless nothing was trained in it."""
+        """Create the folder; an existing folder that is not empty is refused, unless its run never trained."""
         create_folder(self.path)
 
     def begin(self, config: str | None, stamp: str) -> None:
-        """Write what a run begins with."""
+        """Write the configuration and the first line of the log."""
         if self._writes and config is not None:
             self.write(CONFIG, config)
         self.log(f"began; this run is {stamp}")
 
     def write_checkpoint(self, step: TrainingStep, content: dict[str, Any], statistics: Mapping[str, Any]) -> None:
-        """A checkpoint, after the statement that covers it."""
+        """Write the privacy statement, then a checkpoint."""
         self.pace.rest()
         if self._writes:
             self._write_what_precedes(step, statistics)
@@ -58,7 +58,7 @@ class RunRecord:
         statistics: Mapping[str, Any],
         private_metrics: Mapping[str, float],
     ) -> None:
-        """Metrics of the weights after this step, after the statement that covers them."""
+        """Write the privacy statement, then the metrics of the weights after this step."""
         pace = self.pace.take()
         if not self._writes:
             return
@@ -72,47 +72,47 @@ class RunRecord:
         self._events.write(step.position, {**metrics, "epsilon": line["epsilon"]})
 
     def keep_diagnostics(self, position: int, found: Any) -> None:
-        """Diagnostics of a step, written with the next checkpoint or metrics."""
+        """Keep the diagnostics of a step, to be written with the next checkpoint or metrics."""
         if self._writes and found is not None:
             self._diagnostics.append({"step": position, "diagnostics": found})
 
     def log(self, text: str) -> None:
-        """One line with the time."""
+        """Append one line to the log, with the time."""
         if self._writes:
             with open(self.path / LOG, "a", encoding="utf-8") as file:
                 file.write(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {text}\n")
 
     def log_and_tell(self, text: str, *, shown: bool) -> None:
-        """One line of the log, shown to the person watching too."""
+        """Append one line to the log and show it to the user."""
         self.log(text)
         if shown:
             tell(text)
 
     def write(self, name: str, text: str) -> None:
-        """Replace a file as a whole."""
+        """Replace a text file atomically."""
         write_text_durably(self.path / name, text)
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
-        """Replace a JSON file as a whole."""
+        """Replace a JSON file atomically."""
         self.write(name, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
 
     def append_metrics(self, values: Mapping[str, Any]) -> None:
-        """One line of ``metrics.jsonl``."""
+        """Append one line to ``metrics.jsonl``."""
         with open(self.path / METRICS, "a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All metrics so far; a line that a crash tore is left out."""
+        """All metrics so far, without lines that a crash left incomplete."""
         return read_metrics(self.path)
 
     def forget_metrics_after(self, step: int) -> None:
-        """Drop metrics of steps whose results were lost."""
+        """Remove metrics of steps whose results were lost."""
         if self._writes:
             kept = [line for line in self.metrics() if line["step"] <= step]
             self.write(METRICS, "".join(json.dumps(line) + "\n" for line in kept))
 
     def close(self) -> None:
-        """Close what is open. Closing twice is allowed."""
+        """Close open files. Closing twice is allowed."""
         self._events.close()
 
     def _write_what_precedes(self, step: TrainingStep, statistics: Mapping[str, Any]) -> None:

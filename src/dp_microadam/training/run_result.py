@@ -1,4 +1,4 @@
-"""What callers and callbacks are given of a run."""
+"""The results that a trainer returns and passes to callbacks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dp_microadam.privacy.plan import PrivacyPlan
 
 @dataclass(frozen=True)
 class StepReport:
-    """What callbacks are given after each step. All of it is public, given a private run."""
+    """The argument of callbacks, after each step. In a private run all of it is public."""
 
     step: int
     steps: int
@@ -27,9 +27,9 @@ class StepReport:
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a call of ``fit`` ended.
+    """The result of ``PrivateTrainer.fit``.
 
-    ``steps_done`` were spent; ``updates`` of them are in the weights, fewer if steps were lost in a crash.
+    ``steps_done`` steps were spent, and ``updates`` of them are in the weights: fewer, if steps were lost in a crash.
     """
 
     run_dir: Path

@@ -1,8 +1,9 @@
-"""What a run costs: steps per second, optimizer state, memory. For its report, and for whoever plans the next run.
+"""Run statistics: steps per second, size of the optimizer state, and memory.
 
-Formal guarantees: sizes of parameters and optimizer state do not depend on the data. Time and peak memory are traces of the
-computation, which the guarantee leaves out: they follow, a little, how large the batches were. They are therefore kept with two
-digits only, and time only as a mean over the steps between two evaluations, at least four; what one step took is in no file.
+Formal guarantees: sizes of parameters and optimizer state do not depend on the data. Time and peak memory are side effects of
+the computation, which the guarantee does not cover: they depend slightly on the realised batch sizes. They are therefore
+stored with two digits only, and time only as a mean over the steps between two evaluations, at least four. The duration of a
+single step is in no file.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from torch import Tensor, nn
 from dp_microadam.training.run_folder import ADAM_STATE, OPTIMIZER_STATE
 
 ADAM_BYTES = 8
-"""Of Adam's state per parameter: two moments in float32."""
+"""Bytes of Adam's state per parameter: two moments in float32."""
 
 _FEWEST_STEPS = 4
-"""That a pace is told of: a run that evaluates after every step would tell how long each took."""
+"""The fewest steps over which time is averaged; a run that evaluates after every step would otherwise reveal each duration."""
 
 
 class Pace:
-    """How fast steps go, evaluations and checkpoints apart."""
+    """Measures steps per second, without evaluations and checkpoints."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -34,22 +35,22 @@ class Pace:
         self._since: float | None = None
 
     def step(self) -> None:
-        """A step begins."""
+        """Called when a step begins."""
         self._steps += 1
         if self._since is None:
             self._since = time.perf_counter()
 
     def rest(self) -> None:
-        """Something else than training begins, and lasts until the next step."""
+        """Called when something other than training begins; the clock stops until the next step."""
         if self._since is None:
             return
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # steps are only queued there
+            torch.cuda.synchronize()  # kernels run asynchronously
         self._seconds += time.perf_counter() - self._since
         self._since = None
 
     def take(self) -> float | None:
-        """Steps per second since this was last told, with two digits; None while there were too few."""
+        """Steps per second since the last call, rounded to two digits; None if there were too few steps."""
         self.rest()
         if self._steps < _FEWEST_STEPS or not self._seconds:
             return None
@@ -67,7 +68,7 @@ def two_digits(value: float) -> float:
 
 
 def sizes(model: nn.Module, optimizer: torch.optim.Optimizer, procedure_state: Any) -> dict[str, Any]:
-    """Parameters, the bytes that the method keeps between steps, and those that Adam would; optimizers begin with none."""
+    """The number of parameters, the bytes of state that the method keeps between steps, and the bytes that Adam would keep."""
     trained = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
     kept = [*_tensors(list(optimizer.state.values())), *_tensors(procedure_state)]
     return {
@@ -80,7 +81,7 @@ def sizes(model: nn.Module, optimizer: torch.optim.Optimizer, procedure_state: A
 
 
 def peak_memory() -> dict[str, Any]:
-    """The most memory so far: of the GPU that trains, or of this process, data and libraries included."""
+    """Peak memory so far: of the GPU used for training, or of this process including data and libraries."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return {
             "peak_memory_bytes": two_digits(torch.cuda.max_memory_allocated()),

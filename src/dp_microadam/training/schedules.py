@@ -18,10 +18,10 @@ SHAPES = ("constant", "cosine", "linear")
 
 @dataclass(frozen=True)
 class Schedule:
-    """Warm-up over a fraction of all steps, then constant, or falling to zero along a cosine or a line.
+    """A learning rate schedule: linear warm-up, then constant, or decaying to zero along a cosine or a line.
 
-    The factor rises from the first step on: with w warm-up steps, step number s (from 0) has factor (s+1)/w. It depends on
-    the step alone, so a resumed run needs no state of it.
+    ``warmup`` is a fraction of all steps. With w warm-up steps, step number s (from 0) has factor (s+1)/w. The factor depends
+    on the step alone, so resuming needs no state.
 
     >>> schedule = Schedule("linear", steps=8, warmup=0.25)
     >>> [round(schedule.factor(step), 3) for step in range(8)]
@@ -42,7 +42,7 @@ class Schedule:
         return math.ceil(self.warmup * self.steps)
 
     def factor(self, step: int) -> float:
-        """What the learning rate of optimizer step number ``step``, counted from 0, is multiplied by."""
+        """The factor of the learning rate at optimizer step number ``step``, counted from 0."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         progress = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
@@ -52,34 +52,34 @@ class Schedule:
 
 
 class LearningRates:
-    """Sets the learning rates of an optimizer over the steps of a run; its own, which are the maxima, come back afterwards.
+    """Sets an optimizer's learning rates during a run, and restores them afterwards.
 
-    ``schedule`` is a :class:`Schedule`, a torch scheduler of this optimizer, which is stepped after each optimizer step, or
-    None, which leaves the rates alone.
+    ``schedule`` is a :class:`Schedule`, which scales the optimizer's own rates; a torch scheduler of this optimizer, which is
+    stepped after each optimizer step; or None, which leaves the rates unchanged.
 
     Raises:
-        InputError: for a torch scheduler of another optimizer, one that waits for a loss, or one that the optimizer has and
-            nobody would step.
+        InputError: for a torch scheduler of another optimizer, for one that needs a loss, or if the optimizer has a torch
+            scheduler that was not passed as ``schedule``.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule | LRScheduler | None) -> None:
         if isinstance(schedule, ReduceLROnPlateau):
-            raise InputError("schedule is a ReduceLROnPlateau, which waits for a loss; it must be one that follows the steps")
+            raise InputError("schedule is a ReduceLROnPlateau, which needs a loss; use a schedule that depends on steps alone")
         if isinstance(schedule, LRScheduler):
             if schedule.optimizer is not optimizer:
                 raise InputError(
-                    f"schedule is a {type(schedule).__name__} of another optimizer; make it for the one that trains"
+                    f"schedule is a {type(schedule).__name__} of another optimizer; create it for the optimizer that trains"
                 )
         elif any("initial_lr" in group for group in optimizer.param_groups):
             raise InputError(
-                "optimizer has a torch learning-rate scheduler that nobody would step; pass it as schedule=scheduler"
+                "optimizer has a torch learning-rate scheduler that would never be stepped; pass it as schedule=scheduler"
             )
         self._optimizer = optimizer
         self._schedule = schedule
         self._own = [group["lr"] for group in optimizer.param_groups]
 
     def before_step(self, updates: int) -> None:
-        """Set the rates of the optimizer step after ``updates`` others."""
+        """Set the learning rates of optimizer step number ``updates``, counted from 0."""
         if isinstance(self._schedule, Schedule):
             factor = self._schedule.factor(updates)
             for group, rate in zip(self._optimizer.param_groups, self._own, strict=True):
@@ -91,13 +91,13 @@ class LearningRates:
             self._schedule.step()
 
     def restore(self) -> None:
-        """Give the optimizer its own rates back, so that it can be used again; a torch scheduler keeps its own account."""
+        """Restore the optimizer's own rates, so that it can be used again; a torch scheduler keeps its state."""
         if not isinstance(self._schedule, LRScheduler):
             for group, rate in zip(self._optimizer.param_groups, self._own, strict=True):
                 group["lr"] = rate
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold; nothing, unless a torch scheduler counts its own steps."""
+        """The state for a checkpoint: that of a torch scheduler, otherwise empty."""
         return {"schedule": self._schedule.state_dict()} if isinstance(self._schedule, LRScheduler) else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -105,7 +105,7 @@ class LearningRates:
         if isinstance(self._schedule, LRScheduler):
             if "schedule" not in state:
                 raise InputError(
-                    "the checkpoint has no state of a torch scheduler; resume with the schedule the run began with"
+                    "the checkpoint has no state of a torch scheduler; resume with the schedule that the run began with"
                 )
             self._schedule.load_state_dict(state["schedule"])
         else:

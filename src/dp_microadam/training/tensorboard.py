@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Events:
-    """Writes numbers by step; does nothing without TensorBoard."""
+    """Writes scalars by step; does nothing if TensorBoard is not installed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,8 +1,8 @@
-"""What dropout, stochastic depth and augmentation draw from during a step: torch's generators, made unpredictable.
+"""Unpredictable torch generators for dropout, stochastic depth and augmentation during a step.
 
-One example more or less shifts the random stream of all that come after it in a batch. As long as nobody can predict the
-stream, their masks have the same distribution as before and one example's influence stays bounded. With a stream that follows
-from a seed someone set before, it does not. So every step gets a stream of its own, and the caller's comes back afterwards.
+Adding or removing one example shifts the random stream of all examples after it in a batch. As long as the stream is
+unpredictable, their masks have the same distribution as before, and the influence of one example stays bounded. With a stream
+from a known seed it does not. So every step uses its own random stream, and the caller's is restored afterwards.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _FIRST_WORD_BYTE = 24
 
 @contextmanager
 def forked_torch(model: nn.Module) -> Iterator[list[int]]:
-    """Gives torch's streams back after the block: that of the CPU, and those of the GPUs the model is on, which it yields.
+    """Restore torch's generators after the block: that of the CPU, and those of the model's GPUs, which are yielded.
 
-    Other GPUs are left alone: another process may use them, and each has its state copied to the CPU and back.
+    Other GPUs are left alone, since other processes may use them and copying their generator state takes time.
     """
     gpus = sorted({parameter.get_device() for parameter in model.parameters() if parameter.is_cuda})
     with torch.random.fork_rng(devices=gpus):
@@ -32,7 +32,7 @@ def forked_torch(model: nn.Module) -> Iterator[list[int]]:
 
 @contextmanager
 def unpredictable_torch(model: nn.Module) -> Iterator[None]:
-    """Within the block torch's generators, where the model is, draw from the operating system's entropy."""
+    """Within the block, torch's generators on the model's devices are seeded from the operating system's entropy."""
     with forked_torch(model) as gpus:
         torch.set_rng_state(random_state())
         for gpu in gpus:
@@ -42,7 +42,7 @@ def unpredictable_torch(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def seeded_torch(model: nn.Module, seed: int, step: int, rank: int = 0) -> Iterator[None]:
-    """Within the block torch's generators, where the model is, are a function of seed, step and process, for tests."""
+    """Within the block, torch's generators on the model's devices are a function of seed, step and rank. For tests."""
     sequence = np.random.SeedSequence([seed, step, rank] if rank else [seed, step])
     number = int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
     with forked_torch(model) as gpus:
@@ -53,19 +53,19 @@ def seeded_torch(model: nn.Module, seed: int, step: int, rank: int = 0) -> Itera
 
 
 def unpredictable_worker(worker: int) -> None:
-    """Give a process that loads data a stream of its own: torch would derive it from 32 bits, once for the whole run."""
+    """Seed a data-loading worker unpredictably: torch would derive its seed from 32 bits, once for the whole run."""
     torch.set_rng_state(random_state())
 
 
 def random_seed() -> int:
-    """63 bits of the operating system's entropy, as a seed. A GPU's generator uses all of them, that of the CPU 32."""
+    """A seed of 63 bits from the operating system's entropy. A GPU's generator uses all of them, the CPU's uses 32."""
     return int.from_bytes(os.urandom(8), "little") >> 1
 
 
 def random_state() -> torch.Tensor:
-    """A state of torch's CPU generator, a Mersenne twister, all of whose words are random: a seed would fill 32 bits.
+    """A fully random state of torch's CPU generator, a Mersenne twister; a seed would provide only 32 bits.
 
-    Seeding first gives a valid state to start from; its words lie one to eight bytes behind the header.
+    Seeding first gives a valid state to start from; its words follow the header, one per eight bytes.
     """
     generator = torch.Generator()
     generator.manual_seed(random_seed())

@@ -1,4 +1,4 @@
-"""The training loop around private steps: optimizer, schedule, weight average, evaluation and checkpoints."""
+"""The private training loop: steps, optimizer, schedule, weight average, evaluation and checkpoints."""
 
 from __future__ import annotations
 
@@ -38,33 +38,34 @@ __all__ = ["PrivateTrainer", "RunResult", "StepReport", "UnprotectedPlan"]
 
 
 class PrivateTrainer:
-    """Trains ``model`` with ``optimizer`` under ``plan``, by private steps (:class:`~dp_microadam.PrivateStep`).
+    """Private training loop: trains ``model`` with ``optimizer`` under ``plan``, by :class:`~dp_microadam.PrivateStep`.
 
-    It stops at the last step that fits the plan. Modules stay in the mode they are given in, so a part in ``eval()`` stays so.
+    Training stops at the last step of the plan. The trainer does not change the training mode of modules: a part of the model
+    in ``eval()`` mode stays in it.
 
     Arguments:
-        optimizer: a torch optimizer, or a method of ``dp_microadam.methods`` as a whole.
+        optimizer: a torch optimizer, or a method of ``dp_microadam.methods``.
         per_example_loss: ``f(model, batch)`` returns one loss per example.
         per_example_accuracy: ``f(model, batch)`` returns 1 or 0 per example; reported as accuracy if given.
-        private: False to train the same way without clip and noise, stamped so everywhere.
-        schedule: of the learning rate: a :class:`Schedule`, of which the optimizer's own rates are the maxima, or a torch
-            scheduler of the optimizer, which is stepped after each optimizer step. None leaves the rates alone.
-        ema_decay: of the weight average that is evaluated beside the weights; 0 for none.
+        private: False trains without clipping and noise; everything the run writes is then marked as not private.
+        schedule: the learning rate schedule: a :class:`Schedule`, which scales the optimizer's own rates, or a torch scheduler
+            of the optimizer, which is stepped after each optimizer step. None leaves the rates unchanged.
+        ema_decay: decay of a moving average of the weights, which is evaluated in addition to the weights; 0 for none.
         run_dir: the run's folder; a new one under ``runs/`` by default.
-        config: kept in the folder as ``config.toml``.
-        diagnostics_every: steps between :mod:`~dp_microadam.training.diagnostics` of MicroAdam in the metrics; None: never.
-        callbacks: called with a :class:`StepReport` after each step, in every process.
-        show_private_metrics: also report loss and accuracy on training batches, and the text of errors that processing them
-            raises. All that is outside the guarantee.
-        step_options: of :class:`~dp_microadam.PrivateStep`: ``max_grad_norm``, ``clipping``, ``clipping_options``,
+        config: text that is saved in the folder as ``config.toml``.
+        diagnostics_every: steps between :mod:`~dp_microadam.training.diagnostics` of MicroAdam in the metrics; None for none.
+        callbacks: called with a :class:`StepReport` after each step, on every rank.
+        show_private_metrics: also report loss and accuracy on training batches, and the text of errors raised while processing
+            them. All of that is outside the guarantee.
+        step_options: options of :class:`~dp_microadam.PrivateStep`: ``max_grad_norm``, ``clipping``, ``clipping_options``,
             ``physical_batch_size``, ``prepare`` (for evaluation too), ``augment``, ``num_workers``, ``loader_options``,
             ``max_steps``, ``public``, ``secure``, ``seed``, ``ranks``.
 
     Formal guarantees: those of :class:`~dp_microadam.PrivateStep`, for everything the run writes or shows, if ``private`` is
     True and ``seed`` None: weights, averages, checkpoints, logs, and metrics on validation data that is not part of the
     training data. Excepted are timing, whether a training batch could be processed at all, and what ``show_private_metrics``
-    shows. Assumes that validation data, callbacks, the method and the choice of hyperparameters do not depend on the training
-    data but through what the run publishes.
+    shows. Assumes that validation data, callbacks, the method and the choice of hyperparameters depend on the training data
+    only through what the run publishes.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class PrivateTrainer:
 
     @property
     def finished(self) -> bool:
-        """Whether no step is left and the last one's checkpoint is written."""
+        """Whether all steps are taken and the final checkpoint is written."""
         return not self.step.remaining and self.step.position == self._saved_position
 
     def fit(
@@ -144,11 +145,11 @@ class PrivateTrainer:
         train: Dataset[Any] | Tensor | tuple[Tensor, ...] | dict[str, Tensor],
         validation: Any = None,
     ) -> RunResult:
-        """Train until the plan's steps are spent, ``max_steps`` is reached, or Ctrl-C asks to stop.
+        """Train until the plan's steps are spent, ``max_steps`` is reached, or Ctrl-C is pressed.
 
-        ``train`` and ``validation`` are map-style Datasets, or tensors with examples along the first dimension; all of them in
-        every process, in the same order. Where a Dataset keeps nothing to see that by, several processes need its
-        ``example_ids``: a name or number for each example.
+        ``train`` and ``validation`` are map-style Datasets, or tensors with examples along the first dimension. With several
+        ranks, each needs all of the data in the same order. If that cannot be verified from a Dataset's attributes, the
+        Dataset needs ``example_ids``: a name or number for each example.
         """
         if self.finished:
             return self.result()
@@ -212,7 +213,7 @@ class PrivateTrainer:
             self._call_back(metrics)
 
     def result(self) -> RunResult:
-        """Where the run stands."""
+        """The current state of the run."""
         step = self.step
         return RunResult(
             self.record.path,
@@ -226,9 +227,9 @@ class PrivateTrainer:
         )
 
     def resume(self, run_dir: str | Path | None = None) -> PrivateTrainer:
-        """Take up a run where its newest whole checkpoint left it; ``fit`` then goes on.
+        """Load the newest intact checkpoint of a run, so that ``fit`` continues it.
 
-        Steps recorded after that checkpoint are lost and stay spent. The number of processes may be another than before.
+        Steps recorded after that checkpoint are lost and stay spent. The world size may differ from before.
         """
         if run_dir is not None:
             self.record = self._record_in(Path(run_dir))
@@ -239,7 +240,7 @@ class PrivateTrainer:
             self.step.close()
             return self
         for name in damaged:
-            self.record.log_and_tell(f"checkpoint {name} is damaged and was passed over", shown=self.show_progress)
+            self.record.log_and_tell(f"checkpoint {name} is damaged and was skipped", shown=self.show_progress)
         lost = self.step.position - position
         rest = f"; {lost} steps after it were lost and stay spent" if lost else ""
         self.record.log_and_tell(f"resumed at step {position}{rest}", shown=self.show_progress)
@@ -248,13 +249,13 @@ class PrivateTrainer:
         return self
 
     def peek(self) -> RunResult:
-        """Load the newest weights to look at them; another process may go on training meanwhile."""
+        """Load the newest weights without resuming the run; another process may keep training it."""
         position, content, _ = self._load_newest()
         self.step.peek(position, content["updates"])
         return self.result()
 
     def write_privacy(self, folder: Path | None = None) -> None:
-        """Write ``privacy.json`` and the statement in words, as of the steps recorded so far."""
+        """Write ``privacy.json`` and ``privacy.txt`` for the steps recorded so far."""
         self.step.write_privacy(folder)
 
     def _record_in(self, folder: Path) -> RunRecord:
@@ -262,7 +263,7 @@ class PrivateTrainer:
 
     def _begin(self) -> None:
         self.ranks.from_main(self.record.create)
-        # First of all: of two processes that begin in the same folder, one is refused here.
+        # Before anything else is written: of two runs that begin in the same folder, one is refused here.
         self.step.begin()
         self.ranks.from_main(lambda: self.record.begin(self._config, self.stamp))
         self.ranks.from_main(self._checkpoint)
@@ -313,7 +314,9 @@ class PrivateTrainer:
     def _refuse_shared(self, train: Any, validation: Any) -> None:
         with self.ranks.together():
             if validation is not None and share_examples(train, validation):
-                raise InputError("validation shares examples with the training data; its metrics would be private, hold it out")
+                raise InputError(
+                    "validation shares examples with the training data, so its metrics would be private; use held-out data"
+                )
 
     def _require_same_settings(self, validation: Any) -> None:
         shown = (

@@ -1,4 +1,4 @@
-"""The training examples on their way to the model: sampled, loaded, moved to its device, augmented and prepared."""
+"""Training data: sampled, loaded, moved to the model's device, augmented and prepared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dp_microadam.validation import require_integer
 
 @dataclass(frozen=True)
 class Loading:
-    """How training batches are read and what happens to them before the model sees them.
+    """How training batches are loaded and transformed before the model.
 
     ``loader_options`` go to torch's DataLoader when the data is a Dataset: ``collate_fn``, ``pin_memory``,
     ``prefetch_factor``, ``multiprocessing_context`` and so on. ``seed`` is for tests.
@@ -40,32 +40,32 @@ class Loading:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Loading:
-        """Those of a training step's options that are about loading."""
+        """The options of a training step that concern loading."""
         return cls(**{field.name: options[field.name] for field in fields(cls) if field.name in options})
 
     def transformed(self, batch: Any, model: nn.Module) -> Any:
-        """A training batch as the model gets it."""
+        """A training batch on the model's device, augmented and prepared."""
         batch = moved(batch, model)
         return self.prepared(self.augment(batch) if self.augment else batch)
 
     @property
     def transforms(self) -> str:
-        """What is done to training batches, by the names of the arguments; empty if nothing is."""
+        """The names of the transforms that are set, ``augment`` and ``prepare``; empty if there are none."""
         return " or ".join(name for name in ("augment", "prepare") if getattr(self, name) is not None)
 
     def prepared(self, batch: Any) -> Any:
-        """What training and evaluation batches have in common."""
+        """A batch after ``prepare``, which applies to training and evaluation alike."""
         return self.prepare(batch) if self.prepare else batch
 
     def stream(self, model: nn.Module, step: int, rank: int) -> AbstractContextManager[None]:
-        """What dropout, augmentation and Datasets draw from during a step."""
+        """The random stream of dropout, augmentation and Datasets during a step."""
         return unpredictable_torch(model) if self.seed is None else seeded_torch(model, self.seed, step, rank)
 
 
 class TrainingData:
-    """The examples of one process, from which each step draws its sample.
+    """The training data of one rank, from which each step draws its sample.
 
-    ``sampler_from(step)`` gives the sampler of the steps from that one on.
+    ``sampler_from(step)`` returns a sampler that begins at that step.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class TrainingData:
         self.continue_at(first_step)
 
     def continue_at(self, step: int) -> None:
-        """The next step that is drawn is number ``step``."""
+        """Continue sampling at step number ``step``."""
         sampler = self._sampler_from(step)
         self._steps: Iterator[LogicalStep] = sampler.load(self.data, num_workers=self._loading.num_workers, **self._options)
 
     def sample(self) -> Any:
-        """As many examples as a chunk has at most, as they are read: their shapes are all that may be used."""
+        """A batch of ``physical_batch_size`` examples before transforms; only its shapes may be used."""
         count = min(self._loading.physical_batch_size, self._sampler_from(0).dataset_size)
         with forked_torch(self._model):
             if isinstance(self.data, Dataset):
@@ -106,14 +106,14 @@ class TrainingData:
 
     @contextmanager
     def step(self, index: int) -> Iterator[Iterator[Any]]:
-        """The batches of step number ``index``, one physical chunk at a time; nothing is drawn or read before.
+        """The physical batches of step number ``index``; nothing is drawn or read before.
 
-        Within the block torch's generators have the step's own stream.
+        Within the block torch's generators use the step's own random stream.
         """
         with self._loading.stream(self._model, index, self._rank):  # workers, too, are seeded from it
             step = next(self._steps)
         if step.index != index:
-            raise PrivacyError(f"the sampler is at step {step.index} and the ledger at {index}; they must agree")
+            raise PrivacyError(f"the sampler is at step {step.index}, but the ledger is at step {index}; they must agree")
         with self._loading.stream(self._model, index, self._rank):
             yield (self._loading.transformed(chunk, self._model) for chunk in step.chunks)
 

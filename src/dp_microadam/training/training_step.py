@@ -1,4 +1,4 @@
-"""What private and unprotected training steps have in common: the sample, sums of gradients, phases, several processes."""
+"""The common part of private and unprotected training steps: sampling, sums of gradients, phases, distributed training."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from dp_microadam.training.training_data import Loading, TrainingData
 from dp_microadam.validation import require_integer
 
 _COMPARE_EVERY = 100
-"""Steps between checks that all processes of a run have the same weights and optimizer state."""
+"""Steps between checks that all ranks have the same weights and optimizer state."""
 
 
 class StepOptions(TypedDict, total=False):
-    """Options of a training step, which everything that takes steps passes on; :class:`PrivateStep` says what each does."""
+    """Options of a training step, as :class:`PrivateStep` documents them; trainers and adapters pass them on."""
 
     max_grad_norm: float
     clipping: str
@@ -49,10 +49,10 @@ class StepOptions(TypedDict, total=False):
 
 
 class TrainingStep(ABC):
-    """Draws a sample, sums up the gradients of its examples and returns their mean over the expected batch size.
+    """Base class of training steps: samples a batch, sums the gradients and divides by the expected batch size.
 
-    ``position`` counts the steps taken, those lost in a crash included; ``updates`` counts those whose means were returned,
-    which is what phases and schedules follow.
+    ``position`` counts all steps taken, including those lost in a crash. ``updates`` counts the steps whose means were
+    returned; phases and schedules follow it.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class TrainingStep(ABC):
         self.updates = 0
         self.loading = Loading.of(options)
         self.training_metrics: dict[str, float] = {}
-        """Means of ``training_measures`` over the last step's sample, which are private."""
+        """Means of ``training_measures`` over the last step's sample; they are private."""
         self._loss = per_example_loss
         self._method = method
         self._options = options
@@ -99,11 +99,11 @@ class TrainingStep(ABC):
     @property
     @abstractmethod
     def noise_deviation(self) -> float:
-        """Standard deviation of the noise in each coordinate of a mean."""
+        """Noise standard deviation of each coordinate of a mean."""
 
     @abstractmethod
     def _set_up_noise(self) -> None:
-        """Make what adds noise, for sums of the first engine's sensitivity."""
+        """Create the mechanism that adds noise, for the sensitivity of the first engine."""
 
     @property
     @abstractmethod
@@ -136,7 +136,7 @@ class TrainingStep(ABC):
     @property
     @abstractmethod
     def ledger_head(self) -> str | None:
-        """The hash that the ledger ends with, which a checkpoint carries; None without a ledger."""
+        """The hash of the ledger's last line, which is stored in checkpoints; None without a ledger."""
 
     @abstractmethod
     def take(self) -> dict[str, Tensor]:
@@ -148,57 +148,56 @@ class TrainingStep(ABC):
 
     @abstractmethod
     def describe_spent(self, steps: int) -> str:
-        """What ``steps`` steps spend, in a few words for a progress bar."""
+        """The privacy spent by ``steps`` steps, in a few words for a progress bar."""
 
     @abstractmethod
     def peek(self, position: int, updates: int) -> None:
-        """Know where a run stands, to look at a checkpoint as :meth:`resume` has it, while it may go on elsewhere."""
+        """Set the position from a checkpoint without opening the ledger, so that another process can keep training."""
 
     @abstractmethod
     def write_privacy(self, folder: str | Path | None = None) -> None:
-        """Write ``privacy.json`` and the statement in words into ``folder`` or ``run_dir``, as of the steps taken so far."""
+        """Write ``privacy.json`` and ``privacy.txt`` for the steps taken so far into ``folder``, by default ``run_dir``."""
 
     @abstractmethod
     def _make_engine(self, phase: Phase) -> GradientSums:
-        """The engine that sums up gradients in this phase."""
+        """The engine that sums gradients in this phase."""
 
     @abstractmethod
     def _check_model(self, data: TrainingData) -> None:
-        """What must be known of the model before the first step."""
+        """Check the model before the first step."""
 
     @abstractmethod
     def _withheld(self) -> AbstractContextManager[None]:
-        """Where training examples are handled: what an error says of them may be private."""
+        """The context in which training examples are handled; it withholds error messages that may be private."""
 
     @property
     def remaining(self) -> int:
-        """Steps that are left."""
+        """The number of steps left."""
         return max(0, self.last_step - self.position)
 
     def __len__(self) -> int:
-        """Steps of an epoch: as many as take each example once on average."""
+        """The number of steps per epoch, in which each example is sampled once on average."""
         return math.ceil(self.plan.dataset_size / self.plan.batch_size)
 
     def __iter__(self) -> Iterator[int]:
-        """The numbers of the steps that are left; call :meth:`take` for each. Begins the run if it is not begun or resumed."""
+        """Iterate over the numbers of the remaining steps; call :meth:`take` for each. Begins the run unless it was resumed."""
         if not self.begun:
             self.begin()
         while self.remaining:
             yield self.position
 
     def attach(self, train: Any) -> None:
-        """Draw from ``train`` from now on: a map-style Dataset, or tensors with examples along the first dimension.
+        """Set the training data: a map-style Dataset, or tensors with examples along the first dimension.
 
         Raises:
-            InputError: for data that is not as the plan says, that differs between processes, or a model in which examples
-                interact.
+            InputError: if the data does not match the plan or differs between ranks, or if examples interact in the model.
         """
         with self.ranks.together():
             self._data = TrainingData(train, self._sampler_from, self.position, self.loading, self.model, self.ranks.rank)
             if self._method is not None:
                 self._method.refuse_data(train)
             self._check_model(self._data)
-        if self.ranks.size > 1:
+        if self.ranks.world_size > 1:
             self.ranks.require_same("plan, phases, clipping or randomness", self._rules())
             require_same_data(self.ranks, train)
 
@@ -214,11 +213,11 @@ class TrainingStep(ABC):
         )
 
     def shares_examples(self, data: Any) -> bool:
-        """Whether ``data`` shares examples with the training data, as far as that can be seen without comparing values."""
+        """Whether ``data`` shares examples with the training data, as far as that is visible without comparing values."""
         return self._data is not None and share_examples(self._data.data, data)
 
     def enter_phase(self) -> bool:
-        """Switch to the phase of the next step, as :meth:`take` does too; returns whether it is another one than before."""
+        """Switch to the phase of the next step, as :meth:`take` does too; returns whether the phase changed."""
         phase = phase_at(self.phases, self.updates)
         changed = phase != self.phase
         if changed:
@@ -231,7 +230,7 @@ class TrainingStep(ABC):
         self._data = None
 
     def _rules(self) -> tuple[Any, ...]:
-        """What all processes of a run must have in common."""
+        """Settings that must be the same on all ranks."""
         return self.plan, tuple(self.phases), self.stamp, self._randomness.description
 
     def _switch_to(self, phase: Phase) -> None:
@@ -247,10 +246,10 @@ class TrainingStep(ABC):
             self._data.continue_at(position)
 
     def _prepare_query(self, index: int) -> None:
-        """Set the engine to the phase of step ``index``, to sums of zero, and to the method's scale and row masks."""
+        """Prepare the engine for step ``index``: its phase, sums of zero, and the method's scale and row masks."""
         if index == 1 or index % _COMPARE_EVERY == 0:
             self.refuse_diverged()
-        self.position = index + 1  # taken from here on, even if it fails
+        self.position = index + 1  # counts as taken from here on, even if it fails
         self.enter_phase()
         engine = self._engines.current
         engine.reset()
@@ -258,18 +257,18 @@ class TrainingStep(ABC):
             return
         with self.loading.stream(self.model, index, self.ranks.rank):
             scale = self._method.scale()
-        # A scale from public examples may differ in the last bits from device to device, and must not.
+        # A scale from public examples may differ in the last bits between devices; all ranks must use the same.
         self.ranks.broadcast_(scale.values())
         engine.scale = scale
         engine.row_masks = self._method.row_masks()
 
     def refuse_diverged(self) -> None:
-        """Raise an error unless all processes have the same weights and optimizer state."""
+        """Raise an error unless all ranks have the same weights and optimizer state."""
         optimizer = None if self._method is None else self._method.optimizer
         refuse_diverged(self.ranks, self.model, optimizer, self.position)
 
     def _sums(self, index: int) -> dict[str, Tensor]:
-        """Σ over this process' part of the sample of step ``index``, in the rows that train."""
+        """The sum over this rank's part of the sample of step ``index``, for the rows that train."""
         if self._data is None:
             raise InputError("no training data is attached; pass it as train, or call attach")
         engine = self._engines.current
@@ -285,7 +284,7 @@ class TrainingStep(ABC):
         return selected_rows(engine.sums, self._row_masks())
 
     def _finish(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The step is done: its means, with zeros in the rows that do not train. Sums without noise are forgotten."""
+        """Finish the step: return its means, with zeros in the rows that do not train; forget the sums without noise."""
         self.updates += 1
         self._engines.current.reset()
         self.training_metrics = self._training_means()
@@ -312,7 +311,7 @@ def _randomness(options: StepOptions) -> Randomness:
 
 
 def phases_in_words(phases: Sequence[Phase]) -> list[str]:
-    """The phases of a run that has several, for its statement."""
+    """The phases of a run with several, in words for its privacy statement."""
     if len(phases) == 1:
         return []
     steps: dict[str, int] = {}

@@ -14,7 +14,7 @@ from dp_microadam.training.training_data import Loading, moved
 
 
 class ValidationMetrics:
-    """Measures ``model`` as it is, and with the averaged weights if there are any; names begin with ``validation_``."""
+    """Evaluates ``model``, and its averaged weights if there are any; prefixes are ``validation_`` and ``ema_validation_``."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class ValidationMetrics:
         self._ranks = ranks
 
     def __call__(self, data: Any) -> dict[str, float]:
-        """Means over ``data``, the same in every process; nothing if it is None."""
+        """Means over ``data``, the same on every rank; empty if ``data`` is None."""
         if data is None:
             return {}
         found = self._measure(data, "validation")
@@ -41,7 +41,7 @@ class ValidationMetrics:
         return found
 
     def _measure(self, data: Any, prefix: str) -> dict[str, float]:
-        # Without privacy, buffers of batch normalization follow a process' own part of the examples.
+        # Without privacy, buffers of batch normalization depend on a rank's own shard of the examples.
         self._ranks.broadcast_(self._model.buffers())
         found = evaluate(
             self._model,
@@ -55,7 +55,7 @@ class ValidationMetrics:
 
 
 def in_words(metrics: Mapping[str, float], of_training: Mapping[str, float]) -> str:
-    """Metrics for the person watching; those of training examples are marked.
+    """Metrics in words for the user; those of training examples are marked as private.
 
     >>> in_words({"validation_loss": 0.5}, {"training_loss": 0.25})
     'validation loss 0.5000, training loss 0.2500 (private, outside the guarantee)'

@@ -1,4 +1,4 @@
-"""Errors about training examples, without what they say of them."""
+"""Withholds error messages that may reveal training examples."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError
 
 @contextmanager
 def withheld(advice: str, *, shown: bool = False) -> Iterator[None]:
-    """What goes wrong with training examples, with which and how many, is private: the error does not say it.
+    """Replace errors raised while processing training examples, since which examples fail, how many and how is private.
 
-    Our own sentences pass with their numbers struck out, since those may be of examples drawn; of any other error only its
-    kind is told, followed by ``advice``. With ``shown`` everything passes as it is.
+    Our own errors keep their message with all numbers removed, because these may describe sampled examples. Of any other error
+    only the type is reported, followed by ``advice``. With ``shown`` errors pass unchanged.
     """
     try:
         yield
