@@ -14,7 +14,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text("utf-8")
 
 
 def test_every_data_set_is_explained():
-    table = PAGE.partition("## What is known")[2].partition("\n## ")[0]
+    table = PAGE.partition("## Known data sets")[2].partition("\n## ")[0]
     for name in KNOWN_DATA:
         assert f"`{name}`" in table
 
@@ -30,7 +30,7 @@ def test_the_recipe_shown_trains_on_such_a_table(tmp_path):
 
 
 def test_numbers_and_places_are_those_of_the_code(monkeypatch):
-    assert f"{MEMORY_GIB:g} GiB unless you say otherwise" in PAGE
+    assert f"{MEMORY_GIB:g} GiB by default" in PAGE
     assert Recipe.__dataclass_fields__["data_memory_gib"].default == MEMORY_GIB
     assert f"`image_size` ({SIZE})" in PAGE
     for ending in {ending.removeprefix(".") for ending in EXTENSIONS} - {"jpeg", "tif"}:
@@ -47,4 +47,4 @@ def test_numbers_and_places_are_those_of_the_code(monkeypatch):
 
 
 def test_cifar10_takes_the_memory_the_page_says():
-    assert f"CIFAR-10 in {round(60_000 * 3 * 32 * 32 / 1e6)} MB" in PAGE
+    assert f"CIFAR-10 takes {round(60_000 * 3 * 32 * 32 / 1e6)} MB" in PAGE

@@ -50,7 +50,7 @@ def load(
     data = known(name)
     for option, value in options.items():
         if option not in data.options:
-            raise InputError(f"data option {option} = {value!r} is unknown to {name}; its options are {data.options or 'none'}")
+            raise InputError(f"data option {option} = {value!r} is unknown to {name}; it takes {data.options or 'none'}")
     if image_size is not None:
         require_integer("image_size", image_size, 1)
 

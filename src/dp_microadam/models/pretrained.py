@@ -88,7 +88,7 @@ def _find(source: str, family: str, size: TransformerSize, patch_size: int, norm
         return PretrainedWeights(config, encoder, head, normalization)
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise InputError(f"pretrained is {source!r}, a folder without config.json; create it with save_pretrained")
+            raise InputError(f"pretrained is {source!r}, a folder without config.json; make it with save_pretrained")
         return _from_transformers(source, family, size, patch_size, normalization, local_files_only=True)
     if path.suffix in _FILE_ENDINGS or path.is_absolute() or source.count("/") != 1:
         raise InputError(

@@ -1,4 +1,4 @@
-"""What a run states against what it did: as many steps as its optimizer took, and the ε that these cost.
+"""Checks of the accounting: the ledger has as many steps as the optimizer took, and the stated ε covers them.
 
 With everybody in every step, T steps of noise multiplier σ are one Gaussian mechanism with μ = √T/σ, whose ε at δ solves
 Φ(μ/2 − ε/μ) − e^ε·Φ(−μ/2 − ε/μ) = δ (Balle and Wang 2018). The steps are counted by the optimizer's hook, not
@@ -21,7 +21,7 @@ _ROUNDING = 1e-6
 
 
 def accounting_checks(stated: Stated, noise_multiplier: float, delta: float) -> list[Check]:
-    """A run with rate 1: whether its ledger has every step, and its statement at least the ε of those taken."""
+    """For a run with sample rate 1: does the ledger contain every step, and does the stated ε cover the steps taken?"""
     size = f"{stated.updates:,} steps"
     exact = gaussian_epsilon(stated.updates, noise_multiplier, delta)
     return [

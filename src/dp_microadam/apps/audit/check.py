@@ -1,4 +1,4 @@
-"""What one mechanism check found: a statistic, the range it must be in, and how seldom an honest pipeline leaves it."""
+"""The result of a mechanism check: a statistic, the accepted range, and the probability of a false alarm."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from scipy.stats import binom, chi2
 
 FALSE_ALARM = 1e-8
-"""Probability with which one statistical check accuses an honest pipeline. An audit has fewer than a hundred of them."""
+"""False-alarm probability of one statistical check. An audit has fewer than a hundred of them."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A direct test of one promise that the privacy proof rests on.
+    """A direct test of one assumption of the privacy proof.
 
     ``value`` is the statistic that ``statistic`` describes; outside of ``low`` … ``high`` the promise is refuted.
     ``false_alarm`` bounds the probability of that for an honest pipeline; 0 for checks without chance, whose range allows for
@@ -35,11 +35,11 @@ class Check:
 
     @property
     def violated(self) -> bool:
-        """Whether the promise is refuted; a value that is no number refutes it."""
+        """Whether the check failed; NaN counts as a failure."""
         return not self.low <= self.value <= self.high
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, which knows no infinity."""
+        """The check for JSON, in which infinity is null."""
         return {
             "part": self.part,
             "name": self.name,
@@ -56,12 +56,12 @@ class Check:
 
 
 def refused(part: str, name: str, question: str, error: Exception) -> Check:
-    """A failed check because the pipeline refused to run what it supports; the refusal is its detail."""
+    """A failed check for a pipeline that refused a supported configuration; the detail is the error message."""
     return Check(part, name, question, "the pipeline refused to run", math.inf, 0.0, 0.0, 0.0, "", f"{error}")
 
 
 def count_range(trials: int, probability: float) -> tuple[float, float]:
-    """Where a binomial count is but for ``FALSE_ALARM``, exactly.
+    """Exact range of a binomial count, which it leaves with probability at most ``FALSE_ALARM``.
 
     >>> count_range(1000, 0.5)
     (410.0, 590.0)
@@ -70,7 +70,7 @@ def count_range(trials: int, probability: float) -> tuple[float, float]:
 
 
 def mean_square_range(numbers: int) -> tuple[float, float]:
-    """Where the mean of ``numbers`` squared standard normal numbers is but for ``FALSE_ALARM``, exactly."""
+    """Exact range of the mean of ``numbers`` squared standard normal variables, at ``FALSE_ALARM``."""
     return (
         float(chi2.ppf(FALSE_ALARM / 2, numbers)) / numbers,
         float(chi2.isf(FALSE_ALARM / 2, numbers)) / numbers,
@@ -78,7 +78,7 @@ def mean_square_range(numbers: int) -> tuple[float, float]:
 
 
 def in_words(number: float | None) -> str:
-    """A statistic or the end of a range, short."""
+    """A statistic or the end of a range as short text."""
     if number is None or math.isinf(number):
         return "–"
     if number == int(number) and abs(number) < 1e9:
@@ -87,7 +87,7 @@ def in_words(number: float | None) -> str:
 
 
 def range_in_words(low: float | None, high: float | None) -> str:
-    """The accepted range; a side that does not bind is left out."""
+    """The accepted range as text; an unbounded side is left out."""
     if high is None or math.isinf(high):
         return f"at least {in_words(low)}"
     if low is None or math.isinf(low) or low == 0:
@@ -96,7 +96,7 @@ def range_in_words(low: float | None, high: float | None) -> str:
 
 
 def together(checks: Iterable[Check]) -> float:
-    """Probability that any of the checks accuses an honest pipeline, at most."""
+    """Upper bound on the probability of any false alarm in these checks."""
     return sum(check.false_alarm for check in checks)
 
 

@@ -1,4 +1,4 @@
-"""How far one example can move the clipped sum, over every family of layers that the engine knows.
+"""Checks of the clipped sums, for every family of layers that the clipping engine supports.
 
 For each, ``ClippedGradients`` sums six examples in two chunks, half of them above the clipping norm C, and each of them alone.
 The sum must be that of gradients taken one at a time by autograd in double precision and clipped in plain sight, none alone may
@@ -25,7 +25,7 @@ from dp_microadam.clipping.row_norms import ClippedRowNorms
 from dp_microadam.errors import DPMicroAdamError
 
 TOLERANCE = 2e-5
-"""Of the clipping norm. An example that is not clipped, or not by all of its gradient, is off by ten thousand times that."""
+"""Tolerance in units of the clipping norm. An example that is not or only partly clipped exceeds it ten-thousandfold."""
 
 _EXAMPLES = 6
 _FIRST_CHUNK = 4
@@ -47,7 +47,7 @@ def clipping_checks(advance: Callable[[int], None] = lambda steps: None) -> list
 
 
 def family_check(family: Family) -> Check:
-    """The largest error of the engine on this family, in units of the clipping norm."""
+    """The check of one family: the largest error of the engine, in units of the clipping norm."""
     model = _randomized(family.model())
     batch = family.inputs(_EXAMPLES), _WEIGHTS.clone()
     options = dict(family.options(model))
@@ -78,7 +78,7 @@ def family_check(family: Family) -> Check:
 
 
 def _errors(engine: ClippedGradients, gradients: list[Sums], batch: tuple[Tensor, Tensor], bound: float) -> Mapping[str, float]:
-    """Each in units of C."""
+    """Errors in units of the clipping norm C."""
     expected = _total([_published(_clipped(gradient, engine, bound), engine) for gradient in gradients])
     everyone = torch.arange(_EXAMPLES)
     whole = _sums(engine, [select(batch, rows) for rows in everyone.split(_FIRST_CHUNK)])
@@ -102,7 +102,7 @@ def _sums(engine: ClippedGradients, chunks: list[Any]) -> Sums:
 
 
 def _clipped(gradient: Sums, engine: ClippedGradients, bound: float) -> Sums:
-    """By hand: the whole gradient, or each layer's, scaled to at most its bound."""
+    """Reference clipping: the whole gradient, or each layer's, scaled to at most its clipping norm."""
     if engine.layer_bounds is None:
         return clipped(gradient, bound)
     parts: Sums = {}
@@ -112,7 +112,7 @@ def _clipped(gradient: Sums, engine: ClippedGradients, bound: float) -> Sums:
 
 
 def _published(gradient: Sums, engine: ClippedGradients) -> Sums:
-    """What is summed up of a clipped gradient."""
+    """The part of a clipped gradient that is summed up."""
     if not isinstance(engine, ClippedRowNorms):
         return gradient
     return {name: torch.linalg.vector_norm(part.reshape(len(part), -1), dim=1) for name, part in gradient.items()}
@@ -127,7 +127,7 @@ def _distance(first: Sums, second: Sums) -> float:
 
 
 def _factors(model: nn.Module, options: Mapping[str, Any]) -> Sums:
-    """Scale, or mask of rows, of each parameter, in double precision."""
+    """Scale or row mask of each parameter, in double precision."""
     masks = {
         name: mask.double().view(-1, *[1] * (dict(model.named_parameters())[name].dim() - 1))
         for name, mask in options.get("row_masks", {}).items()
@@ -141,7 +141,7 @@ def _in_double(model: nn.Module, family: Family, batch: Any) -> tuple[nn.Module,
 
 
 def _randomized(model: nn.Module) -> nn.Module:
-    """Away from gains of one and biases of zero, where a wrong gradient may look right."""
+    """Perturb the parameters: with gains of one and biases of zero, a wrong gradient may look right."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))

@@ -1,4 +1,4 @@
-"""One small network for every family of layers, and every strategy, that the clipping engine has; with random data."""
+"""One small network for every family of layers and every strategy of the clipping engine, with synthetic data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Options = Callable[[nn.Module], Mapping[str, Any]]
 
 
 def patterned_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Another output gradient at every position, times each example's weight."""
+    """A loss with a different output gradient at every position, times each example's weight."""
     inputs, weights = batch
     output = model(inputs)
     pattern = torch.linspace(-1, 1.3, output[0].numel(), dtype=output.dtype).view_as(output[0])
@@ -30,7 +30,7 @@ def patterned_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Family:
-    """A network, its inputs, and what the engine is told; ``inputs`` are those of so many examples."""
+    """A network, the options of the engine, and ``inputs``, a function of the number of examples."""
 
     name: str
     model: Callable[[], nn.Module]
@@ -60,7 +60,7 @@ class _Attention(nn.Module):
 
 
 class _Tied(nn.Module):
-    """Words in and words out by one matrix."""
+    """A language model with tied input and output embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class _Tied(nn.Module):
 
 
 class _Repeated(nn.Module):
-    """One layer, three times."""
+    """A network that applies one layer three times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class _Repeated(nn.Module):
 
 
 class _Bare(nn.Module):
-    """Parameters in operations, without a layer: a class token, positions, a temperature."""
+    """A network with bare parameters: class token, position embeddings, temperature."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def _mlp() -> nn.Module:
 
 
 def _views(count: int) -> Tensor:
-    """Three random views of each image, as training makes them."""
+    """Three random augmented views of each image, as in training."""
     views, _ = Augmentation(crop_padding=2, flip=True, multiplicity=3)((_colours(count), torch.zeros(count)))
     return views
 

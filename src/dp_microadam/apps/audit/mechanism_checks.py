@@ -1,4 +1,4 @@
-"""Direct checks of what the privacy proof assumes: the sample, the clip, the noise and the count of steps.
+"""Direct checks of the assumptions of the privacy proof: sampling, clipping, noise and number of steps.
 
 Attacks (``one_run.py``, ``two_world.py``) show that something published reveals too much, and need a fault to cost much privacy
 before they notice. Checks ask for the promises themselves, of the same running code, and notice smaller faults and such that
@@ -25,7 +25,7 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True)
 class CheckSizes:
-    """How much the checks look at: steps of the sampler, of runs of the trainer, and draws of the generator."""
+    """Size of the checks: steps of the sampler and of trainer runs, and draws of the generator."""
 
     sampler_steps: int
     sampled_steps: int
@@ -34,12 +34,12 @@ class CheckSizes:
 
 
 def unwatched(part: str, steps: int) -> Advance:
-    """Tells nobody of progress."""
+    """Ignores progress."""
     return lambda done: None
 
 
 def check_mechanisms(sizes: CheckSizes, watch: Watch = unwatched) -> list[Check]:
-    """Every check of the library's own sampler, clipping engine, noise, ledger and trainer.
+    """Run all checks of the library's own sampler, clipping engine, noise, ledger and trainer.
 
     Formal guarantees: if all of them do what they promise, and the operating system's entropy is uniform, the probability that
     any check fails is at most the sum of their ``false_alarm``, which is below 1e-6.

@@ -1,4 +1,4 @@
-"""Statistics of the noise, as the optimizer gets it: is it Gaussian, of the plan's variance, and never used twice?
+"""Checks of the noise that the optimizer receives: Gaussian, of the plan's variance, and never used twice.
 
 ``PrivateTrainer`` runs on examples whose gradients are exactly zero, so that what it publishes is noise alone: of two weights
 of more than three blocks of random numbers each, and of small tensors beside them. In units of σC/B these are independent
@@ -37,12 +37,12 @@ _WINDOW = 4
 # Of all windows, those whose fingerprint is a multiple of this are compared: the same ones wherever they occur.
 _EVERY = 16
 _SEGMENT = 400
-"""Numbers at the start of each block that are correlated with those of all others."""
+"""Number of values at the start of each block whose correlation with all other blocks is tested."""
 _DRAW = 4
 
 
 class NoisyModel(nn.Module):
-    """Two large weights of equal size, and small tensors of equal size; biases and gains among them."""
+    """A model with two large weights of equal size, and small tensors of equal size such as biases and gains."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class NoisyModel(nn.Module):
 
 
 class NoiseStatistics:
-    """What is kept of the noise of many steps: sums of squares, tails, fingerprints and samples, never all of it."""
+    """Accumulates statistics of the noise of many steps: sums of squares, tails, fingerprints and samples."""
 
     def __init__(self) -> None:
         self.names: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class NoiseStatistics:
         self._places: list[str] = []
 
     def observe(self, noise: dict[str, Numbers]) -> None:
-        """One step's noise in units of its deviation, by tensor."""
+        """Add the noise of one step, in units of its standard deviation, by tensor."""
         self.names = tuple(noise)
         self.sizes = np.array([numbers.size for numbers in noise.values()])
         self.squares.append([float(np.square(numbers, dtype=np.float64).sum()) for numbers in noise.values()])
@@ -163,7 +163,7 @@ class NoiseStatistics:
 
 
 def published_noise(steps: int, advance: Callable[[int], None] = lambda steps: None) -> tuple[NoiseStatistics, Stated]:
-    """Noise of a run of ``PrivateTrainer`` of ``steps`` steps and of a short second run, and what the first states."""
+    """Noise of a run of ``PrivateTrainer`` and of a short second run, and the privacy statement of the first."""
     statistics = NoiseStatistics()
     stated = None
     for count in (steps, max(2, steps // 20)):
@@ -184,7 +184,7 @@ def published_noise(steps: int, advance: Callable[[int], None] = lambda steps: N
 
 
 def noise_plan(steps: int) -> PrivacyPlan:
-    """Everybody in every step, so that what the run spends is known in closed form."""
+    """A plan with sample rate 1, whose ε is known in closed form."""
     return PrivacyPlan(EXAMPLES, EXAMPLES, NOISE_MULTIPLIER, steps, DELTA, "pld")
 
 
@@ -194,7 +194,7 @@ def _weighted_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def seed_check(draws: int, advance: Callable[[int], None] = lambda steps: None) -> Check:
-    """Whether generators of separate draws ever begin alike, as they do by the birthday paradox if their seeds are short."""
+    """Check that separate generators never start alike, which short seeds would cause by the birthday paradox."""
     randomness = Randomness.from_entropy()
     starts = np.empty((draws, _DRAW), dtype=np.float32)
     for step in range(draws):
@@ -206,7 +206,7 @@ def seed_check(draws: int, advance: Callable[[int], None] = lambda steps: None) 
 
 
 def _fingerprints(numbers: Numbers) -> NDArray[np.uint64]:
-    """64 bits of every few windows of consecutive numbers, chosen by their content so that equal windows are both chosen."""
+    """64-bit fingerprints of some windows of consecutive numbers, chosen by content so that equal windows are both chosen."""
     # A copy of the bits, of which −0 and 0 are one number.
     bits = (numbers + np.float32(0)).view(np.uint32).astype(np.uint64)
     mixed = np.zeros(len(bits) - _WINDOW + 1, dtype=np.uint64)
@@ -217,5 +217,5 @@ def _fingerprints(numbers: Numbers) -> NDArray[np.uint64]:
 
 
 def _normal_limit() -> float:
-    """Where a standard normal number is, either side, but for ``FALSE_ALARM``."""
+    """Two-sided range of a standard normal variable at ``FALSE_ALARM``."""
     return float(chi2.isf(FALSE_ALARM, 1)) ** 0.5

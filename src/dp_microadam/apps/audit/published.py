@@ -1,4 +1,4 @@
-"""What ``PrivateTrainer`` hands to its optimizer, step by step, and what it states about that run."""
+"""Runs ``PrivateTrainer`` and records the privatized gradients that its optimizer receives, and the run's privacy statement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dp_microadam.training.trainer import PrivateTrainer
 
 @dataclass(frozen=True)
 class Stated:
-    """What a run did, as its optimizer saw it, and what it says about that."""
+    """Steps that the optimizer of a run took, and what the run states about them."""
 
     updates: int
     steps_recorded: int
@@ -36,7 +36,7 @@ def published_steps(
     max_grad_norm: float,
     physical_batch_size: int = 256,
 ) -> Stated:
-    """Train under ``plan`` as users do, and show ``observe`` each parameter's privatized gradient in each step.
+    """Train with ``plan`` as users do, and call ``observe`` with each parameter's privatized gradient in each step.
 
     Sampler, clipping, noise, ledger and MicroAdam are real, and draw from the operating system's entropy. The only eye on them
     is a hook that torch has on every optimizer. What ``observe`` keeps it must copy.
@@ -70,5 +70,5 @@ def published_steps(
 
 
 def memory_folder() -> str | None:
-    """Where files stay in memory, if the system has such a place: thousands of ledger entries are synced to disk otherwise."""
+    """A folder in memory, if the system has one: otherwise thousands of ledger entries are synced to disk."""
     return "/dev/shm" if Path("/dev/shm").is_dir() else None

@@ -1,4 +1,4 @@
-"""Statistics of who is drawn: is it the Poisson sample that the accountant accounts for?
+"""Checks of the sampling: is it the Poisson sampling that the accountant assumes?
 
 Each of N examples is in each of T steps with probability q, independently. So the number of examples in a step is
 Binomial(N, q), in mean and in variance (batches of fixed size have none), an example's number of steps is Binomial(T, q), and
@@ -24,7 +24,7 @@ from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.sampling import PoissonSampler
 
 Drawn = NDArray[np.uint8]
-"""How often each step drew each example: steps × examples."""
+"""How often each step sampled each example: steps × examples."""
 
 # Beyond three blocks of random numbers, each of which has a generator of its own.
 BLOCK = 1 << 16
@@ -39,7 +39,7 @@ _COLUMNS = 1 << 15
 
 
 def sampler_checks(steps: int, advance: Callable[[int], None] = lambda steps: None) -> list[Check]:
-    """``PoissonSampler`` on more than three blocks of random numbers, in two runs of ``steps`` steps each."""
+    """Check ``PoissonSampler`` on more than three blocks of random numbers, in two runs of ``steps`` steps each."""
     plan = sampler_plan(steps)
     drawn = np.zeros((2 * steps, _EXAMPLES), dtype=np.uint8)
     rows = iter(drawn)
@@ -54,12 +54,12 @@ def sampler_checks(steps: int, advance: Callable[[int], None] = lambda steps: No
 
 
 def sampler_plan(steps: int) -> PrivacyPlan:
-    """Of whose sampling rate there is nothing special; a sampler knows nothing of noise."""
+    """A plan with a generic sample rate; the sampler does not use the noise."""
     return PrivacyPlan(_EXAMPLES, _BATCH, noise_multiplier=1.0, steps=steps, delta=1e-6)
 
 
 def published_sample_checks(steps: int, advance: Callable[[int], None] = lambda steps: None) -> list[Check]:
-    """The same of a run of ``PrivateTrainer``, read off what it hands to its optimizer, and what an example adds to it.
+    """Check the sampling of a run of ``PrivateTrainer`` from its privatized gradients, and the contribution of each example.
 
     Each example's gradient is ten times the clipping norm, at an entry of the weights that no other example has. So what a
     step publishes, in units of C/B, is 1 at the entries of those who were drawn and 0 at the others, plus noise.
@@ -88,7 +88,7 @@ def published_sample_checks(steps: int, advance: Callable[[int], None] = lambda 
 
 
 def drawing_checks(source: str, drawn: Drawn, rate: float) -> list[Check]:
-    """Whether ``drawn`` is a Poisson sample of this rate in every step; ``source`` says who drew it.
+    """Check that ``drawn`` is a Poisson sample of this rate in every step; ``source`` names the sampler.
 
     Formal guarantees: for a Poisson sample each check fails with probability at most ``FALSE_ALARM``.
     """
@@ -149,7 +149,7 @@ def _mean_square_of_scores(counts: NDArray[np.int64], trials: int, rate: float) 
 
 
 def _overlaps(source: str, drawn: Drawn, rate: float, size: str) -> Check:
-    """The most unlikely number of examples that two steps have in common, over all pairs of steps."""
+    """The least probable number of common examples over all pairs of steps."""
     steps, examples = drawn.shape
     common = np.zeros((steps, steps))
     for start in range(0, examples, _COLUMNS):
@@ -174,7 +174,7 @@ def _overlaps(source: str, drawn: Drawn, rate: float, size: str) -> Check:
 
 
 def _coincidences(part: str, name: str, question: str, first: Drawn, second: Drawn, rate: float, size: str) -> Check:
-    """Two things that are each drawn with the rate, and never in two pairs: together with its square."""
+    """Check that disjoint pairs, each member sampled at the rate, occur together with its square."""
     columns, rows = min(first.shape[1], second.shape[1]), min(len(first), len(second))
     first, second = first[:rows, :columns], second[:rows, :columns]
     expected = first.size * rate**2
@@ -187,7 +187,7 @@ def _coincidences(part: str, name: str, question: str, first: Drawn, second: Dra
 
 
 def _blocks(drawn: Drawn, rate: float) -> Check:
-    """Each block of uniform numbers has a generator of its own: examples a block apart must not be drawn together."""
+    """Check that examples one block apart are sampled independently: each block of uniform numbers has its own generator."""
     at_least_once = (drawn > 0).astype(np.uint8)
     size = f"{drawn.shape[0]:,} steps, {BLOCK:,} pairs of examples"
     question = f"does an example say nothing about the one {BLOCK:,} further on?"
@@ -196,7 +196,7 @@ def _blocks(drawn: Drawn, rate: float) -> Check:
 
 
 def _contributions(values: NDArray[np.float64], drawn: Drawn) -> Check:
-    """What an example adds is the clipping norm over the expected batch: 1, on average over those that a step drew."""
+    """Check that a sampled example contributes the clipping norm over the expected batch size: 1, on average over a step."""
     taking_part = drawn > 0
     counts = np.maximum(taking_part.sum(1), 1)
     means = np.where(taking_part, values - 1, 0).sum(1) / counts
@@ -213,7 +213,7 @@ def _contributions(values: NDArray[np.float64], drawn: Drawn) -> Check:
 
 
 def _noise_beside(noise: NDArray[np.float64]) -> Check:
-    """Noise where there are examples: as large as where there are none, in every step."""
+    """Check that the noise in directions with examples is as large as in those without, in every step."""
     low, high = mean_square_range(noise.size)
     return Check(
         "noise",

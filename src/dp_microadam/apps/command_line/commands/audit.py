@@ -48,7 +48,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--delta", type=float, default=1e-5, metavar="D", help="δ of the one-run audit (default: 1e-5)")
     parser.add_argument("--canaries", type=int, metavar="M", help="canaries of the one-run audit (default: by profile)")
     parser.add_argument(
-        "--epsilon", type=float, metavar="E", help=f"claimed ε of the one-run audit (default: {_DEFAULT_EPSILON:g})"
+        "--repetitions",
+        type=int,
+        metavar="R",
+        help="repetitions with and without the target example, for one-step audits (default: by profile)",
     )
     parser.add_argument(
         "--confidence", type=float, default=0.95, metavar="P", help="confidence of all attacks together (default: 0.95)"
