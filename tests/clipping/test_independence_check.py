@@ -241,9 +241,9 @@ class Keeps(nn.Module):
     ],
 )
 def test_examples_kept_in_plain_attributes_are_refused_by_name(how, what):
-    assert_refused(Keeps(how), cross_entropy, features(), f"{what}.*depends on examples of a batch that came before")
+    assert_refused(Keeps(how), cross_entropy, features(), f"{what}.*depends on examples of an earlier batch")
     inside = nn.Sequential(nn.Identity(), Keeps(how))
-    assert_refused(inside, cross_entropy, features(), "depends on examples of a batch that came before")
+    assert_refused(inside, cross_entropy, features(), "depends on examples of an earlier batch")
 
 
 @pytest.mark.parametrize("how", ["counter", "cache by size", "last output, never used"])
