@@ -24,7 +24,7 @@ test: $(VENV)/.ready-test lint
 	$(PYTEST)
 
 test-all: $(VENV)/.ready-test lint
-	$(PYTEST) -m ''
+	DP_MICROADAM_THOROUGH=1 $(PYTEST) -m ''
 
 lint: $(VENV)/.ready-test
 	$(BIN)/ruff check .
