@@ -176,9 +176,9 @@ class _TransformCheck:
         rows = batch_size(result)
         if rows != count:
             raise InputError(
-                f"{self._what} makes {rows} rows of {count} examples, so that an example counts more or less than once; return "
-                "one row for each example, and several views of an example as a dimension of their own, [B, K, ...], whose "
-                "losses are averaged"
+                f"{self._what} makes {rows} rows of {count} examples, so that an example counts more or less than once; it "
+                "must return one row for each example, and several views of an example as a dimension of their own, "
+                "[B, K, ...], whose losses are averaged"
             )
         return tree_leaves(result)
 
