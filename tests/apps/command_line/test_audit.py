@@ -9,18 +9,37 @@ from io import StringIO
 
 import pytest
 
+from dp_microadam.apps.audit import clipping_checks, suite
+from dp_microadam.apps.audit.mechanism_checks import CheckSizes
 from dp_microadam.apps.command_line.cli import main
 
 # Findings hold at a confidence at which an honest pipeline is accused with a probability of 1e-7.
 SURE = "0.9999999"
 
 
+def small_checks(monkeypatch, sizes):
+    """The quick profile with checks of these sizes; ``make test-all`` runs it at its own."""
+    monkeypatch.setitem(suite.PROFILES, "quick", suite.Profile(1000, 100, sizes))
+
+
+def few_checks(monkeypatch):
+    """Checks that take seconds: a fault is planted, and it is a large one."""
+    small_checks(monkeypatch, CheckSizes(sampler_steps=5, sampled_steps=5, noise_steps=2, draws=100))
+    monkeypatch.setattr(clipping_checks, "FAMILIES", clipping_checks.FAMILIES[:3])
+
+
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory):
     """The folder, exit code and output of one audit, run in an empty folder."""
     working = tmp_path_factory.mktemp("audit")
-    with contextlib.chdir(working), redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
-        code = main(["audit", "--canaries", "2000", "--repetitions", "100", "--confidence", SURE])
+    with (
+        contextlib.chdir(working),
+        redirect_stdout(StringIO()) as out,
+        redirect_stderr(StringIO()) as err,
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
+        small_checks(monkeypatch, CheckSizes(sampler_steps=20, sampled_steps=40, noise_steps=12, draws=3_000))
+        code = main(["audit", "--canaries", "2000", "--repetitions", "40", "--confidence", SURE])
     (folder,) = working.glob("runs/audit-*")
     return folder, code, out.getvalue(), err.getvalue()
 
@@ -35,7 +54,7 @@ def test_an_honest_pipeline_gives_exit_code_0_and_a_page(honest):
         "one run", "noise scale", "batch size", "coordinates", "repeated noise", "sampling"
     ]  # fmt: skip
     assert report["findings"][0]["canaries"] == 2000
-    assert report["findings"][1]["repetitions"] == 100
+    assert report["findings"][1]["repetitions"] == 40
     assert {check["part"] for check in report["checks"]} == {"sampling", "clipping", "noise", "accounting"}
     assert len(report["checks"]) == 50
     assert 0 < report["false_alarm_of_checks"] == sum(check["false_alarm"] for check in report["checks"]) < 1e-6
@@ -84,8 +103,8 @@ def test_the_page_stands_alone_and_says_what_an_audit_can_and_cannot_show(honest
         "Shown",
         "Confidence",
         "Canaries 2,000",
-        "Repetitions 100",
-        "Repetitions 50",
+        "Repetitions 40",
+        "Repetitions 20",
         "cannot be audited by one run",
         "not a proof",
     ):
@@ -114,7 +133,7 @@ def test_one_line_says_what_is_shown_and_at_which_confidence(honest):
     assert "50 checks of sampling, clipping, noise and accounting hold" in line
     assert "99.99999 %" in line
     assert f"page runs/{folder.name}/audit.html" in out
-    assert "two worlds: noise: 200 steps" in err
+    assert "two worlds: noise: 80 steps" in err
     assert "checks: clipping: 24 steps" in err
 
 
@@ -134,19 +153,10 @@ def test_a_violation_gives_exit_code_1_and_is_named(tmp_path, capsys, monkeypatc
     assert "claim refuted" in (tmp_path / "audit.html").read_text(encoding="utf-8")
 
 
-def small_checks(monkeypatch):
-    """Checks that take seconds: a fault is planted, and it is a large one."""
-    from dp_microadam.apps.audit import suite
-    from dp_microadam.apps.audit.mechanism_checks import CheckSizes
-
-    small = CheckSizes(sampler_steps=5, sampled_steps=5, noise_steps=2, draws=100)
-    monkeypatch.setitem(suite.PROFILES, "quick", suite.Profile(1000, 100, small))
-
-
 def test_a_failed_check_gives_exit_code_1_and_is_named(tmp_path, capsys, monkeypatch):
     from dp_microadam.privacy.sampling import PoissonSampler
 
-    small_checks(monkeypatch)
+    few_checks(monkeypatch)
     monkeypatch.setattr(PoissonSampler, "sample_rate", property(lambda self: 1.3 * self.batch_size / self.dataset_size))
     assert main(["audit", "--only", "checks", "--out", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
@@ -169,7 +179,7 @@ def test_a_failed_check_gives_exit_code_1_and_is_named(tmp_path, capsys, monkeyp
 def test_a_pipeline_that_refuses_to_run_is_a_violation_that_is_reported_and_not_an_error(tmp_path, capsys, monkeypatch):
     from dp_microadam.clipping.engine import ClippedGradients
 
-    small_checks(monkeypatch)
+    few_checks(monkeypatch)
     ones = staticmethod(lambda norms, bound, usable: usable.to(norms.dtype))
     monkeypatch.setattr(ClippedGradients, "_coefficients", ones)
     assert main(["audit", "--json", "--quiet", "--out", str(tmp_path)]) == 1
@@ -208,6 +218,11 @@ def test_bad_input_gets_one_sentence_and_exit_code_2(capsys, arguments, named):
     assert shown.out == ""
     assert named in shown.err
     assert shown.err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_the_quick_profile_finds_no_violation(tmp_path):
+    assert main(["audit", "--confidence", SURE, "--quiet", "--out", str(tmp_path)]) == 0
 
 
 @pytest.mark.slow
