@@ -39,7 +39,7 @@ def honest(tmp_path_factory):
         pytest.MonkeyPatch.context() as monkeypatch,
     ):
         small_checks(monkeypatch, CheckSizes(sampler_steps=20, sampled_steps=40, noise_steps=12, draws=3_000))
-        code = main(["audit", "--canaries", "2000", "--repetitions", "40", "--confidence", SURE])
+        code = main(["audit", "--canaries", "2000", "--repetitions", "100", "--confidence", SURE])
     (folder,) = working.glob("runs/audit-*")
     return folder, code, out.getvalue(), err.getvalue()
 
@@ -54,7 +54,7 @@ def test_an_honest_pipeline_gives_exit_code_0_and_a_page(honest):
         "one run", "noise scale", "batch size", "coordinates", "repeated noise", "sampling"
     ]  # fmt: skip
     assert report["findings"][0]["canaries"] == 2000
-    assert report["findings"][1]["repetitions"] == 40
+    assert report["findings"][1]["repetitions"] == 100
     assert {check["part"] for check in report["checks"]} == {"sampling", "clipping", "noise", "accounting"}
     assert len(report["checks"]) == 50
     assert 0 < report["false_alarm_of_checks"] == sum(check["false_alarm"] for check in report["checks"]) < 1e-6
@@ -103,8 +103,8 @@ def test_the_page_stands_alone_and_says_what_an_audit_can_and_cannot_show(honest
         "Shown",
         "Confidence",
         "Canaries 2,000",
-        "Repetitions 40",
-        "Repetitions 20",
+        "Repetitions 100",
+        "Repetitions 50",
         "cannot be audited by one run",
         "not a proof",
     ):
@@ -133,7 +133,7 @@ def test_one_line_says_what_is_shown_and_at_which_confidence(honest):
     assert "50 checks of sampling, clipping, noise and accounting hold" in line
     assert "99.99999 %" in line
     assert f"page runs/{folder.name}/audit.html" in out
-    assert "two worlds: noise: 80 steps" in err
+    assert "two worlds: noise: 200 steps" in err
     assert "checks: clipping: 24 steps" in err
 
 
