@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,8 @@ from dp_microadam.training.masked_rows import scatter_rows, selected_rows
 from dp_microadam.training.method import Method, Phase, Steps, phase_at
 from dp_microadam.training.training_data import Loading, TrainingData
 from dp_microadam.validation import require_integer
+
+Result = TypeVar("Result")
 
 _COMPARE_EVERY = 100
 """Steps between checks that all ranks have the same weights and optimizer state."""
@@ -69,7 +70,7 @@ class TrainingStep(ABC):
     ) -> None:
         self.run_dir = Path(run_dir)
         self.model = model
-        self.plan = plan
+        self._plan = plan
         ranks, max_steps = options.get("ranks"), options.get("max_steps")
         self.ranks = ranks_here() if ranks is None else ranks
         self.last_step = min(plan.steps, plan.steps if max_steps is None else require_integer("max_steps", max_steps, 1))
@@ -95,6 +96,11 @@ class TrainingStep(ABC):
             method.enter(self.phase)
         if train is not None:
             self.attach(train)
+
+    @property
+    def plan(self) -> Steps:
+        """The plan, which cannot be exchanged: sampler, noise and ledger have read it."""
+        return self._plan
 
     @property
     @abstractmethod
@@ -167,8 +173,8 @@ class TrainingStep(ABC):
         """Check the model before the first step."""
 
     @abstractmethod
-    def _withheld(self) -> AbstractContextManager[None]:
-        """The context in which training examples are handled; it withholds error messages that may be private."""
+    def _guarded(self, work: Callable[[], Result]) -> Result:
+        """What ``work`` on training examples returns; error messages that may be private are withheld."""
 
     @property
     def remaining(self) -> int:
@@ -271,17 +277,21 @@ class TrainingStep(ABC):
         """The sum over this rank's part of the sample of step ``index``, for the rows that train."""
         if self._data is None:
             raise InputError("no training data is attached; pass it as train, or call attach")
-        engine = self._engines.current
+        data = self._data
+        self._totals = self._guarded(lambda: self._accumulate(data, index))
+        return selected_rows(self._engines.current.sums, self._row_masks())
+
+    def _accumulate(self, data: TrainingData, index: int) -> list[float]:
+        """Sum up the gradients of the sample; returns totals of the training measures, and the count of examples with them."""
         totals = [0.0] * len(self._training_measures)
         count = 0
-        with self._withheld(), self._data.step(index) as chunks:
+        with data.step(index) as chunks:
             for chunk in chunks:
-                engine.accumulate(chunk)
+                self._engines.current.accumulate(chunk)
                 for number, values in enumerate(self._measured(chunk)):
                     totals[number] += float(values.sum())
                     count += len(values) if number == 0 else 0
-        self._totals = [*totals, count]
-        return selected_rows(engine.sums, self._row_masks())
+        return [*totals, count]
 
     def _finish(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
         """Finish the step: return its means, with zeros in the rows that do not train; forget the sums without noise."""
