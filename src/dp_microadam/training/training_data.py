@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -103,6 +103,7 @@ class TrainingData:
 
     def continue_at(self, step: int) -> None:
         """Continue sampling at step number ``step``."""
+        self._first = True
         sampler = self._sampler_from(step)
         self._steps: Iterator[LogicalStep] = sampler.load(self.data, num_workers=self._loading.num_workers, **self._options)
 
@@ -123,8 +124,10 @@ class TrainingData:
 
         Within the block torch's generators use the step's own random stream.
         """
-        with self._loading.stream(self._model, index, self._rank):  # workers, too, are seeded from it
+        # The first step makes the loader, which seeds its workers; others draw from the sampler's own randomness alone.
+        with self._loading.stream(self._model, index, self._rank) if self._first else nullcontext():
             step = next(self._steps)
+        self._first = False
         if step.index != index:
             raise PrivacyError(f"the sampler is at step {step.index}, but the ledger is at step {index}; they must agree")
         with self._loading.stream(self._model, index, self._rank):

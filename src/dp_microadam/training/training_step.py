@@ -261,8 +261,10 @@ class TrainingStep(ABC):
         engine.reset()
         if self._method is None:
             return
-        with self.loading.stream(self.model, index, self.ranks.rank):
-            scale = self._method.scale()
+        scale: Mapping[str, Tensor] = {}
+        if type(self._method).scale is not Method.scale:
+            with self.loading.stream(self.model, index, self.ranks.rank):
+                scale = self._method.scale()
         # A scale from public examples may differ in the last bits between devices; all ranks must use the same.
         self.ranks.broadcast_(scale.values())
         engine.scale = scale
