@@ -6,15 +6,8 @@ Every layer is clipped exactly without a rule too, by repeating its forward pass
 import torch
 from torch import nn
 
-from dp_microadam import (
-    ClippedGradients,
-    GradientRows,
-    LayerRule,
-    PartsCall,
-    UnchangedInput,
-    per_example_gradients,
-    register_rule,
-)
+from dp_microadam import ClippedGradients, GradientRows, LayerRule, PartsCall, UnchangedInput, register_rule
+from dp_microadam.clipping.per_example import per_example_gradients
 
 
 class PReLUCall(PartsCall):
@@ -56,8 +49,7 @@ def loss(model, batch):
 
 engine = ClippedGradients(model, loss, max_grad_norm=1.0)  # a rule that is wrong is refused before the first step
 norms = engine.accumulate(batch)
-slow = [
-    torch.cat([part.flatten() for part in gradient.values()]).norm() for gradient in per_example_gradients(model, loss, batch)
-]
-print(f"largest difference from gradients taken one by one: {float((norms - torch.stack(slow)).abs().max()):.1e}")
+rows = per_example_gradients(model, loss, batch)  # one by one
+slow = torch.stack([torch.cat([part.flatten() for part in row.values()]).norm() for row in rows])
+print(f"largest difference from gradients taken one by one: {float((norms - slow).abs().max()):.1e}")
 engine.explain()

@@ -72,12 +72,13 @@ class IndexTracker(TorchDispatchMode):
         """Exclusive upper bounds in the order of the batch's leaves, to be tried in turn.
 
         Integers that index several tensors are valid in the smallest of them. But its size may depend on the batch, as that
-        of a count of classes does. So the largest is tried first where an index out of range raises an exception.
+        of a count of classes does. So the largest is tried first where an index out of range raises an exception, and before
+        it, sizes are ignored that the integers of this very batch would need, as in ``one_hot`` without a number of classes.
         """
         on_cpu = all(self._batch[position].device.type == "cpu" for position in self._leaves)
         found: list[list[int]] = []
-        for choose in (max, min) if on_cpu else (min,):
-            bounds = [self._bound(i, choose) if i in self._leaves else 2 for i in range(len(self._batch))]
+        for choose, ignore in ((max, True), (max, False), (min, False)) if on_cpu else ((min, False),):
+            bounds = [self._bound(i, choose, ignore) if i in self._leaves else 2 for i in range(len(self._batch))]
             if max(bounds, default=2) > 2 and bounds not in found:
                 found.append(bounds)
         return found
@@ -87,14 +88,16 @@ class IndexTracker(TorchDispatchMode):
         free = [bounds[position] - 1 for position, leaf in self._leaves.items() if not leaf.sizes]
         return float(max([1, *free]))
 
-    def _bound(self, position: int, choose: Callable[[Sequence[int]], int]) -> int:
+    def _bound(self, position: int, choose: Callable[[Sequence[int]], int], ignore_needed: bool) -> int:
         tensor, leaf = self._batch[position], self._leaves[position]
+        needed = int(tensor.max()) + 1 if ignore_needed and tensor.numel() else 0
+        sizes = [size for size in leaf.sizes if size != needed]
         largest = torch.iinfo(tensor.dtype).max + 1
         # An index out of range is an exception on the CPU; elsewhere it may end the process. Of integers that an index is
         # computed from, such as lengths, it is unknown which are valid, and others may mix examples without an exception.
         if leaf.computed or (tensor.device.type != "cpu" and not (leaf.sizes or tensor.dtype == torch.uint8)):
             return 2
-        return max(2, min(largest, choose(leaf.sizes) if leaf.sizes else _PIXELS))
+        return max(2, min(largest, choose(sizes) if sizes else _PIXELS))
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

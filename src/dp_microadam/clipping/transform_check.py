@@ -48,6 +48,9 @@ _EXAMPLES = 3
 _SCALES = (1e3, 1.0, 30.0)
 _SEEDS_OF_DRAWS = 32
 
+# How many batches have classes that all differ: whichever is the largest is replaced in turn.
+_SPREAD = 2
+
 # The number of different examples in a large batch.
 _DISTINCT = 12
 
@@ -77,11 +80,12 @@ def check_transform(transform: Transform, batch: Any, model: nn.Module, *, what:
         source = check.accepted(start)
         examples, others = source.draw(raw.batch, _EXAMPLES, None)
         drew = check.check_no_mixing(examples, others, source.seed, [[0], [1], [2]], [[0], [2], [1, 2], [0, 1]])
-        further = source.reseeded(1)
-        examples, others = further.draw(raw.batch, _EXAMPLES, None, spread=True)
-        check.check_no_mixing(scaled(examples, _SCALES), others, further.seed, [[0], [2]], [[0, 2]], required=False)
+        for step in range(1, 1 + _SPREAD):
+            further = source.reseeded(step)
+            examples, others = further.draw(raw.batch, _EXAMPLES, None, spread=True)
+            check.check_no_mixing(scaled(examples, _SCALES), others, further.seed, [[0], [1], [2]], [[0, 2]], required=False)
         for step in range(_SEEDS_OF_DRAWS if drew else 0):
-            further = source.reseeded(2 + step)
+            further = source.reseeded(1 + _SPREAD + step)
             examples, others = further.draw(raw.batch, _EXAMPLES, None)
             check.check_no_mixing(examples, others, further.seed, [[0], [1], [2]], [], required=False)
         count = raw.count
@@ -176,9 +180,9 @@ class _TransformCheck:
         rows = batch_size(result)
         if rows != count:
             raise InputError(
-                f"{self._what} makes {rows} rows of {count} examples, so that an example counts more or less than once; return "
-                "one row for each example, and several views of an example as a dimension of their own, [B, K, ...], whose "
-                "losses are averaged"
+                f"{self._what} makes {rows} rows of {count} examples, so that an example counts more or less than once; it "
+                "must return one row for each example, and several views of an example as a dimension of their own, "
+                "[B, K, ...], whose losses are averaged"
             )
         return tree_leaves(result)
 

@@ -382,7 +382,7 @@ def _refuse_options(step_options: StepOptions, host: dict[str, Any], method: Met
     if isinstance(optimizer, Method):
         raise InputError(f"optimizers has a {type(optimizer).__name__}, which is a method as a whole; give it as method")
     if method is not None and (optimizer is not None or host.get("optimizer_cls_and_kwargs") is not None):
-        raise InputError("both a method and an optimizer are given; a method has its own optimizer")
+        raise InputError("both a method and an optimizer are given; a method has its own optimizer, so give one of the two")
 
 
 def _state_in(checkpoint: Path) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class IsolatedLoss:
         if changed:
             raise PrivacyError(
                 f"{changed[0]} was changed by the loss, and would carry something of training examples out unprotected; "
-                "gather figures in validation, on held-out examples"
+                "keep figures in validation alone, on held-out examples"
             )
         return losses
 
@@ -81,7 +81,8 @@ def nothing_logged(trainer: Any) -> Iterator[None]:
                 changed.append(name)
     if changed:
         raise PrivacyError(
-            f"trainer.{changed[0]} was changed while training examples were looked at; what they tell is private"
+            f"trainer.{changed[0]} was changed while training examples were read, whose losses and metrics are private; "
+            "log metrics in validation_step, on held-out examples"
         )
 
 
@@ -248,7 +249,7 @@ def _refusing(name: str, metric: Any) -> Callable[..., Any]:
     def refuse(*arguments: Any, **options: Any) -> Any:
         raise PrivacyError(
             f"metric {name!r} ({type(metric).__name__}) was updated from training examples, and would be logged unprotected; "
-            "update it in validation_step, on held-out examples"
+            "call it in validation_step, on held-out examples"
         )
 
     return refuse

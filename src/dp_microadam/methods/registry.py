@@ -47,7 +47,9 @@ def build(name: str, model: nn.Module, lr: float, options: Mapping[str, Any]) ->
         return builder_of(name)(model, lr=lr, **{option: _value(value) for option, value in options.items()})
     except TypeError as error:
         given = ", ".join(f"{option} = {value!r}" for option, value in options.items())
-        raise InputError(f"{name} does not accept {given}: {error}") from None
+        raise InputError(
+            f"{name} does not accept {given} ({error}); give options and values that its signature takes"
+        ) from None
 
 
 def refuse_bad_options(name: str, lr: float, options: Mapping[str, Any]) -> None:

@@ -45,7 +45,9 @@ def make_optimizer(
         raise
     except (TypeError, ValueError) as error:
         given = ", ".join(f"{option} = {value!r}" for option, value in options.items())
-        raise InputError(f"{name} does not accept {given or f'lr = {lr}'}: {error}") from None
+        raise InputError(
+            f"{name} does not accept {given or f'lr = {lr}'} ({error}); give options and values that its signature takes"
+        ) from None
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

@@ -64,7 +64,7 @@ def unusable_reason(param: Tensor, own: Tensor, given: Tensor) -> str | None:
     if own.device.type == "meta":
         return "is on the meta device, which holds no values; move the model to a real device first"
     if own.numel() and not (own.data_ptr() and given.data_ptr()):
-        return "or its gradient has no storage; it was freed, or the tensor is a wrapper around other tensors"
+        return "or its gradient has no storage: it was freed or wraps other tensors; give plain tensors that hold their values"
     if not own.is_contiguous() and any(stride == 0 < size - 1 for size, stride in zip(own.shape, own.stride(), strict=True)):
         return "is an expanded tensor, whose coordinates share memory; use .clone()"
     return None

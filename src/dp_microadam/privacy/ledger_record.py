@@ -142,7 +142,7 @@ def read_ledger(run: str | os.PathLike[str]) -> LedgerRecord:
     try:
         header = read_object(first)
         if header is None:
-            raise InputError("its first line is not a JSON object")
+            raise InputError("its first line must be a JSON object")
         known = header["format"] in (FORMAT, _WITHOUT_CHAIN)
         plan = PrivacyPlan.from_dict(header["plan"])
         settings = RunSettings.from_dict(header["settings"])

@@ -114,8 +114,8 @@ class GaussianMechanism:
         """
         if self.noise_share != 1.0:
             raise PrivacyError(
-                f"noise_share is {self.noise_share:g}, so the noise of one process does not protect a sum; sum the results of "
-                "add_noise over all processes"
+                f"noise_share is {self.noise_share:g}, so the noise of one process does not protect a sum; call add_noise in "
+                "each process and sum what it returns"
             )
         return self.mean(self.add_noise(sums, step=step), like=sums)
 
@@ -129,7 +129,7 @@ class GaussianMechanism:
             )
         if not _all_finite(sums):
             raise PrivacyError(
-                "the clipped sums are not finite, so no amount of noise bounds what they reveal; compute them with "
+                "the clipped sums are not finite, so no amount of noise bounds what they reveal; use "
                 "ClippedGradients, which leaves out examples whose gradients are not finite"
             )
         self._last_step = step

@@ -130,7 +130,7 @@ class Randomness:
 
     def _label(self, purpose: str, step: int) -> bytes:
         if self._process != os.getpid():
-            raise PrivacyError("randomness cannot be shared with a forked process; create a new one there")
+            raise PrivacyError("randomness cannot be shared with a forked process; make a new one there")
         draw = 0
         if self.private:  # even a repeated request gets new numbers
             with self._lock:

@@ -168,7 +168,7 @@ class Method:
         for parameter in held:
             if id(parameter) not in owned:
                 raise InputError(
-                    f"optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's; create it from "
+                    f"optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's; make it from "
                     "model.parameters()"
                 )
         known = {id(parameter) for parameter in held}

@@ -68,7 +68,7 @@ class LearningRates:
         if isinstance(schedule, LRScheduler):
             if schedule.optimizer is not optimizer:
                 raise InputError(
-                    f"schedule is a {type(schedule).__name__} of another optimizer; create it for the optimizer that trains"
+                    f"schedule is a {type(schedule).__name__} of another optimizer; make one for the optimizer that trains"
                 )
         elif any("initial_lr" in group for group in optimizer.param_groups):
             raise InputError(
