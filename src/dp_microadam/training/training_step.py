@@ -15,7 +15,7 @@ from dp_microadam.errors import InputError
 from dp_microadam.privacy.randomness import Randomness
 from dp_microadam.privacy.sampling import PoissonSampler
 from dp_microadam.training.data_digest import require_same_data
-from dp_microadam.training.distributed import Ranks, ranks_here, refuse_diverged, start_alike
+from dp_microadam.training.distributed import Ranks, broadcast_start, ranks_here, refuse_diverged
 from dp_microadam.training.engines import Engines
 from dp_microadam.training.evaluation import PerExample
 from dp_microadam.training.gradients import GradientSums
@@ -86,7 +86,7 @@ class TrainingStep(ABC):
         self._training_measures = dict(training_measures or {})
         self._totals: list[float] = []
         self._data: TrainingData | None = None
-        start_alike(self.ranks, model, None if method is None else method.optimizer)
+        broadcast_start(self.ranks, model, None if method is None else method.optimizer)
         self.phases: Sequence[Phase] = (Phase("training", plan.steps),) if method is None else method.phases(plan)
         self.phase = self.phases[0]
         self._engines = Engines(model, self._make_engine, self.phase)
