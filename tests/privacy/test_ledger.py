@@ -226,6 +226,13 @@ def test_no_change_to_any_byte_lowers_what_was_spent(data, tmp_path_factory):
     assert record.epsilon() >= PLAN.epsilon_after(4)
 
 
+def test_steps_whose_lines_were_joined_all_count(tmp_path):
+    content = make(tmp_path, steps=4).read_bytes()
+    last = content.rstrip(b"\n").rfind(b"\n")
+    (tmp_path / LEDGER_NAME).write_bytes(content[:last] + content[last + 1 :])
+    assert read_ledger(tmp_path).steps == 4
+
+
 @settings(deadline=None, max_examples=20)
 @given(keep=st.integers(1, 150), more=st.integers(0, 3))
 def test_the_chain_goes_on_over_a_torn_line(tmp_path_factory, keep, more):

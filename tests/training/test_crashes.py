@@ -167,7 +167,10 @@ def test_a_run_killed_before_its_first_checkpoint_is_begun_again_in_its_folder(t
     output, errors = again.communicate(timeout=120)
     if not configured:
         assert again.returncode == 2
-        assert "killed before its configuration was written; nothing was trained and no privacy was spent: start it again" in errors
+        assert (
+            "killed before its configuration was written; nothing was trained and no privacy was spent: start it again"
+            in errors
+        )
         assert f"dp-microadam train RECIPE --run-dir {run}" in errors
         again = start(train)
         output, errors = again.communicate(timeout=120)
