@@ -5,13 +5,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dp_microadam import ClippedGradients
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 
-quick = settings(deadline=None, max_examples=6, derandomize=True)
+quick = settings(examples(6, quick=3), derandomize=True)
 
 
 class Repeated(nn.Module):

@@ -7,7 +7,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
+from thoroughness import examples
 
 from dp_microadam import InputError, MicroAdam
 from dp_microadam.optimizers import selection
@@ -84,7 +85,7 @@ def reference_of(optimizer, param):
     return reference, twin
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     shape=shapes,
     chosen=options,
@@ -141,7 +142,7 @@ def by_sorting(values, kept):
     return np.sort(np.abs(values))[::-1][:kept]
 
 
-@settings(deadline=None, max_examples=80)
+@examples(80)
 @given(
     st.integers(1, 9000),
     st.sampled_from([0.0, 0.01, 0.2, 1.0]),
