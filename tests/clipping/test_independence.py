@@ -290,7 +290,7 @@ ACCEPTED = {
 
 
 @pytest.mark.parametrize("kind", ACCEPTED)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_models_in_which_examples_do_not_meet_are_accepted(kind, seed):
     torch.manual_seed(seed)
     engine = ClippedGradients(ACCEPTED[kind](), cross_entropy, max_grad_norm=1.0)
