@@ -18,6 +18,7 @@ from dp_microadam.clipping.families import observe, refuse_batch_statistics, ref
 from dp_microadam.clipping.independence import check_independence, check_independence_at_size
 from dp_microadam.clipping.losses import PerExampleLoss, losses_of
 from dp_microadam.clipping.model_state import refuse_state_changes
+from dp_microadam.clipping.module_attributes import put_back_tensors
 from dp_microadam.clipping.passes import Clippable, Part, parts_of
 from dp_microadam.clipping.precision import autocasting, full_precision
 from dp_microadam.clipping.recording import Observed
@@ -216,7 +217,7 @@ class ClippedGradients:
 
     def _add(self, observed: Observed, batch: Any) -> Tensor:
         losses_of_batch = partial(losses_of, self._model, self._loss, batch)
-        with refuse_state_changes(self._model):
+        with put_back_tensors(self._model, observed.caches), refuse_state_changes(self._model):
             parts, losses = parts_of(observed, losses_of_batch, batch_size(batch), self._factors(), self._row_masks)
         if not parts:
             return torch.zeros(batch_size(batch), device=losses.device)
@@ -281,7 +282,7 @@ class ClippedGradients:
         key = (signature(batch), modes)
         if key not in self._checks:
             refuse_batch_statistics(self._model)
-            observed = replace(self._observed, table=RowTable())
+            observed = replace(self._observed, table=RowTable(), caches=set())
             source = check_independence(self._model, self._loss, observed, batch, self._synthetic_batch, self._precision, seed)
             check_clip(self, observed, batch, self._synthetic_batch, self._precision)
             self._checks[key] = observed, source, CHECK_SIZE

@@ -63,7 +63,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dp_microadam.clipping.batches import batch_size, repeat_example, scaled
+from dp_microadam.clipping.batches import batch_size, repeat_example, scaled, select
 from dp_microadam.clipping.checked_model import CheckedModel, double_precision_copy
 from dp_microadam.clipping.gradient_check import (
     check_every_parameter_is_used,
@@ -78,15 +78,20 @@ from dp_microadam.clipping.mixing_check import (
     check_no_mixing,
     check_nothing_is_kept,
     check_random_draws,
+    check_special_values,
 )
 from dp_microadam.clipping.no_side_effects import no_side_effects
 from dp_microadam.clipping.recording import Observed
+from dp_microadam.clipping.special_values import rows_needed
 from dp_microadam.clipping.synthetic_examples import CHECK_SIZE, SyntheticExamples, accepted_examples, new_seed
 from dp_microadam.errors import InputError
 
 # One example keeps its scale: its loss is not saturated, and shows what the large ones do to it.
 _OTHER_SCALES = ((1e3, 1.0, 30.0), (-30.0, 1.0, -1e3))
 _EXTREME_SCALES = (1e6, 1.0, -1e4)
+
+# In a large batch of copies of one example.
+_COPIES_REPLACED = 4
 
 _ALL_BUT_ONE = [torch.tensor(rows) for rows in ([1, 2], [0, 2], [0, 1])]
 _EACH = [torch.tensor([row]) for row in range(CHECK_SIZE)]
@@ -135,7 +140,8 @@ def check_independence(
         examples, others = source.draw(batch, CHECK_SIZE, synthetic_batch)
         exact, cast = double_precision_copy(own, examples)
         later, _ = source.reseeded(1).draw(batch, CHECK_SIZE, synthetic_batch)
-        check_nothing_is_kept(exact, *map(cast, (examples, others, later)))
+        later = select(later, torch.arange(CHECK_SIZE - 1))
+        observed.caches.update(check_nothing_is_kept(exact, *map(cast, (examples, others, later))))
         exact.seed = source.seed
         random = check_no_mixing(exact, cast(examples), cast(others), _ONE_OR_TWO, source.magnitude)
         check_identical_examples(exact, cast(repeat_example(examples, 0, CHECK_SIZE)), source.magnitude)
@@ -148,6 +154,10 @@ def check_independence(
         if exact is not own:
             extreme = scaled(cast(examples), _EXTREME_SCALES)
             check_no_mixing(exact, extreme, None, _SECOND_ALONE, max(_EXTREME_SCALES) * source.magnitude, required=False)
+        if count := rows_needed(examples):
+            exact.seed = source.seed
+            some, ordinary = source.draw(batch, count, synthetic_batch)
+            check_special_values(exact, cast(some), cast(ordinary), source.magnitude)
         if random:
             check_random_draws(exact, source, lambda one: map(cast, one.draw(batch, CHECK_SIZE, synthetic_batch)))
         for row in range(CHECK_SIZE):
@@ -172,12 +182,14 @@ def check_independence_at_size(
     is larger than all before: of T batches of random sizes about ln T are.
 
     Three quarters of the batch are copies of one example, so that a layer with room for only a part of the batch runs out of
-    it. The first and the last copy are replaced or removed, together with the first example of the batch.
+    it. The first four copies and the last are replaced or removed, together with the first example of the batch. A single one
+    could be replaced by an example that takes the same room.
     """
     source = SyntheticExamples(new_seed()) if source is None else source
     count = batch_size(batch)
     quarter = count // 4
-    rows = torch.tensor([0, quarter, count - 1])
+    copies = min(_COPIES_REPLACED, max(1, quarter))
+    rows = torch.tensor([0, *range(quarter, quarter + copies), count - 1])
     with no_side_effects(model) as seed_all, _seed_in_refusals(source.seed):
         checked = CheckedModel(model, per_example_loss, observed, seed_all, precision)
         # Losses of random examples may not be finite; those of seed 0, which check_independence accepted, come last.
