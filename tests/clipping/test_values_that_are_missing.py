@@ -307,6 +307,19 @@ def test_a_model_keeps_no_tensor_of_real_examples_after_a_pass(how, fails):
         assert inner.table["calls"] == inner.calls
 
 
+@pytest.mark.parametrize("how", WAYS)
+def test_the_size_of_a_batch_leaves_no_trace_in_the_model(how):
+    def shapes(counts: tuple[int, ...]) -> list[object]:
+        torch.manual_seed(0)
+        model = Keeps(how)
+        engine = ClippedGradients(model, cross_entropy, max_grad_norm=1.0)
+        for count in counts:  # each is larger than those before, so that the check at this size is made too
+            engine.accumulate(features(count))
+        return [(key, len(numbers_in(value))) for key, value in vars(model).items() if not key.startswith("_")]
+
+    assert shapes((6, 9)) == shapes((7, 8))
+
+
 def test_a_cache_of_positions_stays():
     class Positions(nn.Module):
         def __init__(self) -> None:

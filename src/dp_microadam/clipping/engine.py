@@ -41,8 +41,9 @@ class ClippedGradients:
     (``independence.py``) refuses other models, and the clip itself is checked on such data too (``clip_check.py``). The
     check can miss interactions on values, at sizes, by random draws or after numbers of calls that it does not try;
     ``independence.py`` and the documentation list these. A model that changes its own buffers or parameters while examples
-    pass through it is refused at every call. An example whose gradient is not finite, or whose squared norm overflows,
-    contributes nothing. What ``accumulate`` returns, and ``sums`` before noise, are private. With ``scale`` or ``row_masks``
+    pass through it is refused at every call, and tensors that modules keep in plain attributes are put back. An example
+    whose gradient is not finite, or whose squared norm overflows, contributes nothing. What ``accumulate`` returns, and
+    ``sums`` before noise, are private. With ``scale`` or ``row_masks``
     all of this holds for the scaled gradients s⊙gᵢ: ``sums`` is Σᵢ clip(s⊙gᵢ, C) and ``sensitivity`` is its sensitivity.
     Noise must be added to ``sums`` as they are, before anything is divided by s.
 

@@ -8,11 +8,13 @@ Formal guarantees: after :func:`check_transform` has returned, on synthetic raw 
 - replacing one example left the rows of all others as they were, whatever the global random streams of torch, Python and
   NumPy gave. This was tried for each of three examples, and for the first, middle and last of a batch of the given size;
   with floating-point numbers in [0, 1), and multiplied by 1000, 1 and 30; with integers up to what they index, or 255; with
-  one seed, or with 32 if the transform draws random numbers;
+  one seed, or with 32 if the transform draws random numbers. It was also tried with numbers that are NaN, infinite or exactly
+  zero, in one example and in all, unless the transform raises an exception on them;
 - so did removing one or two examples, which shows what depends on the size of a batch. There, torch's generators give
   the same number to all examples. This is left out for transforms that draw from Python or NumPy, or that draw until the
   result satisfies a condition;
-- the same batch and seed gave the same rows again after another batch had passed, so nothing was kept of that batch.
+- the same batch and seed gave the same rows again after another batch had passed, so nothing was kept of that batch;
+- no pass set the seed of torch's generators, and none set that of Python's or NumPy's to the same value every time.
 
 Then each row is a function of its own example and of random numbers, and clipping its gradient bounds what the example adds.
 
