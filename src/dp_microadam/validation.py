@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+from numbers import Real
 
 from dp_microadam.errors import InputError
 
@@ -19,6 +20,7 @@ def require_in_open_closed(name: str, value: float, low: float, high: float) -> 
         ...
     dp_microadam.errors.InputError: density is 0.0; it must lie in (0, 1]
     """
+    _require_number(name, value)
     if not low < value <= high:
         raise InputError(f"{name} is {value}; it must lie in ({low:g}, {high:g}]")
     return value
@@ -26,6 +28,7 @@ def require_in_open_closed(name: str, value: float, low: float, high: float) -> 
 
 def require_in_closed_open(name: str, value: float, low: float, high: float) -> float:
     """Require ``value`` in [low, high)."""
+    _require_number(name, value)
     if not low <= value < high:
         raise InputError(f"{name} is {value}; it must lie in [{low:g}, {high:g})")
     return value
@@ -33,6 +36,7 @@ def require_in_closed_open(name: str, value: float, low: float, high: float) -> 
 
 def require_in_open(name: str, value: float, low: float, high: float) -> float:
     """Require ``value`` in (low, high)."""
+    _require_number(name, value)
     if not low < value < high:
         raise InputError(f"{name} is {value}; it must lie in ({low:g}, {high:g})")
     return value
@@ -40,6 +44,7 @@ def require_in_open(name: str, value: float, low: float, high: float) -> float:
 
 def require_positive(name: str, value: float) -> float:
     """Require a finite ``value`` above zero."""
+    _require_number(name, value)
     if not (value > 0 and math.isfinite(value)):
         raise InputError(f"{name} is {value}; it must be a finite number above 0")
     return value
@@ -47,6 +52,7 @@ def require_positive(name: str, value: float) -> float:
 
 def require_non_negative(name: str, value: float) -> float:
     """Require a finite ``value`` of at least zero."""
+    _require_number(name, value)
     if not (value >= 0 and math.isfinite(value)):
         raise InputError(f"{name} is {value}; it must be a finite number of at least 0")
     return value
@@ -69,3 +75,9 @@ def require_one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
     if value not in choices:
         raise InputError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
     return value
+
+
+def _require_number(name: str, value: object) -> None:
+    """Refuse text, booleans and the like, which comparisons would accept or stumble over."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise InputError(f"{name} is {value!r}; it must be a number")

@@ -49,19 +49,19 @@ def size(sums: dict[str, Tensor]) -> float:
     return math.sqrt(sum(float(part.double().square().sum()) for part in sums.values()))
 
 
-@pytest.mark.parametrize("kind", ["large", "tiny", "constant", "mixed"])
 @pytest.mark.parametrize("name", MODELS)
-def test_no_contribution_exceeds_the_clipping_norm(name, kind):
+def test_no_contribution_exceeds_the_clipping_norm(name):
     torch.manual_seed(0)
     x = torch.randn(3, 5, 4)
-    x = {"large": 1e4 * x, "tiny": 1e-12 * x, "constant": 1e3 + 1e-3 * x, "mixed": 10.0 ** (3 * x)}[kind]
+    kinds = {"large": 1e4 * x, "tiny": 1e-12 * x, "constant": 1e3 + 1e-3 * x, "mixed": 10.0 ** (3 * x)}
     model = MODELS[name]()
     for bound in (1e-4, 1.0):
         engine = ClippedGradients(model, loss, max_grad_norm=bound)
-        for row in range(len(x)):
-            engine.reset()
-            engine.accumulate((x[row].expand(7, 5, 4), torch.full((7,), 100.0)))
-            assert size(engine.sums) <= 7 * bound * (1 + 1e-5)
+        for kind, rows in kinds.items():
+            for row in rows:
+                engine.reset()
+                engine.accumulate((row.expand(7, 5, 4), torch.full((7,), 100.0)))
+                assert size(engine.sums) <= 7 * bound * (1 + 1e-5), (kind, bound)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -4,12 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import THOROUGH, examples
 from torch import Tensor, nn
 
 from dp_microadam import models
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 
-quick = settings(deadline=None, max_examples=12, derandomize=True)
+quick = settings(examples(12, quick=5), derandomize=True)
+OF_WHOLE_NETWORKS = (None, "ghost", "keep", "drop") if THOROUGH else (None, "ghost")
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
@@ -173,13 +175,13 @@ def test_other_modules_agree_with_the_loop(assert_agrees, build, shape):
 def test_a_whole_wide_resnet_agrees_with_the_loop(assert_agrees, weight_standardization):
     torch.manual_seed(0)
     model = models.wide_resnet(10, 1, weight_standardization=weight_standardization)
-    assert_agrees(model, torch.randn(3, 3, 8, 8))
+    assert_agrees(model, torch.randn(3, 3, 8, 8), strategies=OF_WHOLE_NETWORKS)
 
 
 @pytest.mark.parametrize(("build", "shape"), [(models.tanh_cnn, (1, 28, 28)), (models.small_cnn, (3, 32, 32))])
 def test_the_small_networks_agree_with_the_loop(assert_agrees, build, shape):
     torch.manual_seed(0)
-    assert_agrees(build(), torch.randn(3, *shape))
+    assert_agrees(build(), torch.randn(3, *shape), strategies=OF_WHOLE_NETWORKS)
 
 
 def test_channels_last_images_agree_with_the_loop(assert_agrees):

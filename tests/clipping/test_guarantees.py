@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 from torch import Tensor, nn
 
 from dp_microadam import ClippedGradients, models
@@ -53,6 +54,10 @@ LAYERS = {
     "group norm": (lambda: nn.GroupNorm(1, 3), (3, 5), (3, 5)),
 }
 
+# Of the strategies that a user has to ask for, "ghost" has the most arithmetic that could go wrong; the other two form
+# gradients in ways that differ by these kinds of layers.
+FORMED = ("linear on sequences", "convolution", "norm form")
+
 KINDS = ("huge", "tiny", "tiny input, huge gradient", "one tiny position", "constant image", "cancelling", "mixed")
 
 
@@ -81,20 +86,26 @@ def adversarial(kind: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) ->
     return 10.0 ** (3 * x), d * 10.0 ** (3 * d)  # mixed magnitudes
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_no_contribution_exceeds_the_clipping_norm(layer, kind, strategy):
+@pytest.mark.parametrize(
+    ("layer", "strategy"),
+    [
+        pytest.param(layer, strategy, marks=[pytest.mark.slow] if strategy in ("keep", "drop") and layer not in FORMED else [])
+        for layer in LAYERS
+        for strategy in STRATEGIES
+    ],
+)
+def test_no_contribution_exceeds_the_clipping_norm(layer, strategy):
     torch.manual_seed(0)
     build, inputs, outputs = LAYERS[layer]
-    x, d = adversarial(kind, inputs, outputs)
     for bound in (1e-8, 1.0):
         engine = ClippedGradients(build(), linear_loss, max_grad_norm=bound, strategy=strategy)
-        for row in range(len(x)):
-            # Seven copies go through the same kernels as seven examples do.
-            engine.reset()
-            engine.accumulate((x[row].expand(7, *inputs), d[row].expand(7, *outputs)))
-            assert size(engine.sums) <= 7 * bound * (1 + 1e-5)
+        for kind in KINDS:
+            x, d = adversarial(kind, inputs, outputs)
+            for row in range(len(x)):
+                # Seven copies go through the same kernels as seven examples do.
+                engine.reset()
+                engine.accumulate((x[row].expand(7, *inputs), d[row].expand(7, *outputs)))
+                assert size(engine.sums) <= 7 * bound * (1 + 1e-5), (kind, bound, row)
 
 
 def opposite_positions(positions: int, width: int) -> tuple[nn.Module, Tensor, Tensor]:
@@ -138,7 +149,7 @@ def test_no_contribution_exceeds_the_clipping_norm_however_much_of_it_cancels(ca
         assert size(engine.sums) <= 3e-6 * (1 + 1e-5)
 
 
-@settings(deadline=None, max_examples=15, derandomize=True)
+@settings(examples(15, quick=8), derandomize=True)
 @given(seed=st.integers(0, 1000), scale=st.sampled_from([1e-3, 1.0, 1e3]), strategy=st.sampled_from(STRATEGIES))
 def test_removing_one_example_changes_the_sum_by_at_most_the_sensitivity(seed, scale, strategy):
     model = network().double()

@@ -61,13 +61,17 @@ def inputs(name: str) -> Tensor | dict[str, Tensor]:
     return {"input_ids": torch.randint(4, 20, (4, 8), generator=generator), "attention_mask": mask}
 
 
-@pytest.mark.parametrize("name", MODELS)
+# Those that another of them differs from by little.
+SIMILAR = ("ViT eager", "DeiT", "RoBERTa")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SIMILAR)) for name in MODELS])
 def test_models_of_transformers_agree_with_the_loop(assert_agrees, name):
     torch.manual_seed(0)
     assert_agrees(MODELS[name](), inputs(name), strategies=(None,))
 
 
-@pytest.mark.parametrize("name", ["ViT", "BERT"])
+@pytest.mark.parametrize("name", ["ViT", pytest.param("BERT", marks=pytest.mark.slow)])
 def test_checkpointed_models_of_transformers_agree_with_the_loop(assert_agrees, name):
     torch.manual_seed(0)
     model = MODELS[name]()
@@ -75,8 +79,15 @@ def test_checkpointed_models_of_transformers_agree_with_the_loop(assert_agrees, 
     assert_agrees(model.train(), inputs(name), strategies=(None,))
 
 
-@pytest.mark.parametrize("name", ["ViT", "BERT"])
-@pytest.mark.parametrize("checkpointed", [True, False])
+@pytest.mark.parametrize(
+    ("name", "checkpointed"),
+    [
+        ("ViT", False),
+        ("BERT", True),
+        pytest.param("ViT", True, marks=pytest.mark.slow),
+        pytest.param("BERT", False, marks=pytest.mark.slow),
+    ],
+)
 def test_adapters_of_peft_agree_with_the_loop(assert_agrees, name, checkpointed):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 from torch import nn
 
 from dp_microadam import ClippedGradients, InputError
@@ -25,7 +26,7 @@ def rows(gradient):
     return gradient.reshape(len(gradient), -1).norm(dim=1)
 
 
-@settings(deadline=None, max_examples=8, derandomize=True)
+@settings(examples(8, quick=4), derandomize=True)
 @given(seed=st.integers(0, 1000), count=st.integers(1, 6), bound=st.floats(0.01, 10.0), masked=st.booleans())
 def test_row_norms_agree_with_the_loop(seed, count, bound, masked):
     torch.manual_seed(seed)
@@ -42,7 +43,7 @@ def test_row_norms_agree_with_the_loop(seed, count, bound, masked):
         torch.testing.assert_close(total, sum(rows(gradient[name]) for gradient in expected), rtol=1e-9, atol=1e-12)
 
 
-@settings(deadline=None, max_examples=8, derandomize=True)
+@settings(examples(8, quick=4), derandomize=True)
 @given(seed=st.integers(0, 1000), size=st.sampled_from([1e-3, 1.0, 1e6]))
 def test_one_example_moves_the_row_norms_by_at_most_the_bound(seed, size):
     torch.manual_seed(seed)

@@ -4,8 +4,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -98,26 +96,25 @@ def test_a_folder_may_state_its_normalization(folder):
     assert "image_std" in refusal(folder)
 
 
-def test_a_hub_name_is_read_from_what_was_fetched_before_and_refused_in_a_sentence_without_a_network(tmp_path, folder):
+def test_a_hub_name_is_read_from_what_was_fetched_before_and_refused_in_a_sentence_without_a_network(
+    tmp_path, folder, monkeypatch
+):
+    from huggingface_hub import constants
+
     snapshot = tmp_path / "hub" / "models--someone--small" / "snapshots" / ("0" * 40)
     shutil.copytree(folder, snapshot)
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
-    code = (
-        "from dp_microadam import models\n"
-        "for name in ('someone/small', 'someone/other', 'not a name/at all'):\n"
-        "    try: print(type(models.vit(models.TransformerSize(16, 2, 2), 5, pretrained=name, patch_size=8)).__name__)\n"
-        "    except models.registry.InputError as error: print(error)"
-    )
     # A port on which nobody listens stands for a network that is not there.
-    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_ENDPOINT": "http://127.0.0.1:9"}
-    environment.pop("HF_HUB_OFFLINE", None)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
-    found = done.stdout.splitlines()
-    assert found[0] == "VisionTransformer", done.stderr
-    assert "'someone/other', which is neither here nor could be fetched from the Hugging Face hub" in found[1]
-    assert "'not a name/at all', which does not exist" in found[2] or "'not a name/at all', which is neither" in found[2]
-    assert len(found) == 3
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    torch.testing.assert_close(load("someone/small").state_dict(), load(folder).state_dict())
+    message = refusal("someone/other")
+    assert "'someone/other', which is neither here nor could be fetched from the Hugging Face hub" in message
+    assert "refused" in message, "nothing else than the port was asked"
+    message = refusal("not a name/at all")
+    assert "'not a name/at all', which does not exist" in message or "'not a name/at all', which is neither" in message
 
 
 @pytest.mark.parametrize("source", ["no/such/folder", "/no-such-file.pth", "weights.safetensors", "name"])

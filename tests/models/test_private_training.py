@@ -30,15 +30,16 @@ def batch_of(count: int, side: int, dtype: torch.dtype = torch.float64) -> tuple
 
 
 def small_nf_resnet() -> nn.Module:
-    return NormalizerFreeResNet((2, 1, 2), 1, 3, alpha=0.2, skip_gain=1.0, stochastic_depth=0.0, gain=True)
+    return NormalizerFreeResNet((2, 1), 1, 3, alpha=0.2, skip_gain=1.0, stochastic_depth=0.0, gain=True)
 
 
 FAMILIES = {
-    "wide-resnet": lambda: models.wide_resnet(10, 1, 3),
-    "nf-resnet": small_nf_resnet,
-    "vit": lambda: models.vit(SMALL, 3, resolution=32, patch_size=8),
-    "vit, resized": lambda: models.vit(SMALL, 3, resolution=48, patch_size=8),
-    "vit, head only": lambda: models.vit(SMALL, 3, resolution=32, patch_size=8, trainable="head"),
+    # name: model, side of its images
+    "wide-resnet": (lambda: models.wide_resnet(10, 1, 3), 8),
+    "nf-resnet": (small_nf_resnet, 32),
+    "vit": (lambda: models.vit(SMALL, 3, resolution=16, patch_size=8), 16),
+    "vit, resized": (lambda: models.vit(SMALL, 3, resolution=24, patch_size=8), 16),
+    "vit, head only": (lambda: models.vit(SMALL, 3, resolution=16, patch_size=8, trainable="head"), 16),
 }
 
 
@@ -57,7 +58,8 @@ def assert_clipped_exactly(model: nn.Module, batch: tuple[Tensor, Tensor]) -> No
 @pytest.mark.parametrize("family", FAMILIES)
 def test_clipped_sums_are_those_of_one_example_at_a_time(family):
     torch.manual_seed(0)
-    assert_clipped_exactly(FAMILIES[family]().double(), batch_of(4, 32))
+    build, side = FAMILIES[family]
+    assert_clipped_exactly(build().double(), batch_of(4, side))
 
 
 @pytest.mark.parametrize("trainable", ["all", "head"])
@@ -71,7 +73,7 @@ def test_pretrained_weights_are_clipped_exactly(tmp_path, timm_checkpoint, train
 
 def test_stochastic_depth_can_be_trained_privately():
     torch.manual_seed(0)
-    model = NormalizerFreeResNet((2, 2), 1, 3, alpha=0.2, skip_gain=1.0, stochastic_depth=0.9, gain=True)
+    model = NormalizerFreeResNet((1, 1), 1, 3, alpha=0.2, skip_gain=1.0, stochastic_depth=0.9, gain=True)
     engine = ClippedGradients(model, loss, max_grad_norm=1e6)
     images, labels = batch_of(6, 32, torch.float32)
     engine.check_independence((images, labels))
@@ -83,13 +85,17 @@ def test_stochastic_depth_can_be_trained_privately():
         torch.testing.assert_close(engine.sums[name], parameter.grad, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# The others have no kind of parameter that these lack.
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("wide-resnet", "vit, resized"))) for name in FAMILIES]
+)
 def test_an_optimizer_step_changes_every_tensor_that_trains(family):
     torch.manual_seed(0)
-    model = FAMILIES[family]()
+    build, side = FAMILIES[family]
+    model = build()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     engine = ClippedGradients(model, loss, max_grad_norm=1.0)
-    engine.accumulate(batch_of(3, 32, torch.float32))
+    engine.accumulate(batch_of(3, side, torch.float32))
     for name, parameter in model.named_parameters():
         parameter.grad = engine.sums.get(name)
     MicroAdam([p for p in model.parameters() if p.requires_grad], fused=False).step()
@@ -111,12 +117,12 @@ def test_a_pretrained_model_of_real_size_is_clipped_to_the_bound(trainable):
 
 def test_a_pretrained_model_trains_through_the_trainer_resumes_and_is_exported(tmp_path, timm_checkpoint):
     save_file(timm_checkpoint(), tmp_path / "weights.safetensors")
-    images, labels = batch_of(30, 32, torch.float32)
+    images, labels = batch_of(30, 16, torch.float32)
     plan = PrivacyPlan.solve(dataset_size=30, batch_size=6, delta=1e-3, noise_multiplier=1.0, steps=4)
 
     def trainer(**options):
         torch.manual_seed(0)
-        model = models.vit(SMALL, 3, pretrained=str(tmp_path / "weights.safetensors"), resolution=32, patch_size=8)
+        model = models.vit(SMALL, 3, pretrained=str(tmp_path / "weights.safetensors"), resolution=16, patch_size=8)
         options = {"run_dir": tmp_path / "run", "show_progress": False, "physical_batch_size": 4, "ema_decay": 0.9, **options}
         return PrivateTrainer(model, MicroAdam(model.parameters(), fused=False), plan, class_loss, **options), model
 
@@ -125,6 +131,6 @@ def test_a_pretrained_model_trains_through_the_trainer_resumes_and_is_exported(t
     resumed, model = trainer()
     assert resumed.resume().fit((images, labels)).steps_done == 4
     save_weights(model.state_dict(), tmp_path / "exported.safetensors")
-    plain = models.vit(SMALL, 3, resolution=32, patch_size=8)
+    plain = models.vit(SMALL, 3, resolution=16, patch_size=8)
     plain.load_state_dict(load_file(tmp_path / "exported.safetensors"))
     assert torch.equal(plain.eval()(images), model.eval()(images))

@@ -28,7 +28,11 @@ def test_a_model_gives_one_score_per_class(name, num_classes):
     assert models.build(name, num_classes, shape, **options)(torch.randn(3, *shape)).shape == (3, num_classes)
 
 
-@pytest.mark.parametrize("name", SMALL)
+# Others of their kind are clipped in test_private_training.py.
+LARGE = ("nf-resnet-50", "deit-tiny", "vit-tiny")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name in SMALL])
 def test_per_example_gradients_of_a_model_can_be_clipped(name):
     shape, options = SMALL[name]
     model = models.build(name, 10, shape, **options)

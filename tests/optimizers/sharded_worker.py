@@ -128,15 +128,17 @@ def load(model, folder):
     return optimizer
 
 
-def refusals(folder):
-    """What loading the state of another number of processes says."""
-    model = sharded()
+def refusal_of_a_checkpoint(folder):
+    """What loading the checkpoint of another number of processes says."""
     try:
-        load(model, folder)
+        load(sharded(), folder)
     except CheckpointException as error:
-        by_checkpoint = str(error)
-    else:
-        by_checkpoint = "accepted"
+        return str(error)
+    return "accepted"
+
+
+def refusal_of_a_whole_state():
+    """What loading the state of a single process says."""
     model = sharded()
     optimizer = MicroAdam(model.parameters(), lr=0.1, **OPTIONS["block"])
     whole = network()
@@ -147,8 +149,8 @@ def refusals(folder):
     try:
         optimizer.load_state_dict(single.state_dict())
     except InputError as error:
-        return {"checkpoint": by_checkpoint, "state of one process": str(error)}
-    return {"checkpoint": by_checkpoint, "state of one process": "accepted"}
+        return str(error)
+    return "accepted"
 
 
 def behind_opacus():
@@ -194,8 +196,9 @@ def main(folder, foreign):
     found["checkpoint"] = saved_and_loaded(folder / "checkpoint")
     found["opacus"] = behind_opacus()
     found["large"] = bytes_of_a_large_layer()
+    found["refusals"] = {"state of one process": refusal_of_a_whole_state()}
     if foreign is not None:
-        found["refusals"] = refusals(foreign)
+        found["refusals"]["checkpoint"] = refusal_of_a_checkpoint(foreign)
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 

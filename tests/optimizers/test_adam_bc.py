@@ -35,16 +35,16 @@ def test_weight_decay_is_adamw_s():
 
 
 def test_under_noise_it_finds_the_scale_of_the_signal_where_adam_sees_the_noise():
-    # Gradients 1 and 0.01 with noise of deviation 1: Adam sees second moments 2 and 1, AdamBC 1 and nothing. Over 20,000 steps
-    # with β₂ = 0.9999 the estimate of v̂ has a deviation of about 0.01; the band below is forty such.
+    # Gradients 1 and 0.01 with noise of deviation 1: Adam sees second moments 2 and 1, AdamBC 1 and nothing. Over 4,000 steps
+    # with β₂ = 0.9995 the estimate of v̂ has a deviation of about 0.04; the band below is ten such.
     torch.manual_seed(0)
     param = torch.nn.Parameter(torch.zeros(2))
-    optimizer = AdamBC([param], lr=1.0, betas=(0.9, 0.9999), noise_variance=1.0, floor=0.25)
-    for _ in range(20_000):
+    optimizer = AdamBC([param], lr=1.0, betas=(0.9, 0.9995), noise_variance=1.0, floor=0.25)
+    for _ in range(4_000):
         param.grad = torch.tensor([1.0, 0.01]) + torch.randn(2)
         optimizer.step()
     state = optimizer.state[param]
-    signal = state["second_moment"] / (1 - 0.9999**20_000) - 1.0
+    signal = state["second_moment"] / (1 - 0.9995**4_000) - 1.0
     assert signal.tolist() == pytest.approx([1.0, 0.0], abs=0.4)
 
 

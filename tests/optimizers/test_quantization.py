@@ -5,7 +5,8 @@ import math
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
+from thoroughness import examples
 
 from dp_microadam.optimizers.quantization import (
     LEVELS,
@@ -53,7 +54,7 @@ def tolerance(values):
     return 8 * 2.0**-24 * values.abs().amax(dim=1, keepdim=True).double() + 20 * SUBNORMAL
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(bucket_matrices())
 def test_codes_lie_between_0_and_15(values):
     codes = quantize(values, *bucket_bounds(values))
@@ -61,7 +62,7 @@ def test_codes_lie_between_0_and_15(values):
     assert int(codes.max()) <= LEVELS
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(bucket_matrices())
 def test_rounding_to_nearest_errs_by_at_most_half_a_step(values):
     lower, upper = bucket_bounds(values)
@@ -70,7 +71,7 @@ def test_rounding_to_nearest_errs_by_at_most_half_a_step(values):
     assert (error <= step_of(lower, upper) / 2 + tolerance(values)).all()
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(bucket_matrices(), st.integers(0, 2**62))
 def test_stochastic_rounding_errs_by_at_most_one_step(values, key):
     lower, upper = bucket_bounds(values)
@@ -80,7 +81,7 @@ def test_stochastic_rounding_errs_by_at_most_one_step(values, key):
     assert (error <= step_of(lower, upper) + tolerance(values)).all()
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(bucket_matrices(), st.integers(0, 2**62))
 def test_the_appendix_bounds_the_error_by_the_norm(values, key):
     # ‖x̂ − x‖ ≤ √(d−2)/(2ᵇ−1) · (Δ−δ)/√(Δ²+δ²) · ‖x‖, minimum and maximum being exact.
@@ -116,7 +117,7 @@ def test_rounding_to_nearest_is_not_unbiased():
     assert abs(float(decoded[0, 1]) - 0.3) > 0.03
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(st.integers(1, 5), st.integers(1, 131), st.integers(0, 2**32))
 def test_unpacking_inverts_packing(rows, length, seed):
     codes = torch.randint(0, 16, (rows, length), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""MicroAdam on parameters that FSDP2 divides over processes: two, then three, on the loopback."""
+"""MicroAdam on parameters that FSDP2 divides over processes: two and, in ``make test-all``, three, on the loopback."""
 
 import importlib.util
 from pathlib import Path
@@ -13,20 +13,30 @@ worker = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(worker)
 
 
+def found_in(folder, size):
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
+
+
 @pytest.fixture(scope="module")
-def groups(run_group):
-    """What two processes left, and what three did, which also tried to load the checkpoint of the two."""
-    two = run_group("divided", 2, WORKER)
-    folders = {2: two, 3: run_group("divided", 3, WORKER, two / "checkpoint")}
-    return {
-        size: [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
-        for size, folder in folders.items()
-    }
+def two(run_group):
+    """The folder that two processes left."""
+    return run_group("divided", 2, WORKER)
 
 
-@pytest.fixture(params=[2, 3])
-def left(request, groups):
-    return groups[request.param]
+@pytest.fixture(scope="module")
+def of_three(run_group, two):
+    """What three processes found, which also tried to load the checkpoint of the two."""
+    return found_in(run_group("divided", 3, WORKER, two / "checkpoint"), 3)
+
+
+@pytest.fixture(scope="module")
+def of_two(two):
+    return found_in(two, 2)
+
+
+@pytest.fixture(params=["of_two", pytest.param("of_three", marks=pytest.mark.slow)])
+def left(request):
+    return request.getfixturevalue(request.param)
 
 
 @pytest.mark.parametrize("options", worker.OPTIONS)
@@ -80,11 +90,16 @@ def test_a_distributed_checkpoint_brings_the_state_back_to_the_bit(left):
         assert all(torch.equal(one, other) for one, other in zip(went_on, loaded, strict=True))
 
 
-def test_the_state_of_another_number_of_processes_is_refused(groups):
-    for found in groups[3]:
+def test_the_state_of_one_process_is_refused_by_several(left):
+    for found in left:
+        assert "the world size" in found["refusals"]["state of one process"]
+
+
+@pytest.mark.slow
+def test_the_checkpoint_of_another_number_of_processes_is_refused(of_three):
+    for found in of_three:
         assert "Size mismatch between saved torch.Size([2, " in found["refusals"]["checkpoint"]
         assert "current: torch.Size([3, " in found["refusals"]["checkpoint"]
-        assert "the world size" in found["refusals"]["state of one process"]
 
 
 def test_it_works_behind_opacus_ghost_clipping_of_divided_models(left):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from thoroughness import THOROUGH
 
 from dp_microadam import InputError, MicroAdam
 from dp_microadam.optimizers import micro_adam_fused
@@ -411,9 +412,10 @@ def run_guarded(*arguments, timeout):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="guard pages are made with Linux' mprotect")
 def test_the_kernel_stays_within_its_tensors_whatever_is_done_to_them():
-    done = run_guarded("fuzz", 0, 150, timeout=240)
+    cases = 150 if THOROUGH else 40
+    done = run_guarded("fuzz", 0, cases, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "150 cases" in done.stdout
+    assert f"{cases} cases" in done.stdout
 
 
 @pytest.mark.slow

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from opacus.accountants import RDPAccountant as OpacusAccountant
 from opacus.accountants.analysis.rdp import compute_rdp
+from thoroughness import examples
 
 from dp_microadam.errors import InputError
 from dp_microadam.privacy import accounting, privacy_loss
@@ -106,7 +107,7 @@ def test_rdp_is_finite_positive_and_grows_with_the_order(sample_rate, noise_mult
     assert (np.diff(divergences) >= -1e-9 * divergences[1:]).all()
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     sample_rate=st.floats(1e-5, 1.0),
     noise_multiplier=st.floats(0.3, 50),
@@ -290,7 +291,7 @@ def test_group_privacy_is_tighter_than_the_general_rule():
     assert epsilon([PAPER], 1e-5, "pld") < pair < 2 * epsilon([PAPER], delta_inside, "pld")
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(
     root=st.integers(1, 500),
     guess=st.integers(1, 600),

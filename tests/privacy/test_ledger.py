@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from dp_microadam import InputError, PrivacyError, PrivacyLedger, PrivacyPlan
 from dp_microadam.privacy.accounting import SubsampledGaussian, epsilon
@@ -117,7 +118,7 @@ def test_a_killed_process_never_uses_a_step_the_ledger_lacks(tmp_path):
         assert ledger.record_step() == used
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(data=st.data())
 def test_a_torn_last_line_is_recognised_and_counted_as_spent(data, tmp_path_factory):
     """A crash may leave any part of the last line, or a hole; a started step is a spent step."""
@@ -208,7 +209,7 @@ def test_lines_under_the_header_of_another_run_are_refused(tmp_path, other_plan)
         read_ledger(tmp_path / "run")
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(data=st.data())
 def test_no_change_to_any_byte_lowers_what_was_spent(data, tmp_path_factory):
     """Whatever is done to one place of the file: it is refused, or every recorded step still counts as it did."""
@@ -226,7 +227,14 @@ def test_no_change_to_any_byte_lowers_what_was_spent(data, tmp_path_factory):
     assert record.epsilon() >= PLAN.epsilon_after(4)
 
 
-@settings(deadline=None, max_examples=20)
+def test_steps_whose_lines_were_joined_all_count(tmp_path):
+    content = make(tmp_path, steps=4).read_bytes()
+    last = content.rstrip(b"\n").rfind(b"\n")
+    (tmp_path / LEDGER_NAME).write_bytes(content[:last] + content[last + 1 :])
+    assert read_ledger(tmp_path).steps == 4
+
+
+@examples(20, quick=8)
 @given(keep=st.integers(1, 150), more=st.integers(0, 3))
 def test_the_chain_goes_on_over_a_torn_line(tmp_path_factory, keep, more):
     folder = tmp_path_factory.mktemp("torn")

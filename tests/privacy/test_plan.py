@@ -7,8 +7,9 @@ import warnings
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from dp_microadam import InputError, PrivacyPlan
 from dp_microadam.errors import PrivacyWarning
@@ -35,7 +36,7 @@ def test_the_paper_is_reproduced(setting, noise_multiplier, steps):
     assert plan.epsilon <= 8 < plan.epsilon_after(steps + 1)
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(
     dataset_size=st.integers(100, 10**7),
     share=st.floats(1e-5, 1.0),

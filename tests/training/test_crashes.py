@@ -166,7 +166,10 @@ def test_a_run_killed_before_its_first_checkpoint_is_begun_again_in_its_folder(t
     if not configured:
         assert main(["resume", str(run)]) == 2
         errors = capsys.readouterr().err
-        assert "killed before its configuration was written; nothing was trained and no step is spent" in errors
+        assert (
+            "killed before its configuration was written; nothing was trained and no privacy was spent: start it again"
+            in errors
+        )
         assert f"dp-microadam train RECIPE --run-dir {run}" in errors
     assert main(["resume", str(run)] if configured else train) == 0
     assert "test accuracy" in capsys.readouterr().out
@@ -186,7 +189,7 @@ def test_a_folder_with_a_spent_step_is_not_begun_again(tmp_path, capsys):
     content = (run / "ledger.jsonl").read_bytes()
     for arguments in (train, ["resume", str(run)]):
         assert main(arguments) == 2
-        assert "no step is spent" not in capsys.readouterr().err
+        assert "no privacy was spent" not in capsys.readouterr().err
     assert (run / "ledger.jsonl").read_bytes() == content
 
 

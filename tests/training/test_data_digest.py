@@ -220,7 +220,7 @@ UNSEEN = {
 
 @pytest.mark.parametrize("case", UNSEEN)
 def test_an_order_that_cannot_be_seen_is_refused(case):
-    with pytest.raises(InputError, match=r"Keeping keeps nothing that tells its examples apart.*give it example_ids"):
+    with pytest.raises(InputError, match=r"Keeping has no attribute that distinguishes its examples.*give it example_ids"):
         data_digest(Keeping(20, **UNSEEN[case]))
     with pytest.raises(InputError, match="example_ids"):
         data_digest(ConcatDataset([Keeping(20, names=NAMES), Keeping(20, **UNSEEN[case])]))
@@ -233,7 +233,7 @@ def test_a_text_that_is_cut_into_examples_is_seen():
 
 
 def test_ids_must_be_one_name_or_number_for_each_example():
-    for ids, sentence in ((NAMES[:5], "5 entries for 20"), ("names", "is a str"), ([0.5] * 20, "holds a float")):
+    for ids, sentence in ((NAMES[:5], "5 entries for 20"), ("names", "is a str"), ([0.5] * 20, "contains a float")):
         with pytest.raises(InputError, match=sentence):
             data_digest(Keeping(20, example_ids=ids))
 

@@ -165,7 +165,7 @@ def test_files_listed_in_another_order_are_refused_and_their_shards_never_overla
 
 def test_data_whose_order_cannot_be_seen_is_refused_with_the_way_out(left):
     for found in left["files"]:
-        assert str(found["unseen"]).startswith("InputError: Opaque keeps nothing that tells its examples apart")
+        assert str(found["unseen"]).startswith("InputError: Opaque has no attribute that distinguishes its examples")
         assert "give it example_ids" in found["unseen"]
     messages = [str(found["unseen in one"]) for found in left["files"]]
     assert [message.partition(":")[0] for message in messages] == [

@@ -2,14 +2,17 @@
 
 import copy
 import json
+import random
+import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 
-from dp_microadam import InputError, PrivacyError, PrivacyPlan, PrivateStep, methods
+from dp_microadam import InputError, PrivacyError, PrivacyPlan, PrivateStep, Randomness, methods
 from dp_microadam.clipping.per_example import clipped_sum
 from dp_microadam.privacy.ledger import read_ledger
 from dp_microadam.training.private_step import PlainStep, UnprotectedPlan
@@ -311,3 +314,168 @@ def test_a_new_phase_is_entered_by_take_itself(make):
         names.append(step.phase.name)
     assert names == ["head, biases, norms"] * 2 + ["scoring"] + ["selected rows"] * 7
     assert dict(read_ledger(step.run_dir).phases) == {"head, biases, norms": 2, "scoring": 1, "selected rows": 7}
+
+
+def test_the_random_streams_of_a_step_are_unpredictable_in_torch_numpy_and_python(make):
+    """Whatever seeds were set before: two runs draw differently, and the caller's streams come back as they were."""
+    drawn, kept = [], []
+
+    def read(index):
+        if index == 0:
+            drawn.append((torch.rand(()).item(), np.random.random(), random.random()))  # noqa: NPY002
+
+    for run in ("a", "b"):
+        torch.manual_seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        random.seed(0)
+        step = make(data=Rows(read), run=run, **whole_batch())
+        step.begin()
+        drawn.clear()
+        step.take()
+        kept.append(drawn[0])
+        kept.append((torch.rand(()).item(), np.random.random(), random.random()))  # noqa: NPY002
+    first, callers, second, _ = kept
+    assert all(one != other for one, other in zip(first, second, strict=True))
+    assert all(one != other for one, other in zip(first, callers, strict=True))
+
+
+def test_workers_draw_unpredictably_whatever_their_init_function_seeds(make, tmp_path):
+    seen = tmp_path / "drawn.txt"
+
+    def read(index):
+        if index == 0:
+            with open(seen, "a") as file:
+                file.write(f"{torch.rand(()).item()} {np.random.random()} {random.random()}\n")  # noqa: NPY002
+
+    def seeded(worker):
+        torch.manual_seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        random.seed(0)
+
+    for run in ("a", "b"):
+        step = make(data=Rows(read), run=run, num_workers=1, loader_options={"worker_init_fn": seeded}, **whole_batch())
+        seen.write_text("") if run == "a" else None
+        step.begin()
+        step.take()
+    first, *_, last = (line.split() for line in seen.read_text().splitlines())
+    assert all(one != other for one, other in zip(first, last, strict=True))
+
+
+def test_setting_torch_s_seed_during_a_step_is_refused(make):
+    def read(index):
+        if armed:
+            torch.manual_seed(0)
+
+    armed = []
+    step = make(data=Rows(read), **whole_batch())
+    armed.append(True)
+    step.begin()
+    with pytest.raises(PrivacyError, match="random seed was set during a training step"):
+        step.take()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_example_that_ends_the_loader_early_is_an_error_and_not_a_shorter_step(make, num_workers):
+    def read(index):
+        if armed and index == 9:
+            raise StopIteration
+
+    armed = []
+    step = make(data=Rows(read), num_workers=num_workers, **whole_batch())
+    armed.append(True)
+    step.begin()
+    with pytest.raises(PrivacyError, match="could not be processed"):
+        step.take()
+
+
+@pytest.mark.parametrize(
+    ("repeated", "where"),
+    [
+        (lambda: Subset(Rows(), [*range(EXAMPLES - 1), 0]), "the indices of a Subset repeat"),
+        (lambda: ConcatDataset([Subset(Rows(), range(20))] * 2), "concatenated datasets share examples"),
+        (lambda: (torch.ones(1, 5).expand(EXAMPLES, 5), examples()[1]), "a tensor is expanded"),
+    ],
+)
+def test_training_data_that_visibly_repeats_examples_is_refused(make, repeated, where):
+    with pytest.raises(InputError, match=f"the same example several times .{where}"):
+        make(data=repeated())
+
+
+def test_the_plan_of_a_step_and_the_noise_of_a_mechanism_cannot_be_exchanged(make):
+    step = make()
+    with pytest.raises(AttributeError):
+        step.plan = plan_of(noise_multiplier=50.0)
+    with pytest.raises(AttributeError):
+        step._mechanism.noise_multiplier = 0.1
+
+
+def test_two_threads_do_not_take_a_step_together(make):
+    inside, go_on = threading.Event(), threading.Event()
+
+    def read(index):
+        if armed:
+            inside.set()
+            go_on.wait(20)
+
+    armed = []
+    step = make(data=Rows(read), **whole_batch())
+    armed.append(True)
+    step.begin()
+    thread = threading.Thread(target=step.take)
+    thread.start()
+    assert inside.wait(20)
+    try:
+        with pytest.raises(PrivacyError, match="another thread is taking a step"):
+            step.take()
+    finally:
+        go_on.set()
+        thread.join()
+    assert read_ledger(step.run_dir).steps == 1
+
+
+def test_padding_that_depends_on_the_other_examples_is_refused(make):
+    def padded(rows):
+        longest = 5 + max(int(target) for _, target in rows)
+        return torch.stack([nn.functional.pad(inputs, (0, longest - 5)) for inputs, _ in rows]), torch.stack(
+            [target for _, target in rows]
+        )
+
+    with pytest.raises(PrivacyError, match="collate_fn gives an example another shape beside others than alone"):
+        make(
+            data=Rows(),
+            loader_options={"collate_fn": padded},
+            per_example_loss=lambda model, batch: model(batch[0][:, :5]).sum(1),
+        )
+
+
+@pytest.mark.parametrize("name", ["shuffle", "sampler", "batch_size", "generator"])
+def test_a_loader_option_that_would_choose_batches_is_refused_by_name(make, name):
+    with pytest.raises(InputError, match=f"loader_options has '{name}'"):
+        make(data=Rows(), loader_options={name: None})
+
+
+@pytest.mark.parametrize("error", [ValueError("patient 93"), InputError("patient_93.png is broken"), SystemExit("patient 93")])
+def test_an_error_about_an_example_leads_nowhere_to_its_text(make, error):
+    def read(index):
+        if armed:
+            raise error
+
+    armed = []
+    step = make(data=Rows(read), **whole_batch())
+    armed.append(True)
+    step.begin()
+    with pytest.raises(PrivacyError, match="could not be processed") as caught:
+        step.take()
+    assert "93" not in str(caught.value)
+    assert caught.value.__cause__ is None
+    assert caught.value.__context__ is None
+
+
+def test_randomness_with_a_secret_from_elsewhere_is_refused():
+    with pytest.raises(PrivacyError, match="secret from elsewhere"):
+        Randomness(b"x" * 32, secure=False, seed=None)
+
+
+def test_an_optimizer_that_evaluates_the_loss_itself_is_refused():
+    with pytest.raises(InputError, match="optimizer is LBFGS"):
+        methods.Method.of(torch.optim.LBFGS(network().parameters()))

@@ -435,7 +435,7 @@ def test_an_error_in_a_training_batch_is_spent_and_says_nothing_private(make_tra
         trainer.fit((training_part[0], labels))
     assert "41" not in str(caught.value)
     assert caught.value.__cause__ is None
-    assert caught.value.__suppress_context__
+    assert caught.value.__context__ is None
     assert read_ledger(trainer.record.path).steps == 1
 
 

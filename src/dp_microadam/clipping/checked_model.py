@@ -19,7 +19,7 @@ from dp_microadam.clipping.families import observe
 from dp_microadam.clipping.identical_random_rows import identical_random_rows
 from dp_microadam.clipping.losses import PerExampleLoss, losses_of
 from dp_microadam.clipping.model_state import StateSnapshot
-from dp_microadam.clipping.no_side_effects import SeedAll, python_random_state, torch_random_state
+from dp_microadam.clipping.no_side_effects import SeedAll, SeedWatch, python_random_state, torch_random_state
 from dp_microadam.clipping.passes import parts_of
 from dp_microadam.clipping.recording import Observed, Use
 from dp_microadam.clipping.rule import at_least_float32
@@ -73,13 +73,19 @@ class CheckedModel:
         self.seed = 0
         self._state = StateSnapshot(model, copy_large=True)
         self._directions: dict[Any, Tensor] = {}
+        self._seeds = SeedWatch(model, "the model or per_example_loss")
 
     @contextmanager
     def one_pass(self, seed: int | None = None) -> Iterator[None]:
-        """Seeds all random streams; restores the model's state and raises :class:`InputError` if the pass changes it."""
-        self.seed_all(self.seed if seed is None else seed)
+        """Seeds all random streams; raises :class:`InputError` if the pass changes the model's state or sets a seed.
+
+        The state is restored then.
+        """
+        seed = self.seed if seed is None else seed
+        self.seed_all(seed)
         with self._state.unchanged():
             yield
+            self._seeds.refuse_seeding(seed)
 
     def losses(self, batch: Any, seed: int) -> Tensor:
         """The losses of a forward pass."""

@@ -18,6 +18,7 @@ from dp_microadam.clipping.families import observe, refuse_batch_statistics, ref
 from dp_microadam.clipping.independence import check_independence, check_independence_at_size
 from dp_microadam.clipping.losses import PerExampleLoss, losses_of
 from dp_microadam.clipping.model_state import refuse_state_changes
+from dp_microadam.clipping.module_attributes import put_back_tensors
 from dp_microadam.clipping.passes import Clippable, Part, parts_of
 from dp_microadam.clipping.precision import autocasting, full_precision
 from dp_microadam.clipping.recording import Observed
@@ -40,8 +41,9 @@ class ClippedGradients:
     (``independence.py``) refuses other models, and the clip itself is checked on such data too (``clip_check.py``). The
     check can miss interactions on values, at sizes, by random draws or after numbers of calls that it does not try;
     ``independence.py`` and the documentation list these. A model that changes its own buffers or parameters while examples
-    pass through it is refused at every call. An example whose gradient is not finite, or whose squared norm overflows,
-    contributes nothing. What ``accumulate`` returns, and ``sums`` before noise, are private. With ``scale`` or ``row_masks``
+    pass through it is refused at every call, and tensors that modules keep in plain attributes are put back. An example
+    whose gradient is not finite, or whose squared norm overflows, contributes nothing. What ``accumulate`` returns, and
+    ``sums`` before noise, are private. With ``scale`` or ``row_masks``
     all of this holds for the scaled gradients s⊙gᵢ: ``sums`` is Σᵢ clip(s⊙gᵢ, C) and ``sensitivity`` is its sensitivity.
     Noise must be added to ``sums`` as they are, before anything is divided by s.
 
@@ -216,7 +218,7 @@ class ClippedGradients:
 
     def _add(self, observed: Observed, batch: Any) -> Tensor:
         losses_of_batch = partial(losses_of, self._model, self._loss, batch)
-        with refuse_state_changes(self._model):
+        with put_back_tensors(self._model, observed.caches), refuse_state_changes(self._model):
             parts, losses = parts_of(observed, losses_of_batch, batch_size(batch), self._factors(), self._row_masks)
         if not parts:
             return torch.zeros(batch_size(batch), device=losses.device)
@@ -281,7 +283,7 @@ class ClippedGradients:
         key = (signature(batch), modes)
         if key not in self._checks:
             refuse_batch_statistics(self._model)
-            observed = replace(self._observed, table=RowTable())
+            observed = replace(self._observed, table=RowTable(), caches=set())
             source = check_independence(self._model, self._loss, observed, batch, self._synthetic_batch, self._precision, seed)
             check_clip(self, observed, batch, self._synthetic_batch, self._precision)
             self._checks[key] = observed, source, CHECK_SIZE

@@ -10,7 +10,8 @@ Formal guarantees: after :func:`check_independence` has returned, on this input,
   - with three examples, for each of them;
   - with examples multiplied by 1000, 1 and 30, and by -30, 1 and -1000, where each gave the same alone as beside the others;
   - with one example three times;
-  - with one example beside others that are a million and ten thousand times as large.
+  - with one example beside others that are a million and ten thousand times as large;
+  - with numbers that are NaN, infinite or exactly zero, in one example and in all of them, for losses only.
 
   So neither the position in the batch, nor the size of the batch, nor the range of its values decides. Integers go up to
   what they index (classes, tokens) or to 255; they agree in some examples and differ in range in others.
@@ -23,13 +24,14 @@ Formal guarantees: after :func:`check_independence` has returned, on this input,
 - for models that draw random numbers, with 16 further seeds the losses of others did not change when one example was replaced;
 - no parameter, buffer or extra state was changed by a forward and backward pass, and neither the loss of a batch nor any
   plain attribute of a module depended on the batch that had passed before it;
+- no pass set the seed of torch's generators, and none set that of Python's or NumPy's to the same value every time;
 - the loss of one example alone had an output gradient in its own rows of every observed use of a parameter and in no
   other row, so these rows are the gradient of that example;
 - each example's gradient norm and the unclipped sum that the engine forms equal those of autograd, for every trainable
   parameter, so no parameter is used where it is not observed.
 
-After :func:`check_independence_at_size` the first point holds for the first example, the last and one between in a batch of
-exactly that size, all three replaced or removed at once, at scale 1 and in the model's own precision.
+After :func:`check_independence_at_size` the first point holds for the first example, the last and up to four between in a
+batch of exactly that size, all replaced or removed at once, at scale 1 and in the model's own precision.
 
 Then clipping the rows of each example bounds the change that adding or removing one example makes.
 
@@ -40,6 +42,9 @@ The check can miss the following, which is outside the guarantee (docs/clipping.
   of exactly 17), other lengths of the dimensions that are not the batch's;
 - mixing that begins later, after a number of calls or by a switch from outside: the engine repeats the check at calls
   16, 32, 64, …, so that it is refused then, but steps taken before were not bounded;
+- mixing where numbers are missing, if it shows in gradients only, or if the model raises an exception on such numbers in the
+  check and not in a step;
+- a layer with room for a part of the batch, if everything that takes part in the check goes where the same room is;
 - mixing weaker than the tolerances above;
 - mixing by random draws that none of about 20 seeds gives, in the forward pass, or that none of four gives, in the backward
   pass only; every repetition has new seeds;
@@ -63,7 +68,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dp_microadam.clipping.batches import batch_size, repeat_example, scaled
+from dp_microadam.clipping.batches import batch_size, repeat_example, scaled, select
 from dp_microadam.clipping.checked_model import CheckedModel, double_precision_copy
 from dp_microadam.clipping.gradient_check import (
     check_every_parameter_is_used,
@@ -78,15 +83,21 @@ from dp_microadam.clipping.mixing_check import (
     check_no_mixing,
     check_nothing_is_kept,
     check_random_draws,
+    check_special_values,
 )
+from dp_microadam.clipping.module_attributes import put_back_tensors
 from dp_microadam.clipping.no_side_effects import no_side_effects
 from dp_microadam.clipping.recording import Observed
+from dp_microadam.clipping.special_values import rows_needed
 from dp_microadam.clipping.synthetic_examples import CHECK_SIZE, SyntheticExamples, accepted_examples, new_seed
 from dp_microadam.errors import InputError
 
 # One example keeps its scale: its loss is not saturated, and shows what the large ones do to it.
 _OTHER_SCALES = ((1e3, 1.0, 30.0), (-30.0, 1.0, -1e3))
 _EXTREME_SCALES = (1e6, 1.0, -1e4)
+
+# In a large batch of copies of one example.
+_COPIES_REPLACED = 4
 
 _ALL_BUT_ONE = [torch.tensor(rows) for rows in ([1, 2], [0, 2], [0, 1])]
 _EACH = [torch.tensor([row]) for row in range(CHECK_SIZE)]
@@ -110,9 +121,10 @@ def check_independence(
     their gradients, buffers and modes as they were.
 
     It takes 29 forward and backward passes of one to three examples, or 34 if the model draws random numbers. In addition it
-    takes four forward passes of three examples, 32 more if the model draws random numbers, and one or a few more to find out
-    which integers the model accepts. Two forward passes of 13 and 11 examples, and up to 30 more for layers that are skipped
-    at random, teach ``observed.table`` which tensors have rows for each example.
+    takes four forward passes of two or three examples, nine for floating-point input, of three examples and one more for each
+    further tensor of such input, 32 if the model draws random numbers, and one or a few to find out which integers the model
+    accepts. Two forward passes of 13 and 11 examples, and up to 30 more for layers that are skipped at random, teach
+    ``observed.table`` which tensors have rows for each example.
 
     Args:
         model: is copied for most passes.
@@ -135,7 +147,8 @@ def check_independence(
         examples, others = source.draw(batch, CHECK_SIZE, synthetic_batch)
         exact, cast = double_precision_copy(own, examples)
         later, _ = source.reseeded(1).draw(batch, CHECK_SIZE, synthetic_batch)
-        check_nothing_is_kept(exact, *map(cast, (examples, others, later)))
+        later = select(later, torch.arange(CHECK_SIZE - 1))
+        observed.caches.update(check_nothing_is_kept(exact, *map(cast, (examples, others, later))))
         exact.seed = source.seed
         random = check_no_mixing(exact, cast(examples), cast(others), _ONE_OR_TWO, source.magnitude)
         check_identical_examples(exact, cast(repeat_example(examples, 0, CHECK_SIZE)), source.magnitude)
@@ -148,6 +161,10 @@ def check_independence(
         if exact is not own:
             extreme = scaled(cast(examples), _EXTREME_SCALES)
             check_no_mixing(exact, extreme, None, _SECOND_ALONE, max(_EXTREME_SCALES) * source.magnitude, required=False)
+        if count := rows_needed(examples):
+            exact.seed = source.seed
+            some, ordinary = source.draw(batch, count, synthetic_batch)
+            check_special_values(exact, cast(some), cast(ordinary), source.magnitude)
         if random:
             check_random_draws(exact, source, lambda one: map(cast, one.draw(batch, CHECK_SIZE, synthetic_batch)))
         for row in range(CHECK_SIZE):
@@ -172,13 +189,16 @@ def check_independence_at_size(
     is larger than all before: of T batches of random sizes about ln T are.
 
     Three quarters of the batch are copies of one example, so that a layer with room for only a part of the batch runs out of
-    it. The first and the last copy are replaced or removed, together with the first example of the batch.
+    it. The first four copies and the last are replaced or removed, together with the first example of the batch. A single one
+    could be replaced by an example that takes the same room.
     """
     source = SyntheticExamples(new_seed()) if source is None else source
     count = batch_size(batch)
     quarter = count // 4
-    rows = torch.tensor([0, quarter, count - 1])
-    with no_side_effects(model) as seed_all, _seed_in_refusals(source.seed):
+    copies = min(_COPIES_REPLACED, max(1, quarter))
+    rows = torch.tensor([0, *range(quarter, quarter + copies), count - 1])
+    # A batch of this size must leave no trace in the model either: realised sizes are private.
+    with put_back_tensors(model, observed.caches), no_side_effects(model) as seed_all, _seed_in_refusals(source.seed):
         checked = CheckedModel(model, per_example_loss, observed, seed_all, precision)
         # Losses of random examples may not be finite; those of seed 0, which check_independence accepted, come last.
         for attempt in (source, SyntheticExamples(0)):

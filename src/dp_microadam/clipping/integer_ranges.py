@@ -104,7 +104,7 @@ class IndexTracker(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         operation = func.overloadpacket
-        for index, size in _indexed(operation, args):
+        for index, size in indexed(operation, args):
             origins, same = self._origin(index)
             for position in origins:
                 self._leaves[position].sizes.append(size)
@@ -141,7 +141,7 @@ def _address(tensor: Tensor) -> int:
         return 0
 
 
-def _indexed(operation: Any, args: tuple[Any, ...]) -> Iterator[tuple[Tensor, int]]:
+def indexed(operation: Any, args: tuple[Any, ...]) -> Iterator[tuple[Tensor, int]]:
     """Index tensors of an operation, each with the size of what it indexes."""
     found: list[tuple[Any, int]] = []
     if operation in (_aten.embedding, _aten._embedding_bag, _aten._embedding_bag_forward_only):

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from dp_microadam.clipping.batches import batch_size, replace_rows, select
 from dp_microadam.clipping.checked_model import CheckedModel, PassResult
 from dp_microadam.clipping.losses import losses_of
-from dp_microadam.clipping.module_attributes import copy_with_own_attributes, differing, plain_attributes
+from dp_microadam.clipping.module_attributes import copy_with_own_attributes, differing, holds_tensors, plain_attributes
+from dp_microadam.clipping.special_values import GuardedPasses, special_batches
 from dp_microadam.clipping.synthetic_examples import SyntheticExamples
 from dp_microadam.errors import InputError
 
@@ -96,18 +97,53 @@ def check_random_draws(
             _refuse_difference(checked, before, after, kept, kept, examples.magnitude, "replacing")
 
 
-def check_nothing_is_kept(checked: CheckedModel, first: Any, other: Any, later: Any) -> None:
-    """Neither the losses of a batch nor plain attributes of modules may depend on the batch that came before it."""
+def check_special_values(checked: CheckedModel, examples: Any, ordinary: Any, scale: float) -> None:
+    """Where numbers are NaN, infinite or exactly zero, losses must not depend on other examples. Nine forward passes.
+
+    All compared batches have one size and start from one seed, so that an example whose loss is not finite alone has none
+    beside others either. Examples that the model does not accept are not compared.
+    """
+    passes = GuardedPasses()
+
+    def losses(batch: Any) -> Tensor | None:
+        found = passes.try_pass(lambda: checked.losses(batch, checked.seed))
+        return None if found is None else torch.where(torch.isfinite(found), found, torch.nan)
+
+    before = losses(ordinary)
+    if before is None:
+        return
+    for special in special_batches(examples, ordinary, checked.seed):
+        one, several = losses(special.one), losses(special.several)
+        others = without(special.middle, len(before))
+        for left, right, rows in ((one, before, others), (one, several, special.middle)):
+            if left is None or right is None:
+                continue
+            limit = _limit_of_losses(checked, left[rows], scale)
+            if _differ(left[rows], right[rows], limit):
+                raise InteractionError(
+                    f"per_example_loss mixes examples in which numbers are {special.kind}: replacing some examples of a batch "
+                    "changed the loss of others; fill in such numbers from constants or from the example itself"
+                )
+
+
+def check_nothing_is_kept(checked: CheckedModel, first: Any, other: Any, later: Any) -> set[str]:
+    """Neither the losses of a batch nor plain attributes of modules may depend on the batch that came before it.
+
+    Returns the names of attributes that hold tensors which no batch changes: caches of positions and the like. ``later``
+    should have another size than the others, so that what depends on the size of a batch is none of them.
+    """
+    caches: set[str] = set()
     try:
         one, two, control = (copy_with_own_attributes(checked.model) for _ in range(3))
-        after_first, after_other = _after_both(checked, one, first, later), _after_both(checked, two, other, later)
+        after_first = _after_both(checked, one, first, later, caches)
+        after_other = _after_both(checked, two, other, later)
         suspects = differing(after_first, after_other)
         if suspects:  # unless it differs by itself, as a clock does
             suspects -= differing(after_first, _after_both(checked, control, first, later))
     except InputError:
         raise
     except Exception:  # a model that cannot be copied, or does not accept these examples
-        return
+        return set()
     if suspects:
         name = min(suspects)
         what = "a loss" if name == _LOSSES else f"attribute {name!r} of the model"
@@ -115,14 +151,21 @@ def check_nothing_is_kept(checked: CheckedModel, first: Any, other: Any, later: 
             f"{what} depends on examples of an earlier batch, so that an example influences the gradients of steps it is not "
             "part of; do not keep features, sums or counts of examples in attributes from one batch to the next"
         )
+    return caches
 
 
-def _after_both(checked: CheckedModel, model: nn.Module, first: Any, later: Any) -> dict[str, list[Any]]:
-    """Plain attributes and losses after two batches."""
+def _after_both(
+    checked: CheckedModel, model: nn.Module, first: Any, later: Any, caches: set[str] | None = None
+) -> dict[str, list[Any]]:
+    """Plain attributes and losses after two batches; adds to ``caches`` the attributes with tensors that both left alike."""
+    found: list[dict[str, list[Any]]] = []
     for batch in (first, later):
         with checked.one_pass():
             losses = losses_of(model, checked.loss, batch).detach()
-    return {**plain_attributes(model), _LOSSES: [losses]}
+        found.append(plain_attributes(model, copied=caches is not None))
+    if caches is not None:
+        caches |= {name for name, values in found[1].items() if holds_tensors(values)} - differing(*found)
+    return {**found[1], _LOSSES: [losses]}
 
 
 def _first_run(checked: CheckedModel, batch: Any, required: bool) -> PassResult | None:
@@ -156,13 +199,7 @@ def _refuse_difference(
     what: str,
     random: bool = False,
 ) -> None:
-    eps = torch.finfo(before.losses.dtype).eps
-    of_losses = 1e-9 if before.losses.dtype == torch.float64 else 100 * eps
-    of_gradients = 100 * of_losses
-    if checked.precision:  # losses may be wider than the products they come from
-        of_losses = of_gradients = 4 * checked.precision
-    floor = 100 * eps * max(1.0, abs(scale))  # cancellation in losses near zero
-    limit = of_losses * _largest([before.losses]) + floor
+    limit = _limit_of_losses(checked, before.losses, scale)
     if _differ(before.losses[rows], after.losses[rows_after], limit):
         raise InteractionError(
             f"per_example_loss mixes examples: {what} one example of a batch changed the loss of others; "
@@ -171,7 +208,8 @@ def _refuse_difference(
             + (", and drop out only tensors whose first dimension is the batch" if random else "")
         )
     for part, part_after in ((before.norms, after.norms), (before.projections, after.projections)):
-        limit = of_gradients * _largest(part.values()) + floor
+        of_gradients = 4 * checked.precision or 100 * _of_losses(before.losses.dtype)
+        limit = of_gradients * _largest(part.values()) + _floor(before.losses.dtype, scale)
         for name in part.keys() | part_after.keys():
             gone = name not in part or name not in part_after
             if gone or _differ(part[name][rows], part_after[name][rows_after], limit):
@@ -180,6 +218,21 @@ def _refuse_difference(
                     "several rows of one example must be next to each other, and no operation, forward or "
                     "backward, may combine examples"
                 )
+
+
+def _limit_of_losses(checked: CheckedModel, losses: Tensor, scale: float) -> float:
+    """How far losses may differ by rounding."""
+    relative = 4 * checked.precision or _of_losses(losses.dtype)  # losses may be wider than the products they come from
+    return relative * _largest([losses]) + _floor(losses.dtype, scale)
+
+
+def _of_losses(dtype: torch.dtype) -> float:
+    return 1e-9 if dtype == torch.float64 else 100 * torch.finfo(dtype).eps
+
+
+def _floor(dtype: torch.dtype, scale: float) -> float:
+    """For cancellation in losses near zero."""
+    return 100 * torch.finfo(dtype).eps * max(1.0, abs(scale))
 
 
 def without(rows: Tensor, count: int) -> Tensor:

@@ -7,7 +7,7 @@ state as they were, or is refused and undone before its result is used. Buffers,
 numbers, are compared by value. Larger parameters are compared by autograd's version counter and address, and are
 refused but not restored. A write through ``.data`` escapes the counter: such writes are found by the independence check
 (``independence.py``), which compares all values, if they happen on synthetic examples too. Plain Python attributes are not
-part of a ``state_dict`` and are checked on synthetic examples only (``module_attributes.py``).
+part of a ``state_dict``: they are checked on synthetic examples, and tensors in them are put back (``module_attributes.py``).
 """
 
 from __future__ import annotations

@@ -1,16 +1,24 @@
 """Compares plain Python attributes of modules, in which a model may keep examples from one batch to the next.
 
 ``model_state.py`` covers what a checkpoint holds. Anything else that a module stores, in a tensor, a list or an object of its
-own, is harmless if it does not depend on examples (a cache of positions), or is overwritten by the next batch before it is
-used (the last attention map). An attribute that still depends on examples after another batch has passed, such as a queue of
-features, lets an example influence the gradients of steps it is not part of.
+own, is harmless if it does not depend on examples (a cache of positions). An attribute that still depends on examples after
+another batch has passed, such as a queue of features, lets an example influence the gradients of steps it is not part of.
+One that the next batch overwrites (the last attention map) does not, but whoever gets the model would get the last batch of
+the training data with it.
+
+Formal guarantees: after :func:`put_back_tensors` tensors and arrays that plain attributes hold, themselves or in a list,
+deque or dict of up to 1,024 entries, are those of before, unless the independence check found them to depend neither on
+examples nor on their number. Numbers and strings are left as they are, since a counter has to go on, and so are attributes
+of objects that are no modules.
 """
 
 from __future__ import annotations
 
 import copy
+import operator
 from collections import deque
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -20,6 +28,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+_SIMPLE = (int, float, str, tuple, type(None))
+_MISSING = object()
+
+# A vocabulary is not copied for every chunk of a batch.
+_LARGEST_CONTAINER = 1024
 
 # How deep objects in a module's attribute are searched.
 _DEPTH = 4
@@ -35,10 +49,10 @@ def copy_with_own_attributes(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, shared)
 
 
-def plain_attributes(model: nn.Module) -> dict[str, list[Any]]:
-    """The tensors, numbers and strings in each plain attribute, by the attribute's name."""
+def plain_attributes(model: nn.Module, *, copied: bool = False) -> dict[str, list[Any]]:
+    """The tensors, numbers and strings in each plain attribute, by the attribute's name; copies of them on request."""
     return {
-        f"{name}.{key}" if name else key: list(_contents(value, _DEPTH))
+        f"{name}.{key}" if name else key: [_copy(item) if copied else item for item in _contents(value, _DEPTH)]
         for name, module in model.named_modules()
         for key, value in vars(module).items()
         if key not in _OF_EVERY_MODULE
@@ -52,6 +66,73 @@ def differing(one: Mapping[str, list[Any]], other: Mapping[str, list[Any]]) -> s
         for name in one.keys() | other.keys()
         if len(one.get(name, ())) != len(other.get(name, ())) or not all(map(_agree, one.get(name, ()), other.get(name, ())))
     }
+
+
+def holds_tensors(values: Iterable[Any]) -> bool:
+    """Whether a tensor or array is among these values, or inside one."""
+    return any(isinstance(item, Tensor | np.ndarray) for value in values for item in _contents(value, _DEPTH))
+
+
+@contextmanager
+def put_back_tensors(model: nn.Module, caches: Set[str]) -> Iterator[None]:
+    """Put tensors in plain attributes of modules back on exit, also after an error, except in those named ``caches``."""
+    before = [
+        _Attributes(vars(module), {key for key in vars(module) if f"{name}.{key}".lstrip(".") in caches} if caches else caches)
+        for name, module in model.named_modules()
+    ]
+    try:
+        yield
+    finally:
+        for attributes in before:
+            attributes.put_back()
+
+
+class _Attributes:
+    """The plain attributes of one module, with shallow copies of containers and copies of tensors."""
+
+    def __init__(self, attributes: dict[str, Any], caches: Set[str]) -> None:
+        self._now = attributes
+        self._caches = caches
+        self._before = attributes.copy()
+        self._containers: list[tuple[Any, Any]] = []
+        self._tensors: list[tuple[Tensor, int, Tensor]] = []
+        for key, value in attributes.items():
+            if key in _OF_EVERY_MODULE or isinstance(value, _SIMPLE) or key in caches:
+                continue
+            if isinstance(value, Tensor) and not value.is_inference():
+                self._tensors.append((value, value._version, value.detach().clone()))
+            elif isinstance(value, list | dict | deque) and len(value) <= _LARGEST_CONTAINER:
+                self._containers.append((value, dict(value) if isinstance(value, dict) else list(value)))
+
+    def put_back(self) -> None:
+        changed = [key for key, value in self._now.items() if self._before.get(key, _MISSING) is not value]
+        for key in changed:
+            if key not in _OF_EVERY_MODULE and key not in self._caches and holds_tensors([self._now[key]]):
+                _set_or_delete(self._now, key, self._before.get(key, _MISSING))
+        for container, entries in self._containers:
+            if isinstance(container, dict):
+                for key, value in list(container.items()):
+                    if value is not entries.get(key, _MISSING) and holds_tensors([value]):
+                        _set_or_delete(container, key, entries.get(key, _MISSING))
+            elif len(container) != len(entries) or any(map(operator.is_not, container, entries)):
+                known = {id(entry) for entry in entries}
+                if holds_tensors(entry for entry in container if id(entry) not in known):
+                    container.clear()
+                    container.extend(entries)
+        for tensor, version, value in self._tensors:
+            if tensor._version != version:
+                tensor.detach().copy_(value)
+
+
+def _copy(item: Any) -> Any:
+    return item.detach().clone() if isinstance(item, Tensor) else item.copy() if isinstance(item, np.ndarray) else item
+
+
+def _set_or_delete(values: dict[Any, Any], key: Any, value: Any) -> None:
+    if value is _MISSING:
+        del values[key]
+    else:
+        values[key] = value
 
 
 def _contents(value: Any, depth: int) -> Iterator[Any]:

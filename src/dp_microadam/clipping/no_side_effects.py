@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from dp_microadam.errors import InputError
+
 SeedAll = Callable[[int], None]
 
 
@@ -43,6 +45,39 @@ def no_side_effects(model: nn.Module) -> Iterator[SeedAll]:
                 parameter.grad = gradient
             random.setstate(python_state)
             np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+class ReseedingError(InputError):
+    """Code under a check sets the seed of a global random stream."""
+
+
+class SeedWatch:
+    """Notices code that seeds the global random streams, which are unpredictable in a private step.
+
+    torch's generators remember their seed. Those of Python and NumPy do not: there, passes that start from different seeds
+    and end in the same state show it.
+    """
+
+    def __init__(self, model: nn.Module, what: str) -> None:
+        self._gpus = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+        self._what = what
+        self._ends: dict[tuple[str, int], int] = {}
+
+    def refuse_seeding(self, seed: int) -> None:
+        """Raise :class:`ReseedingError` if a pass that started from this seed set another."""
+        generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in self._gpus)]
+        if any(generator.initial_seed() != seed for generator in generators):
+            raise self._error("torch's random seed (torch.manual_seed)")
+        python, *numpy = python_random_state()
+        for call, state in (("random.seed", python), ("numpy.random.seed", tuple(numpy))):
+            if self._ends.setdefault((call, hash(state)), seed) != seed:
+                raise self._error(f"the seed of a global random stream ({call})")
+
+    def _error(self, seed: str) -> ReseedingError:
+        return ReseedingError(
+            f"{self._what} sets {seed}, so that examples would share predictable draws; remove it, and draw from the global "
+            "generators as they are"
+        )
 
 
 def torch_random_state(model: nn.Module) -> list[Any]:

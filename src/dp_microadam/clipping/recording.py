@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -34,7 +34,11 @@ class Use:
 
 @dataclass(frozen=True)
 class Observed:
-    """What is observed of a model: layers with rules, and every trainable parameter with the modules that hold it."""
+    """What is observed of a model: layers with rules, and every trainable parameter with the modules that hold it.
+
+    ``table`` and ``caches`` are filled by the independence check; ``caches`` names plain attributes of modules whose tensors
+    depend neither on examples nor on their number, such as a table of positions.
+    """
 
     rules: Mapping[str, LayerRule]
     parameters: Mapping[str, nn.Parameter]
@@ -43,6 +47,7 @@ class Observed:
     strategy: str | None
     table: RowTable
     operations: dict[str, LayerRule]
+    caches: set[str] = field(default_factory=set)
 
 
 OutputGradientHook = Callable[[Use, Tensor], None]

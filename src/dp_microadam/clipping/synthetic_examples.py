@@ -12,6 +12,7 @@ import torch
 from dp_microadam.clipping.batches import batch_size, repeated, synthetic, with_extreme_integers
 from dp_microadam.clipping.checked_model import CheckedModel
 from dp_microadam.clipping.integer_ranges import IndexTracker
+from dp_microadam.clipping.no_side_effects import ReseedingError
 from dp_microadam.errors import InputError
 
 # Most of the check runs on this many examples: a first, a middle and a last one.
@@ -96,6 +97,8 @@ def _is_accepted(checked: CheckedModel, examples: SyntheticExamples, batch: Any,
             if not bool(torch.isfinite(largest)):
                 return False
         return checked.run(drawn).is_finite()
+    except ReseedingError:
+        raise
     except Exception:  # an index out of range, most often
         return False
     finally:

@@ -8,11 +8,13 @@ Formal guarantees: after :func:`check_transform` has returned, on synthetic raw 
 - replacing one example left the rows of all others as they were, whatever the global random streams of torch, Python and
   NumPy gave. This was tried for each of three examples, and for the first, middle and last of a batch of the given size;
   with floating-point numbers in [0, 1), and multiplied by 1000, 1 and 30; with integers up to what they index, or 255; with
-  one seed, or with 32 if the transform draws random numbers;
+  one seed, or with 32 if the transform draws random numbers. It was also tried with numbers that are NaN, infinite or exactly
+  zero, in one example and in all, unless the transform raises an exception on them;
 - so did removing one or two examples, which shows what depends on the size of a batch. There, torch's generators give
   the same number to all examples. This is left out for transforms that draw from Python or NumPy, or that draw until the
   result satisfies a condition;
-- the same batch and seed gave the same rows again after another batch had passed, so nothing was kept of that batch.
+- the same batch and seed gave the same rows again after another batch had passed, so nothing was kept of that batch;
+- no pass set the seed of torch's generators, and none set that of Python's or NumPy's to the same value every time.
 
 Then each row is a function of its own example and of random numbers, and clipping its gradient bounds what the example adds.
 
@@ -28,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,8 +40,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dp_microadam.clipping.batches import batch_size, repeat_example, replace_rows, scaled, select, with_extreme_integers
 from dp_microadam.clipping.integer_ranges import IndexTracker
-from dp_microadam.clipping.mixing_check import InteractionError, without
-from dp_microadam.clipping.no_side_effects import no_side_effects, python_random_state, torch_random_state
+from dp_microadam.clipping.mixing_check import without
+from dp_microadam.clipping.no_side_effects import SeedWatch, no_side_effects, python_random_state, torch_random_state
+from dp_microadam.clipping.special_values import GuardedPasses, rows_needed, special_batches
 from dp_microadam.clipping.synthetic_examples import SyntheticExamples, new_seed
 from dp_microadam.errors import InputError
 
@@ -84,6 +88,7 @@ def check_transform(transform: Transform, batch: Any, model: nn.Module, *, what:
             further = source.reseeded(step)
             examples, others = further.draw(raw.batch, _EXAMPLES, None, spread=True)
             check.check_no_mixing(scaled(examples, _SCALES), others, further.seed, [[0], [1], [2]], [[0, 2]], required=False)
+        check.check_special_values(source)
         for step in range(_SEEDS_OF_DRAWS if drew else 0):
             further = source.reseeded(1 + _SPREAD + step)
             examples, others = further.draw(raw.batch, _EXAMPLES, None)
@@ -136,6 +141,7 @@ class _TransformCheck:
         self._seed_all = seed_all
         self._model = model
         self._what = what
+        self._seeds = SeedWatch(model, what)
         # Whether batches of different sizes can be given the same random numbers.
         self._comparable = True
 
@@ -176,6 +182,7 @@ class _TransformCheck:
         mode = _ConstantDraws(lambda: self._seed_all(seed))
         with mode if constant_draws else nullcontext():
             result = self._transform(self._raw(examples))
+        self._seeds.refuse_seeding(seed)
         self._comparable &= not mode.ended
         rows = batch_size(result)
         if rows != count:
@@ -225,11 +232,33 @@ class _TransformCheck:
                 self._refuse_difference(examples, before, less, kept, torch.arange(len(kept)), seed, "removing")
         return drew or drew_elsewhere
 
+    def check_special_values(self, source: SyntheticExamples) -> None:
+        """Where numbers are NaN, infinite or exactly zero, rows must not depend on other examples. Nine passes."""
+        count = rows_needed(self._raw.batch)
+        if not count:
+            return
+        passes = GuardedPasses()
+        examples, ordinary = source.draw(self._raw.batch, count, None)
+        run = partial(self._run, seed=source.seed)
+        before = passes.try_pass(partial(run, ordinary))
+        if before is None:
+            return
+        for special in special_batches(examples, ordinary, source.seed):
+            one, several = (passes.try_pass(partial(run, some)) for some in (special.one, special.several))
+            others = without(special.middle, count)
+            for other, rows in ((before, others), (several, special.middle)):
+                if one is not None and other is not None and self._differ(special.one, one, other, rows, rows):
+                    raise InputError(
+                        f"{self._what} mixes examples in which numbers are {special.kind}: replacing some examples of a batch "
+                        "changed the rows of others; fill in such numbers from constants or from the example itself "
+                        f"(seed {source.seed} of the check)"
+                    )
+
     def _refuse_difference(
         self, examples: Any, before: list[Any], after: list[Any], rows: Tensor, rows_after: Tensor, seed: int, how: str
     ) -> None:
         if self._differ(examples, before, after, rows, rows_after):
-            raise InteractionError(
+            raise InputError(
                 f"{self._what} mixes examples: {how} one example of a batch changed the rows of others; treat every example "
                 "on its own, normalize by public constants or by each example's own values, and do not combine examples "
                 f"(mixup, cutmix) (seed {seed} of the check)"
@@ -254,17 +283,18 @@ def _rows_differ(one: Tensor, other: Tensor, inputs: Tensor) -> bool:
     if not (one.is_floating_point() or one.is_complex()):
         return not torch.equal(one, other)
     eps = torch.finfo(one.dtype).eps
-    limit = max(1e-4, 4 * eps) * _largest(one).nan_to_num(posinf=0.0) + 10 * eps * inputs.to(one.device)
+    limit = max(1e-4, 4 * eps) * _largest(one) + 10 * eps * inputs.to(one.device)
     same = (one == other) | ((one != one) & (other != other))
     near = (one - other).abs() <= limit.view(-1, *[1] * (one.dim() - 1))
     return not bool((same | near).all())
 
 
 def _largest(rows: Tensor) -> Tensor:
-    """The largest magnitude in each row."""
+    """The largest finite magnitude in each row."""
     if rows.numel() == 0:
         return torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
-    return rows.detach().abs().flatten(1).amax(1).double() if rows.dim() > 1 else rows.detach().abs().double()
+    sizes = rows.detach().abs().nan_to_num(nan=0.0, posinf=0.0)
+    return sizes.flatten(1).amax(1).double() if rows.dim() > 1 else sizes.double()
 
 
 _aten = torch.ops.aten

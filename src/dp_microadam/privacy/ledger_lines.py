@@ -125,7 +125,9 @@ def read_steps(
                 _add_step(found, values, plan, chained=chained, own_mechanisms=own_mechanisms)
             elif line or chained:  # version 0.1 ignored empty lines
                 found.torn += 1
-                found.history.append((found.head, ordinary))
+                # Two lines without the newline between them are one line that cannot be read: each counts.
+                count = max(1, line.count(b'"step"'))
+                found.history += [(found.head if part == 0 else f"{found.head} {part}", ordinary) for part in range(count)]
         except UnusableLine as error:
             raise edited(path, number, error) from None
     if unfinished:

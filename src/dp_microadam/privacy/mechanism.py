@@ -62,9 +62,9 @@ class GaussianMechanism:
         noise_share: float = 1.0,
         randomness: Randomness | None = None,
     ) -> None:
-        self.noise_multiplier = float(require_positive("noise_multiplier", noise_multiplier))
-        self.sensitivity = float(require_positive("sensitivity", sensitivity))
-        self.expected_batch_size = require_positive("expected_batch_size", expected_batch_size)
+        self._noise_multiplier = float(require_positive("noise_multiplier", noise_multiplier))
+        self._sensitivity = float(require_positive("sensitivity", sensitivity))
+        self._expected_batch_size = require_positive("expected_batch_size", expected_batch_size)
         if not 0.0 <= noise_share <= 1.0:
             raise InputError(f"noise_share is {noise_share}; it is a share of the noise variance and must be from 0 to 1")
         self.noise_share = noise_share
@@ -77,6 +77,21 @@ class GaussianMechanism:
     ) -> GaussianMechanism:
         """The mechanism that ``plan`` accounts for, on sums of the given sensitivity."""
         return cls(plan.noise_multiplier, sensitivity, plan.batch_size, noise_share=noise_share, randomness=randomness)
+
+    @property
+    def noise_multiplier(self) -> float:
+        """σ; it cannot be changed, because the accounting has read it."""
+        return self._noise_multiplier
+
+    @property
+    def sensitivity(self) -> float:
+        """S."""
+        return self._sensitivity
+
+    @property
+    def expected_batch_size(self) -> float:
+        """B."""
+        return self._expected_batch_size
 
     @property
     def private(self) -> bool:

@@ -31,6 +31,8 @@ from dp_microadam.validation import require_integer
 _BLOCK = 1 << 16
 _THREADS = max(1, min(8, os.cpu_count() or 1))
 
+_OWN_CLASS_METHODS = object()
+
 
 class Randomness:
     """The random source of sampling and noise: the operating system's entropy, or a fixed seed for tests.
@@ -50,7 +52,12 @@ class Randomness:
     Randomness(operating system's entropy, statistical generator)
     """
 
-    def __init__(self, secret: bytes, *, secure: bool, seed: int | None) -> None:
+    def __init__(self, secret: bytes, *, secure: bool, seed: int | None, made_by: object = None) -> None:
+        if made_by is not _OWN_CLASS_METHODS:
+            raise PrivacyError(
+                "Randomness was made with a secret from elsewhere; use Randomness.from_entropy(), or Randomness.seeded(seed) "
+                "in tests, which know whether it is private"
+            )
         self._secret = secret
         self._process = os.getpid()
         self._draws = 0
@@ -63,13 +70,13 @@ class Randomness:
     @classmethod
     def from_entropy(cls, *, secure: bool = False) -> Randomness:
         """Fresh randomness for one private run; a resumed run creates a new one."""
-        return cls(os.urandom(32), secure=secure, seed=None)
+        return cls(os.urandom(32), secure=secure, seed=None, made_by=_OWN_CLASS_METHODS)
 
     @classmethod
     def seeded(cls, seed: int, *, secure: bool = False) -> Randomness:
         """Repeatable randomness, for tests only: whoever guesses the seed can subtract the noise."""
         require_integer("seed", seed, 0)
-        return cls(hashlib.sha256(b"seed %d" % seed).digest(), secure=secure, seed=seed)
+        return cls(hashlib.sha256(b"seed %d" % seed).digest(), secure=secure, seed=seed, made_by=_OWN_CLASS_METHODS)
 
     @property
     def private(self) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from dp_microadam.errors import DPMicroAdamError, InputError
+from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.randomness import Randomness
 from dp_microadam.validation import require_integer
@@ -172,7 +172,11 @@ class PoissonSampler:
         # Each pass draws a seed for the workers. With its own generator it leaves torch's default generator unchanged.
         own["generator"] = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
         loader: DataLoader[Any] = DataLoader(
-            Chunks(data, collate_fn), sampler=requests, batch_size=None, num_workers=num_workers, **{**own, **options}
+            Chunks(data, collate_fn, alone=1),
+            sampler=requests,
+            batch_size=None,
+            num_workers=num_workers,
+            **{**own, **options},
         )
         current = self.first_step
 
@@ -182,11 +186,15 @@ class PoissonSampler:
 
         def batches(index: int) -> Iterator[Any]:
             refuse_passed(index)
+            read = 0
             for batch in loader if requests else ():  # an empty step is a step without chunks
                 refuse_passed(index)
                 if isinstance(batch, DPMicroAdamError):
                     raise batch
+                read += 1
                 yield batch
+            if read < len(requests):
+                raise PrivacyError("the loader ended before all examples of the step were read; a step must be summed up whole")
 
         for step in self:
             current = step.index
@@ -201,27 +209,55 @@ class PoissonSampler:
 
 
 class Chunks(Dataset[Any]):
-    """A dataset whose items are collated batches: indexing it with a tensor of indices gives a batch.
+    """A Dataset whose items are whole chunks, collated where they are read: indices give a batch.
 
-    If reading a batch raises one of our errors, that error is returned instead of the batch: torch would turn an error raised
-    in a worker into a message that contains a traceback.
+    If a batch cannot be read and the error is one of ours, the error is returned in its place: torch would wrap what a worker
+    raises into the text of its traceback. Unless ``alone`` is 0, batches in which the row of an example depends on the others
+    are refused, as far as shapes tell: of a collate function of the user's, so many examples are collated by themselves too.
     """
 
-    def __init__(self, data: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, data: Any, collate_fn: Callable[[list[Any]], Any], *, alone: int = 0) -> None:
         self.data = data
         self.collate_fn = collate_fn
+        self.alone = alone
 
     def __getitem__(self, indices: Tensor) -> Any:
         try:
-            batch = self.collate_fn([self.data[i] for i in indices.tolist()])
+            examples = [self.data[i] for i in indices.tolist()]
+            batch = self.collate_fn(examples)
         except DPMicroAdamError as error:
-            return error
-        if any(isinstance(leaf, Tensor) and leaf.dim() and len(leaf) > len(indices) for leaf in tree_leaves(batch)):
+            return _about_an_example(error)
+        except StopIteration:  # which a loader takes for the end of the data
+            sentence = "an example could not be read (StopIteration); the Dataset must return one for every index"
+            return _about_an_example(InputError(sentence))
+        return self._refusal(examples, batch) or batch if self.alone else batch
+
+    def _refusal(self, examples: list[Any], batch: Any) -> InputError | None:
+        if any(len(leaf) > len(examples) for leaf in _tensors_with_rows(batch)):
             return InputError(
-                "collate_fn returns more rows than it is given examples; it must return one row per example, computed from "
-                "that example alone"
+                "collate_fn returns more rows than it is given examples; it must return one row for each, and treat each by "
+                "itself"
             )
-        return batch
+        if self.collate_fn is default_collate or len(examples) == 1:
+            return None
+        shapes = [leaf.shape[1:] for leaf in _tensors_with_rows(batch)]
+        for example in examples[: self.alone]:
+            if [leaf.shape[1:] for leaf in _tensors_with_rows(self.collate_fn([example]))] != shapes:
+                return InputError(
+                    "collate_fn gives an example another shape beside others than alone, as padding to the longest does; it "
+                    "must pad all examples to one length"
+                )
+        return None
+
+
+def _about_an_example(error: DPMicroAdamError) -> DPMicroAdamError:
+    """Mark an error whose message may name an example, such as a file."""
+    error.about_an_example = True  # type: ignore[attr-defined]
+    return error
+
+
+def _tensors_with_rows(batch: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
 
 
 def _tensors_of(data: Any) -> list[Tensor] | None:

@@ -219,7 +219,7 @@ def ranks_here() -> Ranks:
     return Ranks()
 
 
-def start_alike(ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def broadcast_start(ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Broadcast the weights of rank 0 and the settings of its optimizer, including the seed of stochastic rounding.
 
     Raises:

@@ -106,6 +106,10 @@ class Method:
         """The method itself, or a torch optimizer wrapped as a method."""
         if isinstance(method_or_optimizer, Method):
             return method_or_optimizer
+        if isinstance(method_or_optimizer, torch.optim.LBFGS):
+            raise InputError(
+                "optimizer is LBFGS, which evaluates the loss several times a step; it must be one that steps once"
+            )
         if isinstance(method_or_optimizer, torch.optim.Optimizer):
             return Method(method_or_optimizer)
         raise InputError(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from dp_microadam.privacy.mechanism import GaussianMechanism
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.statement import round_up, statement_in_words, write_privacy_report
 from dp_microadam.training.gradients import GradientSums, UnclippedGradients
+from dp_microadam.training.held_out import refuse_repeats
 from dp_microadam.training.method import ROW_NORMS, Method, Phase, phase_at, phases_from
 from dp_microadam.training.run_folder import note_private_metrics, privacy_of
 from dp_microadam.training.torch_randomness import forked_torch
 from dp_microadam.training.training_data import TrainingData
-from dp_microadam.training.training_step import TrainingStep, phases_in_words
+from dp_microadam.training.training_step import Result, TrainingStep, phases_in_words
 from dp_microadam.training.withheld import withheld
 
 PUBLIC = ("normalization constants of the input",)
@@ -96,10 +98,15 @@ class PrivateStep(TrainingStep):
     part of the noise only.
     """
 
-    plan: PrivacyPlan
+    _plan: PrivacyPlan
 
     _ledger: PrivacyLedger | None = None
     _begun = False
+
+    @property
+    def plan(self) -> PrivacyPlan:
+        """The plan, which cannot be exchanged: sampler, noise and ledger have read it."""
+        return self._plan
 
     def take(self) -> dict[str, Tensor]:
         """Spend the next step and return its privatized mean gradient, by parameter name.
@@ -110,14 +117,15 @@ class PrivateStep(TrainingStep):
             PrivacyError: if all steps of the plan are spent, or if processing training examples failed; the original error
                 message may be private and is withheld.
         """
-        index = self.ranks.from_main(self._record)
-        self._prepare_query(index)
-        with self.ranks.together():
-            sums = self._sums(index)
-            noisy_sums = self._mechanism.add_noise(sums, step=index)
-        self.ranks.sum_(noisy_sums)
-        means = self._mechanism.mean(noisy_sums, like=sums)
-        return self._finish(means)
+        with self._one_at_a_time():
+            index = self.ranks.from_main(self._record)
+            self._prepare_query(index)
+            with self.ranks.together():
+                sums = self._sums(index)
+                noisy_sums = self._mechanism.add_noise(sums, step=index)
+            self.ranks.sum_(noisy_sums)
+            means = self._mechanism.mean(noisy_sums, like=sums)
+            return self._finish(means)
 
     @property
     def private(self) -> bool:
@@ -139,6 +147,7 @@ class PrivateStep(TrainingStep):
         return self._mechanism.noise_deviation
 
     def _set_up_noise(self) -> None:
+        self._taking = threading.Lock()
         self._mechanism = GaussianMechanism.from_plan(
             self.plan,
             self._engines.current.sensitivity,  # type: ignore[attr-defined]
@@ -238,6 +247,15 @@ class PrivateStep(TrainingStep):
                 "unknown; resume from a checkpoint of this run, or start a new run in a new folder"
             )
 
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        if not self._taking.acquire(blocking=False):
+            raise PrivacyError("another thread is taking a step, and two would add up their examples; take one after the other")
+        try:
+            yield
+        finally:
+            self._taking.release()
+
     def _record(self) -> int:
         """Spend the next step before anything of it is drawn."""
         if self._ledger is None:
@@ -276,19 +294,22 @@ class PrivateStep(TrainingStep):
         return engine(self.model, self._loss, max_grad_norm=bound, clipping=self._clipping, **further)
 
     def _check_model(self, data: TrainingData) -> None:
-        with self._withheld():
-            sample = data.sample()
+        refuse_repeats(data.data)
+        sample = self._guarded(data.sample)
         if self.loading.transforms:
             check_transform(self._transformed, sample, self.model, what=self.loading.transforms)
-        with self._withheld(), forked_torch(self.model):
-            sample = self._transformed(sample)
-        self._engines.check_independence(phases_from(self.phases, self.updates), sample)
+        prepared = self._guarded(lambda: self._transformed_apart(sample))
+        self._engines.check_independence(phases_from(self.phases, self.updates), prepared)
 
     def _transformed(self, batch: Any) -> Any:
         return self.loading.transformed(batch, self.model)
 
-    def _withheld(self) -> AbstractContextManager[None]:
-        return withheld("try the model on made-up examples", shown=bool(self._training_measures))
+    def _transformed_apart(self, batch: Any) -> Any:
+        with forked_torch(self.model):
+            return self._transformed(batch)
+
+    def _guarded(self, work: Callable[[], Result]) -> Result:
+        return work() if self._training_measures else withheld(work, "try the model on made-up examples")
 
     def _rules(self) -> tuple[Any, ...]:
         return (*super()._rules(), self.sensitivity, self._clipping)
@@ -377,5 +398,5 @@ class PlainStep(TrainingStep):
         """Nothing to check: without privacy examples may interact, as in batch normalization."""
         self._engines.reopen()
 
-    def _withheld(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def _guarded(self, work: Callable[[], Result]) -> Result:
+        return work()

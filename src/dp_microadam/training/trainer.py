@@ -21,7 +21,7 @@ from dp_microadam.training.ema import WeightAverage
 from dp_microadam.training.evaluation import PerExample
 from dp_microadam.training.held_out import share_examples
 from dp_microadam.training.interrupts import Interruptible
-from dp_microadam.training.method import Method
+from dp_microadam.training.method import Method, Steps
 from dp_microadam.training.private_step import PlainStep, PrivateStep, UnprotectedPlan
 from dp_microadam.training.progress import Progress
 from dp_microadam.training.run_folder import default_folder, how_to_go_on
@@ -98,7 +98,6 @@ class PrivateTrainer:
         ranks = step_options.get("ranks")
         self.ranks = step_options["ranks"] = ranks_here() if ranks is None else ranks
         self.model = model
-        self.plan = plan
         self.method = Method.of(optimizer)
         self.method.refuse_parameters(model, plan)  # before anything of the model is frozen
         self.evaluate_every = require_integer("evaluate_every", evaluate_every, 1)
@@ -129,6 +128,11 @@ class PrivateTrainer:
     def optimizer(self) -> torch.optim.Optimizer:
         """The method's optimizer."""
         return self.method.optimizer
+
+    @property
+    def plan(self) -> Steps:
+        """The step's plan."""
+        return self.step.plan
 
     @property
     def stamp(self) -> str:

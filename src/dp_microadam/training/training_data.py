@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -12,11 +12,22 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset, default_collate
 
-from dp_microadam.errors import DPMicroAdamError, PrivacyError
+from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError
 from dp_microadam.privacy.sampling import Chunks, LogicalStep, PoissonSampler
 from dp_microadam.training.evaluation import batches
-from dp_microadam.training.torch_randomness import forked_torch, seeded_torch, unpredictable_torch, unpredictable_worker
+from dp_microadam.training.torch_randomness import UnpredictableWorker, forked_torch, seeded_torch, unpredictable_torch
 from dp_microadam.validation import require_integer
+
+_NOT_A_LOADERS_CHOICE = {
+    "batch_sampler",
+    "batch_size",
+    "dataset",
+    "drop_last",
+    "generator",
+    "num_workers",
+    "sampler",
+    "shuffle",
+}
 
 
 @dataclass(frozen=True)
@@ -37,6 +48,8 @@ class Loading:
     def __post_init__(self) -> None:
         require_integer("physical_batch_size", self.physical_batch_size, 1)
         require_integer("num_workers", self.num_workers, 0)
+        for name in _NOT_A_LOADERS_CHOICE & self.loader_options.keys():
+            raise InputError(f"loader_options has {name!r}, but which examples form a batch is decided by the plan; remove it")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Loading:
@@ -84,12 +97,13 @@ class TrainingData:
         self._rank = rank
         self._options = dict(loading.loader_options)
         if loading.seed is None and loading.num_workers:
-            self._options.setdefault("worker_init_fn", unpredictable_worker)
+            self._options["worker_init_fn"] = UnpredictableWorker(self._options.get("worker_init_fn"))
         self._options.setdefault("collate_fn", default_collate)
         self.continue_at(first_step)
 
     def continue_at(self, step: int) -> None:
         """Continue sampling at step number ``step``."""
+        self._first = True
         sampler = self._sampler_from(step)
         self._steps: Iterator[LogicalStep] = sampler.load(self.data, num_workers=self._loading.num_workers, **self._options)
 
@@ -98,7 +112,7 @@ class TrainingData:
         count = min(self._loading.physical_batch_size, self._sampler_from(0).dataset_size)
         with forked_torch(self._model):
             if isinstance(self.data, Dataset):
-                found = Chunks(self.data, self._options["collate_fn"])[torch.arange(count)]
+                found = Chunks(self.data, self._options["collate_fn"], alone=count)[torch.arange(count)]
                 if isinstance(found, DPMicroAdamError):
                     raise found
                 return found
@@ -110,8 +124,10 @@ class TrainingData:
 
         Within the block torch's generators use the step's own random stream.
         """
-        with self._loading.stream(self._model, index, self._rank):  # workers, too, are seeded from it
+        # The first step makes the loader, which seeds its workers; others draw from the sampler's own randomness alone.
+        with self._loading.stream(self._model, index, self._rank) if self._first else nullcontext():
             step = next(self._steps)
+        self._first = False
         if step.index != index:
             raise PrivacyError(f"the sampler is at step {step.index}, but the ledger is at step {index}; they must agree")
         with self._loading.stream(self._model, index, self._rank):

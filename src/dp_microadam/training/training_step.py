@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from dp_microadam.errors import InputError
 from dp_microadam.privacy.randomness import Randomness
 from dp_microadam.privacy.sampling import PoissonSampler
 from dp_microadam.training.data_digest import require_same_data
-from dp_microadam.training.distributed import Ranks, ranks_here, refuse_diverged, start_alike
+from dp_microadam.training.distributed import Ranks, broadcast_start, ranks_here, refuse_diverged
 from dp_microadam.training.engines import Engines
 from dp_microadam.training.evaluation import PerExample
 from dp_microadam.training.gradients import GradientSums
@@ -25,6 +24,8 @@ from dp_microadam.training.masked_rows import scatter_rows, selected_rows
 from dp_microadam.training.method import Method, Phase, Steps, phase_at
 from dp_microadam.training.training_data import Loading, TrainingData
 from dp_microadam.validation import require_integer
+
+Result = TypeVar("Result")
 
 _COMPARE_EVERY = 100
 """Steps between checks that all ranks have the same weights and optimizer state."""
@@ -69,7 +70,7 @@ class TrainingStep(ABC):
     ) -> None:
         self.run_dir = Path(run_dir)
         self.model = model
-        self.plan = plan
+        self._plan = plan
         ranks, max_steps = options.get("ranks"), options.get("max_steps")
         self.ranks = ranks_here() if ranks is None else ranks
         self.last_step = min(plan.steps, plan.steps if max_steps is None else require_integer("max_steps", max_steps, 1))
@@ -85,7 +86,7 @@ class TrainingStep(ABC):
         self._training_measures = dict(training_measures or {})
         self._totals: list[float] = []
         self._data: TrainingData | None = None
-        start_alike(self.ranks, model, None if method is None else method.optimizer)
+        broadcast_start(self.ranks, model, None if method is None else method.optimizer)
         self.phases: Sequence[Phase] = (Phase("training", plan.steps),) if method is None else method.phases(plan)
         self.phase = self.phases[0]
         self._engines = Engines(model, self._make_engine, self.phase)
@@ -95,6 +96,11 @@ class TrainingStep(ABC):
             method.enter(self.phase)
         if train is not None:
             self.attach(train)
+
+    @property
+    def plan(self) -> Steps:
+        """The plan, which cannot be exchanged: sampler, noise and ledger have read it."""
+        return self._plan
 
     @property
     @abstractmethod
@@ -167,8 +173,8 @@ class TrainingStep(ABC):
         """Check the model before the first step."""
 
     @abstractmethod
-    def _withheld(self) -> AbstractContextManager[None]:
-        """The context in which training examples are handled; it withholds error messages that may be private."""
+    def _guarded(self, work: Callable[[], Result]) -> Result:
+        """What ``work`` on training examples returns; error messages that may be private are withheld."""
 
     @property
     def remaining(self) -> int:
@@ -255,8 +261,10 @@ class TrainingStep(ABC):
         engine.reset()
         if self._method is None:
             return
-        with self.loading.stream(self.model, index, self.ranks.rank):
-            scale = self._method.scale()
+        scale: Mapping[str, Tensor] = {}
+        if type(self._method).scale is not Method.scale:
+            with self.loading.stream(self.model, index, self.ranks.rank):
+                scale = self._method.scale()
         # A scale from public examples may differ in the last bits between devices; all ranks must use the same.
         self.ranks.broadcast_(scale.values())
         engine.scale = scale
@@ -271,17 +279,21 @@ class TrainingStep(ABC):
         """The sum over this rank's part of the sample of step ``index``, for the rows that train."""
         if self._data is None:
             raise InputError("no training data is attached; pass it as train, or call attach")
-        engine = self._engines.current
+        data = self._data
+        self._totals = self._guarded(lambda: self._accumulate(data, index))
+        return selected_rows(self._engines.current.sums, self._row_masks())
+
+    def _accumulate(self, data: TrainingData, index: int) -> list[float]:
+        """Sum up the gradients of the sample; returns totals of the training measures, and the count of examples with them."""
         totals = [0.0] * len(self._training_measures)
         count = 0
-        with self._withheld(), self._data.step(index) as chunks:
+        with data.step(index) as chunks:
             for chunk in chunks:
-                engine.accumulate(chunk)
+                self._engines.current.accumulate(chunk)
                 for number, values in enumerate(self._measured(chunk)):
                     totals[number] += float(values.sum())
                     count += len(values) if number == 0 else 0
-        self._totals = [*totals, count]
-        return selected_rows(engine.sums, self._row_masks())
+        return [*totals, count]
 
     def _finish(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
         """Finish the step: return its means, with zeros in the rows that do not train; forget the sums without noise."""
