@@ -72,4 +72,5 @@ def test_every_way_to_lose_the_guarantee_has_its_row():
         "floating-point noise",
         "numerical error in accounting",
     ):
-        assert any(row.startswith(f"| {way}") for row in rows), way
+        assert sum(row.startswith(f"| {way}") for row in rows) == 1, way
+    assert len({row.split("|")[1] for row in rows}) == len(rows), "each way has one row"
