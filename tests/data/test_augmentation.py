@@ -1,16 +1,17 @@
 """Augmentation of whole batches: equal to its twin for the same choices, equal in distribution for random ones.
 
-The tests of distributions compare 40,000 draws of each side by chi-squared statistics with a threshold of p = 1e-8; there are
-fewer than 30 comparisons, so that a false alarm has a probability below 1e-6.
+The tests of distributions compare 40,000 draws of each side (boxes: 15,000 in ``make test``) by chi-squared statistics with a
+threshold of p = 1e-8; there are fewer than 30 comparisons, so that a false alarm has a probability below 1e-6.
 """
 
 import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chi2
+from thoroughness import THOROUGH, examples
 
 from dp_microadam.clipping import per_example
 from dp_microadam.clipping.engine import ClippedGradients
@@ -21,6 +22,7 @@ from dp_microadam.models import wide_resnet
 from dp_microadam.training.evaluation import class_hits, class_loss, over_views
 
 DRAWS = 40_000
+BOXES = DRAWS if THOROUGH else 15_000
 P_VALUE = 1e-8
 
 
@@ -42,7 +44,7 @@ def same_distribution(ours, theirs):
     return len(first) < 2 or chi2.sf(statistic, len(first) - 1) > P_VALUE
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     count=st.integers(1, 4),
     views=st.integers(1, 3),
@@ -64,7 +66,7 @@ def test_shifts_and_flips_of_a_batch_are_those_of_each_image(count, views, chann
     assert ours.dtype == torch.uint8
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(height=st.integers(1, 12), width=st.integers(1, 12), seed=st.integers(0, 2**31))
 def test_resized_crops_of_a_batch_are_those_of_each_image(height, width, seed):
     torch.manual_seed(seed)
@@ -79,7 +81,7 @@ def test_resized_crops_of_a_batch_are_those_of_each_image(height, width, seed):
         torch.testing.assert_close(ours[row], theirs, rtol=1e-5, atol=2e-2)  # of 255: positions are rounded differently
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(height=st.integers(1, 500), width=st.integers(1, 500), seed=st.integers(0, 2**31))
 def test_random_boxes_lie_inside_the_image(height, width, seed):
     torch.manual_seed(seed)
@@ -95,8 +97,8 @@ def test_random_boxes_lie_inside_the_image(height, width, seed):
 @pytest.mark.parametrize(("height", "width"), [(32, 32), (20, 60), (3, 40)])
 def test_random_boxes_have_the_distribution_of_the_reference(height, width):
     torch.manual_seed(0)
-    boxes = random_boxes(height, width, DRAWS)
-    theirs = torch.tensor([reference.random_box(height, width) for _ in range(DRAWS)])
+    boxes = random_boxes(height, width, BOXES)
+    theirs = torch.tensor([reference.random_box(height, width) for _ in range(BOXES)])
     for ours, column in zip((boxes.top, boxes.left, boxes.height, boxes.width), theirs.T, strict=True):
         assert same_distribution(ours, column)
     # Height and width together: their product and ratio are what is drawn.
@@ -193,10 +195,20 @@ def test_wrong_settings_are_refused():
             Augmentation(**wrong)
 
 
+def small_network():
+    first, last = torch.nn.Conv2d(3, 4, 3), torch.nn.Linear(4 * 6 * 6, 4)
+    return torch.nn.Sequential(first, torch.nn.GroupNorm(2, 4), torch.nn.ReLU(), torch.nn.Flatten(), last)
+
+
+def residual_network():
+    return wide_resnet(depth=10, width=1, num_classes=4)
+
+
+@pytest.mark.parametrize("network", [small_network, pytest.param(residual_network, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("clipping", ["flat", "per-layer"])
-def test_views_are_averaged_inside_the_clip_as_the_slow_twin_does(clipping):
+def test_views_are_averaged_inside_the_clip_as_the_slow_twin_does(clipping, network):
     torch.manual_seed(0)
-    model = wide_resnet(depth=10, width=1, num_classes=4).double()
+    model = network().double()
     images, labels = Augmentation(crop_padding=2, flip=True, multiplicity=3)(
         (random_images(3, 3, 8, 8), torch.tensor([0, 1, 3]))
     )

@@ -8,8 +8,9 @@ import tarfile
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from dp_microadam import data
 from dp_microadam.data import cifar
@@ -180,7 +181,7 @@ def test_an_empty_folder_is_refused_with_what_it_must_hold(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "version", "archived"), FORMS)
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(15)
 @given(cut=st.floats(0.001, 0.999))
 def test_a_file_cut_short_anywhere_is_refused_by_name(tmp_path, name, version, archived, cut):
     place = tmp_path / "whole"

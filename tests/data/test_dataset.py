@@ -6,8 +6,9 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from dp_microadam import data
 from dp_microadam.data import digits
@@ -84,7 +85,7 @@ def test_an_unknown_data_set_is_refused_with_the_known_ones():
         data.load("svhn", None)
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(count=st.integers(2, 500), fraction=st.floats(0.01, 0.99), seed=st.integers(0, 2**32))
 def test_every_example_is_in_exactly_one_part(count, fraction, seed):
     if not 0 < round(count * fraction) < count:

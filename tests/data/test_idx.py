@@ -6,8 +6,9 @@ import struct
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from dp_microadam import data
 from dp_microadam.data.arrays import MappedRows
@@ -71,7 +72,7 @@ def test_a_missing_file_is_named(tmp_path, missing):
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60)
 @given(cut=st.floats(0, 1, exclude_max=True))
 def test_a_file_cut_short_anywhere_is_refused_by_name(tmp_path, compressed, cut):
     whole = as_idx(made_up()[TRAIN_IMAGES][:3])
@@ -84,7 +85,7 @@ def test_a_file_cut_short_anywhere_is_refused_by_name(tmp_path, compressed, cut)
     assert "\n" not in str(refusal.value)
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(100)
 @given(position=st.integers(0, 2**31), change=st.integers(1, 255))
 def test_a_compressed_file_with_one_changed_byte_is_refused_or_unharmed(tmp_path, position, change):
     array = made_up()[TRAIN_IMAGES][:3]

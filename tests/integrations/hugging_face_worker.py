@@ -1,8 +1,8 @@
 """One of several processes of a Hugging Face run; ``test_hugging_face.py`` starts them and looks at what they leave behind.
 
-    LOCAL_RANK=… RANK=… WORLD_SIZE=2 MASTER_ADDR=… MASTER_PORT=… python hugging_face_worker.py FOLDER
+    LOCAL_RANK=… RANK=… WORLD_SIZE=2 MASTER_ADDR=… MASTER_PORT=… python hugging_face_worker.py FOLDER MODEL
 
-Also run by a process alone, for comparison: ``train(folder)``.
+Also run by a process alone, for comparison: ``train(folder, MODEL)``.
 """
 
 import os
@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification, PretrainedConfig, PreTrainedModel, TrainingArguments
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from dp_microadam import PrivacyPlan, methods
 from dp_microadam.integrations.hugging_face import PrivateHFTrainer
@@ -35,8 +37,43 @@ def bert(seed=1, **options):
     return BertForSequenceClassification(BertConfig(vocab_size=WORDS, max_position_embeddings=LENGTH, **{**sizes, **options}))
 
 
-def without_dropout(seed=1):
+class WordsConfig(PretrainedConfig):
+    model_type = "words"
+
+    def __init__(self, dropout=0.1, **options):
+        self.dropout = dropout
+        super().__init__(**options)
+
+
+class Words(PreTrainedModel):
+    """Classifies a sentence by the mean of its words: a model of the host's kind that takes little time to check."""
+
+    config_class = WordsConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.words = nn.Embedding(WORDS, 32)
+        self.hidden, self.norm = nn.Linear(32, 8), nn.LayerNorm(8)
+        self.dropout = nn.Dropout(config.dropout)
+        self.classifier = nn.Linear(8, 2)
+        self.post_init()
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        hidden = self.norm(torch.tanh(self.hidden(self.words(input_ids).mean(1))))
+        logits = self.classifier(self.dropout(hidden))
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+def words(seed=1, **options):
+    torch.manual_seed(seed)
+    return Words(WordsConfig(**options))
+
+
+def without_dropout(kind="bert", seed=1):
     """In double precision, and without what processes draw differently."""
+    if kind == "words":
+        return words(seed, dropout=0.0).double()
     return bert(seed, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0).double()
 
 
@@ -58,26 +95,26 @@ def trainer_of(folder, model, **arguments):
     return PrivateHFTrainer(model, args, plan=PLAN, method=sparta(model), seed=4, **data)
 
 
-def train(folder, model=None):
+def train(folder, kind, seed=1):
     """Train to the end: the weights, and the loss of held-out examples."""
-    trainer = trainer_of(folder, model or without_dropout())
+    trainer = trainer_of(folder, without_dropout(kind, seed))
     trainer.train()
     return {"weights": trainer.model.state_dict(), "loss": trainer.evaluate()["eval_loss"]}
 
 
-def train_in_parts(folder):
+def train_in_parts(folder, kind):
     """The same, stopped while rows are scored and resumed by a model that knows nothing: the weights."""
-    trainer_of(folder, without_dropout(), max_steps=4, save_strategy="steps", save_steps=4).train()
-    trainer = trainer_of(folder, without_dropout(seed=9))
+    trainer_of(folder, without_dropout(kind), max_steps=4, save_strategy="steps", save_steps=4).train()
+    trainer = trainer_of(folder, without_dropout(kind, seed=9))
     trainer.train(resume_from_checkpoint=True)
     return trainer.model.state_dict()
 
 
-def main(folder):
+def main(folder, kind):
     rank = int(os.environ["LOCAL_RANK"])
     checks = {
-        "trained": lambda: train(folder / "trained", without_dropout(seed=1 + rank)),  # all take the weights of rank 0
-        "parts": lambda: train_in_parts(folder / "parts"),
+        "trained": lambda: train(folder / "trained", kind, seed=1 + rank),  # all take the weights of rank 0
+        "parts": lambda: train_in_parts(folder / "parts", kind),
     }
     for name, check in checks.items():
         torch.save(check(), folder / f"{name}-{rank}.pt")
@@ -85,4 +122,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from dp_microadam.apps.command_line.cli import main
 from dp_microadam.privacy.ledger import read_ledger
 from dp_microadam.training.checkpoint import CheckpointFolder
 
@@ -83,8 +84,8 @@ def check_end_state(run, output):
     assert "ε = " in output.splitlines()[-1]
 
 
-def test_a_run_killed_three_times_resumes_and_counts_every_step(tmp_path):
-    run, output = kill_and_resume(tmp_path, kills=3, seed=os.getpid())
+def test_a_run_killed_twice_resumes_and_counts_every_step(tmp_path):
+    run, output = kill_and_resume(tmp_path, kills=2, seed=os.getpid())
     check_end_state(run, output)
 
 
@@ -112,15 +113,14 @@ def test_ctrl_c_writes_a_checkpoint_and_says_how_to_resume(tmp_path):
     assert position == read_ledger(run).steps >= 9
 
 
-def test_a_second_process_on_the_same_run_is_refused(tmp_path):
+def test_a_second_process_on_the_same_run_is_refused(tmp_path, capsys):
     recipe, run = tmp_path / "crash.toml", tmp_path / "run"
     recipe.write_text(RECIPE.replace(f"steps = {STEPS}", "steps = 100000"))
     process = start(["train", str(recipe), "--run-dir", str(run)])
     try:
         wait_for_step(process, run, 3)
-        second = start(["resume", str(run)])
-        _, errors = second.communicate(timeout=60)
-        assert second.returncode == 1
+        assert main(["resume", str(run)]) == 1
+        errors = capsys.readouterr().err
         assert "in use by another process" in errors
         assert "Traceback" not in errors
     finally:
@@ -154,7 +154,7 @@ _SLOW = [pytest.param(moment, marks=pytest.mark.slow) for moment in ("the ledger
 
 
 @pytest.mark.parametrize("moment", ["config.toml", "the first checkpoint", *_SLOW])
-def test_a_run_killed_before_its_first_checkpoint_is_begun_again_in_its_folder(tmp_path, moment):
+def test_a_run_killed_before_its_first_checkpoint_is_begun_again_in_its_folder(tmp_path, capsys, moment):
     recipe, run = tmp_path / "crash.toml", tmp_path / "run"
     recipe.write_text(RECIPE.replace(f"steps = {STEPS}", "steps = 3"))
     train = ["train", str(recipe), "--run-dir", str(run)]
@@ -163,54 +163,47 @@ def test_a_run_killed_before_its_first_checkpoint_is_begun_again_in_its_folder(t
     assert any(run.iterdir())
     configured = moment not in ("the ledger", "config.toml")
     assert (run / "config.toml").is_file() == configured
-    again = start(["resume", str(run)])
-    output, errors = again.communicate(timeout=120)
     if not configured:
-        assert again.returncode == 2
+        assert main(["resume", str(run)]) == 2
+        errors = capsys.readouterr().err
         assert (
             "killed before its configuration was written; nothing was trained and no privacy was spent: start it again"
             in errors
         )
         assert f"dp-microadam train RECIPE --run-dir {run}" in errors
-        again = start(train)
-        output, errors = again.communicate(timeout=120)
-    assert again.returncode == 0, errors
-    assert "test accuracy" in output
+    assert main(["resume", str(run)] if configured else train) == 0
+    assert "test accuracy" in capsys.readouterr().out
     assert read_ledger(run).steps == 3
     assert CheckpointFolder(run / "checkpoints").newest()[0] == 3
 
 
-def test_a_folder_with_a_spent_step_is_not_begun_again(tmp_path):
+def test_a_folder_with_a_spent_step_is_not_begun_again(tmp_path, capsys):
     """Its checkpoints may be gone, and what it spent is still spent."""
     recipe, run = tmp_path / "crash.toml", tmp_path / "run"
     recipe.write_text(RECIPE.replace(f"steps = {STEPS}", "steps = 3"))
     train = ["train", str(recipe), "--run-dir", str(run)]
-    assert start(train).wait(120) == 0
+    assert main(train) == 0
     shutil.rmtree(run / "checkpoints")
     (run / "metrics.jsonl").unlink(missing_ok=True)
     (run / "config.toml").unlink()
     content = (run / "ledger.jsonl").read_bytes()
     for arguments in (train, ["resume", str(run)]):
-        process = start(arguments)
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 2
-        assert "no privacy was spent" not in errors
+        assert main(arguments) == 2
+        assert "no privacy was spent" not in capsys.readouterr().err
     assert (run / "ledger.jsonl").read_bytes() == content
 
 
-def test_a_checkpoint_of_another_copy_of_the_run_is_refused(tmp_path):
+def test_a_checkpoint_of_another_copy_of_the_run_is_refused(tmp_path, capsys):
     """The same run, copied, resumed twice and mixed up: weights beside a ledger that does not have their steps."""
     recipe, run, copy = tmp_path / "crash.toml", tmp_path / "run", tmp_path / "copy"
     recipe.write_text(RECIPE.replace(f"steps = {STEPS}", "steps = 12") + "max_steps = 5\n")
-    assert start(["train", str(recipe), "--run-dir", str(run)]).wait(120) == 0
+    assert main(["train", str(recipe), "--run-dir", str(run)]) == 0
     config = run / "config.toml"
     config.write_text(config.read_text().replace("max_steps = 5", "max_steps = 8"))
     shutil.copytree(run, copy)
     for folder in (run, copy):
-        assert start(["resume", str(folder)]).wait(120) == 0
+        assert main(["resume", str(folder)]) == 0
     shutil.rmtree(copy / "checkpoints")
     shutil.copytree(run / "checkpoints", copy / "checkpoints")
-    process = start(["resume", str(copy)])
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert "stored in the checkpoint: it was rolled back, or belongs to another copy of the run" in errors
+    assert main(["resume", str(copy)]) == 1
+    assert "stored in the checkpoint: it was rolled back, or belongs to another copy of the run" in capsys.readouterr().err

@@ -16,8 +16,9 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from thoroughness import examples
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from dp_microadam import InputError
@@ -115,7 +116,7 @@ values = st.recursive(
 
 
 @given(st.lists(values, min_size=2, max_size=8), st.randoms(use_true_random=False))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_any_permutation_of_a_list_changes_the_digest(entries, chance):
     mixed = list(entries)
     chance.shuffle(mixed)
@@ -124,20 +125,20 @@ def test_any_permutation_of_a_list_changes_the_digest(entries, chance):
 
 
 @given(values)
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_equal_content_in_separate_objects_gives_equal_digests(value):
     assert content_digest(Keeping(3, value=value)) == content_digest(Keeping(3, value=copy.deepcopy(value)))
 
 
 @given(values, values)
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_different_content_gives_different_digests(one, other):
     assume(repr(one) != repr(other))
     assert content_digest(Keeping(3, value=one)) != content_digest(Keeping(3, value=other))
 
 
 @given(st.sets(st.text(min_size=1), min_size=2, max_size=10))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_the_order_of_a_set_does_not_count(names):
     grown = set()
     for name in sorted(names, reverse=True):

@@ -18,6 +18,7 @@ import torch
 from scipy import stats
 
 from dp_microadam import InputError
+from dp_microadam.apps.command_line.cli import main
 from dp_microadam.privacy.ledger import read_ledger
 from dp_microadam.training.checkpoint import CheckpointFolder
 from dp_microadam.training.distributed import Ranks, ranks_here
@@ -40,7 +41,7 @@ class Left:
         return [torch.load(self.folder / f"{check}-{rank}.pt", weights_only=False) for rank in range(self.size)]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def left(request, run_group):
     return Left(run_group("together", request.param, WORKER), request.param)
 
@@ -243,14 +244,15 @@ def wait_for_step(processes, run, step):
         time.sleep(0.01)
 
 
-def test_a_killed_rank_ends_the_others_and_another_number_of_ranks_goes_on(tmp_path, start_group):
-    recipe, run = tmp_path / "crash.toml", tmp_path / "run"
+def train_until_one_is_killed(size, folder, start_group):
+    """Kill rank 1 of a run: all others end with a sentence. The run's folder and how many steps are spent."""
+    recipe, run = folder / "crash.toml", folder / "run"
     recipe.write_text(RECIPE)
-    processes = start_group(3, ["-m", "dp_microadam", "train", str(recipe), "--run-dir", str(run)])
+    processes = start_group(size, ["-m", "dp_microadam", "train", str(recipe), "--run-dir", str(run)])
     wait_for_step(processes, run, 12)
     processes[1].send_signal(signal.SIGKILL)
     killed = time.monotonic()
-    for rank in (0, 2):
+    for rank in set(range(size)) - {1}:
         _, errors = processes[rank].communicate(timeout=60)
         assert processes[rank].returncode == 1, errors
         assert "another process of this run is gone (" in errors
@@ -261,7 +263,28 @@ def test_a_killed_rank_ends_the_others_and_another_number_of_ranks_goes_on(tmp_p
     processes[1].communicate()
     spent = read_ledger(run).steps
     assert spent >= 12
+    return run, spent
 
+
+def test_a_killed_rank_ends_the_others_and_one_process_alone_goes_on(tmp_path, start_group, capsys):
+    run, spent = train_until_one_is_killed(2, tmp_path, start_group)
+    config = run / "config.toml"
+    config.write_text(f"max_steps = {spent + 7}\n{config.read_text()}")
+    assert main(["resume", str(run)]) == 0, capsys.readouterr().err
+    assert read_ledger(run).processes == {2: spent, 1: 7}
+    check_steps(run, spent + 7)
+
+
+def check_steps(run, steps):
+    record = read_ledger(run)
+    report = json.loads((run / "privacy.json").read_text())
+    assert report["steps_done"] == record.steps == steps
+    assert report["epsilon"] == pytest.approx(record.plan.epsilon_after(steps))
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_others_and_another_number_of_ranks_goes_on(tmp_path, start_group):
+    run, spent = train_until_one_is_killed(3, tmp_path, start_group)
     torchrun = [
         sys.executable,
         "-m",
@@ -285,7 +308,5 @@ def test_a_killed_rank_ends_the_others_and_another_number_of_ranks_goes_on(tmp_p
     record = read_ledger(run)
     assert record.processes == {3: spent, 2: record.steps - spent}, errors
     assert record.steps >= spent + 7, errors
-    report = json.loads((run / "privacy.json").read_text())
-    assert report["steps_done"] == record.steps == CheckpointFolder(run / "checkpoints").newest()[0]
-    assert report["epsilon"] == pytest.approx(record.plan.epsilon_after(record.steps))
+    check_steps(run, CheckpointFolder(run / "checkpoints").newest()[0])
     assert f"stopped after {record.steps} steps" in output

@@ -8,8 +8,9 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import examples
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from dp_microadam.data.arrays import Arrays, MappedRows
@@ -208,7 +209,7 @@ def test_two_maps_of_one_file_are_the_same_examples(tmp_path):
 
 
 @given(st.data())
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_any_two_slices_share_examples_exactly_if_they_overlap(data):
     count = data.draw(st.integers(2, 30))
     bounds = [sorted(data.draw(st.lists(st.integers(0, count), min_size=2, max_size=2, unique=True))) for _ in range(2)]

@@ -6,7 +6,9 @@ use, because their code imports torch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from dp_microadam.methods.table import METHODS
@@ -36,6 +38,17 @@ __all__ = [
     "scale_then_privatize",
     "sparta",
 ]
+
+
+class _MethodsPackage(ModuleType):
+    """Keeps the functions: importing the submodule ``sparta`` must not replace the function of the same name."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in __all__ and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _MethodsPackage
 
 
 def __getattr__(name: str) -> Any:

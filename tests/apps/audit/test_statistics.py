@@ -4,10 +4,11 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import brentq
 from scipy.stats import binom, binomtest, norm
+from thoroughness import examples
 
 from dp_microadam.apps.audit.probes import EXPERIMENTS, NOISE
 from dp_microadam.apps.audit.statistics import (
@@ -57,7 +58,7 @@ def test_guesses_no_better_than_a_coin_show_nothing():
     assert one_run_epsilon(1000, 500, 250, 1e-5, 0.95) == 0.0
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(st.data())
 def test_the_p_value_is_the_published_formula_summed_term_by_term(data):
     guesses = data.draw(st.integers(1, 40))
@@ -81,7 +82,7 @@ def test_randomized_response_is_never_accused():
         assert 0.005 < accused <= 0.05
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(st.data())
 def test_rates_are_bounded_as_by_clopper_and_pearson(data):
     trials = data.draw(st.integers(1, 500))
@@ -91,7 +92,7 @@ def test_rates_are_bounded_as_by_clopper_and_pearson(data):
     assert float(rate_upper_bound(events, trials, confidence)) == pytest.approx(other, rel=1e-6)
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(st.floats(0.3, 3.0), st.floats(0.001, 0.3), st.floats(-2, 3))
 def test_exact_error_rates_of_the_gaussian_mechanism_never_exceed_its_curve(noise, delta, threshold):
     """With as good as infinitely many trials the bound is what the error rates imply, and no threshold beats the curve."""

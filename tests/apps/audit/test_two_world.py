@@ -38,7 +38,7 @@ def test_the_honest_pipeline_passes_the_quick_profile():
     assert again.bound >= noise.claim / 10
 
 
-@pytest.mark.parametrize("fault", ["half the noise", "an example counted twice"])
+@pytest.mark.parametrize("fault", ["half the noise", pytest.param("an example counted twice", marks=pytest.mark.slow)])
 def test_it_catches_in_the_scale_of_noise(plant, fault):
     plant(fault)
     assert audit(NOISE, 1500)["noise scale"].violated

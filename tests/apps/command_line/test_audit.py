@@ -9,17 +9,36 @@ from io import StringIO
 
 import pytest
 
+from dp_microadam.apps.audit import clipping_checks, suite
+from dp_microadam.apps.audit.mechanism_checks import CheckSizes
 from dp_microadam.apps.command_line.cli import main
 
 # Findings hold at a confidence at which an honest pipeline is accused with a probability of 1e-7.
 SURE = "0.9999999"
 
 
+def small_checks(monkeypatch, sizes):
+    """The quick profile with checks of these sizes; ``make test-all`` runs it at its own."""
+    monkeypatch.setitem(suite.PROFILES, "quick", suite.Profile(1000, 100, sizes))
+
+
+def few_checks(monkeypatch):
+    """Checks that take seconds: a fault is planted, and it is a large one."""
+    small_checks(monkeypatch, CheckSizes(sampler_steps=5, sampled_steps=5, noise_steps=2, draws=100))
+    monkeypatch.setattr(clipping_checks, "FAMILIES", clipping_checks.FAMILIES[:3])
+
+
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory):
     """The folder, exit code and output of one audit, run in an empty folder."""
     working = tmp_path_factory.mktemp("audit")
-    with contextlib.chdir(working), redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+    with (
+        contextlib.chdir(working),
+        redirect_stdout(StringIO()) as out,
+        redirect_stderr(StringIO()) as err,
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
+        small_checks(monkeypatch, CheckSizes(sampler_steps=20, sampled_steps=40, noise_steps=12, draws=3_000))
         code = main(["audit", "--canaries", "2000", "--repetitions", "100", "--confidence", SURE])
     (folder,) = working.glob("runs/audit-*")
     return folder, code, out.getvalue(), err.getvalue()
@@ -134,19 +153,10 @@ def test_a_violation_gives_exit_code_1_and_is_named(tmp_path, capsys, monkeypatc
     assert "claim refuted" in (tmp_path / "audit.html").read_text(encoding="utf-8")
 
 
-def small_checks(monkeypatch):
-    """Checks that take seconds: a fault is planted, and it is a large one."""
-    from dp_microadam.apps.audit import suite
-    from dp_microadam.apps.audit.mechanism_checks import CheckSizes
-
-    small = CheckSizes(sampler_steps=5, sampled_steps=5, noise_steps=2, draws=100)
-    monkeypatch.setitem(suite.PROFILES, "quick", suite.Profile(1000, 100, small))
-
-
 def test_a_failed_check_gives_exit_code_1_and_is_named(tmp_path, capsys, monkeypatch):
     from dp_microadam.privacy.sampling import PoissonSampler
 
-    small_checks(monkeypatch)
+    few_checks(monkeypatch)
     monkeypatch.setattr(PoissonSampler, "sample_rate", property(lambda self: 1.3 * self.batch_size / self.dataset_size))
     assert main(["audit", "--only", "checks", "--out", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
@@ -169,7 +179,7 @@ def test_a_failed_check_gives_exit_code_1_and_is_named(tmp_path, capsys, monkeyp
 def test_a_pipeline_that_refuses_to_run_is_a_violation_that_is_reported_and_not_an_error(tmp_path, capsys, monkeypatch):
     from dp_microadam.clipping.engine import ClippedGradients
 
-    small_checks(monkeypatch)
+    few_checks(monkeypatch)
     ones = staticmethod(lambda norms, bound, usable: usable.to(norms.dtype))
     monkeypatch.setattr(ClippedGradients, "_coefficients", ones)
     assert main(["audit", "--json", "--quiet", "--out", str(tmp_path)]) == 1
@@ -208,6 +218,11 @@ def test_bad_input_gets_one_sentence_and_exit_code_2(capsys, arguments, named):
     assert shown.out == ""
     assert named in shown.err
     assert shown.err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_the_quick_profile_finds_no_violation(tmp_path):
+    assert main(["audit", "--confidence", SURE, "--quiet", "--out", str(tmp_path)]) == 0
 
 
 @pytest.mark.slow

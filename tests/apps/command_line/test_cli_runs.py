@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -109,9 +110,9 @@ def test_exported_weights_load_in_plain_pytorch_by_the_card_s_own_code(finished_
     assert torch.equal(built["model"](images), model(images))
 
 
-def test_an_export_states_what_the_ledger_says_not_what_was_written_before(tmp_path):
+def test_an_export_states_what_the_ledger_says_not_what_was_written_before(finished_run, tmp_path):
     run, output = tmp_path / "run", tmp_path / "export"
-    assert main(["train", "demo", *QUICK, "--run-dir", str(run)]) == 0
+    shutil.copytree(finished_run, run)
     stale = json.loads((run / "privacy.json").read_text())
     (run / "privacy.json").write_text(json.dumps({**stale, "epsilon": 0.01, "steps_done": 1}))
     (run / "privacy.txt").write_text("PRIVATE. (0.01, 1e-05)")
@@ -134,7 +135,7 @@ def test_the_ledger_s_last_hash_is_printed_and_goes_with_the_exported_weights(tm
     ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:-1]))
     capsys.readouterr()
     assert main(["budget", str(run), "--anchor", printed]) == 1
-    assert "steps were spent that are missing from it" in capsys.readouterr().err
+    assert "either a ledger lost steps that were spent" in capsys.readouterr().err
 
 
 def test_export_refuses_to_overwrite(finished_run, tmp_path, capsys):
@@ -156,7 +157,10 @@ def test_a_seeded_run_does_not_claim_to_be_private(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith("not private (fixed seed)")
 
 
-@pytest.mark.parametrize("method", ["dp-sgd", "dp-adam", "dp-adambc", "scale-then-privatize", "dp-bitfit"])
+_SLOW = [pytest.param(method, marks=pytest.mark.slow) for method in ("dp-sgd", "dp-adam", "dp-adambc")]
+
+
+@pytest.mark.parametrize("method", ["scale-then-privatize", "dp-bitfit", *_SLOW])
 def test_other_methods_train_the_same_way(method, tmp_path, capsys):
     assert main(["train", *QUICK, "--set", f"method={method}", "--run-dir", str(tmp_path / "run")]) == 0
     assert "ε = " in capsys.readouterr().out

@@ -35,35 +35,50 @@ def different_recipes():
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+def folder_of(tmp_path_factory):
+    """Writes random images in the format of a data set, once, and gives their folder."""
     root = tmp_path_factory.mktemp("synthetic")
-    random = np.random.default_rng(0)
-    (root / "cifar10").mkdir()
+    writers = {"cifar10": write_cifar10, "cifar100": write_cifar100, "imagenet": write_imagenet}
+
+    def folder(name):
+        if not (root / name).exists():
+            (root / name).mkdir()
+            writers[name](root / name, np.random.default_rng(0))
+        return root / name
+
+    return folder
+
+
+def write_cifar10(folder, random):
     for name in (*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"):
         records = random.integers(0, 256, (80, 3073), dtype=np.uint8)
         records[:, 0] %= 10
-        (root / "cifar10" / f"{name}.bin").write_bytes(records.tobytes())
-    (root / "cifar100").mkdir()
+        (folder / f"{name}.bin").write_bytes(records.tobytes())
+
+
+def write_cifar100(folder, random):
     for name, count in (("train", 400), ("test", 80)):
         records = random.integers(0, 256, (count, 3074), dtype=np.uint8)
         records[:, 0] %= 20
         records[:, 1] %= 100
-        (root / "cifar100" / f"{name}.bin").write_bytes(records.tobytes())
+        (folder / f"{name}.bin").write_bytes(records.tobytes())
+
+
+def write_imagenet(folder, random):
     for part in ("train", "val"):
         for label in range(1000):
-            place = root / "imagenet" / part / f"n{label:08d}"
+            place = folder / part / f"n{label:08d}"
             place.mkdir(parents=True)
             content = io.BytesIO()
             Image.fromarray(random.integers(0, 256, (40, 40, 3), dtype=np.uint8)).save(content, "JPEG")
             (place / "one.JPEG").write_bytes(content.getvalue())
-    return root
 
 
 @pytest.mark.parametrize("cell", list(different_recipes()))
-def test_a_full_scale_recipe_takes_two_steps(cell, folders, tmp_path):
+def test_a_full_scale_recipe_takes_two_steps(cell, folder_of, tmp_path):
     recipe = replace(
         cell.recipe,
-        data_folder=str(folders / cell.recipe.data),
+        data_folder=str(folder_of(cell.recipe.data)),
         verify_data=False,
         validation_size=20,
         num_workers=0,

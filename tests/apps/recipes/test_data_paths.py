@@ -17,6 +17,10 @@ from dp_microadam.errors import InputError
 SMALL_NETWORK = ["model_options.depth=10", "model_options.width=1", "batch_size=8", "physical_batch_size=8", "steps=2"]
 
 
+PERCEPTRON = ["model=mlp", "model_options={}", "batch_size=8", "physical_batch_size=8", "steps=2"]
+"""Where the way of the data to the model is the subject."""
+
+
 def arguments(overrides):
     return [part for override in overrides for part in ("--set", override)]
 
@@ -65,25 +69,35 @@ def table(tmp_path):
     return str(recipe)
 
 
-@pytest.mark.parametrize("more", [[], ["multiplicity=2"], ["data_memory_gib=1e-6"], ["crop_padding=0", "resized_crop=true"]])
-def test_the_cifar10_recipe_trains_on_files_of_its_format(cifar10, tmp_path, capsys, more):
-    result = train("cifar10", [*cifar10, *SMALL_NETWORK, *more], tmp_path / "run", capsys)
+WAYS = ([], ["multiplicity=2"], ["data_memory_gib=1e-6"], ["crop_padding=0", "resized_crop=true"])
+
+
+@pytest.mark.parametrize(
+    ("network", "more"),
+    [
+        (SMALL_NETWORK, []),
+        *((PERCEPTRON, more) for more in WAYS[1:]),
+        *(pytest.param(SMALL_NETWORK, more, marks=pytest.mark.slow) for more in WAYS[1:]),
+    ],
+)
+def test_the_cifar10_recipe_trains_on_files_of_its_format(cifar10, tmp_path, capsys, network, more):
+    result = train("cifar10", [*cifar10, *network, *more], tmp_path / "run", capsys)
     assert result["private"] is True
     assert result["steps_done"] == 2
     assert 0 <= result["test_accuracy"] <= 1
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_the_imagenet_recipe_trains_on_a_folder_of_images_decoded_in_workers(image_folder, tmp_path, capsys, workers):
+@pytest.mark.parametrize(("workers", "network"), [(0, SMALL_NETWORK), (1, PERCEPTRON)])
+def test_the_imagenet_recipe_trains_on_a_folder_of_images_decoded_in_workers(image_folder, tmp_path, capsys, workers, network):
     overrides = [f"data_folder={image_folder}", "verify_data=false", f"num_workers={workers}", "validation_size=4"]
-    result = train("imagenet", [*overrides, *SMALL_NETWORK, "image_size=16", "delta=1e-5"], tmp_path / "run", capsys)
+    result = train("imagenet", [*overrides, *network, "image_size=16", "delta=1e-5"], tmp_path / "run", capsys)
     assert result["private"] is True
     assert result["steps_done"] == 2
 
 
 def test_views_of_image_files_are_different_crops(image_folder, tmp_path):
     overrides = [f"data_folder={image_folder}", "verify_data=false", "num_workers=0", "validation_size=4", "multiplicity=2"]
-    recipe = load_recipe("imagenet", [*overrides, *SMALL_NETWORK, "image_size=16", "delta=1e-5"])
+    recipe = load_recipe("imagenet", [*overrides, *PERCEPTRON, "image_size=16", "delta=1e-5"])
     experiment = assemble(recipe, tmp_path / "run", show_progress=False)
     views, _ = experiment.training_part()[0]
     assert views.shape == (2, 3, 16, 16)
@@ -100,7 +114,7 @@ def test_a_table_trains_with_an_mlp(table, tmp_path, capsys):
 def test_a_run_on_any_of_them_can_be_resumed_and_evaluated(image_folder, tmp_path, capsys):
     run = tmp_path / "run"
     overrides = [f"data_folder={image_folder}", "verify_data=false", "num_workers=0", "validation_size=4", "max_steps=1"]
-    train("imagenet", [*overrides, *SMALL_NETWORK, "image_size=16", "delta=1e-5"], run, capsys)
+    train("imagenet", [*overrides, *PERCEPTRON, "image_size=16", "delta=1e-5"], run, capsys)
     config = run / "config.toml"
     config.write_text(config.read_text().replace("max_steps = 1\n", "max_steps = 2\n"))
     assert main(["resume", str(run), "--quiet", "--json"]) == 0
@@ -109,7 +123,7 @@ def test_a_run_on_any_of_them_can_be_resumed_and_evaluated(image_folder, tmp_pat
 
 
 def test_augmentation_is_for_training_data_alone(cifar10, tmp_path):
-    experiment = assemble(load_recipe("cifar10", [*cifar10, *SMALL_NETWORK]), tmp_path / "run", show_progress=False)
+    experiment = assemble(load_recipe("cifar10", [*cifar10, *PERCEPTRON]), tmp_path / "run", show_progress=False)
     seen = []
     augment = experiment.trainer.step.loading.augment
     object.__setattr__(experiment.trainer.step.loading, "augment", lambda batch: seen.append(batch) or augment(batch))
@@ -128,9 +142,7 @@ def test_a_damaged_training_image_stops_the_run_without_being_named(image_folder
     for path in (image_folder / "train").rglob("*.jpg"):
         path.write_bytes(path.read_bytes()[:100])
     overrides = [f"data_folder={image_folder}", "verify_data=false", "num_workers=0", "validation_size=4", "image_size=16"]
-    code = main(
-        ["train", "imagenet", *arguments([*overrides, *SMALL_NETWORK, "delta=1e-5"]), "--run-dir", str(tmp_path / "run")]
-    )
+    code = main(["train", "imagenet", *arguments([*overrides, *PERCEPTRON, "delta=1e-5"]), "--run-dir", str(tmp_path / "run")])
     assert code == 1
     said = capsys.readouterr().err
     assert "cannot be decoded; which one is private, find it with dp-microadam data check" in said

@@ -9,8 +9,9 @@ import tomllib
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from dp_microadam.apps.recipes import Recipe, known_recipes, load_recipe, vocabulary
 from dp_microadam.errors import InputError
@@ -334,20 +335,20 @@ recipes = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(recipes)
 def test_a_recipe_comes_back_from_its_toml_as_it_was(recipe):
     assert Recipe.from_toml(recipe.to_toml()) == recipe
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(st.text())
 def test_any_text_is_a_recipe_or_is_refused(text):
     with pytest.raises(InputError):
         Recipe.from_toml(text)
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(st.sampled_from(sorted(Recipe.__dataclass_fields__)), st.text())
 def test_any_override_gives_a_recipe_that_comes_back_or_is_refused(key, value):
     with contextlib.suppress(InputError):

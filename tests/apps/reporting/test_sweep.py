@@ -6,8 +6,9 @@ import json
 import statistics
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import examples
 
 pytest.importorskip("matplotlib")
 
@@ -231,13 +232,13 @@ def plain_rolling_mean(values, window):
     return means
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(st.lists(st.floats(-100, 100), max_size=40), st.integers(1, 12))
 def test_the_rolling_mean_agrees_with_a_plain_loop(values, window):
     assert rolling_mean(values, window) == pytest.approx(plain_rolling_mean(values, window), abs=1e-9)
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(st.integers(1, 40), st.integers(1, 12), st.floats(-3, 3))
 def test_the_rolling_mean_leaves_a_straight_line_straight_up_to_its_ends(count, window, slope):
     line = [1.0 + slope * index for index in range(count)]
@@ -250,8 +251,15 @@ def test_the_rolling_mean_of_ten_is_the_mean_of_ten():
     assert rolling_mean(values, 10)[10] == pytest.approx(inside)
 
 
-def test_a_sweep_leaves_tables_figures_and_a_page(folder):
-    written = write_sweep(folder)
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory):
+    """A sweep's folder with its report, and what was written."""
+    folder = write(tmp_path_factory.mktemp("reported") / "sweep")
+    return folder, {path: path.read_bytes() for path in write_sweep(folder)}
+
+
+def test_a_sweep_leaves_tables_figures_and_a_page(reported):
+    folder, written = reported
     names = {str(path.relative_to(folder)) for path in written}
     assert all((folder / name).is_file() for name in names)
     base = ["sigma-sweep", "sigma-sweep-details", "sigma-sweep-curves", "sigma-sweep-range", "sigma-sweep-difference-dp-sgd"]
@@ -265,8 +273,8 @@ def test_a_sweep_leaves_tables_figures_and_a_page(folder):
     assert "9 of 10 runs were private, each by itself with ε ≤ 8.00 at δ = 1e-05. 1 was not" in page
 
 
-def test_written_twice_a_sweep_gives_the_same_files(folder):
-    first = {path: path.read_bytes() for path in write_sweep(folder)}
+def test_written_twice_a_sweep_gives_the_same_files(reported):
+    folder, first = reported
     assert {path: path.read_bytes() for path in write_sweep(folder)} == first
 
 

@@ -8,8 +8,9 @@ import subprocess
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from dp_microadam.apps.reporting.tables import Table, cell, latex_escape
 
@@ -73,7 +74,7 @@ def test_html_offers_the_other_forms_without_a_network():
     assert all(address.startswith("data:text/plain") for address in addresses)
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(st.text(max_size=30))
 @example("$±")
 def test_latex_text_has_no_character_with_a_meaning_of_its_own(text):

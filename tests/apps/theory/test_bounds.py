@@ -7,8 +7,9 @@ from decimal import Decimal, getcontext
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from dp_microadam.apps.theory.bounds import (
     TERMS,
@@ -54,7 +55,7 @@ def settings_of_the_theorem():
     )
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=30), st.data())
 def test_no_vector_loses_more_to_top_k_than_q_says(values, data):
     kept = data.draw(st.integers(1, len(values)))
@@ -75,7 +76,7 @@ def test_blocks_are_as_contractive_as_the_worst_of_them():
     assert block_contraction([40_000], 0.01) == math.sqrt(1 - 400 / 40_000)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=40), st.integers(1, 8), st.integers(0, 2**32 - 1))
 def test_no_vector_loses_more_to_rounding_than_omega_says(values, bits, seed):
     x = np.array(values, dtype=np.float64)
@@ -156,7 +157,7 @@ def test_printed_bound_is_the_papers_last_but_one_line():
     assert bound.total == pytest.approx(2 * C0 * inner, rel=1e-12)
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(settings_of_the_theorem(), st.integers(1, 10**7))
 def test_terms_are_named_non_negative_and_add_up(setting, steps):
     bound = corrected_bound(setting, steps)
@@ -167,7 +168,7 @@ def test_terms_are_named_non_negative_and_add_up(setting, steps):
     assert bound.step_size <= setting.eps / (12 * setting.smoothness * bound.c0)
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(settings_of_the_theorem(), st.integers(2, 10**6))
 def test_noise_only_adds_and_without_it_the_non_private_bound_is_left(setting, steps):
     quiet = replace(setting, noise_deviation=0.0)
