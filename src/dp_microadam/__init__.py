@@ -16,8 +16,8 @@ __version__ = "0.2.0"
 _HOMES = {
     "PrivateTrainer": "dp_microadam.training.trainer",
     "PrivateStep": "dp_microadam.training.private_step",
-    "PlainStep": "dp_microadam.training.private_step",
-    "UnprotectedPlan": "dp_microadam.training.private_step",
+    "PlainStep": "dp_microadam.training.plain_step",
+    "UnprotectedPlan": "dp_microadam.training.plain_step",
     "StepOptions": "dp_microadam.training.training_step",
     "Method": "dp_microadam.training.method",
     "Phase": "dp_microadam.training.method",
@@ -121,7 +121,8 @@ if TYPE_CHECKING:
     from dp_microadam.training.distributed import Ranks
     from dp_microadam.training.evaluation import PerExample
     from dp_microadam.training.method import Method, Phase
-    from dp_microadam.training.private_step import PlainStep, PrivateStep, UnprotectedPlan
+    from dp_microadam.training.plain_step import PlainStep, UnprotectedPlan
+    from dp_microadam.training.private_step import PrivateStep
     from dp_microadam.training.run_result import RunResult, StepReport
     from dp_microadam.training.schedules import Schedule
     from dp_microadam.training.trainer import PrivateTrainer

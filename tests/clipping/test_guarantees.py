@@ -54,8 +54,8 @@ LAYERS = {
     "group norm": (lambda: nn.GroupNorm(1, 3), (3, 5), (3, 5)),
 }
 
-# Of the strategies that a user has to ask for, "ghost" has the most arithmetic that could go wrong; the other two form
-# gradients in ways that differ by these kinds of layers.
+# "keep" and "drop" form per-example gradients, which is done in one way for each of these; "ghost" has arithmetic of its own
+# for every layer.
 FORMED = ("linear on sequences", "convolution", "norm form")
 
 KINDS = ("huge", "tiny", "tiny input, huge gradient", "one tiny position", "constant image", "cancelling", "mixed")

@@ -376,6 +376,7 @@ def test_a_registered_rule_is_used_and_a_wrong_one_is_refused(monkeypatch):
             return Call(UnchangedInput(self.name, self.only_input(args, kwargs)))
 
     def engine():
+        torch.manual_seed(0)  # some initial weights give inputs of PReLU that are all positive, where no rule matters
         model = nn.Sequential(nn.Linear(4, 4), nn.PReLU(), nn.Linear(4, 2))
         return ClippedGradients(model, lambda model, batch: model(batch).square().sum(1), max_grad_norm=1.0)
 

@@ -96,6 +96,13 @@ def test_missing_values_filled_in_from_the_example_itself_are_accepted(check, ki
         check(APART[kind])
 
 
+def test_columns_of_booleans_and_complex_numbers_can_be_checked():
+    batch = torch.rand(5, 4), torch.rand(5, 4) > 0.5, torch.rand(5, 2, dtype=torch.complex64)
+    check_transform(lambda b: (b[0] * b[1], b[1], b[2].abs()), batch, nn.Linear(1, 1), what="prepare")
+    with pytest.raises(InputError, match="prepare mixes examples"):
+        check_transform(lambda b: (b[0] * b[1].any(0), b[1]), batch, nn.Linear(1, 1), what="prepare")
+
+
 def finite(x: Tensor) -> Tensor:
     if not x.isfinite().all():
         raise ValueError("not finite")

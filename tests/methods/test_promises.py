@@ -88,7 +88,7 @@ def test_the_correction_of_adambc_is_the_noise_of_the_plan(hand, tmp_path):
 def test_selection_sees_only_noisy_scores(hand, tmp_path, scores):
     """With data whose gradients vanish, the chosen row follows from the noise; and what is received is what is chosen from."""
     choices = set()
-    for seed in range(3):
+    for seed in range(6):
         run = hand.train(lambda model: sparta(model, scores=scores, keep=0.3, first_phase=0.0), tmp_path / f"{seed}", steps=4)
         with torch.no_grad():
             run.model[1].weight.zero_()

@@ -293,8 +293,9 @@ def _largest(rows: Tensor) -> Tensor:
     """The largest finite magnitude in each row."""
     if rows.numel() == 0:
         return torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
-    sizes = rows.detach().abs().nan_to_num(nan=0.0, posinf=0.0)
-    return sizes.flatten(1).amax(1).double() if rows.dim() > 1 else sizes.double()
+    numbers = rows.detach() if rows.is_complex() else rows.detach().double()
+    sizes = numbers.abs().nan_to_num(nan=0.0, posinf=0.0).double()
+    return sizes.flatten(1).amax(1) if rows.dim() > 1 else sizes
 
 
 _aten = torch.ops.aten

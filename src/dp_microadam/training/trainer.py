@@ -22,7 +22,8 @@ from dp_microadam.training.evaluation import PerExample
 from dp_microadam.training.held_out import share_examples
 from dp_microadam.training.interrupts import Interruptible
 from dp_microadam.training.method import Method, Steps
-from dp_microadam.training.private_step import PlainStep, PrivateStep, UnprotectedPlan
+from dp_microadam.training.plain_step import PlainStep, UnprotectedPlan
+from dp_microadam.training.private_step import PrivateStep
 from dp_microadam.training.progress import Progress
 from dp_microadam.training.run_folder import default_folder, how_to_go_on
 from dp_microadam.training.run_record import RunRecord
