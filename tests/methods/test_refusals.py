@@ -19,7 +19,7 @@ PUBLIC = PublicExamples(torch.zeros(1, 2), lambda model, batch: model(batch).sum
     [
         (["method=sparta", "optimizer.keep=0"], "keep is 0; it must lie in (0, 1]"),
         (["method=sparta", "optimizer.keep=1.5"], "keep is 1.5; it must lie in (0, 1]"),
-        (["method=sparta", "optimizer.keep=much"], "sparta does not accept keep = 'much'"),
+        (["method=sparta", "optimizer.keep=much"], "keep is 'much'; it must be a number"),
         (["method=sparta", "optimizer.scores=mean"], "scores is 'mean'; it must be one of 'sum', 'norms'"),
         (["method=sparta", "optimizer.first_phase=1.0"], "first_phase is 1.0"),
         (["method=sparta", "optimizer.scoring_epochs=0"], "scoring_epochs is 0"),

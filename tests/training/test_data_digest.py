@@ -148,7 +148,7 @@ def test_the_order_of_a_set_does_not_count(names):
 
 IN_ANOTHER_PROCESS = """
 import sys
-sys.path.insert(0, {folder!r})
+sys.path[:0] = [{folder!r}, {folder!r} + "/.."]
 from test_data_digest import kept
 from dp_microadam.training.data_digest import data_digest
 print(data_digest(kept()))

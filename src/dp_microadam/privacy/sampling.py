@@ -225,6 +225,8 @@ class Chunks(Dataset[Any]):
         try:
             examples = [self.data[i] for i in indices.tolist()]
             batch = self.collate_fn(examples)
+        except PrivacyError as error:  # whose message is written to be shown
+            return error
         except DPMicroAdamError as error:
             return _about_an_example(error)
         except StopIteration:  # which a loader takes for the end of the data
