@@ -181,13 +181,13 @@ def test_settings_that_do_not_fit_a_table_are_refused(table, tmp_path, overrides
 
 
 def test_worker_processes_draw_from_the_operating_systems_entropy():
-    from dp_microadam.training.torch_randomness import unpredictable_worker
+    from dp_microadam.training.torch_randomness import UnpredictableWorker
 
     with torch.random.fork_rng():
         states = []
         for _ in range(2):
             torch.manual_seed(0)
-            unpredictable_worker(0)
+            UnpredictableWorker()(0)
             states.append(torch.get_rng_state())
     words = [state[24 : 24 + 8 * 624] for state in states]
     assert (words[0] != words[1]).float().mean() > 0.4  # every other four bytes are zero
