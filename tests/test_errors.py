@@ -9,7 +9,7 @@ import pytest
 import dp_microadam
 
 SOURCE = Path(dp_microadam.__file__).parent
-OURS = {"InputError", "PrivacyError", "DPMicroAdamError", "CheckpointError"}
+OURS = {"InputError", "PrivacyError", "DPMicroAdamError", "CheckpointError", "UnreadableExample"}
 
 # Words that tell what would be right, or what to do. A message of ours has at least one.
 NEXT_STEP = re.compile(

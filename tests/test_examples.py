@@ -11,8 +11,6 @@ import pytest
 
 FOLDER = Path(__file__).parents[1] / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
-QUICK = ("opacus_drop_in",)
-"""Seconds of one core each; `make examples` and the slow tests run all."""
 NOT_TRAINED = ("custom_layer",)
 
 
@@ -48,14 +46,8 @@ def test_the_rule_of_the_example_is_exact(tmp_path):
     assert re.search(r"PReLU +keep", printed)
 
 
-@pytest.mark.parametrize(
-    "example",
-    [
-        pytest.param(path, marks=() if path.stem in QUICK else pytest.mark.slow, id=path.stem)
-        for path in EXAMPLES
-        if path.stem not in NOT_TRAINED
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("example", [path for path in EXAMPLES if path.stem not in NOT_TRAINED], ids=lambda path: path.stem)
 def test_an_example_learns_within_its_budget(example, tmp_path):
     printed = run(example, tmp_path)
     accuracies = [float(found) for found in re.findall(r"([\d.]+) ?%", printed)]

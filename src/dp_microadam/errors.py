@@ -13,5 +13,9 @@ class PrivacyError(DPMicroAdamError):
     """Raised instead of continuing where continuing would break the privacy guarantee; exit code 1."""
 
 
+class UnreadableExample(PrivacyError):
+    """Raised by code of ours that reads an example which cannot be used; the message names none, so that it may be shown."""
+
+
 class PrivacyWarning(UserWarning):
     """Warns that the guarantee holds as computed, but may be weaker than a reader would expect."""

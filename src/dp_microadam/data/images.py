@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from dp_microadam.data.augmentation import random_boxes
-from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError
+from dp_microadam.errors import DPMicroAdamError, InputError, UnreadableExample
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -76,7 +76,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         except InputError:
             if not self._protected:
                 raise
-            raise PrivacyError(
+            raise UnreadableExample(
                 f"an image of the training data in {self.folder} cannot be decoded; which one is private, find it with "
                 "dp-microadam data check"
             ) from None

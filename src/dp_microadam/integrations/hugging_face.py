@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from dp_microadam.errors import InputError, PrivacyError
+from dp_microadam.errors import InputError, PrivacyError, UnreadableExample
 from dp_microadam.integrations.isolated_metrics import IsolatedLoss
 from dp_microadam.integrations.private_steps import PrivateSteps
 from dp_microadam.optimizers.micro_adam import MicroAdam
@@ -322,13 +322,13 @@ class _CollatedAlone(Dataset[dict[str, Tensor]]):
         batch = dict(self.collate([self.data[index]]))
         example = {name: value[0] for name, value in batch.items() if isinstance(value, Tensor) and len(value) == 1}
         if example.keys() != batch.keys():
-            raise PrivacyError(
+            raise UnreadableExample(
                 "data_collator gives something else than tensors with one row per example; it must give those alone"
             )
         shapes = {name: value.shape for name, value in example.items()}
         self._shapes = self._shapes or shapes
         if shapes != self._shapes:
-            raise PrivacyError(
+            raise UnreadableExample(
                 "train_dataset has examples of different lengths, and padding to the longest of a batch would make an example "
                 "depend on others; pad all to one length, as padding='max_length' does"
             )

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError
+from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError, UnreadableExample
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.randomness import Randomness
 from dp_microadam.validation import require_integer
@@ -225,7 +225,7 @@ class Chunks(Dataset[Any]):
         try:
             examples = [self.data[i] for i in indices.tolist()]
             batch = self.collate_fn(examples)
-        except PrivacyError as error:  # whose message is written to be shown
+        except UnreadableExample as error:
             return error
         except DPMicroAdamError as error:
             return _about_an_example(error)

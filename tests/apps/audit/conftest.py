@@ -158,8 +158,8 @@ def slightly_less_noise(patch, *, factor):
 
 
 def same_seed_in_every_run(patch):
-    trusted = {"seed": None, "made_by": randomness._OWN_CLASS_METHODS}
-    patch.setattr(Randomness, "from_entropy", classmethod(lambda cls, secure=False: cls(bytes(32), secure=secure, **trusted)))
+    own = {"seed": None, "made_by": randomness._OWN_CLASS_METHODS}
+    patch.setattr(Randomness, "from_entropy", classmethod(lambda cls, secure=False: cls(bytes(32), secure=secure, **own)))
 
 
 def short_seeds(patch, *, bits):

@@ -31,7 +31,7 @@ def different_recipes():
             if kind not in seen:
                 seen.add(kind)
                 quick = (name, cell.labels.get("method")) in QUICK
-                yield pytest.param(cell, id=f"{name}: {cell.description}", marks=[] if quick else pytest.mark.slow)
+                yield quick, pytest.param(cell, id=f"{name}: {cell.description}")
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +74,22 @@ def write_imagenet(folder, random):
             (place / "one.JPEG").write_bytes(content.getvalue())
 
 
-@pytest.mark.parametrize("cell", list(different_recipes()))
+@pytest.mark.parametrize("cell", [cell for quick, cell in different_recipes() if quick])
+def test_a_full_scale_recipe_is_put_together(cell, folder_of, tmp_path):
+    put_together(cell, folder_of, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", [cell for _, cell in different_recipes()])
 def test_a_full_scale_recipe_takes_two_steps(cell, folder_of, tmp_path):
+    experiment, recipe = put_together(cell, folder_of, tmp_path)
+    result = experiment.fit()
+    assert (result.steps_done, result.finished) == (2, True)
+    assert result.private is recipe.private
+    assert result.epsilon is None or 0 < result.epsilon <= 8.0
+
+
+def put_together(cell, folder_of, tmp_path):
     recipe = replace(
         cell.recipe,
         data_folder=str(folder_of(cell.recipe.data)),
@@ -88,10 +102,7 @@ def test_a_full_scale_recipe_takes_two_steps(cell, folder_of, tmp_path):
         model_options=untrained(cell.recipe),
     )
     experiment = assemble(recipe, tmp_path / "run", show_progress=False)
-    result = experiment.fit()
-    assert (result.steps_done, result.finished) == (2, True)
-    assert result.private is recipe.private
-    assert result.epsilon is None or 0 < result.epsilon <= 8.0
     assert experiment.data.num_classes == {"cifar10": 10, "cifar100": 100, "imagenet": 1000}[recipe.data]
     side = 32 if recipe.data.startswith("cifar") and recipe.image_size is None else 224
     assert experiment.data.example_shape == (3, side, side)
+    return experiment, recipe
