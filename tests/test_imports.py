@@ -116,7 +116,7 @@ import dp_microadam, torch
 assert dp_microadam.__file__.startswith({str(tmp_path)!r})
 from dp_microadam import MicroAdam, PrivacyPlan, PrivateTrainer
 model = torch.nn.Linear(3, 1)
-trainer = PrivateTrainer(model, MicroAdam(model.parameters()), PrivacyPlan(20, 5, 1.0, 1, 1e-2),
+trainer = PrivateTrainer(model, MicroAdam(model.parameters(), fused=False), PrivacyPlan(20, 5, 1.0, 1, 1e-2),
     lambda model, batch: model(batch).sum(1), run_dir={str(tmp_path / "run")!r}, show_progress=False)
 print(trainer.fit(torch.rand(20, 3)).steps_done)
 """

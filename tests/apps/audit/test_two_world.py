@@ -41,7 +41,7 @@ def test_the_honest_pipeline_passes_the_quick_profile():
 @pytest.mark.parametrize(
     ("fault", "options", "repetitions"),
     [
-        ("slightly less noise", {"factor": 0.2}, 300),
+        ("slightly less noise", {"factor": 0.1}, 300),
         pytest.param("half the noise", {}, 1500, marks=pytest.mark.slow),
         pytest.param("an example counted twice", {}, 1500, marks=pytest.mark.slow),
     ],
