@@ -120,7 +120,8 @@ class Randomness:
             part, label, block = task
             part.copy_(_normals(self._bits(label, block, len(part) + len(part) % 2))[: len(part)])
 
-        if len(work) < 2 or _THREADS == 1:
+        # Starting threads takes longer than drawing a block, whatever the number of tensors it is for.
+        if sum(counts.values()) <= _BLOCK or _THREADS == 1:
             for task in work:
                 fill(task)
         else:
