@@ -68,6 +68,17 @@ def test_a_failed_run_is_named_and_the_others_finish(swept):
     assert "failed: noise multiplier σ 1, Broken, run 1: dp-microadam: " in said
 
 
+@pytest.mark.slow
+def test_the_same_command_tries_a_failed_run_again(swept, study, capsys):
+    out, _ = swept
+    before = results(out)
+    assert main(["reproduce", str(study), "--max-steps", "4", "--out", str(out)]) == 1
+    said = capsys.readouterr().err
+    assert "1 of 2 runs are done already" in said
+    assert "failed: noise multiplier σ 1, Broken, run 1: dp-microadam: " in said
+    assert results(out) == before
+
+
 def test_a_result_says_how_private_by_what_and_how_it_came_about(swept):
     out, _ = swept
     [line] = results(out)
