@@ -54,11 +54,13 @@ def sample_of(variants, quick):
     )
 
 
-# One per method, and one per kind of state or of phases that a method may have.
-OF_EACH_KIND = [
+# One per kind of state or of phases that a method may have, and one of every method.
+_KINDS = [
     *("dp-microadam", "dense error", "stochastic", "momentum", "dp-adam", "dp-adamw", "dp-adambc", "scaled, MicroAdam"),
     *("delayed", "public", "dp-bitfit", "sparta, sum", "sparta, norms"),
 ]
+_METHODS_OF_KINDS = {VARIANTS[name][0] for name in _KINDS}
+OF_EACH_KIND = [*_KINDS, *(name for name, (method, *_) in VARIANTS.items() if method not in _METHODS_OF_KINDS)]
 WITHOUT_PRIVACY = ["dp-microadam", "delayed", "sparta, norms"]
 
 
