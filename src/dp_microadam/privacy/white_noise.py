@@ -1,0 +1,55 @@
+"""White noise of a step: independent standard normal numbers for the coordinates that one process adds noise to.
+
+Processes that train together divide the coordinates: each draws the complete noise of its own slice and none elsewhere, so that
+together they draw as many numbers as one process alone. A slice is a range of all coordinates, tensor after tensor in the order
+of their names; a tensor's part of it is a range of that tensor's coordinates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from dp_microadam.errors import PrivacyError
+from dp_microadam.privacy.randomness import Randomness
+
+
+def noise_ranges(sums: Mapping[str, Tensor], noise_slice: Callable[[int], range] = range) -> dict[str, range]:
+    """The coordinates of each tensor, flattened, that lie in this process' slice of all coordinates.
+
+    ``noise_slice`` is called with the number of all coordinates. The default is all of them.
+
+    Formal guarantees: if the slices of all processes are a partition of the coordinates, so are their ranges in each tensor.
+    The order of ``sums`` does not matter.
+
+    >>> noise_ranges({"a": torch.zeros(3), "b": torch.zeros(2, 2)}, lambda count: range(2, count - 1))
+    {'a': range(2, 3), 'b': range(0, 3)}
+    """
+    count = sum(total.numel() for total in sums.values())
+    own = noise_slice(count)
+    if own.step != 1 or not 0 <= own.start <= own.stop <= count:
+        raise PrivacyError(f"noise_slice gave {own}; it must give consecutive coordinates of the {count} there are")
+    found, begin = {}, 0
+    for name in sorted(sums):
+        size = sums[name].numel()
+        start, stop = (min(max(place - begin, 0), size) for place in (own.start, own.stop))
+        found[name] = range(start, stop)
+        begin += size
+    return {name: found[name] for name in sums}
+
+
+def white_noise(
+    sums: Mapping[str, Tensor], ranges: Mapping[str, range], randomness: Randomness, *, step: int, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Standard normal numbers for the given coordinates of each tensor: one flat tensor each.
+
+    Formal guarantees: all numbers are independent of each other, of those of other steps and, unless the source has a fixed
+    seed, of those of any other call.
+    """
+    return _named(randomness.normals_for({f"noise {name}": len(ranges[name]) for name in sums}, step, dtype))
+
+
+def _named(noise: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {purpose.removeprefix("noise "): numbers for purpose, numbers in noise.items()}
