@@ -226,7 +226,7 @@ def show(report: dict[str, Any], projected: dict[str, dict[int, dict[str, float]
         parameters = MODELS[model][0]
         # Weights, clipped sums, noisy gradient and weight average in float32; MicroAdam's state.
         print(
-            f"\nper GPU {17 * parameters / 1e9:.1f} GB beside activations, on the host {4 * parameters / 1e9:.1f} GB of noise over the GPUs"
+            f"\nper GPU {17 * parameters / 1e9:.1f} GB beside activations, hosts {4 * parameters / 1e9:.1f} GB of noise in all"
         )
         sent = ", ".join(f"{size}: {2 * (size - 1) / size * 4 * parameters / 1e9:.2f}" for size in sizes)
         print(f"GB sent per GPU and step, by GPUs: {sent}")

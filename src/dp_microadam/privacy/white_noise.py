@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 from dp_microadam.errors import PrivacyError
+from dp_microadam.privacy.device_noise import unsupported_reason
 from dp_microadam.privacy.randomness import Randomness
+
+_ALIGNMENT = 64
+"""Tensors that become the result begin at a multiple of so many numbers in the buffer, for kernels that load many at once."""
 
 
 def noise_ranges(sums: Mapping[str, Tensor], noise_slice: Callable[[int], range] = range) -> dict[str, range]:
@@ -45,11 +49,41 @@ def white_noise(
 ) -> dict[str, Tensor]:
     """Standard normal numbers for the given coordinates of each tensor: one flat tensor each.
 
+    They are on the device of the tensor. For a CUDA device they are drawn there if :mod:`.device_noise` can and the source is
+    private. Otherwise they are drawn on the host, in pinned memory, and cross over in one copy that the host does not wait for.
+    With a fixed seed they are always drawn on the host, so that a run is the same on every device.
+
     Formal guarantees: all numbers are independent of each other, of those of other steps and, unless the source has a fixed
     seed, of those of any other call.
     """
-    return _named(randomness.normals_for({f"noise {name}": len(ranges[name]) for name in sums}, step, dtype))
+    found: dict[str, Tensor] = {}
+    for device in dict.fromkeys(total.device for total in sums.values()):
+        counts = {f"noise {name}": len(ranges[name]) for name, total in sums.items() if total.device == device}
+        if device.type == "cuda":
+            whole = all(len(ranges[name]) == total.numel() for name, total in sums.items())
+            found |= _for_cuda(counts, device, randomness, step, dtype, alignment=_ALIGNMENT if whole else 1)
+        else:
+            found |= randomness.normals_for(counts, step, dtype)
+    return {name: found[f"noise {name}"] for name in sums}
 
 
-def _named(noise: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {purpose.removeprefix("noise "): numbers for purpose, numbers in noise.items()}
+def _for_cuda(
+    counts: Mapping[str, int], device: torch.device, randomness: Randomness, step: int, dtype: torch.dtype, alignment: int
+) -> dict[str, Tensor]:
+    """Normal numbers on the device, as parts of one buffer."""
+    starts, end = [], 0
+    for count in counts.values():
+        starts.append(end)
+        end += -(-count // alignment) * alignment
+
+    def parts(buffer: Tensor) -> dict[str, Tensor]:
+        return {name: buffer[start : start + count] for (name, count), start in zip(counts.items(), starts, strict=True)}
+
+    if randomness.private and unsupported_reason(device) is None:
+        buffer = torch.empty(end, dtype=dtype, device=device)
+        randomness.fill_normals_on_device(buffer, "noise", step)
+        return parts(buffer)
+    host = torch.empty(end, dtype=dtype, pin_memory=True)
+    randomness.fill_normals(parts(host), step)
+    # torch keeps the pinned memory from being used again before the copy is done.
+    return parts(host.to(device, non_blocking=True))
