@@ -1,6 +1,7 @@
 """ChaCha20 and its normal numbers: the twin in NumPy against RFC 8439 and OpenSSL, the Triton kernel against the twin."""
 
 import importlib.util
+import json
 import os
 import struct
 import subprocess
@@ -110,6 +111,43 @@ for kernel in (chacha_kernel.write_blocks, chacha_kernel.write_normals):
 def test_no_word_of_the_key_enters_the_code_that_triton_compiles_and_stores():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run([sys.executable, "-c", KEY_IS_NOT_COMPILED], env=environment, check=True)
+
+
+COMPILED = """
+import json, re, subprocess, sys, tempfile
+from pathlib import Path
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from dp_microadam.privacy.chacha_kernel import write_normals
+
+tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+for capability in (80, 90, 100):
+    for dtype in ("fp32", "fp64"):
+        signature = {name: "i32" for name in write_normals.arg_names} | {"out": f"*{dtype}", "lanes": "constexpr"}
+        source = ASTSource(write_normals, signature=signature, constexprs={"lanes": int(sys.argv[1])})
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            said = subprocess.run([tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True)
+        print(json.dumps({key: int(value) for key, value in re.findall(r"(REG|LOCAL|SHARED):([0-9]+)", said.stdout)}))
+"""
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_kernel_compiles_for_cards_that_are_not_here_and_spills_no_registers(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-c", COMPILED, str(device_noise.LANES)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    used = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(used) == 6
+    for card in used:
+        assert card["LOCAL"] == card["SHARED"] == 0
+        assert card["REG"] <= 64, "so that 1,024 threads fit on a multiprocessor"
 
 
 def test_every_draw_on_the_device_has_a_key_of_its_own(monkeypatch):

@@ -26,6 +26,7 @@ CPU = torch.device("cpu")
 EXAMPLES = 60
 INPUTS, LABELS = torch.randn(EXAMPLES, 6), torch.randint(3, (EXAMPLES,))
 ON_THE_WAY = ("training_data.py", "prefetch.py", "sampling.py")
+BESIDE_CLIPPING = ("privacy/", "training/")
 PLAN = PrivacyPlan.solve(dataset_size=EXAMPLES, batch_size=30, delta=1e-5, noise_multiplier=1.0, steps=3)
 
 
@@ -162,7 +163,10 @@ def failing_step(device: torch.device) -> None:
 
 
 def ledger_first(device: torch.device) -> None:
-    """No step is sampled, and nothing of it read or copied, before it is in the ledger."""
+    """No step is sampled, and nothing of it read or copied, before it is in the ledger.
+
+    All that a step does beside clipping waits for the device once: to learn whether the sums are finite.
+    """
     steps: list[tuple[str, int, int]] = []
     draw, begin_copy = PoissonSampler.draw, prefetch._begin_copy
     with tempfile.TemporaryDirectory() as folder:
@@ -191,8 +195,11 @@ def ledger_first(device: torch.device) -> None:
             step.begin()
             for taken in range(3):
                 before = len(steps)
-                step.take()
+                with Watch() as watch:
+                    step.take()
                 what = steps[before:]
+                waits = {line: n for (_, line), n in watch.synchronisations.items() if line.startswith(BESIDE_CLIPPING)}
+                assert sum(waits.values()) <= 1, waits
                 assert what[0] == ("drawn", taken, taken + 1)
                 assert all(kind == "copied" and known == taken + 1 for kind, _, known in what[1:])
             step.close()
