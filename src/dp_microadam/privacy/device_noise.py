@@ -56,7 +56,8 @@ def write_normals(out: Tensor, key: bytes) -> None:
     grid = (math.ceil(len(out) / (NORMALS_PER_BLOCK * LANES)),)
     if len(out):
         with torch.cuda.device_of(out):
-            chacha_kernel.write_normals[grid](out, len(out), *key_words(key), lanes=LANES)
+            # Nothing is contracted to fused operations, as in NumPy.
+            chacha_kernel.write_normals[grid](out, len(out), *key_words(key), lanes=LANES, enable_fp_fusion=False)
 
 
 def key_words(key: bytes) -> list[int]:
