@@ -33,8 +33,9 @@ def main(group: str, names: list[str]) -> int:
         begun, error, said = time.perf_counter(), None, None
         torch.manual_seed(0)
         try:
-            with Watch():
+            with Watch() as watch:
                 said = cases[name](torch.device(where))
+            assert not watch.refusals, watch.refusals
         except Exception:
             error, failed = traceback.format_exc(limit=-12), True
         seconds = round(time.perf_counter() - begun, 2)

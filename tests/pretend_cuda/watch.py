@@ -48,6 +48,7 @@ class Watch(TorchDispatchMode):
     Attributes:
         synchronisations: how often the host waited for the device, by (what, file:line function).
         launches: kernels started, by (operator, file:line function); a lower bound, since some operators start several.
+        refusals: what was refused, so that it is known even where the exception was caught.
 
     Raises:
         MixedDevices: inside the block, where a real GPU refuses tensors of different devices.
@@ -57,6 +58,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.synchronisations: Counter[tuple[str, str]] = Counter()
         self.launches: Counter[tuple[str, str]] = Counter()
+        self.refusals: list[str] = []
 
     def __enter__(self) -> Watch:
         _watching.append(self)
@@ -95,7 +97,8 @@ class Watch(TorchDispatchMode):
         if numbers and len(on_gpus) == 1 and _takes_numbers(func) and all(tensor.is_cuda for tensor in _tensors(written)):
             return
         found = ", ".join(f"{tuple(tensor.shape)} on {tensor.device}" for tensor in given)
-        raise MixedDevices(f"{func} at {project_line()} gets tensors of different devices: {found}")
+        self.refusals.append(f"{func} at {project_line()} gets tensors of different devices: {found}")
+        raise MixedDevices(self.refusals[-1])
 
 
 def _tensors(tree: Any) -> list[Tensor]:
