@@ -31,6 +31,7 @@ WAITS = {
 NOT_LAUNCHED = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_local_scalar_dense", "lift_fresh"),
     *("detach", "alias", "view", "_unsafe_view", "_reshape_alias", "as_strided", "is_pinned", "is_same_size", "set_"),
+    "record_stream",
 }
 """Operators without a kernel, besides views."""
 
@@ -80,6 +81,8 @@ class Watch(TorchDispatchMode):
         waits = _copy_that_waits(name, args, kwargs, out) or (_waits(func, name, args, kwargs) if on_gpu else None)
         if waits:
             self.synchronisations[waits, project_line()] += 1
+        if not func._schema.returns:  # it only writes
+            made = [tensor for tensor in given if tensor.is_cuda]
         if any(tensor.numel() for tensor in made) and name not in NOT_LAUNCHED and not func.is_view:
             self.launches[name, project_line()] += 1
         return out

@@ -188,6 +188,17 @@ def several_calls(device: torch.device) -> None:
     engine.accumulate(moved((torch.randn(40, 6), torch.ones(40)), device))
 
 
+def with_tf32(device: torch.device) -> None:
+    """The engine takes a sound network with torch's defaults, under which cuDNN may round to TF32 at some batch sizes only."""
+    torch.backends.cudnn.allow_tf32 = True
+    try:
+        batch = torch.randn(40, 3, 12, 12), torch.randint(3, (40,))
+        model = models.wide_resnet(10, 1).to(device)
+        ClippedGradients(model, cross_entropy, max_grad_norm=1.0).accumulate(moved(batch, device))
+    finally:
+        torch.backends.cudnn.allow_tf32 = False
+
+
 NETWORKS: dict[str, Callable[[torch.device], None]] = {
     "bags by offsets": partial(network, Bags, lambda: torch.randint(20, (5, 4))),
     "transformer without dropout": partial(network, partial(Transformer, 0.0), lambda: torch.randint(30, (5, 7))),
@@ -221,6 +232,7 @@ NETWORKS: dict[str, Callable[[torch.device], None]] = {
     "batch normalization replaced": without_batchnorm,
     "self-check": self_check,
     "several calls": several_calls,
+    **({} if SAME_DRAWS else {"TF32 allowed": with_tf32}),
 }
 
 CASES = {

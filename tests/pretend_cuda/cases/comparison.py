@@ -33,6 +33,7 @@ def agree(
     Differences are relative to the norm, or to ``size`` if that is larger.
     """
     placed(found, device, what)
+    tolerance = max(tolerance, TOLERANCE) if tolerance and real_device() else tolerance
     expected, found = expected.detach().double(), found.detach().cpu().double()
     assert expected.shape == found.shape, f"{what} has shape {tuple(found.shape)}, on the CPU {tuple(expected.shape)}"
     assert torch.equal(expected.isfinite(), found.isfinite()), f"{what} is finite elsewhere than on the CPU"

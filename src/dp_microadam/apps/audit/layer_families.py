@@ -128,7 +128,7 @@ def _small_network() -> nn.Module:
 
 
 def _scaled(model: nn.Module) -> Mapping[str, Any]:
-    return {"scale": {name: 0.2 + torch.rand(p.shape).to(p) for name, p in model.named_parameters()}}
+    return {"scale": {name: 0.2 + torch.rand_like(p) for name, p in model.named_parameters()}}
 
 
 def _masked(model: nn.Module) -> Mapping[str, Any]:
