@@ -250,8 +250,8 @@ class ClippedGradients:
         self.check_independence(batch, seed)
 
     def explain(self) -> str:
-        """Print, and return, a table of the layers: the strategy, its estimated cost, and the memory it keeps."""
-        header = ("layer", "type", "strategy", "cost ×", "kept kB/example")
+        """Print, and return, a table of the layers: the strategy on their device, its estimated cost, the memory it keeps."""
+        header = ("layer", "type", f"strategy on {self._device.type}", "cost ×", "kept kB/example")
         rows = [header]
         for name, rule in {**self._observed.rules, **self._observed.operations}.items():
             estimate = rule.estimate

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_microadam.clipping.cost import Shapes, choose
-from dp_microadam.clipping.outer_product import Factors, Measured, OuterProductSum, measured_by_grams
+from dp_microadam.clipping.cost import Shapes, choose, costs_on
+from dp_microadam.clipping.outer_product import OF_TERMS, Factors, Measured, OuterProductSum, measured_by_grams
+from dp_microadam.clipping.precision import kernels_run_on
 from dp_microadam.clipping.rule import GradientRows, LayerCall, LayerRule, PartsCall, UnchangedInput, at_least_float32
 
 
@@ -34,6 +35,12 @@ class LinearFactors(Factors):
         return measured_by_grams(
             self.inputs @ self.inputs.transpose(1, 2), self.deltas @ self.deltas.transpose(1, 2), len(self)
         )
+
+    def tiles(self) -> Measured:
+        from dp_microadam.clipping.norms_triton import tile_norms
+
+        norms, inputs, deltas = tile_norms(self.inputs, self.deltas)
+        return Measured(norms, OF_TERMS * inputs * deltas, inputs + deltas)
 
     def per_example(self, rows: slice | Tensor) -> Tensor:
         return self.deltas[rows].transpose(1, 2) @ self.inputs[rows]
@@ -100,6 +107,8 @@ class LinearRule(LayerRule):
             gram=float(grams * (n_in + n_out)),
             gram_passes=2.0 * grams if grams else float(n_in + n_out),
             itemsize=factors.inputs.element_size(),
+            gram_launches=9 if grams else 0,
+            tiles=factors.inputs.dtype == torch.float32 and kernels_run_on(factors.inputs.device),
         )
-        self.estimate = choose(shapes, self.forced_strategy)
+        self.estimate = choose(shapes, self.forced_strategy, costs_on(factors.inputs.device.type))
         return self.estimate.strategy

@@ -1,9 +1,11 @@
-"""Full precision for norms and clipped sums, whatever precision the model itself runs in."""
+"""Full precision for norms and clipped sums, whatever precision the model itself runs in; and what a device can compute."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,6 +20,18 @@ def _switches() -> list[tuple[Any, str, Any]]:
         return [(place, "allow_tf32", False) for place in (*places, backends.cudnn)]
     places += [backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv]
     return [(place, "fp32_precision", "ieee") for place in places]
+
+
+@cache
+def has_tensor_cores(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 numbers and adds them up in float32: CUDA, compute capability 8.0 or more."""
+    return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= 8
+
+
+@cache
+def kernels_run_on(device: torch.device) -> bool:
+    """Whether Triton kernels can be used: the extra ``triton`` is installed, and the device is one they are compiled for."""
+    return has_tensor_cores(device) and find_spec("triton") is not None
 
 
 @contextmanager
