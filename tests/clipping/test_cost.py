@@ -101,7 +101,7 @@ def test_one_group_per_example_is_taken_for_slow_on_cuda_only():
 
 def test_a_layer_of_bfloat16_products_is_cheaper_on_tensor_cores_alone(monkeypatch):
     plain = linear_shapes(monkeypatch, 197, 192, 768)  # ViT-Tiny
-    fast = replace(plain, bf16_products=True, tiles=True)
+    fast = replace(plain, bf16_products=1, tiles=True)
     assert all(costs_of(fast, CUDA)[name] < costs_of(plain, CUDA)[name] for name in costs_of(plain, CUDA))
     assert choose(fast, costs=CUDA).strategy == "tile"
     assert choose(fast).strategy != "tile"  # the kernel is for GPUs

@@ -32,8 +32,9 @@ KEEP_LIMIT = 3.0
 # Tests count them.
 LAUNCHES = {"ghost": 16, "keep": 16, "drop": 25, "tile": 14}
 
-# Exact bfloat16 products in a clipped sum of bfloat16 factors: its coefficients are float32, three bfloat16 numbers each.
-SUM_TERMS = 3
+# Exact bfloat16 products in the clipped sum, by those that form a gradient: δ times a float32 coefficient is float32, that is
+# three bfloat16 numbers (``split_bf16.py``).
+SUM_PRODUCTS = {0: 0, 1: 3, 3: 6, 6: 6}
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Shapes:
     itemsize: int = 4
     patches: float = 0.0  # elements of all patches of a convolution; 0 for other layers
     gram_launches: int = 9  # operations on Gram matrices
-    bf16_products: bool = False  # factors are bfloat16, and their products exact ones on tensor cores
+    bf16_products: int = 0  # exact bfloat16 products on tensor cores that make up one product; 0 for a float32 product
     tiles: bool = False  # the kernel of "tile" can be used
 
 
@@ -144,8 +145,8 @@ def _forming(shapes: Shapes, costs: DeviceCosts) -> float:
 
 def costs_of(shapes: Shapes, costs: DeviceCosts = CPU) -> dict[str, float]:
     """What each strategy costs per example."""
-    multiplication = costs.tensor_core if shapes.bf16_products else 1.0
-    total = (SUM_TERMS * multiplication if shapes.bf16_products else 1.0) * shapes.product
+    multiplication = costs.tensor_core * shapes.bf16_products or 1.0
+    total = (costs.tensor_core * SUM_PRODUCTS[shapes.bf16_products] or 1.0) * shapes.product
     forming = multiplication * _forming(shapes, costs)
     found = {
         "ghost": total + multiplication * shapes.gram + costs.traffic * shapes.gram_passes,
@@ -153,7 +154,7 @@ def costs_of(shapes: Shapes, costs: DeviceCosts = CPU) -> dict[str, float]:
         "drop": total + forming + costs.formed * shapes.weights,
     }
     if shapes.tiles:
-        found["tile"] = total + multiplication * costs.tile * shapes.product
+        found["tile"] = total + costs.tile * (multiplication if shapes.bf16_products == 1 else 1.0) * shapes.product
     launches = {**LAUNCHES, "ghost": LAUNCHES["ghost"] + shapes.gram_launches}
     return {name: cost + costs.launch * launches[name] for name, cost in found.items()}
 

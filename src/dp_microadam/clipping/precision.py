@@ -52,6 +52,20 @@ def full_precision(device: torch.device) -> Iterator[None]:
             setattr(place, name, value)
 
 
+@contextmanager
+def float32_sums() -> Iterator[None]:
+    """Context manager in which cuBLAS adds up all of a bfloat16 product in float32; parts of long sums may otherwise not be."""
+    settings: Any = torch.backends.cuda.matmul
+    name = "allow_bf16_reduced_precision_reduction"
+    before = getattr(settings, name)
+    split_k = getattr(settings, f"{name}_split_k", None)  # newer versions set both together
+    try:
+        setattr(settings, name, False if split_k is None else (False, split_k))
+        yield
+    finally:
+        setattr(settings, name, before if split_k is None else (before, split_k))
+
+
 def autocasting(
     per_example_loss: Callable[[nn.Module, Any], Tensor], device: torch.device, dtype: torch.dtype | None
 ) -> Callable[[nn.Module, Any], Tensor]:
