@@ -28,12 +28,9 @@ def conv_shapes(n_in: int, n_out: int, side: int, kernel: int, stride: int = 1) 
     return convolution_shapes(geometry, torch.Size((n_in, side, side)), 4)
 
 
-def linear_shapes(monkeypatch: pytest.MonkeyPatch, positions: int, n_in: int, n_out: int) -> Shapes:
-    seen: list[Shapes] = []
-    monkeypatch.setattr(linear, "choose", lambda shapes, *rest: seen.append(shapes) or choose(shapes, *rest))
-    layer = nn.Linear(1, 1)
-    LinearRule("", layer, ("weight",)).choose(LinearFactors(torch.empty(1, positions, n_in), torch.empty(1, positions, n_out)))
-    return seen[0]
+def linear_shapes(positions: int, n_in: int, n_out: int) -> Shapes:
+    factors = LinearFactors(torch.empty(1, positions, n_in), torch.empty(1, positions, n_out))
+    return LinearRule("", nn.Linear(1, 1), ("weight",)).shapes(factors)
 
 
 @given(
@@ -84,8 +81,8 @@ def test_convolutions(layer, on_cpu, on_cuda):
         ((4, 16, 16), "ghost", "keep"),  # so small that a GPU takes what has the fewest launches
     ],
 )
-def test_linear_layers(monkeypatch, layer, on_cpu, on_cuda):
-    shapes = linear_shapes(monkeypatch, *layer)
+def test_linear_layers(layer, on_cpu, on_cuda):
+    shapes = linear_shapes(*layer)
     assert (choose(shapes).strategy, choose(shapes, costs=CUDA).strategy) == (on_cpu, on_cuda)
 
 
@@ -99,8 +96,8 @@ def test_one_group_per_example_is_taken_for_slow_on_cuda_only():
     assert costs_of(first, CUDA)["keep"] > first.product  # launches count
 
 
-def test_a_layer_of_bfloat16_products_is_cheaper_on_tensor_cores_alone(monkeypatch):
-    plain = linear_shapes(monkeypatch, 197, 192, 768)  # ViT-Tiny
+def test_a_layer_of_bfloat16_products_is_cheaper_on_tensor_cores_alone():
+    plain = linear_shapes(197, 192, 768)  # ViT-Tiny
     fast = replace(plain, bf16_products=1, tiles=True)
     assert all(costs_of(fast, CUDA)[name] < costs_of(plain, CUDA)[name] for name in costs_of(plain, CUDA))
     assert choose(fast, costs=CUDA).strategy == "tile"
@@ -109,16 +106,16 @@ def test_a_layer_of_bfloat16_products_is_cheaper_on_tensor_cores_alone(monkeypat
 
 @pytest.mark.parametrize("name", ["one position", "positions", "stride 1", "stride 2"])
 @pytest.mark.parametrize("strategy", ["ghost", "keep", "drop"])
-def test_the_table_of_launches_is_what_is_launched(monkeypatch, name, strategy):
+def test_the_table_of_launches_is_what_is_launched(name, strategy):
     torch.manual_seed(0)
     geometry = Geometry((4, 3, 3, 3), *(((n, n)) for n in ((2 if name == "stride 2" else 1), 1, 1)), 1)
     image = torch.Size((3, 9, 9))
     shapes, factors = {
         "one position": lambda: (
-            linear_shapes(monkeypatch, 1, 6, 7),
+            linear_shapes(1, 6, 7),
             LinearFactors(torch.randn(8, 1, 6), torch.randn(8, 1, 7)),
         ),
-        "positions": lambda: (linear_shapes(monkeypatch, 5, 6, 7), LinearFactors(torch.randn(8, 5, 6), torch.randn(8, 5, 7))),
+        "positions": lambda: (linear_shapes(5, 6, 7), LinearFactors(torch.randn(8, 5, 6), torch.randn(8, 5, 7))),
         "stride 1": lambda: (
             convolution_shapes(geometry, image, 4),
             ConvolutionFactors(torch.randn(8, *image), torch.randn(8, 4, 9, 9), geometry),

@@ -76,16 +76,7 @@ class ConvolutionFactors(Factors):
         shapes = convolution_shapes(self.geometry, inputs.shape[1:], inputs.element_size())
         if forms_by_patches(shapes, costs_on(inputs.device.type)):
             return gradients_from_patches(inputs, deltas, self.geometry)
-        count = len(inputs)
-        outputs, *filter_shape = self.geometry.weight_shape
-        gradients = weight_gradient(
-            as_one_image(inputs),
-            as_one_image(deltas),
-            (count * outputs, *filter_shape),
-            self.geometry,
-            count * self.geometry.groups,
-        )
-        return gradients.view(count, outputs, *filter_shape)
+        return gradients_in_groups(inputs, deltas, self.geometry)
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         scaled = self.deltas * coefficients.view(-1, *[1] * (self.deltas.dim() - 1))
@@ -155,6 +146,16 @@ def grams_of(images: Tensor) -> Tensor:
     """Products of all pairs of pixels, (B, pixels, pixels)."""
     flat = images.flatten(2)
     return flat.transpose(1, 2) @ flat
+
+
+def gradients_in_groups(inputs: Tensor, deltas: Tensor, geometry: Geometry) -> Tensor:
+    """gᵢ of every example, (B, *weight shape), by the library's weight gradient with one group per example."""
+    count = len(inputs)
+    outputs, *filter_shape = geometry.weight_shape
+    gradients = weight_gradient(
+        as_one_image(inputs), as_one_image(deltas), (count * outputs, *filter_shape), geometry, count * geometry.groups
+    )
+    return gradients.view(count, outputs, *filter_shape)
 
 
 def gradients_from_patches(inputs: Tensor, deltas: Tensor, geometry: Geometry) -> Tensor:

@@ -125,10 +125,15 @@ class LinearRule(LayerRule):
         return of_deltas, of_inputs
 
     def choose(self, factors: LinearFactors) -> str:
+        self.estimate = choose(self.shapes(factors), self.forced_strategy, costs_on(factors.inputs.device.type))
+        return self.estimate.strategy
+
+    def shapes(self, factors: LinearFactors) -> Shapes:
+        """The numbers that the choice of a strategy depends on."""
         _, positions, n_in = factors.inputs.shape
         n_out = factors.deltas.shape[2]
         grams = positions**2 if positions > 1 else 0
-        shapes = Shapes(
+        return Shapes(
             weights=n_in * n_out,
             activations=positions * (n_in + n_out),
             product=float(positions * n_in * n_out),
@@ -139,5 +144,3 @@ class LinearRule(LayerRule):
             bf16_products=number_of_products(factors.terms) if factors.terms else 0,
             tiles=factors.inputs.dtype == torch.float32 and kernels_run_on(factors.inputs.device),
         )
-        self.estimate = choose(shapes, self.forced_strategy, costs_on(factors.inputs.device.type))
-        return self.estimate.strategy

@@ -5,7 +5,7 @@ a Gram matrix is ever in memory. The same launch yields ‖aᵢ‖² and ‖δ�
 Partial sums are stored and added up by torch, never atomically, so that a result is the same in every run.
 
 The slow twin is the strategy "drop", which forms the same gradients in memory; a test compares the two in Triton's
-interpreter. The kernel is part of the extra ``triton``; nothing imports this module without it.
+interpreter. The kernel is part of the extra ``gpu``; nothing imports this module without it.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def has_tensor_cores(device: torch.device) -> bool:
 
 @cache
 def kernels_run_on(device: torch.device) -> bool:
-    """Whether Triton kernels can be used: the extra ``triton`` is installed, and the device is one they are compiled for."""
+    """Whether Triton kernels can be used: the extra ``gpu`` is installed, and the device is one they are compiled for."""
     return has_tensor_cores(device) and find_spec("triton") is not None
 
 
