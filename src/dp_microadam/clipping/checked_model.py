@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dp_microadam.clipping.batches import batch_size, to_double
+from dp_microadam.clipping.check_errors import is_about_precision, is_out_of_memory
 from dp_microadam.clipping.families import observe
 from dp_microadam.clipping.identical_random_rows import identical_random_rows
 from dp_microadam.clipping.losses import PerExampleLoss, losses_of
@@ -23,7 +25,7 @@ from dp_microadam.clipping.no_side_effects import SeedAll, SeedWatch, python_ran
 from dp_microadam.clipping.passes import parts_of
 from dp_microadam.clipping.recording import Observed, Use
 from dp_microadam.clipping.rule import at_least_float32
-from dp_microadam.errors import InputError
+from dp_microadam.errors import InputError, PrivacyWarning
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,8 @@ class CheckedModel:
 def double_precision_copy(own: CheckedModel, examples: Any) -> tuple[CheckedModel, Callable[[Any], Any]]:
     """A copy of the model in double precision, and the function that casts batches for it.
 
-    A model that cannot be copied, or does not run in double precision throughout, is returned as it is.
+    A model that does not run in double precision throughout is returned as it is. If the copy fails for another reason, as
+    for want of memory, a :class:`PrivacyWarning` says that the check is weaker.
     """
     try:
         model = _without_zeros(copy.deepcopy(own.model).double())
@@ -129,10 +132,22 @@ def double_precision_copy(own: CheckedModel, examples: Any) -> tuple[CheckedMode
             losses = twin.run(to_double(examples)).losses
     except InputError:
         raise
-    except Exception:  # whatever a model does that was not made for this
+    except Exception as error:
+        if not is_about_precision(error):
+            warnings.warn(_weakened(error), PrivacyWarning, stacklevel=2)
         return own, lambda batch: batch
     exact = losses.dtype == torch.float64 and not rounding.seen
     return (twin, to_double) if exact else (own, lambda batch: batch)
+
+
+def _weakened(error: Exception) -> str:
+    what = "there is not enough memory" if is_out_of_memory(error) else f"that raises {type(error).__name__}"
+    return (
+        "the independence check could not run on a copy of the model in double precision, because "
+        f"{what}, so that it only finds mixing stronger than the rounding of the model's own precision (1e-5 of the losses and "
+        "1e-3 of the gradients in float32); check the same model on a machine with more memory, or make it one that can be "
+        "copied and called in double precision"
+    )
 
 
 def _without_zeros(model: nn.Module) -> nn.Module:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dp_microadam.clipping.batches import batch_size, repeated, select, synthetic
 from dp_microadam.clipping.no_side_effects import no_side_effects
+from dp_microadam.clipping.precision import full_precision
 from dp_microadam.errors import PrivacyError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def check_clip(
     examples = synthetic(batch, _EXAMPLES)[0] if synthetic_batch is None else repeated(synthetic_batch, _EXAMPLES)[0]
     precision = max(precision, *(torch.finfo(p.dtype).eps for p in engine._trainable.values()))
     everyone = torch.arange(batch_size(examples))
-    with no_side_effects(engine._model) as seed_all:
+    with full_precision(engine._device), no_side_effects(engine._model) as seed_all:
         trial = _EngineCopy(engine)
 
         def add(bound: float, rows: Tensor) -> Tensor:

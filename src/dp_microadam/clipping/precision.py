@@ -16,7 +16,7 @@ def _switches() -> list[tuple[Any, str, Any]]:
     places = [backends.cuda.matmul]
     if not hasattr(places[0], "fp32_precision"):  # before torch 2.9
         return [(place, "allow_tf32", False) for place in (*places, backends.cudnn)]
-    places += [backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv]
+    places += [backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul, backends.mkldnn.conv]
     return [(place, "fp32_precision", "ieee") for place in places]
 
 

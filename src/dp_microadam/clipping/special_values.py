@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dp_microadam.clipping.batches import batch_size
+from dp_microadam.clipping.check_errors import refuse_if_out_of_memory
 from dp_microadam.clipping.integer_ranges import indexed
 from dp_microadam.errors import InputError
 
@@ -124,7 +125,8 @@ class GuardedPasses:
                 result = one_pass()
         except InputError:
             raise
-        except Exception:  # a model that refuses these numbers
+        except Exception as error:  # a model that refuses these numbers
+            refuse_if_out_of_memory(error)
             return None
         if self._limit is None:
             self._limit = _TIMES_AS_LONG * guard.operations + _LONGER
