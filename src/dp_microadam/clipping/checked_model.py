@@ -23,8 +23,10 @@ from dp_microadam.clipping.losses import PerExampleLoss, losses_of
 from dp_microadam.clipping.model_state import StateSnapshot
 from dp_microadam.clipping.no_side_effects import SeedAll, SeedWatch, python_random_state, torch_random_state
 from dp_microadam.clipping.passes import parts_of
+from dp_microadam.clipping.precision import full_precision
 from dp_microadam.clipping.recording import Observed, Use
 from dp_microadam.clipping.rule import at_least_float32
+from dp_microadam.clipping.settling import settle
 from dp_microadam.errors import InputError, PrivacyWarning
 
 
@@ -106,6 +108,9 @@ class CheckedModel:
             start, python_start = torch_random_state(self.model), python_random_state()
             losses = partial(losses_of, self.model, self.loss, batch)
             parts, values = parts_of(self.observed, losses, batch_size(batch), on_output_gradient=project)
+            if parts:
+                with torch.no_grad(), full_precision(values.device):
+                    settle(parts)
             norms = {f"parameter {', '.join(sorted(part.names.values()))!r}": part.squared.sqrt() for part in parts}
             used_torch = torch_random_state(self.model) != start
             return PassResult(values, norms, projections, used_torch, used_torch or python_random_state() != python_start)

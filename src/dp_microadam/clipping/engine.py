@@ -23,6 +23,8 @@ from dp_microadam.clipping.passes import Clippable, Part, parts_of
 from dp_microadam.clipping.precision import autocasting, full_precision
 from dp_microadam.clipping.recording import Observed
 from dp_microadam.clipping.rows import RowTable
+from dp_microadam.clipping.rule import sum_of
+from dp_microadam.clipping.settling import settle
 from dp_microadam.clipping.synthetic_examples import CHECK_SIZE, SyntheticExamples
 from dp_microadam.errors import InputError
 from dp_microadam.validation import require_one_of
@@ -294,19 +296,17 @@ class ClippedGradients:
         return observed
 
     def _add_clipped(self, parts: list[Part]) -> Tensor:
-        norms = torch.stack([part.squared for part in parts]).sum(0).sqrt()
-        usable = torch.isfinite(norms)
-        removed = torch.nonzero(~usable).flatten()
-        coefficients = self._coefficients_of_parts(parts, norms, usable)
+        norms, removed, _ = settle(parts)
+        coefficients = self._coefficients_of_parts(parts, norms)
         totals: dict[str, Tensor] = {}
         while parts:
             part = parts.pop()  # its memory is free once its sum is taken
-            if len(removed):
+            if removed is not None:
                 part.call.remove(removed)
             for key, total in self._sums_of(part.call, coefficients.pop().to(part.squared.dtype)).items():
                 totals[part.names[key]] = total
-        for name, total in totals.items():  # all of them or, on an error above, none
-            self._sums[name] += total
+        # All of them or, on an error above, none; and in one launch on a GPU.
+        torch._foreach_add_([self._sums[name] for name in totals], list(totals.values()))
         return norms
 
     def _factors(self) -> Mapping[str, Tensor]:
@@ -316,8 +316,9 @@ class ClippedGradients:
     def _sums_of(self, call: Clippable, coefficients: Tensor) -> Mapping[str, Tensor]:
         return call.clipped_sums(coefficients)
 
-    def _coefficients_of_parts(self, parts: list[Part], norms: Tensor, usable: Tensor) -> list[Tensor]:
+    def _coefficients_of_parts(self, parts: list[Part], norms: Tensor) -> list[Tensor]:
         """Clipping coefficients of every part. Per-layer clipping has one for each block of layers that share a part."""
+        usable = torch.isfinite(norms)
         if self._layer_bounds is None:
             return [self._coefficients(norms, self._bound, usable)] * len(parts)
         blocks = blocks_of([{layer_of(name) for name in part.names.values()} for part in parts])
@@ -326,7 +327,7 @@ class ClippedGradients:
             block = next(block for block in blocks if layer_of(next(iter(part.names.values()))) in block)
             members = [p.squared for p in parts if layer_of(next(iter(p.names.values()))) in block]
             bound = math.hypot(*(self._layer_bounds[layer] for layer in block))
-            found.append(self._coefficients(torch.stack(members).sum(0).sqrt(), bound, usable))
+            found.append(self._coefficients(sum_of(members).sqrt(), bound, usable))
         return found
 
     @staticmethod

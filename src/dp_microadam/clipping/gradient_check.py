@@ -18,6 +18,7 @@ from dp_microadam.clipping.passes import parts_of
 from dp_microadam.clipping.precision import full_precision
 from dp_microadam.clipping.recording import Recording, Use
 from dp_microadam.clipping.rows import LEARNING_SIZES, RestartLearning
+from dp_microadam.clipping.settling import settle
 from dp_microadam.errors import InputError
 
 Gradients = tuple[Tensor | None, ...]
@@ -91,6 +92,8 @@ def check_gradients_against_autograd(checked: CheckedModel, batch: Any) -> None:
         parts, detached = parts_of(checked.observed, partial(losses_of, checked.model, checked.loss, batch), count)
     sums: dict[str, Tensor] = {}
     with torch.no_grad(), full_precision(detached.device):
+        if parts:
+            settle(parts)
         squared = sum((part.squared for part in parts), torch.zeros(count, device=detached.device))
         for part in parts:
             for key, total in part.call.clipped_sums(torch.ones_like(part.squared)).items():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_microadam.clipping.cost import Shapes, choose
-from dp_microadam.clipping.outer_product import Factors, Measured, OuterProductSum, measured_by_grams
+from dp_microadam.clipping.outer_product import Factors, Measured, OuterProductSum, least_of_squares, measured_by_grams
 from dp_microadam.clipping.rule import GradientRows, LayerCall, LayerRule, PartsCall, UnchangedInput, at_least_float32
 
 
@@ -29,8 +29,7 @@ class LinearFactors(Factors):
             norms = (inputs * deltas).to(self.deltas.dtype)
             # Nor can squares of float32 vanish in double, and a product that does is far below any bound to clip to. A model
             # that diverges has many such examples; formed one by one, they would take several times as long as the step.
-            vanishing = inputs + deltas if self.deltas.dtype == torch.float64 else torch.zeros_like(norms)
-            return Measured(norms, torch.zeros_like(norms), vanishing)
+            return Measured(norms, least_of_squares(inputs + deltas) if self.deltas.dtype == torch.float64 else None)
         return measured_by_grams(
             self.inputs @ self.inputs.transpose(1, 2), self.deltas @ self.deltas.transpose(1, 2), len(self)
         )
@@ -59,7 +58,7 @@ class LinearCall(PartsCall):
             factors = LinearFactors(self._positions(self._inputs.read()), self.masked(deltas, "weight", 2))
             self.parts["weight"] = OuterProductSum(factors, self._rule.choose(factors))
         del self._inputs
-        return torch.stack([part.squared_norms() for part in self.parts.values()]).sum(0)
+        return self.norms_of_parts()
 
     def per_example(self, output_gradient: Tensor, examples: slice) -> Mapping[str, Tensor]:
         deltas = self._positions(at_least_float32(output_gradient))[examples]

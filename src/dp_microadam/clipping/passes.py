@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dp_microadam.clipping.joint import JointCall, PendingUse, group_by_parameter, merge_uses
+from dp_microadam.clipping.outer_product import Doubt
 from dp_microadam.clipping.precision import full_precision
 from dp_microadam.clipping.recording import Observed, OutputGradientHook, Recording, Use
 
@@ -22,12 +23,16 @@ class Clippable(Protocol):
 
     def remove(self, rows: Tensor) -> None: ...
 
+    def doubt(self) -> Doubt | None: ...
+
+    def settle(self, flags: Tensor, count: int) -> Tensor: ...
+
 
 @dataclass
 class Part:
     """Some parameters' share of every example's gradient: squared norms, and the call that sums it.
 
-    ``names`` maps the keys of ``call.clipped_sums`` to parameter names.
+    ``names`` maps the keys of ``call.clipped_sums`` to parameter names. ``squared`` is right after ``settling.settle``.
     """
 
     call: Clippable
