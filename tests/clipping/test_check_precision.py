@@ -10,9 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_microadam import ClippedGradients, InputError, PrivacyWarning
+from dp_microadam.clipping.precision import full_precision
 from dp_microadam.models.wide_resnet import wide_resnet
 
 SIZE = 15  # above the batches of 13 that the check itself learns from
+
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.backends.mkldnn, "conv"), reason="before torch 2.9 the settings have other names"
+)
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -27,14 +33,13 @@ def tf32(values: Tensor) -> Tensor:
 
 
 def tf32_is_allowed() -> bool:
-    """Whether cuDNN may use TF32 for convolutions, by the setting of this version of torch."""
-    cudnn = torch.backends.cudnn
-    return cudnn.conv.fp32_precision == "tf32" if hasattr(cudnn, "conv") else cudnn.allow_tf32
+    """Whether convolutions on the CPU may use TF32, by the setting that is beside that of cuDNN."""
+    return torch.backends.mkldnn.conv.fp32_precision != "ieee"
 
 
 @contextlib.contextmanager
 def convolutions_in_tf32(*, obedient: bool) -> Iterator[list[bool]]:
-    """Convolutions of large batches round as cuDNN may do under torch's default setting; yields whether each was allowed to.
+    """Convolutions of large batches round as cuDNN's may, which use TF32 by default; yields whether each was allowed to.
 
     An ``obedient`` one rounds only if the setting allows it.
     """
@@ -58,6 +63,15 @@ def engine_and_batch() -> tuple[ClippedGradients, tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
     model = wide_resnet(10, 1, 10)
     return ClippedGradients(model, cross_entropy, max_grad_norm=1.0), (torch.randn(SIZE, 3, 16, 16), torch.arange(SIZE) % 10)
+
+
+def test_full_precision_on_a_gpu_rules_out_tf32():
+    backends = torch.backends
+    places = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+    before = [place.fp32_precision for place in places]
+    with full_precision(torch.device("cuda")):
+        assert [place.fp32_precision for place in places] == ["ieee"] * 3
+    assert [place.fp32_precision for place in places] == before
 
 
 def test_a_sound_model_is_accepted_where_convolutions_of_large_batches_would_use_tf32():

@@ -17,14 +17,14 @@ from dp_microadam.clipping.clip_check import check_clip
 from dp_microadam.clipping.families import observe, refuse_batch_statistics, refuse_torchscript
 from dp_microadam.clipping.independence import check_independence, check_independence_at_size
 from dp_microadam.clipping.losses import PerExampleLoss, losses_of
-from dp_microadam.clipping.model_state import refuse_state_changes
+from dp_microadam.clipping.model_state import StateSnapshot
 from dp_microadam.clipping.module_attributes import put_back_tensors
 from dp_microadam.clipping.passes import Clippable, Part, parts_of
 from dp_microadam.clipping.precision import autocasting, full_precision
 from dp_microadam.clipping.recording import Observed
 from dp_microadam.clipping.rows import RowTable
 from dp_microadam.clipping.rule import sum_of
-from dp_microadam.clipping.settling import settle
+from dp_microadam.clipping.settling import Settled, settle
 from dp_microadam.clipping.synthetic_examples import CHECK_SIZE, SyntheticExamples
 from dp_microadam.errors import InputError
 from dp_microadam.validation import require_one_of
@@ -216,17 +216,26 @@ class ClippedGradients:
             self._calls += 1
             if self._calls >= 16 and self._calls.bit_count() == 1:
                 self._checks.clear()  # a model may begin to mix examples later: check again at calls 16, 32, 64, …
-            return self._add(self._checked_model(batch), batch)
+            return self._add(self._checked_model(batch, count), batch, count)
 
-    def _add(self, observed: Observed, batch: Any) -> Tensor:
+    def _add(self, observed: Observed, batch: Any, count: int) -> Tensor:
         losses_of_batch = partial(losses_of, self._model, self._loss, batch)
-        with put_back_tensors(self._model, observed.caches), refuse_state_changes(self._model):
-            parts, losses = parts_of(observed, losses_of_batch, batch_size(batch), self._factors(), self._row_masks)
-        if not parts:
-            return torch.zeros(batch_size(batch), device=losses.device)
+        state = StateSnapshot(self._model, copy_large=False)
+        try:
+            with put_back_tensors(self._model, observed.caches):
+                parts, losses = parts_of(observed, losses_of_batch, count, self._factors(), self._row_masks)
+            with torch.no_grad(), full_precision(self._device):
+                settled = settle(parts, [state.altered()]) if parts else None
+            if settled is None or settled.raised[0]:
+                state.refuse_changes()
+        except BaseException:
+            state.restore()
+            raise
+        if settled is None:
+            return torch.zeros(count, device=losses.device)
         self._accumulated = True
         with torch.no_grad(), full_precision(self._device):
-            return self._add_clipped(parts)
+            return self._add_clipped(parts, settled)
 
     def check_independence(self, batch: Any, seed: int | None = None) -> None:
         """Check that examples are independent, as the first ``accumulate`` would otherwise do; raises ``InputError`` if not.
@@ -244,7 +253,7 @@ class ClippedGradients:
         if seed is not None:
             self._checks.clear()
         with torch.enable_grad():
-            self._checked_model(detached(batch), seed)
+            self._checked_model(detached(batch), batch_size(batch), seed)
 
     def prove(self, batch: Any, seed: int | None = None) -> None:
         """The old name of :meth:`check_independence`, deprecated."""
@@ -279,7 +288,7 @@ class ClippedGradients:
                 f"parameter {name!r} was frozen, unfrozen or replaced since this ClippedGradients was made; make a new one"
             )
 
-    def _checked_model(self, batch: Any, seed: int | None = None) -> Observed:
+    def _checked_model(self, batch: Any, count: int, seed: int | None = None) -> Observed:
         """What is observed of the model, checked for batches of this structure and size."""
         modes = tuple(module.training for module in self._model.modules())
         key = (signature(batch), modes)
@@ -290,13 +299,13 @@ class ClippedGradients:
             check_clip(self, observed, batch, self._synthetic_batch, self._precision)
             self._checks[key] = observed, source, CHECK_SIZE
         observed, source, largest = self._checks[key]
-        if batch_size(batch) > largest:
+        if count > largest:
             check_independence_at_size(self._model, self._loss, observed, batch, self._synthetic_batch, self._precision, source)
-            self._checks[key] = observed, source, batch_size(batch)
+            self._checks[key] = observed, source, count
         return observed
 
-    def _add_clipped(self, parts: list[Part]) -> Tensor:
-        norms, removed, _ = settle(parts)
+    def _add_clipped(self, parts: list[Part], settled: Settled) -> Tensor:
+        norms, removed, _ = settled
         coefficients = self._coefficients_of_parts(parts, norms)
         totals: dict[str, Tensor] = {}
         while parts:

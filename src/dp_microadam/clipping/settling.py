@@ -41,7 +41,7 @@ def settle(parts: Sequence[Part], others: Sequence[Tensor] = ()) -> Settled:
     norms = sum_of([part.squared for part in parts]).sqrt()
     unusable = ~torch.isfinite(norms)
     doubts = [(part, doubt) for part in parts if (doubt := part.call.doubt()) is not None]
-    counts = [unusable.sum().view(1), *(flag.view(1).long() for flag in others)]
+    counts = [unusable.sum().view(1), *(flag.to(norms.device, torch.long, non_blocking=True).view(1) for flag in others)]
     if doubts:
         flags = torch.stack([doubt.norms for _, doubt in doubts]) < torch.stack([doubt.least for _, doubt in doubts])
         present = [doubt.present for _, doubt in doubts if doubt.present is not None]
