@@ -24,6 +24,7 @@ from dp_microadam.clipping.model_state import StateSnapshot
 from dp_microadam.clipping.no_side_effects import SeedAll, SeedWatch, python_random_state, torch_random_state
 from dp_microadam.clipping.passes import parts_of
 from dp_microadam.clipping.precision import full_precision
+from dp_microadam.clipping.reading import read_together
 from dp_microadam.clipping.recording import Observed, Use
 from dp_microadam.clipping.rule import at_least_float32
 from dp_microadam.clipping.settling import settle
@@ -33,6 +34,8 @@ from dp_microadam.errors import InputError, PrivacyWarning
 @dataclass(frozen=True)
 class PassResult:
     """What one forward and backward pass shows of each example: row i of every tensor belongs to example i.
+
+    The tensors are on the CPU, where comparing them waits for nothing.
 
     Attributes:
         losses: one per example.
@@ -92,9 +95,9 @@ class CheckedModel:
             self._seeds.refuse_seeding(seed)
 
     def losses(self, batch: Any, seed: int) -> Tensor:
-        """The losses of a forward pass."""
+        """The losses of a forward pass, on the CPU."""
         with self.one_pass(seed):
-            return losses_of(self.model, self.loss, batch).detach()
+            return losses_of(self.model, self.loss, batch).detach().cpu()
 
     def run(self, batch: Any, *, identical_rows: bool = False) -> PassResult:
         """One forward and backward pass; with ``identical_rows`` random tensors have the same numbers for every example."""
@@ -113,7 +116,11 @@ class CheckedModel:
                     settle(parts)
             norms = {f"parameter {', '.join(sorted(part.names.values()))!r}": part.squared.sqrt() for part in parts}
             used_torch = torch_random_state(self.model) != start
-            return PassResult(values, norms, projections, used_torch, used_torch or python_random_state() != python_start)
+            used_random = used_torch or python_random_state() != python_start
+        losses_read, *others = read_together([values, *norms.values(), *projections.values()])
+        norms = dict(zip(norms, others, strict=False))
+        projections = dict(zip(projections, others[len(norms) :], strict=True))
+        return PassResult(losses_read, norms, projections, used_torch, used_random)
 
     def _direction(self, rows: Tensor) -> Tensor:
         kind = rows.shape[1], rows.dtype, rows.device
@@ -158,10 +165,11 @@ def _weakened(error: Exception) -> str:
 def _without_zeros(model: nn.Module) -> nn.Module:
     """A head or a gain that starts at zero would hide what happens in the layers before it."""
     generator = torch.Generator().manual_seed(0)
+    floating = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point() and not bool(parameter.any()):
-                parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+        filled = read_together([parameter.any() for parameter in floating])
+        for parameter in (parameter for parameter, some in zip(floating, filled, strict=True) if not some):
+            parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
     return model
 
 

@@ -57,7 +57,7 @@ def check_clip(
             seed_all(0)
             return trial.add(bound, observed, select(examples, rows))
 
-        norms = add(engine.sensitivity, everyone)
+        norms = add(engine.sensitivity, everyone).cpu()
         largest = float(norms.max())
         if not (largest > 0 and math.isfinite(largest)):
             return  # nothing to clip
@@ -110,7 +110,7 @@ class _EngineCopy:
 
 
 def _norm(parts: dict[str, Tensor]) -> float:
-    return math.sqrt(sum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts.values()))
+    return float(torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts.values()]).norm())
 
 
 def _random_state() -> tuple[Any, ...]:

@@ -159,7 +159,7 @@ _PROBABILITIES = {_aten.binary_cross_entropy, _aten.bernoulli, _aten.multinomial
 def refuse_invalid(operation: Any, args: tuple[Any, ...]) -> None:
     """Raise :class:`IndexError` or :class:`ValueError` for an index or a probability out of range, as the CPU does."""
     for index, size in indexed(operation, args):
-        if index.numel() and not (int(index.min()) >= -size and int(index.max()) < size):
+        if index.numel() and bool(((index < -size) | (index >= size)).any()):
             raise IndexError("an index is out of range")
     if operation in _PROBABILITIES and not bool(((args[0] >= 0) & torch.isfinite(args[0])).all()):
         raise ValueError("a probability is not a number from 0 to 1")
