@@ -88,7 +88,7 @@ def as_on_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("strategy", ["ghost", "keep", "drop"])
-@pytest.mark.parametrize("piece", [2, 100])
+@pytest.mark.parametrize("piece", [2, pytest.param(100, marks=pytest.mark.slow)])
 def test_doubtful_norms_of_several_layers_are_those_of_single_examples(monkeypatch, as_on_a_gpu, strategy, piece):
     monkeypatch.setattr(outer_product, "piece_length", lambda factors: piece)
     settled: Counter[int] = Counter()

@@ -134,6 +134,27 @@ def scaled(batch: Any, factors: Sequence[float]) -> Any:
     return tree_map(multiplied, batch)
 
 
+def padded(batch: Any, count: int) -> Any:
+    """``count`` examples: those of the batch, then copies of its first, which any model accepts that accepts the batch."""
+
+    def longer(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return torch.cat([leaf, leaf[:1].expand(count - len(leaf), *leaf.shape[1:])])
+
+    return tree_map(longer, batch)
+
+
+def padded_size(count: int, largest: int, sizes: int) -> int:
+    """The least of ``sizes`` evenly spaced sizes, the last of which is ``largest``, that holds ``count`` examples.
+
+    >>> [padded_size(count, 64, 4) for count in (1, 16, 17, 64)], padded_size(3, 64, 1)
+    ([16, 16, 32, 64], 64)
+    """
+    step = math.ceil(largest / sizes)
+    return max(count, min(largest, step * math.ceil(count / step)))
+
+
 def to_double(batch: Any) -> Any:
     """The batch with its floating-point numbers in double precision."""
     return tree_map(lambda leaf: leaf.double() if _is_floating(leaf) and not leaf.is_complex() else leaf, batch)
