@@ -38,6 +38,7 @@ from dp_microadam.optimizers.micro_adam_checks import (
     validate_options,
     version_of,
 )
+from dp_microadam.optimizers.micro_adam_prepared import PreparedGroup, prepare
 from dp_microadam.optimizers.micro_adam_state import (
     MAX_BLOCK_SIZE,
     SCALARS,
@@ -199,6 +200,7 @@ class MicroAdam(ExactStateOptimizer):
         """Forget which options and states were checked, so that all are checked again."""
         self._checked: dict[int, _CheckedState] = {}
         self._valid: dict[int, tuple[tuple[Any, ...], StateFormat]] = {}
+        self._prepared: dict[int, PreparedGroup | None] = {}
 
     def _refuse_to_load(self, saved: dict[str, Any]) -> None:
         for number, (group, given) in enumerate(zip(self.param_groups, saved["param_groups"], strict=False)):
@@ -235,16 +237,22 @@ class MicroAdam(ExactStateOptimizer):
         """Update every parameter that has a gradient; returns what ``closure`` returns."""
         loss = evaluate(closure)
         with self._lock:
-            work = [
-                (group, [part if part.state else self._initialize(part, group) for part in parts])
-                for group, parts in self._check_and_prepare()
-            ]
-            for group, parts in work:
-                pending = fused_kernels.Batch(group)
-                for part in parts:
-                    self._update(part, group, pending)
-                pending.run()
+            for number, (group, parts) in enumerate(self._check_and_initialize()):
+                if isinstance(parts, PreparedGroup):
+                    parts.run(group)
+                else:
+                    pending = fused_kernels.Batch(group)
+                    for part in parts:
+                        self._update(part, group, pending)
+                    pending.run()
+                    self._prepared[number] = prepare(group, self.state) if all(part.fused for part in parts) else None
         return loss
+
+    def _check_and_initialize(self) -> list[tuple[dict[str, Any], list[_LocalPart] | PreparedGroup]]:
+        return [
+            (group, work if isinstance(work, PreparedGroup) else [self._with_state(part, group) for part in work])
+            for group, work in self._check_and_prepare()
+        ]
 
     def _update(self, part: _LocalPart, group: dict[str, Any], pending: fused_kernels.Batch) -> None:
         own, common, form = part.own, part.state, part.form
@@ -270,7 +278,9 @@ class MicroAdam(ExactStateOptimizer):
             # Computed in float32, added in the wider of that and the parameter's dtype.
             own.add_(target.view_as(own))
 
-    def _initialize(self, part: _LocalPart, group: dict[str, Any]) -> _LocalPart:
+    def _with_state(self, part: _LocalPart, group: dict[str, Any]) -> _LocalPart:
+        if part.state:
+            return part
         param, state = part.param, {}
         for name, (shape, dtype) in entries_for(param, part.form).items():
             if name in SCALARS:
@@ -376,28 +386,39 @@ class MicroAdam(ExactStateOptimizer):
             found[segment.start : segment.start + second.numel()] = second.view(-1)
         return found.view_as(own)
 
-    def _check_and_prepare(self) -> list[tuple[dict[str, Any], list[_LocalPart]]]:
+    def _check_and_prepare(self) -> list[tuple[dict[str, Any], list[_LocalPart] | PreparedGroup]]:
         """Check options, gradients and states, then return the parameters to update; nothing is changed if one is refused."""
-        work = []
+        work: list[tuple[dict[str, Any], list[_LocalPart] | PreparedGroup]] = []
         position = 0
         for number, group in enumerate(self.param_groups):
-            form = self._valid_form(number, group)
-            parts = []
-            for param in group["params"]:
-                if param.grad is not None and param.numel() > 0:
-                    own, given = local_shard(param), local_shard(param.grad)
-                    unusable = unusable_reason(param, own, given)
-                    if unusable:
-                        raise InputError(f"{self._name(param)} {unusable}")
-                    state = self.state.get(param)
-                    if state:
-                        self._check_state(param, own, state, form)
-                    parts.append(_LocalPart(param, own, given, state, form, position, uses_kernel(own, group)))
-                position += 1
-            work.append((group, parts))
-        here = [part for _, parts in work for part in parts if part.own.numel() > 0]
+            form, prepared = self._valid_form(number, group), self._prepared.get(number)
+            if (
+                prepared is not None
+                and prepared.unchanged(group, form, self.state)
+                and prepared.gradients_within(GRADIENT_LIMIT)
+            ):
+                work.append((group, prepared))
+            else:
+                work.append((group, self._checked_parts(group, form, position)))
+            position += len(group["params"])
+        return work
+
+    def _checked_parts(self, group: dict[str, Any], form: StateFormat, position: int) -> list[_LocalPart]:
+        """The parameters of a group that have a gradient; the first of them has this ``position`` among those of all groups."""
+        parts = []
+        for number, param in enumerate(group["params"], start=position):
+            if param.grad is not None and param.numel() > 0:
+                own, given = local_shard(param), local_shard(param.grad)
+                unusable = unusable_reason(param, own, given)
+                if unusable:
+                    raise InputError(f"{self._name(param)} {unusable}")
+                state = self.state.get(param)
+                if state:
+                    self._check_state(param, own, state, form)
+                parts.append(_LocalPart(param, own, given, state, form, number, uses_kernel(own, group)))
+        here = [part for part in parts if part.own.numel() > 0]
         if not here or bool((largest_magnitude_of_each([part.given for part in here]) <= GRADIENT_LIMIT).all()):
-            return work
+            return parts
         for part in here:
             largest = float(largest_magnitude_of_each([part.given]))
             if not largest <= GRADIENT_LIMIT:
@@ -405,7 +426,7 @@ class MicroAdam(ExactStateOptimizer):
                     f"{self._name(part.param)} has a gradient of magnitude {largest:g}; it must be finite and at most "
                     f"{GRADIENT_LIMIT:g}; nothing was changed"
                 )
-        return work
+        return parts
 
     def _valid_form(self, number: int, group: dict[str, Any]) -> StateFormat:
         """The state format of a group. Its options are validated here, since they can be set at any time after construction."""
