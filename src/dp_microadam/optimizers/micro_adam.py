@@ -28,6 +28,7 @@ from torch import Tensor
 
 from dp_microadam.errors import InputError
 from dp_microadam.optimizers import micro_adam_fused as fused_kernels
+from dp_microadam.optimizers import micro_adam_triton as device_kernels
 from dp_microadam.optimizers.exact_state import ExactStateOptimizer, evaluate
 from dp_microadam.optimizers.micro_adam_checks import (
     GRADIENT_LIMIT,
@@ -78,6 +79,14 @@ class _LocalPart(NamedTuple):
     position: int
     fused: bool
 
+    @property
+    def on_device(self) -> bool:
+        """Whether the Triton kernels update it, which check gradients themselves."""
+        return self.fused and self.own.device.type in device_kernels.DEVICE_TYPES
+
+
+_Work = list[tuple[dict[str, Any], list[_LocalPart]]]
+
 
 class MicroAdam(ExactStateOptimizer):
     """Adam on the top-k coordinates of gradient plus residual (error feedback), with moments from a window of sparse gradients.
@@ -104,8 +113,8 @@ class MicroAdam(ExactStateOptimizer):
         seed: seed of stochastic rounding. By default it is drawn from torch's generator, but only if a group uses stochastic
             rounding. Random numbers are a function of seed, parameter, step and coordinate, so they are the same after loading
             a state and on every rank.
-        fused: ``None`` uses the Numba kernel where it can (CPU, ``scope="block"``, Numba installed) and plain torch elsewhere;
-            ``False`` always uses plain torch; ``True`` requires the kernel.
+        fused: ``None`` uses a compiled kernel where it can (``scope="block"``; Numba on the CPU, Triton on CUDA, if installed)
+            and plain torch elsewhere; ``False`` always uses plain torch; ``True`` requires a kernel.
 
     Sharded parameters (DTensors, as FSDP2 creates them): each rank updates its own shard; no communication is needed. Blocks do
     not cross shards, so the selection depends on the world size.
@@ -198,6 +207,7 @@ class MicroAdam(ExactStateOptimizer):
     def _forget(self) -> None:
         """Forget which options and states were checked, so that all are checked again."""
         self._checked: dict[int, _CheckedState] = {}
+        self._device_steps = device_kernels.DeviceSteps()
         self._valid: dict[int, tuple[tuple[Any, ...], StateFormat]] = {}
 
     def _refuse_to_load(self, saved: dict[str, Any]) -> None:
@@ -235,16 +245,41 @@ class MicroAdam(ExactStateOptimizer):
         """Update every parameter that has a gradient; returns what ``closure`` returns."""
         loss = evaluate(closure)
         with self._lock:
+            checked = self._check_and_prepare()
             work = [
-                (group, [part if part.state else self._initialize(part, group) for part in parts])
-                for group, parts in self._check_and_prepare()
+                (group, [part if part.state else self._initialize(part, group) for part in parts]) for group, parts in checked
             ]
+            if any(part.on_device for _, parts in work for part in parts):
+                self._update_on_device(checked, work)
             for group, parts in work:
                 pending = fused_kernels.Batch(group)
                 for part in parts:
-                    self._update(part, group, pending)
+                    if not part.on_device:
+                        self._update(part, group, pending)
                 pending.run()
         return loss
+
+    def _update_on_device(self, checked: _Work, work: _Work) -> None:
+        """Update what the Triton kernels update, unless a gradient is refused: then nothing at all is changed."""
+        members = []
+        for group, parts in work:
+            for part in parts:
+                assert part.state is not None
+                if part.on_device and part.own.numel() > 0:
+                    state = local_state(part.param, part.state, part.form)
+                    members.append(device_kernels.Member(part.own, part.given, state, part.form, group))
+        taken = self._device_steps.prepare(members)
+        if taken.is_refused(GRADIENT_LIMIT):
+            for _, parts in checked:
+                for part in parts:
+                    if not part.state:
+                        del self.state[part.param]
+            self._refuse_gradients([part for _, parts in checked for part in parts if part.own.numel() > 0])
+        taken.finish()
+        for _, parts in work:
+            for part in parts:
+                if part.on_device and part.own.numel() == 0:  # sharded, and this rank's shard is empty
+                    part.state["step"] += 1  # type: ignore[index]
 
     def _update(self, part: _LocalPart, group: dict[str, Any], pending: fused_kernels.Batch) -> None:
         own, common, form = part.own, part.state, part.form
@@ -376,7 +411,7 @@ class MicroAdam(ExactStateOptimizer):
             found[segment.start : segment.start + second.numel()] = second.view(-1)
         return found.view_as(own)
 
-    def _check_and_prepare(self) -> list[tuple[dict[str, Any], list[_LocalPart]]]:
+    def _check_and_prepare(self) -> _Work:
         """Check options, gradients and states, then return the parameters to update; nothing is changed if one is refused."""
         work = []
         position = 0
@@ -395,17 +430,20 @@ class MicroAdam(ExactStateOptimizer):
                     parts.append(_LocalPart(param, own, given, state, form, position, uses_kernel(own, group)))
                 position += 1
             work.append((group, parts))
-        here = [part for _, parts in work for part in parts if part.own.numel() > 0]
-        if not here or bool((largest_magnitude_of_each([part.given for part in here]) <= GRADIENT_LIMIT).all()):
-            return work
-        for part in here:
+        here = [part for _, parts in work for part in parts if part.own.numel() > 0 and not part.on_device]
+        if here and not bool((largest_magnitude_of_each([part.given for part in here]) <= GRADIENT_LIMIT).all()):
+            self._refuse_gradients(here)
+        return work
+
+    def _refuse_gradients(self, parts: list[_LocalPart]) -> None:
+        """Raise for the first gradient that is not finite or too large."""
+        for part in parts:
             largest = float(largest_magnitude_of_each([part.given]))
             if not largest <= GRADIENT_LIMIT:
                 raise InputError(
                     f"{self._name(part.param)} has a gradient of magnitude {largest:g}; it must be finite and at most "
                     f"{GRADIENT_LIMIT:g}; nothing was changed"
                 )
-        return work
 
     def _valid_form(self, number: int, group: dict[str, Any]) -> StateFormat:
         """The state format of a group. Its options are validated here, since they can be set at any time after construction."""

@@ -11,6 +11,7 @@ from typing import Any
 _REQUIRED = ("torch", "numpy", "scipy", "dp-accounting", "rich", "safetensors", "tomli-w", "argcomplete")
 _OPTIONAL = {
     "numba": "fast",
+    "triton": "gpu",
     "cryptography": "secure",
     "matplotlib": "plots",
     "pillow": "images",
