@@ -34,7 +34,7 @@ def unsupported_reason(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"the device is {device}; it must be a CUDA device"
     if find_spec("triton") is None:
-        return "Triton is not installed"
+        return "Triton is not installed (pip install 'dp-microadam[gpu]')"
     try:
         drawn = torch.empty(_CHECK_COUNT, dtype=torch.float64, device=device)
         write_normals(drawn, _CHECK_KEY)

@@ -198,9 +198,7 @@ class GaussianMechanism:
     def _noisy(self, totals: list[Tensor], standard: list[Tensor]) -> list[Tensor]:
         """total + σS · √share · standard normal of each tensor, computed in place of the noise, all tensors at once."""
         deviation = self.noise_multiplier * self.sensitivity * math.sqrt(self.noise_share)
-        noisy = [
-            one.to(total.device, self._dtype(total)).view(total.shape) for total, one in zip(totals, standard, strict=True)
-        ]
+        noisy = [one.to(self._dtype(total)).view(total.shape) for total, one in zip(totals, standard, strict=True)]
         if noisy:
             torch._foreach_mul_(noisy, deviation)
             torch._foreach_add_(noisy, totals)
