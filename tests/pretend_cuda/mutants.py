@@ -28,7 +28,7 @@ RELEVANT: dict[str, tuple[tuple[str, ...], ...]] = {
     "clipping/embedding.py": (("clipping", "embedding", "tied weights"),),
     "clipping/embedding_bag.py": (("clipping", "embedding bag", "bags by offsets"),),
     "clipping/engine.py": (("clipping", "no gradients", "scaled gradients", "row masks"),),
-    "clipping/folding.py": (("clipping", "augmented views", "linear on sequences, ghost"),),
+    "clipping/folding.py": (("clipping", "views, drop", "views, keep", "views, ghost"),),
     "clipping/joint.py": (("clipping", "tied weights", "layer used three times", "scaled gradients"),),
     "clipping/operations.py": (("clipping", "parameters without a layer", "repeated rows", "transformer without dropout"),),
     "clipping/outer_product.py": (("clipping", "linear on sequences, ghost", "convolution, keep", "norm form, drop"),),

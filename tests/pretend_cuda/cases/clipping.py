@@ -146,6 +146,26 @@ class Checkpointed(nn.Module):
         return self.last(checkpoint(lambda rows: torch.tanh(self.first(rows)), inputs, use_reentrant=False))
 
 
+class Views(nn.Module):
+    """Takes several views of each example as rows of a batch, and averages over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.standardized = nn.Conv2d(3, 4, 3), WeightStandardizedConv2d(4, 4, 3)
+        self.norm, self.out = nn.GroupNorm(2, 4), nn.Linear(4, 3)
+
+    def forward(self, views: Tensor) -> Tensor:
+        rows = self.norm(self.standardized(self.convolution(views.flatten(0, 1)))).mean((2, 3))
+        return self.out(rows).unflatten(0, (-1, views.shape[1])).mean(1)
+
+
+def views(strategy: str, device: torch.device) -> None:
+    """One of the examples has pixels that are not numbers, so that all its rows are taken out."""
+    images = torch.randn(5, 3, 3, 7, 7)
+    images[1] = float("nan")
+    sums_agree(device, Views(), [(images, torch.randint(3, (5,)))], cross_entropy, lambda _: {"strategy": strategy})
+
+
 def dropout(device: torch.device) -> None:
     words = torch.randint(30, (5, 7))
     sums_agree(device, Transformer(), [(words, torch.randint(30, (5,)))], cross_entropy, compare=SAME_DRAWS)
@@ -228,6 +248,7 @@ NETWORKS: dict[str, Callable[[torch.device], None]] = {
         lambda: torch.randn(5, 3, 7, 7),
         strategy="drop",
     ),
+    **{f"views, {strategy}": partial(views, strategy) for strategy in ("ghost", "keep", "drop")},
     "no gradients": without_gradients,
     "batch normalization replaced": without_batchnorm,
     "self-check": self_check,
