@@ -105,7 +105,7 @@ class _EngineCopy:
         if engine._layer_bounds is not None:
             self._copy._layer_bounds = {name: own * bound / engine._bound for name, own in engine._layer_bounds.items()}
         self._copy.reset()
-        return self._copy._add(observed, batch)
+        return self._copy._add(observed, batch, batch_size(batch))
 
 
 def _norm(parts: dict[str, Tensor]) -> float:

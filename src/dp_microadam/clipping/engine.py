@@ -64,6 +64,10 @@ class ClippedGradients:
         row_masks: which rows of a weight are trained, by parameter name; one entry per row (the first dimension). Gradients
             of other rows are zero and do not count in the norm.
         autocast: run forward and backward pass in this precision (``torch.bfloat16``); norms and sums stay float32.
+        tensor_cores: compute norms and sums of linear layers by exact products of bfloat16 numbers that are added up in float32
+            (``split_bf16.py``), on CUDA devices of compute capability 8.0 or more; elsewhere it changes nothing. It is meant
+            for bfloat16 autocast, where one product does instead of a slow one in float32. Errors are bounded as above by
+            what is known of tensor cores' sums; not verified on a GPU, therefore not the default.
         synthetic_batch: examples for the independence check, for models that do not accept random ones; at least four,
             and never private data.
         way: the old name of ``strategy``, deprecated.
@@ -87,6 +91,7 @@ class ClippedGradients:
         scale: Mapping[str, Tensor] | None = None,
         row_masks: Mapping[str, Tensor] | None = None,
         autocast: torch.dtype | None = None,
+        tensor_cores: bool = False,
         synthetic_batch: Any = None,
         way: str | None = None,
     ) -> None:
@@ -108,7 +113,7 @@ class ClippedGradients:
         self._device = next(iter(self._trainable.values())).device
         self._loss = autocasting(per_example_loss, self._device, autocast)
         self._precision = 0.0 if autocast is None else torch.finfo(autocast).eps
-        self._observed = observe(model, strategy)
+        self._observed = observe(model, strategy, tensor_cores)
         self._layers = list(dict.fromkeys(layer_of(name) for name in self._trainable))
         self._layer_bounds = self._share_out(layer_weights) if clipping == "per-layer" else None
         if layer_weights is not None and clipping == "flat":
@@ -214,14 +219,14 @@ class ClippedGradients:
             self._calls += 1
             if self._calls >= 16 and self._calls.bit_count() == 1:
                 self._checks.clear()  # a model may begin to mix examples later: check again at calls 16, 32, 64, …
-            return self._add(self._checked_model(batch), batch)
+            return self._add(self._checked_model(batch, count), batch, count)
 
-    def _add(self, observed: Observed, batch: Any) -> Tensor:
+    def _add(self, observed: Observed, batch: Any, count: int) -> Tensor:
         losses_of_batch = partial(losses_of, self._model, self._loss, batch)
         with put_back_tensors(self._model, observed.caches), refuse_state_changes(self._model):
-            parts, losses = parts_of(observed, losses_of_batch, batch_size(batch), self._factors(), self._row_masks)
+            parts, losses = parts_of(observed, losses_of_batch, count, self._factors(), self._row_masks)
         if not parts:
-            return torch.zeros(batch_size(batch), device=losses.device)
+            return torch.zeros(count, device=losses.device)
         self._accumulated = True
         with torch.no_grad(), full_precision(self._device):
             return self._add_clipped(parts)
@@ -242,7 +247,7 @@ class ClippedGradients:
         if seed is not None:
             self._checks.clear()
         with torch.enable_grad():
-            self._checked_model(detached(batch), seed)
+            self._checked_model(detached(batch), batch_size(batch), seed)
 
     def prove(self, batch: Any, seed: int | None = None) -> None:
         """The old name of :meth:`check_independence`, deprecated."""
@@ -250,8 +255,8 @@ class ClippedGradients:
         self.check_independence(batch, seed)
 
     def explain(self) -> str:
-        """Print, and return, a table of the layers: the strategy, its estimated cost, and the memory it keeps."""
-        header = ("layer", "type", "strategy", "cost ×", "kept kB/example")
+        """Print, and return, a table of the layers: the strategy on their device, its estimated cost, the memory it keeps."""
+        header = ("layer", "type", f"strategy on {self._device.type}", "cost ×", "kept kB/example")
         rows = [header]
         for name, rule in {**self._observed.rules, **self._observed.operations}.items():
             estimate = rule.estimate
@@ -277,7 +282,7 @@ class ClippedGradients:
                 f"parameter {name!r} was frozen, unfrozen or replaced since this ClippedGradients was made; make a new one"
             )
 
-    def _checked_model(self, batch: Any, seed: int | None = None) -> Observed:
+    def _checked_model(self, batch: Any, count: int, seed: int | None = None) -> Observed:
         """What is observed of the model, checked for batches of this structure and size."""
         modes = tuple(module.training for module in self._model.modules())
         key = (signature(batch), modes)
@@ -288,9 +293,9 @@ class ClippedGradients:
             check_clip(self, observed, batch, self._synthetic_batch, self._precision)
             self._checks[key] = observed, source, CHECK_SIZE
         observed, source, largest = self._checks[key]
-        if batch_size(batch) > largest:
+        if count > largest:
             check_independence_at_size(self._model, self._loss, observed, batch, self._synthetic_batch, self._precision, source)
-            self._checks[key] = observed, source, batch_size(batch)
+            self._checks[key] = observed, source, count
         return observed
 
     def _add_clipped(self, parts: list[Part]) -> Tensor:

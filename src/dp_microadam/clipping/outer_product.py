@@ -72,6 +72,10 @@ class Factors(ABC):
     def ghost(self) -> Measured:
         """‖gᵢ‖² from Gram matrices."""
 
+    def tiles(self) -> Measured:
+        """‖gᵢ‖² by a kernel that never stores gᵢ; only called where the strategy "tile" was offered."""
+        raise NotImplementedError("these factors have no kernel for tiles")
+
     @abstractmethod
     def per_example(self, rows: slice | Tensor) -> Tensor:
         """gᵢ for these examples, each computed from its own rows alone."""
@@ -196,6 +200,8 @@ class OuterProductSum:
         return rows[self.factors.deltas[rows].flatten(1).any(1)]
 
     def _direct_norms(self) -> Measured:
+        if self._strategy == "tile":
+            return self.factors.tiles()
         norms, thresholds = [], []
         step = self._piece
         for start in range(0, self._count, step):

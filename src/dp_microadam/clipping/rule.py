@@ -112,6 +112,8 @@ class LayerRule(ABC):
         # The parameters' names in the model, under which clipped sums are stored.
         self.full_names = {key: f"{name}.{key}" if name else key for key in trainable}
         self.estimate: Estimate | None = None
+        # Whether float32 products may be computed as exact bfloat16 products (``split_bf16.py``); set by ``observe``.
+        self.tensor_cores = False
 
     @abstractmethod
     def observe(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> LayerCall:
@@ -144,6 +146,7 @@ class UnchangedInput:
         self._layer = layer
         self._tensor = tensor.detach()
         self._version = self._tensor._version
+        self.dtype = tensor.dtype
 
     def read(self) -> Tensor:
         if self._tensor._version != self._version:
