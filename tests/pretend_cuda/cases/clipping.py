@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from pretend_cuda.cases.comparison import SAME_DRAWS, agree, all_agree, existing, moved, placed
@@ -17,6 +18,7 @@ from dp_microadam import ClippedGradients, models, replace_batchnorm
 from dp_microadam.apps.audit.layer_families import FAMILIES, Family, patterned_loss
 from dp_microadam.clipping.batches import select
 from dp_microadam.clipping.self_check import check_exactness
+from dp_microadam.errors import InputError
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 
 CPU = torch.device("cpu")
@@ -171,6 +173,36 @@ def dropout(device: torch.device) -> None:
     sums_agree(device, Transformer(), [(words, torch.randint(30, (5,)))], cross_entropy, compare=SAME_DRAWS)
 
 
+class Counting(nn.Module):
+    """Keeps a running sum of its inputs in a buffer, or in another buffer than before."""
+
+    def __init__(self, replaced: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer, self.replaced, self.on = nn.Linear(8, 4), replaced, False
+        self.register_buffer("seen", torch.zeros(3, dtype=dtype))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.on and self.replaced:
+            self.seen = self.seen + 1
+        elif self.on:
+            self.seen += 1
+        return self.layer(inputs)
+
+
+def state_that_changes(device: torch.device) -> None:
+    """A model that begins to change its own buffers is refused, and its buffers are put back."""
+    batch = moved((torch.randn(5, 8), torch.zeros(5, dtype=torch.long)), device)
+    for replaced, dtype in ((False, torch.float32), (True, torch.float32), (False, torch.int64)):
+        model = Counting(replaced, dtype).to(device)
+        engine = ClippedGradients(model, cross_entropy, max_grad_norm=1.0)
+        engine.accumulate(batch)
+        model.on = True
+        with pytest.raises(InputError, match="buffer 'seen' changes"):
+            engine.accumulate(batch)
+        placed(model.seen, device, "the buffer")
+        assert not bool(model.seen.any())
+
+
 def without_gradients(device: torch.device) -> None:
     model = Sometimes().to(device)
     batch = torch.randn(5, 8, device=device), torch.zeros(5, dtype=torch.long, device=device)
@@ -250,6 +282,7 @@ NETWORKS: dict[str, Callable[[torch.device], None]] = {
     ),
     **{f"views, {strategy}": partial(views, strategy) for strategy in ("ghost", "keep", "drop")},
     "no gradients": without_gradients,
+    "state that changes": state_that_changes,
     "batch normalization replaced": without_batchnorm,
     "self-check": self_check,
     "several calls": several_calls,
