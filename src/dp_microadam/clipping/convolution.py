@@ -227,7 +227,7 @@ class ConvolutionCall(PartsCall):
             factors, strategy = self._rule.factors_and_strategy(self._inputs.read(), deltas, self.rows_per_example)
             self.parts["weight"] = OuterProductSum(factors, strategy)
         del self._inputs
-        return torch.stack([part.squared_norms() for part in self.parts.values()]).sum(0)
+        return self.norms_of_parts()
 
     def per_example(self, output_gradient: Tensor, examples: slice) -> Mapping[str, Tensor]:
         rows = self.rows(examples)

@@ -19,7 +19,7 @@ def _switches(device_type: str) -> list[tuple[Any, str, Any]]:
     gpu, cpu = [backends.cuda.matmul], [backends.mkldnn.matmul, backends.mkldnn.conv]
     if not hasattr(gpu[0], "fp32_precision"):  # before torch 2.9
         return [(place, "allow_tf32", False) for place in (*gpu, backends.cudnn)]
-    places = cpu if device_type == "cpu" else [*gpu, backends.cudnn.conv, *cpu]
+    places = cpu if device_type == "cpu" else [*gpu, backends.cudnn.conv, backends.cudnn.rnn, *cpu]
     return [(place, "fp32_precision", "ieee") for place in places]
 
 
