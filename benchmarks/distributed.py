@@ -1,12 +1,15 @@
 """What several processes cost: weak scaling of WRN-16-4 from 1 to 2 processes of one thread each, traffic, and a projection.
 
-    python benchmarks/distributed.py [--batch 64] [--physical-batch 32] [--steps 3] [--rounds 3] [--json] [--picture PNG]
+    python benchmarks/distributed.py [--batch 64] [--physical-batch 32] [--steps 3] [--rounds 3] [--device cuda] [--json]
+        [--out FILE] [--picture PNG]
 
 Weak scaling: each process has the same number of examples per step (``--batch``, all of its part, so that sizes do not vary),
 and a step of two processes should take hardly longer than one of one. Whole steps of the real trainer are timed: sampling,
 clipping, noise, ledger, reduction, optimizer. Rounds of one and two processes alternate; medians are reported, of the wall
 clock and of processor time beside it: on a machine that does other things too, only the second is to be trusted, and it does
 not see waiting.
+
+With ``--device cuda`` each process has a GPU of its own; it takes two. Traffic between GPUs does not pass the loopback.
 
 Traffic is what the loopback's own counter says. What every process does beside its examples (noise, optimizer, messages,
 ledger) are timed alone; the projection adds them up for more processes than there are here, by the assumptions it prints.
@@ -24,7 +27,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ import torch
 from torch import distributed as dist
 
 from dp_microadam import GaussianMechanism, MicroAdam, PrivacyLedger, PrivacyPlan, PrivateTrainer, Randomness
+from dp_microadam.apps.experiments.measuring import add_options, deliver, seconds, wall_clock
 from dp_microadam.models import wide_resnet
 from dp_microadam.privacy.ledger import RunSettings
 from dp_microadam.training.distributed import Ranks, TorchRanks, checksum
@@ -68,17 +71,20 @@ def loopback_bytes() -> int:
     raise SystemExit("no loopback interface")
 
 
-def train(folder: Path, batch: int, physical_batch: int, steps: int) -> dict[str, Any]:
+def train(folder: Path, batch: int, physical_batch: int, steps: int, device: str) -> dict[str, Any]:
     """Train for ``steps`` after one that does not count; seconds, processor seconds and loopback bytes of each."""
     ranks: Ranks = Ranks()
+    if device == "cuda":
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
     if int(os.environ["WORLD_SIZE"]) > 1:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
         ranks = TorchRanks()
     torch.manual_seed(0)
     count = batch * ranks.world_size
     images, labels = torch.randn(count, 3, 32, 32), torch.randint(0, 10, (count,))
     plan = PrivacyPlan.solve(dataset_size=count, batch_size=count, delta=1e-5, noise_multiplier=5.0, steps=steps + 1)
-    model = wide_resnet(depth=16, width=4)
+    model = wide_resnet(depth=16, width=4).to(device)
     marks: list[tuple[float, float, int]] = []
     trainer = PrivateTrainer(
         model,
@@ -89,17 +95,17 @@ def train(folder: Path, batch: int, physical_batch: int, steps: int) -> dict[str
         run_dir=folder / "run",
         show_progress=False,
         checkpoint_every=10**6,
-        callbacks=[lambda report: marks.append((time.perf_counter(), time.process_time(), loopback_bytes()))],
+        callbacks=[lambda report: marks.append((wall_clock(device), time.process_time(), loopback_bytes()))],
         ranks=ranks,
     )
     trainer.fit((images, labels))
     return {"steps": [[b - a for a, b in zip(one, other, strict=True)] for one, other in pairwise(marks)]}
 
 
-def alone(rounds: int) -> dict[str, float]:
+def alone(rounds: int, device: str) -> dict[str, float]:
     """Seconds of what a process does beside its examples, on one thread."""
     torch.manual_seed(0)
-    model = wide_resnet(depth=16, width=4)
+    model = wide_resnet(depth=16, width=4).to(device)
     size = sum(param.numel() for param in model.parameters())
     sums = {name: torch.zeros_like(param) for name, param in model.named_parameters()}
     mechanism = GaussianMechanism(1.0, 1.0, 64, randomness=Randomness.from_entropy())
@@ -108,24 +114,19 @@ def alone(rounds: int) -> dict[str, float]:
     settings = RunSettings(private=True, randomness="", sensitivity=1.0)
     step = iter(range(10**6))
 
-    def processor_seconds(work: Callable[[], Any], clock: Callable[[], float] = time.process_time) -> float:
-        begin = clock()
-        work()
-        return clock() - begin
-
     for param in model.parameters():
         param.grad = torch.randn_like(param)
     optimizer.step()
     with tempfile.TemporaryDirectory() as folder, PrivacyLedger.create(folder, plan, settings) as ledger:
         found = {
             "noise, per number": [
-                processor_seconds(lambda: mechanism.add_noise(sums, step=next(step))) / size for _ in range(rounds)
+                seconds(lambda: mechanism.add_noise(sums, step=next(step)), device) / size for _ in range(rounds)
             ],
             "checksum of weights, per number (every 100th step)": [
-                processor_seconds(lambda: [checksum(param) for param in model.parameters()]) / size for _ in range(rounds)
+                seconds(lambda: [checksum(param) for param in model.parameters()], device) / size for _ in range(rounds)
             ],
-            "MicroAdam, per parameter": [processor_seconds(optimizer.step) / size for _ in range(rounds)],
-            "ledger, per step (wall clock)": [processor_seconds(ledger.record_step, time.perf_counter) for _ in range(rounds)],
+            "MicroAdam, per parameter": [seconds(optimizer.step, device) / size for _ in range(rounds)],
+            "ledger, per step (wall clock)": [seconds(ledger.record_step, device, wall_clock) for _ in range(rounds)],
         }
     # The least, because other work on the machine can only add.
     return {name: min(values) for name, values in found.items()}
@@ -137,7 +138,9 @@ def run_group(size: int, options: argparse.Namespace) -> list[dict[str, Any]]:
         port = found.getsockname()[1]
         found.close()
         shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        arguments = [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in ("batch", "physical-batch", "steps")]
+        arguments = [
+            f"--{name}={getattr(options, name.replace('-', '_'))}" for name in ("batch", "physical-batch", "steps", "device")
+        ]
         processes = [
             subprocess.Popen(
                 [sys.executable, __file__, *arguments, "--worker", folder],
@@ -163,8 +166,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             times[size].append([step[0] for step in answers[0]["steps"]])
             processor[size] += [step[1] for answer in answers for step in answer["steps"]]
             traffic += [step[2] / size for step in answers[0]["steps"]] if size == 2 else []
-            seconds = [f"{step[0]:.2f} ({step[1]:.2f})" for answer in answers for step in answer["steps"]]
-            print(f"round {number + 1}, {size}: {', '.join(seconds)} s of wall clock (processor)", file=sys.stderr, flush=True)
+            shown = [f"{step[0]:.2f} ({step[1]:.2f})" for answer in answers for step in answer["steps"]]
+            print(f"round {number + 1}, {size}: {', '.join(shown)} s of wall clock (processor)", file=sys.stderr, flush=True)
     wall = {size: statistics.median(second for run in runs for second in run) for size, runs in times.items()}
     used = {size: statistics.median(values) for size, values in processor.items()}
     gradient = 4 * sum(param.numel() for param in wide_resnet(depth=16, width=4).parameters())
@@ -177,7 +180,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "efficiency by processor time": used[1] / used[2],
         "bytes sent per process and step": statistics.median(traffic),
         "bytes of a gradient": gradient,
-        "alone": alone(5 * options.rounds),
+        "alone": alone(5 * options.rounds, options.device),
     }
 
 
@@ -266,14 +269,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--picture", type=Path)
+    add_options(parser)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        print(json.dumps(train(options.worker, options.batch, options.physical_batch, options.steps)))
+        print(json.dumps(train(options.worker, options.batch, options.physical_batch, options.steps, options.device)))
         return
+    if options.device == "cuda" and torch.cuda.device_count() < 2:
+        parser.error("--device is cuda, but there are fewer than two GPUs; use --device cpu")
     torch.set_num_threads(1)
     report = measure(options)
     projected = project(report["alone"])
+    deliver(options, "distributed", {**report, "assumed": ASSUMED, "projected": projected})
     if options.json:
         print(json.dumps({**report, "assumed": ASSUMED, "projected": projected}))
     else:

@@ -1,6 +1,6 @@
 """What each method keeps between steps, and how far it gets in few steps on Fashion-MNIST.
 
-    python benchmarks/methods.py --state
+    python benchmarks/methods.py --state [--device cuda] [--out FILE]
     python benchmarks/methods.py --train [--methods NAME …] [--steps 200] [--batch-size 512] [--data-folder DIR]
 
 State is measured on the parameters of a Wide-ResNet-16-4, as the largest total over all phases of the tensors that optimizer
@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from dp_microadam.apps.experiments.measuring import add_options, deliver
 from dp_microadam.apps.recipes.assemble import assemble
 from dp_microadam.apps.recipes.recipe import load_recipe
 from dp_microadam.apps.recipes.vocabulary import DEFAULT_LEARNING_RATES
@@ -55,12 +56,12 @@ VARIANTS: dict[str, tuple[str, dict[str, object], float]] = {
 }
 
 
-def state_bytes(name: str) -> float:
+def state_bytes(name: str, device: str) -> float:
     """Bytes per parameter that a method keeps between steps."""
     method, options, _ = VARIANTS[name]
-    model = wide_resnet()
+    model = wide_resnet().to(device)
     if "public" in options:
-        examples = torch.zeros(2, 3, 32, 32)
+        examples = torch.zeros(2, 3, 32, 32, device=device)
         options = {**options, "public": PublicExamples(examples, lambda model, batch: model(batch).sum(1))}
     wired = build(method, model, DEFAULT_LEARNING_RATES[method], options)
     largest = 0
@@ -80,7 +81,7 @@ def take_step(model: nn.Module, wired: Method, phase: Phase) -> None:
     for name, parameter in model.named_parameters():
         if phase.trainable is None or name in phase.trainable:
             shape = parameter.shape[:1] if phase.query == "row norms" else parameter.shape
-            means[name] = torch.randn(shape)
+            means[name] = torch.randn(shape, device=parameter.device)
             if name in masks:
                 means[name][~masks[name]] = 0.0
     gradients = wired.receive(means)
@@ -121,13 +122,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=512)
     parser.add_argument("--data-folder", default="")
+    add_options(parser)
     options = parser.parse_args()
+    results: list[dict[str, object]] = []
     for name in options.methods:
         if options.state:
-            print(json.dumps({"method": name, "bytes_per_parameter": round(state_bytes(name), 3)}), flush=True)
+            results.append({"method": name, "bytes_per_parameter": round(state_bytes(name, options.device), 3)})
+            print(json.dumps(results[-1]), flush=True)
         if options.train:
-            found = train(name, options.steps, options.batch_size, options.data_folder, not options.non_private)
-            print(json.dumps(found), flush=True)
+            results.append(train(name, options.steps, options.batch_size, options.data_folder, not options.non_private))
+            print(json.dumps(results[-1]), flush=True)
+    deliver(options, "methods", results)
 
 
 if __name__ == "__main__":

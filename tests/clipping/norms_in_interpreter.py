@@ -9,7 +9,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from thoroughness import examples
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ def squares(rows: Tensor) -> Tensor:
 
 
 @examples(100, quick=6)
+@example(count=2, positions=17, n_in=130, n_out=129, kind=torch.float32, turned=False, exponent=0, seed=0)  # several tiles
 @given(
     count=st.integers(1, 3),
     positions=sizes,

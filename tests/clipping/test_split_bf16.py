@@ -86,17 +86,22 @@ def as_tensor_cores_add(left: Tensor, right: Tensor) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize("kind", ["random", "of one sign", "nearly parallel"])
+@pytest.mark.parametrize("kind", ["random", "of one sign", "nearly parallel", "cancelling", "long"])
 @pytest.mark.parametrize("terms", [(1, 1), (3, 3)])
 def test_norms_and_sums_keep_the_promise_with_the_sums_of_tensor_cores(monkeypatch, kind, terms):
     """Norms to 1e-5, and never too small by more; each example's share of the sum to 1e-5 of its norm."""
     monkeypatch.setattr(split_bf16, "exact_products", as_tensor_cores_add)
     torch.manual_seed(0)
     inputs, deltas = torch.randn(2, 20, 5000), torch.randn(2, 20, 12)
+    if kind == "long":  # one accumulator for all of it would lose too much
+        inputs, deltas = torch.rand(2, 3, 70_000), torch.rand(2, 3, 2)
     if kind == "of one sign":
         inputs, deltas = inputs.abs(), deltas.abs()
     if kind == "nearly parallel":
         inputs, deltas = (1 + 0.01 * x for x in (inputs, deltas))
+    if kind == "cancelling":  # to little more than what is trusted
+        inputs = inputs[:, :1, :50].expand(2, 20, 50)
+        deltas = deltas[:, :1] * (torch.tensor([1.0, -1.0]).repeat(10).view(1, 20, 1) + 0.04 + 0.01 * deltas)
     if terms == (1, 1):
         inputs, deltas = (x.bfloat16().float() for x in (inputs, deltas))
     formed = deltas.double().transpose(1, 2) @ inputs.double()

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 import torch
@@ -73,9 +73,11 @@ class ConvolutionFactors(Factors):
 
     def per_example(self, rows: slice | Tensor) -> Tensor:
         inputs, deltas = self.inputs[rows], self.deltas[rows]
-        shapes = convolution_shapes(self.geometry, inputs.shape[1:], inputs.element_size())
-        if forms_by_patches(shapes, costs_on(inputs.device.type)):
-            return gradients_from_patches(inputs, deltas, self.geometry)
+        costs = costs_on(inputs.device.type)
+        if isfinite(costs.patches):
+            shapes = convolution_shapes(self.geometry, inputs.shape[1:], inputs.element_size())
+            if forms_by_patches(shapes, costs):
+                return gradients_from_patches(inputs, deltas, self.geometry)
         return gradients_in_groups(inputs, deltas, self.geometry)
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:

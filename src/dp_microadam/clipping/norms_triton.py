@@ -89,21 +89,22 @@ def tile_norms(inputs: Tensor, deltas: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     n_out = deltas.shape[2]
     tiles = triton.cdiv(n_in, INPUTS) * triton.cdiv(n_out, OUTPUTS)
     partial = torch.empty(count, tiles, 3, dtype=torch.float32, device=inputs.device)
-    tile_squares[(count * tiles,)](
-        inputs,
-        deltas,
-        partial,
-        positions,
-        n_in,
-        n_out,
-        *inputs.stride(),
-        *deltas.stride(),
-        POSITIONS=POSITIONS,
-        INPUTS=INPUTS,
-        OUTPUTS=OUTPUTS,
-        # Triton's interpreter, which has no device, takes bfloat16 factors of a product for integers.
-        TENSOR_CORES=inputs.is_cuda and inputs.dtype == torch.bfloat16,
-        num_warps=WARPS,
-    )
+    with torch.cuda.device_of(inputs):  # kernels are launched on the current device, which may be another GPU
+        tile_squares[(count * tiles,)](
+            inputs,
+            deltas,
+            partial,
+            positions,
+            n_in,
+            n_out,
+            *inputs.stride(),
+            *deltas.stride(),
+            POSITIONS=POSITIONS,
+            INPUTS=INPUTS,
+            OUTPUTS=OUTPUTS,
+            # Triton's interpreter, which has no device, takes bfloat16 factors of a product for integers.
+            TENSOR_CORES=inputs.is_cuda and inputs.dtype == torch.bfloat16,
+            num_warps=WARPS,
+        )
     norms, input_squares, delta_squares = partial.sum(1).unbind(1)
     return norms.contiguous(), input_squares, delta_squares
