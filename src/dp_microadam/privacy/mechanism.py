@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dp_microadam.errors import InputError, PrivacyError
+from dp_microadam.privacy.correlated_noise import CorrelatedNoise
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.randomness import Randomness
 from dp_microadam.validation import require_integer, require_positive
@@ -42,6 +43,10 @@ class GaussianMechanism:
     sources, the noise of the total has variance σ²S². What one rank sends to the others is protected by its own share of
     the noise only: ranks trust each other.
 
+    With ``correlation`` the noise of a step partly takes back that of the steps before it. The guarantee is then that of the
+    banded matrix mechanism for all steps together, if each example is sampled at most once in as many steps as there are bands
+    (``banded.py``); calls of different steps are not independent.
+
     >>> mechanism = GaussianMechanism(noise_multiplier=1.0, sensitivity=0.5, expected_batch_size=100)
     >>> means = mechanism.privatize({"weight": torch.zeros(2, 3)}, step=0)
     >>> means["weight"].shape
@@ -61,6 +66,8 @@ class GaussianMechanism:
         *,
         noise_share: float = 1.0,
         randomness: Randomness | None = None,
+        correlation: CorrelatedNoise | None = None,
+        single_step_ratio: float = 1.0,
     ) -> None:
         self._noise_multiplier = float(require_positive("noise_multiplier", noise_multiplier))
         self._sensitivity = float(require_positive("sensitivity", sensitivity))
@@ -70,13 +77,34 @@ class GaussianMechanism:
         self.noise_share = noise_share
         self._randomness = randomness if randomness is not None else Randomness.from_entropy()
         self._last_step = -1
+        self._correlation = correlation
+        self._single_step_ratio = single_step_ratio
 
     @classmethod
     def from_plan(
-        cls, plan: PrivacyPlan, sensitivity: float, *, noise_share: float = 1.0, randomness: Randomness | None = None
+        cls,
+        plan: PrivacyPlan,
+        sensitivity: float,
+        *,
+        noise_share: float = 1.0,
+        randomness: Randomness | None = None,
+        noise_history: str = "device",
     ) -> GaussianMechanism:
-        """The mechanism that ``plan`` accounts for, on sums of the given sensitivity."""
-        return cls(plan.noise_multiplier, sensitivity, plan.batch_size, noise_share=noise_share, randomness=randomness)
+        """The mechanism that ``plan`` accounts for, on sums of the given sensitivity.
+
+        If the plan has bands, ``noise_history`` says where the noise of the last steps is kept: on the ``"device"`` of the
+        sums, or in main memory (``"cpu"``).
+        """
+        chain = CorrelatedNoise(plan.noise_coefficients, place=noise_history)
+        return cls(
+            plan.noise_multiplier,
+            sensitivity,
+            plan.batch_size,
+            noise_share=noise_share,
+            randomness=randomness,
+            correlation=chain if plan.bands > 1 and noise_share else None,
+            single_step_ratio=plan.noise_ratios.single_step,
+        )
 
     @property
     def noise_multiplier(self) -> float:
@@ -100,8 +128,18 @@ class GaussianMechanism:
 
     @property
     def noise_deviation(self) -> float:
-        """Standard deviation of the noise in each coordinate of the privatized mean: σ·S/B."""
-        return self.noise_multiplier * self.sensitivity / self.expected_batch_size
+        """Standard deviation of the noise in each coordinate of the privatized mean: σ·S/B, times the ratio of single steps."""
+        return self.noise_multiplier * self.sensitivity / self.expected_batch_size * self._single_step_ratio
+
+    @property
+    def noise_memory(self) -> int:
+        """Bytes of noise kept for the next steps; 0 without correlation."""
+        return 0 if self._correlation is None else self._correlation.memory
+
+    def forget_noise(self) -> None:
+        """Forget the noise of past steps, as after a step that failed; the next step begins a new chain."""
+        if self._correlation is not None:
+            self._correlation.forget()
 
     def privatize(self, sums: Mapping[str, Tensor], *, step: int) -> dict[str, Tensor]:
         """The privatized mean of each tensor of ``sums``, which together are the clipped sum of one logical step.
@@ -136,6 +174,9 @@ class GaussianMechanism:
         wide = self._randomness.secure or any(total.dtype == torch.float64 for total in sums.values())
         counts = {f"noise {name}": total.numel() for name, total in sums.items()}
         noise = self._randomness.normals_for(counts, step, torch.float64 if wide else torch.float32)
+        if self._correlation is not None:
+            noise = {f"noise {name}": noise[f"noise {name}"].to(total.device) for name, total in sums.items()}
+            self._correlation.correlate_(noise, step=step)
         return {name: self._noisy(total.detach(), noise.pop(f"noise {name}")) for name, total in sums.items()}
 
     def mean(self, noisy_sums: Mapping[str, Tensor], *, like: Mapping[str, Tensor]) -> dict[str, Tensor]:

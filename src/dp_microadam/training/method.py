@@ -32,6 +32,9 @@ class Steps(Protocol):
     @property
     def steps(self) -> int: ...
 
+    @property
+    def bands(self) -> int: ...
+
 
 @dataclass(frozen=True)
 class Phase:

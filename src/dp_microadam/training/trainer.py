@@ -25,7 +25,7 @@ from dp_microadam.training.method import Method, Steps
 from dp_microadam.training.plain_step import PlainStep, UnprotectedPlan
 from dp_microadam.training.private_step import PrivateStep
 from dp_microadam.training.progress import Progress
-from dp_microadam.training.run_folder import default_folder, how_to_go_on
+from dp_microadam.training.run_folder import NOISE_MEMORY, default_folder, how_to_go_on
 from dp_microadam.training.run_record import RunRecord
 from dp_microadam.training.run_result import RunResult, StepReport
 from dp_microadam.training.run_statistics import sizes
@@ -60,7 +60,7 @@ class PrivateTrainer:
             them. All of that is outside the guarantee.
         step_options: options of :class:`~dp_microadam.PrivateStep`: ``max_grad_norm``, ``clipping``, ``clipping_options``,
             ``physical_batch_size``, ``prepare`` (for evaluation too), ``augment``, ``num_workers``, ``loader_options``,
-            ``max_steps``, ``public``, ``secure``, ``seed``, ``ranks``.
+            ``max_steps``, ``public``, ``noise_history``, ``noise_memory_gib``, ``secure``, ``seed``, ``ranks``.
 
     Formal guarantees: those of :class:`~dp_microadam.PrivateStep`, for everything the run writes or shows, if ``private`` is
     True and ``seed`` None: weights, averages, checkpoints, logs, and metrics on validation data that is not part of the
@@ -314,7 +314,8 @@ class PrivateTrainer:
             callback(StepReport(self.step.position, self.plan.steps, plan, self.method.learning_rate, metrics))
 
     def _sizes(self) -> dict[str, Any]:
-        return sizes(self.model, self.optimizer, self.method.state_dict())
+        found = sizes(self.model, self.optimizer, self.method.state_dict())
+        return {**found, NOISE_MEMORY: self.step.noise_memory} if self.step.plan.bands > 1 else found
 
     def _refuse_shared(self, train: Any, validation: Any) -> None:
         with self.ranks.together():
