@@ -8,7 +8,7 @@ clipping, noise, ledger, reduction, optimizer. Rounds of one and two processes a
 clock and of processor time beside it: on a machine that does other things too, only the second is to be trusted, and it does
 not see waiting.
 
-Traffic is what the loopback's own counter says. The parts that do not shrink with more processes (noise, optimizer, messages,
+Traffic is what the loopback's own counter says. What every process does beside its examples (noise, optimizer, messages,
 ledger) are timed alone; the projection adds them up for more processes than there are here, by the assumptions it prints.
 """
 
@@ -97,12 +97,12 @@ def train(folder: Path, batch: int, physical_batch: int, steps: int) -> dict[str
 
 
 def alone(rounds: int) -> dict[str, float]:
-    """Seconds of what does not shrink with more processes, on one thread."""
+    """Seconds of what a process does beside its examples, on one thread."""
     torch.manual_seed(0)
     model = wide_resnet(depth=16, width=4)
     size = sum(param.numel() for param in model.parameters())
     sums = {name: torch.zeros_like(param) for name, param in model.named_parameters()}
-    mechanism = GaussianMechanism(1.0, 1.0, 64, noise_share=0.5, randomness=Randomness.from_entropy())
+    mechanism = GaussianMechanism(1.0, 1.0, 64, randomness=Randomness.from_entropy())
     optimizer = MicroAdam(model.parameters())
     plan = PrivacyPlan.solve(dataset_size=1000, batch_size=10, delta=1e-5, noise_multiplier=1.0, steps=10_000)
     settings = RunSettings(private=True, randomness="", sensitivity=1.0)
@@ -188,11 +188,12 @@ def project(alone: dict[str, float]) -> dict[str, dict[int, dict[str, float]]]:
         found[name] = {}
         for size in SIZES:
             hops = math.ceil(math.log2(size)) if size > 1 else 0
-            drawn = parameters * alone["noise, per number"] / ASSUMED["cores that draw noise, per GPU"]
+            # Each process draws the noise of its own slice, on its own cores.
+            drawn = parameters / size * alone["noise, per number"] / ASSUMED["cores that draw noise, per GPU"]
             found[name][size] = {
                 "forward, backward, clipping": batch / size * per_example,
                 "waiting for the largest part": _largest_of(size) * math.sqrt(batch / size) * per_example,
-                "noise": drawn + 4 * parameters / ASSUMED["bytes/s from CPU to GPU"],
+                "noise": drawn + 4 * parameters / size / ASSUMED["bytes/s from CPU to GPU"],
                 "reduction": 2 * (size - 1) / size * 4 * parameters / ASSUMED["bytes/s between GPUs, each way"]
                 + 2 * (size - 1) * ASSUMED["seconds per hop of a reduction"],
                 # About 20 bytes are read and written per parameter: weights, gradient, state, average.
@@ -225,7 +226,7 @@ def show(report: dict[str, Any], projected: dict[str, dict[int, dict[str, float]
         parameters = MODELS[model][0]
         # Weights, clipped sums, noisy gradient and weight average in float32; MicroAdam's state.
         print(
-            f"\nper GPU {17 * parameters / 1e9:.1f} GB beside activations, per process {4 * parameters / 1e9:.1f} GB of noise"
+            f"\nper GPU {17 * parameters / 1e9:.1f} GB beside activations, hosts {4 * parameters / 1e9:.1f} GB of noise in all"
         )
         sent = ", ".join(f"{size}: {2 * (size - 1) / size * 4 * parameters / 1e9:.2f}" for size in sizes)
         print(f"GB sent per GPU and step, by GPUs: {sent}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from dp_microadam.errors import InputError, PrivacyError
 from dp_microadam.privacy.correlated_noise import CorrelatedNoise
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.randomness import Randomness
+from dp_microadam.privacy.white_noise import noise_ranges, white_noise
 from dp_microadam.validation import require_integer, require_positive
 
 # In secure mode results are rounded to a grid of about a millionth of the noise standard deviation: far coarser than
@@ -37,11 +38,14 @@ class GaussianMechanism:
     different steps are independent. Assumes unpredictable randomness, one call per logical step, and sums accumulated
     over all its chunks.
 
-    In distributed training each rank holds a part of the sum and adds a part of the noise: ``noise_share`` is its share of
-    the variance. Each rank calls :meth:`add_noise` on its own sums; the results are all-reduced, and :meth:`mean` turns the
-    total into what :meth:`privatize` returns for a complete sum. If the shares add up to 1 and come from independent
-    sources, the noise of the total has variance σ²S². What one rank sends to the others is protected by its own share of
-    the noise only: ranks trust each other.
+    In distributed training each rank holds a part of the sum and adds a part of the noise. Each rank calls :meth:`add_noise` on
+    its own sums; the results are all-reduced, and :meth:`mean` turns the total into what :meth:`privatize` returns for a
+    complete sum. There are two ways to divide the noise. ``noise_slice`` gives, for a number of coordinates, the range of them
+    that this rank adds noise to, all tensors together: if the slices of all ranks are a partition and their sources are
+    independent, every coordinate of the total has noise of variance σ²S², and no rank draws more than its slice.
+    ``noise_share`` is this rank's share of the variance in each of these coordinates: if shares add up to 1, so do the
+    variances. Either way ranks trust each other: what one of them sends is not protected by itself, and outside of its slice it
+    has no noise at all.
 
     With ``correlation`` the noise of a step partly takes back that of the steps before it. The guarantee is then that of the
     banded matrix mechanism for all steps together, if each example is sampled at most once in as many steps as there are bands
@@ -65,6 +69,7 @@ class GaussianMechanism:
         expected_batch_size: float,
         *,
         noise_share: float = 1.0,
+        noise_slice: Callable[[int], range] = range,
         randomness: Randomness | None = None,
         correlation: CorrelatedNoise | None = None,
         single_step_ratio: float = 1.0,
@@ -75,6 +80,7 @@ class GaussianMechanism:
         if not 0.0 <= noise_share <= 1.0:
             raise InputError(f"noise_share is {noise_share}; it is a share of the noise variance and must be from 0 to 1")
         self.noise_share = noise_share
+        self._noise_slice = noise_slice
         self._randomness = randomness if randomness is not None else Randomness.from_entropy()
         self._last_step = -1
         self._correlation = correlation
@@ -87,6 +93,7 @@ class GaussianMechanism:
         sensitivity: float,
         *,
         noise_share: float = 1.0,
+        noise_slice: Callable[[int], range] = range,
         randomness: Randomness | None = None,
         noise_history: str = "device",
     ) -> GaussianMechanism:
@@ -101,6 +108,7 @@ class GaussianMechanism:
             sensitivity,
             plan.batch_size,
             noise_share=noise_share,
+            noise_slice=noise_slice,
             randomness=randomness,
             correlation=chain if plan.bands > 1 and noise_share else None,
             single_step_ratio=plan.noise_ratios.single_step,
@@ -148,8 +156,13 @@ class GaussianMechanism:
 
         Raises:
             PrivacyError: for a repeated step, for sums that are not finite and so have no bounded sensitivity, or for a
-                mechanism that adds only a share of the noise.
+                mechanism that adds only a share of the noise, or adds it to a slice of the coordinates.
         """
+        if any(len(own) < sums[name].numel() for name, own in noise_ranges(sums, self._noise_slice).items()):
+            raise PrivacyError(
+                "noise_slice leaves coordinates without noise, which the noise of other processes must protect; call add_noise "
+                "in each process and sum what it returns"
+            )
         if self.noise_share != 1.0:
             raise PrivacyError(
                 f"noise_share is {self.noise_share:g}, so the noise of one process does not protect a sum; call add_noise in "
@@ -158,7 +171,7 @@ class GaussianMechanism:
         return self.mean(self.add_noise(sums, step=step), like=sums)
 
     def add_noise(self, sums: Mapping[str, Tensor], *, step: int) -> dict[str, Tensor]:
-        """Add this process' share of the noise to ``sums``. Raises what :meth:`privatize` raises for steps and sums."""
+        """Add this process' part of the noise to ``sums``. Raises what :meth:`privatize` raises for steps and sums."""
         require_integer("step", step, 0)
         if step <= self._last_step:
             raise PrivacyError(
@@ -171,13 +184,14 @@ class GaussianMechanism:
                 "ClippedGradients, which leaves out examples whose gradients are not finite"
             )
         self._last_step = step
+        ranges = noise_ranges(sums, self._noise_slice)
         wide = self._randomness.secure or any(total.dtype == torch.float64 for total in sums.values())
-        counts = {f"noise {name}": total.numel() for name, total in sums.items()}
-        noise = self._randomness.normals_for(counts, step, torch.float64 if wide else torch.float32)
+        dtype = torch.float64 if wide else torch.float32
+        noise = white_noise(sums, ranges, self._randomness, step=step, dtype=dtype)
         if self._correlation is not None:
-            noise = {f"noise {name}": noise[f"noise {name}"].to(total.device) for name, total in sums.items()}
+            noise = {name: noise[name].to(total.device) for name, total in sums.items()}
             self._correlation.correlate_(noise, step=step)
-        return {name: self._noisy(total.detach(), noise.pop(f"noise {name}")) for name, total in sums.items()}
+        return {name: self._partly_noisy(total.detach(), ranges[name], noise.pop(name)) for name, total in sums.items()}
 
     def mean(self, noisy_sums: Mapping[str, Tensor], *, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Divide sums that carry all their noise by the expected batch size, in place.
@@ -192,11 +206,22 @@ class GaussianMechanism:
             for name, total in noisy_sums.items()
         }
 
+    def _partly_noisy(self, total: Tensor, own: range, standard: Tensor) -> Tensor:
+        """The sum with noise in the coordinates that are this process' own."""
+        if len(own) == total.numel():
+            return self._noisy(total, standard)
+        noisy = torch.empty(total.shape, dtype=self._dtype(total), device=total.device).copy_(total)
+        part = noisy.view(-1)[own.start : own.stop]
+        part.copy_(self._noisy(part, standard))
+        return noisy
+
     def _noisy(self, total: Tensor, standard: Tensor) -> Tensor:
         """total + σS · √share · standard normal, computed in place of the noise."""
         deviation = self.noise_multiplier * self.sensitivity * math.sqrt(self.noise_share)
-        dtype = torch.float64 if self._randomness.secure else _wide(total.dtype)
-        return standard.to(total.device, dtype).view(total.shape).mul_(deviation).add_(total)
+        return standard.to(total.device, self._dtype(total)).view(total.shape).mul_(deviation).add_(total)
+
+    def _dtype(self, total: Tensor) -> torch.dtype:
+        return torch.float64 if self._randomness.secure else _wide(total.dtype)
 
     def __repr__(self) -> str:
         return (
