@@ -2,13 +2,14 @@
 
 Time is measured interleaved in one process: every round takes one step of every method, and ratios are taken within a
 round, so that a busy machine slows all of them alike. Beside wall-clock time stands processor time, which other
-processes disturb least. Peak memory is measured in a fresh process per method: the growth of the resident set during
-a step.
+processes disturb least; on a GPU it is the host's. Peak memory is measured in a fresh process per method: the growth of the
+resident set during a step, or that of the memory allocated on the GPU.
 
     python benchmarks/clipping.py                                   # the table at physical batch 64
     python benchmarks/clipping.py --batches 16 64 256 --figure docs/images/clipping.png --json
     python benchmarks/clipping.py --models vit-tiny "text encoder" "vit-tiny bitfit" "text bitfit" --batches 32
     python benchmarks/clipping.py --layers                          # is the strategy chosen for a layer the fastest one?
+    python benchmarks/clipping.py --device cuda --out clipping.json
 """
 
 from __future__ import annotations
@@ -31,9 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_microadam import ClippedGradients, models
-from dp_microadam.clipping.convolution import ConvolutionFactors, Geometry, convolution_shapes
-from dp_microadam.clipping.cost import KEEP_LIMIT, choose
-from dp_microadam.clipping.outer_product import OuterProductSum
+from dp_microadam.apps.experiments.measuring import add_options, deliver, wall_clock
+from dp_microadam.apps.experiments.strategy_times import measure_strategies
 
 
 class Logits(nn.Module):
@@ -149,23 +149,23 @@ def _opacus_ghost(model: nn.Module) -> Callable[[tuple[Tensor, Tensor]], None]:
     return step
 
 
-def make_batch(shape: tuple[int, ...], size: int) -> tuple[Tensor, Tensor]:
+def make_batch(shape: tuple[int, ...], size: int, device: str) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(size, *shape, generator=generator)
     if len(shape) == 1:
         inputs = torch.randint(30_000, (size, *shape), generator=generator)
-    return inputs, torch.randint(10, (size,), generator=generator)
+    return inputs.to(device), torch.randint(10, (size,), generator=generator).to(device)
 
 
-def build(name: str) -> nn.Module:
+def build(name: str, device: str) -> nn.Module:
     torch.manual_seed(0)
-    return MODELS[name][0]()
+    return MODELS[name][0]().to(device)
 
 
-def measure_times(name: str, methods: list[str], size: int, rounds: int) -> dict[str, dict[str, float]]:
+def measure_times(name: str, methods: list[str], size: int, rounds: int, device: str) -> dict[str, dict[str, float]]:
     """Medians over rounds of seconds, processor seconds and their ratios to the non-private step of the same round."""
-    model = build(name)
-    batch = make_batch(MODELS[name][1], size)
+    model = build(name, device)
+    batch = make_batch(MODELS[name][1], size, device)
     steps = {method: make_step(method, copy.deepcopy(model)) for method in methods}
     walls: dict[str, list[float]] = {method: [] for method in methods}
     processors: dict[str, list[float]] = {method: [] for method in methods}
@@ -173,9 +173,9 @@ def measure_times(name: str, methods: list[str], size: int, rounds: int) -> dict
         steps[method](batch)  # warm-up, in which ours checks independence; independence_check.py measures that
     for _ in range(rounds):
         for method in methods:
-            wall, processor = time.perf_counter(), time.process_time()
+            wall, processor = wall_clock(device), time.process_time()
             steps[method](batch)
-            walls[method].append(time.perf_counter() - wall)
+            walls[method].append(wall_clock(device) - wall)
             processors[method].append(time.process_time() - processor)
 
     def ratio(times: dict[str, list[float]], method: str) -> float:
@@ -192,11 +192,18 @@ def measure_times(name: str, methods: list[str], size: int, rounds: int) -> dict
     }
 
 
-def measure_peak_here(name: str, method: str, size: int) -> float:
-    """Bytes by which the resident set grows during a step, in this process."""
-    step = make_step(method, build(name))
-    step(make_batch(MODELS[name][1], 2))  # libraries are loaded
-    batch = make_batch(MODELS[name][1], size)
+def measure_peak_here(name: str, method: str, size: int, device: str) -> float:
+    """Bytes by which memory in use grows during a step, in this process: on a GPU what is allocated, else the resident set."""
+    step = make_step(method, build(name, device))
+    step(make_batch(MODELS[name][1], 2, device))  # libraries are loaded
+    batch = make_batch(MODELS[name][1], size, device)
+    if torch.device(device).type == "cuda":
+        allocated = torch.cuda.memory_allocated(device)
+        step(batch)
+        torch.cuda.reset_peak_memory_stats(device)
+        for _ in range(3):
+            step(batch)
+        return torch.cuda.max_memory_allocated(device) - allocated
     before = memory_status("VmRSS")
     step(batch)  # ours checks independence here, once; its memory is returned
     ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -213,18 +220,19 @@ def memory_status(key: str) -> float:
     raise RuntimeError(f"/proc/self/status has no {key}")
 
 
-def measure_peak(name: str, method: str, size: int, threads: int, repeats: int) -> float:
+def measure_peak(name: str, method: str, size: int, options: argparse.Namespace) -> float:
     """The median over fresh processes."""
-    command = [sys.executable, __file__, "--peak-of", name, method, str(size), "--threads", str(threads)]
+    command = [sys.executable, __file__, "--peak-of", name, method, str(size), "--threads", str(options.threads)]
+    command += ["--device", options.device]
     return statistics.median(
-        float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(repeats)
+        float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(options.peak_repeats)
     )
 
 
-def works(name: str, method: str) -> bool:
+def works(name: str, method: str, device: str) -> bool:
     """Whether the method can train this model as it comes; Opacus does not know every module."""
     try:
-        make_step(method, build(name))(make_batch(MODELS[name][1], 2))
+        make_step(method, build(name, device))(make_batch(MODELS[name][1], 2, device))
     except Exception as error:
         print(f"{name:12} {method} does not work: {str(error).splitlines()[0][:150]}", file=sys.stderr, flush=True)
         return False
@@ -235,9 +243,9 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
     results = []
     for name in options.models:
         for size in options.batches:
-            methods = [method for method in options.methods if works(name, method)]
-            times = measure_times(name, methods, size, options.rounds)
-            peaks = {method: measure_peak(name, method, size, options.threads, options.peak_repeats) for method in methods}
+            methods = [method for method in options.methods if works(name, method, options.device)]
+            times = measure_times(name, methods, size, options.rounds, options.device)
+            peaks = {method: measure_peak(name, method, size, options) for method in methods}
             for method in methods:
                 row = {"model": name, "batch": size, "method": method, **times[method], "peak_bytes": peaks[method]}
                 row["peak_ratio"] = peaks[method] / peaks["non-private"]
@@ -257,56 +265,14 @@ def show(row: dict[str, Any]) -> None:
     )
 
 
-# (channels in, channels out, image side, stride, kernel side): the layers of WRN-16-4 and of the small networks.
-LAYERS = (
-    (3, 16, 32, 1, 3),
-    (16, 64, 32, 1, 3),
-    (64, 64, 32, 1, 3),
-    (64, 128, 32, 2, 3),
-    (128, 128, 16, 1, 3),
-    (128, 256, 16, 2, 3),
-    (256, 256, 8, 1, 3),
-    (16, 64, 32, 1, 1),
-    (64, 128, 32, 2, 1),
-    (128, 256, 16, 2, 1),
-    (1, 16, 28, 2, 8),
-    (16, 32, 13, 2, 4),
-)
-
-
-def measure_layers(size: int, rounds: int) -> list[dict[str, Any]]:
-    """Milliseconds of processor time of each strategy, on the real shapes, and the strategy that is chosen."""
+def measure_layers(size: int, rounds: int, device: str) -> list[dict[str, Any]]:
+    """Milliseconds of each strategy on typical layers, and the strategy that is chosen."""
     results = []
-    for n_in, n_out, side, stride, kernel in LAYERS:
-        padding = 3 if kernel == 8 else 0 if kernel == 4 else kernel // 2
-        geometry = Geometry((n_out, n_in, kernel, kernel), (stride, stride), (padding, padding), (1, 1), 1)
-        out = (side + 2 * padding - kernel) // stride + 1
-        inputs, deltas = torch.randn(size, n_in, side, side), torch.randn(size, n_out, out, out)
-        coefficients = torch.rand(size)
-        shapes = convolution_shapes(geometry, torch.Size((n_in, side, side)), 4)
-        times: dict[str, list[float]] = {strategy: [] for strategy in ("ghost", "keep", "drop")}
-        for _ in range(rounds + 1):
-            for strategy, found in times.items():
-                start = time.process_time()
-                total = OuterProductSum(ConvolutionFactors(inputs, deltas, geometry), strategy)
-                total.squared_norms()
-                total.weighted_sum(coefficients)
-                found.append(1e3 * (time.process_time() - start))
-        milliseconds = {strategy: min(found[1:]) for strategy, found in times.items()}
-        allowed = [w for w in milliseconds if w != "keep" or shapes.weights <= KEEP_LIMIT * shapes.activations]
-        chosen = choose(shapes).strategy
-        results.append(
-            {
-                "layer": f"{n_in}→{n_out} {kernel}×{kernel} at {side}×{side} stride {stride}",
-                "chosen": chosen,
-                "slower_than_best": milliseconds[chosen] / min(milliseconds[name] for name in allowed),
-                **milliseconds,
-            }
-        )
-        row = results[-1]
+    for times in measure_strategies(device, size, rounds):
+        results.append(times.as_dict())
+        each = "  ".join(f"{name} {taken:8.1f}" for name, taken in times.milliseconds.items())
         print(
-            f"{row['layer']:36} chosen {chosen:6} ghost {row['ghost']:8.1f}  keep {row['keep']:8.1f}  "
-            f"drop {row['drop']:8.1f} ms   {row['slower_than_best']:.2f}× the best strategy allowed",
+            f"{times.layer:36} chosen {times.chosen:6} {each} ms   {times.loss:.2f}× the best strategy allowed",
             file=sys.stderr,
             flush=True,
         )
@@ -380,6 +346,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--figure", type=Path, help="where to draw time and memory over the physical batch")
     parser.add_argument("--results", nargs="+", type=Path, help="read what --json printed before instead of measuring")
     parser.add_argument("--json", action="store_true", help="print all measurements as JSON on stdout")
+    add_options(parser)
     parser.add_argument("--peak-of", nargs=3, metavar=("MODEL", "METHOD", "BATCH"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.rounds > MOST_ROUNDS:
@@ -397,16 +364,17 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     if options.peak_of:
         name, method, size = options.peak_of
-        print(measure_peak_here(name, method, int(size)))
+        print(measure_peak_here(name, method, int(size), options.device))
         return
     if options.layers:
-        results = measure_layers(options.batches[0], options.rounds)
+        results = measure_layers(options.batches[0], options.rounds, options.device)
     elif options.results:
         results = read_results(options.results)
     else:
         results = compare(options)
     if options.figure and not options.layers:
         draw(results, options.figure)
+    deliver(options, "clipping, single layers" if options.layers else "clipping", results)
     if options.json:
         print(json.dumps({"threads": options.threads, "torch": torch.__version__, "results": results}, indent=1))
 

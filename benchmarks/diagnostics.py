@@ -1,10 +1,11 @@
 """What diagnostics every 50 steps cost, as a part of an optimizer step and of a private training step.
 
-    python benchmarks/diagnostics.py [--model wide-resnet] [--every 50] [--rounds 4] [--batch-size 64] [--json]
+    python benchmarks/diagnostics.py [--model wide-resnet] [--every 50] [--rounds 4] [--batch-size 64] [--device cuda]
+        [--json] [--out FILE]
 
-A Wide-ResNet-16-4 on 3×32×32 images, or the demo's perceptron on 1×28×28; processor time of this process, one thread. An
-optimizer step is measured over rounds of ``--every`` steps, watched and unwatched in turns; a training step is clipped
-gradients of one batch of random images, noise and the optimizer.
+A Wide-ResNet-16-4 on 3×32×32 images, or the demo's perceptron on 1×28×28; processor time of this process, one thread, or the
+wall clock with a GPU. An optimizer step is measured over rounds of ``--every`` steps, watched and unwatched in turns; a
+training step is clipped gradients of one batch of random images, noise and the optimizer.
 """
 
 from __future__ import annotations
@@ -12,23 +13,17 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 
 from dp_microadam import ClippedGradients, GaussianMechanism, MicroAdam, Randomness, models
+from dp_microadam.apps.experiments.measuring import add_options, deliver, seconds
 from dp_microadam.training.diagnostics import MicroAdamDiagnostics
 from dp_microadam.training.evaluation import class_loss
 
 
-def processor_seconds(work: Callable[[], object]) -> float:
-    begin = time.process_time()
-    work()
-    return time.process_time() - begin
-
-
-def optimizer_round(params: list[torch.nn.Parameter], watched: bool, every: int) -> Callable[[], float]:
+def optimizer_round(params: list[torch.nn.Parameter], watched: bool, every: int, device: str) -> Callable[[], float]:
     """Measures ``every`` steps, the last of them watched if at all; warmed up until the window is full."""
     optimizer = MicroAdam(params)
     if watched:
@@ -39,17 +34,17 @@ def optimizer_round(params: list[torch.nn.Parameter], watched: bool, every: int)
             optimizer.step()
 
     steps()
-    return lambda: processor_seconds(steps)
+    return lambda: seconds(steps, device)
 
 
 SHAPES = {"wide-resnet": (3, 32, 32), "mlp": (1, 28, 28)}
 
 
-def training_step(model: torch.nn.Module, shape: tuple[int, ...], batch_size: int) -> Callable[[], None]:
+def training_step(model: torch.nn.Module, shape: tuple[int, ...], batch_size: int, device: str) -> Callable[[], None]:
     engine = ClippedGradients(model, class_loss, max_grad_norm=1.0)
     mechanism = GaussianMechanism(1.0, engine.sensitivity, batch_size, randomness=Randomness.seeded(0))
     optimizer = MicroAdam(model.parameters())
-    batch = torch.randn(batch_size, *shape), torch.randint(10, (batch_size,))
+    batch = torch.randn(batch_size, *shape).to(device), torch.randint(10, (batch_size,)).to(device)
     step = 0
 
     def take() -> None:
@@ -72,21 +67,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--json", action="store_true")
+    add_options(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    model = models.build(options.model, 10, SHAPES[options.model])
+    model = models.build(options.model, 10, SHAPES[options.model]).to(options.device)
     sets = []
     for watched in (False, True):
         params = [torch.nn.Parameter(p.detach().clone()) for p in model.parameters()]
         for param in params:
             param.grad = torch.randn_like(param)
-        sets.append(optimizer_round(params, watched, options.every))
+        sets.append(optimizer_round(params, watched, options.every, options.device))
     plain, watched_times = zip(*([measure() for measure in sets] for _ in range(options.rounds)), strict=True)
     optimizer_seconds = statistics.median(plain) / options.every
     extra = (statistics.median(watched_times) - statistics.median(plain)) / options.every
-    take = training_step(model, SHAPES[options.model], options.batch_size)
+    take = training_step(model, SHAPES[options.model], options.batch_size, options.device)
     take()
-    training_seconds = statistics.median(processor_seconds(take) for _ in range(options.rounds))
+    training_seconds = statistics.median(seconds(take, options.device) for _ in range(options.rounds))
     found = {
         "model": options.model,
         "every": options.every,
@@ -97,6 +93,7 @@ def main() -> None:
         "of_optimizer_step": extra / optimizer_seconds,
         "of_training_step": extra / training_seconds,
     }
+    deliver(options, "diagnostics", found)
     if options.json:
         print(json.dumps(found))
         return

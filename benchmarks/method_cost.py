@@ -1,12 +1,13 @@
 """Time and peak memory of a whole training step of each method on WRN-16-4, beside Opacus with Adam.
 
-    python benchmarks/method_cost.py [--physical-batch 64] [--batch 4096] [--rounds 5] [--threads 2] [--json]
+    python benchmarks/method_cost.py [--physical-batch 64] [--batch 4096] [--rounds 5] [--threads 2]
+        [--device cuda] [--json] [--out FILE]
 
 A step of the paper's size is batch/physical-batch passes over the network and once noise and optimizer. Both parts are timed
 interleaved in one process, every round taking one of each method, and ratios to ordinary training with AdamW are taken
 within a round. Peak memory is counted, not sampled: the most bytes that torch's allocator had given out at once during two
 steps of one pass, in a fresh process per method, with model, gradients, optimizer, batch and the convolutions' scratch
-space in it. It is the same every time, and what ``torch.cuda.max_memory_allocated`` tells on a GPU.
+space in it. It is the same every time; on a GPU ``torch.cuda.max_memory_allocated`` tells it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from dp_microadam import ClippedGradients, GaussianMechanism
+from dp_microadam.apps.experiments.measuring import add_options, deliver, wall_clock
 from dp_microadam.methods.registry import build
 from dp_microadam.models import wide_resnet
 from dp_microadam.training.gradients import set_gradients
@@ -58,9 +60,9 @@ def losses(model: torch.nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def make(method: str, expected_batch: int) -> Step:
+def make(method: str, expected_batch: int, device: str) -> Step:
     torch.manual_seed(0)
-    model = wide_resnet(16, 4)
+    model = wide_resnet(16, 4).to(device)
     if method == PLAIN:
         return _plain(model)
     if method == OPACUS:
@@ -140,14 +142,15 @@ def _opacus(model: torch.nn.Module, expected_batch: int) -> Step:
     return Step(chunk, finish)
 
 
-def make_batch(size: int) -> Batch:
+def make_batch(size: int, device: str) -> Batch:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(size, 3, 32, 32, generator=generator), torch.randint(10, (size,), generator=generator)
+    images, labels = torch.randn(size, 3, 32, 32, generator=generator), torch.randint(10, (size,), generator=generator)
+    return images.to(device), labels.to(device)
 
 
-def measure_times(methods: list[str], physical: int, logical: int, rounds: int) -> dict[str, dict[str, float]]:
-    batch = make_batch(physical)
-    steps = {method: make(method, logical) for method in methods}
+def measure_times(methods: list[str], physical: int, logical: int, rounds: int, device: str) -> dict[str, dict[str, float]]:
+    batch = make_batch(physical, device)
+    steps = {method: make(method, logical, device) for method in methods}
     seconds: dict[str, list[tuple[float, float]]] = {method: [] for method in methods}
     for method in methods:  # independence checks and compilation
         for _ in range(2):
@@ -155,11 +158,11 @@ def measure_times(methods: list[str], physical: int, logical: int, rounds: int) 
             steps[method].finish()
     for _ in range(rounds):
         for method in methods:
-            begin = time.perf_counter()
+            begin = wall_clock(device)
             steps[method].chunk(batch)
-            between = time.perf_counter()
+            between = wall_clock(device)
             steps[method].finish()
-            seconds[method].append((between - begin, time.perf_counter() - between))
+            seconds[method].append((between - begin, wall_clock(device) - between))
     passes = logical / physical
     whole = {method: [passes * chunk + once for chunk, once in taken] for method, taken in seconds.items()}
     return {
@@ -173,10 +176,12 @@ def measure_times(methods: list[str], physical: int, logical: int, rounds: int) 
     }
 
 
-def measure_peak_here(method: str, physical: int) -> float:
+def measure_peak_here(method: str, physical: int, device: str) -> float:
     """Most bytes in tensors at once during a step, model, gradients, optimizer and batch included."""
+    if torch.device(device).type == "cuda":
+        return _peak_on_gpu(method, physical, device)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step, batch = make(method, physical), make_batch(physical)
+        step, batch = make(method, physical, device), make_batch(physical, device)
         step.chunk(batch)  # what is done once
         step.finish()
         begin = time.time_ns()
@@ -192,9 +197,19 @@ def measure_peak_here(method: str, physical: int) -> float:
     return peak
 
 
+def _peak_on_gpu(method: str, physical: int, device: str) -> float:
+    step, batch = make(method, physical, device), make_batch(physical, device)
+    for round_number in range(3):
+        if round_number == 1:  # what is done once is done
+            torch.cuda.reset_peak_memory_stats(device)
+        step.chunk(batch)
+        step.finish()
+    return torch.cuda.max_memory_allocated(device)
+
+
 def measure_peak(method: str, options: argparse.Namespace) -> float:
     command = [sys.executable, __file__, "--peak-of", method, "--physical-batch", str(options.physical_batch)]
-    command += ["--threads", str(options.threads)]
+    command += ["--threads", str(options.threads), "--device", options.device]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
@@ -207,16 +222,18 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--peaks-only", action="store_true", help="leave the times out")
     parser.add_argument("--json", action="store_true")
+    add_options(parser)
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.peak_of:
-        print(measure_peak_here(options.peak_of, options.physical_batch))
+        print(measure_peak_here(options.peak_of, options.physical_batch, options.device))
         return
     times: dict[str, dict[str, float]] = {}
     if not options.peaks_only:
-        times = measure_times(options.methods, options.physical_batch, options.batch, options.rounds)
+        times = measure_times(options.methods, options.physical_batch, options.batch, options.rounds, options.device)
     rows = [{"method": m, **times.get(m, {}), "peak_bytes": measure_peak(m, options)} for m in options.methods]
+    deliver(options, "method cost", {"batch": options.batch, "physical_batch": options.physical_batch, "methods": rows})
     if options.json:
         print(json.dumps(rows))
         return

@@ -330,7 +330,6 @@ Tensor as_strided(const Tensor& self, IntArrayRef size, IntArrayRef stride, std:
 }
 
 Tensor view(const Tensor& self, IntArrayRef size) { return at::cpu::view(self, size); }
-
 Tensor reshape_alias(const Tensor& self, IntArrayRef size, IntArrayRef stride) {
   return at::cpu::_reshape_alias(self, size, stride);
 }
@@ -339,7 +338,6 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool) {
   on_host(self).copy_(on_host(source));
   return self;
 }
-
 Tensor copy_from(const Tensor& source, const Tensor& target, bool) {
   on_host(target).copy_(on_host(source));
   return target;
@@ -360,11 +358,8 @@ Tensor& set_sized(Tensor& self, at::Storage source, int64_t offset, IntArrayRef 
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_storage_keep_dtype(std::move(source));
   impl->set_storage_offset(offset);
-  if (stride.empty() && !size.empty()) {
-    impl->set_sizes_contiguous(size);
-  } else {
-    impl->set_sizes_and_strides(size, stride);
-  }
+  impl->set_sizes_contiguous(size);
+  if (!stride.empty()) impl->set_sizes_and_strides(size, stride);
   return self;
 }
 

@@ -31,6 +31,7 @@ WAITS = {
 NOT_LAUNCHED = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_local_scalar_dense", "lift_fresh"),
     *("detach", "alias", "view", "_unsafe_view", "_reshape_alias", "as_strided", "is_pinned", "is_same_size", "set_"),
+    "record_stream",
 }
 """Operators without a kernel, besides views."""
 
@@ -48,6 +49,7 @@ class Watch(TorchDispatchMode):
     Attributes:
         synchronisations: how often the host waited for the device, by (what, file:line function).
         launches: kernels started, by (operator, file:line function); a lower bound, since some operators start several.
+        refusals: what was refused, so that it is known even where the exception was caught.
 
     Raises:
         MixedDevices: inside the block, where a real GPU refuses tensors of different devices.
@@ -57,6 +59,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.synchronisations: Counter[tuple[str, str]] = Counter()
         self.launches: Counter[tuple[str, str]] = Counter()
+        self.refusals: list[str] = []
 
     def __enter__(self) -> Watch:
         _watching.append(self)
@@ -78,6 +81,8 @@ class Watch(TorchDispatchMode):
         waits = _copy_that_waits(name, args, kwargs, out) or (_waits(func, name, args, kwargs) if on_gpu else None)
         if waits:
             self.synchronisations[waits, project_line()] += 1
+        if not func._schema.returns:  # it only writes
+            made = [tensor for tensor in given if tensor.is_cuda]
         if any(tensor.numel() for tensor in made) and name not in NOT_LAUNCHED and not func.is_view:
             self.launches[name, project_line()] += 1
         return out
@@ -95,7 +100,8 @@ class Watch(TorchDispatchMode):
         if numbers and len(on_gpus) == 1 and _takes_numbers(func) and all(tensor.is_cuda for tensor in _tensors(written)):
             return
         found = ", ".join(f"{tuple(tensor.shape)} on {tensor.device}" for tensor in given)
-        raise MixedDevices(f"{func} at {project_line()} gets tensors of different devices: {found}")
+        self.refusals.append(f"{func} at {project_line()} gets tensors of different devices: {found}")
+        raise MixedDevices(self.refusals[-1])
 
 
 def _tensors(tree: Any) -> list[Tensor]:

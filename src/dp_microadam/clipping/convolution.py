@@ -1,12 +1,14 @@
 """Convolutions in one, two and three dimensions, with any stride, padding, dilation and groups.
 
-Two facts keep patches from ever being copied out of the image:
+Two facts keep patches from being copied out of the image:
 
 - *Direct gradients.* A batch of n images with G groups is, as far as a weight gradient is concerned, one image with n·G
   groups: the library's own weight-gradient kernel then returns one gradient per example.
 - *Gram matrices of patches.* At stride 1 the product of the patches at t and t' is the sum over the kernel's shifts s
   of the product of the pixels at t+s and t'+s: K^d times fewer multiplications than with patches. The sum
   over shifts is taken one dimension after the other.
+
+Where ``cost.py`` takes one group per example for slow, as with cuDNN, gradients are formed from copied patches instead.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dp_microadam.clipping.cost import Shapes, choose
+from dp_microadam.clipping.cost import Shapes, choose, costs_on, forms_by_patches
 from dp_microadam.clipping.folding import FoldedFactors
-from dp_microadam.clipping.outer_product import Factors, Measured, OuterProductSum, measured_by_grams
+from dp_microadam.clipping.outer_product import PIECE_GPU, Factors, Measured, OuterProductSum, measured_by_grams
 from dp_microadam.clipping.rule import GradientRows, LayerCall, LayerRule, PartsCall, UnchangedInput, at_least_float32, folded
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -71,16 +73,10 @@ class ConvolutionFactors(Factors):
 
     def per_example(self, rows: slice | Tensor) -> Tensor:
         inputs, deltas = self.inputs[rows], self.deltas[rows]
-        count = len(inputs)
-        outputs, *filter_shape = self.geometry.weight_shape
-        gradients = weight_gradient(
-            inputs.reshape(1, -1, *inputs.shape[2:]),
-            deltas.reshape(1, -1, *deltas.shape[2:]),
-            (count * outputs, *filter_shape),
-            self.geometry,
-            count * self.geometry.groups,
-        )
-        return gradients.view(count, outputs, *filter_shape)
+        shapes = convolution_shapes(self.geometry, inputs.shape[1:], inputs.element_size())
+        if forms_by_patches(shapes, costs_on(inputs.device.type)):
+            return gradients_from_patches(inputs, deltas, self.geometry)
+        return gradients_in_groups(inputs, deltas, self.geometry)
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         scaled = self.deltas * coefficients.view(-1, *[1] * (self.deltas.dim() - 1))
@@ -138,10 +134,48 @@ class ConvolutionFactors(Factors):
         return [slice(b, b + (n - 1) * s + 1, s) for b, n, s in zip(starts, lengths, steps, strict=True)]
 
 
+def as_one_image(images: Tensor) -> Tensor:
+    """(1, B·channels, *image); copied if channels come last.
+
+    By way of one dimension, since a channels-last image of one pixel would keep strides that torch takes for channels-last.
+    """
+    return images.reshape(-1).view(1, -1, *images.shape[2:])
+
+
 def grams_of(images: Tensor) -> Tensor:
     """Products of all pairs of pixels, (B, pixels, pixels)."""
     flat = images.flatten(2)
     return flat.transpose(1, 2) @ flat
+
+
+def gradients_in_groups(inputs: Tensor, deltas: Tensor, geometry: Geometry) -> Tensor:
+    """gᵢ of every example, (B, *weight shape), by the library's weight gradient with one group per example."""
+    count = len(inputs)
+    outputs, *filter_shape = geometry.weight_shape
+    gradients = weight_gradient(
+        as_one_image(inputs), as_one_image(deltas), (count * outputs, *filter_shape), geometry, count * geometry.groups
+    )
+    return gradients.view(count, outputs, *filter_shape)
+
+
+def gradients_from_patches(inputs: Tensor, deltas: Tensor, geometry: Geometry) -> Tensor:
+    """gᵢ of every example, (B, *weight shape), as batched products of output gradients and copied patches."""
+    margins = [side for margin in reversed(geometry.padding) for side in (margin, margin)]
+    images = F.pad(inputs, margins) if any(margins) else inputs
+    count, positions, groups = len(images), deltas.shape[2:], geometry.groups
+    steps = [step * stride for step, stride in zip(images.stride()[2:], geometry.stride, strict=True)]
+    reaches = [step * dilation for step, dilation in zip(images.stride()[2:], geometry.dilation, strict=True)]
+    seen = images.as_strided(
+        (count, images.shape[1], *geometry.kernel, *positions),
+        (*images.stride()[:2], *reaches, *steps),
+        images.storage_offset(),
+    )
+    at_once = max(1, PIECE_GPU // max(1, seen[0].numel()))  # patches overlap: they take more memory than their image
+    found = []
+    for part, own in zip(seen.split(at_once), deltas.split(at_once), strict=True):
+        patches = part.reshape(len(part) * groups, -1, prod(positions))
+        found.append(own.reshape(len(own) * groups, -1, prod(positions)) @ patches.transpose(1, 2))
+    return torch.cat(found).view(count, *geometry.weight_shape)
 
 
 def weight_gradient(inputs: Tensor, deltas: Tensor, shape: tuple[int, ...], geometry: Geometry, groups: int) -> Tensor:
@@ -193,7 +227,7 @@ class ConvolutionCall(PartsCall):
             factors, strategy = self._rule.factors_and_strategy(self._inputs.read(), deltas, self.rows_per_example)
             self.parts["weight"] = OuterProductSum(factors, strategy)
         del self._inputs
-        return torch.stack([part.squared_norms() for part in self.parts.values()]).sum(0)
+        return self.norms_of_parts()
 
     def per_example(self, output_gradient: Tensor, examples: slice) -> Mapping[str, Tensor]:
         rows = self.rows(examples)
@@ -229,7 +263,7 @@ class ConvolutionRule(LayerRule):
     def choose(self, image_shape: torch.Size) -> str:
         """The strategy for an input of this shape, without the batch and with the margins that are padded beforehand."""
         shapes = convolution_shapes(geometry_of(self.module)[0], image_shape, self.module.weight.element_size())
-        self.estimate = choose(shapes, self.forced_strategy)
+        self.estimate = choose(shapes, self.forced_strategy, costs_on(self.module.weight.device.type))
         return self.estimate.strategy
 
 
@@ -239,13 +273,14 @@ def convolution_shapes(geometry: Geometry, image_shape: torch.Size, itemsize: in
     padded = [n + 2 * p for n, p in zip(image, geometry.padding, strict=True)]
     reach = [d * (k - 1) for d, k in zip(geometry.dilation, geometry.kernel, strict=True)]
     positions = prod((n - r - 1) // s + 1 for n, r, s in zip(padded, reach, geometry.stride, strict=True))
-    weights, outputs = prod(geometry.weight_shape), geometry.weight_shape[0]
+    weights, outputs, taps = prod(geometry.weight_shape), geometry.weight_shape[0], prod(geometry.kernel)
     if all(step == 1 for step in geometry.stride):
         pixels = prod(image)
         input_gram, passes = pixels**2 * channels, sum(geometry.kernel) * pixels**2
+        launches = 9 + sum(1 + length for length in geometry.kernel)
     else:
-        taps = prod(geometry.kernel)
         input_gram, passes = positions**2 * channels * taps, positions * channels * taps
+        launches = 9 + 2 * taps
     return Shapes(
         weights=weights,
         activations=prod(image_shape) + positions * outputs,
@@ -253,4 +288,6 @@ def convolution_shapes(geometry: Geometry, image_shape: torch.Size, itemsize: in
         gram=float(input_gram + positions**2 * outputs),
         gram_passes=float(passes * geometry.groups),
         itemsize=itemsize,
+        patches=float(positions * channels * taps),
+        gram_launches=launches,
     )

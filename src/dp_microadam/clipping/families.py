@@ -71,7 +71,7 @@ def rule_class(module: nn.Module) -> type[LayerRule] | None:
     return None
 
 
-def observe(model: nn.Module, strategy: str | None) -> Observed:
+def observe(model: nn.Module, strategy: str | None, tensor_cores: bool = False) -> Observed:
     """What is to be observed of a model: rules of layers, and every trainable parameter with the modules that hold it."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     name_of = {id(parameter): name for name, parameter in parameters.items()}
@@ -86,6 +86,7 @@ def observe(model: nn.Module, strategy: str | None) -> Observed:
         if own and family is not None:
             rules[name] = family(name, module, tuple(own), strategy)
             rules[name].full_names = own
+            rules[name].tensor_cores = tensor_cores
         if own and isinstance(module, nn.RNNBase):
             recurrent.append(module)
     return Observed(rules, parameters, holders, recurrent, strategy, RowTable(), {})

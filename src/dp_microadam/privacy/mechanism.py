@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -191,34 +191,50 @@ class GaussianMechanism:
         if self._correlation is not None:
             noise = {name: noise[name].to(total.device) for name, total in sums.items()}
             self._correlation.correlate_(noise, step=step)
-        return {name: self._partly_noisy(total.detach(), ranges[name], noise.pop(name)) for name, total in sums.items()}
+        return self._added({name: total.detach() for name, total in sums.items()}, ranges, noise)
 
     def mean(self, noisy_sums: Mapping[str, Tensor], *, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Divide sums that carry all their noise by the expected batch size, in place.
 
         ``like`` are the sums before noise was added; they determine the dtypes of the result.
         """
-        if not self._randomness.secure:
-            return {name: total.div_(self.expected_batch_size) for name, total in noisy_sums.items()}
-        grid = 2.0 ** (math.floor(math.log2(self.noise_multiplier * self.sensitivity)) - _GRID_BITS)
-        return {
-            name: total.div_(grid).round_().mul_(grid).div_(self.expected_batch_size).to(_wide(like[name].dtype))
-            for name, total in noisy_sums.items()
-        }
+        totals = list(noisy_sums.values())
+        if totals and self._randomness.secure:
+            grid = 2.0 ** (math.floor(math.log2(self.noise_multiplier * self.sensitivity)) - _GRID_BITS)
+            torch._foreach_div_(totals, grid)
+            torch._foreach_round_(totals)
+            torch._foreach_mul_(totals, grid)
+        if totals:
+            torch._foreach_div_(totals, self.expected_batch_size)
+        return {name: total.to(_wide(like[name].dtype)) for name, total in noisy_sums.items()}
 
-    def _partly_noisy(self, total: Tensor, own: range, standard: Tensor) -> Tensor:
-        """The sum with noise in the coordinates that are this process' own."""
-        if len(own) == total.numel():
-            return self._noisy(total, standard)
-        noisy = torch.empty(total.shape, dtype=self._dtype(total), device=total.device).copy_(total)
-        part = noisy.view(-1)[own.start : own.stop]
-        part.copy_(self._noisy(part, standard))
-        return noisy
+    def _added(self, sums: Mapping[str, Tensor], ranges: Mapping[str, range], noise: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The sums with noise in the coordinates that are this process' own; the noise is overwritten."""
+        found: dict[str, Tensor] = {}
+        parts = []
+        for name, total in sums.items():
+            own = ranges[name]
+            if len(own) < total.numel():
+                found[name] = torch.empty(total.shape, dtype=self._dtype(total), device=total.device).copy_(total)
+                total = found[name].view(-1)[own.start : own.stop]
+            parts.append(total)
+        for (name, total), part, noisy in zip(sums.items(), parts, self._noisy(parts, list(noise.values())), strict=True):
+            if len(ranges[name]) < total.numel():
+                part.copy_(noisy)
+            else:
+                found[name] = noisy
+        return {name: found[name] for name in sums}
 
-    def _noisy(self, total: Tensor, standard: Tensor) -> Tensor:
-        """total + σS · √share · standard normal, computed in place of the noise."""
+    def _noisy(self, totals: list[Tensor], standard: list[Tensor]) -> list[Tensor]:
+        """total + σS · √share · standard normal of each tensor, computed in place of the noise, all tensors at once."""
         deviation = self.noise_multiplier * self.sensitivity * math.sqrt(self.noise_share)
-        return standard.to(total.device, self._dtype(total)).view(total.shape).mul_(deviation).add_(total)
+        noisy = [
+            one.to(total.device, self._dtype(total)).view(total.shape) for total, one in zip(totals, standard, strict=True)
+        ]
+        if noisy:
+            torch._foreach_mul_(noisy, deviation)
+            torch._foreach_add_(noisy, totals)
+        return noisy
 
     def _dtype(self, total: Tensor) -> torch.dtype:
         return torch.float64 if self._randomness.secure else _wide(total.dtype)
@@ -235,6 +251,16 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _all_finite(sums: Mapping[str, Tensor]) -> bool:
-    flags = [tensor.isfinite().all() for tensor in sums.values()]
-    # Gathered on one device first: one synchronisation with a CUDA device instead of one per tensor.
-    return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
+    totals = list(sums.values())
+    if not totals:
+        return True
+    if all(total.is_cuda for total in totals):
+        # A few kernels for all tensors together instead of several for each. In double, magnitudes of single precision add up
+        # to something finite; one that is not makes the sum infinite or NaN.
+        return bool(_gathered(torch._foreach_norm(totals, 1, dtype=torch.float64)).isfinite().all())
+    return bool(_gathered([total.isfinite().all() for total in totals]).all())
+
+
+def _gathered(numbers: Sequence[Tensor]) -> Tensor:
+    """Numbers on one device, so that looking at them waits for it once and not once per tensor."""
+    return torch.stack([number.to(numbers[0].device) for number in numbers])

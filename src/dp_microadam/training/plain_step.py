@@ -58,7 +58,7 @@ class PlainStep(TrainingStep):
         return "not private: trained without clipping and noise"
 
     @property
-    def delta(self) -> None:
+    def privacy(self) -> None:
         return None
 
     @property

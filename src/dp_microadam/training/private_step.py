@@ -130,8 +130,8 @@ class PrivateStep(TrainingStep):
         return "private" if self.private else "not private: all randomness comes from a fixed seed"
 
     @property
-    def delta(self) -> float:
-        return self.plan.delta
+    def privacy(self) -> PrivacyPlan:
+        return self.plan
 
     @property
     def noise_deviation(self) -> float:

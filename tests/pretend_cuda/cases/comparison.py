@@ -25,23 +25,31 @@ def moved(tree: Any, device: torch.device) -> Any:
     return tree_map(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, tree)
 
 
-def agree(expected: Tensor, found: Tensor, device: torch.device, what: str, tolerance: float = TOLERANCE) -> None:
-    """``found`` is on the device and equals the CPU's value up to rounding; what is not finite is so in both."""
+def agree(
+    expected: Tensor, found: Tensor, device: torch.device, what: str, tolerance: float = TOLERANCE, size: float = 1e-6
+) -> None:
+    """``found`` is on the device and equals the CPU's value up to rounding; what is not finite is so in both.
+
+    Differences are relative to the norm, or to ``size`` if that is larger.
+    """
     placed(found, device, what)
+    tolerance = max(tolerance, TOLERANCE) if tolerance and real_device() else tolerance
     expected, found = expected.detach().double(), found.detach().cpu().double()
     assert expected.shape == found.shape, f"{what} has shape {tuple(found.shape)}, on the CPU {tuple(expected.shape)}"
     assert torch.equal(expected.isfinite(), found.isfinite()), f"{what} is finite elsewhere than on the CPU"
     one, other = expected.nan_to_num(0, 0, 0), found.nan_to_num(0, 0, 0)
     off = float((one - other).norm())
-    assert off <= tolerance * max(float(one.norm()), 1e-6), f"{what} is off by {off} of {float(one.norm())}"
+    assert off <= tolerance * max(float(one.norm()), size), f"{what} is off by {off} of {float(one.norm())}"
 
 
 def all_agree(
     expected: Mapping[str, Tensor], found: Mapping[str, Tensor], device: torch.device, what: str, **options: Any
 ) -> None:
     assert expected.keys() == found.keys(), f"{what}: {expected.keys() ^ found.keys()}"
+    # A part that is nearly zero is a small difference of large numbers.
+    whole = sum(float(value.detach().double().nan_to_num(0, 0, 0).square().sum()) for value in expected.values()) ** 0.5
     for name, value in expected.items():
-        agree(value, found[name], device, f"{what} {name}", **options)
+        agree(value, found[name], device, f"{what} {name}", size=0.01 * whole, **options)
 
 
 def placed(tensor: Tensor, device: torch.device, what: str) -> None:

@@ -6,6 +6,7 @@ import copy
 import io
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from pretend_cuda.cases.comparison import SAME_DRAWS, placed
@@ -26,11 +27,9 @@ def refusals(device: torch.device) -> None:
         "lists": lambda: torch._foreach_add_([here, host], [host, here]),
         **{f"other GPU {tensor.device}": lambda tensor=tensor: here * tensor for tensor in other_gpus},
     }.items():
-        try:
+        with Watch() as watch, suppress(MixedDevices):
             call()
-        except MixedDevices:
-            continue
-        raise AssertionError(f"{name} was not refused")
+        assert watch.refusals, f"{name} was not refused"
     _ = here + torch.tensor(2.0), here * 2, here[torch.tensor([0, 1])], torch.where(here > 0, here, torch.tensor(0.0))
     torch._foreach_add_([here, host], [here, host])
 
@@ -79,7 +78,8 @@ def launches(device: torch.device) -> None:
     assert not watch.launches, watch.launches
     with Watch() as watch:
         _ = here + 1, here @ here, torch.zeros(3, device=device), torch._foreach_mul([here, here], 2.0)
-    assert sum(watch.launches.values()) == 4, watch.launches
+        torch._foreach_mul_([here, here], 2.0)
+    assert watch.launches.total() == 5, watch.launches
 
 
 def lines(device: torch.device) -> None:

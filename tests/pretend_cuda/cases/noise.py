@@ -10,7 +10,7 @@ import torch
 from pretend_cuda.cases.comparison import all_agree, moved, placed
 from pretend_cuda.watch import Watch
 
-from dp_microadam import GaussianMechanism, Randomness
+from dp_microadam import GaussianMechanism, PrivacyError, Randomness
 from dp_microadam.privacy import device_noise, randomness
 from dp_microadam.privacy.chacha import chacha_normals
 
@@ -86,4 +86,37 @@ def without_triton(device: torch.device) -> None:
         assert means[name].ne(total / 10).all(), name
 
 
-CASES = {"seeded": seeded, "drawn there": drawn_there, "without Triton": without_triton}
+def not_finite(device: torch.device) -> None:
+    """One number that is not finite is noticed in any tensor and dtype; the largest finite ones are not refused."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        largest = {"a": torch.zeros(3, dtype=dtype), "b": torch.full((70, 50), torch.finfo(dtype).max, dtype=dtype)}
+        mechanism_of(Randomness.seeded(1)).privatize(moved(largest, device), step=0)
+        for name in largest:
+            for value in (float("nan"), float("inf"), -float("inf")):
+                bad = moved({key: total.clone() for key, total in largest.items()}, device)
+                bad[name].view(-1)[-1] = value
+                try:
+                    mechanism_of(Randomness.seeded(1)).privatize(bad, step=0)
+                except PrivacyError:
+                    continue
+                raise AssertionError(f"{value} in {name} was not refused")
+
+
+def launches(device: torch.device) -> None:
+    """The number of kernels does not grow with the number of tensors, but for what every dtype and memory layout shares."""
+    counts = []
+    for tensors in (2, 20):
+        here = {str(number): torch.zeros(5, device=device) for number in range(tensors)}
+        with Watch() as watch:
+            mechanism_of(Randomness.seeded(1)).privatize(here, step=0)
+        counts.append(sum(watch.launches.values()))
+    assert counts[0] == counts[1] < 10, counts
+
+
+CASES = {
+    "not finite": not_finite,
+    "launches": launches,
+    "seeded": seeded,
+    "drawn there": drawn_there,
+    "without Triton": without_triton,
+}

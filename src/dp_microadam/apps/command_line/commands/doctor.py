@@ -1,4 +1,5 @@
-"""``dp-microadam doctor``: show versions, devices and data sets, and check that clipped gradients are exact on this machine."""
+"""``dp-microadam doctor``: show versions, devices and data sets, check that clipped gradients are exact on this machine, and
+measure which clipping strategies are fast on it."""
 
 from __future__ import annotations
 
@@ -6,11 +7,16 @@ import argparse
 import json
 import os
 import platform
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dp_microadam.apps.experiments.strategy_times import StrategyTimes
 
 _REQUIRED = ("torch", "numpy", "scipy", "dp-accounting", "rich", "safetensors", "tomli-w", "argcomplete")
 _OPTIONAL = {
     "numba": "fast",
+    "triton": "gpu",
     "cryptography": "secure",
     "matplotlib": "plots",
     "pillow": "images",
@@ -31,11 +37,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "doctor",
         help="show versions, devices and data sets, and self-check the clipped gradients",
         description="Show installed versions, devices and data sets, then compare the engine's sums of clipped gradients with "
-        "per-example gradients on random networks. Exit code 1 if they differ.",
-        epilog="example:\n  dp-microadam doctor --seconds 10",
+        "per-example gradients on random networks. Exit code 1 if they differ. On a GPU, and elsewhere with --measure, time "
+        "the clipping strategies on typical layers beside the one that is chosen.",
+        epilog="examples:\n  dp-microadam doctor --seconds 10\n  dp-microadam doctor --measure --out doctor.json",
     )
     parser.add_argument(
         "--seconds", type=float, default=10.0, metavar="S", help="duration of the self-check per device (default: 10)"
+    )
+    parser.add_argument("--measure", action="store_true", help="time clipping strategies on the CPU too, not only on GPUs")
+    parser.add_argument("--batch", type=int, default=64, metavar="N", help="physical batch of those timings (default: 64)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write versions, checks and timings to a file that can be sent"
     )
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     parser.set_defaults(run=run)
@@ -45,6 +57,11 @@ def run(options: argparse.Namespace) -> int:
     from dp_microadam.validation import require_positive
 
     require_positive("seconds", options.seconds)
+    require_positive("batch", options.batch)
+    if options.out:
+        from dp_microadam.apps.experiments.measuring import require_new_file
+
+        require_new_file(options.out)
     report: dict[str, Any] = {"versions": _versions(), "devices": _devices(), "data": _data()}
     if not options.json:
         _print_findings(report)
@@ -54,11 +71,14 @@ def run(options: argparse.Namespace) -> int:
         )
     report["self_check"] = _self_check(options.seconds)
     report["exact"] = all(check["exact"] for check in report["self_check"])
-    if options.json:
-        print(json.dumps(report, ensure_ascii=False))
-    else:
+    if not options.json:
         for check in report["self_check"]:
             print(_verdict(check))
+    report["strategies"] = _measure(options)
+    if options.json:
+        print(json.dumps(report, ensure_ascii=False))
+    if options.out:
+        _write(options.out, report)
     return 0 if report["exact"] else INEXACT
 
 
@@ -101,6 +121,51 @@ def _self_check(seconds: float) -> list[dict[str, Any]]:
 
     checks = [check_exactness(seconds, device["device"]) for device in _devices()]
     return [{**asdict(check), "exact": check.exact} for check in checks]
+
+
+def _measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Timings of clipping strategies, by device."""
+    from dp_microadam.apps.experiments.strategy_times import measure_strategies, summary
+
+    found: dict[str, Any] = {}
+    for device in (one["device"] for one in _devices()):
+        if device == "cpu" and not options.measure:
+            continue
+        if not options.json:
+            print(
+                f"\n{device}: milliseconds of norms and clipped sum of single layers, batch {options.batch}, by strategy",
+                flush=True,
+            )
+        layers = []
+        for times in measure_strategies(device, options.batch):
+            layers.append(times)
+            if not options.json:
+                print(_timing(times), flush=True)
+        found[device] = {**summary(layers), "layers": [times.as_dict() for times in layers]}
+        if not options.json:
+            print(_judgement(device, found[device]))
+    return found
+
+
+def _timing(times: StrategyTimes) -> str:
+    each = "  ".join(f"{name} {taken:8.2f}" for name, taken in times.milliseconds.items())
+    forming = f"  (formed {' '.join(f'{name} {taken:.2f}' for name, taken in times.forming.items())})" if times.forming else ""
+    verdict = "fastest" if times.chosen == times.fastest else f"{times.loss:.2f}× {times.fastest}"
+    return f"{times.layer:36} {each}  chosen {times.chosen}: {verdict}{forming}"
+
+
+def _judgement(device: str, found: dict[str, Any]) -> str:
+    return (
+        f"{device}: the chosen strategy is the fastest for {100 * found['chosen_fastest']:.0f} % of the layers, and at worst "
+        f"takes {found['worst_loss']:.2f} times as long"
+    )
+
+
+def _write(path: Path, report: dict[str, Any]) -> None:
+    from dp_microadam.apps.experiments.measuring import default_device, write_measurements
+
+    kept = ("versions", "devices", "self_check", "exact", "strategies")  # not where data sets are: names of folders are private
+    write_measurements(path, "doctor", default_device(), {key: report[key] for key in kept})
 
 
 def _print_findings(report: dict[str, Any]) -> None:
