@@ -27,7 +27,7 @@ options = st.fixed_dictionaries(
         "quantize": st.booleans(),
         "error_feedback": st.sampled_from([True, True, True, False]),
         "block_size": st.sampled_from([64, 256, 1024, 32_768]),
-        "bucket_size": st.sampled_from([2, 64, 128]),
+        "bucket_size": st.sampled_from([2, 64, 128, 256]),
         "window_dtype": st.sampled_from([torch.bfloat16, torch.float32]),
         "bias_correction": st.sampled_from(["paper", "steady", "window"]),
         "rounding": st.sampled_from(["nearest", "stochastic"]),
