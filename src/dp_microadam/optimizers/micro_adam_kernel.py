@@ -17,26 +17,21 @@ from collections import namedtuple
 import numpy as np
 from numba import carray, njit
 
+from dp_microadam.optimizers.micro_adam_kernel_residual import HALF, ONE, ZERO, accumulate, quantize
+from dp_microadam.optimizers.micro_adam_kernel_selection import LARGEST_MARGIN, mark, select
 from dp_microadam.optimizers.micro_adam_vectors import (
     LANES,
+    LINE,
     MAGNITUDE,
     NARROW,
     add_pair,
     any_above,
-    count_bits,
-    decode,
-    encode_nearest,
-    encode_randomly,
-    extremes,
-    lowest_bit,
     pointer,
     prefetch,
-    reaching,
     step_sizes,
     weigh_exact,
     weigh_short,
 )
-from dp_microadam.optimizers.quantization import _GOLDEN, _MIX_1, _MIX_2, LEVELS
 
 FIELDS = (
     "target",  # addresses: of the flat float32 target and gradient,
@@ -59,19 +54,10 @@ FIELDS = (
 (NUMEL, BLOCK_SIZE, KEPT_FULL, KEPT_LAST, KEPT, STEP, KEY) = range(6, len(FIELDS))
 ERROR_NONE, ERROR_CODES, ERROR_DENSE = 0, 1, 2
 
-HALF, ONE, ZERO, TOP = np.float32(0.5), np.float32(1.0), np.float32(0.0), np.float32(LEVELS)
-GOLDEN, MIX_1, MIX_2 = np.uint64(_GOLDEN), np.uint64(_MIX_1), np.uint64(_MIX_2)
-UNIT_24 = np.float32(2.0**-24)
-SMALLEST_UNIT = np.float32(1e-30)
-SAMPLE_STRIDE = 16
-SMALLEST_MARGIN, LARGEST_MARGIN = 1 << 14, 1 << 21
 MAX_LENGTH = 32_768
 POSITION = np.uint16(MAX_LENGTH - 1)
-LINE = 64
-TOGETHER = 16
+AHEAD = 2048
 
-# Minimum and maximum do not depend on order, and there are no NaNs here: these two flags let the compiler vectorize them.
-ORDER_FREE = {"nnan", "nsz"}
 
 Scratch = namedtuple(
     "Scratch", "values selected magnitudes masks offsets units inverses exact short entries positions sums products steps"
@@ -140,14 +126,14 @@ def step_blocks(rows, scales, low, high, powers, decay, lr, eps, bucket_size, er
                 values, selected = scratch.values[:length], scratch.selected
                 ranges = codes[begin // 2 :], bounds[:, begin // bucket_size :], bucket_size
                 if error == ERROR_CODES:
-                    marked = _accumulate(values, gradient[begin:end], *ranges, floor, scratch)
+                    marked = accumulate(values, gradient[begin:end], *ranges, floor, scratch)
                 else:
                     values[:] = gradient[begin:end]
                     if error == ERROR_DENSE:
                         for j in range(length):
                             values[j] += dense[begin + j]
-                    marked = _mark(values.view(np.uint32), floor, scratch.masks, 0)
-                floor, margin = _select(values, kept, marked, floor, margin, scratch)
+                    marked = mark(values.view(np.uint32), floor, scratch.masks, 0)
+                floor, margin = select(values, kept, marked, floor, margin, scratch)
                 for i in range(kept):
                     indices[slot, kept_before + i] = selected[i]
                 if wide:
@@ -159,7 +145,7 @@ def step_blocks(rows, scales, low, high, powers, decay, lr, eps, bucket_size, er
                     values[selected[i]] = ZERO
                 if error == ERROR_CODES:
                     key = row[KEY] if stochastic else 0
-                    _quantize(values, *ranges, key, begin, row[TARGET] + 4 * begin, scratch)
+                    quantize(values, *ranges, key, begin, row[TARGET] + 4 * begin, scratch)
                 elif error == ERROR_DENSE:
                     dense[begin:end] = values
                 if decay != ONE:
@@ -177,149 +163,6 @@ def step_blocks(rows, scales, low, high, powers, decay, lr, eps, bucket_size, er
         base += numel
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _accumulate(values, gradient, codes, bounds, bucket_size, floor, scratch):
-    """Line 6: gradient plus decoded residual. Marks magnitudes of at least ``floor`` as ``_mark`` does; returns how many."""
-    half = bucket_size // 2
-    to, source, packed = np.int64(values.ctypes.data), np.int64(gradient.ctypes.data), np.int64(codes.ctypes.data)
-    buckets = (len(values) + bucket_size - 1) // bucket_size
-    whole = len(values) // bucket_size if half % LANES == 0 else 0
-    units, lowers = scratch.units[:buckets], bounds[0]
-    for bucket in range(buckets):
-        units[bucket] = (bounds[1, bucket] - lowers[bucket]) / TOP
-    count = 0
-    for bucket in range(whole):
-        for begin in range(bucket * bucket_size, bucket * bucket_size + half, LANES):
-            at = 4 * begin
-            low, high = decode(
-                packed + begin - bucket * half, source + at, to + at, 4 * half, units[bucket], lowers[bucket], floor
-            )
-            scratch.masks[begin // LANES] = low
-            scratch.masks[(begin + half) // LANES] = high
-            count += count_bits(low) + count_bits(high)
-    for bucket in range(whole, buckets):
-        begin = bucket * bucket_size
-        end = min(begin + bucket_size, len(values))
-        _accumulate_bucket(values[begin:end], gradient[begin:end], codes[begin // 2 :], units[bucket], lowers[bucket])
-    return count + _mark(values.view(np.uint32), floor, scratch.masks, whole * bucket_size // LANES)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _accumulate_bucket(values, gradient, codes, unit, lower):
-    half = (len(values) + 1) // 2
-    for j in range(len(values)):
-        code = codes[j] & 15 if j < half else codes[j - half] >> 4
-        values[j] = gradient[j] + (np.float32(code) * unit + lower)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _select(values, kept, count, floor, margin, scratch):
-    """Line 7: positions of the ``kept`` largest magnitudes, ascending, in ``scratch.selected``; ties go to the first.
-
-    ``count`` magnitudes of at least ``floor`` are marked. If these are too few or too many, a sample gives a better floor. The
-    threshold among those marked is exact. Returns a floor that should suit a similar block, and how far below the threshold it
-    is, in units of the last place of a magnitude.
-    """
-    bits = values.view(np.uint32)
-    if not kept <= count <= 8 * kept + LANES:
-        floor = _floor_from_sample(bits, kept, scratch.magnitudes)
-        count = _mark(bits, floor, scratch.masks, 0)
-        if count < kept:
-            floor = np.uint32(0)
-            count = _mark(bits, floor, scratch.masks, 0)
-    selected, magnitudes = scratch.selected, scratch.magnitudes
-    _collect(scratch.masks, len(bits), selected)
-    if count == kept:
-        return floor, margin
-    for i in range(count):
-        magnitudes[i] = bits[np.uint32(selected[i])] & MAGNITUDE
-    threshold = _threshold(magnitudes, count, kept, floor)
-    ties = kept - _count_reaching(magnitudes, count, np.int64(threshold) + 1)
-    found = 0
-    for i in range(count):
-        tied = magnitudes[i] == threshold
-        selected[found] = selected[i]
-        found += np.int64(magnitudes[i] > threshold) | (np.int64(tied) & np.int64(ties > 0))
-        ties -= np.int64(tied)
-    if count > 2 * kept:
-        margin = max(margin // 2, SMALLEST_MARGIN)
-    elif 4 * count < 5 * kept:
-        margin = min(margin * 2, LARGEST_MARGIN)
-    return np.uint32(max(np.int64(threshold) - margin, 0)), margin
-
-
-@njit(nogil=True, cache=True)
-def _mark(bits, floor, masks, first):
-    """Mark magnitudes of at least ``floor``, one bit each, from the ``first`` word of bits on; returns how many."""
-    address = np.int64(bits.ctypes.data)
-    whole = len(bits) // LANES
-    count = 0
-    for word in range(first, whole):
-        mask = reaching(address + 4 * LANES * word, floor)
-        masks[word] = mask
-        count += count_bits(mask)
-    mask = np.uint64(0)
-    for i in range(whole * LANES, len(bits)):
-        mask |= np.uint64((bits[i] & MAGNITUDE) >= floor) << np.uint64(i - whole * LANES)
-    masks[whole] = mask
-    return count + count_bits(mask)
-
-
-@njit(nogil=True, cache=True)
-def _collect(masks, length, selected):
-    """The positions of bits, ascending."""
-    one = np.uint64(1)
-    count = 0
-    for word in range(length // LANES + 1):
-        mask = masks[word]
-        # Mostly there are no more than two: writing them in any case is faster than a wrong guess of how many.
-        for _ in range(2):
-            selected[count] = LANES * word + lowest_bit(mask)
-            count += np.int64(mask != 0)
-            mask &= mask - one
-        while mask != 0:
-            selected[count] = LANES * word + lowest_bit(mask)
-            count += 1
-            mask &= mask - one
-
-
-@njit(nogil=True, cache=True)
-def _floor_from_sample(bits, kept, magnitudes):
-    """A magnitude that very likely at least ``kept`` of ``bits`` reach, and not many more."""
-    samples = len(bits) // SAMPLE_STRIDE
-    wanted = kept * 3 // (2 * SAMPLE_STRIDE) + 8
-    if samples < 2 * wanted:
-        return np.uint32(0)
-    for i in range(samples):
-        magnitudes[i] = bits[i * SAMPLE_STRIDE] & MAGNITUDE
-    return _threshold(magnitudes, samples, wanted, np.uint32(0))
-
-
-@njit(nogil=True, cache=True)
-def _threshold(magnitudes, count, kept, floor):
-    """A level that exactly ``kept`` of ``count`` magnitudes reach; if ties forbid that, the ``kept``-th largest."""
-    low, high = np.int64(floor), np.int64(MAGNITUDE)
-    while high - low > 1:
-        middle = (low + high) // 2
-        reached = _count_reaching(magnitudes, count, middle)
-        if reached == kept:
-            return np.uint32(middle)
-        if reached > kept:
-            low = middle
-        else:
-            high = middle
-    return np.uint32(low)
-
-
-@njit(nogil=True, cache=True)
-def _count_reaching(magnitudes, count, level):
-    level = np.uint32(level)
-    total = np.int32(0)
-    for i in range(count):
-        total += np.int32(magnitudes[i] >= level)
-    return np.int64(total)
-
-
 @njit(nogil=True, cache=True)
 def _write_rounded(values, selected, short):
     """Line 8: the selected values to the nearest bfloat16, ties to even."""
@@ -327,92 +170,6 @@ def _write_rounded(values, selected, short):
     for i in range(len(short)):
         word = bits[selected[i]]
         short[i] = (word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _quantize(values, codes, bounds, bucket_size, key, start, ahead, scratch):
-    """Lines 10–11: bounds and 4-bit codes of every bucket, rounded stochastically if there is a key.
-
-    Brings the block's parameters at address ``ahead`` into cache.
-    """
-    half = bucket_size // 2
-    source, packed = np.int64(values.ctypes.data), np.int64(codes.ctypes.data)
-    offsets, units, inverses = scratch.offsets, scratch.units, scratch.inverses
-    rounding = np.int64(offsets.ctypes.data)
-    buckets = (len(values) + bucket_size - 1) // bucket_size
-    whole = len(values) // bucket_size if half % LANES == 0 else 0
-    # Several buckets at a time, so that the divisions of one do not wait for the comparisons of another.
-    for first in range(0, buckets, TOGETHER):
-        end = min(first + TOGETHER, buckets)
-        for bucket in range(first, end):
-            begin = bucket * bucket_size
-            if bucket < whole:
-                lower, upper = extremes(source + 4 * begin)
-                for more in range(begin + 2 * LANES, begin + bucket_size, 2 * LANES):
-                    other_lower, other_upper = extremes(source + 4 * more)
-                    lower, upper = min(lower, other_lower), max(upper, other_upper)
-            else:
-                lower, upper = _bounds(values[begin : begin + bucket_size])
-            bounds[0, bucket], bounds[1, bucket] = lower, upper
-        for bucket in range(first, end):
-            units[bucket] = (bounds[1, bucket] - bounds[0, bucket]) / TOP
-            inverses[bucket] = ONE / units[bucket]
-        for bucket in range(first, end):
-            begin = bucket * bucket_size
-            size = min(bucket_size, len(values) - begin)
-            for line in range(4 * begin, 4 * (begin + size), LINE):
-                prefetch(ahead + line)
-            if key:
-                _rounding_offsets(key, start + begin, offsets[:size])
-            lower, unit, inverse = bounds[0, bucket], units[bucket], inverses[bucket]
-            doubt = np.uint64(1)
-            if bucket < whole and unit >= SMALLEST_UNIT and lower <= ZERO <= bounds[1, bucket]:
-                doubt = np.uint64(0)
-                for at in range(0, half, LANES):
-                    where, to = source + 4 * (begin + at), packed + begin // 2 + at
-                    if key:
-                        doubt |= encode_randomly(where, rounding + 4 * at, to, 4 * half, inverse, -lower * inverse)
-                    else:
-                        doubt |= encode_nearest(where, to, 4 * half, inverse, HALF - lower * inverse)
-            if doubt:
-                _quantize_bucket(values[begin : begin + size], codes[begin // 2 :], lower, unit, offsets)
-
-
-@njit(nogil=True, cache=True, fastmath=ORDER_FREE)
-def _bounds(values):
-    # Two halves at once, which halves the chain of dependent comparisons.
-    half = len(values) // 2
-    left, right = values[:half], values[half : 2 * half]
-    lower = upper = values[-1]
-    for j in range(half):
-        lower = min(lower, min(left[j], right[j]))
-        upper = max(upper, max(left[j], right[j]))
-    return lower, upper
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _quantize_bucket(values, codes, lower, unit, offsets):
-    half = (len(values) + 1) // 2
-    if unit == ZERO:
-        codes[:half] = 0
-        return
-    for j in range(len(values)):
-        code = np.uint8(np.int32(min((values[j] - lower) / unit + offsets[j], TOP)))
-        if j < half:
-            codes[j] = code
-        else:
-            codes[j - half] |= code << np.uint8(4)
-
-
-@njit(nogil=True, cache=True)
-def _rounding_offsets(key, start, offsets):
-    """The same numbers as ``quantization.rounding_offsets``."""
-    for j in range(len(offsets)):
-        word = np.uint64(start + j + 1) * GOLDEN + np.uint64(key)
-        word = (word ^ (word >> np.uint64(30))) * MIX_1
-        word = (word ^ (word >> np.uint64(27))) * MIX_2
-        word = word ^ (word >> np.uint64(31))
-        offsets[j] = np.float32(word >> np.uint64(40)) * UNIT_24
 
 
 @njit(nogil=True, cache=True)
@@ -447,11 +204,11 @@ def _gather(column, found, ahead, scratch):
         prefetch(ahead + LINE * i)
         position = np.uint16(column[i]) & POSITION
         entry = np.int64(entries[position])
-        new = np.int64(entry == 0)
-        found += new
-        entry = found if new else entry
-        entries[position] = np.uint16(entry)
-        positions[np.uint32(entry)] = position
+        if entry == 0:
+            found += 1
+            entry = found
+            entries[position] = np.uint16(entry)
+            positions[np.uint32(entry)] = position
         add_pair(sums + 8 * entry, products + 8 * i)
     return found
 
@@ -485,6 +242,9 @@ def all_within(rows, low, high, limit):
             address = rows[number, GRADIENT] + 4 * begin
             quarter = (end - begin) // (4 * LANES) * LANES
             for at in range(address, address + 4 * quarter, 4 * LANES):
+                for stream in range(4):
+                    for line in range(0, 4 * LANES, LINE):
+                        prefetch(at + 4 * quarter * stream + AHEAD + line)
                 above |= any_above(at, at + 4 * quarter, at + 8 * quarter, at + 12 * quarter, limit)
             rest = carray(pointer(address + 16 * quarter), (end - begin - 4 * quarter,), np.uint32)
             for i in range(len(rest)):

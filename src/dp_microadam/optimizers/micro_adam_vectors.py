@@ -19,6 +19,9 @@ from numba.extending import intrinsic
 LANES = 64
 """Coordinates per half bucket that a function takes; also the bits of a mask."""
 
+LINE = 64
+"""Bytes of a cache line."""
+
 NARROW = 16
 """Entries of the window that a function takes."""
 
