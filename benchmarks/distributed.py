@@ -11,8 +11,8 @@ not see waiting.
 
 With ``--device cuda`` each process has a GPU of its own; it takes two. Traffic between GPUs does not pass the loopback.
 
-Traffic is what the loopback's own counter says. The parts that do not shrink with more processes (noise, optimizer, messages,
-ledger) are timed alone; the projection adds them up for more processes than there are here, by the assumptions it prints.
+Traffic is what the loopback's own counter says. What every process does beside its examples (noise, optimizer, messages,
+ledger) is timed alone; the projection adds it up for more processes than there are here, by the assumptions it prints.
 """
 
 from __future__ import annotations
@@ -103,12 +103,12 @@ def train(folder: Path, batch: int, physical_batch: int, steps: int, device: str
 
 
 def alone(rounds: int, device: str) -> dict[str, float]:
-    """Seconds of what does not shrink with more processes, on one thread."""
+    """Seconds of what a process does beside its examples, on one thread."""
     torch.manual_seed(0)
     model = wide_resnet(depth=16, width=4).to(device)
     size = sum(param.numel() for param in model.parameters())
     sums = {name: torch.zeros_like(param) for name, param in model.named_parameters()}
-    mechanism = GaussianMechanism(1.0, 1.0, 64, noise_share=0.5, randomness=Randomness.from_entropy())
+    mechanism = GaussianMechanism(1.0, 1.0, 64, randomness=Randomness.from_entropy())
     optimizer = MicroAdam(model.parameters())
     plan = PrivacyPlan.solve(dataset_size=1000, batch_size=10, delta=1e-5, noise_multiplier=1.0, steps=10_000)
     settings = RunSettings(private=True, randomness="", sensitivity=1.0)
@@ -191,11 +191,12 @@ def project(alone: dict[str, float]) -> dict[str, dict[int, dict[str, float]]]:
         found[name] = {}
         for size in SIZES:
             hops = math.ceil(math.log2(size)) if size > 1 else 0
-            drawn = parameters * alone["noise, per number"] / ASSUMED["cores that draw noise, per GPU"]
+            # Each process draws the noise of its own slice, on its own cores.
+            drawn = parameters / size * alone["noise, per number"] / ASSUMED["cores that draw noise, per GPU"]
             found[name][size] = {
                 "forward, backward, clipping": batch / size * per_example,
                 "waiting for the largest part": _largest_of(size) * math.sqrt(batch / size) * per_example,
-                "noise": drawn + 4 * parameters / ASSUMED["bytes/s from CPU to GPU"],
+                "noise": drawn + 4 * parameters / size / ASSUMED["bytes/s from CPU to GPU"],
                 "reduction": 2 * (size - 1) / size * 4 * parameters / ASSUMED["bytes/s between GPUs, each way"]
                 + 2 * (size - 1) * ASSUMED["seconds per hop of a reduction"],
                 # About 20 bytes are read and written per parameter: weights, gradient, state, average.
@@ -228,7 +229,7 @@ def show(report: dict[str, Any], projected: dict[str, dict[int, dict[str, float]
         parameters = MODELS[model][0]
         # Weights, clipped sums, noisy gradient and weight average in float32; MicroAdam's state.
         print(
-            f"\nper GPU {17 * parameters / 1e9:.1f} GB beside activations, per process {4 * parameters / 1e9:.1f} GB of noise"
+            f"\nper GPU {17 * parameters / 1e9:.1f} GB beside activations, hosts {4 * parameters / 1e9:.1f} GB of noise in all"
         )
         sent = ", ".join(f"{size}: {2 * (size - 1) / size * 4 * parameters / 1e9:.2f}" for size in sizes)
         print(f"GB sent per GPU and step, by GPUs: {sent}")

@@ -47,7 +47,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object], float]] = {
     "dp-adamw": ("dp-adamw", {}, 1e-3),
     "dp-adambc": ("dp-adambc", {}, 1e-3),
     f"{STP}, Adam": (STP, {}, 3e-3),
-    f"{STP}, MicroAdam": (STP, {"behind": "microadam"}, 1e-2),
+    f"{STP}, MicroAdam": (STP, {"base_optimizer": "microadam"}, 1e-2),
     f"{STP}, delayed": (STP, {"source": "delayed", "interval": 20, "rate_ratio": 0.025}, 4.0),
     f"{STP}, public": (STP, {"source": "public", "public": 540}, 2.0),
     "dp-bitfit": ("dp-bitfit", {}, 0.5),

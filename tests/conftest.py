@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+# Before anything imports Triton: its kernels then run in its interpreter, on CPU tensors.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 @pytest.fixture(scope="session")
 def start_group():

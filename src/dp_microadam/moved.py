@@ -18,6 +18,7 @@ _NEW_NAMES = {
     "dp_microadam.audit": "dp_microadam.apps.audit",
     "dp_microadam.experiments": "dp_microadam.apps.experiments",
     "dp_microadam.theory": "dp_microadam.apps.theory",
+    "dp_microadam.training.procedure": "dp_microadam.training.deprecated",
 }
 
 

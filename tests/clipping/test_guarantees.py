@@ -288,6 +288,6 @@ def test_saturated_examples_of_a_linear_layer_need_not_be_formed_one_by_one(scal
     torch.manual_seed(0)
     inputs, deltas = 1e3 * torch.randn(20, 1, 30), scale * torch.randn(20, 1, 10)
     measured = LinearFactors(inputs, deltas).ghost()
-    assert not bool(measured.doubtful().any())
+    assert measured.least is None
     squares = inputs.double().square().sum((1, 2)) * deltas.double().square().sum((1, 2))
     torch.testing.assert_close(measured.norms.double(), squares, rtol=1e-6, atol=torch.finfo(torch.float32).tiny)

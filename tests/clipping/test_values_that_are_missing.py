@@ -384,7 +384,7 @@ class Experts(nn.Module):
 def test_a_capacity_is_found_in_large_batches_whatever_the_seed(count):
     model = Experts()
     engine = ClippedGradients(model, cross_entropy, max_grad_norm=1.0)
-    observed = engine._checked_model(features(3))  # no expert has more than it can take
+    observed = engine._checked_model(features(3), 3)  # no expert has more than it can take
     for seed in range(100):
         torch.manual_seed(seed)
         model.router.reset_parameters()

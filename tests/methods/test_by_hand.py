@@ -162,7 +162,7 @@ def test_scale_then_privatize_with_adam(check, private):
 @with_and_without_privacy
 def test_scale_then_privatize_with_microadam(check, private):
     # MicroAdam at full density, without error and with a long window: its moments are sums over all rows so far.
-    options = {"behind": "microadam", "density": 1.0, "window": 10, "window_dtype": torch.float32}
+    options = {"base_optimizer": "microadam", "density": 1.0, "window": 10, "window_dtype": torch.float32}
     check(
         lambda model: scale_then_privatize(model, lr=LR, scale_eps=0.05, **options),
         adam_on_scaled_gradients(steps=3, eps=0.05),
@@ -173,8 +173,8 @@ def test_scale_then_privatize_with_microadam(check, private):
 
 
 @with_and_without_privacy
-@pytest.mark.parametrize("behind", ["sgd", "adam"])
-def test_scale_then_privatize_delayed_is_dp_squared(check, private, behind):
+@pytest.mark.parametrize("base_optimizer", ["sgd", "adam"])
+def test_scale_then_privatize_delayed_is_dp_squared(check, private, base_optimizer):
     # Stretches of two steps. Scaled ones clip to 0.5·C and step with 0.1·lr; the second plain stretch updates v once more.
     eps, gamma, norm_ratio, rate_ratio = 0.1, 0.8, 0.5, 0.1
 
@@ -193,8 +193,8 @@ def test_scale_then_privatize_delayed_is_dp_squared(check, private, behind):
             answers = problem.mean(step, {name: factor / ratio for name, factor in scale.items()})
             for name, answer in answers.items():
                 scaled = ratio * answer
-                direction = scaled if behind == "sgd" else scaled / scale[name]
-                if behind == "adam":
+                direction = scaled if base_optimizer == "sgd" else scaled / scale[name]
+                if base_optimizer == "adam":
                     first, second = moments[name].take(direction)
                     direction = first / (np.sqrt(second) + 1e-8)
                 problem.weights[name] -= LR * (1.0 if plain else rate_ratio) * direction
@@ -206,7 +206,7 @@ def test_scale_then_privatize_delayed_is_dp_squared(check, private, behind):
 
     options = {"scale_eps": eps, "interval": 2, "decay": gamma, "norm_ratio": norm_ratio, "rate_ratio": rate_ratio}
     check(
-        lambda model: scale_then_privatize(model, lr=LR, source="delayed", behind=behind, **options),
+        lambda model: scale_then_privatize(model, lr=LR, source="delayed", base_optimizer=base_optimizer, **options),
         by_hand,
         steps=7,
         private=private,
@@ -214,8 +214,8 @@ def test_scale_then_privatize_delayed_is_dp_squared(check, private, behind):
 
 
 @with_and_without_privacy
-@pytest.mark.parametrize("behind", ["sgd", "adam"])
-def test_scale_then_privatize_public_is_adadps(check, hand, private, behind):
+@pytest.mark.parametrize("base_optimizer", ["sgd", "adam"])
+def test_scale_then_privatize_public_is_adadps(check, hand, private, base_optimizer):
     # Five public examples in batches of two: two, two, one, and again.
     eps, gamma = 0.2, 0.7
     public = hand.examples(5, seed=9)
@@ -232,7 +232,7 @@ def test_scale_then_privatize_public_is_adadps(check, hand, private, behind):
             scale = {name: 1 / (np.sqrt(value) + eps) for name, value in variance.items()}
             for name, scaled in problem.mean(step, scale).items():
                 direction = scaled
-                if behind == "adam":
+                if base_optimizer == "adam":
                     first, second = moments[name].take(scaled / scale[name])
                     direction = first / (np.sqrt(second) + 1e-8)
                 problem.weights[name] -= LR * direction
@@ -240,7 +240,7 @@ def test_scale_then_privatize_public_is_adadps(check, hand, private, behind):
     given = PublicExamples(public, hand.half_squared_error, batch_size=2)
     check(
         lambda model: scale_then_privatize(
-            model, lr=LR, source="public", public=given, behind=behind, scale_eps=eps, decay=gamma
+            model, lr=LR, source="public", public=given, base_optimizer=base_optimizer, scale_eps=eps, decay=gamma
         ),
         by_hand,
         steps=4,

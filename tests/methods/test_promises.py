@@ -29,14 +29,16 @@ def keep_received(run):
     return received
 
 
-@pytest.mark.parametrize("behind", ["adam", "microadam"])
-def test_the_sensitivity_is_the_bound_in_the_scaled_space(hand, tmp_path, behind):
+@pytest.mark.parametrize("base_optimizer", ["adam", "microadam"])
+def test_the_sensitivity_is_the_bound_in_the_scaled_space(hand, tmp_path, base_optimizer):
     """The worst example there is, beside none: the sums that noise is added to differ by C, and never by more.
 
     Its gradient is scaled up to 1e9 along whatever direction the scale magnifies most; without scaling before the clip it would
     move the unscaled sum by C·s, a hundred times the noise's unit.
     """
-    run = hand.train(lambda model: scale_then_privatize(model, lr=0.1, behind=behind), tmp_path / "run", steps=6)
+    run = hand.train(
+        lambda model: scale_then_privatize(model, lr=0.1, base_optimizer=base_optimizer), tmp_path / "run", steps=6
+    )
     run.trainer.fit(run.data)
     scale = run.method.scale()
     assert scale.keys() == set(hand.names)
@@ -112,13 +114,13 @@ def test_selection_sees_only_noisy_scores(hand, tmp_path, scores):
     assert len(choices) > 1
 
 
-@pytest.mark.parametrize("behind", ["sgd", "adamw", "microadam"])
-def test_unselected_rows_receive_no_noise_and_do_not_move(hand, tmp_path, behind):
+@pytest.mark.parametrize("base_optimizer", ["sgd", "adamw", "microadam"])
+def test_unselected_rows_receive_no_noise_and_do_not_move(hand, tmp_path, base_optimizer):
     """Neither momentum, nor weight decay, nor an error carried along moves them: they end bit for bit where they began."""
-    options = {"weight_decay": 0.1, **({"density": 0.5} if behind == "microadam" else {})}
+    options = {"weight_decay": 0.1, **({"density": 0.5} if base_optimizer == "microadam" else {})}
     weights = []
     run = hand.train(
-        lambda model: sparta(model, lr=0.1, keep=0.3, behind=behind, **options),
+        lambda model: sparta(model, lr=0.1, keep=0.3, base_optimizer=base_optimizer, **options),
         tmp_path / "run",
         steps=12,
         callbacks=[lambda report: weights.append(run.model[0].weight.detach().clone())],

@@ -1,5 +1,7 @@
 """Settings a method cannot use are refused in one sentence, before any example is used or anything is written."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from dp_microadam import InputError, PrivacyPlan, PrivateTrainer
 from dp_microadam.apps.command_line.cli import main
+from dp_microadam.apps.recipes.recipe import load_recipe
 from dp_microadam.methods import PublicExamples, dp_bitfit, dp_sgd, scale_then_privatize, sparta
 from dp_microadam.methods.registry import build
 
@@ -26,13 +29,16 @@ PUBLIC = PublicExamples(torch.zeros(1, 2), lambda model, batch: model(batch).sum
         (["method=sparta", "optimizer.scoring_epochs=100"], "steps is 12; sparta's first phase takes 2 and scoring"),
         (["method=sparta", "optimizer.head=nothing"], "head is 'nothing'; it must name a module"),
         (["method=sparta", "optimizer.betas=[0.9,0.99]"], "sgd does not accept"),
-        (["method=dp-bitfit", "optimizer.behind=lion"], "behind is 'lion'"),
+        (["method=dp-bitfit", "optimizer.base_optimizer=lion"], "base_optimizer is 'lion'"),
         (["method=dp-adam", "optimizer.momentum=0.9"], "optimizer.momentum = 0.9 is unknown"),
         (["method=dp-adam", "optimizer.betas=[2.0,0.9]"], "adam does not accept betas"),
         (["method=dp-adambc", "optimizer.floor=0"], "floor is 0; it must be a finite number above 0"),
         (["method=dp-adambc", "optimizer.noise_variance=1"], "optimizer.noise_variance = 1 is unknown"),
         (["method=scale-then-privatize", "optimizer.source=psychic"], "source is 'psychic'"),
-        (["method=scale-then-privatize", "optimizer.behind=sgd"], "behind is 'sgd', which estimates no second moment"),
+        (
+            ["method=scale-then-privatize", "optimizer.base_optimizer=sgd"],
+            "base_optimizer is 'sgd', which estimates no second moment",
+        ),
         (["method=scale-then-privatize", "optimizer.scale_eps=0"], "scale_eps is 0"),
         (["method=scale-then-privatize", "optimizer.source=delayed", "optimizer.interval=0"], "interval is 0"),
         (
@@ -197,3 +203,11 @@ def test_options_of_another_optimizer_are_refused():
         build("scale-then-privatize", NETWORK, 0.1, {"density": 0.1})
     with pytest.raises(InputError, match="method is 'dp-lion'; it must be one of 'dp-microadam'"):
         build("dp-lion", NETWORK, 0.1, {})
+
+
+def test_the_old_name_of_the_base_optimizer_still_works():
+    with pytest.deprecated_call(match="pass base_optimizer="):
+        method = dp_bitfit(copy.deepcopy(NETWORK), behind="adamw")
+    assert isinstance(method.optimizer, torch.optim.AdamW)
+    old = load_recipe("demo", ["method=dp-bitfit", "optimizer.behind=adamw"])
+    assert old.optimizer == {"base_optimizer": "adamw"}

@@ -147,10 +147,11 @@ def by_sorting(values, kept):
     st.integers(1, 9000),
     st.sampled_from([0.0, 0.01, 0.2, 1.0]),
     st.sampled_from(["normal", "ties", "zeros", "signed zeros", "every 16th", "tiny", "huge", "one exponent"]),
+    st.sampled_from([0.0, 0.5, 2.0, 3.0, 1e30]),
     st.integers(0, 2**20),
 )
-def test_the_kernel_selects_the_largest_magnitudes(length, density, kind, seed):
-    from dp_microadam.optimizers.micro_adam_kernel import _select
+def test_the_kernel_selects_the_largest_magnitudes(length, density, kind, guess, seed):
+    from dp_microadam.optimizers.micro_adam_kernel import LARGEST_MARGIN, _mark, _select, new_scratch
 
     rng = np.random.default_rng(seed)
     values = rng.standard_normal(length).astype(np.float32)
@@ -169,9 +170,12 @@ def test_the_kernel_selects_the_largest_magnitudes(length, density, kind, seed):
     elif kind == "one exponent":
         values = (1.0 + np.abs(values) % 1e-4).astype(np.float32)
     kept = max(1, math.ceil(density * length))
-    selected = np.empty(32_768, np.int32)
-    _select(values.copy(), kept, selected, np.zeros(32_768, np.uint8))
-    chosen = selected[:kept]
+    # The floor that an earlier block suggests may fit, or let through far too many or too few.
+    scratch, floor = new_scratch(), np.float32(guess).view(np.uint32)
+    marked = _mark(values.view(np.uint32), floor, scratch.masks, 0)
+    assert marked == (np.abs(values) >= guess).sum()
+    _select(values.copy(), kept, marked, floor, LARGEST_MARGIN, scratch)
+    chosen = scratch.selected[:kept]
     assert (np.diff(chosen) > 0).all()
     assert np.array_equal(np.sort(np.abs(values[chosen]))[::-1], by_sorting(values, kept))
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import examples
 
-from dp_microadam import InputError, PrivacyError, PrivacyLedger, PrivacyPlan
+from dp_microadam import InputError, PrivacyError, PrivacyLedger, PrivacyPlan, Randomness
 from dp_microadam.privacy.accounting import SubsampledGaussian, epsilon
 from dp_microadam.privacy.ledger import LEDGER_NAME, RunSettings, read_ledger, spent_together, write_past_steps
 
@@ -520,6 +520,15 @@ def test_a_different_sensitivity_is_refused(tmp_path):
     doubled = RunSettings(private=True, randomness=SETTINGS.randomness, sensitivity=2.0)
     with pytest.raises(PrivacyError, match=r"began with settings sensitivity = 1\.0"):
         PrivacyLedger.resume(tmp_path, PLAN, doubled, position=1)
+
+
+def test_a_secure_run_of_a_version_that_drew_on_the_cpu_only_goes_on(tmp_path):
+    before = RunSettings(private=True, randomness="operating system's entropy, AES-256 in counter mode", sensitivity=1.0)
+    PrivacyLedger.create(tmp_path, PLAN, before).close()
+    source = Randomness.from_entropy(secure=True)
+    now = RunSettings(private=True, randomness=source.description, sensitivity=1.0)
+    with PrivacyLedger.resume(tmp_path, PLAN, now, position=0) as ledger:
+        assert ledger.record_step() == 0
 
 
 def test_the_ledger_never_records_more_than_the_plan(tmp_path):

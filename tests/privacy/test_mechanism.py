@@ -1,11 +1,17 @@
 """The Gaussian mechanism. False-alarm rates of the statistical tests are below 1e-6."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
+from thoroughness import examples
 
 from dp_microadam import GaussianMechanism, InputError, PrivacyError, PrivacyPlan, Randomness
+from dp_microadam.privacy.white_noise import noise_ranges
 
 ALARM = 1e-7
 ZEROS = {"weight": torch.zeros(1000, 500), "bias": torch.zeros(77)}
@@ -26,9 +32,9 @@ def test_noise_has_deviation_sigma_times_sensitivity_over_the_expected_batch(sec
 def test_the_sum_is_divided_by_the_expected_batch_size_never_by_the_realised_one(secure):
     """With the same seed, two different sums differ after the mechanism by exactly their difference over B."""
     means = []
-    for examples in (3, 300):
+    for count in (3, 300):
         mechanism = GaussianMechanism(2.0, 1.0, 100, randomness=Randomness.seeded(1, secure=secure))
-        means.append(mechanism.privatize({"w": torch.full((50,), float(examples), dtype=torch.float64)}, step=0)["w"])
+        means.append(mechanism.privatize({"w": torch.full((50,), float(count), dtype=torch.float64)}, step=0)["w"])
     expected = torch.full((50,), 297 / 100, dtype=torch.float64)
     torch.testing.assert_close(means[1] - means[0], expected, rtol=1e-12 if not secure else 1e-7, atol=0)
 
@@ -144,6 +150,57 @@ def test_a_share_of_the_noise_alone_is_refused_as_protection():
     mechanism = GaussianMechanism(1.0, 1.0, 10, noise_share=0.5)
     with pytest.raises(PrivacyError, match=r"noise_share is 0\.5, so the noise of one process does not protect a sum"):
         mechanism.privatize(ZEROS, step=0)
+
+
+def slice_of(rank, size, count):
+    return range(count * rank // size, count * (rank + 1) // size)
+
+
+@examples(40)
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=5), st.integers(1, 6), st.randoms())
+def test_slices_of_the_noise_divide_the_coordinates_whatever_the_order_of_tensors(sizes, size, shuffled):
+    sums = {f"tensor {number}": torch.zeros(count) for number, count in enumerate(sizes)}
+    covered = {name: [] for name in sums}
+    for rank in range(size):
+        names = list(sums)
+        shuffled.shuffle(names)
+        own = noise_ranges({name: sums[name] for name in names}, partial(slice_of, rank, size))
+        assert sum(map(len, own.values())) <= -(-sum(sizes) // size)
+        for name in sums:
+            covered[name] += own[name]
+    assert covered == {name: list(range(total.numel())) for name, total in sums.items()}
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_noise_in_slices_is_that_of_one_process_and_elsewhere_the_sum_stays(secure):
+    sums = {"b": torch.randn(40, 30).t(), "a": torch.randn(777), "c": torch.randn(5), "none": torch.zeros(0)}
+    deviation = 3.0 * 0.5
+    noisy = [
+        GaussianMechanism(
+            3.0, 0.5, 16, noise_slice=partial(slice_of, rank, 3), randomness=Randomness.from_entropy(secure=secure)
+        ).add_noise(sums, step=0)
+        for rank in range(3)
+    ]
+    drawn = []
+    for name, total in sums.items():
+        added = torch.stack([one[name].double() - total.double() for one in noisy])
+        assert added.shape[1:] == total.shape
+        assert added.ne(0).sum(0).eq(1).all(), "each coordinate has noise from one rank and from no other"
+        drawn.append(added.sum(0).flatten() / deviation)
+    assert stats.kstest(torch.cat(drawn).numpy(), "norm").pvalue > ALARM
+
+
+def test_noise_in_a_slice_alone_is_refused_as_protection():
+    mechanism = GaussianMechanism(1.0, 1.0, 10, noise_slice=lambda count: range(count - 1))
+    with pytest.raises(PrivacyError, match="noise_slice leaves coordinates without noise"):
+        mechanism.privatize(ZEROS, step=0)
+
+
+@pytest.mark.parametrize("own", [range(1, 0), range(-1, 4), range(6), range(0, 4, 2)])
+def test_a_slice_of_other_coordinates_than_there_are_is_refused(own):
+    mechanism = GaussianMechanism(1.0, 1.0, 10, noise_slice=lambda count: own)
+    with pytest.raises(PrivacyError, match="noise_slice gave"):
+        mechanism.add_noise({"w": torch.zeros(5)}, step=0)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])

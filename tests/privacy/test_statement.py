@@ -104,5 +104,5 @@ def test_the_statement_names_the_number_of_processes_and_that_they_trust_each_ot
     assert report["processes"] == {"2": 2, "3": 1}
     assert report["epsilon"] == PLAN.epsilon_after(4)
     words = statement_in_words(report)
-    assert "1 steps by 1; 2 steps by 2; 1 steps by 3, each with its share of the examples and of the noise variance" in words
+    assert "1 steps by 1; 2 steps by 2; 1 steps by 3, each with its share of the examples and of the noise" in words
     assert "they trust each other" in words

@@ -99,12 +99,12 @@ def clipped_sum(ranks, count=23):
 
 
 class Watched(PrivateTrainer):
-    """Keeps what its process sends to the others, and how many steps the ledger had before anything was drawn."""
+    """Keeps what its process sends to the others, how much noise it draws, and how many steps the ledger had before that."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self.sent, self.recorded = [], []
-        sums, add_noise = self.step._sums, self.step._mechanism.add_noise
+        self.sent, self.recorded, self.drawn = [], [], []
+        sums, add_noise, normals_for = self.step._sums, self.step._mechanism.add_noise, self.step._randomness.normals_for
 
         def watched_sums(index):
             self.recorded.append(read_ledger(self.record.path).steps)
@@ -115,12 +115,17 @@ class Watched(PrivateTrainer):
             self.sent.append({name: total.clone() for name, total in noisy.items()})
             return noisy
 
+        def watched_normals(counts, step, dtype):
+            self.drawn.append(sum(counts.values()))
+            return normals_for(counts, step, dtype)
+
+        self.step._randomness.normals_for = watched_normals
         self.step._sums, self.step._mechanism.add_noise = watched_sums, watched_noise
 
 
 def noise_of_two_steps(folder, ranks, secure):
-    """A loss without gradient: what is sent and what is published is noise."""
-    model = nn.Linear(300, 300)
+    """A loss without gradient: what is sent and what is published is noise, of 90,601 coordinates."""
+    model = nn.Linear(300, 301)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     trainer = trainer_of(
         folder / f"noise-{secure}",
@@ -131,11 +136,17 @@ def noise_of_two_steps(folder, ranks, secure):
         loss=lambda model, batch: model(batch[0]).sum(1) * 0.0,
         secure=secure,
     )
-    weights = [model.weight.detach().double().clone()]
-    trainer.callbacks = (lambda report: weights.append(model.weight.detach().double().clone()),)
+    weights = [flattened(model.state_dict())]
+    trainer.callbacks = (lambda report: weights.append(flattened(model.state_dict())),)
     trainer.fit((torch.ones(EXAMPLES, 300), torch.zeros(EXAMPLES)))
     published = [(before - after) * 16 for before, after in pairwise(weights)]
-    return {"sent": [sums["weight"].double() for sums in trainer.sent], "published": published, "recorded": trainer.recorded}
+    sent = [flattened(sums) for sums in trainer.sent]
+    return {"sent": sent, "published": published, "drawn": trainer.drawn, "recorded": trainer.recorded}
+
+
+def flattened(tensors):
+    """All coordinates in the order of the tensors' names."""
+    return torch.cat([tensors[name].detach().double().flatten() for name in sorted(tensors)])
 
 
 def outcome(work):

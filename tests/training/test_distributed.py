@@ -88,18 +88,32 @@ def test_the_total_noise_has_exactly_the_plan_s_variance(left):
         assert stats.kstest((published / deviation).numpy(), "norm").pvalue > ALARM
 
 
-def test_every_rank_adds_its_part_of_the_variance_independently_of_the_others(left):
+def test_every_rank_adds_all_noise_of_its_slice_and_none_elsewhere_independently_of_the_others(left):
+    """A slice has 30,200 coordinates or more in two steps; a variance too small by a tenth is far outside of the margin."""
     for secure in worker.sources_for(left.size):
         found = left[f"noise {secure}"]
-        shares = [torch.stack(each["sent"]).flatten() for each in found]
-        count = shares[0].numel()
-        part = (1.5 * 0.8) ** 2 / left.size
-        for share in shares:
-            assert abs(float(share.square().mean()) / part - 1) < stats.norm.isf(ALARM / 2) * (2 / count) ** 0.5
-        for one, other in combinations(shares, 2):
-            assert abs(float((one * other).mean()) / part) < stats.norm.isf(ALARM / 2) / count**0.5
-        published = torch.stack(found[0]["published"]).flatten()
-        assert torch.allclose(sum(shares), published, atol=1e-4), "what is published is the sum of all shares and nothing else"
+        published = torch.stack(found[0]["published"])
+        count = published.shape[1]
+        own = []
+        for rank, each in enumerate(found):
+            sent = torch.stack(each["sent"])
+            inside = slice(count * rank // left.size, count * (rank + 1) // left.size)
+            own.append(sent[:, inside].clone())
+            sent[:, inside] = 0
+            assert not sent.any(), "outside of its slice a rank adds nothing"
+            assert torch.allclose(own[-1], published[:, inside], atol=1e-4), "and inside of it no other does"
+            mean_square = float(own[-1].square().mean()) / (1.5 * 0.8) ** 2
+            assert abs(mean_square - 1) < stats.norm.isf(ALARM / 2) * (2 / own[-1].numel()) ** 0.5
+        steps = [step[: count // left.size] / (1.5 * 0.8) for each in own for step in each]
+        for one, other in combinations(steps, 2):
+            assert abs(float((one * other).mean())) < stats.norm.isf(ALARM / 2) / len(one) ** 0.5
+
+
+def test_no_rank_draws_more_than_its_share_of_the_noise(left):
+    for secure in worker.sources_for(left.size):
+        drawn = [each["drawn"] for each in left[f"noise {secure}"]]
+        assert max(map(max, drawn)) <= -(-90_601 // left.size)
+        assert [sum(step) for step in zip(*drawn, strict=True)] == [90_601, 90_601]
 
 
 def test_a_step_is_on_the_disk_before_any_rank_draws_from_it(left):
@@ -209,6 +223,18 @@ def test_shards_are_a_partition_and_never_padded(size, count):
         parts.append(ranks.shard(count))
     assert [example for part in parts for example in part] == list(range(count))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@pytest.mark.parametrize("private", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_slices_of_the_noise_are_a_partition_for_any_number_of_ranks(size, private):
+    """They follow from the present number of ranks alone: a run that is resumed with another number has all its noise too."""
+    ranks = Ranks()
+    ranks.world_size = size
+    covered = []
+    for ranks.rank in range(size):
+        covered += ranks.noise_slice(1001, private=private)
+    assert covered == list(range(1001))
 
 
 def test_the_world_size_is_found_under_its_old_name_too():

@@ -82,3 +82,36 @@ def test_a_host_s_checkpoint_of_version_0_1_goes_on_to_the_same_weights(tmp_path
     step.close()
     assert step.position == 12
     assert_reached(model, "steps")
+
+
+def test_a_procedure_of_version_0_1_still_trains(tmp_path):
+    with pytest.deprecated_call():
+        from dp_microadam.training.procedure import Phase, Procedure
+
+        class Halved(Procedure):
+            def phases(self, plan):
+                return Phase("weights", 3, frozenset({"2.weight"})), Phase("both", plan.steps - 3)
+
+            def receive(self, means):
+                return {name: mean / 2 for name, mean in means.items()}
+
+    trained = []
+    for form in ("procedure=", "Method(optimizer, procedure)", "subclass of Method"):
+        torch.manual_seed(0)
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"run_dir": tmp_path / form, "seed": 1, "show_progress": False}
+        if form == "subclass of Method":
+            method = type("Halved", (methods.Method,), {"phases": Halved.phases, "receive": Halved.receive})(optimizer)
+            trainer = PrivateTrainer(model, method, PLAN, loss, **options)
+        elif form == "procedure=":
+            with pytest.deprecated_call():
+                trainer = PrivateTrainer(model, optimizer, PLAN, loss, procedure=Halved(), **options)
+        else:
+            with pytest.deprecated_call():
+                method = methods.Method(optimizer, Halved())
+            trainer = PrivateTrainer(model, method, PLAN, loss, **options)
+        trainer.fit(examples())
+        trained.append(nn.utils.parameters_to_vector(model.parameters()))
+    assert torch.equal(trained[0], trained[2])
+    assert torch.equal(trained[1], trained[2])

@@ -62,12 +62,13 @@ def _random(batch: Any, count: int, seed: int, bounds: Sequence[int] | None, spr
             return leaf
         shape = (count, *leaf.shape[1:])
         if leaf.is_floating_point() or leaf.is_complex():
-            return torch.rand(shape, generator=floats).to(device=leaf.device, dtype=leaf.dtype)
+            return torch.rand(shape, generator=floats).to(device=leaf.device, dtype=leaf.dtype, non_blocking=True)
         numbers = _integers(shape, bound, spread, integers)
         steps = torch.randint(
             1, bound, shape, generator=integers, dtype=torch.int32
         )  # drawn in both cases: later leaves must not differ
-        return ((numbers + steps) % bound if flip else numbers).to(device=leaf.device, dtype=leaf.dtype)
+        numbers = (numbers + steps) % bound if flip else numbers
+        return numbers.to(device=leaf.device, dtype=leaf.dtype, non_blocking=True)
 
     return tree_map(like, batch)
 
@@ -107,14 +108,17 @@ def repeated(given: Any, count: int) -> tuple[Any, Any]:
 
 def select(batch: Any, rows: Tensor) -> Any:
     """The examples of these rows, in this order."""
-    return tree_map(lambda leaf: leaf[rows.to(leaf.device)] if isinstance(leaf, Tensor) else leaf, batch)
+    return tree_map(lambda leaf: leaf[_beside(leaf, rows)] if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def replace_rows(batch: Any, others: Any, rows: Tensor) -> Any:
     """A copy of the batch with these rows taken from the others."""
 
     def changed(leaf: Any, other: Any) -> Any:
-        return leaf.index_copy(0, rows.to(leaf.device), other[rows.to(leaf.device)]) if _is_tensor(leaf) else leaf
+        if not isinstance(leaf, Tensor):
+            return leaf
+        places = _beside(leaf, rows)
+        return leaf.index_copy(0, places, other[places])
 
     return tree_map(changed, batch, others)
 
@@ -125,9 +129,30 @@ def scaled(batch: Any, factors: Sequence[float]) -> Any:
     def multiplied(leaf: Any) -> Any:
         if not _is_floating(leaf):
             return leaf
-        return leaf * torch.tensor(factors).to(leaf).view(-1, *[1] * (leaf.dim() - 1))
+        return leaf * torch.tensor(factors).to(leaf, non_blocking=True).view(-1, *[1] * (leaf.dim() - 1))
 
     return tree_map(multiplied, batch)
+
+
+def padded(batch: Any, count: int) -> Any:
+    """``count`` examples: those of the batch, then copies of its first, which any model accepts that accepts the batch."""
+
+    def longer(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return torch.cat([leaf, leaf[:1].expand(count - len(leaf), *leaf.shape[1:])])
+
+    return tree_map(longer, batch)
+
+
+def padded_size(count: int, largest: int, sizes: int) -> int:
+    """The least of ``sizes`` evenly spaced sizes, the last of which is ``largest``, that holds ``count`` examples.
+
+    >>> [padded_size(count, 64, 4) for count in (1, 16, 17, 64)], padded_size(3, 64, 1)
+    ([16, 16, 32, 64], 64)
+    """
+    step = math.ceil(largest / sizes)
+    return max(count, min(largest, step * math.ceil(count / step)))
 
 
 def to_double(batch: Any) -> Any:
@@ -135,8 +160,9 @@ def to_double(batch: Any) -> Any:
     return tree_map(lambda leaf: leaf.double() if _is_floating(leaf) and not leaf.is_complex() else leaf, batch)
 
 
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor)
+def _beside(leaf: Tensor, rows: Tensor) -> Tensor:
+    """The rows on the device of the leaf; the host does not wait until they are there."""
+    return rows.to(leaf.device, non_blocking=True)
 
 
 def _is_floating(leaf: Any) -> bool:

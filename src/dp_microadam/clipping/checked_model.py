@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -15,20 +16,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dp_microadam.clipping.batches import batch_size, to_double
+from dp_microadam.clipping.check_errors import is_about_precision, is_out_of_memory
 from dp_microadam.clipping.families import observe
 from dp_microadam.clipping.identical_random_rows import identical_random_rows
 from dp_microadam.clipping.losses import PerExampleLoss, losses_of
 from dp_microadam.clipping.model_state import StateSnapshot
 from dp_microadam.clipping.no_side_effects import SeedAll, SeedWatch, python_random_state, torch_random_state
 from dp_microadam.clipping.passes import parts_of
+from dp_microadam.clipping.precision import full_precision
+from dp_microadam.clipping.reading import read_together
 from dp_microadam.clipping.recording import Observed, Use
 from dp_microadam.clipping.rule import at_least_float32
-from dp_microadam.errors import InputError
+from dp_microadam.clipping.settling import settle
+from dp_microadam.errors import InputError, PrivacyWarning
 
 
 @dataclass(frozen=True)
 class PassResult:
     """What one forward and backward pass shows of each example: row i of every tensor belongs to example i.
+
+    The tensors are on the CPU, where comparing them waits for nothing.
 
     Attributes:
         losses: one per example.
@@ -88,9 +95,9 @@ class CheckedModel:
             self._seeds.refuse_seeding(seed)
 
     def losses(self, batch: Any, seed: int) -> Tensor:
-        """The losses of a forward pass."""
+        """The losses of a forward pass, on the CPU."""
         with self.one_pass(seed):
-            return losses_of(self.model, self.loss, batch).detach()
+            return losses_of(self.model, self.loss, batch).detach().cpu()
 
     def run(self, batch: Any, *, identical_rows: bool = False) -> PassResult:
         """One forward and backward pass; with ``identical_rows`` random tensors have the same numbers for every example."""
@@ -104,9 +111,16 @@ class CheckedModel:
             start, python_start = torch_random_state(self.model), python_random_state()
             losses = partial(losses_of, self.model, self.loss, batch)
             parts, values = parts_of(self.observed, losses, batch_size(batch), on_output_gradient=project)
+            if parts:
+                with torch.no_grad(), full_precision(values.device):
+                    settle(parts)
             norms = {f"parameter {', '.join(sorted(part.names.values()))!r}": part.squared.sqrt() for part in parts}
             used_torch = torch_random_state(self.model) != start
-            return PassResult(values, norms, projections, used_torch, used_torch or python_random_state() != python_start)
+            used_random = used_torch or python_random_state() != python_start
+        losses_read, *others = read_together([values, *norms.values(), *projections.values()])
+        norms = dict(zip(norms, others, strict=False))
+        projections = dict(zip(projections, others[len(norms) :], strict=True))
+        return PassResult(losses_read, norms, projections, used_torch, used_random)
 
     def _direction(self, rows: Tensor) -> Tensor:
         kind = rows.shape[1], rows.dtype, rows.device
@@ -119,7 +133,8 @@ class CheckedModel:
 def double_precision_copy(own: CheckedModel, examples: Any) -> tuple[CheckedModel, Callable[[Any], Any]]:
     """A copy of the model in double precision, and the function that casts batches for it.
 
-    A model that cannot be copied, or does not run in double precision throughout, is returned as it is.
+    A model that does not run in double precision throughout is returned as it is. If the copy fails for another reason, as
+    for want of memory, a :class:`PrivacyWarning` says that the check is weaker.
     """
     try:
         model = _without_zeros(copy.deepcopy(own.model).double())
@@ -129,19 +144,32 @@ def double_precision_copy(own: CheckedModel, examples: Any) -> tuple[CheckedMode
             losses = twin.run(to_double(examples)).losses
     except InputError:
         raise
-    except Exception:  # whatever a model does that was not made for this
+    except Exception as error:
+        if not is_about_precision(error):
+            warnings.warn(_weakened(error), PrivacyWarning, stacklevel=2)
         return own, lambda batch: batch
     exact = losses.dtype == torch.float64 and not rounding.seen
     return (twin, to_double) if exact else (own, lambda batch: batch)
 
 
+def _weakened(error: Exception) -> str:
+    what = "there is not enough memory" if is_out_of_memory(error) else f"that raises {type(error).__name__}"
+    return (
+        "the independence check could not run on a copy of the model in double precision, because "
+        f"{what}, so that it only finds mixing stronger than the rounding of the model's own precision (1e-5 of the losses and "
+        "1e-3 of the gradients in float32); check the same model on a machine with more memory, or make it one that can be "
+        "copied and called in double precision"
+    )
+
+
 def _without_zeros(model: nn.Module) -> nn.Module:
     """A head or a gain that starts at zero would hide what happens in the layers before it."""
     generator = torch.Generator().manual_seed(0)
+    floating = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point() and not bool(parameter.any()):
-                parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+        filled = read_together([parameter.any() for parameter in floating])
+        for parameter in (parameter for parameter, some in zip(floating, filled, strict=True) if not some):
+            parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
     return model
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dp_microadam.clipping.batches import batch_size, repeated, select, synthetic
 from dp_microadam.clipping.no_side_effects import no_side_effects
+from dp_microadam.clipping.precision import full_precision
 from dp_microadam.errors import PrivacyError
 
 if TYPE_CHECKING:
@@ -49,14 +50,14 @@ def check_clip(
     examples = synthetic(batch, _EXAMPLES)[0] if synthetic_batch is None else repeated(synthetic_batch, _EXAMPLES)[0]
     precision = max(precision, *(torch.finfo(p.dtype).eps for p in engine._trainable.values()))
     everyone = torch.arange(batch_size(examples))
-    with no_side_effects(engine._model) as seed_all:
+    with full_precision(engine._device), no_side_effects(engine._model) as seed_all:
         trial = _EngineCopy(engine)
 
         def add(bound: float, rows: Tensor) -> Tensor:
             seed_all(0)
             return trial.add(bound, observed, select(examples, rows))
 
-        norms = add(engine.sensitivity, everyone)
+        norms = add(engine.sensitivity, everyone).cpu()
         largest = float(norms.max())
         if not (largest > 0 and math.isfinite(largest)):
             return  # nothing to clip
@@ -105,11 +106,11 @@ class _EngineCopy:
         if engine._layer_bounds is not None:
             self._copy._layer_bounds = {name: own * bound / engine._bound for name, own in engine._layer_bounds.items()}
         self._copy.reset()
-        return self._copy._add(observed, batch)
+        return self._copy._add(observed, batch, batch_size(batch))
 
 
 def _norm(parts: dict[str, Tensor]) -> float:
-    return math.sqrt(sum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts.values()))
+    return float(torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts.values()]).norm())
 
 
 def _random_state() -> tuple[Any, ...]:

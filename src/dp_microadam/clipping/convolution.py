@@ -229,7 +229,7 @@ class ConvolutionCall(PartsCall):
             factors, strategy = self._rule.factors_and_strategy(self._inputs.read(), deltas, self.rows_per_example)
             self.parts["weight"] = OuterProductSum(factors, strategy)
         del self._inputs
-        return torch.stack([part.squared_norms() for part in self.parts.values()]).sum(0)
+        return self.norms_of_parts()
 
     def per_example(self, output_gradient: Tensor, examples: slice) -> Mapping[str, Tensor]:
         rows = self.rows(examples)
@@ -279,10 +279,10 @@ def convolution_shapes(geometry: Geometry, image_shape: torch.Size, itemsize: in
     if all(step == 1 for step in geometry.stride):
         pixels = prod(image)
         input_gram, passes = pixels**2 * channels, sum(geometry.kernel) * pixels**2
-        launches = 9 + sum(1 + length for length in geometry.kernel)
+        launches = 13 + sum(1 + length for length in geometry.kernel)
     else:
         input_gram, passes = positions**2 * channels * taps, positions * channels * taps
-        launches = 9 + 2 * taps
+        launches = 13 + 2 * taps
     return Shapes(
         weights=weights,
         activations=prod(image_shape) + positions * outputs,

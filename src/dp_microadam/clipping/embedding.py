@@ -19,6 +19,7 @@ class EmbeddingCall(LayerCall):
         self._table = table
         self._padding_idx = padding_idx
         self._indices = indices.detach().clone()
+        self._examples = 0
         self._rows = self._owners = self._entries = torch.empty(0)
 
     def occurrences(self, output_gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,8 +34,9 @@ class EmbeddingCall(LayerCall):
 
     def squared_norms(self, output_gradient: Tensor) -> Tensor:
         indices, deltas = self.occurrences(output_gradient)
+        self._examples = len(indices)
         owners = torch.arange(len(indices), device=indices.device).view(-1, 1).expand_as(indices)
-        keys, positions = torch.unique((owners * self._table[0] + indices).flatten(), return_inverse=True)
+        keys, positions = distinct((owners * self._table[0] + indices).flatten())
         self._rows = deltas.new_zeros(len(keys), self._table[1]).index_add_(0, positions, deltas.flatten(0, 1))
         self._owners = keys // self._table[0]
         self._entries = keys % self._table[0]
@@ -47,7 +49,8 @@ class EmbeddingCall(LayerCall):
         return {"weight": total.index_add_(0, self._entries, scaled)}
 
     def remove(self, rows: Tensor) -> None:
-        self._rows = self._rows.masked_fill(torch.isin(self._owners, rows).unsqueeze(1), 0)
+        gone = torch.zeros(self._examples, dtype=torch.bool, device=rows.device).index_fill_(0, rows, True)
+        self._rows = self._rows.masked_fill(gone[self._owners].unsqueeze(1), 0)
 
     def per_example(self, output_gradient: Tensor, examples: slice) -> Mapping[str, Tensor]:
         indices, deltas = (part[examples] for part in self.occurrences(output_gradient))
@@ -61,6 +64,24 @@ class EmbeddingCall(LayerCall):
         parts = [call.occurrences(gradient) for call, gradient in own]
         indices = torch.cat([indices for indices, _ in parts], 1)
         return EmbeddingCall(own[0][0]._table, None, indices), torch.cat([deltas for _, deltas in parts], 1)
+
+
+def distinct(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys of at least zero without repetitions, in ascending order, and the place of each given one among them.
+
+    On the CPU that is :func:`torch.unique`. How many there are is not known on a GPU without waiting for it: there, the result
+    is as long as the keys, and ends in zeros that no place refers to.
+    """
+    if keys.device.type == "cpu":
+        return torch.unique(keys, return_inverse=True)
+    return _distinct_padded(keys)
+
+
+def _distinct_padded(keys: Tensor) -> tuple[Tensor, Tensor]:
+    ascending, order = keys.sort()
+    ranks = torch.zeros_like(keys)
+    ranks[1:] = (ascending[1:] != ascending[:-1]).cumsum(0)
+    return torch.zeros_like(keys).scatter_(0, ranks, ascending), torch.empty_like(keys).scatter_(0, order, ranks)
 
 
 class EmbeddingRule(LayerRule):

@@ -47,7 +47,7 @@ class EmbeddingBagRule(EmbeddingRule):
         """Where each bag starts, and the end of the last one."""
         if self.module.include_last_offset:
             return offsets
-        return torch.cat([offsets, offsets.new_tensor([len(indices)])])
+        return torch.cat([offsets, offsets.new_full((1,), len(indices))])
 
     def _weights(self, indices: Tensor, present: Tensor, given: Tensor | None) -> Tensor:
         """∂bag/∂entry, (bags, entries, 1), or (bags, entries, features) for a maximum."""

@@ -12,23 +12,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_microadam.clipping.batches import batch_size, detached, signature
+from dp_microadam.clipping.batches import batch_size, detached, padded, padded_size, signature
 from dp_microadam.clipping.clip_check import check_clip
 from dp_microadam.clipping.families import observe, refuse_batch_statistics, refuse_torchscript
 from dp_microadam.clipping.independence import check_independence, check_independence_at_size
 from dp_microadam.clipping.losses import PerExampleLoss, losses_of
-from dp_microadam.clipping.model_state import refuse_state_changes
+from dp_microadam.clipping.model_state import StateSnapshot
 from dp_microadam.clipping.module_attributes import put_back_tensors
 from dp_microadam.clipping.passes import Clippable, Part, parts_of
 from dp_microadam.clipping.precision import autocasting, full_precision
 from dp_microadam.clipping.recording import Observed
 from dp_microadam.clipping.rows import RowTable
+from dp_microadam.clipping.rule import sum_of
+from dp_microadam.clipping.settling import Settled, settle
 from dp_microadam.clipping.synthetic_examples import CHECK_SIZE, SyntheticExamples
 from dp_microadam.errors import InputError
-from dp_microadam.validation import require_one_of
+from dp_microadam.validation import require_integer, require_one_of
 
 # Squares of smaller numbers may vanish in float32, and with them the norm that is to be compared with the bound.
 _SMALLEST_NORM = 1e-12
+
+# Into so many sizes a GPU's chunks are padded. With one size, the last chunk of a step would cost as much as a full one; with
+# eight, padding adds a sixteenth of a chunk on average.
+_SIZES_ON_GPU = 8
 
 
 class ClippedGradients:
@@ -70,6 +76,10 @@ class ClippedGradients:
             what is known of tensor cores' sums; not verified on a GPU, therefore not the default.
         synthetic_batch: examples for the independence check, for models that do not accept random ones; at least four,
             and never private data.
+        padded_sizes: chunks are padded with rows of weight zero, so that they come in this many sizes: even parts of the
+            largest seen. 1 gives all chunks the same shape, as CUDA graphs need; 0 turns it off. Kernels are chosen and memory
+            is laid out anew for every shape on a GPU, where the default is 8; on the CPU, where rows cost more than
+            shapes, it is 0.
         way: the old name of ``strategy``, deprecated.
 
     >>> model = nn.Linear(3, 2)
@@ -93,6 +103,7 @@ class ClippedGradients:
         autocast: torch.dtype | None = None,
         tensor_cores: bool = False,
         synthetic_batch: Any = None,
+        padded_sizes: int | None = None,
         way: str | None = None,
     ) -> None:
         if not (math.isfinite(max_grad_norm) and max_grad_norm >= _SMALLEST_NORM):
@@ -119,6 +130,10 @@ class ClippedGradients:
         if layer_weights is not None and clipping == "flat":
             raise InputError("layer_weights is given, but clipping is 'flat'; pass clipping='per-layer'")
         self._synthetic_batch = synthetic_batch
+        usual = _SIZES_ON_GPU if self._device.type == "cuda" else 0
+        self._padded_sizes = usual if padded_sizes is None else require_integer("padded_sizes", padded_sizes, 0)
+        # By structure of the batch: the largest number of examples so far.
+        self._largest: dict[Any, int] = {}
         # By structure of the batch and modes of the modules: what the check learned about the model, how its examples were
         # drawn, and the largest batch that was checked.
         self._checks: dict[Any, tuple[Observed, SyntheticExamples, int]] = {}
@@ -219,17 +234,34 @@ class ClippedGradients:
             self._calls += 1
             if self._calls >= 16 and self._calls.bit_count() == 1:
                 self._checks.clear()  # a model may begin to mix examples later: check again at calls 16, 32, 64, …
-            return self._add(self._checked_model(batch), batch)
+            size = self._size_for(batch, count)
+            batch = batch if size == count else padded(batch, size)
+            return self._add(self._checked_model(batch, size), batch, size, size - count)[:count]
 
-    def _add(self, observed: Observed, batch: Any) -> Tensor:
+    def _size_for(self, batch: Any, count: int) -> int:
+        """The number of rows that a chunk of ``count`` examples is padded to."""
+        largest = max(count, self._largest.get(signature(batch), 0))
+        self._largest[signature(batch)] = largest
+        return padded_size(count, largest, self._padded_sizes) if self._padded_sizes else count
+
+    def _add(self, observed: Observed, batch: Any, count: int, padding: int = 0) -> Tensor:
         losses_of_batch = partial(losses_of, self._model, self._loss, batch)
-        with put_back_tensors(self._model, observed.caches), refuse_state_changes(self._model):
-            parts, losses = parts_of(observed, losses_of_batch, batch_size(batch), self._factors(), self._row_masks)
-        if not parts:
-            return torch.zeros(batch_size(batch), device=losses.device)
+        state = StateSnapshot(self._model, copy_large=False)
+        try:
+            with put_back_tensors(self._model, observed.caches):
+                parts, losses = parts_of(observed, losses_of_batch, count, self._factors(), self._row_masks, padding=padding)
+            with torch.no_grad(), full_precision(self._device):
+                settled = settle(parts, [state.altered()]) if parts else None
+            if settled is None or settled.raised[0]:
+                state.refuse_changes()
+        except BaseException:
+            state.restore()
+            raise
+        if settled is None:
+            return torch.zeros(count, device=losses.device)
         self._accumulated = True
         with torch.no_grad(), full_precision(self._device):
-            return self._add_clipped(parts)
+            return self._add_clipped(parts, settled)
 
     def check_independence(self, batch: Any, seed: int | None = None) -> None:
         """Check that examples are independent, as the first ``accumulate`` would otherwise do; raises ``InputError`` if not.
@@ -246,8 +278,10 @@ class ClippedGradients:
         self._refuse_changes()
         if seed is not None:
             self._checks.clear()
+        count = batch_size(batch)
+        self._largest[signature(batch)] = max(count, self._largest.get(signature(batch), 0))
         with torch.enable_grad():
-            self._checked_model(detached(batch), seed)
+            self._checked_model(detached(batch), count, seed)
 
     def prove(self, batch: Any, seed: int | None = None) -> None:
         """The old name of :meth:`check_independence`, deprecated."""
@@ -282,7 +316,7 @@ class ClippedGradients:
                 f"parameter {name!r} was frozen, unfrozen or replaced since this ClippedGradients was made; make a new one"
             )
 
-    def _checked_model(self, batch: Any, seed: int | None = None) -> Observed:
+    def _checked_model(self, batch: Any, count: int, seed: int | None = None) -> Observed:
         """What is observed of the model, checked for batches of this structure and size."""
         modes = tuple(module.training for module in self._model.modules())
         key = (signature(batch), modes)
@@ -293,25 +327,23 @@ class ClippedGradients:
             check_clip(self, observed, batch, self._synthetic_batch, self._precision)
             self._checks[key] = observed, source, CHECK_SIZE
         observed, source, largest = self._checks[key]
-        if batch_size(batch) > largest:
+        if count > largest:
             check_independence_at_size(self._model, self._loss, observed, batch, self._synthetic_batch, self._precision, source)
-            self._checks[key] = observed, source, batch_size(batch)
+            self._checks[key] = observed, source, count
         return observed
 
-    def _add_clipped(self, parts: list[Part]) -> Tensor:
-        norms = torch.stack([part.squared for part in parts]).sum(0).sqrt()
-        usable = torch.isfinite(norms)
-        removed = torch.nonzero(~usable).flatten()
-        coefficients = self._coefficients_of_parts(parts, norms, usable)
+    def _add_clipped(self, parts: list[Part], settled: Settled) -> Tensor:
+        norms, removed, _ = settled
+        coefficients = self._coefficients_of_parts(parts, norms)
         totals: dict[str, Tensor] = {}
         while parts:
             part = parts.pop()  # its memory is free once its sum is taken
-            if len(removed):
+            if removed is not None:
                 part.call.remove(removed)
             for key, total in self._sums_of(part.call, coefficients.pop().to(part.squared.dtype)).items():
                 totals[part.names[key]] = total
-        for name, total in totals.items():  # all of them or, on an error above, none
-            self._sums[name] += total
+        # All of them or, on an error above, none; and in one launch on a GPU.
+        torch._foreach_add_([self._sums[name] for name in totals], list(totals.values()))
         return norms
 
     def _factors(self) -> Mapping[str, Tensor]:
@@ -321,8 +353,9 @@ class ClippedGradients:
     def _sums_of(self, call: Clippable, coefficients: Tensor) -> Mapping[str, Tensor]:
         return call.clipped_sums(coefficients)
 
-    def _coefficients_of_parts(self, parts: list[Part], norms: Tensor, usable: Tensor) -> list[Tensor]:
+    def _coefficients_of_parts(self, parts: list[Part], norms: Tensor) -> list[Tensor]:
         """Clipping coefficients of every part. Per-layer clipping has one for each block of layers that share a part."""
+        usable = torch.isfinite(norms)
         if self._layer_bounds is None:
             return [self._coefficients(norms, self._bound, usable)] * len(parts)
         blocks = blocks_of([{layer_of(name) for name in part.names.values()} for part in parts])
@@ -331,7 +364,7 @@ class ClippedGradients:
             block = next(block for block in blocks if layer_of(next(iter(part.names.values()))) in block)
             members = [p.squared for p in parts if layer_of(next(iter(p.names.values()))) in block]
             bound = math.hypot(*(self._layer_bounds[layer] for layer in block))
-            found.append(self._coefficients(torch.stack(members).sum(0).sqrt(), bound, usable))
+            found.append(self._coefficients(sum_of(members).sqrt(), bound, usable))
         return found
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,10 @@ from dp_microadam.clipping.integer_ranges import IndexTracker
 from dp_microadam.clipping.losses import losses_of
 from dp_microadam.clipping.passes import parts_of
 from dp_microadam.clipping.precision import full_precision
+from dp_microadam.clipping.reading import read_together
 from dp_microadam.clipping.recording import Recording, Use
 from dp_microadam.clipping.rows import LEARNING_SIZES, RestartLearning
+from dp_microadam.clipping.settling import settle
 from dp_microadam.errors import InputError
 
 Gradients = tuple[Tensor | None, ...]
@@ -66,31 +68,35 @@ def _unused_parameters(checked: CheckedModel, batch: Any) -> tuple[list[str], In
 
 def check_rows_of_one_example(checked: CheckedModel, batch: Any, row: int) -> None:
     """The loss of one example must have an output gradient in the rows of that example only."""
+    elsewhere: list[tuple[str, Tensor]] = []
 
     def check(use: Use, gradient: Tensor) -> None:
-        rows = gradient.unflatten(0, (-1, use.call.rows_per_example))
-        others = torch.arange(len(rows), device=gradient.device) != row
-        if bool((rows[others] != 0).any()):
-            raise InputError(
-                f"{use.label} mixes examples: the loss of one example has a gradient in rows of others; its first "
-                "dimension must be the batch, several rows of one example must be next to each other, and no "
-                "operation after it may combine examples"
-            )
+        examples = gradient.reshape(len(gradient) // use.call.rows_per_example, -1)
+        elsewhere.append((use.label, examples[:row].any() | examples[row + 1 :].any()))
 
     with checked.one_pass(0), Recording(checked.observed, batch_size(batch), check) as recording:
         losses = _differentiable(losses_of(checked.model, checked.loss, batch))
         one = torch.zeros_like(losses)
         one[row] = 1
         recording.backward(losses, one)
+    for (label, _), found in zip(elsewhere, read_together([flag for _, flag in elsewhere]), strict=True):
+        if bool(found):
+            raise InputError(
+                f"{label} mixes examples: the loss of one example has a gradient in rows of others; its first "
+                "dimension must be the batch, several rows of one example must be next to each other, and no "
+                "operation after it may combine examples"
+            )
 
 
 def check_gradients_against_autograd(checked: CheckedModel, batch: Any) -> None:
     """Each example's gradient norm and the unclipped sum must equal those that autograd computes, example by example."""
-    count = batch_size(batch)
+    count, parameters = batch_size(batch), checked.observed.parameters
     with checked.one_pass(0):
         parts, detached = parts_of(checked.observed, partial(losses_of, checked.model, checked.loss, batch), count)
     sums: dict[str, Tensor] = {}
     with torch.no_grad(), full_precision(detached.device):
+        if parts:
+            settle(parts)
         squared = sum((part.squared for part in parts), torch.zeros(count, device=detached.device))
         for part in parts:
             for key, total in part.call.clipped_sums(torch.ones_like(part.squared)).items():
@@ -98,9 +104,26 @@ def check_gradients_against_autograd(checked: CheckedModel, batch: Any) -> None:
     # The same operations as under observation draw the same random numbers.
     with checked.one_pass(0), recurrent.step_by_step(checked.observed.recurrent), attention.Unfused():
         losses, per_example = _autograd_gradients(checked, batch)
-    rounding = 100 * torch.finfo(losses.dtype).eps * float(losses.detach().abs().sum())
-    _compare_sums(checked, sums, per_example, rounding)
-    _compare_norms(checked, squared, per_example, rounding)
+    of_parameters = zip(*per_example, strict=True)
+    references = [_sum(gradients, like) for gradients, like in zip(of_parameters, parameters.values(), strict=True)]
+    errors = [
+        (sums[name].float() - reference).norm() if name in sums else reference.norm()
+        for name, reference in zip(parameters, references, strict=True)
+    ]
+    total, found, lengths, *pairs = read_together(
+        [
+            losses.detach().abs().sum(),
+            squared.sqrt(),
+            torch.stack([_norm(gradients, losses.device) for gradients in per_example]),
+        ]
+        + errors
+        + [reference.norm() for reference in references]
+    )
+    rounding = 100 * torch.finfo(losses.dtype).eps * float(total)
+    relative = max(1e-2, 4 * checked.precision)
+    floor = 1e-2 * relative * float(lengths.sum()) + rounding
+    _compare_sums(parameters, pairs[: len(errors)], [relative * float(length) + floor for length in pairs[len(errors) :]])
+    _compare_norms(found.tolist(), lengths.tolist(), relative, rounding)
 
 
 def _autograd_gradients(checked: CheckedModel, batch: Any) -> tuple[Tensor, list[Gradients]]:
@@ -121,17 +144,9 @@ def _autograd_gradients(checked: CheckedModel, batch: Any) -> tuple[Tensor, list
     return losses, found
 
 
-def _compare_sums(checked: CheckedModel, sums: Mapping[str, Tensor], per_example: Sequence[Gradients], rounding: float) -> None:
-    relative = max(1e-2, 4 * checked.precision)
-    scale = sum(_norm(gradients) for gradients in per_example)
-    for index, (name, parameter) in enumerate(checked.observed.parameters.items()):
-        reference = torch.zeros_like(parameter, dtype=torch.float32)
-        for gradients in per_example:
-            gradient = gradients[index]
-            if gradient is not None:
-                reference = reference + gradient.float()
-        error = float((sums.get(name, torch.zeros_like(reference)).float() - reference).norm())
-        if not error <= relative * float(reference.norm()) + 1e-2 * relative * scale + rounding:
+def _compare_sums(names: Iterable[str], errors: Sequence[Tensor], limits: Sequence[float]) -> None:
+    for name, error, limit in zip(names, errors, limits, strict=True):
+        if not float(error) <= limit:
             raise InputError(
                 f"parameter {name!r} is used where it is not observed (through a reference kept elsewhere, in an "
                 "autograd function of your own, or in a block checkpointed with use_reentrant=True), so only a part of its "
@@ -140,12 +155,11 @@ def _compare_sums(checked: CheckedModel, sums: Mapping[str, Tensor], per_example
             )
 
 
-def _compare_norms(checked: CheckedModel, squared: Tensor, per_example: Sequence[Gradients], rounding: float) -> None:
-    relative = max(1e-2, 4 * checked.precision)
-    for found, gradients in zip(squared.sqrt().tolist(), per_example, strict=True):
-        if not abs(found - _norm(gradients)) <= relative * _norm(gradients) + rounding:
+def _compare_norms(found: Sequence[float], expected: Sequence[float], relative: float, rounding: float) -> None:
+    for by_rules, by_autograd in zip(found, expected, strict=True):
+        if not abs(by_rules - by_autograd) <= relative * by_autograd + rounding:
             raise InputError(
-                f"the gradient norm of a synthetic example is {_norm(gradients):.6g} by autograd, but {found:.6g} by the rules "
+                f"the gradient norm of a synthetic example is {by_autograd:.6g} by autograd, but {by_rules:.6g} by the rules "
                 "of the layers, so that the model cannot be clipped exactly; use layers that dp_microadam supports, or freeze "
                 "the others"
             )
@@ -160,8 +174,15 @@ def _differentiable(losses: Tensor) -> Tensor:
     return losses
 
 
-def _norm(gradients: Gradients) -> float:
-    return sum(float(gradient.float().square().sum()) for gradient in gradients if gradient is not None) ** 0.5
+def _sum(gradients: Gradients, like: Tensor) -> Tensor:
+    """The sum over examples of one parameter's gradients, in float32."""
+    return sum((part.float() for part in gradients if part is not None), torch.zeros_like(like, dtype=torch.float32))
+
+
+def _norm(gradients: Gradients, device: torch.device) -> Tensor:
+    """The norm of one example's gradient over all parameters."""
+    squares = [part.float().square().sum() for part in gradients if part is not None]
+    return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), device=device)
 
 
 def _ignore(use: Use, gradient: Tensor) -> None:

@@ -40,12 +40,12 @@ class JointCall:
         self._scales = scales
         self._count = count
         self._kept: list[dict[str, Tensor]] | None = None
-        self._removed = torch.empty(0, dtype=torch.long, device=members[0].gradient.device)
+        self._gone: Tensor | None = None  # which examples are removed
         self._step = 1
 
     def squared_norms(self) -> Tensor:
         size = sum(gradient[0].numel() for gradient in self._gradients(slice(0, 1)).values())
-        limit = PIECE_CPU if self._removed.device.type == "cpu" else PIECE_GPU
+        limit = PIECE_CPU if self._members[0].gradient.device.type == "cpu" else PIECE_GPU
         self._step = max(1, 4 * limit // max(1, size))
         keep: list[dict[str, Tensor]] | None = [] if size * self._count <= KEPT_ELEMENTS else None
         norms = []
@@ -72,15 +72,21 @@ class JointCall:
         total: dict[str, Tensor] = {}
         for index, examples in enumerate(self._pieces()):
             gradients = self._gradients(examples) if self._kept is None else self._kept[index]
-            gone = self._removed[(self._removed >= examples.start) & (self._removed < examples.stop)] - examples.start
             for name, part in gradients.items():
-                part = part.index_fill(0, gone, 0) if len(gone) else part
+                if self._gone is not None:
+                    part = part.masked_fill(self._gone[examples].view(-1, *[1] * (part.dim() - 1)), 0)
                 piece = torch.tensordot(coefficients[examples], of(part), dims=1)
                 total[name] = piece if name not in total else total[name] + piece
         return total
 
     def remove(self, rows: Tensor) -> None:
-        self._removed = rows
+        self._gone = torch.zeros(self._count, dtype=torch.bool, device=rows.device).index_fill_(0, rows, True)
+
+    def doubt(self) -> None:
+        """No norm is in doubt: it is that of the tensor that is summed."""
+
+    def settle(self, flags: Tensor, count: int) -> Tensor:
+        raise NotImplementedError("no norm is in doubt")
 
     def _pieces(self) -> Iterator[slice]:
         return (slice(start, min(start + self._step, self._count)) for start in range(0, self._count, self._step))

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from dp_microadam.clipping.cost import Shapes, choose, costs_on
-from dp_microadam.clipping.outer_product import OF_TERMS, Factors, Measured, OuterProductSum, measured_by_grams
+from dp_microadam.clipping.outer_product import (
+    OF_TERMS,
+    Factors,
+    Measured,
+    OuterProductSum,
+    least_of_squares,
+    measured_by_grams,
+)
 from dp_microadam.clipping.precision import has_tensor_cores, kernels_run_on
 from dp_microadam.clipping.rule import GradientRows, LayerCall, LayerRule, PartsCall, UnchangedInput, at_least_float32
 from dp_microadam.clipping.split_bf16 import EXACT, number_of_products, product
@@ -38,8 +45,7 @@ class LinearFactors(Factors):
             norms = (inputs * deltas).to(self.deltas.dtype)
             # Nor can squares of float32 vanish in double, and a product that does is far below any bound to clip to. A model
             # that diverges has many such examples; formed one by one, they would take several times as long as the step.
-            vanishing = inputs + deltas if self.deltas.dtype == torch.float64 else torch.zeros_like(norms)
-            return Measured(norms, torch.zeros_like(norms), vanishing)
+            return Measured(norms, least_of_squares(inputs + deltas) if self.deltas.dtype == torch.float64 else None)
         of_deltas, of_inputs = self.terms or (0, 0)
         return measured_by_grams(
             self._product(self.inputs, self.inputs.transpose(1, 2), (of_inputs, of_inputs)),
@@ -53,7 +59,7 @@ class LinearFactors(Factors):
         factors = (self.inputs, self.deltas)
         narrow = self.terms == (1, 1)
         norms, inputs, deltas = tile_norms(*(factor.bfloat16() if narrow else factor for factor in factors))
-        return Measured(norms, OF_TERMS * inputs * deltas, inputs + deltas)
+        return Measured(norms, (OF_TERMS * inputs * deltas).maximum(least_of_squares(inputs + deltas)))
 
     def per_example(self, rows: slice | Tensor) -> Tensor:
         return self._product(self.deltas[rows].transpose(1, 2), self.inputs[rows], self.terms or (0, 0))
@@ -84,7 +90,7 @@ class LinearCall(PartsCall):
             factors = LinearFactors(self._positions(self._inputs.read()), self.masked(deltas, "weight", 2), terms)
             self.parts["weight"] = OuterProductSum(factors, self._rule.choose(factors))
         del self._inputs
-        return torch.stack([part.squared_norms() for part in self.parts.values()]).sum(0)
+        return self.norms_of_parts()
 
     def per_example(self, output_gradient: Tensor, examples: slice) -> Mapping[str, Tensor]:
         deltas = self._positions(at_least_float32(output_gradient))[examples]
@@ -140,7 +146,7 @@ class LinearRule(LayerRule):
             gram=float(grams * (n_in + n_out)),
             gram_passes=2.0 * grams if grams else float(n_in + n_out),
             itemsize=factors.inputs.element_size(),
-            gram_launches=9 if grams else 0,
+            gram_launches=13 if grams else 0,
             bf16_products=number_of_products(factors.terms) if factors.terms else 0,
             tiles=factors.inputs.dtype == torch.float32 and kernels_run_on(factors.inputs.device),
         )

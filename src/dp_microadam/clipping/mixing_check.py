@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_microadam.clipping.batches import batch_size, replace_rows, select
+from dp_microadam.clipping.check_errors import refuse_if_out_of_memory
 from dp_microadam.clipping.checked_model import CheckedModel, PassResult
 from dp_microadam.clipping.losses import losses_of
 from dp_microadam.clipping.module_attributes import copy_with_own_attributes, differing, holds_tensors, plain_attributes
@@ -91,7 +92,8 @@ def check_random_draws(
             )
         except InputError:
             raise
-        except Exception:  # a model that does not accept these examples
+        except Exception as error:  # a model that does not accept these examples
+            refuse_if_out_of_memory(error)
             continue
         if bool(torch.isfinite(before.losses).all()):
             _refuse_difference(checked, before, after, kept, kept, examples.magnitude, "replacing")
@@ -142,7 +144,8 @@ def check_nothing_is_kept(checked: CheckedModel, first: Any, other: Any, later: 
             suspects -= differing(after_first, _after_both(checked, control, first, later))
     except InputError:
         raise
-    except Exception:  # a model that cannot be copied, or does not accept these examples
+    except Exception as error:  # a model that cannot be copied, or does not accept these examples
+        refuse_if_out_of_memory(error)
         return set()
     if suspects:
         name = min(suspects)
@@ -174,9 +177,10 @@ def _first_run(checked: CheckedModel, batch: Any, required: bool) -> PassResult 
         result = checked.run(batch)
     except InputError:
         raise
-    except Exception:
+    except Exception as error:
         if required:
             raise
+        refuse_if_out_of_memory(error)
         return None
     if result.is_finite():
         return result

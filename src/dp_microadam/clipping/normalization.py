@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -28,7 +27,7 @@ class NormalizationCall(PartsCall):
         gradients = self._rule.gradients(None if self._inputs is None else self._inputs.read(), deltas)
         self.parts = {key: GradientRows(folded(rows, self.rows_per_example)) for key, rows in gradients.items()}
         del self._inputs
-        return torch.stack([part.squared_norms() for part in self.parts.values()]).sum(0)
+        return self.norms_of_parts()
 
     def per_example(self, output_gradient: Tensor, examples: slice) -> Mapping[str, Tensor]:
         rows = self.rows(examples)

@@ -54,7 +54,7 @@ class OperationCall(PartsCall):
         step = self._examples_at_once(output_gradient.device)
         pieces = [self.per_example(output_gradient, slice(start, min(start + step, count))) for start in range(0, count, step)]
         self.parts = {name: GradientRows(torch.cat([piece[name] for piece in pieces])) for name in self.names}
-        return torch.stack([part.squared_norms() for part in self.parts.values()]).sum(0)
+        return self.norms_of_parts()
 
     def per_example(self, output_gradient: Tensor, examples: slice) -> Mapping[str, Tensor]:
         deltas = at_least_float32(output_gradient)[self.rows(examples)].unflatten(0, (-1, self.rows_per_example))

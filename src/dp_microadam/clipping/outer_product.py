@@ -1,15 +1,16 @@
 """Weights whose per-example gradient is a sum of outer products, gᵢ = Σₜ δᵢₜaᵢₜᵀ: linear and convolutional layers.
 
-Norms are never under-estimated. Three things could make the norm smaller than that of what is added to the sum:
+Norms are never under-estimated. Four things could make the norm smaller than that of what is added to the sum:
 
 - a Gram matrix product ‖gᵢ‖² = Σₜₜ' (aₜ·aₜ')(δₜ·δₜ') whose terms cancel;
 - two kernels that round differently, one for the norm and one for the sum, where the terms of gᵢ itself cancel;
 - a difference of norms (weight standardization) that cancels;
 - squares too small for their type, as those of a tiny input that meets a huge output gradient.
 
-Each example comes with the least squared norm that is trusted and with the size of what was squared. Below it, the
-example's gradient is formed explicitly, its norm is taken from that tensor, and that same tensor, not the fast kernel's,
-enters the sum. The least one is a fraction c of a bound M on what was cancelled, chosen so that float32 stays within 1e-5:
+Each example comes with the least squared norm that is trusted. Below it, the example's gradient is formed explicitly, its
+norm is taken from that tensor, and that same tensor, not the fast kernel's, enters the sum. Whether any example is below it
+is read from the device once per pass, for all layers together (``settling.py``). The least one is a fraction c of a bound M
+on what was cancelled, chosen so that float32 stays within 1e-5:
 
 - two kernels: their results differ by ε√M, at most ε/√c ≈ 32ε of the norm for c = ``OF_TERMS``;
 - a difference of squares: it is wrong by εM, at most ε/2c = 25ε of the norm for c = ``OF_SQUARES``;
@@ -20,7 +21,6 @@ enters the sum. The least one is a fraction c of a bound M on what was cancelled
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -41,15 +41,36 @@ PIECE_GPU = 1 << 26
 
 
 class Measured(NamedTuple):
-    """Squared norms of examples, and whether to trust them."""
+    """Squared norms of examples, and the least that is trusted of each; None if all are."""
 
     norms: Tensor
-    trusted: Tensor  # from which squared norm on
-    extent: Tensor  # ‖a‖² + ‖δ‖², by which squares that vanish are judged
+    least: Tensor | None = None
 
-    def doubtful(self) -> Tensor:
-        floor = UNDERFLOW * torch.finfo(self.norms.dtype).tiny
-        return (self.norms < self.trusted) | (self.norms < floor * self.extent)
+
+def least_of_squares(extent: Tensor) -> Tensor:
+    """The least squared norm in which squares cannot have vanished, where ``extent`` is ‖a‖² + ‖δ‖²."""
+    return UNDERFLOW * torch.finfo(extent.dtype).tiny * extent
+
+
+class Doubt(NamedTuple):
+    """Norms that may have to be taken again: those below the least that is trusted, of examples whose δ is not all zero.
+
+    ``present`` says which have such a δ; it is None on the CPU, where it is looked at later and for doubtful examples only.
+    """
+
+    norms: Tensor
+    least: Tensor
+    present: Tensor | None
+
+
+def flagged_rows(flags: Tensor, count: int) -> Tensor:
+    """Indices of at least the ``count`` rows that are flagged, found without waiting for the device."""
+    return flags.nonzero().flatten() if flags.device.type == "cpu" else first_flagged(flags, count)
+
+
+def first_flagged(flags: Tensor, count: int) -> Tensor:
+    """The flagged rows in ascending order, then others, ``count`` in all."""
+    return flags.byte().argsort(descending=True, stable=True)[:count]
 
 
 class Factors(ABC):
@@ -109,17 +130,19 @@ def measured_by_grams(inputs: Tensor, deltas: Tensor, examples: int) -> Measured
     delta_squares = deltas.diagonal(dim1=1, dim2=2).clamp(min=0)
     lengths = (input_squares.sqrt() * delta_squares.sqrt()).sum(1)
     fraction = max(OF_TERMS, OF_POSITIONS / inputs.shape[1])
+    least = fraction * of_examples(lengths.square())
     return Measured(
         of_examples((inputs * deltas).sum((1, 2))),
-        fraction * of_examples(lengths.square()),
-        of_examples(input_squares) + of_examples(delta_squares),
+        least.maximum(least_of_squares(of_examples(input_squares) + of_examples(delta_squares))),
     )
 
 
 class OuterProductSum:
     """The squared norms and the clipped sum of one weight, by the strategy chosen for it.
 
-    A subclass may put a linear map between G, the sum of outer products, and the parameter's gradient.
+    Norms are taken in two stages, so that nothing waits for the device in between: ``squared_norms`` measures all of them,
+    and ``settle`` takes those again that are doubtful. A subclass may put a linear map between G, the sum of outer products,
+    and the parameter's gradient.
     """
 
     def __init__(self, factors: Factors, strategy: str) -> None:
@@ -128,58 +151,76 @@ class OuterProductSum:
         self._count = len(factors)
         self._piece = piece_length(factors)
         self._kept: list[Tensor] = []
-        # Examples whose final gradient is formed on its own, and, for the strategy "keep", those gradients.
-        self._exceptions = torch.empty(0, dtype=torch.long, device=factors.inputs.device)
+        self._measured: Measured | None = None
+        # Pieces of examples whose final gradient is formed on its own, and, for the strategy "keep", those gradients.
+        self._exceptions: list[Tensor] = []
         self._explicit: list[Tensor] = []
 
     def squared_norms(self) -> Tensor:
-        """Squared norm of each example's final gradient."""
-        measured = self.ghost_norms() if self._strategy == "ghost" else self._direct_norms()
-        norms = measured.norms
-        self._exceptions = self._not_zero(torch.nonzero(measured.doubtful()).flatten())
-        for rows in self._exception_pieces():
-            explicit = self.finished(self.factors.per_example(rows))
-            norms[rows] = squared_norms(explicit)
+        """Squared norm of each example's final gradient; those in doubt are right after ``settle``."""
+        if self._measured is None:
+            self._measured = self.ghost_norms() if self._strategy == "ghost" else self._direct_norms()
             if self._strategy == "keep":
-                self._explicit.append(explicit)
+                self._factors = None
+        return self._measured.norms
+
+    def doubt(self) -> Doubt | None:
+        """Which norms may have to be taken again; None if all are trusted whatever their values."""
+        assert self._measured is not None, "norms are measured first"
+        norms, least = self._measured
+        if least is None:
+            return None
+        if norms.device.type == "cpu":
+            return Doubt(norms, least, None)
+        # Of gradients that are kept, the least is zero where δ is: a part of the squares of the tensor that is summed.
+        return Doubt(norms, least, least > 0 if self._strategy == "keep" else self.factors.deltas.flatten(1).any(1))
+
+    def settle(self, flags: Tensor, count: int) -> None:
+        """Form the gradients of the ``count`` flagged examples, from which their norms and their part of the sum are taken."""
+        norms = self.squared_norms()
+        start = 0
         if self._strategy == "keep":
-            self._factors = None
-        return norms
+            for piece in self._kept:
+                inside = flagged_rows(flags[start : start + len(piece)], count)
+                if len(inside):
+                    self._exceptions.append(inside + start)
+                    self._explicit.append(self.finished(piece[inside]))
+                start += len(piece)
+        else:
+            rows = flagged_rows(flags, count)
+            rows = self._not_zero(rows) if rows.device.type == "cpu" else rows
+            self._exceptions = list(rows.split(self._piece)) if len(rows) else []
+        for index, rows in enumerate(self._exceptions):
+            norms.index_copy_(0, rows, squared_norms(self._final_gradients(index)))
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         """Σᵢ cᵢgᵢ."""
-        ordinary = coefficients.index_fill(0, self._exceptions, 0)
+        ordinary = coefficients.index_fill(0, torch.cat(self._exceptions), 0) if self._exceptions else coefficients
         total = self._weigh_kept(ordinary) if self._strategy == "keep" else self.factors.weighted_sum(ordinary)
         total = self.finished(total.unsqueeze(0)).squeeze(0)
-        for index, rows in enumerate(self._exception_pieces()):
-            explicit = self._explicit[index] if self._explicit else self.finished(self.factors.per_example(rows))
-            total = total + torch.tensordot(coefficients[rows], explicit, dims=1)
+        for index, rows in enumerate(self._exceptions):
+            weights, explicit = coefficients[rows], self._final_gradients(index)
+            left_out = (weights == 0).view(-1, *[1] * (explicit.dim() - 1))
+            total = total + torch.tensordot(weights, explicit.masked_fill(left_out, 0), dims=1)  # 0·∞ is NaN
         return total
 
     def remove(self, rows: Tensor) -> None:
         """Set what is kept of these examples to zero."""
         if self._factors is not None:
             self._factors.remove(rows)
+        gone = torch.zeros(self._count, dtype=torch.bool, device=rows.device).index_fill_(0, rows, True)
         start = 0
-        for index, piece in enumerate(self._kept):
-            inside = rows[(rows >= start) & (rows < start + len(piece))] - start
-            if len(inside):
-                self._kept[index] = piece.index_fill(0, inside, 0)
+        for piece in self._kept:
+            piece.masked_fill_(gone[start : start + len(piece)].view(-1, *[1] * (piece.dim() - 1)), 0)
             start += len(piece)
-        start = 0
-        for index, explicit in enumerate(self._explicit):
-            own = self._exceptions[start : start + len(explicit)]
-            self._explicit[index] = explicit.index_fill(0, torch.isin(own, rows).nonzero().flatten(), 0)
-            start += len(explicit)
 
     def finished(self, gradients: Tensor) -> Tensor:
         """From G, (examples, *shape), to the parameter's gradient; the same thing unless overridden."""
         return gradients
 
-    def direct_norms_of(self, gradients: Tensor) -> tuple[Tensor, Tensor]:
-        """Squared norms of the final gradients of these G, and from which on they are trusted."""
-        norms = squared_norms(gradients)
-        return norms, torch.zeros_like(norms)
+    def direct_norms_of(self, gradients: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Squared norms of the final gradients of these G, and from which on they are trusted; None if all are."""
+        return squared_norms(gradients), None
 
     def ghost_norms(self) -> Measured:
         return self.factors.ghost()
@@ -193,10 +234,12 @@ class OuterProductSum:
         assert self._factors is not None, "factors are released once gradients are kept"
         return self._factors
 
+    def _final_gradients(self, index: int) -> Tensor:
+        """The final gradients of one piece of ``_exceptions``."""
+        return self._explicit[index] if self._explicit else self.finished(self.factors.per_example(self._exceptions[index]))
+
     def _not_zero(self, rows: Tensor) -> Tensor:
         """Those of the examples that have a gradient at all: zero is not a doubtful norm."""
-        if len(rows) == 0:
-            return rows
         return rows[self.factors.deltas[rows].flatten(1).any(1)]
 
     def _direct_norms(self) -> Measured:
@@ -208,14 +251,15 @@ class OuterProductSum:
             gradients = self.factors.per_example(slice(start, start + step))
             found, trusted = self.direct_norms_of(gradients)
             norms.append(found)
-            thresholds.append(trusted)
+            thresholds += [] if trusted is None else [trusted]
             if self._strategy == "keep":
                 self._kept.append(gradients)
-        found, trusted = torch.cat(norms), torch.cat(thresholds)
+        least = joined(thresholds) if thresholds else None
         if self._strategy == "keep":  # the tensor that is measured is the one that is summed
-            return Measured(found, trusted, torch.zeros_like(found))
+            return Measured(joined(norms), least)
         inputs, deltas = squared_norms(self.factors.inputs), squared_norms(self.scaled_deltas())
-        return Measured(found, trusted.maximum(OF_TERMS * inputs * deltas), inputs + deltas)
+        of_terms = (OF_TERMS * inputs * deltas).maximum(least_of_squares(inputs + deltas))
+        return Measured(joined(norms), of_terms if least is None else least.maximum(of_terms))
 
     def _weigh_kept(self, coefficients: Tensor) -> Tensor:
         total = torch.zeros_like(self._kept[0][0])
@@ -225,10 +269,10 @@ class OuterProductSum:
             start += len(piece)
         return total
 
-    def _exception_pieces(self) -> Iterator[Tensor]:
-        if len(self._exceptions) == 0:
-            return iter(())
-        return iter(self._exceptions.split(self._piece))
+
+def joined(pieces: list[Tensor]) -> Tensor:
+    """The pieces as one tensor, without a copy if there is only one."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def piece_length(factors: Factors) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dp_microadam.clipping.joint import JointCall, PendingUse, group_by_parameter, merge_uses
+from dp_microadam.clipping.outer_product import Doubt
 from dp_microadam.clipping.precision import full_precision
 from dp_microadam.clipping.recording import Observed, OutputGradientHook, Recording, Use
 
@@ -22,12 +23,16 @@ class Clippable(Protocol):
 
     def remove(self, rows: Tensor) -> None: ...
 
+    def doubt(self) -> Doubt | None: ...
+
+    def settle(self, flags: Tensor, count: int) -> Tensor: ...
+
 
 @dataclass
 class Part:
     """Some parameters' share of every example's gradient: squared norms, and the call that sums it.
 
-    ``names`` maps the keys of ``call.clipped_sums`` to parameter names.
+    ``names`` maps the keys of ``call.clipped_sums`` to parameter names. ``squared`` is right after ``settling.settle``.
     """
 
     call: Clippable
@@ -42,11 +47,13 @@ def parts_of(
     scales: Mapping[str, Tensor] = MappingProxyType({}),
     row_masks: Mapping[str, Tensor] = MappingProxyType({}),
     on_output_gradient: OutputGradientHook | None = None,
+    padding: int = 0,
 ) -> tuple[list[Part], Tensor]:
     """Run a forward and backward pass; returns the parts of the gradients, and the losses.
 
     The parts have no parameter in common, so that squared norms add up. Gradients are multiplied by ``scales``, and rows
-    that ``row_masks`` leaves out are zero. ``on_output_gradient`` is called with every use and its output gradient.
+    that ``row_masks`` leaves out are zero. ``on_output_gradient`` is called with every use and its output gradient. The last
+    ``padding`` of the ``count`` examples have weight zero: so have their gradients, unless they are not finite.
 
     Formal guarantees: each trainable parameter's gradient, summed over all its uses and scaled, is in at most one part,
     and a parameter in none has had no output gradient.
@@ -71,7 +78,9 @@ def parts_of(
     with Recording(observed, count, collect) as recording:
         losses = losses_of_batch()
         if losses.requires_grad:  # every trainable layer may have been skipped at random
-            recording.backward(losses, torch.ones_like(losses))
+            weights = torch.ones_like(losses)
+            weights[count - padding :] = 0
+            recording.backward(losses, weights)
         with torch.no_grad(), full_precision(losses.device):
             parts.extend(_joint_part(members, factors, count) for members in group_by_parameter(pending))
         pending.clear()  # the closure above would keep activations alive until the next garbage collection

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 
-def _switches() -> list[tuple[Any, str, Any]]:
-    """The settings of torch for the precision of float32 products, each with the value for full precision."""
+@cache
+def _switches(device_type: str) -> list[tuple[Any, str, Any]]:
+    """The settings that decide how exact products are on a device, each with its exact value."""
     backends: Any = torch.backends
-    places = [backends.cuda.matmul]
-    if not hasattr(places[0], "fp32_precision"):  # before torch 2.9
-        return [(place, "allow_tf32", False) for place in (*places, backends.cudnn)]
-    places += [backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv]
+    gpu, cpu = [backends.cuda.matmul], [backends.mkldnn.matmul, backends.mkldnn.conv]
+    if not hasattr(gpu[0], "fp32_precision"):  # before torch 2.9
+        return [(place, "allow_tf32", False) for place in (*gpu, backends.cudnn)]
+    places = cpu if device_type == "cpu" else [*gpu, backends.cudnn.conv, backends.cudnn.rnn, *cpu]
     return [(place, "fp32_precision", "ieee") for place in places]
 
 
@@ -40,7 +41,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
     TF32 keeps ten bits of the mantissa: a norm could then be under-estimated by a thousandth.
     """
-    switches = _switches()
+    switches = _switches(device.type)
     before = [getattr(place, name) for place, name, _ in switches]
     try:
         for place, name, full in switches:

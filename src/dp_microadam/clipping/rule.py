@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_microadam.clipping.cost import Estimate
+from dp_microadam.clipping.outer_product import Doubt, OuterProductSum
 from dp_microadam.errors import InputError
 
 
@@ -68,6 +69,14 @@ class LayerCall(ABC):
         """The rows of these examples."""
         return slice(examples.start * self.rows_per_example, examples.stop * self.rows_per_example)
 
+    def doubt(self) -> Doubt | None:
+        """Which of the norms may have to be taken again; None, the default, if all are right as they are."""
+        return None
+
+    def settle(self, flags: Tensor, count: int) -> Tensor:
+        """The squared norms after those of the ``count`` flagged examples were taken again; called if there are any."""
+        raise NotImplementedError("a call with a doubt must settle it")
+
 
 class KeptGradients(Protocol):
     """The gradients of one parameter, in whatever form they are kept until their clipped sum is taken."""
@@ -85,12 +94,33 @@ class PartsCall(LayerCall):
     def __init__(self) -> None:
         self.parts: dict[str, KeptGradients] = {}
 
+    def norms_of_parts(self) -> Tensor:
+        """The squared norms of all parts together."""
+        return sum_of([part.squared_norms() for part in self.parts.values()])
+
     def clipped_sums(self, coefficients: Tensor) -> Mapping[str, Tensor]:
         return {name: part.weighted_sum(coefficients) for name, part in self.parts.items()}
+
+    def doubt(self) -> Doubt | None:
+        return next((doubt for part in self._products() if (doubt := part.doubt()) is not None), None)
+
+    def settle(self, flags: Tensor, count: int) -> Tensor:
+        for part in self._products():
+            part.settle(flags, count)
+        return self.norms_of_parts()
+
+    def _products(self) -> list[OuterProductSum]:
+        """The weight, of all families; other parameters' gradients are formed, so that nothing about them is in doubt."""
+        return [part for part in self.parts.values() if isinstance(part, OuterProductSum)]
 
     def remove(self, rows: Tensor) -> None:
         for part in self.parts.values():
             part.remove(rows)
+
+
+def sum_of(rows: Sequence[Tensor]) -> Tensor:
+    """The sum of tensors of one shape, in one operation."""
+    return rows[0] if len(rows) == 1 else torch.stack(list(rows)).sum(0)
 
 
 def folded(rows: Tensor, rows_per_example: int) -> Tensor:

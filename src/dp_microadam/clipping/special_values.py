@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dp_microadam.clipping.batches import batch_size
+from dp_microadam.clipping.check_errors import refuse_if_out_of_memory
 from dp_microadam.clipping.integer_ranges import indexed
 from dp_microadam.errors import InputError
 
@@ -124,7 +125,8 @@ class GuardedPasses:
                 result = one_pass()
         except InputError:
             raise
-        except Exception:  # a model that refuses these numbers
+        except Exception as error:  # a model that refuses these numbers
+            refuse_if_out_of_memory(error)
             return None
         if self._limit is None:
             self._limit = _TIMES_AS_LONG * guard.operations + _LONGER
@@ -157,7 +159,7 @@ _PROBABILITIES = {_aten.binary_cross_entropy, _aten.bernoulli, _aten.multinomial
 def refuse_invalid(operation: Any, args: tuple[Any, ...]) -> None:
     """Raise :class:`IndexError` or :class:`ValueError` for an index or a probability out of range, as the CPU does."""
     for index, size in indexed(operation, args):
-        if index.numel() and not (int(index.min()) >= -size and int(index.max()) < size):
+        if index.numel() and bool(((index < -size) | (index >= size)).any()):
             raise IndexError("an index is out of range")
     if operation in _PROBABILITIES and not bool(((args[0] >= 0) & torch.isfinite(args[0])).all()):
         raise ValueError("a probability is not a number from 0 to 1")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dp_microadam.clipping.batches import batch_size, repeated, synthetic, with_extreme_integers
+from dp_microadam.clipping.check_errors import refuse_if_out_of_memory
 from dp_microadam.clipping.checked_model import CheckedModel
 from dp_microadam.clipping.integer_ranges import IndexTracker
 from dp_microadam.clipping.no_side_effects import ReseedingError
@@ -99,7 +100,8 @@ def _is_accepted(checked: CheckedModel, examples: SyntheticExamples, batch: Any,
         return checked.run(drawn).is_finite()
     except ReseedingError:
         raise
-    except Exception:  # an index out of range, most often
+    except Exception as error:  # an index out of range, most often
+        refuse_if_out_of_memory(error)
         return False
     finally:
         checked.seed = 0

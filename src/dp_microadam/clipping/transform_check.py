@@ -39,6 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dp_microadam.clipping.batches import batch_size, repeat_example, replace_rows, scaled, select, with_extreme_integers
+from dp_microadam.clipping.check_errors import refuse_if_out_of_memory
 from dp_microadam.clipping.integer_ranges import IndexTracker
 from dp_microadam.clipping.mixing_check import without
 from dp_microadam.clipping.no_side_effects import SeedWatch, no_side_effects, python_random_state, torch_random_state
@@ -172,7 +173,8 @@ class _TransformCheck:
             return self._run(examples, seed)
         except InputError:
             raise
-        except Exception:
+        except Exception as error:
+            refuse_if_out_of_memory(error)
             return None
 
     def _run(self, examples: Any, seed: int, constant_draws: bool = False) -> list[Any]:

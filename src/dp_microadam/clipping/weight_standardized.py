@@ -90,7 +90,7 @@ class StandardizedSum(OuterProductSum):
     def finished(self, gradients: Tensor) -> Tensor:
         return self._projection.weight_gradients(gradients)
 
-    def direct_norms_of(self, gradients: Tensor) -> tuple[Tensor, Tensor]:
+    def direct_norms_of(self, gradients: Tensor) -> tuple[Tensor, Tensor | None]:
         lengths = torch.linalg.vector_norm(gradients.flatten(2), dim=2).square()
         whole = lengths @ self._projection.slope.square()
         along_ones, along_filter = self._projection.coordinates(gradients)
@@ -110,7 +110,8 @@ class StandardizedSum(OuterProductSum):
         self._along_filter.append(along_filter)
         whole = ConvolutionFactors(factors.inputs, self.scaled_deltas(), factors.geometry).ghost()
         norms = self._projection.squared_norms(whole.norms, sums_of_gradients(factors), along_filter)
-        return Measured(norms, whole.trusted.maximum(OF_SQUARES * whole.norms), whole.extent)
+        least = OF_SQUARES * whole.norms
+        return Measured(norms, least if whole.least is None else least.maximum(whole.least))
 
 
 def sums_of_gradients(factors: ConvolutionFactors) -> Tensor:
@@ -133,22 +134,18 @@ class StandardizedCall(PartsCall):
 
     def squared_norms(self, output_gradient: Tensor) -> Tensor:
         deltas = at_least_float32(output_gradient)
-        total = deltas.new_zeros(len(deltas) // self.rows_per_example)
         if "bias" in self._rule.trainable:
             self.parts["bias"] = GradientRows(folded(deltas.flatten(2).sum(2), self.rows_per_example))
-            total += self.parts["bias"].squared_norms()
         if self._inputs is not None:
             factors, strategy = self._rule.factors_and_strategy(self._inputs.read(), deltas, self.rows_per_example)
             weight = StandardizedSum(factors, strategy, self._rule.projection, self._ungained)
-            norms = weight.squared_norms()  # which also finds the gain's gradients
+            weight.squared_norms()  # which also finds the gain's gradients
             if "gain" in self._rule.trainable:
                 self.parts["gain"] = GradientRows(weight.gain_gradients())
-                total += self.parts["gain"].squared_norms()
             if "weight" in self._rule.trainable:
                 self.parts["weight"] = weight
-                total += norms
         del self._inputs, self._ungained
-        return total
+        return self.norms_of_parts()
 
     def per_example(self, output_gradient: Tensor, examples: slice) -> Mapping[str, Tensor]:
         rows = self.rows(examples)

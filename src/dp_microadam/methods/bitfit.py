@@ -12,17 +12,20 @@ from torch import nn
 
 from dp_microadam.errors import InputError
 from dp_microadam.methods.parts import biases_of, head_of
-from dp_microadam.methods.step_optimizers import make_optimizer
+from dp_microadam.methods.step_optimizers import accepts_behind, make_optimizer
 from dp_microadam.training.method import Method, Phase, Steps
 
 MOMENTUM = 0.9
 
 
-def dp_bitfit(model: nn.Module, *, lr: float = 1e-3, head: str | None = None, behind: str = "sgd", **options: Any) -> Method:
+@accepts_behind
+def dp_bitfit(
+    model: nn.Module, *, lr: float = 1e-3, head: str | None = None, base_optimizer: str = "sgd", **options: Any
+) -> Method:
     """DP-BiTFiT: trains only the biases and the head.
 
-    ``behind`` is the base optimizer: ``"sgd"`` (with momentum 0.9), ``"adam"``, ``"adamw"`` or ``"microadam"``; ``options``
-    are that optimizer's. ``head`` is the name of the head's module, by default the one with the model's last parameter. All
+    ``base_optimizer`` is ``"sgd"`` (with momentum 0.9), ``"adam"``, ``"adamw"`` or ``"microadam"``; ``options`` are that
+    optimizer's. ``head`` is the name of the head's module, by default the one with the model's last parameter. All
     other parameters are frozen while the trainer runs: their gradients are neither computed nor clipped. Biases need no stored
     activations, since the gradient of a bias is the output gradient summed over positions.
 
@@ -34,8 +37,8 @@ def dp_bitfit(model: nn.Module, *, lr: float = 1e-3, head: str | None = None, be
     if chosen == own_head:
         raise InputError("model has no trainable bias outside its head; dp-bitfit needs a model with biases")
     params = [model.get_parameter(name) for name, _ in model.named_parameters() if name in chosen]
-    given = {"momentum": MOMENTUM, **options} if behind == "sgd" else options
-    optimizer = make_optimizer(behind, params, lr, given, choices=("sgd", "adam", "adamw", "microadam"))
+    given = {"momentum": MOMENTUM, **options} if base_optimizer == "sgd" else options
+    optimizer = make_optimizer(base_optimizer, params, lr, given, choices=("sgd", "adam", "adamw", "microadam"))
     return TrainOnly(optimizer, chosen)
 
 

@@ -20,7 +20,7 @@ from dp_microadam.methods.scale_sources import (
     PublicExamples,
     ScaleSource,
 )
-from dp_microadam.methods.step_optimizers import make_optimizer, trainable
+from dp_microadam.methods.step_optimizers import accepts_behind, make_optimizer, trainable
 from dp_microadam.training.method import Method, Phase, Steps
 from dp_microadam.validation import require_in_closed_open, require_integer, require_one_of, require_positive
 
@@ -33,12 +33,13 @@ _OPTIONS_OF_SOURCES = {
 }
 
 
+@accepts_behind
 def scale_then_privatize(
     model: nn.Module,
     *,
     lr: float | None = None,
     source: str = "previous",
-    behind: str | None = None,
+    base_optimizer: str | None = None,
     scale_eps: float = 1e-2,
     interval: int | None = None,
     decay: float | None = None,
@@ -54,7 +55,7 @@ def scale_then_privatize(
         source: where v comes from. ``"previous"``: v̂ of the base optimizer's previous step, as in the paper. ``"delayed"``:
             DP², which alternates ``interval`` plain and ``interval`` scaled steps. ``"public"``: AdaDPS, from ``public``
             examples.
-        behind: the base optimizer. ``"adam"`` and ``"microadam"`` use g̃, which is scaled back. ``"sgd"`` uses the scaled,
+        base_optimizer: ``"adam"`` and ``"microadam"`` use g̃, which is scaled back. ``"sgd"`` uses the scaled,
             privatized gradient itself, as the authors of DP² and AdaDPS do: scaling back would undo the preconditioning. By
             default ``"adam"`` with ``"previous"``, else ``"sgd"``.
         scale_eps: ε_s; a scale is at most 1/ε_s.
@@ -70,11 +71,11 @@ def scale_then_privatize(
         InputError: for a value out of range, or options that cannot be combined.
     """
     require_one_of("source", source, SOURCES)
-    behind = ("adam" if source == "previous" else "sgd") if behind is None else behind
-    require_one_of("behind", behind, ("adam", "microadam", "sgd"))
-    if source == "previous" and behind == "sgd":
+    base_optimizer = ("adam" if source == "previous" else "sgd") if base_optimizer is None else base_optimizer
+    require_one_of("base_optimizer", base_optimizer, ("adam", "microadam", "sgd"))
+    if source == "previous" and base_optimizer == "sgd":
         raise InputError(
-            "behind is 'sgd', which estimates no second moment for source 'previous'; it must be 'adam' or 'microadam'"
+            "base_optimizer is 'sgd', which estimates no second moment for source 'previous'; it must be 'adam' or 'microadam'"
         )
     if (source == "public") != (public is not None):
         raise InputError(
@@ -91,7 +92,9 @@ def scale_then_privatize(
     decay = 0.9 if decay is None else decay
     norm_ratio = 1.0 if norm_ratio is None else norm_ratio
     rate_ratio = 1.0 if rate_ratio is None else rate_ratio
-    optimizer = make_optimizer(behind, trainable(model), (4.0 if behind == "sgd" else 1e-3) if lr is None else lr, options)
+    optimizer = make_optimizer(
+        base_optimizer, trainable(model), (4.0 if base_optimizer == "sgd" else 1e-3) if lr is None else lr, options
+    )
     found: ScaleSource
     if source == "previous":
         found = PreviousEstimate(model, optimizer, scale_eps)
@@ -106,7 +109,7 @@ def scale_then_privatize(
     else:
         assert public is not None
         found = PublicEstimate(model, public, scale_eps, require_in_closed_open("decay", decay, 0.0, 1.0))
-    return ScaleThenPrivatize(optimizer, found, unscale=behind != "sgd", norm_ratio=norm_ratio)
+    return ScaleThenPrivatize(optimizer, found, unscale=base_optimizer != "sgd", norm_ratio=norm_ratio)
 
 
 class ScaleThenPrivatize(Method):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dp_microadam.errors import InputError
 from dp_microadam.methods.parts import head_of, vectors_of, weights_of
-from dp_microadam.methods.step_optimizers import make_optimizer
+from dp_microadam.methods.step_optimizers import accepts_behind, make_optimizer
 from dp_microadam.training.method import GRADIENTS, ROW_NORMS, Method, Phase, Steps
 from dp_microadam.validation import require_in_closed_open, require_in_open_closed, require_one_of, require_positive
 
@@ -22,6 +22,7 @@ FIRST, SCORING, ROWS = "head, biases, norms", "scoring", "selected rows"
 MOMENTUM = 0.9
 
 
+@accepts_behind
 def sparta(
     model: nn.Module,
     *,
@@ -32,7 +33,7 @@ def sparta(
     scoring_epochs: float = 1.0,
     rows_only: bool = False,
     head: str | None = None,
-    behind: str = "sgd",
+    base_optimizer: str = "sgd",
     **options: Any,
 ) -> Method:
     """SPARTA: sparse fine-tuning in three phases under one plan.
@@ -47,17 +48,17 @@ def sparta(
         scoring_epochs: length of the scoring phase; an epoch is ``dataset_size / batch_size`` steps.
         rows_only: train only the selected rows in the third phase; by default head, biases and normalization train too.
         head: name of the head's module; by default the one with the model's last parameter.
-        behind: the base optimizer: ``"sgd"`` (with momentum 0.9), ``"adam"``, ``"adamw"`` or ``"microadam"``; ``options``
+        base_optimizer: ``"sgd"`` (with momentum 0.9), ``"adam"``, ``"adamw"`` or ``"microadam"``; ``options``
             are that optimizer's.
 
     Raises:
         InputError: for a value out of range, or a model without weights outside its head.
     """
-    given = {"momentum": MOMENTUM, **options} if behind == "sgd" else options
+    given = {"momentum": MOMENTUM, **options} if base_optimizer == "sgd" else options
     choices = ("sgd", "adam", "adamw", "microadam")
     return Sparta(
         model,
-        lambda params: make_optimizer(behind, params, lr, given, choices=choices),
+        lambda params: make_optimizer(base_optimizer, params, lr, given, choices=choices),
         keep=keep,
         scores=scores,
         first_phase=first_phase,

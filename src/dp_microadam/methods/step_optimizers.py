@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,8 @@ from torch import Tensor, nn
 from dp_microadam.errors import InputError
 from dp_microadam.methods.table import OPTIMIZERS
 from dp_microadam.validation import require_one_of
+
+Built = TypeVar("Built")
 
 
 def at_path(path: str) -> Any:
@@ -37,7 +41,7 @@ def make_optimizer(
     >>> make_optimizer("sgd", [nn.Parameter(torch.zeros(2))], 4.0, {"momentum": 0.9}).defaults["momentum"]
     0.9
     """
-    require_one_of("behind", name, choices)
+    require_one_of("base_optimizer", name, choices)
     try:
         optimizer: torch.optim.Optimizer = at_path(OPTIMIZERS[name].path)(params, lr=lr, **options)
         return optimizer
@@ -48,6 +52,19 @@ def make_optimizer(
         raise InputError(
             f"{name} does not accept {given or f'lr = {lr}'} ({error}); give options and values that its signature takes"
         ) from None
+
+
+def accepts_behind(build: Callable[..., Built]) -> Callable[..., Built]:
+    """Let a function accept ``behind``, the deprecated name of its argument ``base_optimizer``."""
+
+    @wraps(build)
+    def accepting(*args: Any, **options: Any) -> Built:
+        if "behind" in options:
+            warnings.warn("behind= is deprecated; pass base_optimizer=", DeprecationWarning, stacklevel=2)
+            options.setdefault("base_optimizer", options.pop("behind"))
+        return build(*args, **options)
+
+    return accepting
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

@@ -23,7 +23,7 @@ class MethodEntry:
     """A method: a one-sentence summary, its default learning rate in recipes, and how it is built.
 
     With ``optimizer`` the method is that optimizer alone, with its options. Otherwise ``path`` is a function that builds the
-    method for a model, ``options`` are its own options, and ``behind`` lists the base optimizers it can use, whose options it
+    method for a model, ``options`` are its own options, and ``base_optimizers`` lists those it can use, whose options it
     accepts too.
     """
 
@@ -32,12 +32,12 @@ class MethodEntry:
     optimizer: str | None = None
     path: str | None = None
     options: tuple[str, ...] = ()
-    behind: tuple[str, ...] = ()
+    base_optimizers: tuple[str, ...] = ()
 
     @property
     def all_options(self) -> tuple[str, ...]:
         """Its own options, and those of the base optimizers it can use."""
-        names = self.behind if self.optimizer is None else (self.optimizer,)
+        names = self.base_optimizers if self.optimizer is None else (self.optimizer,)
         theirs = (option for name in names for option in OPTIMIZERS[name].options)
         return tuple(dict.fromkeys((*self.options, *theirs)))
 
@@ -79,28 +79,28 @@ METHODS: Mapping[str, MethodEntry] = {
         "Adam with the noise variance subtracted from its second moment",
         1e-3,
         path="dp_microadam.methods.adam_bc:dp_adambc",
-        behind=("adambc",),
+        base_optimizers=("adambc",),
     ),
     "scale-then-privatize": MethodEntry(
         "gradients are scaled before clipping and noise, and scaled back afterwards; includes DP² and AdaDPS",
         1e-3,
         path="dp_microadam.methods.scale_then_privatize:scale_then_privatize",
-        options=("source", "behind", "scale_eps", "interval", "decay", "norm_ratio", "rate_ratio", "public"),
-        behind=_ANY,
+        options=("source", "base_optimizer", "scale_eps", "interval", "decay", "norm_ratio", "rate_ratio", "public"),
+        base_optimizers=_ANY,
     ),
     "dp-bitfit": MethodEntry(
         "only biases and the head train",
         1e-3,
         path="dp_microadam.methods.bitfit:dp_bitfit",
-        options=("behind", "head"),
-        behind=_ANY,
+        options=("base_optimizer", "head"),
+        base_optimizers=_ANY,
     ),
     "sparta": MethodEntry(
         "trains the rows of weights with the highest noisy scores",
         1e-3,
         path="dp_microadam.methods.sparta:sparta",
-        options=("keep", "scores", "first_phase", "scoring_epochs", "rows_only", "head", "behind"),
-        behind=_ANY,
+        options=("keep", "scores", "first_phase", "scoring_epochs", "rows_only", "head", "base_optimizer"),
+        base_optimizers=_ANY,
     ),
 }
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from dp_microadam.errors import InputError
 from dp_microadam.optimizers import micro_adam_fused as fused_kernels
+from dp_microadam.optimizers import micro_adam_triton as device_kernels
 from dp_microadam.optimizers.exact_state import ExactStateOptimizer, evaluate
 from dp_microadam.optimizers.micro_adam_checks import (
     GRADIENT_LIMIT,
@@ -38,6 +39,7 @@ from dp_microadam.optimizers.micro_adam_checks import (
     validate_options,
     version_of,
 )
+from dp_microadam.optimizers.micro_adam_prepared import PreparedGroup, prepare
 from dp_microadam.optimizers.micro_adam_state import (
     MAX_BLOCK_SIZE,
     SCALARS,
@@ -78,6 +80,14 @@ class _LocalPart(NamedTuple):
     position: int
     fused: bool
 
+    @property
+    def on_device(self) -> bool:
+        """Whether the Triton kernels update it, which check gradients themselves."""
+        return self.fused and self.own.device.type in device_kernels.DEVICE_TYPES
+
+
+_Work = list[tuple[dict[str, Any], list[_LocalPart] | PreparedGroup]]
+
 
 class MicroAdam(ExactStateOptimizer):
     """Adam on the top-k coordinates of gradient plus residual (error feedback), with moments from a window of sparse gradients.
@@ -104,8 +114,8 @@ class MicroAdam(ExactStateOptimizer):
         seed: seed of stochastic rounding. By default it is drawn from torch's generator, but only if a group uses stochastic
             rounding. Random numbers are a function of seed, parameter, step and coordinate, so they are the same after loading
             a state and on every rank.
-        fused: ``None`` uses the Numba kernel where it can (CPU, ``scope="block"``, Numba installed) and plain torch elsewhere;
-            ``False`` always uses plain torch; ``True`` requires the kernel.
+        fused: ``None`` uses a compiled kernel where it can (``scope="block"``; Numba on the CPU, Triton on CUDA, if installed)
+            and plain torch elsewhere; ``False`` always uses plain torch; ``True`` requires a kernel.
 
     Sharded parameters (DTensors, as FSDP2 creates them): each rank updates its own shard; no communication is needed. Blocks do
     not cross shards, so the selection depends on the world size.
@@ -198,7 +208,9 @@ class MicroAdam(ExactStateOptimizer):
     def _forget(self) -> None:
         """Forget which options and states were checked, so that all are checked again."""
         self._checked: dict[int, _CheckedState] = {}
+        self._device_steps = device_kernels.DeviceSteps()
         self._valid: dict[int, tuple[tuple[Any, ...], StateFormat]] = {}
+        self._prepared: dict[int, PreparedGroup | None] = {}
 
     def _refuse_to_load(self, saved: dict[str, Any]) -> None:
         for number, (group, given) in enumerate(zip(self.param_groups, saved["param_groups"], strict=False)):
@@ -235,16 +247,46 @@ class MicroAdam(ExactStateOptimizer):
         """Update every parameter that has a gradient; returns what ``closure`` returns."""
         loss = evaluate(closure)
         with self._lock:
-            work = [
-                (group, [part if part.state else self._initialize(part, group) for part in parts])
-                for group, parts in self._check_and_prepare()
+            checked = self._check_and_prepare()
+            work: _Work = [
+                (group, parts if isinstance(parts, PreparedGroup) else [self._with_state(part, group) for part in parts])
+                for group, parts in checked
             ]
-            for group, parts in work:
+            self._update_on_device(checked, work)
+            for number, (group, parts) in enumerate(work):
+                if isinstance(parts, PreparedGroup):
+                    parts.run(group)
+                    continue
                 pending = fused_kernels.Batch(group)
                 for part in parts:
-                    self._update(part, group, pending)
+                    if not part.on_device:
+                        self._update(part, group, pending)
                 pending.run()
+                on_cpu = all(part.fused and not part.on_device for part in parts)
+                self._prepared[number] = prepare(group, self.state) if on_cpu else None
         return loss
+
+    def _update_on_device(self, checked: _Work, work: _Work) -> None:
+        """Update what the Triton kernels update, unless a gradient is refused: then nothing at all is changed."""
+        taken = [(group, part) for group, parts in work if isinstance(parts, list) for part in parts if part.on_device]
+        if not taken:
+            return
+        members = [
+            device_kernels.Member(part.own, part.given, local_state(part.param, part.state, part.form), part.form, group)
+            for group, part in taken
+            if part.state is not None and part.own.numel() > 0
+        ]
+        steps = self._device_steps.prepare(members)
+        if steps.is_refused(GRADIENT_LIMIT):
+            given = [part for _, parts in checked if isinstance(parts, list) for part in parts]
+            for part in given:
+                if not part.state:
+                    del self.state[part.param]
+            self._refuse_gradients([part for part in given if part.own.numel() > 0])
+        steps.finish()
+        for _, part in taken:
+            if part.own.numel() == 0:  # sharded, and this rank's shard is empty
+                part.state["step"] += 1  # type: ignore[index]
 
     def _update(self, part: _LocalPart, group: dict[str, Any], pending: fused_kernels.Batch) -> None:
         own, common, form = part.own, part.state, part.form
@@ -270,7 +312,9 @@ class MicroAdam(ExactStateOptimizer):
             # Computed in float32, added in the wider of that and the parameter's dtype.
             own.add_(target.view_as(own))
 
-    def _initialize(self, part: _LocalPart, group: dict[str, Any]) -> _LocalPart:
+    def _with_state(self, part: _LocalPart, group: dict[str, Any]) -> _LocalPart:
+        if part.state:
+            return part
         param, state = part.param, {}
         for name, (shape, dtype) in entries_for(param, part.form).items():
             if name in SCALARS:
@@ -376,36 +420,50 @@ class MicroAdam(ExactStateOptimizer):
             found[segment.start : segment.start + second.numel()] = second.view(-1)
         return found.view_as(own)
 
-    def _check_and_prepare(self) -> list[tuple[dict[str, Any], list[_LocalPart]]]:
+    def _check_and_prepare(self) -> _Work:
         """Check options, gradients and states, then return the parameters to update; nothing is changed if one is refused."""
-        work = []
+        work: _Work = []
         position = 0
         for number, group in enumerate(self.param_groups):
-            form = self._valid_form(number, group)
-            parts = []
-            for param in group["params"]:
-                if param.grad is not None and param.numel() > 0:
-                    own, given = local_shard(param), local_shard(param.grad)
-                    unusable = unusable_reason(param, own, given)
-                    if unusable:
-                        raise InputError(f"{self._name(param)} {unusable}")
-                    state = self.state.get(param)
-                    if state:
-                        self._check_state(param, own, state, form)
-                    parts.append(_LocalPart(param, own, given, state, form, position, uses_kernel(own, group)))
-                position += 1
-            work.append((group, parts))
-        here = [part for _, parts in work for part in parts if part.own.numel() > 0]
-        if not here or bool((largest_magnitude_of_each([part.given for part in here]) <= GRADIENT_LIMIT).all()):
-            return work
-        for part in here:
+            form, prepared = self._valid_form(number, group), self._prepared.get(number)
+            if (
+                prepared is not None
+                and prepared.unchanged(group, form, self.state)
+                and prepared.gradients_within(GRADIENT_LIMIT)
+            ):
+                work.append((group, prepared))
+            else:
+                work.append((group, self._checked_parts(group, form, position)))
+            position += len(group["params"])
+        return work
+
+    def _checked_parts(self, group: dict[str, Any], form: StateFormat, position: int) -> list[_LocalPart]:
+        """The parameters of a group that have a gradient; the first of them has this ``position`` among those of all groups."""
+        parts = []
+        for number, param in enumerate(group["params"], start=position):
+            if param.grad is not None and param.numel() > 0:
+                own, given = local_shard(param), local_shard(param.grad)
+                unusable = unusable_reason(param, own, given)
+                if unusable:
+                    raise InputError(f"{self._name(param)} {unusable}")
+                state = self.state.get(param)
+                if state:
+                    self._check_state(param, own, state, form)
+                parts.append(_LocalPart(param, own, given, state, form, number, uses_kernel(own, group)))
+        here = [part for part in parts if part.own.numel() > 0 and not part.on_device]
+        if here and not bool((largest_magnitude_of_each([part.given for part in here]) <= GRADIENT_LIMIT).all()):
+            self._refuse_gradients(here)
+        return parts
+
+    def _refuse_gradients(self, parts: list[_LocalPart]) -> None:
+        """Raise for the first gradient that is not finite or too large."""
+        for part in parts:
             largest = float(largest_magnitude_of_each([part.given]))
             if not largest <= GRADIENT_LIMIT:
                 raise InputError(
                     f"{self._name(part.param)} has a gradient of magnitude {largest:g}; it must be finite and at most "
                     f"{GRADIENT_LIMIT:g}; nothing was changed"
                 )
-        return work
 
     def _valid_form(self, number: int, group: dict[str, Any]) -> StateFormat:
         """The state format of a group. Its options are validated here, since they can be set at any time after construction."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dp_microadam.errors import InputError
 from dp_microadam.optimizers import micro_adam_fused as fused_kernels
+from dp_microadam.optimizers import micro_adam_triton as device_kernels
 from dp_microadam.optimizers.bias import CORRECTIONS
 from dp_microadam.optimizers.micro_adam_state import MAX_BLOCK_SIZE
 from dp_microadam.optimizers.shards import is_sharded
@@ -39,10 +40,11 @@ def largest_magnitude_of_each(gradients: list[Tensor]) -> Tensor:
 
 
 def uses_kernel(param: Tensor, group: dict[str, Any]) -> bool:
-    """Whether the Numba kernel updates this parameter; raises if the group requires it and it cannot."""
+    """Whether a compiled kernel updates this parameter; raises if the group requires it and it cannot."""
     if group["fused"] is False:
         return False
-    reason = fused_kernels.unsupported_reason(param, group)
+    kernels = device_kernels if param.device.type in device_kernels.DEVICE_TYPES else fused_kernels
+    reason = kernels.unsupported_reason(param, group)
     if reason and group["fused"]:
         raise InputError(f"fused is True, but {reason}; use fused=None or fused=False")
     return reason is None

@@ -10,7 +10,8 @@ Numba is optional: without it :func:`unsupported_reason` says so and plain torch
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dp_microadam.optimizers.bias import bias_correction
@@ -49,6 +51,32 @@ def _numba_installed() -> bool:
     return find_spec("numba") is not None
 
 
+def table_row(target: Tensor, gradient: Tensor, state: dict[str, Any], layout: Layout, step: int) -> tuple[int, ...]:
+    """One parameter, in the columns of ``micro_adam_kernel.FIELDS``. Tensors are contiguous float32 of the same size."""
+    full, last = layout.segments[0], layout.segments[-1]
+    error = state.get("codes", state.get("error"))
+    return (
+        target.data_ptr(),
+        gradient.data_ptr(),
+        0 if error is None else error.data_ptr(),
+        state["bounds"].data_ptr() if "bounds" in state else 0,
+        state["indices"].data_ptr(),
+        state["values"].data_ptr(),
+        target.numel(),
+        full.length,
+        full.kept,
+        last.kept,
+        layout.kept,
+        step,
+        derive_key(int(state["rounding_key"]), step) if "rounding_key" in state else 0,
+    )
+
+
+def scales_of(step: int, group: dict[str, Any]) -> list[float]:
+    """The bias corrections of both moments."""
+    return [bias_correction(beta, step, group) for beta in group["betas"]]
+
+
 class Batch:
     """Parameters of one group that are queued for one call of the kernel."""
 
@@ -61,57 +89,58 @@ class Batch:
     def add(self, target: Tensor, gradient: Tensor, state: dict[str, Any], layout: Layout) -> None:
         """Queue one parameter. ``target`` and ``gradient`` are contiguous float32 of the same size."""
         step = int(state["step"])
-        full, last = layout.segments[0], layout.segments[-1]
-        error = state.get("codes", state.get("error"))
-        self._rows.append(
-            (  # in the order of micro_adam_kernel.FIELDS
-                target.data_ptr(),
-                gradient.data_ptr(),
-                0 if error is None else error.data_ptr(),
-                state["bounds"].data_ptr() if "bounds" in state else 0,
-                state["indices"].data_ptr(),
-                state["values"].data_ptr(),
-                target.numel(),
-                full.length,
-                full.kept,
-                last.kept,
-                layout.kept,
-                step,
-                derive_key(int(state["rounding_key"]), step) if "rounding_key" in state else 0,
-            )
-        )
-        self._scales.append([bias_correction(beta, step, self.group) for beta in self.group["betas"]])
+        self._rows.append(table_row(target, gradient, state, layout, step))
+        self._scales.append(scales_of(step, self.group))
         self._alive += [target, gradient, *state.values()]
 
     def run(self) -> None:
         """Update every queued parameter."""
-        if not self._rows:
-            return
-        # Imported here because importing compiles; Numba caches the result on disk, so only the first time is slow.
-        from dp_microadam.optimizers import micro_adam_kernel as kernel
+        if self._rows:
+            rows, scales = np.array(self._rows, dtype=np.int64), np.array(self._scales, dtype=np.float32)
+            update_rows(rows, scales, self.group, 1.0, self._alive)
+            self._rows, self._scales, self._alive = [], [], []
 
-        group = self.group
-        rows, scales = np.array(self._rows, dtype=np.int64), np.array(self._scales, dtype=np.float32)
-        powers = np.array([[beta**age for age in range(group["window"])] for beta in group["betas"]], dtype=np.float32)
-        error = kernel.ERROR_CODES if group["quantize"] else kernel.ERROR_DENSE
-        settings = (
-            powers,
-            np.float32(group["lr"]),
-            np.float32(group["eps"]),
-            group["bucket_size"],
-            error if group["error_feedback"] else kernel.ERROR_NONE,
-            group["rounding"] == "stochastic",
-            group["window_dtype"] == torch.float32,
-        )
-        alive = tuple(self._alive)
 
-        def share(low: int, high: int) -> None:
-            # Threads left over from an interrupted step still write to these tensors, so they must stay alive.
-            _ = alive
-            kernel.step_blocks(rows, scales, low, high, *settings)
+def update_rows(
+    rows: NDArray[np.int64], scales: NDArray[np.float32], group: dict[str, Any], decay: float, alive: Sequence[Any]
+) -> None:
+    """Multiply the parameters in a table by ``decay`` and subtract one step; ``alive`` owns the memory at its addresses."""
+    # Imported here because importing compiles; Numba caches the result on disk, so only the first time is slow.
+    from dp_microadam.optimizers import micro_adam_kernel as kernel
 
-        _share_out(share, sum(row[6] for row in self._rows))
-        self._rows, self._scales, self._alive = [], [], []
+    powers = np.array([[beta**age for age in range(group["window"])] for beta in group["betas"]], dtype=np.float32)
+    error = kernel.ERROR_CODES if group["quantize"] else kernel.ERROR_DENSE
+    settings = (
+        powers,
+        np.float32(decay),
+        np.float32(group["lr"]),
+        np.float32(group["eps"]),
+        group["bucket_size"],
+        error if group["error_feedback"] else kernel.ERROR_NONE,
+        group["rounding"] == "stochastic",
+        group["window_dtype"] == torch.float32,
+    )
+
+    def share(low: int, high: int) -> None:
+        # Threads left over from an interrupted step still write to these tensors, so they must stay alive.
+        _ = alive
+        try:
+            scratch = _scratch.pop()
+        except IndexError:
+            scratch = kernel.new_scratch()
+        kernel.step_blocks(rows, scales, low, high, *settings, scratch)
+        _scratch.append(scratch)
+
+    _share_out(share, int(rows[:, kernel.NUMEL].sum()))
+
+
+def gradients_within(rows: NDArray[np.int64], limit: float) -> bool:
+    """Whether every gradient in a table is finite and of magnitude at most ``limit``."""
+    from dp_microadam.optimizers import micro_adam_kernel as kernel
+
+    bits, found = np.float32(limit).view(np.uint32), []
+    _share_out(lambda low, high: found.append(kernel.all_within(rows, low, high, bits)), int(rows[:, kernel.NUMEL].sum()))
+    return all(found)
 
 
 def _share_out(share: Callable[[int, int], None], total: int) -> None:
@@ -125,6 +154,10 @@ def _share_out(share: Callable[[int, int], None], total: int) -> None:
         wait(waiting)
     for done in waiting:
         done.result()
+
+
+_scratch: deque[Any] = deque()
+"""Scratch memory of the kernel that no thread uses at the moment, about a megabyte each."""
 
 
 @lru_cache(maxsize=1)

@@ -17,7 +17,7 @@ def largest_magnitudes(rows: Tensor, count: int) -> Tensor:
     >>> largest_magnitudes(torch.tensor([[1.0, -3.0, 2.0]]), 2).sort().values
     tensor([[1, 2]])
     """
-    if rows.shape[1] <= _LARGE or rows.is_cuda:
+    if rows.shape[1] <= _LARGE or rows.device.type != "cpu":
         return rows.abs().topk(count, dim=1, sorted=False).indices
     return torch.stack([_radix_select(row, count) for row in rows])
 
@@ -44,7 +44,7 @@ def _radix_select(values: Tensor, count: int) -> Tensor:
 
 def _bin_of(chunks: tuple[Tensor, ...], count: int, digit: Callable[[Tensor], Tensor]) -> tuple[int, int]:
     """The digit of the ``count``-th largest value, and how many values have a larger digit."""
-    histogram = torch.zeros(1 << 16, dtype=torch.int64)
+    histogram = torch.zeros(1 << 16, dtype=torch.int64, device=chunks[0].device)
     for chunk in chunks:
         histogram += torch.bincount(digit(chunk & 0x7FFFFFFF), minlength=1 << 16)
     at_least = histogram.flip(0).cumsum(0).flip(0)

@@ -37,6 +37,10 @@ OWN_MECHANISMS = "each line has its own"
 _BY_OPACUS = "by Opacus"
 
 
+# A secure run could only draw on the CPU until version 0.2, and is described as one that may go on elsewhere.
+_SECURE_ON_THE_CPU, _SECURE_ELSEWHERE = "operating system's entropy, AES-256 in counter mode", ", or ChaCha20 on a GPU"
+
+
 @dataclass(frozen=True)
 class RunSettings:
     """What a run declares besides its plan, as recorded in the ledger and in the privacy statement.
@@ -73,6 +77,8 @@ class RunSettings:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunSettings:
         known = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+        if known.get("randomness") == _SECURE_ON_THE_CPU:
+            known["randomness"] += _SECURE_ELSEWHERE
         return cls(**known)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from dp_microadam.errors import InputError, PrivacyError
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.randomness import Randomness
+from dp_microadam.privacy.white_noise import noise_ranges, white_noise
 from dp_microadam.validation import require_integer, require_positive
 
 # In secure mode results are rounded to a grid of about a millionth of the noise standard deviation: far coarser than
@@ -36,11 +37,14 @@ class GaussianMechanism:
     different steps are independent. Assumes unpredictable randomness, one call per logical step, and sums accumulated
     over all its chunks.
 
-    In distributed training each rank holds a part of the sum and adds a part of the noise: ``noise_share`` is its share of
-    the variance. Each rank calls :meth:`add_noise` on its own sums; the results are all-reduced, and :meth:`mean` turns the
-    total into what :meth:`privatize` returns for a complete sum. If the shares add up to 1 and come from independent
-    sources, the noise of the total has variance σ²S². What one rank sends to the others is protected by its own share of
-    the noise only: ranks trust each other.
+    In distributed training each rank holds a part of the sum and adds a part of the noise. Each rank calls :meth:`add_noise` on
+    its own sums; the results are all-reduced, and :meth:`mean` turns the total into what :meth:`privatize` returns for a
+    complete sum. There are two ways to divide the noise. ``noise_slice`` gives, for a number of coordinates, the range of them
+    that this rank adds noise to, all tensors together: if the slices of all ranks are a partition and their sources are
+    independent, every coordinate of the total has noise of variance σ²S², and no rank draws more than its slice.
+    ``noise_share`` is this rank's share of the variance in each of these coordinates: if shares add up to 1, so do the
+    variances. Either way ranks trust each other: what one of them sends is not protected by itself, and outside of its slice it
+    has no noise at all.
 
     >>> mechanism = GaussianMechanism(noise_multiplier=1.0, sensitivity=0.5, expected_batch_size=100)
     >>> means = mechanism.privatize({"weight": torch.zeros(2, 3)}, step=0)
@@ -60,6 +64,7 @@ class GaussianMechanism:
         expected_batch_size: float,
         *,
         noise_share: float = 1.0,
+        noise_slice: Callable[[int], range] = range,
         randomness: Randomness | None = None,
     ) -> None:
         self._noise_multiplier = float(require_positive("noise_multiplier", noise_multiplier))
@@ -68,15 +73,29 @@ class GaussianMechanism:
         if not 0.0 <= noise_share <= 1.0:
             raise InputError(f"noise_share is {noise_share}; it is a share of the noise variance and must be from 0 to 1")
         self.noise_share = noise_share
+        self._noise_slice = noise_slice
         self._randomness = randomness if randomness is not None else Randomness.from_entropy()
         self._last_step = -1
 
     @classmethod
     def from_plan(
-        cls, plan: PrivacyPlan, sensitivity: float, *, noise_share: float = 1.0, randomness: Randomness | None = None
+        cls,
+        plan: PrivacyPlan,
+        sensitivity: float,
+        *,
+        noise_share: float = 1.0,
+        noise_slice: Callable[[int], range] = range,
+        randomness: Randomness | None = None,
     ) -> GaussianMechanism:
         """The mechanism that ``plan`` accounts for, on sums of the given sensitivity."""
-        return cls(plan.noise_multiplier, sensitivity, plan.batch_size, noise_share=noise_share, randomness=randomness)
+        return cls(
+            plan.noise_multiplier,
+            sensitivity,
+            plan.batch_size,
+            noise_share=noise_share,
+            noise_slice=noise_slice,
+            randomness=randomness,
+        )
 
     @property
     def noise_multiplier(self) -> float:
@@ -110,8 +129,13 @@ class GaussianMechanism:
 
         Raises:
             PrivacyError: for a repeated step, for sums that are not finite and so have no bounded sensitivity, or for a
-                mechanism that adds only a share of the noise.
+                mechanism that adds only a share of the noise, or adds it to a slice of the coordinates.
         """
+        if any(len(own) < sums[name].numel() for name, own in noise_ranges(sums, self._noise_slice).items()):
+            raise PrivacyError(
+                "noise_slice leaves coordinates without noise, which the noise of other processes must protect; call add_noise "
+                "in each process and sum what it returns"
+            )
         if self.noise_share != 1.0:
             raise PrivacyError(
                 f"noise_share is {self.noise_share:g}, so the noise of one process does not protect a sum; call add_noise in "
@@ -120,7 +144,7 @@ class GaussianMechanism:
         return self.mean(self.add_noise(sums, step=step), like=sums)
 
     def add_noise(self, sums: Mapping[str, Tensor], *, step: int) -> dict[str, Tensor]:
-        """Add this process' share of the noise to ``sums``. Raises what :meth:`privatize` raises for steps and sums."""
+        """Add this process' part of the noise to ``sums``. Raises what :meth:`privatize` raises for steps and sums."""
         require_integer("step", step, 0)
         if step <= self._last_step:
             raise PrivacyError(
@@ -133,29 +157,57 @@ class GaussianMechanism:
                 "ClippedGradients, which leaves out examples whose gradients are not finite"
             )
         self._last_step = step
+        ranges = noise_ranges(sums, self._noise_slice)
         wide = self._randomness.secure or any(total.dtype == torch.float64 for total in sums.values())
-        counts = {f"noise {name}": total.numel() for name, total in sums.items()}
-        noise = self._randomness.normals_for(counts, step, torch.float64 if wide else torch.float32)
-        return {name: self._noisy(total.detach(), noise.pop(f"noise {name}")) for name, total in sums.items()}
+        dtype = torch.float64 if wide else torch.float32
+        noise = white_noise(sums, ranges, self._randomness, step=step, dtype=dtype)
+        return self._added({name: total.detach() for name, total in sums.items()}, ranges, noise)
 
     def mean(self, noisy_sums: Mapping[str, Tensor], *, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Divide sums that carry all their noise by the expected batch size, in place.
 
         ``like`` are the sums before noise was added; they determine the dtypes of the result.
         """
-        if not self._randomness.secure:
-            return {name: total.div_(self.expected_batch_size) for name, total in noisy_sums.items()}
-        grid = 2.0 ** (math.floor(math.log2(self.noise_multiplier * self.sensitivity)) - _GRID_BITS)
-        return {
-            name: total.div_(grid).round_().mul_(grid).div_(self.expected_batch_size).to(_wide(like[name].dtype))
-            for name, total in noisy_sums.items()
-        }
+        totals = list(noisy_sums.values())
+        if totals and self._randomness.secure:
+            grid = 2.0 ** (math.floor(math.log2(self.noise_multiplier * self.sensitivity)) - _GRID_BITS)
+            torch._foreach_div_(totals, grid)
+            torch._foreach_round_(totals)
+            torch._foreach_mul_(totals, grid)
+        if totals:
+            torch._foreach_div_(totals, self.expected_batch_size)
+        return {name: total.to(_wide(like[name].dtype)) for name, total in noisy_sums.items()}
 
-    def _noisy(self, total: Tensor, standard: Tensor) -> Tensor:
-        """total + σS · √share · standard normal, computed in place of the noise."""
+    def _added(self, sums: Mapping[str, Tensor], ranges: Mapping[str, range], noise: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The sums with noise in the coordinates that are this process' own; the noise is overwritten."""
+        found: dict[str, Tensor] = {}
+        parts = []
+        for name, total in sums.items():
+            own = ranges[name]
+            if len(own) < total.numel():
+                found[name] = torch.empty(total.shape, dtype=self._dtype(total), device=total.device).copy_(total)
+                total = found[name].view(-1)[own.start : own.stop]
+            parts.append(total)
+        for (name, total), part, noisy in zip(sums.items(), parts, self._noisy(parts, list(noise.values())), strict=True):
+            if len(ranges[name]) < total.numel():
+                part.copy_(noisy)
+            else:
+                found[name] = noisy
+        return {name: found[name] for name in sums}
+
+    def _noisy(self, totals: list[Tensor], standard: list[Tensor]) -> list[Tensor]:
+        """total + σS · √share · standard normal of each tensor, computed in place of the noise, all tensors at once."""
         deviation = self.noise_multiplier * self.sensitivity * math.sqrt(self.noise_share)
-        dtype = torch.float64 if self._randomness.secure else _wide(total.dtype)
-        return standard.to(total.device, dtype).view(total.shape).mul_(deviation).add_(total)
+        noisy = [
+            one.to(total.device, self._dtype(total)).view(total.shape) for total, one in zip(totals, standard, strict=True)
+        ]
+        if noisy:
+            torch._foreach_mul_(noisy, deviation)
+            torch._foreach_add_(noisy, totals)
+        return noisy
+
+    def _dtype(self, total: Tensor) -> torch.dtype:
+        return torch.float64 if self._randomness.secure else _wide(total.dtype)
 
     def __repr__(self) -> str:
         return (
@@ -169,6 +221,16 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _all_finite(sums: Mapping[str, Tensor]) -> bool:
-    flags = [tensor.isfinite().all() for tensor in sums.values()]
-    # Gathered on one device first: one synchronisation with a CUDA device instead of one per tensor.
-    return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
+    totals = list(sums.values())
+    if not totals:
+        return True
+    if all(total.is_cuda for total in totals):
+        # A few kernels for all tensors together instead of several for each. In double, magnitudes of single precision add up
+        # to something finite; one that is not makes the sum infinite or NaN.
+        return bool(_gathered(torch._foreach_norm(totals, 1, dtype=torch.float64)).isfinite().all())
+    return bool(_gathered([total.isfinite().all() for total in totals]).all())
+
+
+def _gathered(numbers: Sequence[Tensor]) -> Tensor:
+    """Numbers on one device, so that looking at them waits for it once and not once per tensor."""
+    return torch.stack([number.to(numbers[0].device) for number in numbers])

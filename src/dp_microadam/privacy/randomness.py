@@ -5,8 +5,8 @@ the tensor's name, the block of coordinates. In a private run the secret comes f
 memory only. In a test run it is a hash of a fixed seed: every draw is then a function of (seed, step, example or
 coordinate), however the work is divided, and the run is not private.
 
-``torch.Generator`` is not used because it keeps only 32 bits of its seed on CPU and 64 on CUDA. Noise is drawn on the CPU
-and moved to the device.
+``torch.Generator`` is not used because it keeps only 32 bits of its seed on CPU and 64 on CUDA. Noise for a CUDA device is
+drawn there if Triton is installed (``device_noise.py``), from a key that is made in the same way; otherwise on the CPU.
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ import torch
 from numpy.typing import NDArray
 
 from dp_microadam.errors import InputError, PrivacyError
+from dp_microadam.privacy.device_noise import write_normals
 from dp_microadam.validation import require_integer
 
 # Numbers per block. Blocks are fixed, so that the number of threads does not change what is drawn, and small enough
 # that torch does not divide them further and that they stay in a core's cache.
 _BLOCK = 1 << 16
 _THREADS = max(1, min(8, os.cpu_count() or 1))
+
+CRYPTOGRAPHIC = "AES-256 in counter mode, or ChaCha20 on a GPU"
+"""The generators of a secure source in words: a run may be resumed on another device."""
 
 _OWN_CLASS_METHODS = object()
 
@@ -41,10 +45,12 @@ class Randomness:
     forked process: two processes that draw the same noise would reveal what it hides.
 
     Formal guarantees: from :meth:`from_entropy`, every draw is keyed by 256 bits of the operating system's entropy
-    and no two draws of a process share a key. With ``secure`` the draws are AES-256 in counter mode,
-    indistinguishable from random bits for anyone without the key; without ``secure`` they come from SFC64, a statistical
-    generator with no such claim. Normal numbers are computed from 53-bit uniforms and are bounded by 8.57 standard
-    deviations, which leaves out a probability of 1e-17.
+    and no two draws of a process share a key: it is a hash of the secret, the step, the number of the draw, its purpose and the
+    block of coordinates, or the word "device" in place of a block. Ranks and resumed runs have secrets of their own. With
+    ``secure`` the draws are AES-256 in counter mode, indistinguishable from random bits for anyone without the key; without
+    ``secure`` they come from SFC64, a statistical generator with no such claim. Noise that is drawn on a CUDA device is
+    ChaCha20 in both cases, for which the claim of ``secure`` holds. Normal numbers are computed in double from 53-bit uniforms
+    and are bounded by 8.57 standard deviations, which leaves out a probability of 1e-17.
 
     >>> Randomness.seeded(7)
     Randomness(fixed seed 7: not private)
@@ -88,7 +94,7 @@ class Randomness:
         """The source in words, for the privacy statement; it reveals nothing about what is drawn."""
         if not self.private:
             return f"fixed seed {self._seed}: not private"
-        generator = "AES-256 in counter mode" if self.secure else "statistical generator"
+        generator = CRYPTOGRAPHIC if self.secure else "statistical generator"
         return f"operating system's entropy, {generator}"
 
     def uniforms(self, purpose: str, step: int, count: int, *, first: int = 0) -> NDArray[np.float64]:
@@ -111,8 +117,13 @@ class Randomness:
     def normals_for(self, counts: Mapping[str, int], step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Standard normal numbers for several purposes at once, which keeps all cores busy."""
         out = {purpose: torch.empty(count, dtype=dtype) for purpose, count in counts.items()}
+        self.fill_normals(out, step)
+        return out
+
+    def fill_normals(self, parts: Mapping[str, torch.Tensor], step: int) -> None:
+        """Fill flat tensors on the CPU with standard normal numbers, by purpose."""
         work = []
-        for purpose, numbers in out.items():
+        for purpose, numbers in parts.items():
             label = self._label(purpose, step)
             work += [(part, label, block) for block, part in enumerate(numbers.split(_BLOCK)) if len(part)]
 
@@ -121,13 +132,19 @@ class Randomness:
             part.copy_(_normals(self._bits(label, block, len(part) + len(part) % 2))[: len(part)])
 
         # Starting threads takes longer than drawing a block, whatever the number of tensors it is for.
-        if sum(counts.values()) <= _BLOCK or _THREADS == 1:
+        if sum(map(len, parts.values())) <= _BLOCK or _THREADS == 1:
             for task in work:
                 fill(task)
         else:
             with ThreadPoolExecutor(min(_THREADS, len(work))) as pool:
                 list(pool.map(fill, work))
-        return out
+
+    def fill_normals_on_device(self, out: torch.Tensor, purpose: str, step: int) -> None:
+        """Fill a flat CUDA tensor with standard normal numbers that are drawn there; the host neither draws nor waits.
+
+        A fixed seed gives other numbers than on the CPU.
+        """
+        write_normals(out, self._key(b"device", self._label(purpose, step)))
 
     def _label(self, purpose: str, step: int) -> bytes:
         if self._process != os.getpid():
@@ -140,8 +157,11 @@ class Randomness:
         return f"{step}\0{draw}\0{purpose}".encode()
 
     def _bits(self, label: bytes, block: int, count: int) -> NDArray[np.uint64]:
-        key = hashlib.blake2b(b"%d\0" % block + label, key=self._secret, digest_size=32).digest()
+        key = self._key(b"%d" % block, label)
         return _aes_bits(key, count) if self.secure else _statistical_bits(key, count)
+
+    def _key(self, part: bytes, label: bytes) -> bytes:
+        return hashlib.blake2b(part + b"\0" + label, key=self._secret, digest_size=32).digest()
 
     def __repr__(self) -> str:
         return f"Randomness({self.description})"

@@ -284,7 +284,8 @@ def _common_length(tensors: list[Tensor]) -> int:
 
 def _take(data: Any, indices: Tensor) -> Any:
     if isinstance(data, Tensor):
-        return data[indices.to(data.device)]
+        # Pinned, so that the host does not wait for the copy of the indices.
+        return data[indices.pin_memory().to(data.device, non_blocking=True) if data.is_cuda else indices.to(data.device)]
     if isinstance(data, Mapping):
         return {name: _take(tensor, indices) for name, tensor in data.items()}
     return tuple(_take(tensor, indices) for tensor in data)

@@ -161,7 +161,7 @@ def _processes_in_words(report: dict[str, Any]) -> str:
         numbers = f"all steps by {next(iter(taken))} together"
     else:
         numbers = "; ".join(f"{steps} steps by {count}" for count, steps in taken.items())
-    return f"{numbers}, each with its share of the examples and of the noise variance; they trust each other"
+    return f"{numbers}, each with its share of the examples and of the noise; they trust each other"
 
 
 def _factor(epsilon: float) -> str:

@@ -1,8 +1,8 @@
 """Distributed training on torch.distributed: data-parallel ranks with sharded sampling and noise.
 
-Each rank samples from its own shard of the examples with the common rate, clips and sums, and adds its share of the noise. The
-sums are all-reduced once per step, and all ranks take the same optimizer step. Rank 0 writes the run's folder. A single process
-uses :class:`Ranks`, whose methods do nothing; several use :class:`TorchRanks`.
+Each rank samples from its own shard of the examples with the common rate, clips and sums, and adds the noise of its own slice
+of the coordinates. The sums are all-reduced once per step, and all ranks take the same optimizer step. Rank 0 writes the run's
+folder. A single process uses :class:`Ranks`, whose methods do nothing; several use :class:`TorchRanks`.
 
 Messages about the run itself (a step was recorded, a rank failed) use gloo even if gradients use NCCL: when a process dies its
 connections close, and the other ranks notice at once.
@@ -62,9 +62,12 @@ class Ranks:
         """
         return range(count * self.rank // self.world_size, count * (self.rank + 1) // self.world_size)
 
-    def noise_share(self, *, private: bool) -> float:
-        """This rank's share of the noise variance: equal shares; with a fixed seed rank 0 adds all, to be reproducible."""
-        return 1 / self.world_size if private else float(self.main)
+    def noise_slice(self, count: int, *, private: bool) -> range:
+        """The coordinates, of ``count``, that this rank adds noise to; with a fixed seed rank 0 adds all, to be reproducible.
+
+        Formal guarantees: the slices of all ranks are a partition. In a private run none is longer than ⌈count / world size⌉.
+        """
+        return self.shard(count) if private else range(count if self.main else 0)
 
     def sum_(self, tensors: Mapping[str, Tensor]) -> None:
         """All-reduce: replace each tensor by its sum over all ranks, bitwise the same on each of them."""

@@ -20,6 +20,9 @@ ROW_NORMS = "row norms"
 """The query a phase runs on the training data: Σ of clipped gradients, or Σ of the norms of their rows."""
 
 
+_SUBCLASS = "Method(optimizer, procedure) and Procedure are deprecated; make a subclass of Method with the same hooks"
+
+
 class Steps(Protocol):
     """The attributes of a plan, private or not, from which phases are derived."""
 
@@ -97,15 +100,24 @@ class Method:
     public: tuple[str, ...] = ()
     """What the method uses without protection, in words."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    phase = Phase("training", 1)
+    """The current phase."""
+
+    _procedure: Method | None = None
+
+    def __init__(self, optimizer: torch.optim.Optimizer, procedure: Method | None = None) -> None:
+        """``procedure`` is deprecated: the hooks are methods of a subclass of this class."""
         self.optimizer = optimizer
-        self.phase = Phase("training", 1)
+        if procedure is not None:
+            warnings.warn(_SUBCLASS, DeprecationWarning, stacklevel=2)
+            procedure.optimizer = optimizer
+            self._procedure = procedure
 
     @classmethod
     def of(cls, method_or_optimizer: Method | torch.optim.Optimizer) -> Method:
         """The method itself, or a torch optimizer wrapped as a method."""
         if isinstance(method_or_optimizer, Method):
-            return method_or_optimizer
+            return method_or_optimizer._procedure or method_or_optimizer
         if isinstance(method_or_optimizer, torch.optim.LBFGS):
             raise InputError(
                 "optimizer is LBFGS, which evaluates the loss several times a step; it must be one that steps once"
@@ -125,7 +137,7 @@ class Method:
             DeprecationWarning,
             stacklevel=2,
         )
-        return self
+        return self._procedure or self
 
     @property
     def learning_rate(self) -> float:

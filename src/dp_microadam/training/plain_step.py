@@ -53,7 +53,7 @@ class PlainStep(TrainingStep):
         return "not private: trained without clipping and noise"
 
     @property
-    def delta(self) -> None:
+    def privacy(self) -> None:
         return None
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,9 @@ class PrivateStep(TrainingStep):
     (checked on synthetic data, as far as :class:`~dp_microadam.clipping.engine.ClippedGradients` says), that the Dataset does,
     and that the caller has no other access to the training data. Dropout and augmentation must draw from torch's generators,
     which are made unpredictable for each step. Several processes give the same guarantee to whoever sees what the run
-    publishes: each draws from a part of the examples, disjoint from the others', with the plan's rate, and adds its part of
-    the noise's variance from its own entropy. They trust each other and the network between them: what one sends has its own
-    part of the noise only.
+    publishes: each draws from a part of the examples, disjoint from the others', with the plan's rate, and adds all noise of
+    its own slice of the coordinates from its own entropy. They trust each other and the network between them: what one sends
+    has noise in its own slice only.
     """
 
     _plan: PrivacyPlan
@@ -125,8 +126,8 @@ class PrivateStep(TrainingStep):
         return "private" if self.private else "not private: all randomness comes from a fixed seed"
 
     @property
-    def delta(self) -> float:
-        return self.plan.delta
+    def privacy(self) -> PrivacyPlan:
+        return self.plan
 
     @property
     def noise_deviation(self) -> float:
@@ -138,7 +139,7 @@ class PrivateStep(TrainingStep):
         self._mechanism = GaussianMechanism.from_plan(
             self.plan,
             self._engines.current.sensitivity,  # type: ignore[attr-defined]
-            noise_share=self.ranks.noise_share(private=self._randomness.private),
+            noise_slice=partial(self.ranks.noise_slice, private=self._randomness.private),
             randomness=self._randomness,
         )
 

@@ -22,15 +22,14 @@ from dp_microadam.training.evaluation import PerExample
 from dp_microadam.training.held_out import share_examples
 from dp_microadam.training.interrupts import Interruptible
 from dp_microadam.training.method import Method, Steps
+from dp_microadam.training.model_update import ModelUpdate
 from dp_microadam.training.plain_step import PlainStep, UnprotectedPlan
 from dp_microadam.training.private_step import PrivateStep
 from dp_microadam.training.progress import Progress
 from dp_microadam.training.run_folder import default_folder, how_to_go_on
 from dp_microadam.training.run_record import RunRecord
 from dp_microadam.training.run_result import RunResult, StepReport
-from dp_microadam.training.run_statistics import sizes
-from dp_microadam.training.schedules import LearningRates, Schedule
-from dp_microadam.training.training_data import moved
+from dp_microadam.training.schedules import Schedule
 from dp_microadam.training.training_step import StepOptions, TrainingStep
 from dp_microadam.training.validation_metrics import ValidationMetrics, in_words
 from dp_microadam.validation import require_integer, require_positive
@@ -106,7 +105,6 @@ class PrivateTrainer:
         self.checkpoint_seconds = 60 * require_positive("checkpoint_minutes", checkpoint_minutes)
         self.callbacks = tuple(callbacks)
         self.show_progress = show_progress and self.ranks.main
-        self.rates = LearningRates(self.optimizer, schedule)
         self._config = config
         self._shows_private_metrics = show_private_metrics
         self._keep_checkpoints = keep_checkpoints
@@ -118,7 +116,7 @@ class PrivateTrainer:
         self.step = kind(
             model, per_example_loss, plan, run_dir=folder, method=self.method, training_measures=of_training, **step_options
         )
-        self.average = WeightAverage(model, ema_decay) if ema_decay else None
+        self._update = ModelUpdate(model, self.method, schedule, ema_decay)
         self._validate = ValidationMetrics(model, measures, self.step.loading, self.average, self.ranks)
         self.diagnostics = MicroAdamDiagnostics(self.optimizer, diagnostics_every) if diagnostics_every is not None else None
         self._saved_position = -1
@@ -129,6 +127,11 @@ class PrivateTrainer:
     def optimizer(self) -> torch.optim.Optimizer:
         """The method's optimizer."""
         return self.method.optimizer
+
+    @property
+    def average(self) -> WeightAverage | None:
+        """The moving average of the weights; None without ``ema_decay``."""
+        return self._update.average
 
     @property
     def plan(self) -> Steps:
@@ -170,8 +173,8 @@ class PrivateTrainer:
             self.step.describe_spent,
             shown=self.show_progress,
         )
-        if not self.step.private:
-            progress.say(f"this run is {self.stamp}")
+        for warning in self.step.warnings:
+            progress.say(warning)
         try:
             with Interruptible(shown=self.ranks.main) as interruption:
                 self._loop(validation, progress, interruption)
@@ -188,7 +191,7 @@ class PrivateTrainer:
             progress.close()
             self.record.close()
             self.step.close()
-            self.rates.restore()
+            self._update.rates.restore()
         return self.result()
 
     def _loop(self, validation: Any, progress: Progress, interruption: Interruptible) -> None:
@@ -202,11 +205,7 @@ class PrivateTrainer:
                 self.record.log(f"phase {self.step.phase.name!r} begins at step {self.step.position}")
             self.record.pace.step()
             means = self.step.take()  # record, sample and clip, add noise, all-reduce, mean
-            self.rates.before_step(self.step.updates - 1)
-            self.method.apply(self.model, means)
-            self.rates.after_step()
-            if self.average is not None:
-                self.average.update(self.model, self.step.updates)
+            self._update.apply(means, self.step.updates)  # learning rate, method, weight average
             progress.advance(self.step.position)
             if self.diagnostics is not None:
                 self.record.keep_diagnostics(self.step.position, self.diagnostics.take())
@@ -275,46 +274,29 @@ class PrivateTrainer:
 
     def _load_newest(self) -> tuple[int, dict[str, Any], list[str]]:
         position, content, damaged = self.ranks.from_main(self.record.checkpoints.newest)
-        self.model.load_state_dict(content["model"])
-        self.optimizer.load_state_dict(content["optimizer"])
-        self.rates.load_state_dict(content)
-        if self.average is not None:
-            self.average.load_state_dict(content["average"])
-        self.method.load_state_dict(moved(content["procedure"], self.model))
+        self._update.load_state_dict(content)
         self._saved_position = position
         return position, content, damaged
 
     def _checkpoint(self) -> None:
-        content: dict[str, Any] = {
-            "updates": self.step.updates,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "procedure": self.method.state_dict(),
-            "ledger_head": self.step.ledger_head,
-            **self.rates.state_dict(),
-        }
-        if self.average is not None:
-            content["average"] = self.average.state_dict()
-        self.record.write_checkpoint(self.step, content, self._sizes())
+        content = {"updates": self.step.updates, "ledger_head": self.step.ledger_head, **self._update.state_dict()}
+        self.record.write_checkpoint(self.step, content, self._update.sizes())
 
     def _evaluate(self, validation: Any, progress: Progress) -> dict[str, float]:
         """Validation metrics of the weights and of their average, written and shown."""
         self.record.pace.rest()
         metrics = self._validate(validation)
         of_training = self.step.training_metrics
-        self.record.write_evaluation(self.step, metrics, self.method.learning_rate, self._sizes(), of_training)
+        self.record.write_evaluation(self.step, metrics, self.method.learning_rate, self._update.sizes(), of_training)
         self._last_metrics = metrics
         if metrics or of_training:
             progress.say(f"step {self.step.position}: {in_words(metrics, of_training)}")
         return metrics
 
     def _call_back(self, metrics: dict[str, float] | None) -> None:
-        plan = self.plan if isinstance(self.plan, PrivacyPlan) and self.step.delta is not None else None
+        report = StepReport(self.step.position, self.plan.steps, self.step.privacy, self.method.learning_rate, metrics)
         for callback in self.callbacks:
-            callback(StepReport(self.step.position, self.plan.steps, plan, self.method.learning_rate, metrics))
-
-    def _sizes(self) -> dict[str, Any]:
-        return sizes(self.model, self.optimizer, self.method.state_dict())
+            callback(report)
 
     def _refuse_shared(self, train: Any, validation: Any) -> None:
         with self.ranks.together():

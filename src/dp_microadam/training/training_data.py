@@ -1,8 +1,13 @@
-"""Training data: sampled, loaded, moved to the model's device, augmented and prepared."""
+"""Training data: sampled, loaded, moved to the model's device, augmented and prepared.
+
+On a CUDA device the next physical batch of a step is read and copied while this one is processed (``prefetch.py``), if reading
+it early draws no random numbers in this process: from tensors in memory, or through workers. Other Datasets are read when their
+batch is needed, so that their random numbers are those of a run on the CPU.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -10,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError
 from dp_microadam.privacy.sampling import Chunks, LogicalStep, PoissonSampler
 from dp_microadam.training.evaluation import batches
+from dp_microadam.training.prefetch import copied_ahead, pinned
 from dp_microadam.training.torch_randomness import UnpredictableWorker, forked_torch, seeded_torch, unpredictable_torch
 from dp_microadam.validation import require_integer
 
@@ -99,6 +105,8 @@ class TrainingData:
         if loading.seed is None and loading.num_workers:
             self._options["worker_init_fn"] = UnpredictableWorker(self._options.get("worker_init_fn"))
         self._options.setdefault("collate_fn", default_collate)
+        if _device(model).type == "cuda":
+            self._options.setdefault("pin_memory", True)
         self.continue_at(first_step)
 
     def continue_at(self, step: int) -> None:
@@ -131,10 +139,23 @@ class TrainingData:
         if step.index != index:
             raise PrivacyError(f"the sampler is at step {step.index}, but the ledger is at step {index}; they must agree")
         with self._loading.stream(self._model, index, self._rank):
-            yield (self._loading.transformed(chunk, self._model) for chunk in step.chunks)
+            yield (self._loading.transformed(chunk, self._model) for chunk in self._copied(step.chunks))
+
+    def _copied(self, chunks: Iterable[Any]) -> Iterable[Any]:
+        """The chunks on their way to the device; on the CPU there is none."""
+        device = _device(self._model)
+        if device.type != "cuda":
+            return chunks
+        by_us = isinstance(self.data, TensorDataset) and self._options["collate_fn"] is default_collate
+        early = by_us or not isinstance(self.data, Dataset) or self._loading.num_workers > 0
+        return copied_ahead(chunks, device) if early else map(pinned, chunks)
 
 
 def moved(batch: Any, model: nn.Module) -> Any:
     """The batch on the model's device."""
-    device = next(model.parameters()).device
+    device = _device(model)
     return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device

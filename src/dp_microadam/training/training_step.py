@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_microadam.errors import InputError
+from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.randomness import Randomness
 from dp_microadam.privacy.sampling import PoissonSampler
 from dp_microadam.training.data_digest import require_same_data
@@ -122,9 +123,19 @@ class TrainingStep(ABC):
         """``"private"`` or ``"not private"``, with the reason."""
 
     @property
+    def warnings(self) -> list[str]:
+        """What the user is told before training: that nothing is guaranteed, if that is so."""
+        return [] if self.private else [f"this run is {self.stamp}"]
+
+    @property
     @abstractmethod
+    def privacy(self) -> PrivacyPlan | None:
+        """The plan whose ε the run reports; None for a run without a guarantee."""
+
+    @property
     def delta(self) -> float | None:
         """The plan's δ; None for a run without a guarantee."""
+        return None if self.privacy is None else self.privacy.delta
 
     @property
     @abstractmethod

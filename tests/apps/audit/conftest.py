@@ -18,7 +18,7 @@ from dp_microadam.privacy.sampling import PoissonSampler
 
 
 def no_noise(patch):
-    patch.setattr(GaussianMechanism, "_noisy", lambda self, total, standard: total.clone())
+    patch.setattr(GaussianMechanism, "_noisy", lambda self, totals, noise: [total.clone() for total in totals])
 
 
 def no_clipping(patch):
@@ -154,7 +154,9 @@ def same_noise_in_every_step(patch):
 
 def slightly_less_noise(patch, *, factor):
     original = GaussianMechanism._noisy
-    patch.setattr(GaussianMechanism, "_noisy", lambda self, total, standard: original(self, total, standard * factor))
+    patch.setattr(
+        GaussianMechanism, "_noisy", lambda self, totals, noise: original(self, totals, [one * factor for one in noise])
+    )
 
 
 def same_seed_in_every_run(patch):
@@ -196,7 +198,7 @@ def one_step_not_accounted(patch):
 
 def half_the_noise(patch):
     original = GaussianMechanism._noisy
-    patch.setattr(GaussianMechanism, "_noisy", lambda self, total, standard: original(self, total, standard / 2))
+    patch.setattr(GaussianMechanism, "_noisy", lambda self, totals, noise: original(self, totals, [one / 2 for one in noise]))
 
 
 def noise_per_chunk(patch, *, deviation, chunks):

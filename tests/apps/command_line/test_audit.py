@@ -140,7 +140,7 @@ def test_one_line_says_what_is_shown_and_at_which_confidence(honest):
 def test_a_violation_gives_exit_code_1_and_is_named(tmp_path, capsys, monkeypatch):
     from dp_microadam.privacy.mechanism import GaussianMechanism
 
-    monkeypatch.setattr(GaussianMechanism, "_noisy", lambda self, total, standard: total.clone())
+    monkeypatch.setattr(GaussianMechanism, "_noisy", lambda self, totals, noise: [total.clone() for total in totals])
     arguments = ["--only", "attacks", "--canaries", "1000", "--repetitions", "100", "--json", "--quiet", "--out", str(tmp_path)]
     assert main(["audit", *arguments]) == 1
     shown = capsys.readouterr()

@@ -283,7 +283,7 @@ def test_methods_and_their_options_of_the_vocabulary_are_those_of_the_code():
     from dp_microadam.methods.registry import builder_of
     from dp_microadam.optimizers.adam_bc import AdamBC
 
-    behind = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, MicroAdam]
+    base_optimizer = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, MicroAdam]
     optimizers = {
         "dp-microadam": [MicroAdam],
         "dp-sgd": [torch.optim.SGD],
@@ -296,7 +296,7 @@ def test_methods_and_their_options_of_the_vocabulary_are_those_of_the_code():
         own = {
             name for name, parameter in inspect.signature(function).parameters.items() if parameter.kind.name == "KEYWORD_ONLY"
         }
-        its = {name for optimizer in optimizers.get(method, behind) for name in inspect.signature(optimizer).parameters}
+        its = {name for optimizer in optimizers.get(method, base_optimizer) for name in inspect.signature(optimizer).parameters}
         assert own - {"lr"} <= set(vocabulary.OPTIMIZER_OPTIONS[method]) <= own | its
     # The rest of MicroAdam's is no matter of a recipe: the step size has its own key, and randomness follows the run's.
     rest = set(inspect.signature(MicroAdam).parameters) - set(vocabulary.OPTIMIZER_OPTIONS["dp-microadam"])

@@ -24,7 +24,7 @@ def patterned_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """A loss with a different output gradient at every position, times each example's weight."""
     inputs, weights = batch
     output = model(inputs)
-    pattern = torch.linspace(-1, 1.3, output[0].numel(), dtype=output.dtype).view_as(output[0])
+    pattern = torch.linspace(-1, 1.3, output[0].numel(), dtype=output.dtype, device=output.device).view_as(output[0])
     return (output.sin() * pattern + 0.1 * output).flatten(1).sum(1) * weights
 
 
@@ -128,7 +128,7 @@ def _small_network() -> nn.Module:
 
 
 def _scaled(model: nn.Module) -> Mapping[str, Any]:
-    return {"scale": {name: 0.2 + torch.rand(p.shape).to(p) for name, p in model.named_parameters()}}
+    return {"scale": {name: 0.2 + torch.rand_like(p) for name, p in model.named_parameters()}}
 
 
 def _masked(model: nn.Module) -> Mapping[str, Any]:

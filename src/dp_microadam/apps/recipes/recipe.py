@@ -112,6 +112,9 @@ class Recipe:
         for known in fields(self):
             value = getattr(self, known.name)
             object.__setattr__(self, known.name, known.metadata["check"](known.name, value))
+        if "behind" in self.optimizer:  # its name in version 0.1, and in the folders of its runs
+            renamed = {"base_optimizer" if key == "behind" else key: value for key, value in self.optimizer.items()}
+            object.__setattr__(self, "optimizer", renamed)
         if self.base is not None and self.protected:
             raise InputError(
                 f"base is {self.base!r}, but method is {self.method!r}; leave it out, it is only for method 'non-private'"
@@ -147,8 +150,10 @@ class Recipe:
 
     def _scales_gradients_for_sgd(self) -> bool:
         """Whether this is scale-then-privatize followed by SGD, the default of all its sources but ``"previous"``."""
-        behind = self.optimizer.get("behind", "adam" if self.optimizer.get("source", "previous") == "previous" else "sgd")
-        return self.algorithm == "scale-then-privatize" and behind == "sgd"
+        base_optimizer = self.optimizer.get(
+            "base_optimizer", "adam" if self.optimizer.get("source", "previous") == "previous" else "sgd"
+        )
+        return self.algorithm == "scale-then-privatize" and base_optimizer == "sgd"
 
     def to_toml(self) -> str:
         """The recipe as TOML text that :meth:`from_toml` reads back equal.

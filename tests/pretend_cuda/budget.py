@@ -1,0 +1,16 @@
+"""How often a training step may wait for the device, and how much it may launch there.
+
+The goal is one synchronisation for each physical chunk, three for each logical step, and none for each layer or tensor. The
+tables say what is allowed today; they are lowered, never raised. :mod:`pretend_cuda.cases.budgets` counts, by line.
+"""
+
+from __future__ import annotations
+
+SYNCHRONISATIONS = {
+    "wrn-10-1": {"chunk": 60, "step": 49},
+    "vit": {"chunk": 57, "step": 42},
+}
+"""By network: 47 and 40 tensors, of which 10 and 14 are weights of layers."""
+
+LAUNCHES_PER_TENSOR = {"chunk": 24, "step": 93}
+"""By parameter tensor, of both networks: forward and backward pass and clipping; noise and MicroAdam in plain torch."""

@@ -1,0 +1,200 @@
+"""Mutants of the project in which one tensor is left on the wrong device, and whether the battery notices.
+
+Each ``device=`` argument, and each ``.to(…)`` that moves a tensor, is dropped in turn. Those that nothing can notice are listed
+in ``EQUIVALENT``, with the reason. From tests/: ``python -m pretend_cuda.mutants [FILE …]``.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretend_cuda.start import SOURCES, Nursery, Outcome
+
+PACKAGE = SOURCES / "dp_microadam"
+
+_NETWORKS = ("clipping", "linear with bias", "embedding", "attention", "self-check")
+_CHECKS = ("transforms", "constant draws", "check: no pixels", "check: by public constants", "check: dropout of pixels")
+RELEVANT: dict[str, tuple[tuple[str, ...], ...]] = {
+    "apps/audit": (("clipping", "linear with bias", "scaled gradients"),),
+    "apps/recipes": (("training", "recipe"),),
+    "clipping/batchnorm.py": (("clipping", "batch normalization replaced"),),
+    "clipping/embedding.py": (("clipping", "embedding", "tied weights"),),
+    "clipping/embedding_bag.py": (("clipping", "embedding bag", "bags by offsets"),),
+    "clipping/engine.py": (("clipping", "no gradients", "scaled gradients", "row masks"),),
+    "clipping/folding.py": (("clipping", "augmented views", "linear on sequences, ghost"),),
+    "clipping/joint.py": (("clipping", "tied weights", "layer used three times", "scaled gradients"),),
+    "clipping/operations.py": (("clipping", "parameters without a layer", "repeated rows", "transformer without dropout"),),
+    "clipping/outer_product.py": (("clipping", "linear on sequences, ghost", "convolution, keep", "norm form, drop"),),
+    "clipping/special_values.py": (_NETWORKS, _CHECKS),
+    "clipping/transform_check.py": (_CHECKS,),
+    "clipping/weight_standardized.py": (("clipping", "weight-standardized convolution", "norm form, ghost"),),
+    "clipping": (_NETWORKS,),
+    "data": (
+        ("transforms", "boxes", "preparation", *(f"augmentation: {name}" for name in ("views", "crop alone", "resized crop"))),
+        ("transforms", "augmentation: flip alone", "augmentation: nothing", "augmentation: to a size"),
+    ),
+    "integrations/hugging_face.py": (("integrations", "Hugging Face"),),
+    "methods": (("training", "method: public"),),
+    "models": (("transforms", "stochastic depth"),),
+    "optimizers": (
+        ("optimizers", "stochastic, float32", "analytical view, float32", "plain, bfloat16", "accessors", "sharded"),
+        ("optimizers", "AdamBC, float32", "gradients that are not finite", "odd layouts"),
+    ),
+    "privacy": (("privacy",),),
+    "training/data_digest.py": (("privacy", "digests"),),
+    "training/diagnostics.py": (("optimizers", "diagnostics"),),
+    "training/distributed.py": (("privacy", "checksums", "ranks"),),
+    "training": (("training", "tensors", "views"),),
+}
+"""The groups and cases that may notice a mutant of a file; the longest beginning of its path counts."""
+
+INDICES = "the CPU's indices may index tensors of a GPU, at the price of a copy, which ``.to`` costs too"
+EQUIVALENT: dict[str, str] = {}
+"""Mutants that nothing can notice on a GPU, and why."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A call that places a tensor, where it is, and what it is replaced with."""
+
+    file: str
+    place: str
+    before: str
+    after: str
+    start: tuple[int, int]
+    end: tuple[int, int]
+    number: int = 1
+
+    @property
+    def name(self) -> str:
+        """A name that does not change with lines above: file, function and call, and its number if there are several."""
+        return f"{self.file} {self.place}: {self.before}" + (f" ({self.number})" if self.number > 1 else "")
+
+    def applied(self, source: str) -> str:
+        lines = source.encode().splitlines(keepends=True)
+        (first, left), (last, right) = self.start, self.end
+        changed = lines[first - 1][:left] + self.after.encode() + lines[last - 1][right:]
+        return b"".join([*lines[: first - 1], changed, *lines[last:]]).decode()
+
+
+def mutants_of(path: Path) -> Iterator[Mutant]:
+    """All mutants of a file, in order."""
+    tree = ast.parse(path.read_text("utf-8"))
+    yield from _Finder(path.relative_to(PACKAGE).as_posix()).found(tree)
+
+
+def all_mutants() -> list[Mutant]:
+    return [mutant for path in sorted(PACKAGE.rglob("*.py")) for mutant in mutants_of(path)]
+
+
+class _Finder(ast.NodeVisitor):
+    def __init__(self, file: str) -> None:
+        self._file = file
+        self._place: list[str] = []
+        self._found: list[Mutant] = []
+
+    def found(self, tree: ast.AST) -> list[Mutant]:
+        self.visit(tree)
+        return self._found
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.ClassDef) -> None:
+        self._place.append(node.name)
+        self.generic_visit(node)
+        self._place.pop()
+
+    visit_ClassDef = visit_FunctionDef
+
+    def visit_Call(self, node: ast.Call) -> None:
+        self.generic_visit(node)
+        changed = _moved_nowhere(node) if _is_to(node) else _without_device(node)
+        if changed is not None:
+            start, end = (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
+            place = ".".join(self._place) or "module"
+            before = ast.unparse(node)
+            number = 1 + sum((one.place, one.before) == (place, before) for one in self._found)
+            self._found.append(Mutant(self._file, place, before, ast.unparse(changed), start, end, number))
+
+
+def _is_to(node: ast.Call) -> bool:
+    return isinstance(node.func, ast.Attribute) and node.func.attr == "to" and bool(node.args or node.keywords)
+
+
+def _names_device(argument: ast.keyword | ast.expr) -> bool:
+    if isinstance(argument, ast.keyword):
+        return argument.arg == "device"
+    if isinstance(argument, ast.IfExp):
+        return _names_device(argument.body)
+    return (
+        (isinstance(argument, ast.Name) and argument.id == "device")
+        or (isinstance(argument, ast.Attribute) and argument.attr == "device")
+        or (isinstance(argument, ast.Constant) and argument.value in ("cpu", "cuda"))
+    )
+
+
+def _without_device(node: ast.Call) -> ast.Call | None:
+    """The call without ``device=``, or None if it has none."""
+    if not any(map(_names_device, node.keywords)):
+        return None
+    changed = copy.deepcopy(node)
+    changed.keywords = [keyword for keyword in changed.keywords if not _names_device(keyword)]
+    return changed
+
+
+def _moved_nowhere(node: ast.Call) -> ast.expr | None:
+    """What ``x.to(…)`` becomes if it only converts: ``x.to(dtype)``, ``x.to(y.dtype)`` for a tensor y, or x itself."""
+    changed = copy.deepcopy(node)
+    changed.args = [argument for argument in changed.args if not _names_device(argument)]
+    changed.keywords = [keyword for keyword in changed.keywords if not _names_device(keyword)]
+    if len(changed.args) + len(changed.keywords) == len(node.args) + len(node.keywords):
+        if len(node.args) != 1 or "dtype" in ast.unparse(node.args[0]) or _is_dtype(node.args[0]):
+            return None
+        changed.args = [ast.Attribute(changed.args[0], "dtype", ast.Load())]
+        return changed
+    if changed.args or any(keyword.arg == "dtype" for keyword in changed.keywords):
+        return changed
+    tensor = changed.func.value  # type: ignore[attr-defined]
+    if any(keyword.arg == "copy" for keyword in changed.keywords):
+        return ast.Call(ast.Attribute(tensor, "clone", ast.Load()), [], [])
+    return tensor
+
+
+def _is_dtype(argument: ast.expr) -> bool:
+    return isinstance(argument, ast.Attribute) and isinstance(argument.value, ast.Name) and argument.value.id == "torch"
+
+
+def cases_for(file: str) -> tuple[tuple[str, ...], ...]:
+    """The groups and cases for a file."""
+    return RELEVANT[max((beginning for beginning in RELEVANT if f"{file}/".startswith(f"{beginning}/")), key=len)]
+
+
+def outcomes_of(mutant: Mutant, nursery: Nursery) -> list[Outcome]:
+    """How the relevant cases went on a copy of the project with this mutant, up to the first that failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        sources = Path(folder)
+        shutil.copytree(PACKAGE, sources / "dp_microadam", ignore=shutil.ignore_patterns("__pycache__"))
+        changed = sources / "dp_microadam" / mutant.file
+        changed.write_text(mutant.applied(changed.read_text("utf-8")), "utf-8")
+        return nursery.run(sources, [(group, "-x", *names) for group, *names in cases_for(mutant.file)])
+
+
+def main(files: list[str]) -> None:
+    chosen = [mutant for mutant in all_mutants() if not files or any(part in mutant.file for part in files)]
+    survived = 0
+    with Nursery() as nursery:
+        for mutant in chosen:
+            by = next((outcome for outcome in outcomes_of(mutant, nursery) if outcome.error), None)
+            survived += by is None
+            why = by.error.strip().splitlines()[-1][:150] if by and by.error else EQUIVALENT.get(mutant.name, "NOT NOTICED")
+            print(f"{'noticed by ' + by.case if by else 'survives'}: {mutant.name}\n    {why}", flush=True)
+    print(f"{len(chosen)} mutants, {len(chosen) - survived} noticed")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

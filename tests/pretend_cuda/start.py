@@ -1,0 +1,108 @@
+"""Starts groups of cases from outside, where torch is already imported, and collects what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pretend_cuda import run
+
+TESTS = Path(__file__).parents[1]
+SOURCES = TESTS.parent / "src"
+
+
+COMMAND = [sys.executable, "-W", "ignore", "-m"]
+
+
+class NoDevice(Exception):
+    """Why nothing could run, in a sentence."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case went: its traceback or None, what it returned, and the lines that index the device's tensors from the CPU."""
+
+    case: str
+    seconds: float
+    error: str | None
+    said: Any = None
+    cpu_indices: tuple[str, ...] = ()
+
+
+def start(group: str, *names: str, sources: Path = SOURCES, timeout: float = 600) -> list[Outcome]:
+    """Run the cases of a group, or those named, in one process, on the package found in ``sources``.
+
+    A process that dies counts as a failure of a case of that name.
+
+    Raises:
+        NoDevice: if the pretend device cannot be compiled here.
+    """
+    command = [*COMMAND, "pretend_cuda.run", group, *names]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=_environment(sources), cwd=TESTS, timeout=timeout, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return [Outcome("the process", timeout, f"took longer than {timeout} s")]
+    if done.returncode == run.CANNOT_BUILD:
+        raise NoDevice(done.stderr.strip())
+    outcomes = [Outcome(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith('{"case"')]
+    if done.returncode and not any(outcome.error for outcome in outcomes):
+        outcomes.append(Outcome("the process", 0.0, f"exit code {done.returncode}\n{done.stderr[-3000:]}"))
+    return outcomes
+
+
+def _environment(*paths: Path) -> dict[str, str]:
+    given = filter(None, [os.environ.get("PYTHONPATH")])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([*map(str, paths), str(TESTS), *given])}
+
+
+class Nursery:
+    """A process that runs cases on one copy of the project after the other, without importing torch each time.
+
+    Raises:
+        NoDevice: if the pretend device cannot be compiled here.
+    """
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [*COMMAND, "pretend_cuda.nursery"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=_environment(),
+            cwd=TESTS,
+        )
+        if not self._process.stdout.readline():
+            raise NoDevice(self._process.communicate()[1].strip())
+
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.communicate()
+
+    def run(self, sources: Path, groups: Sequence[Sequence[str]]) -> list[Outcome]:
+        """Run groups of cases, each in a process of its own, up to the first that fails."""
+        self._process.stdin.write(json.dumps({"sources": str(sources), "groups": groups}) + "\n")
+        self._process.stdin.flush()
+        outcomes = []
+        while not (line := self._process.stdout.readline()).startswith('{"codes"'):
+            assert line, "the process is gone"
+            if line.startswith('{"case"'):
+                outcomes.append(Outcome(**json.loads(line)))
+        if any(json.loads(line)["codes"]) and not any(outcome.error for outcome in outcomes):
+            outcomes.append(Outcome("the process", 0.0, f"ended with {json.loads(line)['codes']}"))
+        return outcomes
+
+
+def failures(outcomes: list[Outcome]) -> str:
+    """The cases that failed with their tracebacks, or an empty string."""
+    return "\n".join(f"{outcome.case}: {outcome.error}" for outcome in outcomes if outcome.error)
