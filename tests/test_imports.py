@@ -40,6 +40,8 @@ WITHOUT_TORCH = (
     "methods/table.py",
     "privacy/plan.py",
     "privacy/accounting.py",
+    "privacy/banded.py",
+    "privacy/band_choice.py",
     "privacy/privacy_loss.py",
     "apps/theory/bounds.py",
     "apps/recipes/recipe.py",

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from dp_microadam import InputError, PrivacyError, PrivacyPlan, methods
+from dp_microadam import InputError, PrivacyError, PrivacyPlan, PrivateStep, methods
 from dp_microadam.integrations.private_steps import PrivateSteps
 from dp_microadam.privacy.ledger import read_ledger
 from dp_microadam.training.evaluation import class_loss
@@ -203,3 +203,21 @@ def test_without_the_host_the_import_says_what_to_install():
     done = subprocess.run([sys.executable, "-c", WITHOUT_HOSTS], capture_output=True, text=True, check=True)
     for said, extra in zip(done.stdout.splitlines(), ("hugging-face", "lightning"), strict=True):
         assert said.endswith(f"run pip install 'dp-microadam[{extra}]'")
+
+
+def test_a_plan_with_bands_is_all_that_correlated_noise_needs(make_steps, make_network):
+    """The loop of a host takes the steps of our own with the same plan and seed, and its ledger says the groups."""
+    banded = PrivacyPlan(120, 10, 1.0, 9, 1e-3, bands=4)
+    steps, model = make_steps(plan=banded, seed=5), make_network()
+    steps.begin(model, class_loss)
+    found = []
+    for _ in steps:
+        steps.take()
+        found.append(model[0].weight.grad.clone())
+    own, other = PrivateStep(make_network(), class_loss, banded, steps._train, run_dir=steps.run_dir / "own", seed=5), []
+    for _ in own:
+        other.append(own.take()["0.weight"])
+    own.close()
+    assert all(torch.equal(one, two) for one, two in zip(found, other, strict=True))
+    assert read_ledger(steps.run_dir).spent[0].bands == 4
+    assert steps.epsilon() == banded.epsilon

@@ -23,18 +23,20 @@ _NETWORKS = ("clipping", "linear with bias", "embedding", "attention", "self-che
 _CHECKS = ("transforms", "constant draws", "check: no pixels", "check: by public constants", "check: dropout of pixels")
 RELEVANT: dict[str, tuple[tuple[str, ...], ...]] = {
     "apps/audit": (("clipping", "linear with bias", "scaled gradients"),),
+    "apps/experiments": (("training", "strategies measured"),),
     "apps/recipes": (("training", "recipe"),),
     "clipping/batchnorm.py": (("clipping", "batch normalization replaced"),),
     "clipping/embedding.py": (("clipping", "embedding", "tied weights"),),
     "clipping/embedding_bag.py": (("clipping", "embedding bag", "bags by offsets"),),
     "clipping/engine.py": (("clipping", "no gradients", "scaled gradients", "row masks"),),
-    "clipping/folding.py": (("clipping", "augmented views", "linear on sequences, ghost"),),
+    "clipping/folding.py": (("clipping", "views, drop", "views, keep", "views, ghost"),),
     "clipping/joint.py": (("clipping", "tied weights", "layer used three times", "scaled gradients"),),
     "clipping/operations.py": (("clipping", "parameters without a layer", "repeated rows", "transformer without dropout"),),
     "clipping/outer_product.py": (("clipping", "linear on sequences, ghost", "convolution, keep", "norm form, drop"),),
     "clipping/special_values.py": (_NETWORKS, _CHECKS),
     "clipping/transform_check.py": (_CHECKS,),
     "clipping/weight_standardized.py": (("clipping", "weight-standardized convolution", "norm form, ghost"),),
+    "clipping/model_state.py": (("clipping", "state that changes", "linear with bias"),),
     "clipping": (_NETWORKS,),
     "data": (
         ("transforms", "boxes", "preparation", *(f"augmentation: {name}" for name in ("views", "crop alone", "resized crop"))),
@@ -47,16 +49,27 @@ RELEVANT: dict[str, tuple[tuple[str, ...], ...]] = {
         ("optimizers", "stochastic, float32", "analytical view, float32", "plain, bfloat16", "accessors", "sharded"),
         ("optimizers", "AdamBC, float32", "gradients that are not finite", "odd layouts"),
     ),
-    "privacy": (("privacy",),),
+    "privacy/sampling.py": (("privacy", "sampling"), ("data", "equal steps")),
+    "privacy": (("privacy",), ("noise",)),
     "training/data_digest.py": (("privacy", "digests"),),
     "training/diagnostics.py": (("optimizers", "diagnostics"),),
     "training/distributed.py": (("privacy", "checksums", "ranks"),),
-    "training": (("training", "tensors", "views"),),
+    "training/prefetch.py": (("data",),),
+    "training": (("training", "tensors", "views"), ("data", "equal steps")),
 }
 """The groups and cases that may notice a mutant of a file; the longest beginning of its path counts."""
 
 INDICES = "the CPU's indices may index tensors of a GPU, at the price of a copy, which ``.to`` costs too"
-EQUIVALENT: dict[str, str] = {}
+EQUIVALENT = {
+    "clipping/batches.py select: rows.to(leaf.device)": INDICES,
+    "clipping/batches.py replace_rows.changed: rows.to(leaf.device) (2)": INDICES,
+    "clipping/gradient_check.py check_rows_of_one_example.check: torch.arange(len(rows), device=gradient.device)": INDICES,
+    "clipping/operations.py CopyCall.cotangents: torch.arange(len(deltas), device=deltas.device)": INDICES,
+    "clipping/transform_check.py _TransformCheck._differ: rows.to(leaf.device)": INDICES,
+    "clipping/transform_check.py _TransformCheck._differ: rows.to(one.device)": INDICES,
+    "clipping/transform_check.py _TransformCheck._differ: rows_after.to(other.device)": INDICES,
+    "data/augmentation.py shifted: torch.arange(len(images), device=images.device)": INDICES,
+}
 """Mutants that nothing can notice on a GPU, and why."""
 
 
@@ -166,7 +179,7 @@ def _moved_nowhere(node: ast.Call) -> ast.expr | None:
 
 
 def _is_dtype(argument: ast.expr) -> bool:
-    return isinstance(argument, ast.Attribute) and isinstance(argument.value, ast.Name) and argument.value.id == "torch"
+    return isinstance(argument, ast.Attribute) and isinstance(argument.value, ast.Name) and argument.value.id in ("torch", "tl")
 
 
 def cases_for(file: str) -> tuple[tuple[str, ...], ...]:

@@ -126,7 +126,7 @@ for capability in (80, 90, 100):
     for dtype in ("fp32", "fp64"):
         signature = {name: "i32" for name in write_normals.arg_names} | {"out": f"*{dtype}", "lanes": "constexpr"}
         source = ASTSource(write_normals, signature=signature, constexprs={"lanes": int(sys.argv[1])})
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(compiled.asm["cubin"])
             file.flush()
@@ -172,7 +172,7 @@ def test_a_device_on_which_nothing_can_be_drawn_is_told_by_a_reason(monkeypatch)
     monkeypatch.setattr(device_noise, "find_spec", lambda name: None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert device_noise.unsupported_reason(torch.device("cuda")) == "Triton is not installed"
+        assert "Triton is not installed" in device_noise.unsupported_reason(torch.device("cuda"))
     device_noise.unsupported_reason.cache_clear()
 
 

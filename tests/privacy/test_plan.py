@@ -152,3 +152,80 @@ def test_a_delta_above_one_in_n_is_a_warning():
 def test_a_noise_multiplier_out_of_range_is_refused(noise):
     with pytest.raises(InputError, match=r"noise_multiplier is .*; it must be from 0.001 to 100000"):
         PrivacyPlan.solve(dataset_size=1000, batch_size=10, delta=1e-5, noise_multiplier=noise, steps=10)
+
+
+SMALL = {"dataset_size": 1000, "batch_size": 10, "delta": 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"bands": 0}, "bands is 0; it must be a whole number at least 1"),
+        ({"bands": -3}, "bands is -3; it must be"),
+        ({"bands": 2.5}, "bands is 2.5; it must be a whole number"),
+        ({"bands": True}, "bands is True; it must be a whole number"),
+        ({"bands": "many"}, "bands is 'many'; it must be a whole number of at least 1, or 'auto'"),
+        ({"bands": 1001}, "bands is 1001, more groups than the 1000 examples of the dataset"),
+        ({"bands": 101}, "bands is 101, but a group of 1000/101 examples cannot give an expected batch of 10"),
+        ({"bands": 60}, "bands is 60, more than the 50 steps"),
+        ({"bands": 8, "parameters": 10**9}, "bands is 8, which keeps 26.1 GiB of noise for 1000000000 parameters, more than"),
+        ({"bands": 8, "parameters": 100, "noise_memory_gib": 0}, "noise_memory_gib is 0; it must be"),
+        ({"bands": "auto", "parameters": 0}, "parameters is 0; it must be"),
+        (
+            {"bands": 2, "coefficients": (1.0, 0.5)},
+            "coefficients has norm 1.11803 and begins with 1; the norm must be at most 1",
+        ),
+        ({"bands": 2, "coefficients": (-0.8, 0.1)}, "begins with -0.8"),
+        ({"bands": 3, "coefficients": (0.8, 0.4)}, "coefficients has 2 numbers for 3 bands"),
+        ({"bands": 1, "coefficients": (1.0,)}, "coefficients has 1 numbers for 1 bands"),
+        ({"bands": 2, "coefficients": (math.nan, 0.4)}, "coefficients has norm nan"),
+    ],
+)
+def test_bands_that_cannot_be_get_one_sentence(options, sentence):
+    with pytest.raises(InputError) as error:
+        PrivacyPlan.solve(**SMALL, epsilon=3.0, steps=50, **options)
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_auto_needs_what_it_compares_at():
+    with pytest.raises(InputError, match="bands is 'auto', which compares the noise at the same epsilon and steps"):
+        PrivacyPlan.solve(**SMALL, epsilon=3.0, noise_multiplier=1.0, bands="auto")
+
+
+def test_auto_stays_within_the_memory():
+    setting = {**SMALL, "epsilon": 8.0, "steps": 400}
+    free = PrivacyPlan.solve(**setting, bands="auto")
+    assert free.bands >= 16
+    limited = PrivacyPlan.solve(**setting, bands="auto", parameters=10**8, noise_memory_gib=2.0)
+    assert limited.bands == 1 + 2 * 2**30 // (4 * 10**8) == 6
+    assert limited.noise_memory(10**8) == 5 * 4 * 10**8 <= 2 * 2**30
+    assert PrivacyPlan.solve(**setting, bands="auto", parameters=10**9, noise_memory_gib=1.0).bands == 1
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_steps_solved_for_bands_are_whole_cycles_and_one_more_would_exceed(accountant):
+    plan = PrivacyPlan.solve(**SMALL, epsilon=3.0, noise_multiplier=1.5, bands=8, accountant=accountant)
+    assert plan.steps % 8 == 0
+    assert plan.epsilon <= 3.0 < plan.epsilon_after(plan.steps + 1)
+
+
+def test_noise_solved_for_bands_never_exceeds_the_target_and_less_would():
+    plan = PrivacyPlan.solve(**SMALL, epsilon=3.0, steps=100, bands=8)
+    assert (plan.sample_rate, plan.spent_after(100).steps) == (0.08, 13)
+    assert plan.epsilon <= 3.0 < dataclasses.replace(plan, noise_multiplier=plan.noise_multiplier - NOISE_RESOLUTION).epsilon
+
+
+def test_a_plan_with_bands_survives_json_and_one_band_leaves_no_trace():
+    optimised = (0.8, 0.4, 0.3)
+    for bands, coefficients in ((1, ()), (8, ()), (3, optimised)):
+        plan = PrivacyPlan(**SMALL, noise_multiplier=1.0, steps=100, bands=bands, coefficients=coefficients)
+        values = json.loads(json.dumps(plan.to_dict()))
+        assert PrivacyPlan.from_dict(values) == plan
+        assert hash(PrivacyPlan.from_dict(values)) == hash(plan)
+        assert ("bands" in values) == (bands > 1)
+        assert ("coefficients" in values) == bool(coefficients)
+    names = list(PrivacyPlan(**SMALL, noise_multiplier=1.0, steps=100).to_dict())
+    assert names == [
+        *("dataset_size", "batch_size", "noise_multiplier", "steps", "delta", "accountant", "sample_rate", "epsilon"),
+    ], "as version 0.2 wrote it"

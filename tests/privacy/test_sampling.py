@@ -244,3 +244,60 @@ def test_a_seeded_sample_does_not_depend_on_how_the_examples_are_divided(edges):
 def test_a_shard_that_is_no_part_of_the_data_is_refused(shard):
     with pytest.raises(InputError, match="shard is range"):
         PoissonSampler(10, 5, steps=1, shard=shard)
+
+
+BANDS = 7
+
+
+@pytest.fixture(scope="module")
+def cyclic() -> np.ndarray:
+    return membership(PoissonSampler(2000, 200, steps=1001, physical_batch_size=64, bands=BANDS))
+
+
+def test_with_bands_each_example_is_only_ever_in_the_steps_of_its_own_group(cyclic):
+    """By its number alone: example i in steps t with t ≡ i modulo the bands, so never twice within so many steps."""
+    steps, members = np.nonzero(cyclic)
+    assert len(steps) > 100_000
+    assert (steps % BANDS == members % BANDS).all()
+
+
+def test_with_bands_the_rate_within_a_group_is_that_many_times_as_large(cyclic):
+    rate = BANDS * 200 / 2000
+    for group in range(BANDS):
+        drawn = cyclic[group::BANDS, group::BANDS]
+        assert stats.binomtest(int(drawn.sum()), drawn.size, rate).pvalue > ALARM / BANDS
+        per_example = drawn.sum(axis=0)
+        statistic = ((per_example - len(drawn) * rate) ** 2).sum() / (len(drawn) * rate * (1 - rate))
+        assert ALARM / BANDS < stats.chi2.cdf(statistic, df=len(per_example)) < 1 - ALARM / BANDS
+        both = int((drawn[:-1] & drawn[1:]).sum())
+        assert stats.binomtest(both, drawn[1:].size, rate**2).pvalue > ALARM / BANDS
+    assert cyclic.sum() / len(cyclic) == pytest.approx(200, rel=0.01), "the expected batch is the plan's"
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_with_bands_groups_do_not_depend_on_shards(ranks):
+    """With a fixed seed the union of what the shards draw is what one process draws; shards begin anywhere in a cycle."""
+    options = {"steps": 30, "bands": 4, "physical_batch_size": 3}
+    whole = membership(PoissonSampler(101, 20, randomness=Randomness.seeded(3), **options))
+    edges = [101 * rank // ranks for rank in range(ranks + 1)]
+    parts = [
+        membership(PoissonSampler(101, 20, shard=range(*edge), randomness=Randomness.seeded(3), **options))
+        for edge in pairwise(edges)
+    ]
+    assert (sum(parts) == whole).all()
+    for part, edge in zip(parts, pairwise(edges), strict=True):
+        assert part[:, : edge[0]].sum() == part[:, edge[1] :].sum() == 0
+    assert whole.sum() > 400
+
+
+def test_one_band_draws_to_the_bit_what_was_drawn_before_there_were_bands():
+    sampler = PoissonSampler(50, 20, steps=4, randomness=Randomness.seeded(9))
+    for step in sampler:
+        uniforms = Randomness.seeded(9).uniforms("sampling", step.index, 50)
+        assert torch.cat(step.chunks).tolist() == np.flatnonzero(uniforms < 0.4).tolist()
+
+
+def test_a_group_too_small_for_the_batch_is_refused():
+    with pytest.raises(InputError, match="bands is 6, but a group of 100/6 examples cannot give an expected batch of 20"):
+        PoissonSampler(100, 20, steps=3, bands=6)
+    assert membership(PoissonSampler(100, 20, steps=5, bands=5)).sum() == 100, "at probability 1 all of a group are taken"

@@ -242,6 +242,13 @@ def test_the_world_size_is_found_under_its_old_name_too():
         assert Ranks().size == 1
 
 
+def test_shares_of_the_noise_variance_still_add_up():
+    ranks = Ranks()
+    ranks.world_size = 4
+    with pytest.warns(DeprecationWarning, match=r"use Ranks\.noise_slice"):
+        assert ranks.noise_share(private=True) == 0.25
+
+
 def test_processes_that_were_not_introduced_to_each_other_are_refused(monkeypatch):
     assert ranks_here().world_size == 1
     monkeypatch.setenv("RANK", "1")

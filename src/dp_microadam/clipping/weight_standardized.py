@@ -47,7 +47,7 @@ class Projection:
         self.slope = self.gain / at_least_float32(standardized.scale)
         lengths = squared_norms(self.filters)
         self.loss_along_filter = 2 * self.pull - self.pull.square() * lengths
-        self.tilt = 2 * self.pull * self.filters.double().sum(1).to(self.filters) / self.fan_in
+        self.tilt = 2 * self.pull * self.filters.double().sum(1).to(self.filters.dtype) / self.fan_in
 
     @cached_property
     def _probes(self) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -69,16 +69,22 @@ SMALLEST_NOISE_MULTIPLIER = 1e-3
 
 @dataclass(frozen=True)
 class SubsampledGaussian:
-    """``steps`` steps of the Poisson-subsampled Gaussian mechanism. The privacy cost of a run is a list of these."""
+    """``steps`` steps of the Poisson-subsampled Gaussian mechanism. The privacy cost of a run is a list of these.
+
+    With correlated noise of ``bands`` bands the examples are divided into as many groups, and ``steps`` counts the steps that
+    sample from one group: ⌈T/b⌉ of a run of T steps (``banded.py`` has the theorem).
+    """
 
     sample_rate: float
     noise_multiplier: float
     steps: int
+    bands: int = field(default=1, repr=False)
 
     def __post_init__(self) -> None:
         require_in_open_closed("sample_rate", self.sample_rate, 0, 1)
         require_positive("noise_multiplier", self.noise_multiplier)
         require_integer("steps", self.steps, 0)
+        require_integer("bands", self.bands, 1)
 
 
 def epsilon(spent: Sequence[SubsampledGaussian], delta: float, accountant: str = "rdp") -> float:
@@ -354,7 +360,8 @@ def group_epsilon(spent: Sequence[SubsampledGaussian], delta: float, group_size:
     The number of sampled examples from a group of k is binomial, and each changes the sum by at most S. A step is
     therefore a mixture of Gaussians at 0, S, …, kS (Ganesh 2024, "Tight group-level DP guarantees for DP-SGD with
     sampling via mixture of Gaussians mechanisms"). This is tighter than general group privacy, which gives k·ε at
-    δ·Σ exp(i·ε), i < k.
+    δ·Σ exp(i·ε), i < k. That general bound is what a composition with correlated noise gets: examples of different groups take
+    part in neighbouring steps, whose noise is correlated, so a step is not such a mixture.
 
     Formal guarantees: as :func:`epsilon`, for two datasets where one is the other with up to ``group_size`` examples added,
     or with up to that many removed; not with some added and others removed.
@@ -364,7 +371,31 @@ def group_epsilon(spent: Sequence[SubsampledGaussian], delta: float, group_size:
     spent = [part for part in spent if part.steps > 0]
     if not spent:
         return 0.0
+    if group_size > 1 and any(part.bands > 1 for part in spent):
+        return _general_group_epsilon(spent, delta, group_size)
     least_noise = min(part.noise_multiplier for part in spent)
     if least_noise < _PLD_LEAST_NOISE:
         raise InputError(f"noise_multiplier is {least_noise}; for groups it must be at least {_PLD_LEAST_NOISE}")
     return _pld_group_epsilon(tuple(spent), delta, group_size)
+
+
+def _general_group_epsilon(spent: Sequence[SubsampledGaussian], delta: float, group_size: int) -> float:
+    """ε for a group from ε for one example, by adding its members one at a time; by RDP, which takes any δ.
+
+    If one example has (ε₁, δ₁), then k have (k·ε₁, δ₁·Σ exp(i·ε₁), i < k). The largest δ₁ whose sum stays within δ gives the
+    smallest ε₁; it is approached from above, which never leaves it out because the right-hand side grows with δ₁.
+    """
+
+    def largest_allowed(share: float) -> float:
+        exponents = np.arange(group_size) * _rdp_epsilon(spent, share)
+        return delta * math.exp(-float(np.logaddexp.reduce(exponents)))
+
+    share = delta
+    for _ in range(200):
+        least = largest_allowed(share)
+        if least == 0.0:
+            break
+        if share <= least:
+            return group_size * _rdp_epsilon(spent, share)
+        share = least if least < 0.999 * share else 0.998 * share
+    raise InputError(f"group_size is {group_size}; the epsilon of so large a group is out of range, it must be smaller")

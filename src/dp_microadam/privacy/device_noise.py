@@ -34,7 +34,7 @@ def unsupported_reason(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"the device is {device}; it must be a CUDA device"
     if find_spec("triton") is None:
-        return "Triton is not installed"
+        return "Triton is not installed (pip install 'dp-microadam[gpu]')"
     try:
         drawn = torch.empty(_CHECK_COUNT, dtype=torch.float64, device=device)
         write_normals(drawn, _CHECK_KEY)
@@ -56,7 +56,8 @@ def write_normals(out: Tensor, key: bytes) -> None:
     grid = (math.ceil(len(out) / (NORMALS_PER_BLOCK * LANES)),)
     if len(out):
         with torch.cuda.device_of(out):
-            chacha_kernel.write_normals[grid](out, len(out), *key_words(key), lanes=LANES)
+            # Nothing is contracted to fused operations, as in NumPy.
+            chacha_kernel.write_normals[grid](out, len(out), *key_words(key), lanes=LANES, enable_fp_fusion=False)
 
 
 def key_words(key: bytes) -> list[int]:

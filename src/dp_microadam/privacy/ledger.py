@@ -34,6 +34,7 @@ from dp_microadam.privacy.ledger_record import (
     read_ledger,
     spent_together,
     stamp_of,
+    steps_together,
 )
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.validation import require_integer
@@ -48,6 +49,7 @@ __all__ = [
     "library_versions",
     "read_ledger",
     "spent_together",
+    "steps_together",
     "write_past_steps",
 ]
 
@@ -131,7 +133,9 @@ class PrivacyLedger:
         require_integer("position", position, 0)
         ledger = cls(ledger_path(run), plan)
         try:
-            _require_same(ledger.path, "plan", asdict(ledger._record.plan), asdict(plan))
+            recorded = asdict(ledger._record.plan)
+            # Bands first: runs with and without correlated noise differ in more, but that is the reason.
+            _require_same(ledger.path, "plan", {"bands": recorded["bands"], **recorded}, asdict(plan))
             _require_same(ledger.path, "settings", asdict(ledger._record.settings), asdict(settings))
             if ledger.steps < position:
                 raise PrivacyError(
@@ -183,6 +187,8 @@ class PrivacyLedger:
             )
         step = self._steps
         event = self._event(step, self.plan.spent_after(1))
+        if self.plan.bands > 1:
+            event["group"] = step % self.plan.bands
         if phase is not None:
             event["phase"] = phase
         if processes > 1:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -48,11 +48,23 @@ class RecordedSteps:
     phases: Counter[str] = field(default_factory=Counter)
     processes: Counter[int] = field(default_factory=Counter)
     run: str | None = None
+    bands: int = 1
 
     @property
     def spent(self) -> tuple[SubsampledGaussian, ...]:
-        counts = Counter(mechanism for _, mechanism in self.history)
-        return tuple(SubsampledGaussian(*mechanism, count) for mechanism, count in counts.items())
+        return most_of_one_group(((number, mechanism) for number, (_, mechanism) in enumerate(self.history)), self.bands)
+
+
+def most_of_one_group(steps: Iterable[tuple[int, Mechanism]], bands: int) -> tuple[SubsampledGaussian, ...]:
+    """The steps that the examples of one group can have been in at most, from all steps by number; one band is one group.
+
+    Formal guarantees: for every group, and every mechanism, the result has at least as many steps as the group had.
+    """
+    by_group = Counter((mechanism, number % bands) for number, mechanism in steps)
+    most: dict[Mechanism, int] = {}
+    for (mechanism, _), count in by_group.items():
+        most[mechanism] = max(most.get(mechanism, 0), count)
+    return tuple(SubsampledGaussian(*mechanism, count, bands) for mechanism, count in most.items())
 
 
 def is_head(text: str) -> bool:
@@ -110,7 +122,7 @@ def read_steps(
     Raises:
         PrivacyError: for a line that breaks the chain or contradicts the plan.
     """
-    found = RecordedSteps(head)
+    found = RecordedSteps(head, bands=plan.bands)
     ordinary = (plan.sample_rate, plan.noise_multiplier)
     *finished, unfinished = lines or [b""]
     for number, line in enumerate([*finished, *([unfinished] if unfinished else [])], start=2):
@@ -158,6 +170,8 @@ def _add_step(
         raise UnusableLine(f"has step {step}, but the plan in line 1 ends after {plan.steps} steps")
     if step > total and chained:
         raise UnusableLine(f"has step {step} where step {total} comes next")
+    if values.get("group", 0) != step % plan.bands:
+        raise UnusableLine(f"has group {values.get('group')!r} in step {step}, whose group is {step % plan.bands}")
     if mechanism == ordinary:
         mechanism = ordinary  # one object for all steps
     elif not own_mechanisms:

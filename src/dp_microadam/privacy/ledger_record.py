@@ -22,6 +22,7 @@ from dp_microadam.privacy.ledger_lines import (
     follow,
     is_head,
     link_unchained,
+    most_of_one_group,
     read_object,
     read_steps,
 )
@@ -86,7 +87,8 @@ class RunSettings:
 class LedgerRecord:
     """The contents of a ledger at the time it was read. Immutable; reading takes no lock.
 
-    ``spent`` has every step, including those whose lines a crash left incomplete or lost; they count as steps of the plan.
+    ``spent`` has every step, including those whose lines a crash left incomplete or lost; they count as steps of the plan. If
+    the plan has bands, it has the steps that the examples of one group can have been in, which is what privacy accounts for.
     ``phases`` counts the steps of each phase, for runs that have phases. ``processes`` counts the steps by world size, for
     steps that more than one process took together.
 
@@ -109,7 +111,7 @@ class LedgerRecord:
 
     @property
     def steps(self) -> int:
-        return sum(part.steps for part in self.spent)
+        return len(self.history)
 
     def steps_at(self, head: str) -> int | None:
         """The number of steps the ledger had when its hash was ``head``; None if it never was."""
@@ -200,16 +202,33 @@ def _refuse_contradictions(header: Mapping[str, Any], plan: PrivacyPlan, setting
 def spent_together(records: Iterable[LedgerRecord]) -> tuple[SubsampledGaussian, ...]:
     """The steps of several ledgers together; a step that copies of one run have in common counts once.
 
+    With bands, an example is in the steps of its group only; the group with the most steps counts, for each run by itself,
+    because the same example may be in the largest group of each.
+
     Formal guarantees: no step of any of the ledgers is left out. Two ledgers have a step in common if it has the same hash in
     both; the hash covers the run's random identifier and everything recorded since the run began.
     """
-    steps: dict[tuple[object, str], Mechanism] = {}
-    for number, record in enumerate(records):
+    together: Counter[tuple[float, float, int]] = Counter()
+    for bands, steps in _distinct_steps(records).values():
+        for part in most_of_one_group(steps.values(), bands):
+            together[part.sample_rate, part.noise_multiplier, bands] += part.steps
+    return tuple(SubsampledGaussian(rate, sigma, steps, bands) for (rate, sigma, bands), steps in together.items())
+
+
+def steps_together(records: Iterable[LedgerRecord]) -> int:
+    """The number of steps of several ledgers together; a step that copies of one run have in common counts once."""
+    return sum(len(steps) for _, steps in _distinct_steps(records).values())
+
+
+def _distinct_steps(records: Iterable[LedgerRecord]) -> dict[object, tuple[int, dict[str, tuple[int, Mechanism]]]]:
+    """For each run its bands and its steps: by hash, the step's number and mechanism."""
+    runs: dict[object, tuple[int, dict[str, tuple[int, Mechanism]]]] = {}
+    for position, record in enumerate(records):
         # Two runs of version 0.1 with the same plan have identical lines, so runs without an identifier count separately.
-        name = number if record.run is None else record.run
-        steps.update({(name, link): mechanism for link, mechanism in record.history})
-    counts = Counter(steps.values())
-    return tuple(SubsampledGaussian(*mechanism, count) for mechanism, count in counts.items())
+        name = position if record.run is None else record.run
+        _, steps = runs.setdefault((name, record.plan.bands), (record.plan.bands, {}))
+        steps.update({link: (number, mechanism) for number, (link, mechanism) in enumerate(record.history)})
+    return runs
 
 
 def stamp_of(settings: RunSettings) -> str:

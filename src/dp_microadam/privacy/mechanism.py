@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dp_microadam.errors import InputError, PrivacyError
+from dp_microadam.privacy.correlated_noise import CorrelatedNoise
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.randomness import Randomness
 from dp_microadam.privacy.white_noise import noise_ranges, white_noise
@@ -46,6 +47,10 @@ class GaussianMechanism:
     variances. Either way ranks trust each other: what one of them sends is not protected by itself, and outside of its slice it
     has no noise at all.
 
+    With ``correlation`` the noise of a step partly takes back that of the steps before it. The guarantee is then that of the
+    banded matrix mechanism for all steps together, if each example is sampled at most once in as many steps as there are bands
+    (``banded.py``); calls of different steps are not independent.
+
     >>> mechanism = GaussianMechanism(noise_multiplier=1.0, sensitivity=0.5, expected_batch_size=100)
     >>> means = mechanism.privatize({"weight": torch.zeros(2, 3)}, step=0)
     >>> means["weight"].shape
@@ -66,6 +71,8 @@ class GaussianMechanism:
         noise_share: float = 1.0,
         noise_slice: Callable[[int], range] = range,
         randomness: Randomness | None = None,
+        correlation: CorrelatedNoise | None = None,
+        single_step_ratio: float = 1.0,
     ) -> None:
         self._noise_multiplier = float(require_positive("noise_multiplier", noise_multiplier))
         self._sensitivity = float(require_positive("sensitivity", sensitivity))
@@ -76,6 +83,8 @@ class GaussianMechanism:
         self._noise_slice = noise_slice
         self._randomness = randomness if randomness is not None else Randomness.from_entropy()
         self._last_step = -1
+        self._correlation = correlation
+        self._single_step_ratio = single_step_ratio
 
     @classmethod
     def from_plan(
@@ -86,8 +95,14 @@ class GaussianMechanism:
         noise_share: float = 1.0,
         noise_slice: Callable[[int], range] = range,
         randomness: Randomness | None = None,
+        noise_history: str = "device",
     ) -> GaussianMechanism:
-        """The mechanism that ``plan`` accounts for, on sums of the given sensitivity."""
+        """The mechanism that ``plan`` accounts for, on sums of the given sensitivity.
+
+        If the plan has bands, ``noise_history`` says where the noise of the last steps is kept: on the ``"device"`` of the
+        sums, or in main memory (``"cpu"``).
+        """
+        chain = CorrelatedNoise(plan.noise_coefficients, place=noise_history)
         return cls(
             plan.noise_multiplier,
             sensitivity,
@@ -95,6 +110,8 @@ class GaussianMechanism:
             noise_share=noise_share,
             noise_slice=noise_slice,
             randomness=randomness,
+            correlation=chain if plan.bands > 1 and noise_share else None,
+            single_step_ratio=plan.noise_ratios.single_step,
         )
 
     @property
@@ -119,8 +136,18 @@ class GaussianMechanism:
 
     @property
     def noise_deviation(self) -> float:
-        """Standard deviation of the noise in each coordinate of the privatized mean: σ·S/B."""
-        return self.noise_multiplier * self.sensitivity / self.expected_batch_size
+        """Standard deviation of the noise in each coordinate of the privatized mean: σ·S/B, times the ratio of single steps."""
+        return self.noise_multiplier * self.sensitivity / self.expected_batch_size * self._single_step_ratio
+
+    @property
+    def noise_memory(self) -> int:
+        """Bytes of noise kept for the next steps; 0 without correlation."""
+        return 0 if self._correlation is None else self._correlation.memory
+
+    def forget_noise(self) -> None:
+        """Forget the noise of past steps, as after a step that failed; the next step begins a new chain."""
+        if self._correlation is not None:
+            self._correlation.forget()
 
     def privatize(self, sums: Mapping[str, Tensor], *, step: int) -> dict[str, Tensor]:
         """The privatized mean of each tensor of ``sums``, which together are the clipped sum of one logical step.
@@ -161,6 +188,9 @@ class GaussianMechanism:
         wide = self._randomness.secure or any(total.dtype == torch.float64 for total in sums.values())
         dtype = torch.float64 if wide else torch.float32
         noise = white_noise(sums, ranges, self._randomness, step=step, dtype=dtype)
+        if self._correlation is not None:
+            noise = {name: noise[name].to(total.device) for name, total in sums.items()}
+            self._correlation.correlate_(noise, step=step)
         return self._added({name: total.detach() for name, total in sums.items()}, ranges, noise)
 
     def mean(self, noisy_sums: Mapping[str, Tensor], *, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -198,9 +228,7 @@ class GaussianMechanism:
     def _noisy(self, totals: list[Tensor], standard: list[Tensor]) -> list[Tensor]:
         """total + σS · √share · standard normal of each tensor, computed in place of the noise, all tensors at once."""
         deviation = self.noise_multiplier * self.sensitivity * math.sqrt(self.noise_share)
-        noisy = [
-            one.to(total.device, self._dtype(total)).view(total.shape) for total, one in zip(totals, standard, strict=True)
-        ]
+        noisy = [one.to(self._dtype(total)).view(total.shape) for total, one in zip(totals, standard, strict=True)]
         if noisy:
             torch._foreach_mul_(noisy, deviation)
             torch._foreach_add_(noisy, totals)

@@ -6,8 +6,9 @@ cannot differ from the sampling. This module does not import torch.
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -22,6 +23,16 @@ from dp_microadam.privacy.accounting import (
     least_noise_multiplier,
     most_steps,
 )
+from dp_microadam.privacy.band_choice import (
+    DEFAULT_NOISE_MEMORY_GIB,
+    band_table,
+    best_bands,
+    most_bands,
+    noise_memory,
+    refuse_bands,
+    refuse_memory,
+)
+from dp_microadam.privacy.banded import Floats, NoiseRatios, banded_square_root, noise_ratios
 from dp_microadam.validation import require_in_open, require_integer, require_one_of, require_positive
 
 
@@ -33,8 +44,14 @@ class PrivacyPlan:
     independently with probability ``sample_rate``. ``epsilon`` is not a field but computed from the others, so a plan
     cannot claim a smaller one than it has. Every field is public by declaration.
 
+    ``bands`` above 1 is correlated noise: the training examples are divided into ``bands`` groups by their number alone, step t
+    samples from group t mod ``bands`` only, and the noise of a step depends on that of the last ``bands`` − 1 steps, which it
+    partly takes back. ``coefficients`` are those of the matrix C of the noise; empty stands for the banded square root.
+
     Formal guarantees: a run that samples, clips and adds noise as the plan says, for at most ``steps`` steps, is
-    (``epsilon``, ``delta``)-differentially private under adding or removing one training example.
+    (``epsilon``, ``delta``)-differentially private under adding or removing one training example while the others keep their
+    numbers. With correlated noise ε is that of ⌈steps/bands⌉ steps of rate bands·B/N and the same noise multiplier, by the
+    theorem of ``banded.py``.
 
     >>> plan = PrivacyPlan.solve(dataset_size=45_000, batch_size=4096, delta=1e-5, epsilon=8.0, noise_multiplier=3.0)
     >>> plan.steps
@@ -49,13 +66,19 @@ class PrivacyPlan:
     steps: int
     delta: float
     accountant: str = "rdp"
+    bands: int = 1
+    coefficients: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         _require_sampling_and_delta(self.dataset_size, self.batch_size, self.delta, self.accountant)
         _require_noise_multiplier(self.noise_multiplier)
         require_integer("steps", self.steps, 1)
+        refuse_bands(self.bands, self.dataset_size, self.batch_size)
+        if self.bands > self.steps:
+            raise InputError(f"bands is {self.bands}, more than the {self.steps} steps; it must be at most steps")
+        object.__setattr__(self, "coefficients", _checked_coefficients(self.coefficients, self.bands))
         # Plain numbers, whatever array library they came from: the plan is compared, and written as JSON.
-        for kind, names in ((int, ("dataset_size", "batch_size", "steps")), (float, ("noise_multiplier", "delta"))):
+        for kind, names in ((int, ("dataset_size", "batch_size", "steps", "bands")), (float, ("noise_multiplier", "delta"))):
             for name in names:
                 object.__setattr__(self, name, kind(getattr(self, name)))
 
@@ -70,11 +93,20 @@ class PrivacyPlan:
         noise_multiplier: float | None = None,
         steps: int | None = None,
         accountant: str = "rdp",
+        bands: int | str = 1,
+        coefficients: Sequence[float] = (),
+        parameters: int | None = None,
+        noise_memory_gib: float = DEFAULT_NOISE_MEMORY_GIB,
     ) -> PrivacyPlan:
         """A plan from two of ``epsilon``, ``noise_multiplier`` and ``steps``; the third is solved for.
 
         The solved number of steps is the largest that fits, and at least one. The solved noise multiplier is the smallest
         that fits, rounded up to a multiple of 0.0001. The plan's ε never exceeds ``epsilon``.
+
+        ``bands="auto"`` takes the number with the least predicted noise in the running sum, of 1, 2, 4, 8, … and the largest
+        possible one; it needs ``epsilon`` and ``steps``. With the number of trainable ``parameters``, the noise that is kept
+        between steps is limited to ``noise_memory_gib``. ``coefficients`` as
+        :func:`~dp_microadam.privacy.banded.optimised_coefficients` returns them replace the banded square root.
 
         Raises:
             InputError: for a value out of range, or if no plan exists.
@@ -100,20 +132,42 @@ class PrivacyPlan:
                 stacklevel=2,
             )
 
-        sample_rate = batch_size / dataset_size
+        if isinstance(bands, str):
+            most = None if parameters is None else most_bands(require_integer("parameters", parameters, 1), noise_memory_gib)
+            bands = _choose_bands(bands, dataset_size, batch_size, steps, epsilon, delta, accountant, most)
+        refuse_bands(bands, dataset_size, batch_size)
+        if parameters is not None:
+            refuse_memory(bands, parameters, noise_memory_gib)
+        sample_rate = bands * batch_size / dataset_size
         if noise_multiplier is None:
             assert epsilon is not None
             assert steps is not None
-            noise_multiplier = _solve_noise(sample_rate, steps, epsilon, delta, accountant)
+            noise_multiplier = _solve_noise(sample_rate, steps, epsilon, delta, accountant, bands)
         if steps is None:
             assert epsilon is not None
-            steps = _solve_steps(sample_rate, noise_multiplier, epsilon, delta, accountant)
-        return cls(dataset_size, batch_size, noise_multiplier, steps, delta, accountant)
+            steps = bands * _solve_steps(sample_rate, noise_multiplier, epsilon, delta, accountant)
+        return cls(dataset_size, batch_size, noise_multiplier, steps, delta, accountant, bands, tuple(coefficients))
 
     @property
     def sample_rate(self) -> float:
-        """The probability with which each example is sampled in a step."""
-        return self.batch_size / self.dataset_size
+        """The probability with which each example is sampled in a step of its group: bands·B/N. One band is one group."""
+        return self.bands * self.batch_size / self.dataset_size
+
+    @property
+    def noise_coefficients(self) -> Floats:
+        """The first column of the matrix C of the noise, of norm at most 1: (1,) for independent noise."""
+        import numpy as np
+
+        return np.array(self.coefficients) if self.coefficients else banded_square_root(self.bands)
+
+    @cached_property
+    def noise_ratios(self) -> NoiseRatios:
+        """The noise of single steps and of running sums, relative to independent noise of the same multiplier."""
+        return noise_ratios(self.noise_coefficients, self.steps)
+
+    def noise_memory(self, parameters: int) -> int:
+        """Bytes of the noise that a run keeps between steps: ``bands`` − 1 vectors in float32."""
+        return noise_memory(self.bands, parameters)
 
     @cached_property
     def epsilon(self) -> float:
@@ -125,28 +179,35 @@ class PrivacyPlan:
         return epsilon([self.spent_after(steps)], self.delta, accountant or self.accountant)
 
     def spent_after(self, steps: int) -> SubsampledGaussian:
-        """The first ``steps`` steps, as input for the accountants."""
-        return SubsampledGaussian(self.sample_rate, self.noise_multiplier, steps)
+        """The first ``steps`` steps, as input for the accountants; with bands, those that sample from the first group."""
+        return SubsampledGaussian(self.sample_rate, self.noise_multiplier, -(-steps // self.bands), self.bands)
 
     def noise_deviation(self, sensitivity: float) -> float:
         """Standard deviation of the noise in each coordinate of a privatized mean: σ·S/B.
 
-        An optimizer that corrects for the noise, as AdamBC does, subtracts the square of this.
+        An optimizer that corrects for the noise, as AdamBC does, subtracts the square of this. With bands it is larger, by the
+        ratio of single steps.
         """
-        return self.noise_multiplier * require_positive("sensitivity", sensitivity) / self.batch_size
+        independent = self.noise_multiplier * require_positive("sensitivity", sensitivity) / self.batch_size
+        return independent * self.noise_ratios.single_step
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, sample rate and ε, for JSON."""
-        return {**asdict(self), "sample_rate": self.sample_rate, "epsilon": self.epsilon}
+        """All fields, sample rate and ε, for JSON; bands and coefficients only where there are any."""
+        values = asdict(self)
+        if self.bands == 1:
+            del values["bands"]
+        if not values.pop("coefficients"):
+            return {**values, "sample_rate": self.sample_rate, "epsilon": self.epsilon}
+        return {**values, "coefficients": list(self.coefficients), "sample_rate": self.sample_rate, "epsilon": self.epsilon}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrivacyPlan:
         """The plan that :meth:`to_dict` describes. Sample rate and ε are recomputed, not read."""
         names = [field.name for field in fields(cls)]
-        missing = [name for name in names if name not in values]
+        missing = [name for name in names if name not in values and name not in ("bands", "coefficients")]
         if missing:
             raise InputError(f"a privacy plan needs {', '.join(missing)}, which is missing")
-        return cls(**{name: values[name] for name in names})
+        return cls(**{name: values[name] for name in names if name in values})
 
 
 def _require_noise_multiplier(value: float) -> float:
@@ -169,9 +230,54 @@ def _require_sampling_and_delta(dataset_size: int, batch_size: int, delta: float
     require_one_of("accountant", accountant, ACCOUNTANTS)
 
 
-def _solve_noise(sample_rate: float, steps: int, limit: float, delta: float, accountant: str) -> float:
+def _checked_coefficients(coefficients: Sequence[float], bands: int) -> tuple[float, ...]:
+    values = tuple(float(value) for value in coefficients)
+    if not values:
+        return values
+    norm = math.sqrt(math.fsum(value * value for value in values))
+    if len(values) != bands or bands == 1:
+        raise InputError(
+            f"coefficients has {len(values)} numbers for {bands} bands; it must have one for each of several bands"
+        )
+    if not (values[0] > 0 and norm <= 1):
+        raise InputError(
+            f"coefficients has norm {norm:.6g} and begins with {values[0]:g}; the norm must be at most 1, the first above 0"
+        )
+    return values
+
+
+def _choose_bands(
+    word: str,
+    dataset_size: int,
+    batch_size: int,
+    steps: int | None,
+    epsilon: float | None,
+    delta: float,
+    accountant: str,
+    most: int | None,
+) -> int:
+    if word != "auto":
+        raise InputError(f"bands is {word!r}; it must be a whole number of at least 1, or 'auto'")
+    if steps is None or epsilon is None:
+        raise InputError("bands is 'auto', which compares the noise at the same epsilon and steps; both must be given")
     try:
-        return least_noise_multiplier(sample_rate, steps, limit, delta, accountant)
+        table = band_table(
+            dataset_size=dataset_size,
+            batch_size=batch_size,
+            steps=steps,
+            epsilon=epsilon,
+            delta=delta,
+            accountant=accountant,
+            most=most,
+        )
+    except LookupError:
+        return 1  # for which solving then says what is out of reach
+    return best_bands(table)
+
+
+def _solve_noise(sample_rate: float, steps: int, limit: float, delta: float, accountant: str, bands: int = 1) -> float:
+    try:
+        return least_noise_multiplier(sample_rate, -(-steps // bands), limit, delta, accountant)
     except LookupError:
         raise InputError(
             f"no noise_multiplier up to {LARGEST_NOISE_MULTIPLIER} keeps {steps} steps within epsilon {limit} at delta "

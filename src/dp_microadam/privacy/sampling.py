@@ -1,4 +1,4 @@
-"""Poisson sampling: each step includes each example independently with the same probability.
+"""Poisson sampling: each step includes each example, or each of the step's group, independently with the same probability.
 
 This is the sampling that the accountants assume. Shuffled batches, or batches of a fixed size, spend more than they compute.
 """
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError, UnreadableExample
+from dp_microadam.privacy.band_choice import refuse_bands
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.randomness import Randomness
 from dp_microadam.validation import require_integer
@@ -41,10 +42,13 @@ class PoissonSampler:
 
     ``batch_size`` is the expected number of examples per step, ``physical_batch_size`` the largest number processed at
     once. ``first_step`` is where a resumed run continues. ``shard`` is this process' part of the examples when several
-    processes train together; other examples are never sampled here.
+    processes train together; other examples are never sampled here. With several ``bands`` sampling is cyclic: example i
+    belongs to group i mod ``bands``, and step t samples from group t mod ``bands`` only, with a probability ``bands`` times as
+    large.
 
-    Formal guarantees: each example of the shard is in each step with probability ``batch_size / dataset_size`` (rounded up to
-    a multiple of 2⁻⁵³), independently of all other examples and steps, and of how a step is split into chunks. So the union
+    Formal guarantees: each example of the shard is in each step, with several bands in each step of its group and in no other,
+    with probability ``bands · batch_size / dataset_size`` (rounded up to a multiple of 2⁻⁵³), independently of all other
+    examples and steps, and of how a step is split into chunks. Its group depends on its number alone, not on shards. The union
     of the samples that processes draw from disjoint shards, each with its own randomness, is one Poisson sample. Only the
     chunks reveal what was drawn; the sampler's length, its representation and its state do not.
 
@@ -64,6 +68,7 @@ class PoissonSampler:
         physical_batch_size: int | None = None,
         first_step: int = 0,
         shard: range | None = None,
+        bands: int = 1,
         randomness: Randomness | None = None,
     ) -> None:
         self.dataset_size = require_integer("dataset_size", dataset_size, 1)
@@ -73,6 +78,8 @@ class PoissonSampler:
                 f"batch_size is {batch_size}, more than the {dataset_size} examples of the dataset; "
                 "it must be at most dataset_size"
             )
+        refuse_bands(bands, dataset_size, batch_size)
+        self.bands = bands
         self.steps = require_integer("steps", steps, 0)
         self.first_step = require_integer("first_step", first_step, 0, steps)
         if physical_batch_size is None:
@@ -101,12 +108,14 @@ class PoissonSampler:
             physical_batch_size=physical_batch_size,
             first_step=first_step,
             shard=shard,
+            bands=plan.bands,
             randomness=randomness,
         )
 
     @property
     def sample_rate(self) -> float:
-        return self.batch_size / self.dataset_size
+        """The probability of each example in a step of its group."""
+        return self.bands * self.batch_size / self.dataset_size
 
     def __len__(self) -> int:
         """The number of remaining steps, which is public."""
@@ -119,8 +128,11 @@ class PoissonSampler:
 
     def draw(self, step: int) -> tuple[Tensor, ...]:
         """The chunks of one step. In a private run, drawing the same step again gives a new sample."""
-        uniforms = self._randomness.uniforms("sampling", step, len(self.shard), first=self.shard.start)
-        chosen = self.shard.start + np.flatnonzero(uniforms < self.sample_rate)
+        group = step % self.bands
+        # Members of the group within the shard, numbered within the group: member j is example group + j·bands.
+        first, end = (-((group - edge) // self.bands) for edge in (self.shard.start, self.shard.stop))
+        uniforms = self._randomness.uniforms("sampling", step, end - first, first=first)
+        chosen = group + self.bands * (first + np.flatnonzero(uniforms < self.sample_rate))
         return torch.from_numpy(chosen).split(self.physical_batch_size) if len(chosen) else ()
 
     def load(
@@ -202,9 +214,10 @@ class PoissonSampler:
             yield LogicalStep(current, batches(current))
 
     def __repr__(self) -> str:
+        cyclic = f"bands={self.bands}, " if self.bands > 1 else ""
         return (
             f"PoissonSampler(dataset_size={self.dataset_size}, batch_size={self.batch_size}, steps={self.steps}, "
-            f"physical_batch_size={self.physical_batch_size}, randomness={self._randomness.description!r})"
+            f"physical_batch_size={self.physical_batch_size}, {cyclic}randomness={self._randomness.description!r})"
         )
 
 
@@ -285,7 +298,7 @@ def _common_length(tensors: list[Tensor]) -> int:
 def _take(data: Any, indices: Tensor) -> Any:
     if isinstance(data, Tensor):
         # Pinned, so that the host does not wait for the copy of the indices.
-        return data[indices.pin_memory().to(data.device, non_blocking=True) if data.is_cuda else indices.to(data.device)]
+        return data[indices.pin_memory().to(data.device, non_blocking=True) if data.is_cuda else indices]
     if isinstance(data, Mapping):
         return {name: _take(tensor, indices) for name, tensor in data.items()}
     return tuple(_take(tensor, indices) for tensor in data)

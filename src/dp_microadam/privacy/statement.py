@@ -71,7 +71,7 @@ def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, An
         "noise": {
             "kind": "Gaussian",
             "noise_multiplier": plan.noise_multiplier,
-            "deviation_of_the_sum": plan.noise_multiplier * settings.sensitivity,
+            "deviation_of_the_sum": plan.noise_multiplier * settings.sensitivity * plan.noise_ratios.single_step,
             "deviation_of_the_mean": plan.noise_deviation(settings.sensitivity),
         },
         "randomness": settings.randomness,
@@ -81,6 +81,23 @@ def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, An
         "public_by_declaration": ["all fields of the plan", *settings.public],
         "outside_the_guarantee": list(OUTSIDE_THE_GUARANTEE),
     }
+    if plan.bands > 1:
+        report["neighbouring_relation"] = f"{NEIGHBOURS}, while all others keep their numbers and so their groups"
+        report["sampling"] |= {"kind": "Poisson in cyclic groups", "groups": plan.bands}
+        report["noise"] |= {
+            "kind": "Gaussian, correlated over steps",
+            "bands": plan.bands,
+            "coefficients": "optimised" if plan.coefficients else "banded square root",
+            "relative_to_independent": {
+                "single_step": plan.noise_ratios.single_step,
+                "running_sum": plan.noise_ratios.running_sum,
+            },
+        }
+        report["composition"] = {
+            "steps": max((part.steps for part in record.spent), default=0),
+            "sample_rate": plan.sample_rate,
+            "noise_multiplier": plan.noise_multiplier,
+        }
     if record.phases:
         report["phases"] = dict(record.phases)
     if record.processes:
@@ -124,11 +141,7 @@ def statement_parts(report: dict[str, Any]) -> tuple[str, list[tuple[str, str]],
         ("Neighbouring relation", report["neighbouring_relation"]),
         ("Groups", _groups_in_words(report)),
         ("Accountant", _ACCOUNTANT_NAMES[report["accountant"]]),
-        (
-            "Sampling",
-            f"each of {sampling['dataset_size']} examples in each step with probability {sampling['sample_rate']:.6g}, "
-            f"independently; {sampling['expected_batch_size']} expected per step",
-        ),
+        ("Sampling", _sampling_in_words(sampling)),
         ("Clipping", f"{clipping['kind']}; one example changes the sum by at most {clipping['sensitivity']:g}"),
         (
             "Noise",
@@ -143,6 +156,9 @@ def statement_parts(report: dict[str, Any]) -> tuple[str, list[tuple[str, str]],
         ("Public by declaration", "; ".join(report["public_by_declaration"])),
         ("Versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())),
     ]
+    if "composition" in report:
+        position = next(i for i, (name, _) in enumerate(lines) if name == "Noise")
+        lines.insert(position + 1, ("Correlation", _correlation_in_words(report)))
     if "phases" in report:
         taken = ", ".join(f"{name} {steps}" for name, steps in report["phases"].items())
         position = next(i for i, (name, _) in enumerate(lines) if name == "Steps")
@@ -151,6 +167,27 @@ def statement_parts(report: dict[str, Any]) -> tuple[str, list[tuple[str, str]],
         position = next(i for i, (name, _) in enumerate(lines) if name == "Noise")
         lines.insert(position + 1, ("Processes", _processes_in_words(report)))
     return opening, lines, list(report["outside_the_guarantee"])
+
+
+def _sampling_in_words(sampling: Mapping[str, Any]) -> str:
+    rest = f"with probability {sampling['sample_rate']:.6g}, independently; {sampling['expected_batch_size']} expected per step"
+    size, groups = sampling["dataset_size"], sampling.get("groups", 1)
+    if groups == 1:
+        return f"each of {size} examples in each step {rest}"
+    return (
+        f"{size} examples in {groups} groups by their number alone; step t takes each example of group t modulo {groups} {rest}"
+    )
+
+
+def _correlation_in_words(report: Mapping[str, Any]) -> str:
+    """What correlated noise does, and the composition that ε is computed for."""
+    noise, composition = report["noise"], report["composition"]
+    return (
+        f"{noise['bands']} bands, {noise['coefficients']}: the noise of a step partly takes back that of the last "
+        f"{noise['bands'] - 1}; no example is in two steps closer than {noise['bands']}, so ε is that of "
+        f"{composition['steps']} steps with probability {composition['sample_rate']:.6g} and independent noise of "
+        f"{composition['noise_multiplier']:g} times the bound"
+    )
 
 
 def _processes_in_words(report: dict[str, Any]) -> str:
@@ -178,7 +215,8 @@ def _groups_in_words(report: dict[str, Any]) -> str:
     if size == 1:
         return "not computed; a person with several examples is protected less, set a group size to see how much"
     epsilon = round_up(report["group_epsilon"])
-    return f"a person with up to {size} examples: ε = {epsilon} at δ = {report['delta']:g}, by privacy loss distribution"
+    how = "general group privacy" if "composition" in report else "privacy loss distribution"
+    return f"a person with up to {size} examples: ε = {epsilon} at δ = {report['delta']:g}, by {how}"
 
 
 def write_privacy_files(folder: str | os.PathLike[str], record: LedgerRecord, *, group_size: int = 1) -> dict[str, Any]:

@@ -62,6 +62,11 @@ class Ranks:
         """
         return range(count * self.rank // self.world_size, count * (self.rank + 1) // self.world_size)
 
+    def noise_share(self, *, private: bool) -> float:
+        """Deprecated: a share of the noise variance in every coordinate, of which a rank draws all; see :meth:`noise_slice`."""
+        warnings.warn("Ranks.noise_share is deprecated; use Ranks.noise_slice", DeprecationWarning, stacklevel=2)
+        return 1 / self.world_size if private else float(self.main)
+
     def noise_slice(self, count: int, *, private: bool) -> range:
         """The coordinates, of ``count``, that this rank adds noise to; with a fixed seed rank 0 adds all, to be reproducible.
 

@@ -35,6 +35,9 @@ class Steps(Protocol):
     @property
     def steps(self) -> int: ...
 
+    @property
+    def bands(self) -> int: ...
+
 
 @dataclass(frozen=True)
 class Phase:

@@ -27,6 +27,11 @@ class UnprotectedPlan:
     batch_size: int
     steps: int
 
+    @property
+    def bands(self) -> int:
+        """One: there is no noise to correlate, and every step samples from all examples."""
+        return 1
+
 
 class PlainStep(TrainingStep):
     """A training step without privacy: like :class:`PrivateStep`, but without ledger, clipping and noise.

@@ -9,12 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.clipping.row_norms import ClippedRowNorms
 from dp_microadam.clipping.transform_check import check_transform
 from dp_microadam.errors import InputError, PrivacyError
+from dp_microadam.privacy.band_choice import DEFAULT_NOISE_MEMORY_GIB, refuse_memory
 from dp_microadam.privacy.ledger import LEDGER_NAME, PrivacyLedger, RunSettings, read_ledger
 from dp_microadam.privacy.mechanism import GaussianMechanism
 from dp_microadam.privacy.plan import PrivacyPlan
@@ -65,6 +67,8 @@ class PrivateStep(TrainingStep):
             ``prefetch_factor``. ``collate_fn`` must treat each example independently; only its number of rows is checked.
         max_steps: stop before the plan's last step.
         public: what else the run declares public, in words; part of the privacy statement, cannot change on resume.
+        noise_history: where a plan with bands keeps the noise of the last steps: ``"device"``, beside the model, or ``"cpu"``.
+        noise_memory_gib: the largest size of that noise; a plan that needs more is refused.
         secure: draw noise and samples from a cryptographic generator.
         seed: for tests only: makes all randomness reproducible, and the run not private.
         training_measures: functions like ``per_example_loss``, by name, evaluated on training examples;
@@ -105,7 +109,7 @@ class PrivateStep(TrainingStep):
             PrivacyError: if all steps of the plan are spent, or if processing training examples failed; the original error
                 message may be private and is withheld.
         """
-        with self._one_at_a_time():
+        with self._one_at_a_time(), self._forgetting_noise_on_failure():
             index = self.ranks.from_main(self._record)
             self._prepare_query(index)
             with self.ranks.together():
@@ -134,14 +138,28 @@ class PrivateStep(TrainingStep):
         """Standard deviation of the noise in each coordinate of the privatized mean: σ·S/B."""
         return self._mechanism.noise_deviation
 
+    @property
+    def noise_memory(self) -> int:
+        """Bytes of the noise that this process keeps for the next steps; 0 unless the plan has bands and a step was taken."""
+        return self._mechanism.noise_memory
+
     def _set_up_noise(self) -> None:
         self._taking = threading.Lock()
+        self._refuse_noise_memory()
         self._mechanism = GaussianMechanism.from_plan(
             self.plan,
             self._engines.current.sensitivity,  # type: ignore[attr-defined]
             noise_slice=partial(self.ranks.noise_slice, private=self._randomness.private),
             randomness=self._randomness,
+            noise_history=self._options.get("noise_history", "device"),
         )
+
+    def _refuse_noise_memory(self) -> None:
+        named = frozenset().union(*(phase.trainable for phase in self.phases if phase.trainable is not None))
+        trained = [p for name, p in self.model.named_parameters() if p.requires_grad or name in named]
+        wide = self._randomness.secure or any(parameter.dtype == torch.float64 for parameter in trained)
+        limit = self._options.get("noise_memory_gib", DEFAULT_NOISE_MEMORY_GIB)
+        refuse_memory(self.plan.bands, max(1, sum(parameter.numel() for parameter in trained)), limit, wide=wide)
 
     @property
     def sensitivity(self) -> float:
@@ -217,6 +235,7 @@ class PrivateStep(TrainingStep):
         """Close the ledger and release model and data. Closing twice is allowed."""
         super().close()
         self._begun = False
+        self._mechanism.forget_noise()
         if self._ledger is not None:
             self._ledger.close()
             self._ledger = None
@@ -243,6 +262,15 @@ class PrivateStep(TrainingStep):
             yield
         finally:
             self._taking.release()
+
+    @contextmanager
+    def _forgetting_noise_on_failure(self) -> Iterator[None]:
+        """A step that fails, fails on all ranks, but some may have drawn its noise: all of them begin a new chain."""
+        try:
+            yield
+        except BaseException:
+            self._mechanism.forget_noise()
+            raise
 
     def _record(self) -> int:
         """Spend the next step before anything of it is drawn."""

@@ -22,6 +22,7 @@ PRIVATE_METRICS_SHOWN = "private_metrics_shown.txt"
 STATISTICS = "run.json"
 TEST = "test.json"
 OPTIMIZER_STATE, ADAM_STATE = "optimizer_state_bytes", "adam_state_bytes"
+NOISE_MEMORY = "noise_memory_bytes"
 
 
 def default_folder(name: str) -> Path:

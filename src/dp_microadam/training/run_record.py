@@ -12,7 +12,17 @@ from typing import Any
 from dp_microadam.durable_files import write_text_durably
 from dp_microadam.training.checkpoint import CheckpointFolder
 from dp_microadam.training.progress import tell
-from dp_microadam.training.run_folder import CHECKPOINTS, CONFIG, EVENTS, LOG, METRICS, STATISTICS, create_folder, read_metrics
+from dp_microadam.training.run_folder import (
+    CHECKPOINTS,
+    CONFIG,
+    EVENTS,
+    LOG,
+    METRICS,
+    NOISE_MEMORY,
+    STATISTICS,
+    create_folder,
+    read_metrics,
+)
 from dp_microadam.training.run_statistics import Pace, peak_memory
 from dp_microadam.training.tensorboard import Events
 from dp_microadam.training.training_step import TrainingStep
@@ -125,6 +135,7 @@ class RunRecord:
             {
                 **statistics,
                 **peak_memory(),
+                **({NOISE_MEMORY: step.noise_memory} if step.plan.bands > 1 else {}),
                 "dataset_size": step.plan.dataset_size,
                 "expected_batch_size": step.plan.batch_size,
                 "steps_done": step.position,

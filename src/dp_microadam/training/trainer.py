@@ -59,7 +59,7 @@ class PrivateTrainer:
             them. All of that is outside the guarantee.
         step_options: options of :class:`~dp_microadam.PrivateStep`: ``max_grad_norm``, ``clipping``, ``clipping_options``,
             ``physical_batch_size``, ``prepare`` (for evaluation too), ``augment``, ``num_workers``, ``loader_options``,
-            ``max_steps``, ``public``, ``secure``, ``seed``, ``ranks``.
+            ``max_steps``, ``public``, ``noise_history``, ``noise_memory_gib``, ``secure``, ``seed``, ``ranks``.
 
     Formal guarantees: those of :class:`~dp_microadam.PrivateStep`, for everything the run writes or shows, if ``private`` is
     True and ``seed`` None: weights, averages, checkpoints, logs, and metrics on validation data that is not part of the

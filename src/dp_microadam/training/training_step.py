@@ -45,6 +45,8 @@ class StepOptions(TypedDict, total=False):
     loader_options: Mapping[str, Any]
     max_steps: int | None
     public: Iterable[str]
+    noise_history: str
+    noise_memory_gib: float
     secure: bool
     seed: int | None
     ranks: Ranks | None
@@ -107,6 +109,11 @@ class TrainingStep(ABC):
     @abstractmethod
     def noise_deviation(self) -> float:
         """Noise standard deviation of each coordinate of a mean."""
+
+    @property
+    def noise_memory(self) -> int:
+        """Bytes of past noise that this process keeps for the next steps."""
+        return 0
 
     @abstractmethod
     def _set_up_noise(self) -> None:
@@ -226,6 +233,7 @@ class TrainingStep(ABC):
             physical_batch_size=self.loading.physical_batch_size,
             first_step=min(first_step, self.last_step),
             shard=self.ranks.shard(self.plan.dataset_size),
+            bands=self.plan.bands,
             randomness=self._randomness,
         )
 

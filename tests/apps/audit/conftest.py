@@ -11,6 +11,7 @@ from dp_microadam.clipping.embedding import EmbeddingCall
 from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.clipping.rule import PartsCall
 from dp_microadam.privacy import accounting, randomness
+from dp_microadam.privacy.correlated_noise import CorrelatedNoise
 from dp_microadam.privacy.ledger import LedgerRecord, PrivacyLedger
 from dp_microadam.privacy.mechanism import GaussianMechanism
 from dp_microadam.privacy.randomness import Randomness
@@ -273,7 +274,67 @@ def shuffled_batches(patch):
     patch.setattr(PoissonSampler, "draw", draw)
 
 
+def groups_that_do_not_match_bands(patch, *, groups):
+    """The sampler divides the examples into another number of groups than the noise has bands; batches have the right size."""
+    original = PoissonSampler.draw
+
+    def draw(self, step):
+        bands, self.bands = self.bands, groups
+        try:
+            return original(self, step)
+        finally:
+            self.bands = bands
+
+    patch.setattr(PoissonSampler, "draw", draw)
+
+
+def groups_by_place_in_the_order_of_another_run(patch):
+    """Groups that change from cycle to cycle: an example may be last in one and first in the next."""
+    original = PoissonSampler.draw
+
+    def draw(self, step):
+        return original(self, step + step // self.bands)
+
+    patch.setattr(PoissonSampler, "draw", draw)
+
+
+def groups_ignored(patch):
+    """Every step takes from all examples, with the rate that is meant for one group."""
+    rate = PoissonSampler.sample_rate.fget
+    original = PoissonSampler.draw
+
+    def draw(self, step):
+        bands, self.bands = self.bands, 1
+        fixed = rate(self) * bands
+        patch.setattr(PoissonSampler, "sample_rate", property(lambda self: fixed))
+        try:
+            return original(self, step)
+        finally:
+            self.bands = bands
+
+    patch.setattr(PoissonSampler, "draw", draw)
+
+
+def chain_restarted_every_step(patch):
+    original = CorrelatedNoise.correlate_
+
+    def correlate_(self, white, *, step):
+        self.forget()
+        original(self, white, step=step)
+
+    patch.setattr(CorrelatedNoise, "correlate_", correlate_)
+
+
+def noise_not_correlated(patch):
+    patch.setattr(CorrelatedNoise, "correlate_", lambda self, white, *, step: None)
+
+
 FAULTS = {
+    "groups that do not match bands": groups_that_do_not_match_bands,
+    "groups that change": groups_by_place_in_the_order_of_another_run,
+    "groups ignored": groups_ignored,
+    "a chain restarted every step": chain_restarted_every_step,
+    "noise that is not correlated": noise_not_correlated,
     "no noise": no_noise,
     "no clipping": no_clipping,
     "a blind start-up check": blind_start_up_check,

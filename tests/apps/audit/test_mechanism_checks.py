@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dp_microadam.apps.audit.accounting_checks import accounting_checks, gaussian_epsilon
+from dp_microadam.apps.audit.band_checks import banded_noise_checks, group_checks
 from dp_microadam.apps.audit.check import Check, count_range, mean_square_range, range_in_words, refused, together
 from dp_microadam.apps.audit.clipping_checks import family_check
 from dp_microadam.apps.audit.layer_families import FAMILIES
@@ -147,6 +148,38 @@ def test_it_catches_in_what_the_trainer_publishes_of_its_examples(plant, fault, 
     assert caught in failed(published_sample_checks(60))
 
 
+@pytest.mark.parametrize(
+    ("fault", "options", "caught"),
+    [
+        ("groups that do not match bands", {"groups": 1}, {"bands: groups"}),
+        ("groups that do not match bands", {"groups": 2}, {"bands: groups"}),
+        ("groups that do not match bands", {"groups": 8}, {"bands: pairs of steps"}),
+        ("groups that change", {}, {"bands: groups"}),
+        ("groups ignored", {}, {"bands: groups", "bands: once"}),
+        ("a larger rate", {"factor": 5}, {"bands: sample rate"}),
+    ],
+)
+def test_it_catches_in_the_groups_of_bands(plant, fault, options, caught):
+    plant(fault, **options)
+    assert caught <= failed(group_checks(20))
+
+
+@pytest.mark.parametrize(
+    ("fault", "options", "caught"),
+    [
+        ("a chain restarted every step", {}, {"bands: variance", "bands: related noise"}),
+        ("noise that is not correlated", {}, {"bands: related noise"}),
+        ("slightly less noise", {"factor": 0.99}, {"bands: variance"}),
+        ("no noise in every tenth step", {}, {"bands: each step and tensor"}),
+        ("steps left out of the ledger", {}, {"bands: steps"}),
+        ("one step not accounted", {}, {"bands: stated ε"}),
+    ],
+)
+def test_it_catches_in_correlated_noise(plant, fault, options, caught):
+    plant(fault, **options)
+    assert caught <= failed(banded_noise_checks(FEW_STEPS))
+
+
 CLIPPING_FAULTS = [
     ("no clipping", "linear with bias"),
     ("clipping per chunk", "linear with bias"),
@@ -191,7 +224,7 @@ def test_a_pipeline_that_refuses_to_run_fails_its_checks_and_the_rest_goes_on(pl
     plant("no clipping")
     checks = check_mechanisms(CheckSizes(sampler_steps=2, sampled_steps=2, noise_steps=2, draws=10))
     refusals = {check.name for check in checks if check.part == "pipeline" and check.violated}
-    assert refusals == {"published samples", "published noise"}
+    assert refusals == {"published samples", "published noise", "bands"}
     assert {"sampler: sample rate", "seeds"} <= {check.name for check in checks} - failed(checks)
 
 

@@ -10,7 +10,7 @@ from scipy.optimize import brentq
 from scipy.stats import binom, binomtest, norm
 from thoroughness import examples
 
-from dp_microadam.apps.audit.probes import EXPERIMENTS, NOISE
+from dp_microadam.apps.audit.probes import BANDS, COMPOSITION, NOISE, SAMPLING
 from dp_microadam.apps.audit.statistics import (
     largest_one_run_epsilon,
     one_run_epsilon,
@@ -150,7 +150,9 @@ def test_the_threshold_is_chosen_on_the_half_that_is_not_judged():
 def test_claims_of_the_experiments_are_exact():
     for probe in NOISE.probes:
         assert NOISE.claim(probe) == pytest.approx(gaussian_epsilon(NOISE.plan.noise_multiplier, probe.delta), rel=5e-4)
-    for experiment in EXPERIMENTS[1:]:
+    (probe,) = BANDS.probes
+    assert BANDS.claim(probe) == pytest.approx(gaussian_epsilon(BANDS.plan.noise_multiplier, probe.delta), rel=5e-4)
+    for experiment in (COMPOSITION, SAMPLING):
         for probe in experiment.probes:
             assert experiment.claim(probe) == pytest.approx(
                 subsampled_epsilon(experiment.plan, probe.delta), rel=2e-3, abs=1e-3

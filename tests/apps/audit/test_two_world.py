@@ -10,7 +10,7 @@ import torch
 
 from dp_microadam import ClippedGradients, GaussianMechanism, PrivacyPlan, Randomness
 from dp_microadam.apps.audit.canaries import by_canary, canary_batch, canary_loss
-from dp_microadam.apps.audit.probes import COMPOSITION, NOISE, SAMPLING
+from dp_microadam.apps.audit.probes import BANDS, COMPOSITION, NOISE, SAMPLING
 from dp_microadam.apps.audit.suite import PROFILES, audit_experiment, audit_pipeline
 from dp_microadam.apps.audit.two_world import DIRECTIONS, Probe, audit_two_worlds, strength
 from dp_microadam.errors import InputError
@@ -70,6 +70,23 @@ def test_it_catches_noise_reused_between_steps(plant):
 def test_it_catches_a_sampler_that_is_not_independent_between_steps(plant):
     plant("shuffled batches")
     assert audit(SAMPLING, 400)["sampling"].violated
+
+
+@pytest.mark.slow
+def test_it_catches_groups_that_do_not_match_the_bands(plant):
+    """Everybody in every step of two bands: the two participations share a row, and add up there."""
+    plant("groups ignored")
+    assert audit(BANDS, 1500)["correlated noise"].violated
+
+
+@pytest.mark.slow
+def test_honest_bands_pass_and_the_attack_on_them_is_as_strong_as_on_one_band():
+    finding = audit(BANDS, 1500)["correlated noise"]
+    assert not finding.violated
+    assert finding.claim == pytest.approx(NOISE.claim(NOISE.probes[0]))
+    assert finding.bound > 0.1
+    assert finding.scores_with.mean() - finding.scores_without.mean() == pytest.approx(1, abs=0.15)
+    assert finding.scores_without.std() == pytest.approx(0.6, rel=0.15)
 
 
 def ranks(sources):

@@ -60,6 +60,14 @@ def test_what_pld_cannot_count_is_left_out(capsys):
         ([*CIFAR, "--epsilon", "0.0001", "--steps", "5"], "no noise_multiplier"),
         ([*CIFAR, "--epsilon", "1", "--noise-multiplier", "0.1"], "spends epsilon"),
         ([*CIFAR, "--epsilon", "1"], "exactly two"),
+        ([*CIFAR, "--epsilon", "8", "--steps", "100", "--bands", "0"], "bands is 0"),
+        ([*CIFAR, "--epsilon", "8", "--steps", "100", "--bands", "-1"], "bands is -1"),
+        ([*CIFAR, "--epsilon", "8", "--steps", "100", "--bands", "few"], "bands is 'few'"),
+        ([*CIFAR, "--epsilon", "8", "--steps", "100", "--bands", "11"], "bands is 11, but a group of 45000/11 examples"),
+        (
+            [*CIFAR, "--epsilon", "8", "--steps", "100", "--bands", "8", "--parameters", "86000000", "--noise-memory-gib", "1"],
+            "bands must be at most 4",
+        ),
     ],
 )
 def test_bad_input_gets_one_sentence_and_exit_code_2(capsys, arguments, named):
@@ -95,3 +103,27 @@ def test_planning_does_not_import_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip().endswith("False")
+
+
+SMALL_BATCHES = ["--dataset-size", "54000", "--batch-size", "256", "--delta", "1e-5", "--epsilon", "3", "--steps", "2000"]
+
+
+def test_the_table_of_bands_shows_noise_multiplier_noise_of_the_sum_and_memory(capsys):
+    assert main(["plan", *SMALL_BATCHES, "--bands", "auto", "--parameters", "26010"]) == 0
+    shown = capsys.readouterr().out
+    rows = [[cell.strip() for cell in row.split("│")[1:-1]] for row in shown.splitlines() if row.count("│") == 6]
+    assert [row[0] for row in rows] == ["1", "2", "4", "8", "16* least", "32", "64", "128", "210"]
+    assert rows[0] == ["1", "0.7505", "1.000", "1.000", "none"]
+    assert rows[4][1:] == ["1.5799", "0.664", "3.336", f"{15 * 4 * 26010 / 2**20:.1f} MiB"]
+    assert "in each of 16 groups" in shown
+
+
+def test_json_has_bands_and_their_table(capsys):
+    assert main(["plan", *SMALL_BATCHES, "--bands", "12", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    plan = PrivacyPlan.solve(dataset_size=54_000, batch_size=256, delta=1e-5, epsilon=3, steps=2000, bands=12)
+    assert {name: printed[name] for name in plan.to_dict()} == plan.to_dict()
+    own = next(row for row in printed["bands_table"] if row["bands"] == 12)
+    assert own["noise_multiplier"] == plan.noise_multiplier
+    assert own["memory_vectors"] == 11
+    assert printed["accountants"]["rdp"]["steps_allowed"] >= 2000

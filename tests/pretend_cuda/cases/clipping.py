@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from pretend_cuda.cases.comparison import SAME_DRAWS, agree, all_agree, existing, moved, placed
@@ -17,6 +18,7 @@ from dp_microadam import ClippedGradients, models, replace_batchnorm
 from dp_microadam.apps.audit.layer_families import FAMILIES, Family, patterned_loss
 from dp_microadam.clipping.batches import select
 from dp_microadam.clipping.self_check import check_exactness
+from dp_microadam.errors import InputError
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 
 CPU = torch.device("cpu")
@@ -146,9 +148,59 @@ class Checkpointed(nn.Module):
         return self.last(checkpoint(lambda rows: torch.tanh(self.first(rows)), inputs, use_reentrant=False))
 
 
+class Views(nn.Module):
+    """Takes several views of each example as rows of a batch, and averages over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.standardized = nn.Conv2d(3, 4, 3), WeightStandardizedConv2d(4, 4, 3)
+        self.norm, self.out = nn.GroupNorm(2, 4), nn.Linear(4, 3)
+
+    def forward(self, views: Tensor) -> Tensor:
+        rows = self.norm(self.standardized(self.convolution(views.flatten(0, 1)))).mean((2, 3))
+        return self.out(rows).unflatten(0, (-1, views.shape[1])).mean(1)
+
+
+def views(strategy: str, device: torch.device) -> None:
+    """One of the examples has pixels that are not numbers, so that all its rows are taken out."""
+    images = torch.randn(5, 3, 3, 7, 7)
+    images[1] = float("nan")
+    sums_agree(device, Views(), [(images, torch.randint(3, (5,)))], cross_entropy, lambda _: {"strategy": strategy})
+
+
 def dropout(device: torch.device) -> None:
     words = torch.randint(30, (5, 7))
     sums_agree(device, Transformer(), [(words, torch.randint(30, (5,)))], cross_entropy, compare=SAME_DRAWS)
+
+
+class Counting(nn.Module):
+    """Keeps a running sum of its inputs in a buffer, or in another buffer than before."""
+
+    def __init__(self, replaced: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer, self.replaced, self.on = nn.Linear(8, 4), replaced, False
+        self.register_buffer("seen", torch.zeros(3, dtype=dtype))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.on and self.replaced:
+            self.seen = self.seen + 1
+        elif self.on:
+            self.seen += 1
+        return self.layer(inputs)
+
+
+def state_that_changes(device: torch.device) -> None:
+    """A model that begins to change its own buffers is refused, and its buffers are put back."""
+    batch = moved((torch.randn(5, 8), torch.zeros(5, dtype=torch.long)), device)
+    for replaced, dtype in ((False, torch.float32), (True, torch.float32), (False, torch.int64)):
+        model = Counting(replaced, dtype).to(device)
+        engine = ClippedGradients(model, cross_entropy, max_grad_norm=1.0)
+        engine.accumulate(batch)
+        model.on = True
+        with pytest.raises(InputError, match="buffer 'seen' changes"):
+            engine.accumulate(batch)
+        placed(model.seen, device, "the buffer")
+        assert not bool(model.seen.any())
 
 
 def without_gradients(device: torch.device) -> None:
@@ -228,7 +280,9 @@ NETWORKS: dict[str, Callable[[torch.device], None]] = {
         lambda: torch.randn(5, 3, 7, 7),
         strategy="drop",
     ),
+    **{f"views, {strategy}": partial(views, strategy) for strategy in ("ghost", "keep", "drop")},
     "no gradients": without_gradients,
+    "state that changes": state_that_changes,
     "batch normalization replaced": without_batchnorm,
     "self-check": self_check,
     "several calls": several_calls,

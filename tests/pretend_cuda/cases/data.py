@@ -103,6 +103,7 @@ def recorded_streams(device: torch.device) -> Iterator[list[str]]:
         name = "copies"
 
         def wait_stream(self, other: Stream) -> None:
+            assert self.device == other.device == device
             happened.append(f"{self.name} waits for {other.name}")
 
         def record_event(self, event: Any = None) -> str:

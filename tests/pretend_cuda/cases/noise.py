@@ -48,14 +48,19 @@ def drawn_there(device: torch.device) -> None:
     """A private run draws with the kernel: one draw for all tensors of a step, each with its own key, equal to the twin's."""
     if find_spec("triton") is None:
         return
-    assert device_noise.unsupported_reason(device) is None
     draws = []
+    original = device_noise.write_normals
 
     def write(out: torch.Tensor, key: bytes) -> None:
         placed(out, device, "noise")
         draws.append((key, len(out)))
-        device_noise.write_normals(out, key)
+        original(out, key)
 
+    device_noise.unsupported_reason.cache_clear()
+    with patch.object(device_noise, "write_normals", write):
+        assert device_noise.unsupported_reason(device) is None
+    assert len(draws) == 1, "the kernel is compared with its twin on this very device"
+    draws.clear()
     with patch.object(randomness, "write_normals", write), patch.object(Randomness, "fill_normals", None):
         whole = mechanism_of()
         means = [whole.privatize(moved(ZEROS, device), step=step) for step in (0, 1)]
@@ -110,7 +115,7 @@ def launches(device: torch.device) -> None:
         with Watch() as watch:
             mechanism_of(Randomness.seeded(1)).privatize(here, step=0)
         counts.append(sum(watch.launches.values()))
-    assert counts[0] == counts[1] < 10, counts
+    assert counts[0] == counts[1] <= 12, counts
 
 
 CASES = {

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from pretend_cuda.cases.comparison import SAME_DRAWS, all_agree, existing, moved, placed
+from pretend_cuda.watch import Watch
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -170,6 +171,16 @@ def recipe(device: torch.device) -> None:
     placed(next(experiment.model.parameters()), torch.device("cuda:0"), "the recipe's model")
 
 
+def strategies_measured(device: torch.device) -> None:
+    """What ``doctor`` measures on a GPU: every strategy runs on it, for every typical layer."""
+    from dp_microadam.apps.experiments import strategy_times
+
+    with Watch() as watch:
+        first = next(iter(strategy_times.measure_strategies(str(device), 2)))
+    assert first.milliseconds
+    assert watch.launches
+
+
 def doctor(device: torch.device) -> None:
     from dp_microadam.apps.command_line.commands import doctor as command
 
@@ -190,6 +201,7 @@ RUNS: dict[str, Callable[[torch.device], None]] = {
     "random streams": random_streams,
     "recipe": recipe,
     "doctor": doctor,
+    "strategies measured": strategies_measured,
 }
 
 CASES = {**RUNS, **{f"method: {variant}": partial(method, variant) for variant in CONTRACT.OF_EACH_KIND}}

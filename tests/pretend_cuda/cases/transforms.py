@@ -110,6 +110,7 @@ def constant_draws(device: torch.device) -> None:
         "dropout": lambda: torch.nn.functional.dropout(torch.ones(4, 3, device=device), 0.5),
         "native dropout": lambda: torch.native_dropout(torch.ones(4, 3, device=device), 0.5, True)[1],
         "bernoulli": lambda: torch.bernoulli(torch.full((4, 3), 0.5, device=device)),
+        "bernoulli of a chance": lambda: torch.bernoulli(torch.empty(4, 3, device=device), 0.5),
         "bernoulli_": lambda: torch.empty(4, 3, device=device).bernoulli_(0.5),
         "rand": lambda: torch.rand(4, 3, device=device),
         "rand_like": lambda: torch.rand_like(torch.ones(4, 3, device=device)),

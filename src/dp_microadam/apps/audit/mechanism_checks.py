@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dp_microadam.apps.audit.accounting_checks import accounting_checks
+from dp_microadam.apps.audit.band_checks import BANDS, band_checks
 from dp_microadam.apps.audit.check import Check, refused
 from dp_microadam.apps.audit.clipping_checks import clipping_checks
 from dp_microadam.apps.audit.layer_families import FAMILIES
@@ -53,6 +54,11 @@ def check_mechanisms(sizes: CheckSizes, watch: Watch = unwatched) -> list[Check]
             "published noise",
             sizes.noise_steps + second_run,
             lambda advance: _published_noise_checks(sizes.noise_steps, advance),
+        ),
+        (
+            "bands",
+            BANDS * sizes.sampler_steps + sizes.noise_steps,
+            lambda advance: band_checks(sizes.sampler_steps, sizes.noise_steps, advance),
         ),
         ("seeds", sizes.draws, lambda advance: [seed_check(sizes.draws, advance)]),
     )

@@ -167,20 +167,26 @@ def published_noise(steps: int, advance: Callable[[int], None] = lambda steps: N
     statistics = NoiseStatistics()
     stated = None
     for count in (steps, max(2, steps // 20)):
-        plan = noise_plan(count)
-        unit = plan.batch_size / (plan.noise_multiplier * _CLIPPING_NORM)
 
-        def observe(gradients: dict[str, Tensor], unit: float = unit) -> None:
-            statistics.observe({name: (gradient * unit).flatten().numpy() for name, gradient in gradients.items()})
+        def observe(noise: dict[str, Numbers]) -> None:
+            statistics.observe(noise)
             advance(1)
 
-        data = (torch.ones(EXAMPLES, _WIDTH), torch.zeros(EXAMPLES))
-        run = published_steps(
-            NoisyModel(), _weighted_loss, data, plan, observe, max_grad_norm=_CLIPPING_NORM, physical_batch_size=4
-        )
+        run = observe_noise(noise_plan(count), observe)
         stated = run if stated is None else stated
     assert stated is not None
     return statistics, stated
+
+
+def observe_noise(plan: PrivacyPlan, observe: Callable[[dict[str, Numbers]], None]) -> Stated:
+    """Run ``PrivateTrainer`` on examples without gradients; ``observe`` gets each step's noise by tensor, in units of σC/B."""
+    unit = plan.batch_size / (plan.noise_multiplier * _CLIPPING_NORM)
+
+    def look(gradients: dict[str, Tensor]) -> None:
+        observe({name: (gradient * unit).flatten().numpy() for name, gradient in gradients.items()})
+
+    data = (torch.ones(EXAMPLES, _WIDTH), torch.zeros(EXAMPLES))
+    return published_steps(NoisyModel(), _weighted_loss, data, plan, look, max_grad_norm=_CLIPPING_NORM, physical_batch_size=4)
 
 
 def noise_plan(steps: int) -> PrivacyPlan:

@@ -6,9 +6,9 @@ within a thousand repetitions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from dp_microadam.apps.audit.two_world import Probe, change, contrast, ever, quiet, strength
+from dp_microadam.apps.audit.two_world import Probe, change, contrast, echo, ever, quiet, strength
 from dp_microadam.privacy.plan import PrivacyPlan
 
 
@@ -22,8 +22,7 @@ class Experiment:
 
     def claim(self, probe: Probe) -> float:
         """The ε of the plan at the probe's δ, by the PLD accountant, which is tight and errs upwards."""
-        plan = self.plan
-        return PrivacyPlan(plan.dataset_size, plan.batch_size, plan.noise_multiplier, plan.steps, probe.delta, "pld").epsilon
+        return replace(self.plan, delta=probe.delta, accountant="pld").epsilon
 
 
 # Everybody takes part in the only step: the Gaussian mechanism itself, whose trade-off between errors has a closed form.
@@ -52,4 +51,11 @@ SAMPLING = Experiment(
     (Probe("sampling", "does each step draw its examples independently of the other?", ever, delta=0.76),),
 )
 
-EXPERIMENTS = (NOISE, COMPOSITION, SAMPLING)
+# Two bands, and everybody of a group in its step: the target is in one of the two steps, as in the first experiment.
+BANDS = Experiment(
+    "bands",
+    PrivacyPlan(dataset_size=2, batch_size=1, noise_multiplier=0.6, steps=2, delta=1e-5, bands=2),
+    (Probe("correlated noise", "does taking back noise reveal more than one participation?", echo, delta=0.3),),
+)
+
+EXPERIMENTS = (NOISE, COMPOSITION, SAMPLING, BANDS)

@@ -8,17 +8,19 @@ on the first half of the repetitions, and the bound is computed on the second ha
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dp_microadam.apps.audit.band_checks import whitened
 from dp_microadam.apps.audit.canaries import watch_trainer
 from dp_microadam.apps.audit.finding import Finding, Scores
 from dp_microadam.apps.audit.statistics import largest_two_world_epsilon, two_world_epsilon
 from dp_microadam.errors import InputError
+from dp_microadam.privacy.banded import banded_square_root
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.validation import require_in_open, require_integer
 
@@ -134,6 +136,11 @@ def ever(observed: Observations) -> Scores:
     return observed[:, :, TARGET].max(1)
 
 
+def echo(observed: Observations) -> Scores:
+    """Component in the target's direction over the rows that one participation moves, weighted as the bands move them."""
+    return np.asarray(observed[:, :, TARGET] @ banded_square_root(observed.shape[1]), dtype=np.float64)
+
+
 def trainer_steps(
     plan: PrivacyPlan,
     *,
@@ -145,11 +152,12 @@ def trainer_steps(
     Repetitions follow each other in one run. A canary's gradient does not depend on the weights, and steps draw their sample
     and noise independently (part of what is claimed), so each group of ``plan.steps`` steps is a repetition of the same
     experiment. Physical batches have one example, so that every step accumulates several. Randomness is the operating system's
-    entropy, as in any private run. ``advance`` is called after each step.
+    entropy, as in any private run. ``advance`` is called after each step. With bands, what the steps published is mixed by the
+    matrix of the noise, which makes noise independent again and moves the rows of one participation only.
     """
 
     def mechanism(present: bool, repetitions: int) -> Observations:
-        run = PrivacyPlan(plan.dataset_size, plan.batch_size, plan.noise_multiplier, plan.steps * repetitions, plan.delta)
+        run = replace(plan, steps=plan.steps * repetitions, accountant="rdp")
         members = torch.ones(plan.dataset_size, dtype=torch.bool)
         members[TARGET] = present
         seen: list[Tensor] = []
@@ -159,6 +167,8 @@ def trainer_steps(
             advance(1)
 
         watch_trainer(run, members, observe, directions=DIRECTIONS, physical_batch_size=physical_batch_size)
-        return torch.stack(seen).unflatten(0, (repetitions, plan.steps)).numpy()
+        published = torch.stack(seen)
+        mixed = whitened(published, run) if run.bands > 1 else published
+        return mixed.unflatten(0, (repetitions, plan.steps)).numpy()
 
     return mechanism

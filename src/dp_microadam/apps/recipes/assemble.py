@@ -19,6 +19,7 @@ from dp_microadam.data.preparation import Preparation
 from dp_microadam.data.sources import load
 from dp_microadam.errors import InputError
 from dp_microadam.methods.registry import build, refuse_bad_options
+from dp_microadam.privacy.band_choice import DEFAULT_NOISE_MEMORY_GIB
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.training.distributed import Ranks, ranks_here
 from dp_microadam.training.evaluation import class_hits, class_loss, evaluate, over_views
@@ -91,10 +92,12 @@ def assemble(
         with ranks.one_per_machine_first():
             data = load_data(recipe)
     augment = _augmentation(recipe, data)
-    plan = plan_of(recipe, size_of(data.train))
+    plan = plan_of(recipe, size_of(data.train)) if recipe.bands != "auto" else None
     if recipe.seed is not None:
         torch.manual_seed(recipe.seed)
     model = models.build(recipe.model, data.num_classes, _model_shape(recipe, data), **recipe.model_options)
+    if plan is None:  # how much noise can be kept depends on the model
+        plan = plan_of(recipe, size_of(data.train), sum(p.numel() for p in model.parameters() if p.requires_grad))
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     normalization = models.normalization_of(model)
     if normalization is not None:  # pretrained weights expect the constants they were trained with
@@ -130,6 +133,8 @@ def assemble(
             *([f"the pretrained weights {pretrained!r}"] if (pretrained := recipe.model_options.get("pretrained")) else []),
         ),
         num_workers=recipe.num_workers,
+        noise_history=recipe.noise_history or "device",
+        noise_memory_gib=recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB,
         secure=recipe.secure,
         seed=recipe.seed,
         show_progress=show_progress,
@@ -194,8 +199,8 @@ def _model_shape(recipe: Recipe, data: LabelledData) -> tuple[int, int, int]:
     return 1, 1, data.example_shape[0]
 
 
-def plan_of(recipe: Recipe, dataset_size: int) -> PrivacyPlan | UnprotectedPlan:
-    """The privacy plan of a recipe for a training set of ``dataset_size`` examples."""
+def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) -> PrivacyPlan | UnprotectedPlan:
+    """The privacy plan of a recipe for ``dataset_size`` training examples and a number of trainable ``parameters``."""
     if recipe.protected:
         return PrivacyPlan.solve(
             dataset_size=dataset_size,
@@ -205,6 +210,9 @@ def plan_of(recipe: Recipe, dataset_size: int) -> PrivacyPlan | UnprotectedPlan:
             noise_multiplier=recipe.noise_multiplier,
             steps=recipe.steps,
             accountant=recipe.accountant,
+            bands=recipe.bands or 1,
+            parameters=parameters,
+            noise_memory_gib=recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB,
         )
     assert recipe.steps is not None, "recipes without privacy must say how many steps they take"
     return UnprotectedPlan(dataset_size, recipe.batch_size, recipe.steps)

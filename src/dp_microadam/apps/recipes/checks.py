@@ -53,6 +53,17 @@ def count(key: str, value: Any) -> int:
     return require_integer(key, value, 1, _LARGEST_INTEGER)
 
 
+def count_or(word: str) -> Check:
+    """A whole number of at least 1, or ``word``."""
+    return lambda key, value: value if value == word else _count_or(word, key, value)
+
+
+def _count_or(word: str, key: str, value: Any) -> int:
+    if isinstance(value, str):
+        raise InputError(f"{key} is {value!r}; it must be a whole number of at least 1, or {word!r}")
+    return count(key, value)
+
+
 def count_or_zero(key: str, value: Any) -> int:
     return require_integer(key, value, 0, _LARGEST_INTEGER)
 

@@ -74,6 +74,12 @@ class Recipe:
     steps: int | None = _key(checks.optional(checks.count), default=None)
     delta: float = _key(checks.inside_unit_interval, default=1e-5)
     accountant: str = _key(checks.one_of("rdp", "pld"), default="rdp")
+    bands: int | str | None = _key(checks.optional(checks.count_or("auto")), default=None)
+    """Bands of correlated noise, or ``"auto"``, the number with the least predicted noise. None: 1, independent noise."""
+    noise_history: str | None = _key(checks.optional(checks.one_of("device", "cpu")), default=None)
+    """Where several bands keep the noise of the last steps: beside the model or in main memory. None: ``"device"``."""
+    noise_memory_gib: float | None = _key(checks.optional(checks.positive), default=None)
+    """The largest size of that noise. None: 2."""
 
     batch_size: int = _key(checks.count)
     """Expected size of a Poisson batch."""

@@ -107,7 +107,7 @@ def _refuse_unprotected(run: str) -> None:
 
 def _compose(records: dict[str, LedgerRecord], delta: float, options: argparse.Namespace) -> dict[str, Any]:
     from dp_microadam.privacy.accounting import epsilon, group_epsilon
-    from dp_microadam.privacy.ledger import spent_together
+    from dp_microadam.privacy.ledger import spent_together, steps_together
 
     spent = spent_together(records.values())
     by_accountant = {accountant: epsilon(spent, delta, accountant) for accountant in ("rdp", "pld")}
@@ -116,7 +116,7 @@ def _compose(records: dict[str, LedgerRecord], delta: float, options: argparse.N
         "epsilon": by_accountant[options.accountant],
         "delta": delta,
         "accountant": options.accountant,
-        "steps_done": sum(part.steps for part in spent),
+        "steps_done": steps_together(records.values()),
         "accountants": {name: {"epsilon": value} for name, value in by_accountant.items()},
         "group_size": options.group_size,
         "runs": [
@@ -127,6 +127,7 @@ def _compose(records: dict[str, LedgerRecord], delta: float, options: argparse.N
                 "sample_rate": record.plan.sample_rate,
                 "noise_multiplier": record.plan.noise_multiplier,
                 "steps_done": record.steps,
+                "bands": record.plan.bands,
                 "id": record.run,
                 "ledger_head": record.head,
             }
@@ -193,13 +194,15 @@ def _print_table(report: dict[str, Any]) -> None:
 
     table = Table(title=f"Privacy spent, at δ = {report['delta']:g} by {report['accountant']}", title_justify="left")
     table.add_column("run", overflow="fold")
-    for name in ("sample rate", "noise multiplier", "steps", "ε"):
+    banded = any(run["bands"] > 1 for run in report["runs"])
+    for name in ("sample rate", "noise multiplier", *(["bands"] if banded else []), "steps", "ε"):
         table.add_column(name, justify="right")
     for run in report["runs"]:
         table.add_row(
             run["run"],
             f"{run['sample_rate']:.6g}",
             f"{run['noise_multiplier']:g}",
+            *([f"{run['bands']}"] if banded else []),
             f"{run['steps_done']}",
             round_up(run["epsilon"], 4) + ("" if run["private"] else " (not private)"),
         )
@@ -215,4 +218,5 @@ def _print_table(report: dict[str, Any]) -> None:
     console.print(f"{stamp}all runs together: ε = {by_each}, at δ = {report['delta']:g}", soft_wrap=True)
     if report["group_size"] > 1:
         group = f"a person with up to {report['group_size']} examples"
-        console.print(f"{group}: ε = {round_up(report['group_epsilon'], 4)} by pld", soft_wrap=True)
+        how = "general group privacy" if banded else "pld"
+        console.print(f"{group}: ε = {round_up(report['group_epsilon'], 4)} by {how}", soft_wrap=True)

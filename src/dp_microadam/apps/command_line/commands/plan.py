@@ -29,6 +29,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--accountant", choices=("rdp", "pld"), default="rdp", help="accountant that determines ε (default: rdp)"
     )
+    parser.add_argument(
+        "--bands",
+        default="1",
+        metavar="N",
+        help="bands of correlated noise, or auto for the least predicted noise (default: 1, independent noise)",
+    )
+    parser.add_argument("--parameters", type=int, metavar="P", help="number of trainable parameters, for the memory of bands")
+    parser.add_argument(
+        "--noise-memory-gib",
+        type=float,
+        default=2.0,
+        metavar="G",
+        help="memory that bands may take, if P is given (default: 2)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     parser.set_defaults(run=run)
 
@@ -44,13 +58,18 @@ def run(options: argparse.Namespace) -> int:
         noise_multiplier=options.noise_multiplier,
         steps=options.steps,
         accountant=options.accountant,
+        bands=int(options.bands) if options.bands.lstrip("-").isdecimal() else options.bands,
+        parameters=options.parameters,
+        noise_memory_gib=options.noise_memory_gib,
     )
     limit = plan.epsilon if options.epsilon is None else options.epsilon
     views = {accountant: _view(plan, limit, accountant) for accountant in ("rdp", "pld")}
+    bands = _band_rows(plan, limit, options.parameters)
     if options.json:
-        print(json.dumps({**plan.to_dict(), "accountants": views}))
+        print(json.dumps({**plan.to_dict(), "accountants": views, "bands_table": bands}))
     else:
         _print_tables(plan, limit, views)
+        _print_bands(plan, bands)
     return 0
 
 
@@ -65,10 +84,67 @@ def _view(plan: PrivacyPlan, limit: float, accountant: str) -> dict[str, Any]:
     view: dict[str, Any] = {"epsilon": None, "steps_allowed": None}
     try:
         view["epsilon"] = plan.epsilon_after(plan.steps, accountant=accountant)
-        view["steps_allowed"] = most_steps(plan.sample_rate, plan.noise_multiplier, limit, plan.delta, accountant)
+        participations = most_steps(plan.sample_rate, plan.noise_multiplier, limit, plan.delta, accountant)
+        view["steps_allowed"] = plan.bands * participations
     except (InputError, LookupError):
         pass
     return view
+
+
+def _band_rows(plan: PrivacyPlan, limit: float, parameters: int | None) -> list[dict[str, Any]]:
+    """What other numbers of bands would give for the same ε and steps; the plan's own number is among them."""
+    from dp_microadam.errors import InputError
+    from dp_microadam.privacy.band_choice import band_table, noise_memory
+
+    try:
+        table = band_table(
+            dataset_size=plan.dataset_size,
+            batch_size=plan.batch_size,
+            steps=plan.steps,
+            epsilon=limit,
+            delta=plan.delta,
+            accountant=plan.accountant,
+            also=plan.bands,
+        )
+    except (InputError, LookupError):  # as above
+        return []
+    return [
+        {
+            "bands": choice.bands,
+            "noise_multiplier": choice.noise_multiplier,
+            "running_sum": choice.running_sum,
+            "single_step": choice.single_step,
+            "memory_vectors": choice.bands - 1,
+            "memory_bytes": None if parameters is None else noise_memory(choice.bands, parameters),
+        }
+        for choice in table
+    ]
+
+
+def _print_bands(plan: PrivacyPlan, rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    if len(rows) < 2:
+        return
+    table = Table(title="Bands of correlated noise, at the same ε and steps", title_justify="left")
+    for name in ("bands", "noise multiplier", "noise of the running sum", "of a single step", "memory"):
+        table.add_column(name, justify="right")
+    least = min(row["running_sum"] for row in rows)
+    for row in rows:
+        size = row["memory_bytes"]
+        memory = f"{row['memory_vectors']} × parameters × 4 bytes" if size is None else f"{size / 2**20:,.1f} MiB"
+        marks = ("*" if row["bands"] == plan.bands else "") + (" least" if row["running_sum"] == least else "")
+        table.add_row(
+            f"{row['bands']}{marks}",
+            f"{row['noise_multiplier']:g}",
+            f"{row['running_sum']:.3f}",
+            f"{row['single_step']:.3f}",
+            memory if row["memory_vectors"] else "none",
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    console.print("noise relative to 1 band; * is this plan", soft_wrap=True)
 
 
 def _print_tables(plan: PrivacyPlan, limit: float, views: dict[str, dict[str, Any]]) -> None:
@@ -81,13 +157,14 @@ def _print_tables(plan: PrivacyPlan, limit: float, views: dict[str, dict[str, An
     for name, text in (
         ("dataset size", f"{plan.dataset_size}"),
         ("expected batch size", f"{plan.batch_size}"),
-        ("sample rate", f"{plan.sample_rate:.6g}"),
+        ("sample rate", f"{plan.sample_rate:.6g}" + (f" in each of {plan.bands} groups" if plan.bands > 1 else "")),
         ("noise multiplier", f"{plan.noise_multiplier:g}"),
         ("steps", f"{plan.steps}"),
-        ("epochs", f"{plan.steps * plan.sample_rate:.1f}"),
+        ("epochs", f"{plan.steps * plan.batch_size / plan.dataset_size:.1f}"),
         ("ε", round_up(plan.epsilon, 4)),
         ("δ", f"{plan.delta:g}"),
         ("accountant", plan.accountant),
+        *((("bands of correlated noise", f"{plan.bands}"),) if plan.bands > 1 else ()),
     ):
         facts.add_row(name, text)
     both = Table(title="Both accountants", title_justify="left")

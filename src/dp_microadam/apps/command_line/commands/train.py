@@ -24,6 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change one key of the recipe"
     )
     complete_with(recipe_settings, override)
+    parser.add_argument("--bands", metavar="N", help="bands of correlated noise, or auto; short for --set bands=N")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="run folder to create (default: a new one under runs/)")
     add_display(parser)
     parser.set_defaults(run=run)
@@ -33,7 +34,8 @@ def run(options: argparse.Namespace) -> int:
     from dp_microadam.apps.recipes.recipe import load_recipe
     from dp_microadam.training.run_folder import refuse_existing
 
-    recipe = load_recipe(options.recipe, options.overrides)
+    bands = [] if options.bands is None else [f"bands={options.bands}"]
+    recipe = load_recipe(options.recipe, [*options.overrides, *bands])
     if options.run_dir is not None:
         refuse_existing(options.run_dir)
 

@@ -1,0 +1,118 @@
+"""The choice of the number of bands: more bands take back more of the noise, but amplify privacy less by sampling.
+
+With b bands the noise that a run needs is σ(b), which grows with b because an example is sampled b times as often in the steps
+of its group. The noise of the running sum relative to independent noise of the same σ falls with b (``banded.py``). Their
+product, relative to one band, says what correlated noise gains at the same ε. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dp_microadam.errors import InputError
+from dp_microadam.privacy.accounting import least_noise_multiplier
+from dp_microadam.privacy.banded import banded_square_root, noise_ratios
+from dp_microadam.validation import require_integer, require_positive
+
+DEFAULT_NOISE_MEMORY_GIB = 2.0
+"""Memory that the noise of the last steps may take, unless a run allows more."""
+
+_BYTES = 4
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class BandChoice:
+    """What a number of bands gives at the same ε, δ and number of steps.
+
+    ``single_step`` and ``running_sum`` are the noise in one step's mean and in the running sum of all steps so far, as root
+    mean squares over the steps, relative to one band.
+    """
+
+    bands: int
+    noise_multiplier: float
+    single_step: float
+    running_sum: float
+
+
+def noise_memory(bands: int, parameters: int, *, wide: bool = False) -> int:
+    """Bytes of the noise that is kept between steps: b − 1 vectors in float32, or in float64 if ``wide``."""
+    return (2 if wide else 1) * _BYTES * (bands - 1) * parameters
+
+
+def refuse_bands(bands: int, dataset_size: int, batch_size: int) -> None:
+    """Raise an InputError unless ``bands`` groups can be sampled from with the expected batch size."""
+    require_integer("bands", bands, 1)
+    if bands > dataset_size:
+        raise InputError(
+            f"bands is {bands}, more groups than the {dataset_size} examples of the dataset; it must be at most dataset_size"
+        )
+    if bands * batch_size > dataset_size:
+        raise InputError(
+            f"bands is {bands}, but a group of {dataset_size}/{bands} examples cannot give an expected batch of {batch_size}; "
+            f"bands times batch_size must be at most dataset_size, so bands at most {dataset_size // batch_size}"
+        )
+
+
+def refuse_memory(bands: int, parameters: int, limit_gib: float, *, wide: bool = False) -> None:
+    """Raise an InputError if the noise of the last ``bands`` − 1 steps takes more memory than ``limit_gib``."""
+    needed = noise_memory(bands, require_integer("parameters", parameters, 1), wide=wide)
+    if needed > require_positive("noise_memory_gib", limit_gib) * _GIB:
+        raise InputError(
+            f"bands is {bands}, which keeps {needed / _GIB:.3g} GiB of noise for {parameters} parameters, more than "
+            f"noise_memory_gib = {limit_gib:g}; bands must be at most {most_bands(parameters, limit_gib, wide=wide)}, or the "
+            "limit larger"
+        )
+
+
+def most_bands(parameters: int, limit_gib: float, *, wide: bool = False) -> int:
+    """The largest number of bands whose noise fits into the limit; at least one, which keeps none."""
+    return 1 + int(require_positive("noise_memory_gib", limit_gib) * _GIB) // noise_memory(2, parameters, wide=wide)
+
+
+def band_table(
+    *,
+    dataset_size: int,
+    batch_size: int,
+    steps: int,
+    epsilon: float,
+    delta: float,
+    accountant: str = "rdp",
+    most: int | None = None,
+    also: int = 1,
+) -> tuple[BandChoice, ...]:
+    """What 1, 2, 4, 8, … bands give, and the largest possible number: at most ``most``, N/B and the number of steps.
+
+    ``also`` is one more number to include.
+
+    >>> for choice in band_table(dataset_size=54_000, batch_size=256, steps=2000, epsilon=3.0, delta=1e-5, most=16):
+    ...     print(f"{choice.bands:3} bands: σ = {choice.noise_multiplier:.4f}, sums {choice.running_sum:.2f}")
+      1 bands: σ = 0.7505, sums 1.00
+      2 bands: σ = 0.8491, sums 0.84
+      4 bands: σ = 0.9969, sums 0.74
+      8 bands: σ = 1.2276, sums 0.69
+     16 bands: σ = 1.5799, sums 0.66
+
+    Raises:
+        LookupError: if not even one band can keep within ``epsilon``.
+    """
+    largest = min(dataset_size // batch_size, steps, dataset_size if most is None else most)
+    candidates = {1 << power for power in range(largest.bit_length())} | {largest, also}
+    found: list[BandChoice] = []
+    for bands in sorted(candidates):
+        rate, participations = bands * batch_size / dataset_size, -(-steps // bands)
+        try:
+            sigma = least_noise_multiplier(rate, participations, epsilon, delta, accountant)
+        except LookupError:
+            if not found:
+                raise
+            continue
+        ratios = noise_ratios(banded_square_root(bands), steps)
+        of_one = found[0].noise_multiplier if found else sigma
+        found.append(BandChoice(bands, sigma, sigma / of_one * ratios.single_step, sigma / of_one * ratios.running_sum))
+    return tuple(found)
+
+
+def best_bands(choices: tuple[BandChoice, ...]) -> int:
+    """The number of bands with the least noise in the running sum; of equal ones the smallest."""
+    return min(choices, key=lambda choice: (choice.running_sum, choice.bands)).bands

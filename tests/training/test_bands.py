@@ -1,0 +1,243 @@
+"""Training with correlated noise: groups, chains and their restarts, through the trainer. Alarm rates are below 1e-6."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from dp_microadam import InputError, PrivacyPlan, PrivateStep, PrivateTrainer, methods
+from dp_microadam.apps.command_line.cli import main
+from dp_microadam.privacy.ledger import read_ledger
+from dp_microadam.training.checkpoint import CheckpointFolder
+from dp_microadam.training.distributed import Ranks
+from dp_microadam.training.evaluation import class_loss
+
+WORKER = Path(__file__).with_name("bands_worker.py")
+ALARM = 1e-8
+
+_spec = importlib.util.spec_from_file_location("bands_worker", WORKER)
+worker = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(worker)
+
+SIZES = [1, 2, pytest.param(3, marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module")
+def left(run_group):
+    """What so many processes left under a name; one process trains here."""
+
+    def find(size, name, folder):
+        if size == 1:
+            return [getattr(worker, name)(folder / name, Ranks())]
+        group = run_group("bands", size, WORKER)
+        return [torch.load(group / f"{name}-{rank}.pt") for rank in range(size)]
+
+    return find
+
+
+def whitened(noise, coefficients):
+    """C·noise for rows of successive steps, a chain that begins with the first."""
+    found = torch.zeros_like(noise)
+    for age, coefficient in enumerate(coefficients.tolist()[: len(noise)]):
+        found[age:] += coefficient * noise[: len(noise) - age]
+    return found
+
+
+def require_white(numbers):
+    """Standard normal, and independent from step to step."""
+    flat = numbers.flatten().numpy()
+    assert stats.kstest(flat, "norm").pvalue > ALARM
+    assert abs(np.mean(flat**2) - 1) < stats.norm.isf(ALARM / 2) * (2 / flat.size) ** 0.5
+    for lag in range(1, min(worker.BANDS + 1, len(numbers))):
+        products = (numbers[lag:] * numbers[:-lag]).flatten()
+        assert abs(float(products.mean())) < stats.norm.isf(ALARM / 2) / len(products) ** 0.5
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_c_times_what_a_run_publishes_is_white_however_many_processes_make_the_noise(left, size, tmp_path):
+    plan = worker.PLAN
+    first, *others = left(size, "noise", tmp_path)
+    assert all(torch.equal(first, other) for other in others)
+    require_white(whitened(first, plan.noise_coefficients) * plan.batch_size / plan.noise_multiplier)
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_a_seeded_run_of_several_processes_is_that_of_one(left, size, tmp_path):
+    alone = worker.seeded(tmp_path / "alone", Ranks())
+    for found in left(size, "seeded", tmp_path):
+        torch.testing.assert_close(found, alone, rtol=0, atol=1e-10)
+
+
+def test_each_example_reaches_only_the_steps_of_its_group(tmp_path):
+    """With C and the seed known, the noise can be subtracted: what is left are the examples of each step."""
+    plan = worker.PLAN
+    independent = PrivacyPlan(worker.EXAMPLES, plan.batch_size, plan.noise_multiplier, plan.steps, 1e-2)
+    white = worker.published(tmp_path / "white", worker.without_gradient, Ranks(), plan=independent, seed=3)
+    both = worker.published(tmp_path / "both", worker.numbered, Ranks(), seed=3)
+    noise = worker.published(tmp_path / "noise", worker.without_gradient, Ranks(), seed=3)
+    torch.testing.assert_close(whitened(noise, plan.noise_coefficients), white, rtol=0, atol=1e-6)
+    members = (both - noise) * plan.batch_size
+    assert torch.allclose(members, members.round(), atol=1e-9)
+    steps, numbers = np.nonzero(members.round().numpy())
+    assert len(steps) > 50
+    assert (steps % worker.BANDS == numbers % worker.BANDS).all()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_step_that_fails_begins_a_new_chain_on_all_ranks(left, size, tmp_path):
+    """Otherwise the steps before and after it would be one step closer in C than their numbers, and columns could overlap."""
+    for found in left(size, "after_a_failure" if size == 1 else "failure", tmp_path):
+        assert [step for step, noise in enumerate(found) if noise is None] == [5]
+        coefficients = worker.PLAN.noise_coefficients
+        before, after = torch.stack(found[:5]), torch.stack(found[6:])
+        require_white(whitened(before, coefficients))
+        require_white(whitened(after, coefficients))
+
+
+def digits_step(folder, plan, **options):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
+    data = torch.randn(60, 5), torch.randint(0, 3, (60,))
+    return PrivateStep(model, class_loss, plan, data, run_dir=folder, **options), model
+
+
+def test_one_band_is_the_run_of_before_to_the_bit(tmp_path):
+    """Same weights, same files: a plan that says one band and a plan that says nothing."""
+    found = []
+    for name, plan in (("none", PrivacyPlan(60, 10, 1.0, 6, 1e-3)), ("one", PrivacyPlan(60, 10, 1.0, 6, 1e-3, bands=1))):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(5, 3)
+        trainer = PrivateTrainer(
+            model, methods.dp_adambc(model, lr=0.1), plan, class_loss, run_dir=tmp_path / name, seed=4, show_progress=False
+        )
+        trainer.fit((torch.randn(60, 5), torch.randint(0, 3, (60,))))
+        statistics = json.loads((tmp_path / name / "run.json").read_text())
+        found.append((model.state_dict(), sorted(statistics), (tmp_path / name / "privacy.json").read_text()[:400]))
+    assert all(torch.equal(found[0][0][name], value) for name, value in found[1][0].items())
+    assert found[0][1:] == found[1][1:]
+    assert "noise_memory_bytes" not in found[0][1]
+
+
+def test_nothing_of_the_noise_is_in_what_a_run_writes(tmp_path):
+    """Neither the bytes of a noise vector nor anything of its size appear in checkpoints and other files."""
+    plan = PrivacyPlan(60, 6, 1.0, 8, 1e-3, bands=8)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 3)
+    trainer = PrivateTrainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), plan, class_loss, run_dir=tmp_path / "run", show_progress=False
+    )
+    kept = []
+    chain = trainer.step._mechanism._correlation
+    trainer.callbacks = (lambda report: kept.extend(part.clone() for part in chain._kept.values()),)
+    trainer.fit((torch.randn(60, 5), torch.randint(0, 3, (60,))))
+    rows = [row.numpy().tobytes() for part in kept for row in part if row.any()]
+    assert len(rows) > 20
+    for file in (tmp_path / "run").rglob("*"):
+        if file.is_file():
+            content = file.read_bytes()
+            assert not any(row in content for row in rows), file
+    _, content, _ = CheckpointFolder(tmp_path / "run" / "checkpoints").newest()
+    assert set(content) == {"updates", "ledger_head", *trainer._update.state_dict()}
+    statistics = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert statistics["noise_memory_bytes"] == 7 * 18 * 4 == plan.noise_memory(18)
+    assert chain.memory == 0, "forgotten when the run is over"
+
+
+def test_more_memory_than_allowed_is_refused_before_anything_is_written(tmp_path):
+    plan = PrivacyPlan(60, 6, 1.0, 8, 1e-3, bands=8)
+    with pytest.raises(InputError, match=r"bands is 8, which keeps .* for 39 parameters, more than noise_memory_gib = 1e-07"):
+        digits_step(tmp_path / "run", plan, noise_memory_gib=1e-7)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(InputError, match="noise_history is 'disk'; it must be one of 'device', 'cpu'"):
+        digits_step(tmp_path / "run", plan, noise_history="disk")
+
+
+def test_noise_kept_in_main_memory_is_the_same(tmp_path):
+    found = []
+    for place in ("device", "cpu"):
+        step, _ = digits_step(tmp_path / place, PrivacyPlan(60, 6, 1.0, 8, 1e-3, bands=8), noise_history=place, seed=2)
+        found.append([step.take() for _ in step])
+        step.close()
+    for one, other in zip(*found, strict=True):
+        assert all(torch.equal(one[name], value) for name, value in other.items())
+
+
+def test_phases_with_other_tensors_begin_a_new_chain(tmp_path):
+    """Methods with phases, rows that train or scales need nothing but the plan."""
+    plan = PrivacyPlan(60, 10, 1.0, 24, 1e-3, bands=4)
+    for name, make in {
+        "sparta": lambda model: methods.sparta(model, lr=0.1, keep=0.5, scoring_epochs=1.0),
+        "norms": lambda model: methods.sparta(model, lr=0.1, keep=0.5, scores="norms"),
+        "previous": lambda model: methods.scale_then_privatize(model, lr=0.05),
+    }.items():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
+        trainer = PrivateTrainer(model, make(model), plan, class_loss, run_dir=tmp_path / name, show_progress=False)
+        result = trainer.fit((torch.randn(60, 5), torch.randint(0, 3, (60,))))
+        assert result.steps_done == 24
+        assert result.epsilon == plan.epsilon == read_ledger(tmp_path / name).epsilon()
+
+
+RECIPE = """
+name = "bands"
+data = "digits"
+model = "mlp"
+epsilon = 8.0
+steps = 60
+batch_size = 64
+bands = 8
+checkpoint_every = 7
+evaluate_every = 50
+"""
+
+
+@pytest.mark.slow
+def test_a_recipe_with_bands_killed_and_resumed_counts_every_step(tmp_path, capsys):
+    """SIGKILL after step 20 or so; the run goes on in the cycle of its ledger, with a new chain, and never exceeds ε."""
+    recipe, run = tmp_path / "bands.toml", tmp_path / "run"
+    recipe.write_text(RECIPE)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "dp_microadam", "train", str(recipe), "--run-dir", str(run), "--quiet"]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    ledger = run / "ledger.jsonl"
+    while process.poll() is None and not (ledger.exists() and ledger.read_bytes().count(b"\n") > 20):
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    killed = read_ledger(run)
+    assert 20 <= killed.steps < 60
+    assert main(["resume", str(run), "--quiet"]) == 0
+    record = read_ledger(run)
+    assert record.steps == 60
+    assert record.spent[0].steps == 8
+    assert record.epsilon() == record.plan.epsilon <= 8.0
+    lines = [json.loads(line) for line in ledger.read_text().splitlines()[1:]]
+    assert [line["group"] for line in lines] == [step % 8 for step in range(60)]
+    assert json.loads((run / "privacy.json").read_text())["noise"]["bands"] == 8
+    capsys.readouterr()
+
+
+def test_bands_on_the_command_line_and_auto_for_the_memory_of_the_model(tmp_path, capsys):
+    recipe = tmp_path / "bands.toml"
+    recipe.write_text(RECIPE.replace("bands = 8", "noise_memory_gib = 0.001"))
+    run = tmp_path / "run"
+    assert main(["train", str(recipe), "--bands", "auto", "--set", "max_steps=3", "--run-dir", str(run), "--quiet"]) == 0
+    plan = read_ledger(run).plan
+    parameters = json.loads((run / "run.json").read_text())["trained_parameters"]
+    assert 1 < plan.bands <= 1 + 0.001 * 2**30 // (4 * parameters)
+    capsys.readouterr()
+    for wrong, sentence in (("0", "bands is 0"), ("few", "bands is 'few'"), ("1000", "more groups than")):
+        assert main(["train", str(recipe), "--bands", wrong, "--run-dir", str(tmp_path / "no"), "--quiet"]) == 2
+        shown = capsys.readouterr().err
+        assert sentence in shown or "bands is 1000" in shown
+        assert shown.count("\n") == 1
+        assert not (tmp_path / "no").exists()
