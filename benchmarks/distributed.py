@@ -12,7 +12,7 @@ not see waiting.
 With ``--device cuda`` each process has a GPU of its own; it takes two. Traffic between GPUs does not pass the loopback.
 
 Traffic is what the loopback's own counter says. What every process does beside its examples (noise, optimizer, messages,
-ledger) are timed alone; the projection adds them up for more processes than there are here, by the assumptions it prints.
+ledger) is timed alone; the projection adds it up for more processes than there are here, by the assumptions it prints.
 """
 
 from __future__ import annotations

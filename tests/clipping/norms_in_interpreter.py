@@ -64,6 +64,12 @@ def test_norms_and_sums_of_the_strategy_are_those_of_its_twin():
     deltas[2] = 0
     coefficients = torch.rand(4)
     found, twin = (OuterProductSum(LinearFactors(inputs, deltas), strategy) for strategy in ("tile", "drop"))
+    for part in (found, twin):
+        norms = part.squared_norms()
+        doubt = part.doubt()
+        assert doubt is not None
+        assert (norms < doubt.least).tolist() == [False, True, True, False]
+        part.settle(norms < doubt.least, 2)
     torch.testing.assert_close(found.squared_norms(), twin.squared_norms(), rtol=1e-5, atol=0)
     torch.testing.assert_close(found.weighted_sum(coefficients), twin.weighted_sum(coefficients))
 

@@ -97,7 +97,7 @@ def test_one_group_per_example_is_taken_for_slow_on_cuda_only():
 
 
 def test_a_layer_of_bfloat16_products_is_cheaper_on_tensor_cores_alone():
-    plain = linear_shapes(197, 192, 768)  # ViT-Tiny
+    plain = linear_shapes(16, 256, 256)
     fast = replace(plain, bf16_products=1, tiles=True)
     assert all(costs_of(fast, CUDA)[name] < costs_of(plain, CUDA)[name] for name in costs_of(plain, CUDA))
     assert choose(fast, costs=CUDA).strategy == "tile"
@@ -130,7 +130,7 @@ def test_the_table_of_launches_is_what_is_launched(name, strategy):
         part.squared_norms()
         part.weighted_sum(torch.rand(8))
     expected = LAUNCHES[strategy] + (shapes.gram_launches if strategy == "ghost" else 0)
-    assert abs(counted.total() - expected) <= max(5, 0.2 * expected)
+    assert abs(counted.total() - expected) <= 2
 
 
 SIZES = st.integers(1, 3)

@@ -279,10 +279,10 @@ def convolution_shapes(geometry: Geometry, image_shape: torch.Size, itemsize: in
     if all(step == 1 for step in geometry.stride):
         pixels = prod(image)
         input_gram, passes = pixels**2 * channels, sum(geometry.kernel) * pixels**2
-        launches = 9 + sum(1 + length for length in geometry.kernel)
+        launches = 13 + sum(1 + length for length in geometry.kernel)
     else:
         input_gram, passes = positions**2 * channels * taps, positions * channels * taps
-        launches = 9 + 2 * taps
+        launches = 13 + 2 * taps
     return Shapes(
         weights=weights,
         activations=prod(image_shape) + positions * outputs,

@@ -146,7 +146,7 @@ class LinearRule(LayerRule):
             gram=float(grams * (n_in + n_out)),
             gram_passes=2.0 * grams if grams else float(n_in + n_out),
             itemsize=factors.inputs.element_size(),
-            gram_launches=9 if grams else 0,
+            gram_launches=13 if grams else 0,
             bf16_products=number_of_products(factors.terms) if factors.terms else 0,
             tiles=factors.inputs.dtype == torch.float32 and kernels_run_on(factors.inputs.device),
         )
