@@ -36,6 +36,8 @@ def install() -> str:
         raise RuntimeError("torch was imported before the pretend device: torch looks for CUDA only once")
     os.environ["PRETEND_CUDA_DEVICES"] = str(COUNT)
     loaded = ctypes.CDLL(str(build.library()), mode=ctypes.RTLD_GLOBAL)
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        sys.modules["triton"] = None  # its compiled kernels need a real device; importlib finds no Triton then
     import torch
 
     _show_to_python(torch, loaded)
