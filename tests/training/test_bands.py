@@ -187,6 +187,32 @@ def test_phases_with_other_tensors_begin_a_new_chain(tmp_path):
         assert result.epsilon == plan.epsilon == read_ledger(tmp_path / name).epsilon()
 
 
+@pytest.mark.parametrize("name", ["dp_sgd", "dp_adambc", "dp_adam", "dp_adamw", "dp_microadam"])
+def test_rates_of_methods_that_divide_by_noisy_gradients_grow_with_the_noise_of_single_steps(tmp_path, name):
+    """So that a rate chosen for one band serves any number; a step of the weights shows it, and the optimizer keeps its own."""
+    setting = {"dataset_size": 60, "batch_size": 6, "delta": 1e-3, "steps": 20}
+    plan = PrivacyPlan.solve(**setting, epsilon=8.0, bands=8)
+    one = PrivacyPlan.solve(**setting, epsilon=plan.epsilon)
+    growth = plan.noise_multiplier / one.noise_multiplier * plan.noise_ratios.single_step
+    assert plan.single_step_growth == pytest.approx(growth)
+    assert growth > 1.5 > one.single_step_growth == 1
+    expected = growth if name in ("dp_adam", "dp_adamw", "dp_microadam") else 1.0
+    moved = {}
+    for each, factor in ((plan, expected), (one, 1.0)):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(5, 3)
+        torch.nn.init.zeros_(model.weight)
+        method = getattr(methods, name)(model, lr=1e-3)
+        data = torch.randn(60, 5), torch.zeros(60).long()
+        PrivateStep(model, class_loss, each, data, run_dir=tmp_path / f"{each.bands}", method=method).close()
+        assert method.learning_rate == pytest.approx(1e-3 * factor)
+        method.apply(model, {name: torch.ones_like(p) for name, p in model.named_parameters()})
+        moved[each.bands] = float(model.weight.detach().abs().max())
+        assert [group["lr"] for group in method.optimizer.param_groups] == [1e-3]
+    if name != "dp_adambc":  # whose v̂ is freed of the noise
+        assert moved[8] / moved[1] == pytest.approx(expected, rel=1e-3)
+
+
 RECIPE = """
 name = "bands"
 data = "digits"

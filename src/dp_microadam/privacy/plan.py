@@ -165,6 +165,14 @@ class PrivacyPlan:
         """The noise of single steps and of running sums, relative to independent noise of the same multiplier."""
         return noise_ratios(self.noise_coefficients, self.steps)
 
+    @cached_property
+    def single_step_growth(self) -> float:
+        """The noise of a single step relative to that of one band with the same ε and steps; 1 for one band."""
+        if self.bands == 1:
+            return 1.0
+        one = _solve_noise(self.batch_size / self.dataset_size, self.steps, self.epsilon, self.delta, self.accountant)
+        return self.noise_multiplier / one * self.noise_ratios.single_step
+
     def noise_memory(self, parameters: int) -> int:
         """Bytes of the noise that a run keeps between steps: ``bands`` − 1 vectors in float32."""
         return noise_memory(self.bands, parameters)

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from dp_microadam.errors import InputError
+from dp_microadam.optimizers.micro_adam import MicroAdam
 from dp_microadam.training.gradients import set_gradients
 from dp_microadam.training.masked_rows import freeze_other_rows
+
+_DIVIDE_BY_GRADIENT_SIZE = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, MicroAdam)
 
 GRADIENTS = "gradients"
 ROW_NORMS = "row norms"
@@ -108,6 +111,9 @@ class Method:
 
     _procedure: Method | None = None
 
+    rate_for_noise = 1.0
+    """By which the learning rate is multiplied in a run with correlated noise; :meth:`correlate` sets it."""
+
     def __init__(self, optimizer: torch.optim.Optimizer, procedure: Method | None = None) -> None:
         """``procedure`` is deprecated: the hooks are methods of a subclass of this class."""
         self.optimizer = optimizer
@@ -145,7 +151,7 @@ class Method:
     @property
     def learning_rate(self) -> float:
         """The current learning rate of the optimizer's first parameter group."""
-        return float(self.optimizer.param_groups[0]["lr"]) * self.phase.rate
+        return float(self.optimizer.param_groups[0]["lr"]) * self.phase.rate * self.rate_for_noise
 
     def phases(self, plan: Steps) -> tuple[Phase, ...]:
         """The phases of a run; their steps add up to the plan's."""
@@ -153,6 +159,14 @@ class Method:
 
     def calibrate(self, noise_deviation: float) -> None:
         """Called once with the noise standard deviation σS/B of each coordinate of a mean; 0 without privacy."""
+
+    def correlate(self, growth: float) -> None:
+        """Called once if the plan has bands, with the noise of a single step relative to one band with the same ε.
+
+        Optimizers that divide by the size of single noisy gradients step less by that factor, although the noise of sums is
+        smaller; their learning rate is multiplied by it, so that a rate chosen for one band serves any number.
+        """
+        self.rate_for_noise = growth if isinstance(self.optimizer, _DIVIDE_BY_GRADIENT_SIZE) else 1.0
 
     def refuse_data(self, train: Any) -> None:
         """Raise an InputError if the method cannot be used with this training data. Must not read its examples."""
@@ -218,14 +232,15 @@ class Method:
         """Within the block the optimizer has the learning rates of the phase, and rows that do not train are kept unchanged."""
         groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
-        if self.phase.rate != 1.0:
+        factor = self.phase.rate * self.rate_for_noise
+        if factor != 1.0:
             for group in groups:
-                group["lr"] = float(group["lr"]) * self.phase.rate
+                group["lr"] = float(group["lr"]) * factor
         try:
             with freeze_other_rows(model, self.row_masks()):
                 yield
         finally:
-            if self.phase.rate != 1.0:
+            if factor != 1.0:
                 for group, rate in zip(groups, rates, strict=True):
                     group["lr"] = rate
 
