@@ -34,12 +34,14 @@ _HOMES = {
     "LayerRule": "dp_microadam.clipping.rule",
     "LayerCall": "dp_microadam.clipping.rule",
     "PartsCall": "dp_microadam.clipping.rule",
+    "Doubt": "dp_microadam.clipping.outer_product",
     "GradientRows": "dp_microadam.clipping.rule",
     "UnchangedInput": "dp_microadam.clipping.rule",
     "per_example_gradients": "dp_microadam.clipping.per_example",
     "PrivacyPlan": "dp_microadam.privacy.plan",
     "PoissonSampler": "dp_microadam.privacy.sampling",
     "GaussianMechanism": "dp_microadam.privacy.mechanism",
+    "CorrelatedNoise": "dp_microadam.privacy.correlated_noise",
     "PrivacyLedger": "dp_microadam.privacy.ledger",
     "RunSettings": "dp_microadam.privacy.ledger",
     "LedgerRecord": "dp_microadam.privacy.ledger",
@@ -78,12 +80,14 @@ __all__ = [
     "LayerRule",
     "LayerCall",
     "PartsCall",
+    "Doubt",
     "GradientRows",
     "UnchangedInput",
     "per_example_gradients",
     "PrivacyPlan",
     "PoissonSampler",
     "GaussianMechanism",
+    "CorrelatedNoise",
     "PrivacyLedger",
     "RunSettings",
     "LedgerRecord",
@@ -106,12 +110,14 @@ if TYPE_CHECKING:
     from dp_microadam.clipping.batchnorm import replace_batchnorm
     from dp_microadam.clipping.engine import ClippedGradients
     from dp_microadam.clipping.families import register_rule
+    from dp_microadam.clipping.outer_product import Doubt
     from dp_microadam.clipping.per_example import per_example_gradients
     from dp_microadam.clipping.rule import GradientRows, LayerCall, LayerRule, PartsCall, UnchangedInput
     from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError, PrivacyWarning
     from dp_microadam.optimizers.adam_bc import AdamBC
     from dp_microadam.optimizers.micro_adam import MicroAdam
     from dp_microadam.privacy.accounting import SubsampledGaussian
+    from dp_microadam.privacy.correlated_noise import CorrelatedNoise
     from dp_microadam.privacy.ledger import LedgerRecord, PrivacyLedger, RunSettings, read_ledger
     from dp_microadam.privacy.mechanism import GaussianMechanism
     from dp_microadam.privacy.plan import PrivacyPlan

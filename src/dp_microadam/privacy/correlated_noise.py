@@ -121,7 +121,9 @@ class CorrelatedNoise:
         return f"CorrelatedNoise(bands={self.bands})"
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise PrivacyError("the noise of past steps cannot be saved or copied: whoever has it can subtract the noise")
+        raise PrivacyError(
+            "the noise of past steps cannot be saved or copied, since whoever has it can subtract it; begin a new chain"
+        )
 
 
 def correlated_reference(coefficients: Sequence[float] | Floats, white: Floats) -> Floats:
