@@ -61,6 +61,20 @@ def geometry_of(module: Convolution) -> tuple[Geometry, list[int]]:
     return geometry, [] if done_by_kernel or not any(margins) else margins
 
 
+@dataclass(frozen=True)
+class Layout:
+    """What a rule needs to know of a convolution besides its input: geometry, padding to apply beforehand, type and device."""
+
+    geometry: Geometry
+    margins: list[int]
+    itemsize: int
+    device_type: str
+
+    @classmethod
+    def of(cls, module: Convolution) -> Layout:
+        return cls(*geometry_of(module), module.weight.element_size(), module.weight.device.type)
+
+
 class ConvolutionFactors(Factors):
     """a as (B, channels, *image) and δ as (B, outputs, *map)."""
 
@@ -243,16 +257,28 @@ class ConvolutionCall(PartsCall):
 
 class ConvolutionRule(LayerRule):
     module: Convolution
+    _layout: Layout | None = None
+
+    def install(self) -> None:
+        # While it is recorded, the weight is a stand-in whose attributes are slow: each is an operation that is observed.
+        self._layout = Layout.of(self.module)
+
+    def uninstall(self) -> None:
+        self._layout = None
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.of(self.module) if self._layout is None else self._layout
 
     def observe(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> LayerCall:
         return ConvolutionCall(self, self.kept_input(args, kwargs, {"weight"}))
 
     def factors(self, inputs: Tensor, deltas: Tensor) -> ConvolutionFactors:
-        geometry, margins = geometry_of(self.module)
-        if margins:
+        layout = self.layout
+        if layout.margins:
             mode = "constant" if self.module.padding_mode == "zeros" else self.module.padding_mode
-            inputs = F.pad(inputs, margins, mode=mode)
-        return ConvolutionFactors(inputs, deltas, geometry)
+            inputs = F.pad(inputs, layout.margins, mode=mode)
+        return ConvolutionFactors(inputs, deltas, layout.geometry)
 
     def factors_and_strategy(self, inputs: Tensor, deltas: Tensor, rows_per_example: int) -> tuple[Factors, str]:
         """The factors of examples, which may have several rows each, and the strategy for them."""
@@ -264,8 +290,9 @@ class ConvolutionRule(LayerRule):
 
     def choose(self, image_shape: torch.Size) -> str:
         """The strategy for an input of this shape, without the batch and with the margins that are padded beforehand."""
-        shapes = convolution_shapes(geometry_of(self.module)[0], image_shape, self.module.weight.element_size())
-        self.estimate = choose(shapes, self.forced_strategy, costs_on(self.module.weight.device.type))
+        layout = self.layout
+        shapes = convolution_shapes(layout.geometry, image_shape, layout.itemsize)
+        self.estimate = choose(shapes, self.forced_strategy, costs_on(layout.device_type))
         return self.estimate.strategy
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dp_microadam.clipping.convolution import ConvolutionFactors, ConvolutionRule, geometry_of
+from dp_microadam.clipping.convolution import ConvolutionFactors, ConvolutionRule
 
 
 class TransposedConvolutionRule(ConvolutionRule):
     def factors(self, inputs: Tensor, deltas: Tensor) -> ConvolutionFactors:
-        geometry, _ = geometry_of(self.module)
-        return ConvolutionFactors(deltas, inputs, geometry)
+        return ConvolutionFactors(deltas, inputs, self.layout.geometry)

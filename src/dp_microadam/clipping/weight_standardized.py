@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dp_microadam.clipping.convolution import ConvolutionFactors, ConvolutionRule, geometry_of, padded_shape
+from dp_microadam.clipping.convolution import ConvolutionFactors, ConvolutionRule, padded_shape
 from dp_microadam.clipping.outer_product import OF_SQUARES, Factors, Measured, OuterProductSum, squared_norms
 from dp_microadam.clipping.rule import GradientRows, LayerCall, PartsCall, UnchangedInput, at_least_float32, folded
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
@@ -168,11 +168,13 @@ class WeightStandardizedRule(ConvolutionRule):
     projection: Projection
 
     def install(self) -> None:
+        super().install()
         self.projection = Projection(self.module)
         self._ungained: Tensor | None = None
         self.module.forward = self._forward  # type: ignore[method-assign]
 
     def uninstall(self) -> None:
+        super().uninstall()
         del self.module.forward
         del self.projection
         self._ungained = None
@@ -185,8 +187,10 @@ class WeightStandardizedRule(ConvolutionRule):
         module = self.module
         filters = self.projection.filters.view_as(module.weight).to(module.weight.dtype)
         gain = self.projection.gain.to(module.weight.dtype).view(-1, 1, 1)
-        _, margins = geometry_of(module)
-        if not {"weight", "gain"}.isdisjoint(self.trainable) and self.choose(padded_shape(input, margins)) == "ghost":
+        if (
+            not {"weight", "gain"}.isdisjoint(self.trainable)
+            and self.choose(padded_shape(input, self.layout.margins)) == "ghost"
+        ):
             ungained = module._conv_forward(input, filters, None)
             self._ungained = at_least_float32(ungained)
             shift = torch.zeros_like(gain) if module.bias is None else module.bias.view(-1, 1, 1)
