@@ -29,17 +29,18 @@ from dp_microadam.optimizers.quantization import derive_key
 DEVICE_TYPES = frozenset({"cuda"})
 """Types of devices whose tensors the kernels update."""
 
-THRESHOLD_WARPS, STORE_WARPS, WINDOW_WARPS = 16, 8, 8
+THRESHOLD_WARPS, STORE_WARPS, WINDOW_WARPS = 16, 4, 8
 """A block's magnitudes fill half of the registers of a multiprocessor, whatever the number of threads; see
 ``benchmarks/kernel_resources.py``."""
 
 _MOST_DIMENSIONS = 5
-"""Of tensors that are not contiguous."""
+_MOST_STRIDED = 2**31 - 1
+"""Dimensions and coordinates of tensors that are not contiguous."""
 
 _SHORT_BLOCK = 2048
 """Shorter blocks are selected from with fewer registers."""
 
-_AT_ONCE = 1024
+_AT_ONCE = 512
 """Coordinates of a block that ``store_blocks`` handles at once."""
 
 _MOST_ENTRIES = 512
@@ -52,8 +53,9 @@ def unsupported_reason(param: Tensor, group: dict[str, Any]) -> str | None:
         return f"a parameter is on {param.device} and the kernels run on {', '.join(sorted(DEVICE_TYPES))} only"
     if group["scope"] != "block":
         return f"scope is {group['scope']!r} and the kernels support 'block' only"
-    if param.dim() > _MOST_DIMENSIONS and not param.is_contiguous():
-        return f"a parameter has {param.dim()} dimensions and is not contiguous; the kernels support up to {_MOST_DIMENSIONS}"
+    if not param.is_contiguous() and not _few_strides(param):
+        shape = tuple(param.shape)
+        return f"a parameter of shape {shape} is not contiguous, which the kernels support up to {_MOST_DIMENSIONS} dimensions"
     if param.is_neg():
         return "a parameter is a lazily negated view, whose memory the kernels cannot write"
     return _missing()
@@ -85,8 +87,9 @@ class _Kind(NamedTuple):
 
     device: torch.device
     dtype: torch.dtype
-    gradient_dtype: torch.dtype
     strided: bool
+    gradient_dtype: torch.dtype
+    gradient_strided: bool
     form: StateFormat
 
 
@@ -105,8 +108,9 @@ class DeviceSteps:
         kinds: dict[_Kind, list[Member]] = {}
         for member in members:
             member = member._replace(given=_readable(member.given))
-            strided = not (member.own.is_contiguous() and member.given.is_contiguous())
-            kind = _Kind(member.own.device, member.own.dtype, member.given.dtype, strided, member.form)
+            own, given = member.own, member.given
+            strided, given_strided = not own.is_contiguous(), not given.is_contiguous()
+            kind = _Kind(own.device, own.dtype, strided, given.dtype, given_strided, member.form)
             kinds.setdefault(kind, []).append(member)
         launches = []
         for kind, alike in kinds.items():
@@ -171,7 +175,6 @@ class PreparedStep:
                     **made.shape,
                     MANY=made.many,
                     FEW=made.few,
-                    DTYPE=_in_triton(made.kind.gradient_dtype),
                     num_warps=THRESHOLD_WARPS,
                     **_EXACT,
                 )
@@ -189,6 +192,7 @@ class PreparedStep:
                 "WINDOW": form.window,
                 "WIDE": form.window_dtype is torch.float32,
                 "DTYPE": _in_triton(kind.dtype),
+                "STRIDED": kind.strided,
                 **_EXACT,
             }
             with _on(kind.device):
@@ -202,7 +206,6 @@ class PreparedStep:
                     **common,
                     AT_ONCE=made.at_once,
                     STOCHASTIC=form.rounding == "stochastic",
-                    GRADIENT_DTYPE=_in_triton(kind.gradient_dtype),
                     num_warps=STORE_WARPS,
                 )
                 apply_window[(programs,)](
@@ -215,7 +218,6 @@ class PreparedStep:
                     **common,
                     LONGEST=made.longest,
                     ENTRIES=made.entries,
-                    STRIDED=kind.strided,
                     num_warps=WINDOW_WARPS,
                 )
             torch._foreach_add_([member.state["step"] for member in members], 1)
@@ -232,11 +234,12 @@ class _ParameterList:
         rows = {id(group): row for row, group in enumerate(self._groups)}
         self._setting_of = [rows[id(member.group)] for member in members]
         self.longest = most_kept = 1
+        strided = kind.strided or kind.gradient_strided
         for number, (member, setting) in enumerate(zip(members, self._setting_of, strict=True)):
             layout = form.layout(member.own.numel())
             addresses = [entry.data_ptr() if entry is not None else 0 for entry in _entries(member)]
             row = [member.own.data_ptr(), *addresses, member.own.numel(), layout.kept, setting]
-            params.append([*row, *_sizes(member.own), *_strides(member.own)] if kind.strided else [*row, *[0] * 9])
+            params.append([*row, *_sizes(member.own), *_strides(member.own)] if strided else [*row, *[0] * 9])
             for segment in layout.segments:
                 self.longest, most_kept = max(self.longest, segment.length), max(most_kept, segment.kept)
                 for index in range(segment.rows):
@@ -251,7 +254,13 @@ class _ParameterList:
         self.at_once = max(1, _AT_ONCE // (2 * half))
         self.entries = min(_MOST_ENTRIES, _power_of_two(most_kept))
         error = 0 if not form.error_feedback else 1 if form.quantize else 2
-        self.shape = {"BUCKET": form.bucket_size, "HALF": half, "ERROR": error, "STRIDED": kind.strided}
+        self.shape = {
+            "BUCKET": form.bucket_size,
+            "HALF": half,
+            "ERROR": error,
+            "GRADIENT_DTYPE": _in_triton(kind.gradient_dtype),
+            "GRADIENT_STRIDED": kind.gradient_strided,
+        }
 
     def upload(self, members: list[Member]) -> tuple[Tensor, Tensor]:
         """What changes in every step, on the device: the tables ``now`` and ``settings``."""
@@ -267,7 +276,7 @@ class _ParameterList:
             for step, setting in set(zip(steps.tolist(), self._setting_of, strict=True))
         }
         now[:, 3:5] = [scales[pair] for pair in zip(steps.tolist(), self._setting_of, strict=True)]
-        if self.kind.strided:
+        if self.kind.gradient_strided:
             now[:, 5:] = [_strides(member.given) for member in members]
         settings = np.array([_settings(group, window) for group in self._groups], dtype=np.float64)
         both = np.concatenate([now.reshape(-1), settings.reshape(-1).view(np.int64)])
@@ -299,7 +308,11 @@ def _readable(gradient: Tensor) -> Tensor:
     """The gradient as the kernels can read it: with its actual values in memory and not too many strides."""
     # torch can apply a minus sign lazily, as in ``z.conj().imag``; memory then holds the negated values.
     gradient = gradient.detach().resolve_neg()
-    return gradient if gradient.dim() <= _MOST_DIMENSIONS else gradient.contiguous()
+    return gradient if _few_strides(gradient) else gradient.contiguous()
+
+
+def _few_strides(tensor: Tensor) -> bool:
+    return tensor.dim() <= _MOST_DIMENSIONS and tensor.numel() <= _MOST_STRIDED
 
 
 def _sizes(tensor: Tensor) -> list[int]:
@@ -307,8 +320,8 @@ def _sizes(tensor: Tensor) -> list[int]:
 
 
 def _strides(tensor: Tensor) -> list[int]:
-    if tensor.dim() > _MOST_DIMENSIONS:  # contiguous, so one dimension is enough
-        tensor = tensor.view(-1)
+    if tensor.dim() > _MOST_DIMENSIONS:
+        return [0] * _MOST_DIMENSIONS  # not used: it is contiguous
     return [0] * (_MOST_DIMENSIONS - tensor.dim()) + list(tensor.stride())
 
 

@@ -58,8 +58,8 @@ def find_thresholds(
     MANY: tl.constexpr,
     FEW: tl.constexpr,
     ERROR: tl.constexpr,
-    DTYPE: tl.constexpr,
-    STRIDED: tl.constexpr,
+    GRADIENT_DTYPE: tl.constexpr,
+    GRADIENT_STRIDED: tl.constexpr,
 ):
     """Lines 6–7, one program per block: the smallest magnitude to keep, and how many that tie with it. Changes no state.
 
@@ -69,9 +69,9 @@ def find_thresholds(
     block = blocks + tl.program_id(0).to(tl.int64) * BLOCK_COLUMNS
     length = tl.load(block + LENGTH).to(tl.int32)
     if length <= FEW * BUCKET:
-        threshold, ties = _threshold(block, params, now, limit, FEW, BUCKET, HALF, ERROR, DTYPE, STRIDED)
+        threshold, ties = _threshold(block, params, now, limit, FEW, BUCKET, HALF, ERROR, GRADIENT_DTYPE, GRADIENT_STRIDED)
     else:
-        threshold, ties = _threshold(block, params, now, limit, MANY, BUCKET, HALF, ERROR, DTYPE, STRIDED)
+        threshold, ties = _threshold(block, params, now, limit, MANY, BUCKET, HALF, ERROR, GRADIENT_DTYPE, GRADIENT_STRIDED)
     tl.store(thresholds + 2 * tl.program_id(0), threshold)
     tl.store(thresholds + 2 * tl.program_id(0) + 1, ties)
     if threshold == REFUSED:
@@ -170,8 +170,9 @@ def store_blocks(
     STOCHASTIC: tl.constexpr,
     WIDE: tl.constexpr,
     DTYPE: tl.constexpr,
-    GRADIENT_DTYPE: tl.constexpr,
     STRIDED: tl.constexpr,
+    GRADIENT_DTYPE: tl.constexpr,
+    GRADIENT_STRIDED: tl.constexpr,
 ):
     """Lines 8–11 and weight decay, one program per block, ``AT_ONCE`` of its buckets at a time."""
     block = blocks + tl.program_id(0).to(tl.int64) * BLOCK_COLUMNS
@@ -186,8 +187,8 @@ def store_blocks(
     for first in range(0, (length + (BUCKET - 1)) // BUCKET, AT_ONCE):
         bucket = first + tl.arange(0, AT_ONCE)
         low, high, in_low, in_high = _halves(bucket, length, BUCKET, HALF)
-        left = memory.gradient_at(param, current, start, low, in_low, GRADIENT_DTYPE, STRIDED)
-        right = memory.gradient_at(param, current, start, high, in_high, GRADIENT_DTYPE, STRIDED)
+        left = memory.gradient_at(param, current, start, low, in_low, GRADIENT_DTYPE, GRADIENT_STRIDED)
+        right = memory.gradient_at(param, current, start, high, in_high, GRADIENT_DTYPE, GRADIENT_STRIDED)
         left, right = _add_residual(left, right, param, start, length, bucket, BUCKET, HALF, ERROR)
         # Everything of these buckets is read before any of it is overwritten, also by threads that repeat others' work.
         tl.debug_barrier()

@@ -58,13 +58,15 @@ def places_of(address, start, position, sizes, strides, DTYPE: tl.constexpr, STR
     else:
         base = address.to(tl.pointer_type(DTYPE))
     if STRIDED:
-        rest = start + position
-        place = rest * 0
+        # 32 bits count the coordinates, since dividing 64 takes many instructions; strides can lead further.
+        rest = (start.to(tl.int32) + position).to(tl.uint32)
+        places = base + tl.zeros_like(position)
         for dimension in tl.static_range(3, -1, -1):
-            size = tl.load(sizes + dimension)
-            place += rest % size * tl.load(strides + dimension + 1)
-            rest = rest // size
-        places = base + (place + rest * tl.load(strides))
+            size = tl.load(sizes + dimension).to(tl.uint32)
+            above = rest // size
+            places += (rest - above * size).to(tl.int32) * tl.load(strides + dimension + 1)
+            rest = above
+        places += rest.to(tl.int32) * tl.load(strides)
     else:
         places = base + start + position
     return places
