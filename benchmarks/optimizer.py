@@ -1,10 +1,15 @@
-"""State, scratch memory and time of MicroAdam beside AdamW, on the parameter shapes of three models.
+"""State, scratch memory and time of MicroAdam beside AdamW, on the parameter shapes of four models.
 
-    python benchmarks/optimizer.py [--models wrn-16-4 vit-tiny bert-base] [--optimizers NAME …] [--rounds 15] [--json]
+    python benchmarks/optimizer.py [--models wrn-16-4 vit-tiny resnet-50 bert-base] [--optimizers NAME …] [--rounds 15]
+        [--threads 2] [--device cuda] [--output results/optimizer/MACHINE.json]
 
-Times are medians over rounds in which all optimizers take turns, so that a noisy machine disturbs them alike; the ratios are
-what to read; torchao compiles for minutes first. Scratch memory is the peak of resident memory during one step above what was
-resident before it, measured in a process of its own per optimizer. Install with ``pip install 'dp-microadam[bench]'``.
+Times are medians over rounds in which all optimizers take turns, so that a noisy machine disturbs them alike; the ratios, which
+are medians of the ratios of each round, are what to read. On the CPU, processor time stands beside wall-clock time: other
+processes disturb it least, but threads that wait for each other by spinning count. Every round has other gradients, as every
+step of a training has. torchao compiles for minutes first and is left out unless asked for with ``--torchao``. Scratch memory
+is the peak of resident memory during one step above what was resident before it, measured in a process of its own per
+optimizer; on CUDA it is the peak of the allocator. ``--output`` writes a file that can be sent: machine, commit and command are
+in it. Install with ``pip install 'dp-microadam[bench]'``.
 """
 
 from __future__ import annotations
@@ -18,12 +23,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from dp_microadam import MicroAdam
 
 Shapes = list[tuple[int, ...]]
+Optimizers = dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]]
+Times = tuple[list[float], list[float]]
+SHIFTS = 1000
 
 
 def wrn_16_4() -> Shapes:
@@ -57,22 +67,42 @@ def vit_tiny() -> Shapes:
     return transformer(12, 192, embeddings, [(10, 192), (10,)])
 
 
+def resnet_50() -> Shapes:
+    shapes: Shapes = [(64, 3, 7, 7), (64,), (64,)]
+    inputs = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            for convolution in ((width, inputs, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)):
+                shapes.extend([convolution, convolution[:1], convolution[:1]])
+            if block == 0:
+                shapes.extend([(4 * width, inputs, 1, 1), (4 * width,), (4 * width,)])
+            inputs = 4 * width
+    return [*shapes, (1000, 2048), (1000,)]
+
+
 def bert_base() -> Shapes:
     return transformer(12, 768, [(30_522, 768), (512, 768), (2, 768)], [(768, 768), (768,), (2, 768), (2,)])
 
 
-MODELS: dict[str, Callable[[], Shapes]] = {"wrn-16-4": wrn_16_4, "vit-tiny": vit_tiny, "bert-base": bert_base}
+MODELS: dict[str, Callable[[], Shapes]] = {
+    "wrn-16-4": wrn_16_4,
+    "vit-tiny": vit_tiny,
+    "resnet-50": resnet_50,
+    "bert-base": bert_base,
+}
 
 
-def optimizers() -> dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]]:
-    """What is compared; torchao's are left out where it is not installed."""
-    known: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
+def optimizers(torchao: bool) -> Optimizers:
+    """What is compared; torchao's if asked for and installed."""
+    known: Optimizers = {
         "AdamW foreach": lambda params: torch.optim.AdamW(params, foreach=True),
         "AdamW fused": lambda params: torch.optim.AdamW(params, fused=True),
         "MicroAdam": lambda params: MicroAdam(params),
         "MicroAdam, stochastic": lambda params: MicroAdam(params, rounding="stochastic"),
         "MicroAdam, plain torch": lambda params: MicroAdam(params, fused=False),
     }
+    if not torchao:
+        return known
     try:
         from torchao.optim import AdamW4bit, AdamW8bit
     except ImportError:
@@ -83,12 +113,22 @@ def optimizers() -> dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.O
     return known
 
 
-def parameters(model: str) -> list[torch.nn.Parameter]:
+def parameters(model: str, device: str) -> list[torch.nn.Parameter]:
     torch.manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(shape) * 0.02) for shape in MODELS[model]()]
-    for param in params:
-        param.grad = torch.randn_like(param) * 1e-3
-    return params
+    return [torch.nn.Parameter(torch.randn(shape).mul_(0.02).to(device)) for shape in MODELS[model]()]
+
+
+class Gradients:
+    """Noise of the size of a model and a little more; each round takes its gradients from another place in it."""
+
+    def __init__(self, params: list[torch.nn.Parameter]) -> None:
+        self.noise = torch.randn(sum(param.numel() + 64 for param in params) + SHIFTS * 64, device=params[0].device) * 1e-3
+
+    def give(self, params: list[torch.nn.Parameter], turn: int) -> None:
+        start = turn % SHIFTS * 64
+        for param in params:
+            param.grad = self.noise[start : start + param.numel()].view(param.shape)
+            start += -(-param.numel() // 64) * 64  # at the beginning of a cache line, as torch allocates
 
 
 def bytes_of_state(optimizer: torch.optim.Optimizer) -> int:
@@ -104,22 +144,25 @@ def bytes_of_state(optimizer: torch.optim.Optimizer) -> int:
     return sum(size(value) for state in optimizer.state.values() for value in state.values())
 
 
-def measure_times(model: str, names: list[str], rounds: int) -> tuple[dict[str, float], dict[str, int]]:
-    """Median seconds per step and bytes of state, all optimizers taking turns."""
-    running = {}
-    for name in names:
-        params = parameters(model)
-        running[name] = optimizers()[name](params)
-        for _ in range(12):  # compiles what compiles, and fills MicroAdam's window
-            running[name].step()
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(rounds):
+def measure_times(model: str, chosen: Optimizers, rounds: int, device: str) -> tuple[dict[str, Times], dict[str, int]]:
+    """Seconds of each round and bytes of state, all optimizers taking turns."""
+    params = {name: parameters(model, device) for name in chosen}
+    running = {name: make(params[name]) for name, make in chosen.items()}
+    gradients = Gradients(next(iter(params.values())))
+    times: dict[str, Times] = {name: ([], []) for name in chosen}
+    for turn in range(12 + rounds):  # the first twelve compile what compiles, and fill MicroAdam's window
         for name, optimizer in running.items():
-            start = time.perf_counter()
+            gradients.give(params[name], turn)
+            if device != "cpu":
+                torch.accelerator.synchronize()
+            processor, start = time.process_time(), time.perf_counter()
             optimizer.step()
-            seconds[name].append(time.perf_counter() - start)
-    sizes = {name: bytes_of_state(optimizer) for name, optimizer in running.items()}
-    return {name: statistics.median(values) for name, values in seconds.items()}, sizes
+            if device != "cpu":
+                torch.accelerator.synchronize()
+            if turn >= 12:
+                times[name][0].append(time.perf_counter() - start)
+                times[name][1].append(time.process_time() - processor)
+    return times, {name: bytes_of_state(optimizer) for name, optimizer in running.items()}
 
 
 def resident(field: str) -> int:
@@ -127,11 +170,19 @@ def resident(field: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
 
 
-def measure_scratch(model: str, name: str) -> int:
-    """Peak resident memory of one step above the level before it."""
-    optimizer = optimizers()[name](parameters(model))
-    for _ in range(12):
+def measure_scratch(model: str, name: str, device: str) -> int:
+    """Peak memory of one step above the level before it: the allocator's on CUDA, else the resident memory."""
+    params = parameters(model, device)
+    optimizer, gradients = optimizers(torchao=True)[name](params), Gradients(params)
+    for turn in range(12):
+        gradients.give(params, turn)
         optimizer.step()
+    gradients.give(params, 12)
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        optimizer.step()
+        return torch.cuda.max_memory_allocated() - held
     before = resident("VmRSS")
     with open("/proc/self/clear_refs", "w") as reset:
         reset.write("5")
@@ -139,67 +190,115 @@ def measure_scratch(model: str, name: str) -> int:
     return max(0, resident("VmHWM") - before)
 
 
-def measure_scratch_apart(model: str, name: str) -> int | None:
-    if not os.path.exists("/proc/self/clear_refs"):
+def measure_scratch_apart(model: str, name: str, device: str) -> int | None:
+    if device == "cpu" and not os.path.exists("/proc/self/clear_refs"):
         return None
-    command = [sys.executable, __file__, "--scratch-of", model, name]
+    command = [sys.executable, __file__, "--device", device, "--scratch-of", model, name]
     # Every allocation of some size is then returned on release, so that the peak is the step's own.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return int(done.stdout.split()[-1])
 
 
-def report(model: str, names: list[str], rounds: int) -> dict[str, object]:
+def ratio(times: dict[str, Times], name: str, to: str, clock: int) -> float | None:
+    """The median over rounds of the time of ``name`` relative to that of ``to`` in the same round."""
+    if to not in times:
+        return None
+    return statistics.median(one / other for one, other in zip(times[name][clock], times[to][clock], strict=True))
+
+
+def report(model: str, chosen: Optimizers, options: argparse.Namespace) -> dict[str, Any]:
     shapes = MODELS[model]()
     count = sum(torch.Size(shape).numel() for shape in shapes)
     largest = max(torch.Size(shape).numel() for shape in shapes)
-    times, sizes = measure_times(model, names, rounds)
+    times, sizes = measure_times(model, chosen, options.rounds, options.device)
     rows = []
-    for name in names:
-        scratch = measure_scratch_apart(model, name)
+    for name, (wall, processor) in times.items():
+        scratch = None if options.no_scratch else measure_scratch_apart(model, name, options.device)
         rows.append(
             {
                 "optimizer": name,
-                "milliseconds": times[name] * 1e3,
-                "ratio_to_adamw_foreach": times[name] / times["AdamW foreach"],
+                "milliseconds": statistics.median(wall) * 1e3,
+                "fastest_milliseconds": min(wall) * 1e3,
+                "processor_milliseconds": statistics.median(processor) * 1e3,
+                "ratio_to_adamw_foreach": ratio(times, name, "AdamW foreach", 0),
+                "ratio_to_adamw_fused": ratio(times, name, "AdamW fused", 0),
+                "processor_ratio_to_adamw_fused": ratio(times, name, "AdamW fused", 1),
                 "state_bytes_per_parameter": sizes[name] / count,
                 "scratch_in_copies_of_largest_tensor": None if scratch is None else scratch / (4 * largest),
             }
         )
-    return {"model": model, "parameters": count, "rows": rows}
+    return {"model": model, "parameters": count, "tensors": len(shapes), "threads": torch.get_num_threads(), "rows": rows}
 
 
-def show(result: dict[str, object]) -> None:
-    print(f"\n{result['model']}: {result['parameters']:,} parameters, {torch.get_num_threads()} threads")
-    print(f"{'optimizer':26}{'ms/step':>10}{'× AdamW':>10}{'bytes/param':>13}{'scratch*':>10}")
-    for row in result["rows"]:  # type: ignore[attr-defined]
-        scratch = row["scratch_in_copies_of_largest_tensor"]
-        print(
-            f"{row['optimizer']:26}{row['milliseconds']:10.2f}{row['ratio_to_adamw_foreach']:10.2f}"
-            f"{row['state_bytes_per_parameter']:13.3f}{'' if scratch is None else f'{scratch:10.2f}'}"
-        )
-    print("* peak extra memory of a step, in float32 copies of the largest tensor")
+def show(result: dict[str, Any]) -> None:
+    print(
+        f"\n{result['model']}: {result['parameters']:,} parameters in {result['tensors']} tensors, {result['threads']} threads"
+    )
+    columns = ("ms/step", "× foreach", "× fused", "fused, cpu", "bytes/param", "scratch*")
+    print(f"{'optimizer':26}" + "".join(f"{column:>12}" for column in columns))
+    for row in result["rows"]:
+        numbers = [
+            row["milliseconds"],
+            row["ratio_to_adamw_foreach"],
+            row["ratio_to_adamw_fused"],
+            row["processor_ratio_to_adamw_fused"],
+            row["state_bytes_per_parameter"],
+            row["scratch_in_copies_of_largest_tensor"],
+        ]
+        print(f"{row['optimizer']:26}" + "".join(f"{'' if number is None else f'{number:.2f}':>12}" for number in numbers))
+    print("* peak extra memory of a step, in float32 copies of the largest tensor", flush=True)
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What a reader needs to know about where this was measured."""
+    names = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "device": torch.cuda.get_device_name() if device != "cpu" else "cpu",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": done.stdout.strip() or None,
+        "command": " ".join(["python", "benchmarks/optimizer.py", *sys.argv[1:]]),
+        "load_average": os.getloadavg() if hasattr(os, "getloadavg") else None,
+    }
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if os.path.exists(path) else []
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--optimizers", nargs="+", choices=optimizers(), metavar="NAME", help="default: all")
+    parser.add_argument("--optimizers", nargs="+", metavar="NAME", help="default: all except plain torch and torchao's")
+    parser.add_argument("--torchao", action="store_true", help="torchao's 8-bit and 4-bit AdamW too")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--threads", type=int, help="default: what torch uses")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--no-scratch", action="store_true", help="do not measure scratch memory, which takes a process each")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write results, machine, commit and command as JSON")
     parser.add_argument("--scratch-of", nargs=2, metavar=("MODEL", "OPTIMIZER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
     if options.scratch_of:
-        print(measure_scratch(*options.scratch_of))
+        print(measure_scratch(*options.scratch_of, options.device))
         return
+    known = optimizers(options.torchao)
+    unknown = [name for name in options.optimizers or [] if name not in known]
+    if unknown:
+        parser.error(f"there is no optimizer {unknown[0]!r}; there are {', '.join(known)}")
+    names = options.optimizers or [name for name in known if name != "MicroAdam, plain torch"]
     results = []
     for model in options.models:
-        results.append(report(model, options.optimizers or list(optimizers()), options.rounds))
-        if not options.json:
-            show(results[-1])
-    if options.json:
-        machine = {"cpu": platform.processor(), "threads": torch.get_num_threads(), "torch": torch.__version__}
-        print(json.dumps({"machine": machine, "results": results}, indent=2))
+        results.append(report(model, {name: known[name] for name in names}, options))
+        show(results[-1])
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps({"machine": machine(options.device), "results": results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
