@@ -110,7 +110,7 @@ def launches(device: torch.device) -> None:
         with Watch() as watch:
             mechanism_of(Randomness.seeded(1)).privatize(here, step=0)
         counts.append(sum(watch.launches.values()))
-    assert counts[0] == counts[1] < 10, counts
+    assert counts[0] == counts[1] < 12, counts
 
 
 CASES = {
