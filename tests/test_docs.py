@@ -43,6 +43,11 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert all(f'"{name}"' in reference for name in METHODS), "the table of methods"
 
 
+def test_no_document_holds_the_marks_of_a_merge():
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")):
+        assert not re.search(r"^(<{7}|>{7}) ", page.read_text(encoding="utf-8"), re.MULTILINE), page.name
+
+
 def test_every_public_name_is_in_the_reference():
     import dp_microadam
 

@@ -16,9 +16,6 @@ from pretend_cuda import build, device, run
 
 SLOW_TO_IMPORT = ("torch", "numpy", "scipy.special", "dp_accounting", "hypothesis", "pytest", "pretend_cuda.watch")
 
-INTERPRETED = ("noise", "data")
-"""Groups that use Triton, whose kernels a pretend device cannot run; its interpreter can."""
-
 
 def main() -> int:
     try:
@@ -48,8 +45,9 @@ def _run(sources: str, group: str, names: list[str], where: str) -> None:
     code = 1
     try:
         sys.path.insert(0, sources)
-        if group in INTERPRETED and device.real_device() is None:
+        if group in run.INTERPRETED and device.real_device() is None:
             os.environ["TRITON_INTERPRET"] = "1"
+            sys.modules.pop("triton", None)
         code = run.run(group, names, where)
     except BaseException:
         error = traceback.format_exc(limit=-12)

@@ -17,6 +17,9 @@ from pretend_cuda import build, device
 CANNOT_BUILD = 77
 """Exit code if there is no device; the reason is on standard error."""
 
+INTERPRETED = ("data", "kernels", "noise")
+"""Groups that use Triton, whose kernels a pretend device cannot run; its interpreter can."""
+
 
 def main(group: str, names: list[str]) -> int:
     """Run the cases and return the exit code."""

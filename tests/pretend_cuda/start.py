@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pretend_cuda import run
+from pretend_cuda.device import real_device
 
 TESTS = Path(__file__).parents[1]
 SOURCES = TESTS.parent / "src"
@@ -43,11 +44,11 @@ def start(group: str, *names: str, sources: Path = SOURCES, timeout: float = 600
     Raises:
         NoDevice: if the pretend device cannot be compiled here.
     """
-    command = [*COMMAND, "pretend_cuda.run", group, *names]
+    command, environment = [*COMMAND, "pretend_cuda.run", group, *names], _environment(sources)
+    if group in run.INTERPRETED and real_device() is None:
+        environment["TRITON_INTERPRET"] = "1"
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=_environment(sources), cwd=TESTS, timeout=timeout, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=TESTS, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
         return [Outcome("the process", timeout, f"took longer than {timeout} s")]
     if done.returncode == run.CANNOT_BUILD:

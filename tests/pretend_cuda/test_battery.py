@@ -8,7 +8,7 @@ from pretend_cuda.start import NoDevice, failures, start
 from dp_microadam.apps.audit.layer_families import FAMILIES
 from dp_microadam.clipping.families import _RULES, rule_class
 
-GROUPS = ("clipping", "integrations", "launches", "optimizers", "privacy", "training", "transforms")
+GROUPS = ("clipping", "integrations", "kernels", "launches", "optimizers", "privacy", "training", "transforms")
 
 
 def test_every_group_of_cases_is_run():

@@ -44,7 +44,7 @@ class CorrelatedNoise:
     CorrelatedNoise(bands=2)
     """
 
-    def __init__(self, coefficients: Sequence[float] | Floats, *, place: str = "device") -> None:
+    def __init__(self, coefficients: Sequence[float], *, place: str = "device") -> None:
         c = np.asarray(coefficients, dtype=np.float64)
         if c.ndim != 1 or len(c) == 0 or not c[0] > 0:
             raise InputError("coefficients are not those of an invertible matrix; the first must be above 0")

@@ -102,7 +102,7 @@ class GaussianMechanism:
         If the plan has bands, ``noise_history`` says where the noise of the last steps is kept: on the ``"device"`` of the
         sums, or in main memory (``"cpu"``).
         """
-        chain = CorrelatedNoise(plan.noise_coefficients, place=noise_history)
+        chain = CorrelatedNoise(plan.noise_coefficients.tolist(), place=noise_history)
         return cls(
             plan.noise_multiplier,
             sensitivity,

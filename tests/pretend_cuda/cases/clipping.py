@@ -173,13 +173,19 @@ def dropout(device: torch.device) -> None:
     sums_agree(device, Transformer(), [(words, torch.randint(30, (5,)))], cross_entropy, compare=SAME_DRAWS)
 
 
-class Counting(nn.Module):
-    """Keeps a running sum of its inputs in a buffer, or in another buffer than before."""
+class Odd(Tensor):
+    """A buffer of a class of its own, which is compared alone."""
 
-    def __init__(self, replaced: bool, dtype: torch.dtype) -> None:
+
+class Counting(nn.Module):
+    """Keeps a running sum of its inputs in a buffer, or in another buffer than before; has one on the CPU and an odd one."""
+
+    def __init__(self, replaced: bool, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.layer, self.replaced, self.on = nn.Linear(8, 4), replaced, False
-        self.register_buffer("seen", torch.zeros(3, dtype=dtype))
+        self.register_buffer("on_the_host", torch.zeros(2))
+        self.layer, self.replaced, self.on = nn.Linear(8, 4, device=device), replaced, False
+        self.register_buffer("seen", torch.zeros(3, dtype=dtype, device=device))
+        self.register_buffer("odd", torch.zeros(3, device=device).as_subclass(Odd))
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.on and self.replaced:
@@ -193,7 +199,7 @@ def state_that_changes(device: torch.device) -> None:
     """A model that begins to change its own buffers is refused, and its buffers are put back."""
     batch = moved((torch.randn(5, 8), torch.zeros(5, dtype=torch.long)), device)
     for replaced, dtype in ((False, torch.float32), (True, torch.float32), (False, torch.int64)):
-        model = Counting(replaced, dtype).to(device)
+        model = Counting(replaced, dtype, device)
         engine = ClippedGradients(model, cross_entropy, max_grad_norm=1.0)
         engine.accumulate(batch)
         model.on = True

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from pretend_cuda.cases.comparison import SAME_DRAWS, all_agree, existing, moved, placed
@@ -21,6 +22,7 @@ from dp_microadam.apps.recipes.assemble import assemble
 from dp_microadam.apps.recipes.recipe import Recipe
 from dp_microadam.data.augmentation import Augmentation
 from dp_microadam.data.dataset import LabelledData
+from dp_microadam.training import prefetch
 from dp_microadam.training.evaluation import class_hits, class_loss, over_views
 from dp_microadam.training.schedules import Schedule
 from dp_microadam.training.torch_randomness import seeded_torch, unpredictable_torch
@@ -177,8 +179,24 @@ def strategies_measured(device: torch.device) -> None:
 
     with Watch() as watch:
         first = next(iter(strategy_times.measure_strategies(str(device), 2)))
+        asked = watch.launches.total()
+        strategy_times._of_linear(device, 2, 1, 4, 5, 6)
     assert first.milliseconds
-    assert watch.launches
+    assert 0 < asked < watch.launches.total()
+
+
+def copies_ahead(device: torch.device) -> None:
+    """Batches cross over on a stream of the device they are for, whichever is the current one."""
+    seen, begin = [], prefetch._begin_copy
+
+    def watched(batch: Any, where: torch.device, copies: torch.Stream) -> Any:
+        seen.append(copies.device)
+        return begin(batch, where, copies)
+
+    with patch.object(prefetch, "_begin_copy", watched):
+        for batch in prefetch.copied_ahead([torch.zeros(2), torch.ones(2)], device):
+            placed(batch, device, "batch")
+    assert {(one.type, one.index) for one in seen} == {("cuda", device.index or 0)}, seen
 
 
 def doctor(device: torch.device) -> None:
@@ -201,6 +219,7 @@ RUNS: dict[str, Callable[[torch.device], None]] = {
     "random streams": random_streams,
     "recipe": recipe,
     "doctor": doctor,
+    "copies ahead": copies_ahead,
     "strategies measured": strategies_measured,
 }
 
