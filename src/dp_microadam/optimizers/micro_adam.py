@@ -30,6 +30,7 @@ from dp_microadam.errors import InputError
 from dp_microadam.optimizers import micro_adam_fused as fused_kernels
 from dp_microadam.optimizers import micro_adam_triton as device_kernels
 from dp_microadam.optimizers.exact_state import ExactStateOptimizer, evaluate
+from dp_microadam.optimizers.micro_adam_checked_states import CheckedStates
 from dp_microadam.optimizers.micro_adam_checks import (
     GRADIENT_LIMIT,
     is_plain,
@@ -37,36 +38,20 @@ from dp_microadam.optimizers.micro_adam_checks import (
     unusable_reason,
     uses_kernel,
     validate_options,
-    version_of,
 )
 from dp_microadam.optimizers.micro_adam_prepared import PreparedGroup, prepare
 from dp_microadam.optimizers.micro_adam_state import (
     MAX_BLOCK_SIZE,
     SCALARS,
-    Entries,
     StateFormat,
-    changed_option,
-    contents_mismatch,
     entries_for,
-    fits,
     local_state,
     saved_state_mismatch,
-    state_mismatch,
 )
-from dp_microadam.optimizers.micro_adam_update import add_residual, moments_from_window, plain_update
+from dp_microadam.optimizers.micro_adam_update import plain_update
+from dp_microadam.optimizers.micro_adam_views import decoded_residual, dense_second_moment, selected
 from dp_microadam.optimizers.quantization import derive_key
 from dp_microadam.optimizers.shards import is_sharded, local_shard, sharded_zeros
-
-
-class _CheckedState(NamedTuple):
-    """A state whose contents were checked; they are not checked again until one of these fields changes."""
-
-    param: Tensor  # kept alive, so that its id is not reused
-    form: StateFormat
-    size: int
-    entries: Entries
-    indices: Tensor
-    version: int
 
 
 class _LocalPart(NamedTuple):
@@ -207,7 +192,7 @@ class MicroAdam(ExactStateOptimizer):
 
     def _forget(self) -> None:
         """Forget which options and states were checked, so that all are checked again."""
-        self._checked: dict[int, _CheckedState] = {}
+        self._checked = CheckedStates()
         self._device_steps = device_kernels.DeviceSteps()
         self._valid: dict[int, tuple[tuple[Any, ...], StateFormat]] = {}
         self._prepared: dict[int, PreparedGroup | None] = {}
@@ -329,30 +314,12 @@ class MicroAdam(ExactStateOptimizer):
         return part._replace(state=state)
 
     def _remember(self, param: Tensor, own: Tensor, state: dict[str, Any], form: StateFormat) -> None:
-        indices = state["indices"]
-        self._checked[id(param)] = _CheckedState(
-            param, form, own.numel(), entries_for(param, form), indices, version_of(indices)
-        )
-        if len(self._checked) > len(self.state):
-            self._checked = {key: seen for key, seen in self._checked.items() if seen.param in self.state}
+        self._checked.remember(param, own, state, form)
+        self._checked.forget_others(self.state, len(self.state))
 
     def _check_state(self, param: Tensor, own: Tensor, state: dict[str, Any], form: StateFormat) -> None:
         """Raise unless every entry of ``state`` matches the parameter and the options of its group. Runs in every step."""
-        seen = self._checked.get(id(param))
-        if seen is None or seen.indices is not state.get("indices"):
-            wrong, known = state_mismatch(param, state, form), False
-        elif seen.form is not form and seen.form != form:
-            wrong, known = changed_option(seen.form, form), True
-        elif seen.size != own.numel():
-            wrong = f"has {own.numel()} coordinates, but its state has {seen.size}; create a new optimizer"
-            known = True
-        else:
-            wrong = None if fits(param, state, seen.entries) else state_mismatch(param, state, form)
-            known = seen.version == version_of(seen.indices)
-        if wrong is None and not known:
-            wrong = contents_mismatch(own, local_state(param, state, form), form)
-            if wrong is None:
-                self._remember(param, own, state, form)
+        wrong = self._checked.mismatch(param, own, state, form)
         if wrong:
             raise InputError(f"{self._name(param)} {wrong}; nothing was changed")
 
@@ -364,12 +331,7 @@ class MicroAdam(ExactStateOptimizer):
         """
         if not self.state.get(param):
             return None
-        group, own, state = self._own(param)
-        if not ("error" in state or "codes" in state):
-            return None
-        found = torch.zeros(own.numel(), device=own.device)
-        add_residual(found, 0, state, group["bucket_size"])
-        return found
+        return decoded_residual(*self._own(param))
 
     def error(self, param: Tensor) -> Tensor | None:
         """Deprecated name of :meth:`residual`."""
@@ -378,16 +340,7 @@ class MicroAdam(ExactStateOptimizer):
 
     def window(self, param: Tensor) -> tuple[Tensor, Tensor]:
         """The coordinates and float32 values selected by the last steps, one row per step, newest first."""
-        group, own, state = self._own(param)
-        step = int(state["step"])
-        slots = [(step - 1 - age) % group["window"] for age in range(min(step, group["window"]))]
-        coordinates = state["indices"][slots].long()
-        for segment in StateFormat.of(group).layout(own.numel()).segments:
-            if segment.start + segment.rows > 1:  # else a single block, which begins at 0
-                starts = torch.arange(segment.rows, device=own.device).mul_(segment.length).add_(segment.start)
-                kept = slice(segment.window_start, segment.window_start + segment.rows * segment.kept)
-                coordinates[:, kept].view(len(slots), segment.rows, segment.kept).add_(starts.unsqueeze(1))
-        return coordinates, state["values"][slots].float()
+        return selected(*self._own(param))
 
     def _own(self, param: Tensor) -> tuple[dict[str, Any], Tensor, dict[str, Any]]:
         """The group of ``param``, its local shard, and the state of that."""
@@ -410,15 +363,7 @@ class MicroAdam(ExactStateOptimizer):
         """v̂ of the last step, dense and in float32: zero for coordinates not in the window; None before the first step."""
         if not self.state.get(param):
             return None
-        group, own, state = self._own(param)
-        found = torch.empty(own.numel(), device=own.device)
-        for segment in StateFormat.of(group).layout(own.numel()).segments:
-            kept = slice(segment.window_start, segment.window_start + segment.rows * segment.kept)
-            indices = state["indices"][:, kept].view(-1, segment.rows, segment.kept)
-            values = state["values"][:, kept].view(-1, segment.rows, segment.kept)
-            _, second = moments_from_window(indices, values, segment.length, int(state["step"]), group)
-            found[segment.start : segment.start + second.numel()] = second.view(-1)
-        return found.view_as(own)
+        return dense_second_moment(*self._own(param))
 
     def _check_and_prepare(self) -> _Work:
         """Check options, gradients and states, then return the parameters to update; nothing is changed if one is refused."""
