@@ -169,8 +169,9 @@ def test_a_step_takes_three_launches_and_makes_its_tables_once(monkeypatch):
     assert len(made) == 1
 
 
-@pytest.mark.parametrize(("poison", "steps"), [(math.nan, 0), (math.nan, 1), (-math.inf, 1), (1e31, 1)])
-def test_a_non_finite_gradient_changes_nothing(poison, steps):
+@pytest.mark.parametrize(("poison", "steps", "row"), [(math.nan, 0, 3), (math.nan, 1, 3), (-math.inf, 1, 20), (1e31, 1, 20)])
+def test_a_non_finite_gradient_changes_nothing(poison, steps, row):
+    # Rows 3 and 20 are in the first and in the second half of a bucket.
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(30)), torch.nn.Parameter(torch.randn(40, 5))]
     optimizer = MicroAdam(params, weight_decay=0.1)
@@ -180,7 +181,7 @@ def test_a_non_finite_gradient_changes_nothing(poison, steps):
     before = copies(params)
     states = {param: {name: value.clone() for name, value in state.items()} for param, state in optimizer.state.items()}
     give([torch.randn_like(param) for param in params], params)
-    params[1].grad[3, 2] = poison
+    params[1].grad[row, 2] = poison
     with pytest.raises(InputError, match=r"parameter 1 of group 0 \(shape \(40, 5\)\) has a gradient of magnitude"):
         on_kernels(optimizer.step)
     assert len(optimizer.state) == 2 * steps
@@ -188,7 +189,7 @@ def test_a_non_finite_gradient_changes_nothing(poison, steps):
         assert torch.equal(param, old)
         for name, value in states.get(param, {}).items():
             assert torch.equal(optimizer.state[param][name], value)
-    params[1].grad[3, 2] = 1.0
+    params[1].grad[row, 2] = 1.0
     on_kernels(optimizer.step)
     assert int(optimizer.state[params[1]]["step"]) == steps + 1
 
