@@ -4,6 +4,9 @@ Numba does not vectorize all loops as one would wish: it checks indices for sign
 bucket of 128 coordinates is too short to pay for that. Each function here works on 16 to 128 numbers at once, and LLVM splits
 them into the widest registers that the machine has. Nothing may be reassociated or contracted, except where stated.
 
+Numba caches compiled functions by the file that they are in: after a change here, delete the caches (``*.nbi``) of the files
+that use this one.
+
 Arguments are addresses. Loads and stores assume no alignment beyond that of one element.
 """
 
