@@ -14,7 +14,7 @@ from dp_microadam.clipping.check_errors import refuse_if_out_of_memory
 from dp_microadam.clipping.checked_model import CheckedModel, PassResult
 from dp_microadam.clipping.losses import losses_of
 from dp_microadam.clipping.module_attributes import copy_with_own_attributes, differing, holds_tensors, plain_attributes
-from dp_microadam.clipping.special_values import GuardedPasses, special_batches
+from dp_microadam.clipping.special_values import GuardedPasses, special_batches, with_extremes
 from dp_microadam.clipping.synthetic_examples import SyntheticExamples
 from dp_microadam.errors import InputError
 
@@ -111,6 +111,7 @@ def check_special_values(checked: CheckedModel, examples: Any, ordinary: Any, sc
         found = passes.try_pass(lambda: checked.losses(batch, checked.seed))
         return None if found is None else torch.where(torch.isfinite(found), found, torch.nan)
 
+    ordinary = with_extremes(ordinary)
     before = losses(ordinary)
     if before is None:
         return

@@ -29,6 +29,9 @@ SPECIAL_VALUES = MappingProxyType({"NaN": math.nan, "infinite": math.inf, "minus
 # The part of an example's numbers that is special.
 _PART = 0.3
 
+# How far ordinary neighbours are moved towards the end of the range of their numbers.
+_TOWARDS_EXTREME = 0.9999
+
 # A pass may take so many times the operations of a pass over ordinary numbers, and so many more.
 _TIMES_AS_LONG = 100
 _LONGER = 10_000
@@ -41,7 +44,7 @@ class SpecialBatches:
     Attributes:
         kind: what the values are, in words.
         several: all examples have special values, some of them in the same places.
-        one: the examples in the middle as in ``several``, all others replaced by ordinary ones.
+        one: the examples in the middle as in ``several``, all others replaced by ones without special values.
     """
 
     kind: str
@@ -57,6 +60,25 @@ def rows_needed(batch: Any) -> int:
     """
     leaves = sum(_is_floating(leaf) for leaf in tree_leaves(batch))
     return leaves + 2 if leaves else 0
+
+
+def with_extremes(ordinary: Any) -> Any:
+    """The same examples, but the first is larger and the last smaller than the others, within the range of their numbers.
+
+    Beside ordinary neighbours the largest or smallest number of a column would often stay what it is without them.
+    """
+
+    def spread(leaf: Any) -> Any:
+        if not (isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel()):
+            return leaf
+        low, high = leaf.amin(), leaf.amax()
+        if bool((low >= 0) & (high <= 1)):
+            low, high = torch.zeros_like(low), torch.ones_like(high)
+        first, last = leaf[:1], leaf[-1:]
+        first = first.lerp(high.expand_as(first), _TOWARDS_EXTREME)
+        return torch.cat([first, leaf[1:-1], last.lerp(low.expand_as(last), _TOWARDS_EXTREME)])
+
+    return tree_map(spread, ordinary)
 
 
 def special_batches(examples: Any, ordinary: Any, seed: int) -> Iterator[SpecialBatches]:

@@ -43,7 +43,7 @@ from dp_microadam.clipping.check_errors import refuse_if_out_of_memory
 from dp_microadam.clipping.integer_ranges import IndexTracker
 from dp_microadam.clipping.mixing_check import without
 from dp_microadam.clipping.no_side_effects import SeedWatch, no_side_effects, python_random_state, torch_random_state
-from dp_microadam.clipping.special_values import GuardedPasses, rows_needed, special_batches
+from dp_microadam.clipping.special_values import GuardedPasses, rows_needed, special_batches, with_extremes
 from dp_microadam.clipping.synthetic_examples import SyntheticExamples, new_seed
 from dp_microadam.errors import InputError
 
@@ -241,6 +241,7 @@ class _TransformCheck:
             return
         passes = GuardedPasses()
         examples, ordinary = source.draw(self._raw.batch, count, None)
+        ordinary = with_extremes(ordinary)
         run = partial(self._run, seed=source.seed)
         before = passes.try_pass(partial(run, ordinary))
         if before is None:
