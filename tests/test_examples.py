@@ -40,6 +40,7 @@ def run(example, folder):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_rule_of_the_example_is_exact(tmp_path):
     printed = run(FOLDER / "custom_layer.py", tmp_path)
     assert float(re.search(r"one by one: (\S+)", printed)[1]) < 1e-5

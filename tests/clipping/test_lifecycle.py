@@ -366,6 +366,7 @@ def test_checkpointed_blocks_are_exact():
         torch.testing.assert_close(part, expected[name])
 
 
+@pytest.mark.slow
 def test_explain_lists_every_layer_with_its_strategy_and_cost(capsys):
     model = models.wide_resnet(16, 4)
     engine = ClippedGradients(model, lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), max_grad_norm=1.0)

@@ -17,6 +17,7 @@ from dp_microadam.clipping.precision import has_tensor_cores, kernels_run_on
 pytest.importorskip("triton")
 
 
+@pytest.mark.slow
 def test_in_the_interpreter():
     path = Path(__file__).with_name("norms_in_interpreter.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(path)]

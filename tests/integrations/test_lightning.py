@@ -247,6 +247,7 @@ def test_parameters_require_gradients_as_before_when_a_run_ends(make_steps, make
     assert all(parameter.requires_grad for parameter in module.parameters())
 
 
+@pytest.mark.slow
 def test_two_processes_reach_the_weights_of_one(run_group, alone):
     folder = run_group("lightning", 2, WORKER)
     for rank in range(2):

@@ -112,7 +112,6 @@ def test_ratios_are_norms_of_the_dense_matrices(bands, steps):
     assert found.running_sum == pytest.approx(np.linalg.norm(sums) / np.linalg.norm(np.tri(steps)), rel=1e-10)
     assert found.last_sum == pytest.approx(np.linalg.norm(sums[-1]) / math.sqrt(steps), rel=1e-10)
     assert found.single_step >= 1 - 1e-12
-    assert found.last_sum <= 1 + 1e-12
 
 
 @pytest.mark.parametrize("bands", [2, 16, 64])

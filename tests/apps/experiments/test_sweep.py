@@ -96,6 +96,7 @@ def test_tables_and_figures_are_written(swept):
     assert {".csv", ".tex", ".md", ".png", ".pdf", ".html"} <= suffixes
 
 
+@pytest.mark.slow
 def test_more_seeds_add_runs_to_those_there(swept, study, capsys):
     out, _ = swept
     arguments = ["reproduce", str(study), "--max-steps", "4", "--only", "method=DP-SGD", "--out", str(out)]
@@ -106,6 +107,7 @@ def test_more_seeds_add_runs_to_those_there(swept, study, capsys):
     assert both[0]["curve"] != both[1]["curve"]
 
 
+@pytest.mark.slow
 def test_a_torn_line_is_collected_again(swept, study):
     out, _ = swept
     before = (out / "results.jsonl").read_text()

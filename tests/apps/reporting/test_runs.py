@@ -308,6 +308,7 @@ def test_a_run_of_an_earlier_version_is_reported(runs, tmp_path):
     assert "not recorded" in page.text
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_and_then_is_killed_is_reported_from_its_ledger(tmp_path):
     folder = tmp_path / "going"
     command = [sys.executable, "-m", "dp_microadam", "train", "demo", *QUICK, "--set", "steps=100000", "--run-dir", str(folder)]
