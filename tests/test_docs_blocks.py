@@ -58,7 +58,7 @@ NOT_PYTHON = {
 }
 """Python blocks that are compiled and not run, by something in them, and why."""
 
-ONLY_WHOLE = ("finetune_text.md", "finetune_vit.md")
+ONLY_WHOLE = ("finetune_text.md", "finetune_vit.md", "tutorial.md")
 """Pages that take long even when shortened: in `make test-all` only."""
 
 

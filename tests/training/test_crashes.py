@@ -156,7 +156,7 @@ main(sys.argv[2:])
 _SLOW = [pytest.param(moment, marks=pytest.mark.slow) for moment in ("the ledger", "privacy.json", "run.json")]
 
 
-@pytest.mark.parametrize("moment", ["config.toml", "the first checkpoint", *_SLOW])
+@pytest.mark.parametrize("moment", ["config.toml", pytest.param("the first checkpoint", marks=pytest.mark.slow), *_SLOW])
 def test_a_run_killed_before_its_first_checkpoint_is_begun_again_in_its_folder(tmp_path, capsys, moment):
     recipe, run = tmp_path / "crash.toml", tmp_path / "run"
     recipe.write_text(RECIPE.replace(f"steps = {STEPS}", "steps = 3"))

@@ -161,6 +161,7 @@ def kept():
     return Keeping(20, names=NAMES, classes={"cat", "dog", "bird", "fish"}, day=date(2020, 2, 2), **everything)
 
 
+@pytest.mark.slow
 def test_digests_are_the_same_in_processes_whose_hashes_are_seeded_differently():
     script = IN_ANOTHER_PROCESS.format(folders=[str(folder) for folder in Path(__file__).parents[:2]])
     found = [

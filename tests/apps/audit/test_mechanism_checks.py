@@ -99,6 +99,7 @@ def test_it_catches_in_what_a_run_without_gradients_publishes(plant, fault, opti
     assert caught <= failed(noise_checks())
 
 
+@pytest.mark.slow
 def test_it_catches_tails_that_a_generator_of_16_bits_cuts_off(plant):
     plant("coarse uniforms", bits=16)
     assert "tails" in failed(noise_checks(PROFILES["quick"].checks.noise_steps))

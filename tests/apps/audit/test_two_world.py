@@ -57,6 +57,7 @@ def test_it_catches_noise_added_per_physical_chunk_with_too_little_each(plant):
     assert audit(NOISE, 1000)["batch size"].violated
 
 
+@pytest.mark.slow
 def test_it_catches_division_by_the_realised_batch(plant):
     plant("division by the realised batch")
     assert audit(NOISE, 400)["batch size"].violated
@@ -67,6 +68,7 @@ def test_it_catches_noise_reused_between_steps(plant):
     assert audit(COMPOSITION, 600)["repeated noise"].violated
 
 
+@pytest.mark.slow
 def test_it_catches_a_sampler_that_is_not_independent_between_steps(plant):
     plant("shuffled batches")
     assert audit(SAMPLING, 400)["sampling"].violated

@@ -189,6 +189,7 @@ def test_a_pipeline_that_refuses_to_run_is_a_violation_that_is_reported_and_not_
     assert "linear with bias" in report["summary"]
 
 
+@pytest.mark.slow
 def test_other_claims_can_be_audited(tmp_path, capsys):
     arguments = ["--canaries", "400", "--repetitions", "100", "--confidence", SURE, "--out", str(tmp_path), "--json", "--quiet"]
     assert main(["audit", "--only", "attacks", "--epsilon", "8", "--steps", "2", *arguments]) == 0
