@@ -63,6 +63,7 @@ def test_it_catches_division_by_the_realised_batch(plant):
     assert audit(NOISE, 400)["batch size"].violated
 
 
+@pytest.mark.slow
 def test_it_catches_noise_reused_between_steps(plant):
     plant("noise used for two steps")
     assert audit(COMPOSITION, 600)["repeated noise"].violated

@@ -125,6 +125,7 @@ def test_two_sweeps_in_one_folder_are_refused(swept, study, capsys):
     assert "another sweep is at work" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_interrupted_sweep_goes_on_where_it_stopped(study, tmp_path):
     """Killed with SIGKILL while a run trains: the run's own steps are not lost, and nothing counts twice."""
     out = tmp_path / "out"
