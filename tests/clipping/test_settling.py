@@ -18,8 +18,11 @@ from torch.utils._pytree import tree_leaves
 from dp_microadam import ClippedGradients
 from dp_microadam.clipping import embedding, outer_product, settling
 from dp_microadam.clipping.embedding import _distinct_padded
-from dp_microadam.clipping.outer_product import first_flagged, flagged_rows
+from dp_microadam.clipping.linear import LinearFactors
+from dp_microadam.clipping.outer_product import OuterProductSum, first_flagged, flagged_rows
+from dp_microadam.clipping.passes import Part
 from dp_microadam.clipping.per_example import clipped_sum
+from dp_microadam.clipping.rule import PartsCall
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 
 
@@ -177,3 +180,32 @@ def test_nothing_in_a_chunk_waits_for_the_device(as_on_a_gpu, strategy, clipping
     with Waits() as waits:
         engine.accumulate(batch)
     assert not waits.found, dict(waits.found)
+
+
+class _TwoWeights(PartsCall):
+    """A call of a layer with two weights, each with a gradient that is a sum of outer products."""
+
+    def __init__(self, factors: Sequence[LinearFactors]) -> None:
+        super().__init__()
+        self.parts = {str(number): OuterProductSum(one, "ghost") for number, one in enumerate(factors)}
+
+    def squared_norms(self, output_gradient: Tensor) -> Tensor:
+        return self.norms_of_parts()
+
+    def per_example(self, output_gradient: Tensor, examples: slice) -> dict[str, Tensor]:
+        raise AssertionError("not used here")
+
+
+@pytest.mark.parametrize("cancelling", [0, 1])
+def test_a_doubt_about_any_weight_of_a_layer_is_settled(cancelling):
+    """One position takes back what the other adds, up to 1e-4: Gram matrices alone would lose that in rounding."""
+    torch.manual_seed(0)
+    inputs, deltas = torch.randn(2, 6, 2, 8), torch.randn(2, 6, 2, 5)
+    inputs[cancelling, 3, 1] = inputs[cancelling, 3, 0] * (1 + 1e-4)
+    deltas[cancelling, 3, 1] = -deltas[cancelling, 3, 0]
+    call = _TwoWeights([LinearFactors(*pair) for pair in zip(inputs, deltas, strict=True)])
+    part = Part(call, {"0": "0", "1": "1"}, call.norms_of_parts())
+    settled = settling.settle([part])
+    exact = (deltas.double().transpose(2, 3) @ inputs.double()).square().sum((0, 2, 3)).sqrt()
+    torch.testing.assert_close(settled.norms.double(), exact, rtol=1e-6, atol=0)
+    assert [len(weight._exceptions) > 0 for weight in call.parts.values()][cancelling]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from scipy import stats
 
-from dp_microadam import InputError, PrivacyPlan, PrivateStep, PrivateTrainer, methods
+from dp_microadam import InputError, PlainStep, PrivacyPlan, PrivateStep, PrivateTrainer, methods
 from dp_microadam.apps.command_line.cli import main
 from dp_microadam.privacy.ledger import read_ledger
 from dp_microadam.training.checkpoint import CheckpointFolder
@@ -211,6 +211,17 @@ def test_rates_of_methods_that_divide_by_noisy_gradients_grow_with_the_noise_of_
         assert [group["lr"] for group in method.optimizer.param_groups] == [1e-3]
     if name != "dp_adambc":  # whose v̂ is freed of the noise
         assert moved[8] / moved[1] == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_method_that_is_used_again_has_its_own_rate(tmp_path):
+    setting = {"dataset_size": 60, "batch_size": 6, "delta": 1e-3, "steps": 20, "epsilon": 8.0}
+    model = torch.nn.Linear(5, 3)
+    method = methods.dp_adam(model, lr=1e-3)
+    for number, (kind, bands) in enumerate([(PrivateStep, 8), (PrivateStep, 1), (PrivateStep, 8), (PlainStep, 8)]):
+        plan = PrivacyPlan.solve(**setting, bands=bands)
+        kind(model, class_loss, plan, run_dir=tmp_path / str(number), method=method).close()
+        growth = plan.single_step_growth if kind is PrivateStep else 1.0
+        assert method.learning_rate == pytest.approx(1e-3 * growth)
 
 
 RECIPE = """

@@ -21,6 +21,7 @@ on what was cancelled, chosen so that float32 stays within 1e-5:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,6 +62,16 @@ class Doubt(NamedTuple):
     norms: Tensor
     least: Tensor
     present: Tensor | None
+
+
+def any_of(doubts: Sequence[Doubt]) -> Doubt | None:
+    """Doubt about an example that at least one of these has a doubt about; None if there are none."""
+    if len(doubts) < 2:
+        return doubts[0] if doubts else None
+    # An example may be flagged without need, if one norm is small and another's δ is present: it is then measured again.
+    margins = torch.stack([doubt.norms - doubt.least for doubt in doubts]).amin(0)
+    present = [doubt.present for doubt in doubts if doubt.present is not None]
+    return Doubt(margins, torch.zeros_like(margins), torch.stack(present).any(0) if present else None)
 
 
 def flagged_rows(flags: Tensor, count: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_microadam.clipping.cost import Estimate
-from dp_microadam.clipping.outer_product import Doubt, OuterProductSum
+from dp_microadam.clipping.outer_product import Doubt, OuterProductSum, any_of
 from dp_microadam.errors import InputError
 
 
@@ -102,7 +102,7 @@ class PartsCall(LayerCall):
         return {name: part.weighted_sum(coefficients) for name, part in self.parts.items()}
 
     def doubt(self) -> Doubt | None:
-        return next((doubt for part in self._products() if (doubt := part.doubt()) is not None), None)
+        return any_of([doubt for part in self._products() if (doubt := part.doubt()) is not None])
 
     def settle(self, flags: Tensor, count: int) -> Tensor:
         for part in self._products():
@@ -110,7 +110,7 @@ class PartsCall(LayerCall):
         return self.norms_of_parts()
 
     def _products(self) -> list[OuterProductSum]:
-        """The weight, of all families; other parameters' gradients are formed, so that nothing about them is in doubt."""
+        """The weights; other parameters' gradients are formed, so that nothing about them is in doubt."""
         return [part for part in self.parts.values() if isinstance(part, OuterProductSum)]
 
     def remove(self, rows: Tensor) -> None:

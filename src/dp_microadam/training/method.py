@@ -161,7 +161,7 @@ class Method:
         """Called once with the noise standard deviation σS/B of each coordinate of a mean; 0 without privacy."""
 
     def correlate(self, growth: float) -> None:
-        """Called once if the plan has bands, with the noise of a single step relative to one band with the same ε.
+        """Called once with the noise of a single step relative to one band with the same ε: 1 for a plan without bands.
 
         Optimizers that divide by the size of single noisy gradients step less by that factor, although the noise of sums is
         smaller; their learning rate is multiplied by it, so that a rate chosen for one band serves any number.

@@ -96,8 +96,7 @@ class TrainingStep(ABC):
         self._set_up_noise()
         if method is not None:
             method.calibrate(self.noise_deviation)
-            if isinstance(plan, PrivacyPlan) and plan.bands > 1:
-                method.correlate(plan.single_step_growth)
+            method.correlate(1.0 if self.privacy is None else self.privacy.single_step_growth)
             method.enter(self.phase)
         if train is not None:
             self.attach(train)
