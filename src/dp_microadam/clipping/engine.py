@@ -328,8 +328,11 @@ class ClippedGradients:
             self._checks[key] = observed, source, CHECK_SIZE
         observed, source, largest = self._checks[key]
         if count > largest:
-            check_independence_at_size(self._model, self._loss, observed, batch, self._synthetic_batch, self._precision, source)
-            self._checks[key] = observed, source, count
+            # As large as any so far: after a repetition, chunks would grow past the checked size one by one.
+            size = max(count, self._largest.get(signature(batch), 0))
+            sized = batch if size == count else padded(batch, size)
+            check_independence_at_size(self._model, self._loss, observed, sized, self._synthetic_batch, self._precision, source)
+            self._checks[key] = observed, source, size
         return observed
 
     def _add_clipped(self, parts: list[Part], settled: Settled) -> Tensor:
