@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -32,7 +32,14 @@ from dp_microadam.privacy.band_choice import (
     refuse_bands,
     refuse_memory,
 )
-from dp_microadam.privacy.banded import Floats, NoiseRatios, banded_square_root, noise_ratios
+from dp_microadam.privacy.banded import (
+    Floats,
+    NoiseRatios,
+    banded_square_root,
+    noise_ratios,
+    optimised_coefficients,
+    workload_error,
+)
 from dp_microadam.validation import require_in_open, require_integer, require_one_of, require_positive
 
 UNITS = ("example", "user")
@@ -178,6 +185,30 @@ class PrivacyPlan:
             unit=unit,
             examples_per_user=examples_per_user,
         )
+
+    def optimised_for(self, *, momentum: float = 0.0, rates: Sequence[float] | None = None) -> PrivacyPlan:
+        """The plan with the coefficients that leave the least noise in the weights of SGD with momentum and a schedule.
+
+        ``rates`` are the learning rates of all steps up to a common factor; None is a constant rate. Noise multiplier, bands
+        and ε stay the same, since ε depends on the norm of the coefficients alone. One band has nothing to optimise.
+        """
+        if self.bands == 1:
+            return self
+        best = optimised_coefficients(self.bands, self.steps, momentum=momentum, rates=rates)
+        return replace(self, coefficients=tuple(best.tolist()))
+
+    def weight_noise(self, *, momentum: float = 0.0, rates: Sequence[float] | None = None) -> float:
+        """The noise in the weights of SGD with momentum and a schedule, relative to that of the banded square root.
+
+        Both have as many bands as the plan, and are root mean squares over its steps. 1 without coefficients of its own.
+        """
+        if not self.coefficients:
+            return 1.0
+        errors = [
+            workload_error(c, self.steps, momentum=momentum, rates=rates)[0]
+            for c in (self.noise_coefficients, banded_square_root(self.bands))
+        ]
+        return math.sqrt(errors[0] / errors[1])
 
     @property
     def sample_rate(self) -> float:
