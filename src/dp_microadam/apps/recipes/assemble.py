@@ -103,6 +103,8 @@ def assemble(
     model = models.build(recipe.model, data.num_classes, _model_shape(recipe, data), **recipe.model_options)
     if plan is None:  # how much noise can be kept depends on the model
         plan = plan_of(recipe, size_of(data.train), sum(p.numel() for p in model.parameters() if p.requires_grad))
+    if plan.bands > 1:
+        recipe = _with_exact_residual(recipe)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     normalization = models.normalization_of(model)
     if normalization is not None:  # pretrained weights expect the constants they were trained with
@@ -147,6 +149,18 @@ def assemble(
         ranks=ranks,
     )
     return Experiment(recipe, data, model, trainer)
+
+
+def _with_exact_residual(recipe: Recipe) -> Recipe:
+    """The recipe with MicroAdam's residual in float32, unless it says how the residual is kept; for correlated noise.
+
+    Four bits add an error to the residual in every step. Steps do not take it back as they take back correlated noise, so that
+    after a hundred steps it is as large as what is left of the noise. Beside the noise of the last steps a float32 residual
+    takes little memory.
+    """
+    if recipe.algorithm != "dp-microadam" or "quantize" in recipe.optimizer:
+        return recipe
+    return replace(recipe, optimizer={**recipe.optimizer, "quantize": False})
 
 
 def _method(recipe: Recipe, model: nn.Module, data: LabelledData) -> Method:
