@@ -1,7 +1,8 @@
 """Mutants of the project in which one tensor is left on the wrong device, and whether the battery notices.
 
 Each ``device=`` argument, and each ``.to(…)`` that moves a tensor, is dropped in turn. Those that nothing can notice are listed
-in ``EQUIVALENT``, with the reason. From tests/: ``python -m pretend_cuda.mutants [FILE …]``.
+in ``EQUIVALENT``, with the reason. From tests/: ``python -m pretend_cuda.mutants [PART …]``, for those with such a part in
+their name.
 """
 
 from __future__ import annotations
@@ -191,10 +192,12 @@ def cases_for(file: str) -> tuple[tuple[str, ...], ...]:
     return RELEVANT[max((beginning for beginning in RELEVANT if file.startswith(beginning)), key=len)]
 
 
-def failing_without_mutants(files: Iterable[str], nursery: Nursery) -> list[Outcome]:
-    """The relevant cases of these files that fail on the project as it is, and so could not notice anything."""
-    groups = list(dict.fromkeys(group for file in files for group in cases_for(file)))
-    return [outcome for group in groups for outcome in nursery.run(SOURCES, [group]) if outcome.error]
+def failing_without_mutants(noticing: Iterable[Outcome], nursery: Nursery) -> list[Outcome]:
+    """Of the cases that noticed a mutant, those that fail on the project as it is too, and so noticed nothing."""
+    groups: dict[str, dict[str, None]] = {}
+    for outcome in (one for one in noticing if one.group):  # else nothing was run: the process ended, or an import failed
+        groups.setdefault(outcome.group, {})[outcome.case] = None
+    return [outcome for group, names in groups.items() for outcome in nursery.run(SOURCES, [(group, *names)]) if outcome.error]
 
 
 def outcomes_of(mutant: Mutant, nursery: Nursery) -> list[Outcome]:
@@ -207,25 +210,30 @@ def outcomes_of(mutant: Mutant, nursery: Nursery) -> list[Outcome]:
         return nursery.run(sources, [(group, "-x", *names) for group, *names in cases_for(mutant.file)])
 
 
+def noticed_by(outcomes: list[Outcome]) -> Outcome | None:
+    """The case that failed, if one did."""
+    return next((outcome for outcome in outcomes if outcome.error), None)
+
+
 def verdict(mutant: Mutant, outcomes: list[Outcome]) -> str:
     """Two lines: whether it was noticed and by which case, and how; or why it need not be."""
-    by = next((outcome for outcome in outcomes if outcome.error), None)
+    by = noticed_by(outcomes)
     why = by.error.strip().splitlines()[-1][:150] if by and by.error else EQUIVALENT.get(mutant.name, "NOT NOTICED")
     seconds = sum(outcome.seconds for outcome in outcomes)
     return f"{'noticed by ' + by.case if by else 'survives'} in {seconds:.0f} s: {mutant.name}\n    {why}"
 
 
-def main(files: list[str]) -> None:
-    chosen = [mutant for mutant in all_mutants() if not files or any(part in mutant.file for part in files)]
-    survived = 0
+def main(parts: list[str]) -> None:
+    chosen = [mutant for mutant in all_mutants() if not parts or any(part in mutant.name for part in parts)]
+    noticing = []
     with Nursery() as nursery:
-        for outcome in failing_without_mutants([mutant.file for mutant in chosen], nursery):
-            print(f"FAILS WITHOUT MUTANTS: {outcome.case}\n{outcome.error}", flush=True)
         for mutant in chosen:
             outcomes = outcomes_of(mutant, nursery)
-            survived += not any(outcome.error for outcome in outcomes)
+            noticing += [by] if (by := noticed_by(outcomes)) else []
             print(verdict(mutant, outcomes), flush=True)
-    print(f"{len(chosen)} mutants, {len(chosen) - survived} noticed")
+        for outcome in failing_without_mutants(noticing, nursery):
+            print(f"FAILS WITHOUT A MUTANT: {outcome.case}\n{outcome.error}", flush=True)
+    print(f"{len(chosen)} mutants, {len(noticing)} noticed")
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def run(group: str, names: list[str], where: str) -> int:
         except Exception:
             error, failed = traceback.format_exc(limit=-12), True
         seconds = round(time.perf_counter() - begun, 2)
-        print(json.dumps({"case": name, "seconds": seconds, "error": error, "said": said}), flush=True)
+        print(json.dumps({"case": name, "group": group, "seconds": seconds, "error": error, "said": said}), flush=True)
         if failed and "-x" in names:
             break
     return int(failed)

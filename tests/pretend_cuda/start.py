@@ -33,6 +33,7 @@ class Outcome:
     seconds: float
     error: str | None
     said: Any = None
+    group: str = ""
 
 
 def start(group: str, *names: str, sources: Path = SOURCES, timeout: float = 600) -> list[Outcome]:

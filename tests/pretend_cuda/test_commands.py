@@ -17,12 +17,10 @@ GPU = "pretend GPU"
 SMALLEST = {
     "clipping": ["--models", "tanh cnn", "--methods", "ours", "--batches", "2", "--rounds", "1", "--peak-repeats", "1"],
     "clipping --layers": ["--layers", "--batches", "1", "--rounds", "1"],
-    "training_step": ["--batch", "8", "--physical-batch", "4", "--steps", "1"],
-    "augmentation": ["--batch", "2", "--rounds", "1"],
     "diagnostics": ["--model", "mlp", "--every", "2", "--rounds", "1", "--batch-size", "2"],
     "optimizer": ["--models", "wrn-16-4", "--rounds", "1", "--optimizers", "AdamW foreach", "MicroAdam"],
 }
-"""Benchmarks, and what makes them short. ``distributed`` needs NCCL; others time what these do, on more or on larger data."""
+"""Benchmarks, and what makes them short. ``distributed`` needs NCCL; the others time parts of these, or larger networks."""
 
 
 def on_two_gpus(*command: str, folder: Path, **settings: str) -> str:
