@@ -17,7 +17,6 @@ from dp_microadam.errors import InputError, PrivacyWarning
 from dp_microadam.privacy.accounting import (
     ACCOUNTANTS,
     LARGEST_NOISE_MULTIPLIER,
-    SMALLEST_NOISE_MULTIPLIER,
     SubsampledGaussian,
     epsilon,
     least_noise_multiplier,
@@ -33,6 +32,7 @@ from dp_microadam.privacy.band_choice import (
     refuse_memory,
 )
 from dp_microadam.privacy.banded import Floats, NoiseRatios, banded_square_root, noise_ratios
+from dp_microadam.privacy.renyi import SMALLEST_NOISE_MULTIPLIER
 from dp_microadam.validation import require_in_open, require_integer, require_one_of, require_positive
 
 
