@@ -45,6 +45,7 @@ WITHOUT_TORCH = (
     "privacy/privacy_loss.py",
     "privacy/renyi.py",
     "privacy/step_loss.py",
+    "privacy/dropping.py",
     "privacy/truncated.py",
     "apps/theory/bounds.py",
     "apps/recipes/recipe.py",

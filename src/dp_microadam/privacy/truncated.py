@@ -25,7 +25,8 @@ much looser depends on p: of the two accountants the other one may give the smal
 
 Neighbouring relation: one of the n units is added or removed. The size n is part of the theorem, unlike without a cap: it is
 public, and the guarantee is for those whose data is among it. Steps may follow each other adaptively, each with coins of its
-own.
+own. With correlated noise n is the number of places of a group (``banded.py``): a unit and whom it may push out belong to one
+group, so that what was said of blocks of rows holds, with vectors of norm 2 where the coin says "full".
 
 For k units that are added or removed together, of which J ~ Binomial(k, q) are drawn: if at most M − k of the n − k others are
 drawn, nobody is dropped, and the sum moves by at most J. Else at most J of the k are kept, each in the place of at most one
@@ -76,7 +77,7 @@ class Cap:
             return 0.0
         if room < 0:
             return 1.0
-        return min(1.0, max(_more_than(room, others, sample_rate) * (1 + _ROUNDING), _SMALLEST))
+        return min(1.0, max(more_than(room, others, sample_rate) * (1 + _ROUNDING), _SMALLEST))
 
     def kept(self, sample_rate: float) -> float:
         """The probability r that a unit takes part in a step, if so many others were drawn that the cap is reached.
@@ -84,11 +85,16 @@ class Cap:
         Formal guarantees: never below the true probability.
         """
         most = sample_rate * self.units / (self.units + 1)  # of K = M, the fewest others
-        reached = _more_than(self.units - 1, self.population - 1, sample_rate)
+        reached = more_than(self.units - 1, self.population - 1, sample_rate)
         if reached <= _SMALLEST:
             return most
-        drawn = _more_than(self.units, self.population, sample_rate) * self.units / self.population
+        drawn = more_than(self.units, self.population, sample_rate) * self.units / self.population
         return min(most, drawn / reached * (1 + _ROUNDING))
+
+
+def cap_of(max_batch_size: int | None, dataset_size: int, bands: int = 1) -> Cap | None:
+    """The cap of a plan: its steps sample from one of ``bands`` groups, with as many places as the largest has members."""
+    return None if max_batch_size is None else Cap(max_batch_size, -(-dataset_size // bands))
 
 
 @lru_cache(maxsize=32)
@@ -151,7 +157,7 @@ def rdp_of_capped_step(sample_rate: float, noise_multiplier: float, cap: Cap) ->
     return divergences
 
 
-def _more_than(count: int, trials: int, rate: float) -> float:
+def more_than(count: int, trials: int, rate: float) -> float:
     """P(Binomial(trials, rate) > count)."""
     return float(betainc(count + 1, trials - count, rate)) if count < trials else 0.0
 

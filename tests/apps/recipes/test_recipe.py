@@ -169,6 +169,7 @@ WRONG_VALUES = [
     ("noise_memory_gib", 0.0),
     ("batch_size", 0),
     ("batch_size", 2**64),
+    ("max_batch_size", 0),
     ("physical_batch_size", 0),
     ("max_grad_norm", 0.0),
     ("clipping", "layer"),

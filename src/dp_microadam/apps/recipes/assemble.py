@@ -213,6 +213,7 @@ def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) ->
             bands=recipe.bands or 1,
             parameters=parameters,
             noise_memory_gib=recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB,
+            max_batch_size=recipe.max_batch_size,
         )
     assert recipe.steps is not None, "recipes without privacy must say how many steps they take"
-    return UnprotectedPlan(dataset_size, recipe.batch_size, recipe.steps)
+    return UnprotectedPlan(dataset_size, recipe.batch_size, recipe.steps, max_batch_size=recipe.max_batch_size)

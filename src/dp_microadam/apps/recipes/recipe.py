@@ -83,6 +83,8 @@ class Recipe:
 
     batch_size: int = _key(checks.count)
     """Expected size of a Poisson batch."""
+    max_batch_size: int | None = _key(checks.optional(checks.count), default=None)
+    """The most examples in a step; of a larger sample, so many are kept at random. None: no cap."""
     physical_batch_size: int = _key(checks.count, default=256)
     """Examples per forward and backward pass; affects only memory and speed."""
     max_grad_norm: float = _key(checks.positive, default=1.0)
