@@ -72,7 +72,7 @@ def test_caps_that_cannot_be_get_one_sentence(cap, sentence):
 
 def test_a_noise_multiplier_that_a_cap_makes_too_small_is_refused():
     assert replace(CAPPED, noise_multiplier=0.002).epsilon < float("inf")
-    with pytest.raises(InputError, match="noise_multiplier is 0.0015; it must be from 0.002 to 100000"):
+    with pytest.raises(InputError, match=r"noise_multiplier is 0\.0015; it must be from 0\.002 to 100000"):
         replace(CAPPED, noise_multiplier=0.0015)
 
 

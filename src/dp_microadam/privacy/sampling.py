@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, TensorDataset, default_collate
 
 from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError, UnreadableExample
 from dp_microadam.privacy.band_choice import refuse_bands
@@ -209,9 +209,7 @@ class PoissonSampler:
         if not loader_options.get("in_order", True):
             raise InputError("in_order is False; it must be True, because chunks of different steps would be mixed")
         if isinstance(data, DataLoader):
-            raise InputError(
-                "data is a DataLoader, which chooses its own batches; pass its dataset instead, which is sampled here"
-            )
+            raise InputError(_why_no_loader(data))
         if isinstance(data, TensorDataset) and collate_fn is default_collate:
             data = data.tensors
         tensors = _tensors_of(data)
@@ -329,6 +327,17 @@ def _weighted(chunks: Iterable[Any], batches: Iterator[Any]) -> Iterator[Any]:
     """The batches that were read for these chunks, those of users with the weights of their rows."""
     for batch, chunk in zip(batches, chunks, strict=True):
         yield WeightedRows(batch, chunk.weights) if isinstance(chunk, WeightedRows) else batch
+
+
+def _why_no_loader(loader: DataLoader[Any]) -> str:
+    sampler = loader.sampler
+    if isinstance(sampler, SequentialSampler | RandomSampler) or loader.batch_size is None:
+        return "data is a DataLoader, which chooses its own batches; pass its dataset instead, which is sampled here"
+    return (
+        f"data is a DataLoader with a {type(sampler).__name__}; ε is computed for equal sample rates (it would be that of "
+        "whoever is drawn most often, and the expected batch size would tell how many there are of each kind), so pass its "
+        "dataset instead, and give some examples more weight in the loss"
+    )
 
 
 def _about_an_example(error: DPMicroAdamError) -> DPMicroAdamError:

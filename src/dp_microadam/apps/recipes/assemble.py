@@ -22,7 +22,7 @@ from dp_microadam.methods.registry import build, refuse_bad_options
 from dp_microadam.privacy.band_choice import DEFAULT_NOISE_MEMORY_GIB
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.training.distributed import Ranks, ranks_here
-from dp_microadam.training.evaluation import class_hits, class_loss, evaluate, over_views
+from dp_microadam.training.evaluation import PerExample, class_hits, class_loss, evaluate, over_views, weighted_class_loss
 from dp_microadam.training.method import Method
 from dp_microadam.training.run_folder import default_folder
 from dp_microadam.training.schedules import Schedule
@@ -107,7 +107,7 @@ def assemble(
         model,
         method,
         plan,
-        over_views(class_loss, data.example_shape),
+        over_views(_loss(recipe, data), data.example_shape),
         per_example_accuracy=over_views(class_hits, data.example_shape),
         private=recipe.protected,
         max_grad_norm=recipe.max_grad_norm,
@@ -130,6 +130,11 @@ def assemble(
             f"which {recipe.validation_size or f'{recipe.validation_fraction:g}'} of {recipe.data} "
             f"{'are' if recipe.validation_size else 'is'} held out (split seed {recipe.split_seed})",
             "number and names of the classes",
+            *(
+                [f"weights of the classes in the loss ({', '.join(map('{:g}'.format, chosen))})"]
+                if (chosen := recipe.class_weights)
+                else []
+            ),
             *([f"the pretrained weights {pretrained!r}"] if (pretrained := recipe.model_options.get("pretrained")) else []),
         ),
         num_workers=recipe.num_workers,
@@ -142,6 +147,23 @@ def assemble(
         ranks=ranks,
     )
     return Experiment(recipe, data, model, trainer)
+
+
+def _loss(recipe: Recipe, data: LabelledData) -> PerExample:
+    if recipe.class_weights is None:
+        return class_loss
+    if len(recipe.class_weights) != data.num_classes:
+        raise InputError(
+            f"class_weights has {len(recipe.class_weights)} numbers, but {recipe.data} has {data.num_classes} classes; it must "
+            "have one for each"
+        )
+    return weighted_class_loss(recipe.class_weights)
+
+
+def _weights_in_words(recipe: Recipe) -> list[str]:
+    if recipe.class_weights is None:
+        return []
+    return [f"weights of the classes in the loss ({', '.join(f'{weight:g}' for weight in recipe.class_weights)})"]
 
 
 def _method(recipe: Recipe, model: nn.Module, data: LabelledData) -> Method:
