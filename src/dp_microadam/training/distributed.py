@@ -88,6 +88,10 @@ class Ranks:
         """Whether ``flag`` is true on any rank."""
         return flag
 
+    def gather(self, value: Answer) -> list[Answer]:
+        """The values of all ranks, in their order. It may be called within :meth:`together`."""
+        return [value]
+
     def from_main(self, work: Callable[[], Answer]) -> Answer:
         """Call ``work`` on rank 0 only; all ranks return its result, or raise its error."""
         return work()
@@ -151,6 +155,14 @@ class TorchRanks(Ranks):
         with _heard():
             dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=self._messages)
         return bool(raised)
+
+    def gather(self, value: Answer) -> list[Answer]:
+        with self.together():  # a rank that failed before is noticed here: all ranks meet in the same operation
+            pass
+        values: list[Any] = [None] * self.world_size
+        with _heard():
+            dist.all_gather_object(values, value, group=self._messages)
+        return values
 
     def from_main(self, work: Callable[[], Answer]) -> Answer:
         value, error = self._outcome(work) if self.main else (None, None)

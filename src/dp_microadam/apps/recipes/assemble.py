@@ -23,7 +23,7 @@ from dp_microadam.methods.registry import build, refuse_bad_options
 from dp_microadam.privacy.band_choice import DEFAULT_NOISE_MEMORY_GIB
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.training.distributed import Ranks, ranks_here
-from dp_microadam.training.evaluation import class_hits, class_loss, evaluate, over_views
+from dp_microadam.training.evaluation import PerExample, class_hits, class_loss, evaluate, over_views, weighted_class_loss
 from dp_microadam.training.method import Method
 from dp_microadam.training.run_folder import default_folder
 from dp_microadam.training.schedules import Schedule
@@ -114,7 +114,7 @@ def assemble(
         model,
         method,
         plan,
-        over_views(class_loss, data.example_shape),
+        over_views(_loss(recipe, data), data.example_shape),
         per_example_accuracy=over_views(class_hits, data.example_shape),
         private=recipe.protected,
         max_grad_norm=recipe.max_grad_norm,
@@ -137,6 +137,11 @@ def assemble(
             f"which {recipe.validation_size or f'{recipe.validation_fraction:g}'} of {recipe.data} "
             f"{'are' if recipe.validation_size else 'is'} held out (split seed {recipe.split_seed})",
             "number and names of the classes",
+            *(
+                [f"weights of the classes in the loss ({', '.join(map('{:g}'.format, chosen))})"]
+                if (chosen := recipe.class_weights)
+                else []
+            ),
             *([f"the pretrained weights {pretrained!r}"] if (pretrained := recipe.model_options.get("pretrained")) else []),
         ),
         num_workers=recipe.num_workers,
@@ -161,6 +166,23 @@ def _with_exact_residual(recipe: Recipe) -> Recipe:
     if recipe.algorithm != "dp-microadam" or "quantize" in recipe.optimizer:
         return recipe
     return replace(recipe, optimizer={**recipe.optimizer, "quantize": False})
+
+
+def _loss(recipe: Recipe, data: LabelledData) -> PerExample:
+    if recipe.class_weights is None:
+        return class_loss
+    if len(recipe.class_weights) != data.num_classes:
+        raise InputError(
+            f"class_weights has {len(recipe.class_weights)} numbers, but {recipe.data} has {data.num_classes} classes; it must "
+            "have one for each"
+        )
+    return weighted_class_loss(recipe.class_weights)
+
+
+def _weights_in_words(recipe: Recipe) -> list[str]:
+    if recipe.class_weights is None:
+        return []
+    return [f"weights of the classes in the loss ({', '.join(f'{weight:g}' for weight in recipe.class_weights)})"]
 
 
 def _method(recipe: Recipe, model: nn.Module, data: LabelledData) -> Method:
@@ -232,6 +254,7 @@ def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) ->
             bands=recipe.bands or 1,
             parameters=parameters,
             noise_memory_gib=recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB,
+            max_batch_size=recipe.max_batch_size,
         )
         if recipe.band_coefficients != "optimised":
             return plan
@@ -239,7 +262,7 @@ def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) ->
         momentum = recipe.band_momentum
         return plan.optimised_for(momentum=_momentum(recipe) if momentum is None else momentum, rates=rates)
     assert recipe.steps is not None, "recipes without privacy must say how many steps they take"
-    return UnprotectedPlan(dataset_size, recipe.batch_size, recipe.steps)
+    return UnprotectedPlan(dataset_size, recipe.batch_size, recipe.steps, max_batch_size=recipe.max_batch_size)
 
 
 def _momentum(recipe: Recipe) -> float:

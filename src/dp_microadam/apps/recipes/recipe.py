@@ -88,8 +88,12 @@ class Recipe:
 
     batch_size: int = _key(checks.count)
     """Expected size of a Poisson batch."""
+    max_batch_size: int | None = _key(checks.optional(checks.count), default=None)
+    """The most examples in a step; of a larger sample, so many are kept at random. None: no cap."""
     physical_batch_size: int = _key(checks.count, default=256)
     """Examples per forward and backward pass; affects only memory and speed."""
+    class_weights: tuple[float, ...] | None = _key(checks.optional(checks.weights), default=None)
+    """Weight of each class in the training loss: public numbers, not computed from the labels. None: all alike."""
     max_grad_norm: float = _key(checks.positive, default=1.0)
     clipping: str = _key(checks.one_of("flat", "per-layer"), default="flat")
 

@@ -35,6 +35,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help="bands of correlated noise, or auto for the least predicted noise (default: 1, independent noise)",
     )
+    parser.add_argument(
+        "--max-batch-size", type=int, metavar="M", help="most examples in a step; of a larger sample, M are kept at random"
+    )
     parser.add_argument("--parameters", type=int, metavar="P", help="number of trainable parameters, for the memory of bands")
     parser.add_argument(
         "--noise-memory-gib",
@@ -72,6 +75,7 @@ def run(options: argparse.Namespace) -> int:
         bands=int(options.bands) if options.bands.lstrip("-").isdecimal() else options.bands,
         parameters=options.parameters,
         noise_memory_gib=options.noise_memory_gib,
+        max_batch_size=options.max_batch_size,
     )
     workload = _workload(options, plan)
     plan = plan if workload is None else plan.optimised_for(**workload)
@@ -127,7 +131,7 @@ def _view(plan: PrivacyPlan, limit: float, accountant: str) -> dict[str, Any]:
     view: dict[str, Any] = {"epsilon": None, "steps_allowed": None}
     try:
         view["epsilon"] = plan.epsilon_after(plan.steps, accountant=accountant)
-        participations = most_steps(plan.sample_rate, plan.noise_multiplier, limit, plan.delta, accountant)
+        participations = most_steps(plan.sample_rate, plan.noise_multiplier, limit, plan.delta, accountant, plan.cap)
         view["steps_allowed"] = plan.bands * participations
     except (InputError, LookupError):
         pass
@@ -148,6 +152,7 @@ def _band_rows(plan: PrivacyPlan, limit: float, parameters: int | None) -> list[
             delta=plan.delta,
             accountant=plan.accountant,
             also=plan.bands,
+            max_batch_size=plan.max_batch_size,
         )
     except (InputError, LookupError):  # as above
         return []
@@ -190,6 +195,15 @@ def _print_bands(plan: PrivacyPlan, rows: list[dict[str, Any]]) -> None:
     console.print("noise relative to 1 band; * is this plan", soft_wrap=True)
 
 
+def _cap_in_words(plan: PrivacyPlan) -> str:
+    """The cap and how often it drops someone."""
+    from dp_microadam.privacy.truncated import more_than
+
+    assert plan.cap is not None
+    share = more_than(plan.cap.units, plan.cap.population, plan.sample_rate)
+    return f"{plan.max_batch_size}, exceeded by a sample in {100 * share:.2g} % of the steps"
+
+
 def _print_tables(plan: PrivacyPlan, limit: float, views: dict[str, dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -200,6 +214,7 @@ def _print_tables(plan: PrivacyPlan, limit: float, views: dict[str, dict[str, An
     for name, text in (
         ("dataset size", f"{plan.dataset_size}"),
         ("expected batch size", f"{plan.batch_size}"),
+        *((("largest batch size", _cap_in_words(plan)),) if plan.max_batch_size is not None else ()),
         ("sample rate", f"{plan.sample_rate:.6g}" + (f" in each of {plan.bands} groups" if plan.bands > 1 else "")),
         ("noise multiplier", f"{plan.noise_multiplier:g}"),
         ("steps", f"{plan.steps}"),
