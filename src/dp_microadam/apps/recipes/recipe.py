@@ -76,6 +76,10 @@ class Recipe:
     accountant: str = _key(checks.one_of("rdp", "pld"), default="rdp")
     bands: int | str | None = _key(checks.optional(checks.count_or("auto")), default=None)
     """Bands of correlated noise, or ``"auto"``, the number with the least predicted noise. None: 1, independent noise."""
+    unit: str = _key(checks.one_of("example", "user"), default="example")
+    """Whom the guarantee is for: one example, or one user with all their examples. With users, sizes count users."""
+    examples_per_user: int | None = _key(checks.optional(checks.count), default=None)
+    """For unit ``"user"``: the largest number of a user's examples that enter a step."""
     noise_history: str | None = _key(checks.optional(checks.one_of("device", "cpu")), default=None)
     """Where several bands keep the noise of the last steps: beside the model or in main memory. None: ``"device"``."""
     noise_memory_gib: float | None = _key(checks.optional(checks.positive), default=None)
@@ -129,6 +133,7 @@ class Recipe:
         _refuse_unknown_options("model_options", self.model_options, vocabulary.MODEL_OPTIONS[self.model], self.model)
         _refuse_unknown_options("data_options", self.data_options, vocabulary.DATA_OPTIONS[self.data], self.data)
         self._refuse_unsolvable_budget()
+        self._refuse_unknown_users()
 
     @property
     def private(self) -> bool:
@@ -211,6 +216,17 @@ class Recipe:
                 f"exactly two of epsilon, noise_multiplier and steps must be given; got {', '.join(given) or 'none'} "
                 "(KEY=none removes one)"
             )
+
+    def _refuse_unknown_users(self) -> None:
+        if (self.unit == "user") != (self.examples_per_user is not None):
+            raise InputError(
+                f"unit is {self.unit!r} and examples_per_user is {self.examples_per_user}; unit = 'user' needs it, the largest "
+                "number of a user's examples in a step, and without it there must be none"
+            )
+        if self.unit == "user" and not any(option in self.data_options for option in vocabulary.USER_OPTIONS):
+            known = [option for option in vocabulary.DATA_OPTIONS[self.data] if option in vocabulary.USER_OPTIONS]
+            right = " or ".join(f"data_options.{option}" for option in known) or "data 'table' or 'image-folder', which can"
+            raise InputError(f"unit is 'user', but nothing says whose each example of {self.data} is; use {right}")
 
 
 def known_recipes() -> list[str]:

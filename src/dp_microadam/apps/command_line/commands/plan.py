@@ -18,8 +18,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog="example:\n"
         "  dp-microadam plan --dataset-size 45000 --batch-size 4096 --delta 1e-5 --epsilon 8 --noise-multiplier 3",
     )
-    parser.add_argument("--dataset-size", type=int, required=True, metavar="N", help="number of training examples")
-    parser.add_argument("--batch-size", type=int, required=True, metavar="B", help="expected number of examples per step")
+    parser.add_argument("--dataset-size", type=int, required=True, metavar="N", help="number of training examples, or of users")
+    parser.add_argument("--batch-size", type=int, required=True, metavar="B", help="expected number of them per step")
     parser.add_argument("--delta", type=float, required=True, metavar="D", help="δ; should be well below 1/N, e.g. 1e-5")
     parser.add_argument("--epsilon", type=float, metavar="E", help="largest ε that may be spent")
     parser.add_argument(
@@ -34,6 +34,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default="1",
         metavar="N",
         help="bands of correlated noise, or auto for the least predicted noise (default: 1, independent noise)",
+    )
+    parser.add_argument(
+        "--unit", choices=("example", "user"), default="example", help="whom ε is for: an example, or a user with all they have"
+    )
+    parser.add_argument(
+        "--examples-per-user", type=int, metavar="K", help="with users: the largest number of a user's examples in a step"
     )
     parser.add_argument("--parameters", type=int, metavar="P", help="number of trainable parameters, for the memory of bands")
     parser.add_argument(
@@ -61,6 +67,8 @@ def run(options: argparse.Namespace) -> int:
         bands=int(options.bands) if options.bands.lstrip("-").isdecimal() else options.bands,
         parameters=options.parameters,
         noise_memory_gib=options.noise_memory_gib,
+        unit=options.unit,
+        examples_per_user=options.examples_per_user,
     )
     limit = plan.epsilon if options.epsilon is None else options.epsilon
     views = {accountant: _view(plan, limit, accountant) for accountant in ("rdp", "pld")}
@@ -154,14 +162,17 @@ def _print_tables(plan: PrivacyPlan, limit: float, views: dict[str, dict[str, An
     from dp_microadam.privacy.statement import round_up
 
     facts = Table(title="Privacy plan", title_justify="left", show_header=False)
+    users = plan.unit == "user"
     for name, text in (
-        ("dataset size", f"{plan.dataset_size}"),
-        ("expected batch size", f"{plan.batch_size}"),
+        *((("unit", "one user with all their examples"),) if users else ()),
+        ("users" if users else "dataset size", f"{plan.dataset_size}"),
+        ("expected users per step" if users else "expected batch size", f"{plan.batch_size}"),
+        *((("examples of a user in a step", f"at most {plan.examples_per_user}, as their mean"),) if users else ()),
         ("sample rate", f"{plan.sample_rate:.6g}" + (f" in each of {plan.bands} groups" if plan.bands > 1 else "")),
         ("noise multiplier", f"{plan.noise_multiplier:g}"),
         ("steps", f"{plan.steps}"),
         ("epochs", f"{plan.steps * plan.batch_size / plan.dataset_size:.1f}"),
-        ("ε", round_up(plan.epsilon, 4)),
+        ("ε for a user" if users else "ε", round_up(plan.epsilon, 4)),
         ("δ", f"{plan.delta:g}"),
         ("accountant", plan.accountant),
         *((("bands of correlated noise", f"{plan.bands}"),) if plan.bands > 1 else ()),
