@@ -24,7 +24,7 @@ Integers = NDArray[np.int64]
 
 # A further pass through the model takes about as long as this part of a full physical batch: users with few examples are
 # processed beside those with more, if that adds fewer rows of padding.
-_WORTH_OF_A_PASS = 1 / 16
+_WORTH_OF_A_PASS = 1 / 8
 
 
 class WeightedRows(NamedTuple):

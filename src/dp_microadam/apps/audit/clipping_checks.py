@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_map
 from dp_microadam.apps.audit.check import Check, refused
 from dp_microadam.apps.audit.layer_families import FAMILIES, Family
 from dp_microadam.clipping.batches import select
-from dp_microadam.clipping.engine import ClippedGradients, layer_of
+from dp_microadam.clipping.engine import ClippedGradients
+from dp_microadam.clipping.layer_bounds import layer_of
 from dp_microadam.clipping.per_example import clipped, norm, per_example_gradients
 from dp_microadam.clipping.row_norms import ClippedRowNorms
 from dp_microadam.errors import DPMicroAdamError
