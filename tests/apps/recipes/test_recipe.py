@@ -167,6 +167,8 @@ WRONG_VALUES = [
     ("bands", 0),
     ("bands", 2.0),
     ("bands", "all"),
+    ("unit", "patient"),
+    ("examples_per_user", 0),
     ("noise_history", "disk"),
     ("noise_memory_gib", 0.0),
     ("batch_size", 0),

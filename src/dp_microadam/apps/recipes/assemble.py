@@ -18,6 +18,7 @@ from dp_microadam.data.dataset import Examples, LabelledData, size_of
 from dp_microadam.data.images import ImageFolder
 from dp_microadam.data.preparation import Preparation
 from dp_microadam.data.sources import load
+from dp_microadam.data.users import count_users
 from dp_microadam.errors import InputError
 from dp_microadam.methods.registry import build, refuse_bad_options
 from dp_microadam.privacy.band_choice import DEFAULT_NOISE_MEMORY_GIB
@@ -41,7 +42,8 @@ class Experiment:
 
     def fit(self) -> RunResult:
         """Train on the training part, with validation on the part held out of it."""
-        return self.trainer.fit(self.training_part(), validation=self.data.validation)
+        ids = (self.data.train_users, self.data.validation_users) if self.recipe.unit == "user" else (None, None)
+        return self.trainer.fit(self.training_part(), validation=self.data.validation, users=ids[0], validation_users=ids[1])
 
     def training_part(self) -> Examples:
         """The training examples. Random crops of image files, which differ in size, are cut right after decoding."""
@@ -97,12 +99,13 @@ def assemble(
         with ranks.one_per_machine_first():
             data = load_data(recipe)
     augment = _augmentation(recipe, data)
-    plan = plan_of(recipe, size_of(data.train)) if recipe.bands != "auto" else None
+    count = number_of_units(recipe, data)
+    plan = plan_of(recipe, count) if recipe.bands != "auto" else None
     if recipe.seed is not None:
         torch.manual_seed(recipe.seed)
     model = models.build(recipe.model, data.num_classes, _model_shape(recipe, data), **recipe.model_options)
     if plan is None:  # how much noise can be kept depends on the model
-        plan = plan_of(recipe, size_of(data.train), sum(p.numel() for p in model.parameters() if p.requires_grad))
+        plan = plan_of(recipe, count, sum(p.numel() for p in model.parameters() if p.requires_grad))
     if plan.bands > 1:
         recipe = _with_exact_residual(recipe)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -134,7 +137,8 @@ def assemble(
         config=replace(recipe, learning_rate=recipe.resolved_learning_rate).to_toml(),
         public=(
             "normalization constants of the input",
-            f"which {recipe.validation_size or f'{recipe.validation_fraction:g}'} of {recipe.data} "
+            f"which {recipe.validation_size or f'{recipe.validation_fraction:g}'} of "
+            f"{recipe.data if data.train_users is None else f'the users of {recipe.data}'} "
             f"{'are' if recipe.validation_size else 'is'} held out (split seed {recipe.split_seed})",
             "number and names of the classes",
             *(
@@ -240,8 +244,17 @@ def _model_shape(recipe: Recipe, data: LabelledData) -> tuple[int, int, int]:
     return 1, 1, data.example_shape[0]
 
 
+def number_of_units(recipe: Recipe, data: LabelledData) -> int:
+    """The number of training examples, or of users if these are the recipe's unit."""
+    if recipe.unit == "example":
+        return size_of(data.train)
+    if data.train_users is None:
+        raise InputError(f"unit is 'user', but nothing says whose each example of {data.name} is; its data need ids of users")
+    return count_users(data.train_users)
+
+
 def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) -> PrivacyPlan | UnprotectedPlan:
-    """The privacy plan of a recipe for ``dataset_size`` training examples and a number of trainable ``parameters``."""
+    """The privacy plan of a recipe for ``dataset_size`` training examples or users and a number of trainable ``parameters``."""
     if recipe.protected:
         plan = PrivacyPlan.solve(
             dataset_size=dataset_size,
@@ -255,6 +268,8 @@ def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) ->
             parameters=parameters,
             noise_memory_gib=recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB,
             max_batch_size=recipe.max_batch_size,
+            unit=recipe.unit,
+            examples_per_user=recipe.examples_per_user,
         )
         if recipe.band_coefficients != "optimised":
             return plan
@@ -262,7 +277,9 @@ def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) ->
         momentum = recipe.band_momentum
         return plan.optimised_for(momentum=_momentum(recipe) if momentum is None else momentum, rates=rates)
     assert recipe.steps is not None, "recipes without privacy must say how many steps they take"
-    return UnprotectedPlan(dataset_size, recipe.batch_size, recipe.steps, max_batch_size=recipe.max_batch_size)
+    return UnprotectedPlan(
+        dataset_size, recipe.batch_size, recipe.steps, recipe.unit, recipe.examples_per_user, recipe.max_batch_size
+    )
 
 
 def _momentum(recipe: Recipe) -> float:
