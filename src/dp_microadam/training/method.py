@@ -48,6 +48,9 @@ class Steps(Protocol):
     @property
     def examples_per_user(self) -> int | None: ...
 
+    @property
+    def max_batch_size(self) -> int | None: ...
+
 
 @dataclass(frozen=True)
 class Phase:
