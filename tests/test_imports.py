@@ -43,6 +43,8 @@ WITHOUT_TORCH = (
     "privacy/banded.py",
     "privacy/band_choice.py",
     "privacy/privacy_loss.py",
+    "privacy/selection.py",
+    "privacy/selection_plan.py",
     "apps/theory/bounds.py",
     "apps/recipes/recipe.py",
     "apps/recipes/vocabulary.py",

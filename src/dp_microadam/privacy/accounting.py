@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,6 +67,16 @@ LARGEST_NOISE_MULTIPLIER = 100_000
 SMALLEST_NOISE_MULTIPLIER = 1e-3
 
 
+class Spent(Protocol):
+    """What accountants compose: steps of one mechanism, or a selection among runs (``selection.py``), known by RDP alone."""
+
+    @property
+    def steps(self) -> int: ...
+
+    def rdp(self) -> Floats:
+        """The Rényi divergence at each of ``ORDERS``."""
+
+
 @dataclass(frozen=True)
 class SubsampledGaussian:
     """``steps`` steps of the Poisson-subsampled Gaussian mechanism. The privacy cost of a run is a list of these.
@@ -86,8 +96,12 @@ class SubsampledGaussian:
         require_integer("steps", self.steps, 0)
         require_integer("bands", self.bands, 1)
 
+    def rdp(self) -> Floats:
+        """The Rényi divergence of all steps together at each of ``ORDERS``."""
+        return self.steps * rdp_of_one_step(self.sample_rate, self.noise_multiplier)
 
-def epsilon(spent: Sequence[SubsampledGaussian], delta: float, accountant: str = "rdp") -> float:
+
+def epsilon(spent: Sequence[Spent], delta: float, accountant: str = "rdp") -> float:
     """The smallest ε that the accountant can certify at ``delta`` for the composition of all steps in ``spent``.
 
     Formal guarantees: the composition of all steps, each of which may depend on the results of earlier ones, is
@@ -103,7 +117,7 @@ def epsilon(spent: Sequence[SubsampledGaussian], delta: float, accountant: str =
     spent = [part for part in spent if part.steps > 0]
     if not spent:
         return 0.0
-    return _rdp_epsilon(spent, delta) if accountant == "rdp" else _pld_epsilon(tuple(spent), delta)
+    return _rdp_epsilon(spent, delta) if accountant == "rdp" else _pld_epsilon(_steps_alone(spent), delta)
 
 
 @lru_cache(maxsize=256)
@@ -199,17 +213,18 @@ def _conversion(delta: float) -> Floats:
     return np.log1p(-1 / alphas) - (math.log(delta) + np.log(alphas)) / (alphas - 1)
 
 
-def _total_rdp(spent: Iterable[SubsampledGaussian]) -> Floats:
-    total = np.zeros(len(ORDERS))
-    for part in spent:
-        total += part.steps * rdp_of_one_step(part.sample_rate, part.noise_multiplier)
-    return total
-
-
-def _rdp_epsilon(spent: Sequence[SubsampledGaussian], delta: float) -> float:
+def _rdp_epsilon(spent: Iterable[Spent], delta: float) -> float:
+    total: Floats = np.sum([part.rdp() for part in spent], axis=0)
     # A divergence that could not be computed gives no bound. Without this a NaN would count as perfect privacy.
-    candidates = np.nan_to_num(_total_rdp(spent) + _conversion(delta), nan=np.inf, posinf=np.inf)
+    candidates = np.nan_to_num(total + _conversion(delta), nan=np.inf, posinf=np.inf)
     return max(0.0, float(np.min(candidates)))
+
+
+def _steps_alone(spent: Iterable[Spent]) -> tuple[SubsampledGaussian, ...]:
+    steps = tuple(part for part in spent if isinstance(part, SubsampledGaussian))
+    if len(steps) < len(tuple(spent)):
+        raise InputError("accountant is 'pld', which has no account of a selection among runs; it must be 'rdp'")
+    return steps
 
 
 def most_steps(sample_rate: float, noise_multiplier: float, epsilon_limit: float, delta: float, accountant: str) -> int:
@@ -354,14 +369,14 @@ def _require_countable_steps(spent: Iterable[SubsampledGaussian]) -> None:
         raise InputError(f"steps is {steps}; the pld accountant takes at most {PLD_MOST_STEPS}, rdp takes any number")
 
 
-def group_epsilon(spent: Sequence[SubsampledGaussian], delta: float, group_size: int) -> float:
+def group_epsilon(spent: Sequence[Spent], delta: float, group_size: int) -> float:
     """ε at ``delta`` for adding or removing up to ``group_size`` examples at once, by PLD.
 
     The number of sampled examples from a group of k is binomial, and each changes the sum by at most S. A step is
     therefore a mixture of Gaussians at 0, S, …, kS (Ganesh 2024, "Tight group-level DP guarantees for DP-SGD with
     sampling via mixture of Gaussians mechanisms"). This is tighter than general group privacy, which gives k·ε at
     δ·Σ exp(i·ε), i < k. That general bound is what a composition with correlated noise gets: examples of different groups take
-    part in neighbouring steps, whose noise is correlated, so a step is not such a mixture.
+    part in neighbouring steps, whose noise is correlated, so a step is not such a mixture. So does a selection among runs.
 
     Formal guarantees: as :func:`epsilon`, for two datasets where one is the other with up to ``group_size`` examples added,
     or with up to that many removed; not with some added and others removed.
@@ -371,15 +386,16 @@ def group_epsilon(spent: Sequence[SubsampledGaussian], delta: float, group_size:
     spent = [part for part in spent if part.steps > 0]
     if not spent:
         return 0.0
-    if group_size > 1 and any(part.bands > 1 for part in spent):
+    steps = tuple(part for part in spent if isinstance(part, SubsampledGaussian))
+    if len(steps) < len(spent) or (group_size > 1 and any(part.bands > 1 for part in steps)):
         return _general_group_epsilon(spent, delta, group_size)
-    least_noise = min(part.noise_multiplier for part in spent)
+    least_noise = min(part.noise_multiplier for part in steps)
     if least_noise < _PLD_LEAST_NOISE:
         raise InputError(f"noise_multiplier is {least_noise}; for groups it must be at least {_PLD_LEAST_NOISE}")
-    return _pld_group_epsilon(tuple(spent), delta, group_size)
+    return _pld_group_epsilon(steps, delta, group_size)
 
 
-def _general_group_epsilon(spent: Sequence[SubsampledGaussian], delta: float, group_size: int) -> float:
+def _general_group_epsilon(spent: Sequence[Spent], delta: float, group_size: int) -> float:
     """ε for a group from ε for one example, by adding its members one at a time; by RDP, which takes any δ.
 
     If one example has (ε₁, δ₁), then k have (k·ε₁, δ₁·Σ exp(i·ε₁), i < k). The largest δ₁ whose sum stays within δ gives the
