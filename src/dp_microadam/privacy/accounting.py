@@ -73,7 +73,7 @@ class Spent(Protocol):
     @property
     def steps(self) -> int: ...
 
-    def rdp(self) -> Floats:
+    def rdp(self) -> NDArray[np.float64]:
         """The Rényi divergence at each of ``ORDERS``."""
 
 
@@ -96,7 +96,7 @@ class SubsampledGaussian:
         require_integer("steps", self.steps, 0)
         require_integer("bands", self.bands, 1)
 
-    def rdp(self) -> Floats:
+    def rdp(self) -> NDArray[np.float64]:
         """The Rényi divergence of all steps together at each of ``ORDERS``."""
         return self.steps * rdp_of_one_step(self.sample_rate, self.noise_multiplier)
 

@@ -59,7 +59,7 @@ class Progress:
             left = (self._total - done) * (now - self._begin) / max(1, done - self._first)
             self.say(
                 f"step {done} of {self._total} · {self._spent(done)} · {self._rate():,.0f} images/s expected · "
-                f"{_clock(left)} left"
+                f"{clock(left)} left"
             )
 
     def say(self, text: str) -> None:
@@ -89,9 +89,9 @@ def tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     """
-    >>> _clock(3725)
+    >>> clock(3725)
     '1:02:05'
     """
     whole = int(seconds)
