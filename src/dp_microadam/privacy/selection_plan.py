@@ -9,15 +9,24 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from dp_microadam.errors import InputError
-from dp_microadam.privacy.accounting import LARGEST_NOISE_MULTIPLIER, NOISE_RESOLUTION, Spent, first_non_negative
+from dp_microadam.privacy.accounting import (
+    LARGEST_NOISE_MULTIPLIER,
+    NOISE_RESOLUTION,
+    SMALLEST_NOISE_MULTIPLIER,
+    Spent,
+    first_non_negative,
+)
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.selection import DISTRIBUTIONS, Repetitions, SelectedRun
 from dp_microadam.validation import require_one_of
 
 _MULTIPLES_PER_UNIT = round(1 / NOISE_RESOLUTION)
+_LEAST_MULTIPLE = round(SMALLEST_NOISE_MULTIPLIER / NOISE_RESOLUTION)
+
+Plan = TypeVar("Plan", bound=PrivacyPlan)
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,15 @@ class SelectionPlan(PrivacyPlan):
         limit = options.get("epsilon")
         if limit is None:
             return plan
-        return plan._with_least_noise(limit) if options.get("noise_multiplier") is None else plan._with_most_steps(limit)
+        if options.get("noise_multiplier") is not None:
+            return plan._with_most_steps(limit)
+        try:
+            return _with_least_noise(plan, limit)
+        except LookupError:
+            raise InputError(
+                f"no noise_multiplier up to {LARGEST_NOISE_MULTIPLIER} keeps the best of {expected_runs:g} expected runs "
+                f"within epsilon {limit} at delta {plan.delta:g}; allow a larger epsilon or delta, or fewer runs or steps"
+            ) from None
 
     @classmethod
     def around(cls, run: PrivacyPlan, expected_runs: float, runs_shape: float = 1.0) -> SelectionPlan:
@@ -94,13 +111,7 @@ class SelectionPlan(PrivacyPlan):
     @cached_property
     def single_run_of_same_epsilon(self) -> PrivacyPlan:
         """A single run of as many steps that spends this plan's ε without a search, with less noise."""
-        alone = self.single_run
-        least = first_non_negative(
-            lambda n: self.epsilon - replace(alone, noise_multiplier=n / _MULTIPLES_PER_UNIT).epsilon,
-            guess=round(self.noise_multiplier * _MULTIPLES_PER_UNIT),
-            stride=_MULTIPLES_PER_UNIT,
-        )
-        return replace(alone, noise_multiplier=least / _MULTIPLES_PER_UNIT)
+        return _with_least_noise(self.single_run, self.epsilon)
 
     @cached_property
     def single_step_growth(self) -> float:
@@ -120,20 +131,6 @@ class SelectionPlan(PrivacyPlan):
             raise InputError(f"the plan of a search needs {', '.join(missing)}, which is missing")
         return cls.around(run, values["expected_runs"], values["runs_shape"])
 
-    def _with_least_noise(self, limit: float) -> SelectionPlan:
-        def margin(multiple: int) -> float:
-            return limit - replace(self, noise_multiplier=multiple / _MULTIPLES_PER_UNIT).epsilon
-
-        start, largest = round(self.noise_multiplier * _MULTIPLES_PER_UNIT), LARGEST_NOISE_MULTIPLIER * _MULTIPLES_PER_UNIT
-        try:
-            found = first_non_negative(margin, start, 1 + start // 4, largest)
-        except LookupError:
-            raise InputError(
-                f"no noise_multiplier up to {LARGEST_NOISE_MULTIPLIER} keeps the best of {self.expected_runs:g} expected runs "
-                f"within epsilon {limit} at delta {self.delta:g}; allow a larger epsilon or delta, or fewer runs or steps"
-            ) from None
-        return replace(self, noise_multiplier=found / _MULTIPLES_PER_UNIT)
-
     def _with_most_steps(self, limit: float) -> SelectionPlan:
         """The most steps that fit; a search of one step may spend more than the limit, however much noise a run has."""
         one = replace(self, steps=self.bands)
@@ -149,3 +146,20 @@ class SelectionPlan(PrivacyPlan):
             lambda n: replace(self, steps=n * self.bands).epsilon - just_above, guess=1 + most // 4, stride=1 + most // 16
         )
         return replace(self, steps=(too_many - 1) * self.bands)
+
+
+def _with_least_noise(plan: Plan, limit: float) -> Plan:
+    """The plan with the least noise, as a multiple of ``NOISE_RESOLUTION``, that stays within ``limit``.
+
+    Raises:
+        LookupError: if no noise multiplier up to ``LARGEST_NOISE_MULTIPLIER`` is enough.
+    """
+
+    def with_noise(multiple: int) -> Plan:
+        return replace(plan, noise_multiplier=multiple / _MULTIPLES_PER_UNIT)
+
+    def margin(multiple: int) -> float:
+        return limit - with_noise(multiple).epsilon if multiple >= _LEAST_MULTIPLE else -math.inf
+
+    start, largest = round(plan.noise_multiplier * _MULTIPLES_PER_UNIT), LARGEST_NOISE_MULTIPLIER * _MULTIPLES_PER_UNIT
+    return with_noise(first_non_negative(margin, start, 1 + start // 8, largest))

@@ -13,10 +13,7 @@ from dp_microadam.privacy.ledger import LEDGER_NAME, read_ledger
 from dp_microadam.privacy.ledger_lines import NO_HEAD, chained_line, read_object
 from dp_microadam.privacy.statement import statement_in_words, write_privacy_report
 from dp_microadam.training.checkpoint import CheckpointFolder
-from dp_microadam.training.run_folder import CHECKPOINTS, CONFIG, LOG, METRICS, STATISTICS, privacy_of
-
-SELECTION = "selection.json"
-"""What a search declared, and which hyperparameters the run that it selected has."""
+from dp_microadam.training.run_folder import CHECKPOINTS, CONFIG, LOG, METRICS, SELECTION, STATISTICS, privacy_of
 
 _OF_THE_PROCESS = ("peak_memory_bytes", "peak_memory_of")
 """Statistics that all runs of a process have a part in."""

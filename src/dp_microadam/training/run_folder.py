@@ -13,6 +13,8 @@ from dp_microadam.privacy.ledger import LEDGER_NAME, discard_unspent, read_ledge
 from dp_microadam.privacy.statement import privacy_report
 
 CONFIG = "config.toml"
+SELECTION = "selection.json"
+"""In the folder of a run that a search published: what the search declared, and which hyperparameters it chose."""
 DECLARATION = "declaration.json"
 METRICS = "metrics.jsonl"
 LOG = "log.txt"
@@ -52,6 +54,23 @@ def refuse_existing(path: Path) -> None:
 def search_folder(path: Path) -> Path:
     """The folder in which a search keeps its runs until it publishes the best one as ``path``."""
     return path.with_name(f"{path.name}.unpublished")
+
+
+def declared_search(path: Path) -> str | None:
+    """The recipe of a search that will publish its best run as ``path``; None if there is no such search.
+
+    Raises:
+        InputError: if the search was started from Python.
+    """
+    declaration = search_folder(path) / DECLARATION
+    if not declaration.is_file():
+        return None
+    config: str | None = json.loads(declaration.read_text(encoding="utf-8"))["config"]
+    if config is None:
+        raise InputError(
+            f"run is {str(path)!r}, where a search from Python will publish; go on with it there: call fit of the same search"
+        )
+    return config
 
 
 def never_trained(path: Path) -> bool:

@@ -19,11 +19,12 @@ from typing import Any
 
 from dp_microadam.durable_files import sync_folder, write_text_durably
 from dp_microadam.errors import InputError, PrivacyError
+from dp_microadam.privacy.ledger import read_ledger
 from dp_microadam.privacy.selection_plan import SelectionPlan
 from dp_microadam.training.interrupts import Interruptible
 from dp_microadam.training.progress import clock, tell
-from dp_microadam.training.publication import SELECTION, write_published
-from dp_microadam.training.run_folder import DECLARATION, never_trained, read_metrics, refuse_existing, search_folder
+from dp_microadam.training.publication import write_published
+from dp_microadam.training.run_folder import DECLARATION, SELECTION, never_trained, read_metrics, refuse_existing, search_folder
 from dp_microadam.training.secret_state import SecretState, destroy
 from dp_microadam.training.trainer import PrivateTrainer
 
@@ -44,7 +45,7 @@ class SearchResult:
 
     run_dir: Path
     finished: bool
-    settings: Settings
+    settings: dict[str, Any]
     metrics: dict[str, float]
     epsilon: float
     delta: float
@@ -74,7 +75,7 @@ class PrivateSearch:
         make_trainer: ``f(settings, run_dir)`` returns a new trainer for these hyperparameters, with ``plan`` and ``run_dir``.
         score: the name of the validation metric that decides. Names that end in "loss" are minimised, others maximised.
         run_dir: the folder to publish to; a new one under ``runs/`` by default, whose name does not tell when it began.
-        config: text that is kept with the search and can be read from ``DECLARATION`` to go on with it.
+        config: text that is kept until the search ends; ``dp-microadam resume`` goes on with a search from its recipe.
         show_progress: tell every few seconds how long the search has been running. Neither the number of runs nor the time left
             is told: with either, the published run would be worth more than its ε says.
 
@@ -139,7 +140,7 @@ class PrivateSearch:
         chosen = json.loads((self.run_dir / SELECTION).read_text(encoding="utf-8"))["chosen"]
         measured = [line for line in read_metrics(self.run_dir) if self.score in line]
         metrics = {name: value for name, value in measured[-1].items() if "validation_" in name}
-        return SearchResult(self.run_dir, True, chosen, metrics, self.plan.epsilon, self.plan.delta)
+        return SearchResult(self.run_dir, True, chosen, metrics, read_ledger(self.run_dir).epsilon(), self.plan.delta)
 
     @property
     def _working(self) -> Path:
@@ -159,7 +160,7 @@ class PrivateSearch:
             write_published(
                 self._working / _PLACES[state["place"]],
                 self._working / _PUBLISHED,
-                {**self._declaration(), "chosen": self._settings(state["best_choice"])},
+                {**self._declared(), "chosen": self._settings(state["best_choice"])},
             )
             (self._working / _PUBLISHED).rename(self.run_dir)
             sync_folder(self.run_dir.parent)
@@ -219,13 +220,14 @@ class PrivateSearch:
     def _settings(self, choice: Sequence[int]) -> Settings:
         return {name: listed[index] for (name, listed), index in zip(self.values.items(), choice, strict=True)}
 
-    def _declaration(self) -> dict[str, Any]:
-        return {"plan": self.plan.to_dict(), "values": self.values, "score": self.score, "config": self._config}
+    def _declared(self) -> dict[str, Any]:
+        """What the search declares in public."""
+        return {"plan": self.plan.to_dict(), "values": self.values, "score": self.score}
 
     def _declare(self) -> None:
         """Create the folder of a new search, or check that the one that is there was declared in the same way."""
         path = self._working / DECLARATION
-        mine = json.dumps(self._declaration(), indent=2, ensure_ascii=False) + "\n"
+        mine = json.dumps({**self._declared(), "config": self._config}, indent=2, ensure_ascii=False) + "\n"
         if not path.exists():
             refuse_existing(self.run_dir)
             self._working.mkdir(mode=0o700, parents=True, exist_ok=True)

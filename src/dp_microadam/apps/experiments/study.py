@@ -37,6 +37,7 @@ _WITHOUT_EFFECT = (
     "checkpoint_every",
     "checkpoint_minutes",
     "keep_checkpoints",
+    "tune",
 )
 
 
