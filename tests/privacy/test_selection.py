@@ -196,7 +196,11 @@ def test_a_search_may_be_planned_from_noise_and_steps():
         ({"distribution": "poisson"}, "distribution is 'poisson'; it must be one of 'geometric', 'logarithmic'"),
         ({"accountant": "pld"}, "accountant is 'pld'; for a selection among runs it must be 'rdp'"),
         ({"bands": "auto"}, "bands is 'auto', which compares single runs; for a selection among runs it must be a number"),
-        ({"epsilon": 0.01}, "no noise_multiplier up to 100000 keeps the best of 10 expected runs within epsilon 0.01"),
+        pytest.param(
+            {"epsilon": 0.01},
+            "no noise_multiplier up to 100000 keeps the best of 10 expected runs within epsilon 0.01",
+            marks=pytest.mark.slow,
+        ),
         ({"steps": None, "noise_multiplier": 0.9}, "noise_multiplier 0.9 spends epsilon"),
     ],
 )

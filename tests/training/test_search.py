@@ -70,11 +70,11 @@ def everything_in(folder):
 
 
 def test_the_best_run_is_published_and_epsilon_covers_the_selection(tmp_path, draws):
-    draws.append(3)
+    draws.append(2)
     watched = Watched()
     result = search(tmp_path, watched).fit(TRAIN, VALIDATION)
-    best = min(range(3), key=watched.scores.__getitem__)
-    assert len(watched.runs) == 3
+    best = min(range(2), key=watched.scores.__getitem__)
+    assert len(watched.runs) == 2
     assert result.finished
     assert result.settings == watched.settings[best]
     assert result.metrics["validation_loss"] == watched.scores[best]
@@ -95,7 +95,7 @@ def test_the_published_run_can_be_opened_and_is_finished(tmp_path):
 def test_a_sceptical_reader_finds_nothing_of_other_runs_in_what_a_search_leaves(tmp_path, draws, capfd):
     """The same files of the same sizes, the same words on the screen, and no run, score or time but those of the winner."""
     left = {}
-    for runs in (1, 2, 7) if THOROUGH else (1, 4):
+    for runs in (1, 2, 7) if THOROUGH else (1, 3):
         draws.append(runs)
         folder, watched = tmp_path / str(runs), Watched()
         result = search(folder, watched).fit(TRAIN, VALIDATION)
@@ -136,13 +136,14 @@ def test_while_it_runs_the_search_can_be_read_by_its_owner_alone_and_its_state_h
         return make_trainer(settings, run_dir)
 
     search(tmp_path, looking).fit(TRAIN, VALIDATION)
-    assert set(seen[1:]) == {(0o700, 0o600, 8192, True)}
+    assert set(seen) == {(0o700, 0o600, 8192, True)}
 
 
 def _mode_and_size(path):
     return stat.S_IMODE(path.stat().st_mode), path.stat().st_size
 
 
+@pytest.mark.slow
 def test_a_search_that_fails_anywhere_goes_on_without_a_second_draw(tmp_path, draws):
     draws.append(4)
     completed = []

@@ -46,6 +46,7 @@ class SecretState:
             else:
                 reason = f"cannot be locked ({error.strerror}); put the folder on a file system with locks"
             raise PrivacyError(f"{path} {reason}") from None
+        os.ftruncate(self._file, 2 * _COPY)
         sync_folder(path.parent)
         _close_in_forked_children(self)
         self._turn, self._slot = 0, 0  # of the last write, and where the next one goes
