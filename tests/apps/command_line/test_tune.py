@@ -154,12 +154,13 @@ def test_the_expected_cost_is_shown_first_and_does_not_depend_on_the_draw(recipe
         ("tune.method=['dp-sgd','non-private']", "recipe key optimizer.density = 0.02 is unknown"),
         ("tune.ema_decay=[0,0.9]", "tune.ema_decay holds 0, which keeps no average to compare"),
         ("tune.warmup={low=0.001,high=0.9,count=9000}", "tune has 72000 combinations; it must have at most 10000"),
+        ("bands=2 band_coefficients=optimised", "band_coefficients is 'optimised', which depends on what is tuned"),
         ("seed=3", "seed is 3, with which a run is not private; a search must be"),
         ("method=non-private", "method is 'non-private', with which a run is not private; a search must be"),
     ],
 )
 def test_bad_input_gets_one_sentence_and_exit_code_2(recipe, change, sentence, capsys):
-    assert main(["tune", recipe, "--set", change]) == 2
+    assert main(["tune", recipe, *(word for one in change.split() for word in ("--set", one))]) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith(f"dp-microadam: {sentence}")

@@ -162,6 +162,8 @@ WRONG_VALUES = [
     ("delta", 0.0),
     ("delta", 1.0),
     ("accountant", "moments"),
+    ("band_coefficients", "best"),
+    ("band_momentum", 1.0),
     ("bands", 0),
     ("bands", 2.0),
     ("bands", "all"),
@@ -188,6 +190,7 @@ WRONG_VALUES = [
     ("seed", 1.0),
     ("optimizer", 3),
     ("model_options", []),
+    ("tune", 3),
 ]
 
 

@@ -89,6 +89,7 @@ def conclude(
     ``chosen`` are the hyperparameters of a run that a search chose.
     """
     accuracy, weights = experiment.test_accuracy()
+    final = experiment.final_weights_accuracy() if options.json else None
     if not experiment.trainer.ranks.main:
         return accuracy, weights
     head = ledger_head(result)
@@ -100,6 +101,7 @@ def conclude(
                     "finished": result.finished,
                     "private": result.private,
                     "test_accuracy": accuracy,
+                    **({} if final is None else {"final_weights_test_accuracy": final}),
                     "epsilon": result.epsilon,
                     "delta": result.delta,
                     "steps_done": result.steps_done,
