@@ -207,6 +207,9 @@ def test_a_finished_search_returns_its_result_again_and_removes_what_a_killed_pr
     (tmp_path / "best.unpublished" / "state").write_text("left")
     assert search(tmp_path).fit(TRAIN, VALIDATION) == first
     assert os.listdir(tmp_path) == ["best"]
+    other = PrivateSearch(PLAN, {**VALUES, "lr": [1.0]}, make_trainer, score="validation_loss", run_dir=tmp_path / "best")
+    with pytest.raises(InputError, match="where another search has published"):
+        other.fit(TRAIN, VALIDATION)
 
 
 def test_a_search_that_is_declared_otherwise_is_refused(tmp_path):

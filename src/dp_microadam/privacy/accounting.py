@@ -117,7 +117,7 @@ def epsilon(spent: Sequence[Spent], delta: float, accountant: str = "rdp") -> fl
     spent = [part for part in spent if part.steps > 0]
     if not spent:
         return 0.0
-    return _rdp_epsilon(spent, delta) if accountant == "rdp" else _pld_epsilon(_steps_alone(spent), delta)
+    return _rdp_epsilon(spent, delta) if accountant == "rdp" else _pld_epsilon(steps_alone(spent), delta)
 
 
 @lru_cache(maxsize=256)
@@ -220,7 +220,12 @@ def _rdp_epsilon(spent: Iterable[Spent], delta: float) -> float:
     return max(0.0, float(np.min(candidates)))
 
 
-def _steps_alone(spent: Iterable[Spent]) -> tuple[SubsampledGaussian, ...]:
+def steps_alone(spent: Iterable[Spent]) -> tuple[SubsampledGaussian, ...]:
+    """The same, if it has steps only, which privacy loss distributions are known of.
+
+    Raises:
+        InputError: for a selection among runs.
+    """
     steps = tuple(part for part in spent if isinstance(part, SubsampledGaussian))
     if len(steps) < len(tuple(spent)):
         raise InputError("accountant is 'pld', which has no account of a selection among runs; it must be 'rdp'")

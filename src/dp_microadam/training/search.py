@@ -137,7 +137,10 @@ class PrivateSearch:
         """
         if not self.finished:
             raise InputError(f"the search in {str(self.run_dir)!r} is not finished; call fit")
-        chosen = json.loads((self.run_dir / SELECTION).read_text(encoding="utf-8"))["chosen"]
+        declared = json.loads((self.run_dir / SELECTION).read_text(encoding="utf-8"))
+        chosen = declared.pop("chosen")
+        if declared != json.loads(json.dumps(self._declared())):
+            raise InputError(f"run_dir is {str(self.run_dir)!r}, where another search has published; use a new folder")
         measured = [line for line in read_metrics(self.run_dir) if self.score in line]
         metrics = {name: value for name, value in measured[-1].items() if "validation_" in name}
         return SearchResult(self.run_dir, True, chosen, metrics, read_ledger(self.run_dir).epsilon(), self.plan.delta)
