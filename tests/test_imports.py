@@ -47,6 +47,8 @@ WITHOUT_TORCH = (
     "privacy/step_loss.py",
     "privacy/dropping.py",
     "privacy/truncated.py",
+    "privacy/selection.py",
+    "privacy/selection_plan.py",
     "apps/theory/bounds.py",
     "apps/recipes/recipe.py",
     "apps/recipes/vocabulary.py",

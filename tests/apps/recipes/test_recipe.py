@@ -197,6 +197,7 @@ WRONG_VALUES = [
     ("seed", 1.0),
     ("optimizer", 3),
     ("model_options", []),
+    ("tune", 3),
 ]
 
 

@@ -23,6 +23,7 @@ from dp_microadam.errors import InputError
 from dp_microadam.methods.registry import build, refuse_bad_options
 from dp_microadam.privacy.band_choice import DEFAULT_NOISE_MEMORY_GIB
 from dp_microadam.privacy.plan import PrivacyPlan
+from dp_microadam.privacy.selection_plan import SelectionPlan
 from dp_microadam.training.distributed import Ranks, ranks_here
 from dp_microadam.training.evaluation import PerExample, class_hits, class_loss, evaluate, over_views, weighted_class_loss
 from dp_microadam.training.method import Method
@@ -46,10 +47,8 @@ class Experiment:
         return self.trainer.fit(self.training_part(), validation=self.data.validation, users=ids[0], validation_users=ids[1])
 
     def training_part(self) -> Examples:
-        """The training examples. Random crops of image files, which differ in size, are cut right after decoding."""
-        if isinstance(self.data.train, ImageFolder) and self.recipe.resized_crop:
-            return self.data.train.random_crops(self.recipe.multiplicity)
-        return self.data.train
+        """The training examples."""
+        return training_part(self.recipe, self.data)
 
     def test_accuracy(self) -> tuple[float, str]:
         """Accuracy on the test set, and which weights it belongs to: averaged ones if the recipe keeps an average."""
@@ -189,6 +188,13 @@ def _weights_in_words(recipe: Recipe) -> list[str]:
     return [f"weights of the classes in the loss ({', '.join(f'{weight:g}' for weight in recipe.class_weights)})"]
 
 
+def training_part(recipe: Recipe, data: LabelledData) -> Examples:
+    """The training examples. Random crops of image files, which differ in size, are cut right after decoding."""
+    if isinstance(data.train, ImageFolder) and recipe.resized_crop:
+        return data.train.random_crops(recipe.multiplicity)
+    return data.train
+
+
 def _method(recipe: Recipe, model: nn.Module, data: LabelledData) -> Method:
     options = dict(recipe.optimizer)
     if "public" in options:
@@ -254,9 +260,14 @@ def number_of_units(recipe: Recipe, data: LabelledData) -> int:
 
 
 def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) -> PrivacyPlan | UnprotectedPlan:
-    """The privacy plan of a recipe for ``dataset_size`` training examples or users and a number of trainable ``parameters``."""
+    """The privacy plan of a recipe for ``dataset_size`` training examples or users and a number of trainable ``parameters``.
+
+    For a recipe that declares a search, it is the plan of each run, whose ε covers the search.
+    """
     if recipe.protected:
-        plan = PrivacyPlan.solve(
+        search = {name: recipe.tune[name] for name in ("expected_runs", "distribution") if recipe.tune}
+        solve = SelectionPlan.solve if recipe.tune else PrivacyPlan.solve
+        plan = solve(
             dataset_size=dataset_size,
             batch_size=recipe.batch_size,
             delta=recipe.delta,
@@ -270,6 +281,7 @@ def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) ->
             max_batch_size=recipe.max_batch_size,
             unit=recipe.unit,
             examples_per_user=recipe.examples_per_user,
+            **search,
         )
         if recipe.band_coefficients != "optimised":
             return plan

@@ -12,7 +12,7 @@ from typing import Any
 
 import tomli_w
 
-from dp_microadam.apps.recipes import checks, vocabulary
+from dp_microadam.apps.recipes import checks, tuning, vocabulary
 from dp_microadam.apps.recipes.overrides import apply_override
 from dp_microadam.errors import InputError
 
@@ -126,6 +126,8 @@ class Recipe:
     data_options: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
     model_options: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
     optimizer: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
+    tune: dict[str, Any] = field(default_factory=dict, metadata={"check": tuning.table})
+    """What ``dp-microadam tune`` chooses among; empty for a single run."""
 
     def __post_init__(self) -> None:
         for known in fields(self):
