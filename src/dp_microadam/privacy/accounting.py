@@ -56,7 +56,7 @@ _AVERAGED_TERMS = 16
 PLD_MOST_STEPS = 10_000_000
 
 # With less noise one step spends ε in the hundreds; the RDP bound is used instead of PLD.
-_PLD_LEAST_NOISE = 0.05
+PLD_LEAST_NOISE = 0.05
 
 # A solved noise multiplier is rounded up to a multiple of this; the search ends at the largest.
 NOISE_RESOLUTION = 1e-4
@@ -311,7 +311,7 @@ def as_dp_event(spent: Sequence[SubsampledGaussian]) -> DpEvent:
 
 
 def _pld_epsilon(spent: tuple[SubsampledGaussian, ...], delta: float) -> float:
-    if min(part.noise_multiplier for part in spent) < _PLD_LEAST_NOISE:
+    if min(part.noise_multiplier for part in spent) < PLD_LEAST_NOISE:
         _require_countable_steps(spent)
         return _rdp_epsilon(spent, delta)
     return _pld_group_epsilon(spent, delta, 1)
@@ -374,8 +374,8 @@ def group_epsilon(spent: Sequence[SubsampledGaussian], delta: float, group_size:
     if group_size > 1 and any(part.bands > 1 for part in spent):
         return _general_group_epsilon(spent, delta, group_size)
     least_noise = min(part.noise_multiplier for part in spent)
-    if least_noise < _PLD_LEAST_NOISE:
-        raise InputError(f"noise_multiplier is {least_noise}; for groups it must be at least {_PLD_LEAST_NOISE}")
+    if least_noise < PLD_LEAST_NOISE:
+        raise InputError(f"noise_multiplier is {least_noise}; for groups it must be at least {PLD_LEAST_NOISE}")
     return _pld_group_epsilon(tuple(spent), delta, group_size)
 
 

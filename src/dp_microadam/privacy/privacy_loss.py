@@ -33,9 +33,9 @@ Integers = NDArray[np.int64]
 
 # Cells per deviation σ of the noise, about, and Gauss-Legendre nodes in each. Seven nodes integrate a Gaussian over such a cell
 # to full double precision even 37 deviations out.
-_CELLS_PER_DEVIATION = 256
-_NODES, _NODE_WEIGHTS = np.polynomial.legendre.leggauss(7)
-_NODES, _NODE_WEIGHTS = (_NODES + 1) / 2, _NODE_WEIGHTS / 2
+CELLS_PER_DEVIATION = 256
+NODES, NODE_WEIGHTS = np.polynomial.legendre.leggauss(7)
+NODES, NODE_WEIGHTS = (NODES + 1) / 2, NODE_WEIGHTS / 2
 
 # How many standard deviations of noise are considered: the smallest of these whose tail is negligible over all steps. No
 # more, because a long tail loosens Chernoff's bound, from which tilt and window are chosen.
@@ -94,17 +94,17 @@ def loss_of_one_step(weights: tuple[float, ...], noise_multiplier: float, remove
     """
     sigma = noise_multiplier
     most = len(weights) - 1
-    width = 2.0 ** round(math.log2(sigma / _CELLS_PER_DEVIATION))  # a power of two: the ends of cells are exact
+    width = 2.0 ** round(math.log2(sigma / CELLS_PER_DEVIATION))  # a power of two: the ends of cells are exact
     last = math.ceil(((most if removed else 0) + reach * sigma) / width)
     ends: Floats = np.arange(-math.ceil(reach * sigma / width), last + 1, dtype=np.float64) * width
     count = len(ends) - 1
-    ratios = _log_likelihood_ratios(weights, sigma, ends)
+    ratios = log_likelihood_ratios(weights, sigma, ends)
 
     # In each cell: the distance of its nodes from the end with the smaller loss, 1 − exp(smaller loss − loss) there, and the
     # same at the other end. Sums of positive terms throughout, so that no digits are lost however small the losses are.
     origin = slice(None, -1) if removed else slice(1, None)
     sign = 1.0 if removed else -1.0
-    distances = np.append(_NODES, 1.0) * width
+    distances = np.append(NODES, 1.0) * width
     changes = np.zeros((count, len(distances)))
     slopes = np.zeros(count + 1)
     for j, weight in _components(weights):
@@ -117,7 +117,7 @@ def loss_of_one_step(weights: tuple[float, ...], noise_multiplier: float, remove
     log_density = -0.5 * ((ends[origin, None] + sign * distances[:-1]) / sigma) ** 2
     if removed:
         log_density += ratios[origin, None] + np.log1p(changes[:, :-1])
-    probabilities = np.exp(log_density) * (_NODE_WEIGHTS * width / (sigma * math.sqrt(2 * math.pi)))
+    probabilities = np.exp(log_density) * (NODE_WEIGHTS * width / (sigma * math.sqrt(2 * math.pi)))
     flat = at_end == 0.0  # both ends have the same loss
     to_larger = np.where(flat, 1.0, at_nodes / np.where(flat, 1.0, at_end))
     to_smaller = np.where(flat, 0.0, (at_end - at_nodes) / np.where(flat, 1.0, at_end))
@@ -137,7 +137,7 @@ def _components(weights: Sequence[float]) -> list[tuple[float, float]]:
     return [(float(j), weight) for j, weight in enumerate(weights) if j > 0 and weight > 0]
 
 
-def _log_likelihood_ratios(weights: Sequence[float], sigma: float, at: Floats) -> Floats:
+def log_likelihood_ratios(weights: Sequence[float], sigma: float, at: Floats) -> Floats:
     """log(Σ w_j exp((2jx − j²)/2σ²)) at each x, with all digits of small values and without overflow."""
     excess = np.zeros_like(at)
     logarithm = np.full_like(at, math.log(weights[0]) if weights[0] > 0 else -np.inf)
@@ -256,7 +256,7 @@ def _epsilon_by_tilt(
             continue
         top += (cells * spacing - reach) / 2
         log_beyond = _log_moments(grids, other) - other * top
-        window = _Window(grids, tilt, cells, math.ceil(top / spacing), infinite + math.exp(log_beyond))
+        window = Window(grids, tilt, cells, math.ceil(top / spacing), infinite + math.exp(log_beyond))
         found = window.epsilon(delta, largest)
         if found is None:
             below *= 4
@@ -266,6 +266,35 @@ def _epsilon_by_tilt(
         if log_folded <= math.log(_FOLDED):
             return found, math.exp(window.log_rounding(found) - math.log(delta))
         log_tilted_tail -= log_folded - math.log(_FOLDED) + 5
+
+
+def window_from_zero(parts: Sequence[tuple[PrivacyLoss, int]], delta: float) -> tuple[Window, float]:
+    """The tilted composition on a window that begins at a loss of at most 0, tilted for ``delta``, and Chernoff's bound on ε.
+
+    Formal guarantees: as of every window, for each ε ≥ 0. Bounds on δ(ε) are close where δ(ε) is not far from ``delta``;
+    everywhere else their absolute error is small.
+
+    Raises:
+        LookupError: if δ(0) is below ``delta``, so that a smaller one is needed.
+    """
+    infinite = sum(steps * math.exp(law.log_infinite) for law, steps in parts)
+    largest, index = _chernoff_epsilon(parts, delta - infinite)
+    if largest <= 0:
+        raise LookupError(f"epsilon is 0 at delta {delta}")
+    tilt = _tilt(index)
+    spacing = _spacing(parts, tilt, largest)
+    while True:
+        grids = [(_on_grid(law, spacing), steps) for law, steps in parts]
+        # Mass above the window is folded down to 0, where undoing the tilt makes it larger: little of it may be left.
+        top, other = _window_top(parts, grids, index, 2 * math.log(_CUT))
+        reach = max(top, -math.log(_CUT * delta) / tilt) + 4 * spacing
+        cells = 2 ** max(6, math.ceil(math.log2(reach / spacing)))
+        if cells <= _MOST_CELLS:
+            break
+        spacing *= 2
+    top += (cells * spacing - reach) / 2
+    beyond = infinite + math.exp(_log_moments(grids, other) - other * top)
+    return Window(grids, tilt, cells, math.ceil(top / spacing), beyond), largest
 
 
 def _window_top(
@@ -331,7 +360,7 @@ def _spacing(parts: Sequence[tuple[PrivacyLoss, int]], tilt: float, epsilon: flo
     return spacing
 
 
-class _Window:
+class Window:
     """The tilted composition on a window of the grid that ends at index ``top``, with bounds on its errors."""
 
     def __init__(self, grids: Sequence[tuple[_GridLoss, int]], tilt: float, cells: int, top: int, beyond: float) -> None:
@@ -369,6 +398,24 @@ class _Window:
         rounded = _UNITS_OF_A_PROBABILITY * _UNIT + 8 * _UNIT * (abs(self.log_moment) + tilt * epsilon)
         terms = (log_counted, self.log_rounding(epsilon), math.log(self.beyond))
         return float(np.logaddexp.reduce(terms)) + self.log_factor + rounded
+
+    def deltas(self, epsilons: Floats) -> Floats:
+        """Upper bounds on δ at many ε ≥ 0 at once, for a window from zero.
+
+        δ(ε) = A − exp(ε)·B, where A and B are the sums of p and of p·exp(−loss) over all losses above ε. Both are summed from
+        the far end, and what their difference may lose by rounding is added. No probability is counted as more than 1.
+        """
+        inside = self.probabilities[-self.bottom :]
+        losses = np.arange(len(inside)) * self.spacing
+        with np.errstate(divide="ignore"):
+            masses = np.exp(np.minimum(np.log(inside) + self.log_moment - self.tilt * losses, 0.0))
+        above = [np.append(np.cumsum(terms[::-1])[::-1], 0.0) for terms in (masses, masses * np.exp(-losses))]
+        first = np.minimum(np.floor(epsilons / self.spacing).astype(np.int64) + 1, len(inside))
+        a, b = above[0][first], np.exp(epsilons) * above[1][first]
+        rounded = 8 * _UNIT * (abs(self.log_moment) + self.tilt * float(losses[-1]) + len(inside))
+        lost = np.exp(np.minimum(self.log_rounding(0.0) - self.tilt * epsilons, 0.0))
+        found = np.maximum(a - b, 0.0) + rounded * (a + b) + lost + self.beyond
+        return np.minimum(found * math.exp(self.log_factor + _UNITS_OF_A_PROBABILITY * _UNIT), 1.0)
 
     def log_rounding(self, epsilon: float) -> float:
         """log of the largest change of δ(ε) that errors of all probabilities within their bounds can cause."""
