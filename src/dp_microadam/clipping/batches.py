@@ -25,6 +25,16 @@ def batch_size(batch: Any) -> int:
     return len(tensors[0])
 
 
+def require_weights(weights: Tensor, count: int) -> int:
+    """Require the weights of ``count`` examples, (units, examples per unit); returns how many examples a unit has."""
+    if weights.dim() != 2 or weights.numel() != count or (count and not weights.shape[1]):
+        raise InputError(
+            f"weights has shape {tuple(weights.shape)} for a batch of {count}; it must have a row per user and a column for "
+            "each of the user's consecutive examples"
+        )
+    return max(1, weights.shape[1])
+
+
 def detached(batch: Any) -> Any:
     """The same batch, detached from the graph."""
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, batch)

@@ -34,9 +34,16 @@ _SMALL = 1e-3
 
 
 def check_clip(
-    engine: ClippedGradients, observed: Observed, batch: Any, synthetic_batch: Any = None, precision: float = 0.0
+    engine: ClippedGradients,
+    observed: Observed,
+    batch: Any,
+    synthetic_batch: Any = None,
+    precision: float = 0.0,
+    weights: Tensor | None = None,
 ) -> None:
     """Raise :class:`PrivacyError` unless each of three synthetic examples adds at most the bound to the sum.
+
+    With ``weights``, (units, examples per unit), the same of units of several examples.
 
     The examples are shaped like those of ``batch``, or taken from ``synthetic_batch``. They go through a copy of the engine
     whose bound is half of their smallest gradient norm, so that every one has to be clipped. First each goes alone: what it
@@ -47,15 +54,18 @@ def check_clip(
 
     Formal guarantees: after it has returned, the engine's sum moved by at most the bound for each of these examples.
     """
-    examples = synthetic(batch, _EXAMPLES)[0] if synthetic_batch is None else repeated(synthetic_batch, _EXAMPLES)[0]
+    count = _EXAMPLES if weights is None else weights.numel()
+    examples = synthetic(batch, count)[0] if synthetic_batch is None else repeated(synthetic_batch, count)[0]
     precision = max(precision, *(torch.finfo(p.dtype).eps for p in engine._trainable.values()))
-    everyone = torch.arange(batch_size(examples))
+    rows = torch.arange(count).view(-1, 1 if weights is None else weights.shape[1])
+    everyone = torch.arange(len(rows))
     with full_precision(engine._device), no_side_effects(engine._model) as seed_all:
         trial = _EngineCopy(engine)
 
-        def add(bound: float, rows: Tensor) -> Tensor:
+        def add(bound: float, units: Tensor) -> Tensor:
             seed_all(0)
-            return trial.add(bound, observed, select(examples, rows))
+            chosen = select(examples, rows[units].flatten())
+            return trial.add(bound, observed, chosen, None if weights is None else weights[units])
 
         norms = add(engine.sensitivity, everyone).cpu()
         largest = float(norms.max())
@@ -65,9 +75,9 @@ def check_clip(
         limit = bound * (1 + max(_ROUNDING, 4 * precision))
         total = {name: torch.zeros_like(part) for name, part in trial.sums.items()}
         drew = False
-        for row in everyone:
+        for unit in everyone:
             before = _random_state()
-            add(bound, row.view(1))
+            add(bound, unit.view(1))
             drew = drew or _random_state() != before
             if not _norm(trial.sums) <= limit:
                 raise PrivacyError(
@@ -99,14 +109,14 @@ class _EngineCopy:
     def sums(self) -> dict[str, Tensor]:
         return self._copy.sums
 
-    def add(self, bound: float, observed: Observed, batch: Any) -> Tensor:
+    def add(self, bound: float, observed: Observed, batch: Any, weights: Tensor | None = None) -> Tensor:
         """Reset the sums and add these examples, clipped to this bound; returns the norms."""
         engine = self._engine
         self._copy._bound = bound
         if engine._layer_bounds is not None:
             self._copy._layer_bounds = {name: own * bound / engine._bound for name, own in engine._layer_bounds.items()}
         self._copy.reset()
-        return self._copy._add(observed, batch, batch_size(batch))
+        return self._copy._add(observed, batch, batch_size(batch), weights=weights)
 
 
 def _norm(parts: dict[str, Tensor]) -> float:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dp_microadam.clipping.batches import batch_size, detached, padded, padded_size, signature
+from dp_microadam.clipping.batches import batch_size, detached, padded, padded_size, require_weights, signature
 from dp_microadam.clipping.clip_check import check_clip
 from dp_microadam.clipping.families import observe, refuse_batch_statistics, refuse_torchscript
 from dp_microadam.clipping.independence import check_independence, check_independence_at_size
@@ -26,6 +26,7 @@ from dp_microadam.clipping.rows import RowTable
 from dp_microadam.clipping.rule import sum_of
 from dp_microadam.clipping.settling import Settled, settle
 from dp_microadam.clipping.synthetic_examples import CHECK_SIZE, SyntheticExamples
+from dp_microadam.clipping.unit_check import check_units
 from dp_microadam.errors import InputError
 from dp_microadam.validation import require_integer, require_one_of
 
@@ -35,6 +36,16 @@ _SMALLEST_NORM = 1e-12
 # Into so many sizes a GPU's chunks are padded. With one size, the last chunk of a step would cost as much as a full one; with
 # eight, padding adds a sixteenth of a chunk on average.
 _SIZES_ON_GPU = 8
+
+
+@dataclass
+class _Checked:
+    """What the check learned about the model, how its examples were drawn, and which sizes of batches and units it covers."""
+
+    observed: Observed
+    source: SyntheticExamples
+    largest: int
+    per_unit: set[int]
 
 
 class ClippedGradients:
@@ -52,6 +63,10 @@ class ClippedGradients:
     ``sums`` before noise, are private. With ``scale`` or ``row_masks``
     all of this holds for the scaled gradients s⊙gᵢ: ``sums`` is Σᵢ clip(s⊙gᵢ, C) and ``sensitivity`` is its sensitivity.
     Noise must be added to ``sums`` as they are, before anything is divided by s.
+
+    With ``weights`` in ``accumulate``, all of this holds for users instead of examples: for adding or removing a user with all
+    their examples, whose gradient is the weighted sum over these. If the gradient of one of them is not finite, the user
+    contributes nothing.
 
     An example's gradient is the sum over all uses of a parameter, be it a layer that is called several times, a weight
     that layers share, or several rows of one example (views of an image, windows of an attention).
@@ -134,9 +149,8 @@ class ClippedGradients:
         self._padded_sizes = usual if padded_sizes is None else require_integer("padded_sizes", padded_sizes, 0)
         # By structure of the batch: the largest number of examples so far.
         self._largest: dict[Any, int] = {}
-        # By structure of the batch and modes of the modules: what the check learned about the model, how its examples were
-        # drawn, and the largest batch that was checked.
-        self._checks: dict[Any, tuple[Observed, SyntheticExamples, int]] = {}
+        # By structure of the batch and modes of the modules.
+        self._checks: dict[Any, _Checked] = {}
         self._calls = 0
         self._sums: dict[str, Tensor] = {}
         self._scale: dict[str, Tensor] = {}
@@ -220,13 +234,18 @@ class ClippedGradients:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def accumulate(self, batch: Any) -> Tensor:
+    def accumulate(self, batch: Any, weights: Tensor | None = None) -> Tensor:
         """Add the clipped gradients of these examples to ``sums``; returns the norms before clipping.
 
         May be called once per physical chunk of a batch; a chunk may be empty. The norms are private.
+
+        With ``weights``, of shape (U, r), the examples are those of U users, r consecutive ones of each. A user's gradient is
+        the sum over their r examples' gradients, times the weights, and it is clipped as a whole; norms are those of users.
+        An example of weight zero only fills up. It should be a copy of another of the same user: its gradient must be finite.
         """
         self._refuse_changes()
         count = batch_size(batch)
+        per_unit = 1 if weights is None else require_weights(weights, count)
         if count == 0:
             return torch.zeros(0, device=self._device)
         batch = detached(batch)
@@ -234,22 +253,28 @@ class ClippedGradients:
             self._calls += 1
             if self._calls >= 16 and self._calls.bit_count() == 1:
                 self._checks.clear()  # a model may begin to mix examples later: check again at calls 16, 32, 64, …
-            size = self._size_for(batch, count)
+            size = self._size_for(batch, count, per_unit)
             batch = batch if size == count else padded(batch, size)
-            return self._add(self._checked_model(batch, size), batch, size, size - count)[:count]
+            if weights is not None and size > count:
+                weights = padded(weights, size // per_unit)
+            observed = self._checked_model(batch, size, per_unit=per_unit)
+            return self._add(observed, batch, size, (size - count) // per_unit, weights)[: count // per_unit]
 
-    def _size_for(self, batch: Any, count: int) -> int:
-        """The number of rows that a chunk of ``count`` examples is padded to."""
+    def _size_for(self, batch: Any, count: int, per_unit: int) -> int:
+        """The number of examples that a chunk of ``count`` is padded to; ``per_unit`` of them belong together."""
         largest = max(count, self._largest.get(signature(batch), 0))
         self._largest[signature(batch)] = largest
-        return padded_size(count, largest, self._padded_sizes) if self._padded_sizes else count
+        if not self._padded_sizes:
+            return count
+        return per_unit * padded_size(count // per_unit, largest // per_unit, self._padded_sizes)
 
-    def _add(self, observed: Observed, batch: Any, count: int, padding: int = 0) -> Tensor:
+    def _add(self, observed: Observed, batch: Any, count: int, padding: int = 0, weights: Tensor | None = None) -> Tensor:
         losses_of_batch = partial(losses_of, self._model, self._loss, batch)
         state = StateSnapshot(self._model, copy_large=False)
         try:
             with put_back_tensors(self._model, observed.caches):
-                parts, losses = parts_of(observed, losses_of_batch, count, self._factors(), self._row_masks, padding=padding)
+                factors, masks = self._factors(), self._row_masks
+                parts, losses = parts_of(observed, losses_of_batch, count, factors, masks, padding=padding, weights=weights)
             with torch.no_grad(), full_precision(self._device):
                 settled = settle(parts, [state.altered()]) if parts else None
             if settled is None or settled.raised[0]:
@@ -258,12 +283,12 @@ class ClippedGradients:
             state.restore()
             raise
         if settled is None:
-            return torch.zeros(count, device=losses.device)
+            return torch.zeros(count if weights is None else len(weights), device=losses.device)
         self._accumulated = True
         with torch.no_grad(), full_precision(self._device):
             return self._add_clipped(parts, settled)
 
-    def check_independence(self, batch: Any, seed: int | None = None) -> None:
+    def check_independence(self, batch: Any, seed: int | None = None, *, rows_per_unit: Sequence[int] = ()) -> None:
         """Check that examples are independent, as the first ``accumulate`` would otherwise do; raises ``InputError`` if not.
 
         This is a randomized numerical check on synthetic examples shaped like those of ``batch``, with new examples and
@@ -274,6 +299,7 @@ class ClippedGradients:
             batch: a batch as large as the largest chunk, so that ``accumulate`` need not check larger sizes later. Only its
                 structure, shapes and types are used, no values.
             seed: repeats a check that refused the model; the refusal names it.
+            rows_per_unit: how many examples users may have in a batch, whose clip is checked too (``unit_check.py``).
         """
         self._refuse_changes()
         if seed is not None:
@@ -282,6 +308,8 @@ class ClippedGradients:
         self._largest[signature(batch)] = max(count, self._largest.get(signature(batch), 0))
         with torch.enable_grad():
             self._checked_model(detached(batch), count, seed)
+            for per_unit in rows_per_unit:
+                self._checked_model(detached(batch), count, per_unit=per_unit)
 
     def prove(self, batch: Any, seed: int | None = None) -> None:
         """The old name of :meth:`check_independence`, deprecated."""
@@ -316,8 +344,8 @@ class ClippedGradients:
                 f"parameter {name!r} was frozen, unfrozen or replaced since this ClippedGradients was made; make a new one"
             )
 
-    def _checked_model(self, batch: Any, count: int, seed: int | None = None) -> Observed:
-        """What is observed of the model, checked for batches of this structure and size."""
+    def _checked_model(self, batch: Any, count: int, seed: int | None = None, *, per_unit: int = 1) -> Observed:
+        """What is observed of the model, checked for batches of this structure and size, and for units of so many examples."""
         modes = tuple(module.training for module in self._model.modules())
         key = (signature(batch), modes)
         if key not in self._checks:
@@ -325,12 +353,20 @@ class ClippedGradients:
             observed = replace(self._observed, table=RowTable(), caches=set())
             source = check_independence(self._model, self._loss, observed, batch, self._synthetic_batch, self._precision, seed)
             check_clip(self, observed, batch, self._synthetic_batch, self._precision)
-            self._checks[key] = observed, source, CHECK_SIZE
-        observed, source, largest = self._checks[key]
-        if count > largest:
-            check_independence_at_size(self._model, self._loss, observed, batch, self._synthetic_batch, self._precision, source)
-            self._checks[key] = observed, source, count
-        return observed
+            self._checks[key] = _Checked(observed, source, CHECK_SIZE, {1})
+        checked = self._checks[key]
+        if count > checked.largest:
+            # As large as any so far: after a repetition, chunks would grow past the checked size one by one.
+            size = max(count, self._largest.get(signature(batch), 0))
+            sized = batch if size == count else padded(batch, size)
+            check_independence_at_size(
+                self._model, self._loss, checked.observed, sized, self._synthetic_batch, self._precision, checked.source
+            )
+            checked.largest = size
+        if per_unit not in checked.per_unit:
+            check_units(self, checked.observed, batch, per_unit, self._synthetic_batch, self._precision)
+            checked.per_unit.add(per_unit)
+        return checked.observed
 
     def _add_clipped(self, parts: list[Part], settled: Settled) -> Tensor:
         norms, removed, _ = settled

@@ -88,22 +88,27 @@ def check_rows_of_one_example(checked: CheckedModel, batch: Any, row: int) -> No
             )
 
 
-def check_gradients_against_autograd(checked: CheckedModel, batch: Any) -> None:
-    """Each example's gradient norm and the unclipped sum must equal those that autograd computes, example by example."""
+def check_gradients_against_autograd(checked: CheckedModel, batch: Any, weights: Tensor | None = None) -> None:
+    """Each example's gradient norm and the unclipped sum must equal those that autograd computes, example by example.
+
+    With ``weights``, (units, examples per unit), the same of units of several examples.
+    """
     count, parameters = batch_size(batch), checked.observed.parameters
+    losses_of_batch = partial(losses_of, checked.model, checked.loss, batch)
     with checked.one_pass(0):
-        parts, detached = parts_of(checked.observed, partial(losses_of, checked.model, checked.loss, batch), count)
+        parts, detached = parts_of(checked.observed, losses_of_batch, count, weights=weights)
     sums: dict[str, Tensor] = {}
     with torch.no_grad(), full_precision(detached.device):
         if parts:
             settle(parts)
-        squared = sum((part.squared for part in parts), torch.zeros(count, device=detached.device))
+        of_none = torch.zeros(count if weights is None else len(weights), device=detached.device)
+        squared = sum((part.squared for part in parts), of_none)
         for part in parts:
             for key, total in part.call.clipped_sums(torch.ones_like(part.squared)).items():
                 sums[part.names[key]] = total
     # The same operations as under observation draw the same random numbers.
     with checked.one_pass(0), recurrent.step_by_step(checked.observed.recurrent), attention.Unfused():
-        losses, per_example = _autograd_gradients(checked, batch)
+        losses, per_example = _autograd_gradients(checked, batch, weights)
     of_parameters = zip(*per_example, strict=True)
     references = [_sum(gradients, like) for gradients, like in zip(of_parameters, parameters.values(), strict=True)]
     errors = [
@@ -126,10 +131,12 @@ def check_gradients_against_autograd(checked: CheckedModel, batch: Any) -> None:
     _compare_norms(found.tolist(), lengths.tolist(), relative, rounding)
 
 
-def _autograd_gradients(checked: CheckedModel, batch: Any) -> tuple[Tensor, list[Gradients]]:
-    """The gradient of each example's loss, by autograd."""
+def _autograd_gradients(checked: CheckedModel, batch: Any, weights: Tensor | None) -> tuple[Tensor, list[Gradients]]:
+    """The gradient of the loss of each example, or unit, by autograd."""
     parameters = list(checked.observed.parameters.values())
     losses = losses_of(checked.model, checked.loss, batch)
+    if weights is not None:
+        losses = (losses.view_as(weights) * weights.to(losses)).sum(1)
     found: list[Gradients] = []
     try:
         for loss in losses:

@@ -14,6 +14,7 @@ from dp_microadam.clipping.joint import JointCall, PendingUse, group_by_paramete
 from dp_microadam.clipping.outer_product import Doubt
 from dp_microadam.clipping.precision import full_precision
 from dp_microadam.clipping.recording import Observed, OutputGradientHook, Recording, Use
+from dp_microadam.errors import InputError
 
 
 class Clippable(Protocol):
@@ -48,16 +49,20 @@ def parts_of(
     row_masks: Mapping[str, Tensor] = MappingProxyType({}),
     on_output_gradient: OutputGradientHook | None = None,
     padding: int = 0,
+    weights: Tensor | None = None,
 ) -> tuple[list[Part], Tensor]:
-    """Run a forward and backward pass; returns the parts of the gradients, and the losses.
+    """Run a forward and backward pass; returns the parts of the gradients, and the losses of the ``count`` examples.
 
     The parts have no parameter in common, so that squared norms add up. Gradients are multiplied by ``scales``, and rows
-    that ``row_masks`` leaves out are zero. ``on_output_gradient`` is called with every use and its output gradient. The last
-    ``padding`` of the ``count`` examples have weight zero: so have their gradients, unless they are not finite.
+    that ``row_masks`` leaves out are zero. ``on_output_gradient`` is called with every use and its output gradient. With
+    ``weights``, (units, examples per unit), parts are those of units: the gradient of a unit is the weighted sum over its
+    examples, which are consecutive. The last ``padding`` examples, or units, have weight zero. The gradients of an example of
+    weight zero are zero, unless they are not finite.
 
     Formal guarantees: each trainable parameter's gradient, summed over all its uses and scaled, is in at most one part,
-    and a parameter in none has had no output gradient.
+    and a parameter in none has had no output gradient. Row i of a part comes from unit i alone, if examples do not interact.
     """
+    units, per_unit = (count, 1) if weights is None else weights.shape
     parts: list[Part] = []
     pending: list[PendingUse] = []
     factors = _combined(observed, scales, row_masks)
@@ -70,19 +75,19 @@ def parts_of(
             if any(recording.uses[name] > 1 for name in names):
                 pending.append(PendingUse(use, gradient))
             elif not names.isdisjoint(scales) or not (use.call.masks_rows or names.isdisjoint(row_masks)):
-                parts.append(_joint_part([PendingUse(use, gradient)], factors, count))
+                parts.append(_joint_part([PendingUse(use, gradient)], factors, units))
             else:
                 use.call.row_masks = {key: row_masks[name] for key, name in use.names.items() if name in row_masks}
-                parts.append(Part(use.call, use.names, use.call.squared_norms(gradient)))
+                parts.append(Part(use.call, use.names, _one_each(use, use.call.squared_norms(gradient), units)))
 
-    with Recording(observed, count, collect) as recording:
+    with Recording(observed, count, collect, per_unit=per_unit) as recording:
         losses = losses_of_batch()
         if losses.requires_grad:  # every trainable layer may have been skipped at random
-            weights = torch.ones_like(losses)
-            weights[count - padding :] = 0
-            recording.backward(losses, weights)
+            of_losses = torch.ones_like(losses) if weights is None else weights.to(losses, copy=True).flatten()
+            of_losses[count - padding * per_unit :] = 0
+            recording.backward(losses, of_losses)
         with torch.no_grad(), full_precision(losses.device):
-            parts.extend(_joint_part(members, factors, count) for members in group_by_parameter(pending))
+            parts.extend(_joint_part(members, factors, units) for members in group_by_parameter(pending))
         pending.clear()  # the closure above would keep activations alive until the next garbage collection
     return parts, losses.detach()
 
@@ -96,11 +101,20 @@ def _combined(observed: Observed, scales: Mapping[str, Tensor], row_masks: Mappi
     return factors
 
 
+def _one_each(use: Use, squared: Tensor, count: int) -> Tensor:
+    if squared.shape != (count,):
+        raise InputError(
+            f"the rule of {use.label} returns {squared.numel()} norms for {count} examples or users with "
+            f"{use.call.rows_per_example} rows each; a rule must add up the gradients of rows_per_example consecutive rows"
+        )
+    return squared
+
+
 def _joint_part(members: list[PendingUse], scales: Mapping[str, Tensor], count: int) -> Part:
     members = merge_uses(members)
     names: dict[str, Any] = {name: name for member in members for name in member.use.names.values()}
     if len(members) == 1 and scales.keys().isdisjoint(names):
         use = members[0].use
-        return Part(use.call, use.names, use.call.squared_norms(members[0].gradient))
+        return Part(use.call, use.names, _one_each(use, use.call.squared_norms(members[0].gradient), count))
     joint = JointCall(members, scales, count)
     return Part(joint, names, joint.squared_norms())

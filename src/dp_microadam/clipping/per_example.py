@@ -35,6 +35,18 @@ def per_example_gradients(model: nn.Module, per_example_loss: PerExampleLoss, ba
     return gradients
 
 
+def of_users(gradients: list[dict[str, Tensor]], weights: Tensor) -> list[dict[str, Tensor]]:
+    """The gradient of each user: the weighted sum over their consecutive examples, without those of weight zero."""
+    found = []
+    for user, own in enumerate(weights.tolist()):
+        total = {name: torch.zeros_like(part) for name, part in gradients[0].items()}
+        for gradient, weight in zip(gradients[user * len(own) :], own, strict=False):
+            if weight:
+                total = {name: part + weight * gradient[name] for name, part in total.items()}
+        found.append(total)
+    return found
+
+
 def norm(gradient: dict[str, Tensor]) -> float:
     """The norm over all parameters together, in double precision."""
     return sum(float(part.double().square().sum()) for part in gradient.values()) ** 0.5
@@ -55,8 +67,11 @@ def clipped_sum(
     *,
     max_grad_norm: float,
     scale: Mapping[str, Tensor] = MappingProxyType({}),
+    weights: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Σᵢ clip(s⊙gᵢ, C) by parameter name, and the norm of every s⊙gᵢ; s is 1 for parameters without a ``scale``.
+
+    With ``weights``, (users, examples per user), gᵢ is the gradient of user i: the weighted sum over their examples.
 
     >>> model = nn.Linear(2, 1, bias=False)
     >>> total, norms = clipped_sum(model, lambda m, x: m(x).squeeze(1), torch.tensor([[3.0, 4.0]]), max_grad_norm=1.0)
@@ -65,7 +80,8 @@ def clipped_sum(
     """
     total = {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}
     norms = []
-    for unscaled in per_example_gradients(model, per_example_loss, batch):
+    gradients = per_example_gradients(model, per_example_loss, batch)
+    for unscaled in gradients if weights is None else of_users(gradients, weights):
         gradient = {name: part * scale[name] if name in scale else part for name, part in unscaled.items()}
         norms.append(norm(gradient))
         for name, part in clipped(gradient, max_grad_norm).items():

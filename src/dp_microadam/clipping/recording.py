@@ -76,11 +76,17 @@ class Recording:
     with a rule is observed as a whole. Elsewhere a parameter is a :class:`SharedTensor`, and the first operation that
     combines it with rows of examples is observed. Hooks exist only within the context: between two recordings
     the model can be saved, copied and evaluated like any other.
+
+    Of ``batch_size`` examples, ``per_unit`` consecutive ones belong together; all calls then take the rows of such a unit for
+    the rows of one example.
     """
 
-    def __init__(self, observed: Observed, batch_size: int, on_output_gradient: OutputGradientHook) -> None:
+    def __init__(
+        self, observed: Observed, batch_size: int, on_output_gradient: OutputGradientHook, *, per_unit: int = 1
+    ) -> None:
         self._observed = observed
         self._batch_size = batch_size
+        self._per_unit = per_unit
         self._on_output_gradient = on_output_gradient
         self._handles: list[RemovableHandle] = []
         self._installed: list[LayerRule] = []
@@ -259,7 +265,8 @@ class Recording:
             ordinal = self._ordinals[kind]
             self._ordinals[kind] += 1
         shapes = [tensor.plain.shape if is_shared(tensor) else tensor.shape for tensor in tensors]
-        return self._observed.table.look_up(kind, ordinal, shapes, self._batch_size)
+        rows = self._observed.table.look_up(kind, ordinal, shapes, self._batch_size)
+        return rows if self._per_unit == 1 else tuple(count * self._per_unit for count in rows)
 
     def _watch(self, use: Use, output: Tensor) -> Tensor:
         self.uses.update(use.names.values())

@@ -134,8 +134,9 @@ class PrivacyLedger:
         ledger = cls(ledger_path(run), plan)
         try:
             recorded = asdict(ledger._record.plan)
-            # Bands first: runs with and without correlated noise differ in more, but that is the reason.
-            _require_same(ledger.path, "plan", {"bands": recorded["bands"], **recorded}, asdict(plan))
+            # Unit and bands first: runs of users, or with correlated noise, differ in more, but that is the reason.
+            first = {name: recorded[name] for name in ("unit", "bands")}
+            _require_same(ledger.path, "plan", {**first, **recorded}, asdict(plan))
             _require_same(ledger.path, "settings", asdict(ledger._record.settings), asdict(settings))
             if ledger.steps < position:
                 raise PrivacyError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -32,8 +32,21 @@ from dp_microadam.privacy.band_choice import (
     refuse_bands,
     refuse_memory,
 )
-from dp_microadam.privacy.banded import Floats, NoiseRatios, banded_square_root, noise_ratios
+from dp_microadam.privacy.banded import (
+    Floats,
+    NoiseRatios,
+    banded_square_root,
+    noise_ratios,
+    optimised_coefficients,
+    workload_error,
+)
 from dp_microadam.validation import require_in_open, require_integer, require_one_of, require_positive
+
+UNITS = ("example", "user")
+"""Whom a guarantee is for: one example, or one user with all their examples."""
+
+_ONLY_WHERE_UNUSUAL = ("bands", "coefficients", "unit", "examples_per_user")
+"""Fields that are written where they are not the default."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +61,14 @@ class PrivacyPlan:
     samples from group t mod ``bands`` only, and the noise of a step depends on that of the last ``bands`` − 1 steps, which it
     partly takes back. ``coefficients`` are those of the matrix C of the noise; empty stands for the banded square root.
 
+    ``unit`` is whom the guarantee is for: ``"example"``, or ``"user"`` for people who have several examples each. With users,
+    ``dataset_size`` counts users and ``batch_size`` is the expected number of users per step; a step samples users, and the
+    gradient of a user is the mean over at most ``examples_per_user`` of their examples, clipped as a whole.
+
     Formal guarantees: a run that samples, clips and adds noise as the plan says, for at most ``steps`` steps, is
-    (``epsilon``, ``delta``)-differentially private under adding or removing one training example while the others keep their
-    numbers. With correlated noise ε is that of ⌈steps/bands⌉ steps of rate bands·B/N and the same noise multiplier, by the
-    theorem of ``banded.py``.
+    (``epsilon``, ``delta``)-differentially private under adding or removing one training example, or one user with all their
+    examples, however many, while the others keep their numbers. With correlated noise ε is that of ⌈steps/bands⌉ steps of rate
+    bands·B/N and the same noise multiplier, by the theorem of ``banded.py``.
 
     >>> plan = PrivacyPlan.solve(dataset_size=45_000, batch_size=4096, delta=1e-5, epsilon=8.0, noise_multiplier=3.0)
     >>> plan.steps
@@ -68,9 +85,12 @@ class PrivacyPlan:
     accountant: str = "rdp"
     bands: int = 1
     coefficients: tuple[float, ...] = ()
+    unit: str = "example"
+    examples_per_user: int | None = None
 
     def __post_init__(self) -> None:
-        _require_sampling_and_delta(self.dataset_size, self.batch_size, self.delta, self.accountant)
+        require_unit(self.unit, self.examples_per_user)
+        _require_sampling_and_delta(self.dataset_size, self.batch_size, self.delta, self.accountant, self.unit)
         _require_noise_multiplier(self.noise_multiplier)
         require_integer("steps", self.steps, 1)
         refuse_bands(self.bands, self.dataset_size, self.batch_size)
@@ -81,6 +101,8 @@ class PrivacyPlan:
         for kind, names in ((int, ("dataset_size", "batch_size", "steps", "bands")), (float, ("noise_multiplier", "delta"))):
             for name in names:
                 object.__setattr__(self, name, kind(getattr(self, name)))
+        if self.examples_per_user is not None:
+            object.__setattr__(self, "examples_per_user", int(self.examples_per_user))
 
     @classmethod
     def solve(
@@ -97,6 +119,8 @@ class PrivacyPlan:
         coefficients: Sequence[float] = (),
         parameters: int | None = None,
         noise_memory_gib: float = DEFAULT_NOISE_MEMORY_GIB,
+        unit: str = "example",
+        examples_per_user: int | None = None,
     ) -> PrivacyPlan:
         """A plan from two of ``epsilon``, ``noise_multiplier`` and ``steps``; the third is solved for.
 
@@ -108,10 +132,13 @@ class PrivacyPlan:
         between steps is limited to ``noise_memory_gib``. ``coefficients`` as
         :func:`~dp_microadam.privacy.banded.optimised_coefficients` returns them replace the banded square root.
 
+        ``unit="user"`` needs ``examples_per_user``; dataset and batch size then count users, and ε is for one user.
+
         Raises:
             InputError: for a value out of range, or if no plan exists.
         """
-        _require_sampling_and_delta(dataset_size, batch_size, delta, accountant)
+        require_unit(unit, examples_per_user)
+        _require_sampling_and_delta(dataset_size, batch_size, delta, accountant, unit)
         given = {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "steps": steps}
         names = [name for name, value in given.items() if value is not None]
         if len(names) != 2:
@@ -126,8 +153,8 @@ class PrivacyPlan:
             require_integer("steps", steps, 1)
         if delta > 1 / dataset_size:
             warnings.warn(
-                f"delta is {delta:g}, above 1/{dataset_size} = {1 / dataset_size:.3g}: publishing one whole example "
-                "at random would satisfy it",
+                f"delta is {delta:g}, above 1/{dataset_size} = {1 / dataset_size:.3g}: publishing "
+                f"{'one whole example' if unit == 'example' else 'all that one user has'} at random would satisfy it",
                 PrivacyWarning,
                 stacklevel=2,
             )
@@ -146,11 +173,46 @@ class PrivacyPlan:
         if steps is None:
             assert epsilon is not None
             steps = bands * _solve_steps(sample_rate, noise_multiplier, epsilon, delta, accountant)
-        return cls(dataset_size, batch_size, noise_multiplier, steps, delta, accountant, bands, tuple(coefficients))
+        return cls(
+            dataset_size,
+            batch_size,
+            noise_multiplier,
+            steps,
+            delta,
+            accountant,
+            bands,
+            tuple(coefficients),
+            unit=unit,
+            examples_per_user=examples_per_user,
+        )
+
+    def optimised_for(self, *, momentum: float = 0.0, rates: Sequence[float] | None = None) -> PrivacyPlan:
+        """The plan with the coefficients that leave the least noise in the weights of SGD with momentum and a schedule.
+
+        ``rates`` are the learning rates of all steps up to a common factor; None is a constant rate. Noise multiplier, bands
+        and ε stay the same, since ε depends on the norm of the coefficients alone. One band has nothing to optimise.
+        """
+        if self.bands == 1:
+            return self
+        best = optimised_coefficients(self.bands, self.steps, momentum=momentum, rates=rates)
+        return replace(self, coefficients=tuple(best.tolist()))
+
+    def weight_noise(self, *, momentum: float = 0.0, rates: Sequence[float] | None = None) -> float:
+        """The noise in the weights of SGD with momentum and a schedule, relative to that of the banded square root.
+
+        Both have as many bands as the plan, and are root mean squares over its steps. 1 without coefficients of its own.
+        """
+        if not self.coefficients:
+            return 1.0
+        errors = [
+            workload_error(c, self.steps, momentum=momentum, rates=rates)[0]
+            for c in (self.noise_coefficients, banded_square_root(self.bands))
+        ]
+        return math.sqrt(errors[0] / errors[1])
 
     @property
     def sample_rate(self) -> float:
-        """The probability with which each example is sampled in a step of its group: bands·B/N. One band is one group."""
+        """The probability with which each example or user is sampled in a step of its group: bands·B/N. One band, one group."""
         return self.bands * self.batch_size / self.dataset_size
 
     @property
@@ -200,8 +262,10 @@ class PrivacyPlan:
         return independent * self.noise_ratios.single_step
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, sample rate and ε, for JSON; bands and coefficients only where there are any."""
+        """All fields, sample rate and ε, for JSON; bands, coefficients and the unit only where they are not the usual ones."""
         values = asdict(self)
+        if self.unit == "example":
+            del values["unit"], values["examples_per_user"]
         if self.bands == 1:
             del values["bands"]
         if not values.pop("coefficients"):
@@ -212,7 +276,7 @@ class PrivacyPlan:
     def from_dict(cls, values: Mapping[str, Any]) -> PrivacyPlan:
         """The plan that :meth:`to_dict` describes. Sample rate and ε are recomputed, not read."""
         names = [field.name for field in fields(cls)]
-        missing = [name for name in names if name not in values and name not in ("bands", "coefficients")]
+        missing = [name for name in names if name not in values and name not in _ONLY_WHERE_UNUSUAL]
         if missing:
             raise InputError(f"a privacy plan needs {', '.join(missing)}, which is missing")
         return cls(**{name: values[name] for name in names if name in values})
@@ -227,12 +291,27 @@ def _require_noise_multiplier(value: float) -> float:
     return float(value)
 
 
-def _require_sampling_and_delta(dataset_size: int, batch_size: int, delta: float, accountant: str) -> None:
+def require_unit(unit: str, examples_per_user: int | None) -> None:
+    """Require a unit of privacy, and for users how many of their examples enter a step at most."""
+    require_one_of("unit", unit, UNITS)
+    if unit == "user" and examples_per_user is None:
+        raise InputError(
+            "unit is 'user', but examples_per_user is missing; give the largest number of a user's examples that enter a step"
+        )
+    if examples_per_user is not None:
+        require_integer("examples_per_user", examples_per_user, 1)
+        if unit != "user":
+            raise InputError(
+                f"examples_per_user is {examples_per_user}, but unit is {unit!r}; pass unit='user', or leave it out"
+            )
+
+
+def _require_sampling_and_delta(dataset_size: int, batch_size: int, delta: float, accountant: str, unit: str) -> None:
     require_integer("dataset_size", dataset_size, 1)
     require_integer("batch_size", batch_size, 1)
     if batch_size > dataset_size:
         raise InputError(
-            f"batch_size is {batch_size}, more than the {dataset_size} examples of the dataset; it must be at most dataset_size"
+            f"batch_size is {batch_size}, more than the {dataset_size} {unit}s of the dataset; it must be at most dataset_size"
         )
     require_in_open("delta", delta, 0, 1)
     require_one_of("accountant", accountant, ACCOUNTANTS)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
@@ -18,6 +19,7 @@ from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError, Unre
 from dp_microadam.privacy.band_choice import refuse_bands
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.randomness import Randomness
+from dp_microadam.privacy.units import Units, WeightedRows
 from dp_microadam.validation import require_integer
 
 
@@ -44,7 +46,8 @@ class PoissonSampler:
     once. ``first_step`` is where a resumed run continues. ``shard`` is this process' part of the examples when several
     processes train together; other examples are never sampled here. With several ``bands`` sampling is cyclic: example i
     belongs to group i mod ``bands``, and step t samples from group t mod ``bands`` only, with a probability ``bands`` times as
-    large.
+    large. With ``units`` users are sampled instead: all sizes but ``physical_batch_size`` count users, and so does the shard;
+    chunks are then :class:`~dp_microadam.privacy.units.WeightedRows`.
 
     Formal guarantees: each example of the shard is in each step, with several bands in each step of its group and in no other,
     with probability ``bands · batch_size / dataset_size`` (rounded up to a multiple of 2⁻⁵³), independently of all other
@@ -70,6 +73,7 @@ class PoissonSampler:
         shard: range | None = None,
         bands: int = 1,
         randomness: Randomness | None = None,
+        units: Units | None = None,
     ) -> None:
         self.dataset_size = require_integer("dataset_size", dataset_size, 1)
         self.batch_size = require_integer("batch_size", batch_size, 1)
@@ -89,6 +93,16 @@ class PoissonSampler:
         if self.shard.step != 1 or not 0 <= self.shard.start <= self.shard.stop <= dataset_size:
             raise InputError(f"shard is {self.shard}; it must be consecutive examples of the {dataset_size} there are")
         self._randomness = randomness if randomness is not None else Randomness.from_entropy()
+        self._units = units
+        if units is not None and len(units) != dataset_size:
+            raise InputError(
+                f"users has {len(units)} different ids, but dataset_size is {dataset_size}; solve a plan for as many users"
+            )
+        if units is not None and units.most > self.physical_batch_size:
+            raise InputError(
+                f"examples_per_user is {units.most}, more than physical_batch_size, which is {self.physical_batch_size}; a "
+                "user's examples go through the model together, so it must be at most that"
+            )
 
     @classmethod
     def from_plan(
@@ -99,8 +113,11 @@ class PoissonSampler:
         first_step: int = 0,
         shard: range | None = None,
         randomness: Randomness | None = None,
+        units: Units | None = None,
     ) -> PoissonSampler:
         """The sampler that ``plan`` accounts for; it ends at the plan's last step."""
+        if (plan.unit == "user") != (units is not None):
+            raise InputError(f"the plan's unit is {plan.unit!r}; units must be given for users, and for users only")
         return cls(
             plan.dataset_size,
             plan.batch_size,
@@ -110,6 +127,7 @@ class PoissonSampler:
             shard=shard,
             bands=plan.bands,
             randomness=randomness,
+            units=units,
         )
 
     @property
@@ -126,14 +144,20 @@ class PoissonSampler:
         for index in range(self.first_step, self.steps):
             yield LogicalStep(index, self.draw(index))
 
-    def draw(self, step: int) -> tuple[Tensor, ...]:
+    def draw(self, step: int) -> tuple[Any, ...]:
         """The chunks of one step. In a private run, drawing the same step again gives a new sample."""
         group = step % self.bands
         # Members of the group within the shard, numbered within the group: member j is example group + j·bands.
         first, end = (-((group - edge) // self.bands) for edge in (self.shard.start, self.shard.stop))
         uniforms = self._randomness.uniforms("sampling", step, end - first, first=first)
         chosen = group + self.bands * (first + np.flatnonzero(uniforms < self.sample_rate))
-        return torch.from_numpy(chosen).split(self.physical_batch_size) if len(chosen) else ()
+        return self._in_chunks(chosen, step) if len(chosen) else ()
+
+    def _in_chunks(self, chosen: NDArray[np.int64], step: int) -> tuple[Any, ...]:
+        """The chosen examples, or what the chosen users bring, in parts that fit in memory."""
+        if self._units is None:
+            return torch.from_numpy(chosen).split(self.physical_batch_size)
+        return self._units.batches(chosen, step, self._randomness, self.physical_batch_size)
 
     def load(
         self,
@@ -163,7 +187,9 @@ class PoissonSampler:
             data = data.tensors
         tensors = _tensors_of(data)
         size = len(data) if tensors is None else _common_length(tensors)  # type: ignore[arg-type]
-        if size != self.dataset_size:
+        if self._units is not None and not self._units.belong_to(size):
+            raise InputError("users and data have different lengths; users must have one id for each example")
+        if self._units is None and size != self.dataset_size:
             raise InputError(
                 f"data has {size} examples, but dataset_size is {self.dataset_size}; solve a plan for the size of your data"
             )
@@ -173,7 +199,7 @@ class PoissonSampler:
 
     def _load_tensors(self, data: Any) -> Iterator[LogicalStep]:
         for step in self:
-            yield LogicalStep(step.index, (_take(data, indices) for indices in step.chunks))
+            yield LogicalStep(step.index, _weighted(step.chunks, (_take(data, rows) for rows in map(_rows_of, step.chunks))))
 
     def _load_dataset(
         self, data: Dataset[Any], collate_fn: Callable[[list[Any]], Any], num_workers: int, options: dict[str, Any]
@@ -210,8 +236,8 @@ class PoissonSampler:
 
         for step in self:
             current = step.index
-            requests[:] = step.chunks
-            yield LogicalStep(current, batches(current))
+            requests[:] = map(_rows_of, step.chunks)
+            yield LogicalStep(current, _weighted(step.chunks, batches(current)))
 
     def __repr__(self) -> str:
         cyclic = f"bands={self.bands}, " if self.bands > 1 else ""
@@ -263,6 +289,16 @@ class Chunks(Dataset[Any]):
                     "must pad all examples to one length"
                 )
         return None
+
+
+def _rows_of(chunk: Tensor | WeightedRows) -> Tensor:
+    return chunk.rows if isinstance(chunk, WeightedRows) else chunk
+
+
+def _weighted(chunks: Iterable[Any], batches: Iterator[Any]) -> Iterator[Any]:
+    """The batches that were read for these chunks, those of users with the weights of their rows."""
+    for batch, chunk in zip(batches, chunks, strict=True):
+        yield WeightedRows(batch, chunk.weights) if isinstance(chunk, WeightedRows) else batch
 
 
 def _about_an_example(error: DPMicroAdamError) -> DPMicroAdamError:

@@ -39,15 +39,16 @@ class Engines:
         self.current = self._new(self._phase) if checked is None else checked
         self._freeze_all_but(self._phase.trainable)
 
-    def check_independence(self, phases: Sequence[Phase], sample: Any) -> None:
+    def check_independence(self, phases: Sequence[Phase], sample: Any, rows_per_unit: Sequence[int] = ()) -> None:
         """Refuse a model in which examples interact, for all phases at once, so that a run does not fail half-way.
 
-        Only the shapes of ``sample`` are used. Checked engines are kept for their phases.
+        Only the shapes of ``sample`` are used. ``rows_per_unit`` are the numbers of rows that users may have in a batch.
+        Checked engines are kept for their phases.
         """
         for phase in {phase.engine_key: phase for phase in phases}.values():
             engine = self._new(phase)
             with forked_torch(self._model):
-                engine.check_independence(sample)
+                engine.check_independence(sample, rows_per_unit=rows_per_unit)
             self._checked[phase.engine_key] = engine
         self.reopen()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,9 +21,9 @@ class GradientSums(Protocol):
     @property
     def sums(self) -> dict[str, Tensor]: ...
 
-    def accumulate(self, batch: Any) -> Tensor: ...
+    def accumulate(self, batch: Any, weights: Tensor | None = None) -> Tensor: ...
 
-    def check_independence(self, batch: Any) -> None: ...
+    def check_independence(self, batch: Any, *, rows_per_unit: Sequence[int] = ()) -> None: ...
 
     def reset(self) -> None: ...
 
@@ -51,9 +51,11 @@ class UnclippedGradients:
     def sums(self) -> dict[str, Tensor]:
         return self._sums
 
-    def accumulate(self, batch: Any) -> Tensor:
+    def accumulate(self, batch: Any, weights: Tensor | None = None) -> Tensor:
         with torch.enable_grad():
             losses = self._loss(self._model, batch)
+            if weights is not None:
+                losses = (losses.view_as(weights) * weights.to(losses)).sum(1)
             gradients = torch.autograd.grad(losses.sum(), list(self._trainable.values()), allow_unused=True)
         for (name, total), gradient in zip(self._sums.items(), gradients, strict=True):
             if gradient is not None:
@@ -62,7 +64,7 @@ class UnclippedGradients:
                     total[~self.row_masks[name]] = 0.0
         return losses.detach()
 
-    def check_independence(self, batch: Any) -> None:
+    def check_independence(self, batch: Any, *, rows_per_unit: Sequence[int] = ()) -> None:
         """Nothing to check: without privacy examples may interact, as in batch normalization."""
 
     def reset(self) -> None:

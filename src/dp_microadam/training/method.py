@@ -41,6 +41,12 @@ class Steps(Protocol):
     @property
     def bands(self) -> int: ...
 
+    @property
+    def unit(self) -> str: ...
+
+    @property
+    def examples_per_user(self) -> int | None: ...
+
 
 @dataclass(frozen=True)
 class Phase:

@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from dp_microadam.clipping.row_norms import ClippedRowNorms
+from dp_microadam.privacy.plan import require_unit
 from dp_microadam.privacy.statement import write_privacy_report
 from dp_microadam.training.gradients import GradientSums, UnclippedGradients
 from dp_microadam.training.method import ROW_NORMS, Phase
@@ -21,11 +22,19 @@ _NO_BOUND = 1e12
 
 @dataclass(frozen=True)
 class UnprotectedPlan:
-    """The plan of a run without privacy: Poisson sampling and a number of steps, but no noise and no guarantee."""
+    """The plan of a run without privacy: Poisson sampling and a number of steps, but no noise and no guarantee.
+
+    ``unit`` and ``examples_per_user`` say what is sampled and averaged, as in :class:`~dp_microadam.PrivacyPlan`.
+    """
 
     dataset_size: int
     batch_size: int
     steps: int
+    unit: str = "example"
+    examples_per_user: int | None = None
+
+    def __post_init__(self) -> None:
+        require_unit(self.unit, self.examples_per_user)
 
     @property
     def bands(self) -> int:

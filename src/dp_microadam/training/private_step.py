@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from dp_microadam.privacy.ledger import LEDGER_NAME, PrivacyLedger, RunSettings,
 from dp_microadam.privacy.mechanism import GaussianMechanism
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.statement import round_up, statement_in_words, write_privacy_report
+from dp_microadam.privacy.units import widths
 from dp_microadam.training.gradients import GradientSums
 from dp_microadam.training.method import ROW_NORMS, Method, Phase, phase_at, phases_from
 from dp_microadam.training.repeats import refuse_repeats
@@ -51,6 +53,7 @@ class PrivateStep(TrainingStep):
         per_example_loss: ``f(model, batch)`` returns one loss per example.
         train: a map-style Dataset, or tensors with examples along the first dimension. It may be given later with
             :meth:`attach`.
+        users: the id of each training example's user, an integer or a string, if the plan's unit is the user; only then.
         run_dir: the folder of the ledger and the privacy statement.
         method: a method of ``dp_microadam.methods``, which may have phases, scaling before clipping, or masks of rows that
             train. Not needed for a plain optimizer.
@@ -58,7 +61,8 @@ class PrivateStep(TrainingStep):
         clipping: ``"flat"`` or ``"per-layer"``.
         clipping_options: further arguments of :class:`~dp_microadam.clipping.engine.ClippedGradients`: ``autocast``,
             ``synthetic_batch``, ``layer_weights``, ``strategy``.
-        physical_batch_size: examples that go through the model at once; affects memory and speed only.
+        physical_batch_size: examples that go through the model at once; affects memory and speed only. With users, at least the
+            plan's ``examples_per_user``.
         prepare: applied to a batch before the model, for example dtype conversion or normalization by public constants.
             Batches are moved to the model's device first.
         augment: applied to training batches before ``prepare``. It must treat each example independently of the rest of the
@@ -78,16 +82,17 @@ class PrivateStep(TrainingStep):
             must construct its step at the same point, with the same arguments and data. Weights are broadcast from rank 0,
             which also writes ``run_dir``.
 
-    Formal guarantees: whatever is computed from the gradients of the steps taken, and from data that is not the training
-    data, is (ε, δ)-differentially private in the training data under adding or removing one example, with ε as the ledger
-    says, if ``seed`` is None. Excepted are timing, whether a training batch could be processed at all, and what
-    ``training_measures`` shows. Assumes that ``per_example_loss``, ``prepare`` and ``augment`` treat examples one by one
-    (checked on synthetic data, as far as :class:`~dp_microadam.clipping.engine.ClippedGradients` says), that the Dataset does,
-    and that the caller has no other access to the training data. Dropout and augmentation must draw from torch's generators,
-    which are made unpredictable for each step. Several processes give the same guarantee to whoever sees what the run
-    publishes: each draws from a part of the examples, disjoint from the others', with the plan's rate, and adds all noise of
-    its own slice of the coordinates from its own entropy. They trust each other and the network between them: what one sends
-    has noise in its own slice only.
+    Formal guarantees: whatever is computed from the gradients of the steps taken, and from data that is not the training data,
+    is (ε, δ)-differentially private in the training data under adding or removing one example, with ε as the ledger says, if
+    ``seed`` is None. If the plan's unit is the user, the same holds under adding or removing a user with all their examples
+    while the others keep their numbers, and how many examples a user has shows in nothing but timing. Excepted are timing,
+    whether a training batch could be processed at all, and what ``training_measures`` shows. Assumes that
+    ``per_example_loss``, ``prepare`` and ``augment`` treat examples one by one (checked on synthetic data, as far as
+    :class:`~dp_microadam.clipping.engine.ClippedGradients` says), that the Dataset does, and that the caller has no other
+    access to the training data. Dropout and augmentation must draw from torch's generators, which are made unpredictable for
+    each step. Several processes give the same guarantee to whoever sees what the run publishes: each draws from a part of the
+    examples, disjoint from the others', with the plan's rate, and adds all noise of its own slice of the coordinates from its
+    own entropy. They trust each other and the network between them: what one sends has noise in its own slice only.
     """
 
     _plan: PrivacyPlan
@@ -294,7 +299,11 @@ class PrivateStep(TrainingStep):
     def _settings(self) -> RunSettings:
         clipped, own = (Method.clipped, ()) if self._method is None else (self._method.clipped, self._method.public)
         public = ("clipping norm", *self._options.get("public", PUBLIC), *own, *phases_in_words(self.phases))
-        return RunSettings.of_run(self._randomness, self.sensitivity, clipped, self._clipping, public)
+        if self.plan.unit == "example":
+            return RunSettings.of_run(self._randomness, self.sensitivity, clipped, self._clipping, public)
+        clipped = clipped.replace("the gradient of each example", "the mean gradient of each user's examples", 1)
+        settings = RunSettings.of_run(self._randomness, self.sensitivity, clipped, self._clipping, public)
+        return replace(settings, unit="one user with all their training examples")
 
     @property
     def _clipping(self) -> str:
@@ -315,7 +324,8 @@ class PrivateStep(TrainingStep):
         if self.loading.transforms:
             check_transform(self._transformed, sample, self.model, what=self.loading.transforms)
         prepared = self._guarded(lambda: self._transformed_apart(sample))
-        self._engines.check_independence(phases_from(self.phases, self.updates), prepared)
+        numbers_of_rows = [] if self._units is None else widths(self._units.most)
+        self._engines.check_independence(phases_from(self.phases, self.updates), prepared, numbers_of_rows)
 
     def _transformed(self, batch: Any) -> Any:
         return self.loading.transformed(batch, self.model)

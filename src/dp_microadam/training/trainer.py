@@ -152,17 +152,20 @@ class PrivateTrainer:
         self,
         train: Dataset[Any] | Tensor | tuple[Tensor, ...] | dict[str, Tensor],
         validation: Any = None,
+        *,
+        users: Any = None,
     ) -> RunResult:
         """Train until the plan's steps are spent, ``max_steps`` is reached, or Ctrl-C is pressed.
 
         ``train`` and ``validation`` are map-style Datasets, or tensors with examples along the first dimension. With several
         ranks, each needs all of the data in the same order. If that cannot be verified from a Dataset's attributes, the
-        Dataset needs ``example_ids``: a name or number for each example.
+        Dataset needs ``example_ids``: a name or number for each example. ``users`` has the id of each training example's user,
+        an integer or a string, if the plan's unit is the user.
         """
         if self.finished:
             return self.result()
         self._refuse_shared(train, validation)
-        self.step.attach(train)
+        self.step.attach(train, users)
         self._require_same_settings(validation)
         if not self._resumed:
             self._begin()

@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
+from dp_microadam.clipping.batches import select
 from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError
 from dp_microadam.privacy.sampling import Chunks, LogicalStep, PoissonSampler
+from dp_microadam.privacy.units import Units, WeightedRows
 from dp_microadam.training.evaluation import batches
 from dp_microadam.training.prefetch import copied_ahead, pinned
 from dp_microadam.training.torch_randomness import UnpredictableWorker, forked_torch, seeded_torch, unpredictable_torch
@@ -81,10 +83,18 @@ class Loading:
         return unpredictable_torch(model) if self.seed is None else seeded_torch(model, self.seed, step, rank)
 
 
+class PhysicalBatch(NamedTuple):
+    """Examples that go through the model at once. Of users, with the weights of their rows, (users, rows per user)."""
+
+    examples: Any
+    weights: Tensor | None = None
+
+
 class TrainingData:
     """The training data of one rank, from which each step draws its sample.
 
-    ``sampler_from(step)`` returns a sampler that begins at that step.
+    ``sampler_from(step)`` returns a sampler that begins at that step. ``units`` are the users whose examples these are, if
+    users are the unit of privacy.
     """
 
     def __init__(
@@ -95,8 +105,10 @@ class TrainingData:
         loading: Loading,
         model: nn.Module,
         rank: int,
+        units: Units | None = None,
     ) -> None:
         self.data = data
+        self._units = units
         self._sampler_from = sampler_from
         self._loading = loading
         self._model = model
@@ -117,17 +129,19 @@ class TrainingData:
 
     def sample(self) -> Any:
         """A batch of ``physical_batch_size`` examples before transforms; only its shapes may be used."""
-        count = min(self._loading.physical_batch_size, self._sampler_from(0).dataset_size)
+        most = self._sampler_from(0).dataset_size * (1 if self._units is None else self._units.most)
+        count = min(self._loading.physical_batch_size, most)
+        rows = torch.arange(count) if self._units is None else self._units.some_examples(count)
         with forked_torch(self._model):
             if isinstance(self.data, Dataset):
-                found = Chunks(self.data, self._options["collate_fn"], alone=count)[torch.arange(count)]
+                found = Chunks(self.data, self._options["collate_fn"], alone=count)[rows]
                 if isinstance(found, DPMicroAdamError):
                     raise found
                 return found
-            return next(batches(self.data, count))
+            return next(batches(self.data, count)) if self._units is None else select(self.data, rows)
 
     @contextmanager
-    def step(self, index: int) -> Iterator[Iterator[Any]]:
+    def step(self, index: int) -> Iterator[Iterator[PhysicalBatch]]:
         """The physical batches of step number ``index``; nothing is drawn or read before.
 
         Within the block torch's generators use the step's own random stream.
@@ -139,7 +153,12 @@ class TrainingData:
         if step.index != index:
             raise PrivacyError(f"the sampler is at step {step.index}, but the ledger is at step {index}; they must agree")
         with self._loading.stream(self._model, index, self._rank):
-            yield (self._loading.transformed(chunk, self._model) for chunk in self._copied(step.chunks))
+            yield map(self._transformed, self._copied(step.chunks))
+
+    def _transformed(self, chunk: Any) -> PhysicalBatch:
+        if not isinstance(chunk, WeightedRows):
+            return PhysicalBatch(self._loading.transformed(chunk, self._model))
+        return PhysicalBatch(self._loading.transformed(chunk.rows, self._model), moved(chunk.weights, self._model))
 
     def _copied(self, chunks: Iterable[Any]) -> Iterable[Any]:
         """The chunks on their way to the device; on the CPU there is none."""

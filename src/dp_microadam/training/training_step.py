@@ -15,6 +15,7 @@ from dp_microadam.errors import InputError
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.randomness import Randomness
 from dp_microadam.privacy.sampling import PoissonSampler
+from dp_microadam.privacy.units import Units
 from dp_microadam.training.data_digest import require_same_data
 from dp_microadam.training.distributed import Ranks, broadcast_start, ranks_here, refuse_diverged
 from dp_microadam.training.engines import Engines
@@ -66,6 +67,7 @@ class TrainingStep(ABC):
         plan: Steps,
         train: Any = None,
         *,
+        users: Any = None,
         run_dir: str | Path,
         method: Method | None = None,
         training_measures: Mapping[str, PerExample] | None = None,
@@ -89,6 +91,7 @@ class TrainingStep(ABC):
         self._training_measures = dict(training_measures or {})
         self._totals: list[float] = []
         self._data: TrainingData | None = None
+        self._units: Units | None = None
         broadcast_start(self.ranks, model, None if method is None else method.optimizer)
         self.phases: Sequence[Phase] = (Phase("training", plan.steps),) if method is None else method.phases(plan)
         self.phase = self.phases[0]
@@ -99,7 +102,7 @@ class TrainingStep(ABC):
             method.correlate(1.0 if self.privacy is None else self.privacy.single_step_growth)
             method.enter(self.phase)
         if train is not None:
-            self.attach(train)
+            self.attach(train, users)
 
     @property
     def plan(self) -> Steps:
@@ -211,20 +214,26 @@ class TrainingStep(ABC):
         while self.remaining:
             yield self.position
 
-    def attach(self, train: Any) -> None:
+    def attach(self, train: Any, users: Any = None) -> None:
         """Set the training data: a map-style Dataset, or tensors with examples along the first dimension.
+
+        ``users`` has the id of each example's user, if users are the plan's unit.
 
         Raises:
             InputError: if the data does not match the plan or differs between ranks, or if examples interact in the model.
         """
         with self.ranks.together():
-            self._data = TrainingData(train, self._sampler_from, self.position, self.loading, self.model, self.ranks.rank)
+            self._units = units_of(self.plan, users)
+            self._data = TrainingData(
+                train, self._sampler_from, self.position, self.loading, self.model, self.ranks.rank, self._units
+            )
             if self._method is not None:
                 self._method.refuse_data(train)
             self._check_model(self._data)
         if self.ranks.world_size > 1:
             self.ranks.require_same("plan, phases, clipping or randomness", self._rules())
             require_same_data(self.ranks, train)
+            self.ranks.require_same("users, the ids of the examples", self._units and self._units.digest())
 
     def _sampler_from(self, first_step: int) -> PoissonSampler:
         return PoissonSampler(
@@ -236,6 +245,7 @@ class TrainingStep(ABC):
             shard=self.ranks.shard(self.plan.dataset_size),
             bands=self.plan.bands,
             randomness=self._randomness,
+            units=self._units,
         )
 
     def shares_examples(self, data: Any) -> bool:
@@ -253,7 +263,7 @@ class TrainingStep(ABC):
     def close(self) -> None:
         """Release model and data. Closing twice is allowed."""
         self._engines.close()
-        self._data = None
+        self._data = self._units = None
 
     def _rules(self) -> tuple[Any, ...]:
         """Settings that must be the same on all ranks."""
@@ -304,13 +314,17 @@ class TrainingStep(ABC):
         return selected_rows(self._engines.current.sums, self._row_masks())
 
     def _accumulate(self, data: TrainingData, index: int) -> list[float]:
-        """Sum up the gradients of the sample; returns totals of the training measures, and the count of examples with them."""
+        """Sum up the gradients of the sample; returns totals of the training measures, and the count of examples with them.
+
+        Of users, the totals are over the means of each, and the count is that of users.
+        """
         totals = [0.0] * len(self._training_measures)
         count = 0
         with data.step(index) as chunks:
-            for chunk in chunks:
-                self._engines.current.accumulate(chunk)
-                for number, values in enumerate(self._measured(chunk)):
+            for examples, weights in chunks:
+                self._engines.current.accumulate(examples, weights)
+                for number, values in enumerate(self._measured(examples)):
+                    values = values if weights is None else (values.view_as(weights) * weights).sum(1)
                     totals[number] += float(values.sum())
                     count += len(values) if number == 0 else 0
         return [*totals, count]
@@ -335,6 +349,21 @@ class TrainingStep(ABC):
         *sums, count = self.ranks.total(self._totals)
         names = self._training_measures
         return {f"training_{name}": total / count for name, total in zip(names, sums, strict=True)} if count else {}
+
+
+def units_of(plan: Steps, users: Any) -> Units | None:
+    """The users of a plan of users, None for a plan of examples.
+
+    Raises:
+        InputError: if the plan's unit is the user and there are no ids, or the other way round.
+    """
+    if plan.unit == "user" and users is None:
+        raise InputError("the plan's unit is the user, but users is missing; pass one id per training example as users")
+    if plan.unit == "example" and users is not None:
+        raise InputError(
+            "users is given, but the plan's unit is the example; solve a plan with unit='user' and examples_per_user"
+        )
+    return None if users is None else Units(users, plan.examples_per_user or 1)
 
 
 def _randomness(options: StepOptions) -> Randomness:

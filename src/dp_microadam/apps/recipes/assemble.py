@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 from dp_microadam import models
 from dp_microadam.apps.recipes.public_part import public_examples
 from dp_microadam.apps.recipes.recipe import Recipe
+from dp_microadam.apps.recipes.vocabulary import OPTIMIZER_OPTIONS
 from dp_microadam.data.augmentation import Augmentation
 from dp_microadam.data.dataset import Examples, LabelledData, size_of
 from dp_microadam.data.images import ImageFolder
@@ -55,6 +56,10 @@ class Experiment:
             return self._accuracy(), "final weights"
         with average.in_place_of(self.model):
             return self._accuracy(), "averaged weights"
+
+    def final_weights_accuracy(self) -> float | None:
+        """Accuracy on the test set of the weights after the last step, if the recipe also keeps an average; else None."""
+        return None if self.trainer.average is None else self._accuracy()
 
     def _accuracy(self) -> float:
         device = next(self.model.parameters()).device
@@ -202,7 +207,7 @@ def _model_shape(recipe: Recipe, data: LabelledData) -> tuple[int, int, int]:
 def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) -> PrivacyPlan | UnprotectedPlan:
     """The privacy plan of a recipe for ``dataset_size`` training examples and a number of trainable ``parameters``."""
     if recipe.protected:
-        return PrivacyPlan.solve(
+        plan = PrivacyPlan.solve(
             dataset_size=dataset_size,
             batch_size=recipe.batch_size,
             delta=recipe.delta,
@@ -214,5 +219,17 @@ def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) ->
             parameters=parameters,
             noise_memory_gib=recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB,
         )
+        if recipe.band_coefficients != "optimised":
+            return plan
+        rates = Schedule(recipe.schedule, plan.steps, recipe.warmup).all_factors()
+        momentum = recipe.band_momentum
+        return plan.optimised_for(momentum=_momentum(recipe) if momentum is None else momentum, rates=rates)
     assert recipe.steps is not None, "recipes without privacy must say how many steps they take"
     return UnprotectedPlan(dataset_size, recipe.batch_size, recipe.steps)
+
+
+def _momentum(recipe: Recipe) -> float:
+    """The weight of the past in the steps of the recipe's optimizer: SGD's momentum, or β₁ where it averages gradients."""
+    if recipe.algorithm == "dp-sgd":
+        return float(recipe.optimizer.get("momentum", 0.0))
+    return float(recipe.optimizer.get("betas", (0.9, 0.999))[0]) if "betas" in OPTIMIZER_OPTIONS[recipe.algorithm] else 0.0
