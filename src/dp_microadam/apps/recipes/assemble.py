@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from dp_microadam import models
+from dp_microadam.apps.recipes.canaries import Canaries, add_canaries, canaries_in_words, with_canary_key
 from dp_microadam.apps.recipes.public_part import public_examples
 from dp_microadam.apps.recipes.recipe import Recipe
 from dp_microadam.apps.recipes.vocabulary import OPTIMIZER_OPTIONS
@@ -38,6 +39,7 @@ class Experiment:
     data: LabelledData
     model: nn.Module
     trainer: PrivateTrainer
+    canaries: Canaries | None = None
 
     def fit(self) -> RunResult:
         """Train on the training part, with validation on the part held out of it."""
@@ -96,6 +98,9 @@ def assemble(
     if data is None:
         with ranks.one_per_machine_first():
             data = load_data(recipe)
+    recipe = with_canary_key(recipe, ranks)
+    own = data.train
+    data, canaries = add_canaries(recipe, data)
     augment = _augmentation(recipe, data)
     plan = plan_of(recipe, size_of(data.train)) if recipe.bands != "auto" else None
     if recipe.seed is not None:
@@ -107,7 +112,7 @@ def assemble(
     normalization = models.normalization_of(model)
     if normalization is not None:  # pretrained weights expect the constants they were trained with
         data = replace(data, mean=normalization.mean, std=normalization.std)
-    method = _method(recipe, model, data)
+    method = _method(recipe, model, replace(data, train=own))
     trainer = PrivateTrainer(
         model,
         method,
@@ -135,6 +140,7 @@ def assemble(
             f"which {recipe.validation_size or f'{recipe.validation_fraction:g}'} of {recipe.data} "
             f"{'are' if recipe.validation_size else 'is'} held out (split seed {recipe.split_seed})",
             "number and names of the classes",
+            *([canaries_in_words(canaries)] if canaries is not None else []),
             *([f"the pretrained weights {pretrained!r}"] if (pretrained := recipe.model_options.get("pretrained")) else []),
         ),
         num_workers=recipe.num_workers,
@@ -146,7 +152,7 @@ def assemble(
         show_private_metrics=show_private_metrics,
         ranks=ranks,
     )
-    return Experiment(recipe, data, model, trainer)
+    return Experiment(recipe, data, model, trainer, canaries)
 
 
 def _method(recipe: Recipe, model: nn.Module, data: LabelledData) -> Method:
