@@ -9,7 +9,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,9 @@ class Cell:
     @property
     def key(self) -> str:
         """Folder name: readable, and the same for recipes that train the same model."""
-        defaults = {key.name: key.default for key in fields(self.recipe)}
+        defaults = {
+            key.name: key.default if key.default_factory is MISSING else key.default_factory() for key in fields(self.recipe)
+        }
         settings = {
             key: value
             for key, value in asdict(self.recipe).items()

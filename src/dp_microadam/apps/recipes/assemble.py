@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from dp_microadam import models
+from dp_microadam.apps.recipes.canaries import Canaries, add_canaries, canaries_in_words, with_canary_key
 from dp_microadam.apps.recipes.public_part import public_examples
 from dp_microadam.apps.recipes.recipe import Recipe
 from dp_microadam.apps.recipes.vocabulary import OPTIMIZER_OPTIONS
@@ -23,6 +24,7 @@ from dp_microadam.errors import InputError
 from dp_microadam.methods.registry import build, refuse_bad_options
 from dp_microadam.privacy.band_choice import DEFAULT_NOISE_MEMORY_GIB
 from dp_microadam.privacy.plan import PrivacyPlan
+from dp_microadam.privacy.selection_plan import SelectionPlan
 from dp_microadam.training.distributed import Ranks, ranks_here
 from dp_microadam.training.evaluation import PerExample, class_hits, class_loss, evaluate, over_views, weighted_class_loss
 from dp_microadam.training.method import Method
@@ -39,6 +41,7 @@ class Experiment:
     data: LabelledData
     model: nn.Module
     trainer: PrivateTrainer
+    canaries: Canaries | None = None
 
     def fit(self) -> RunResult:
         """Train on the training part, with validation on the part held out of it."""
@@ -46,10 +49,8 @@ class Experiment:
         return self.trainer.fit(self.training_part(), validation=self.data.validation, users=ids[0], validation_users=ids[1])
 
     def training_part(self) -> Examples:
-        """The training examples. Random crops of image files, which differ in size, are cut right after decoding."""
-        if isinstance(self.data.train, ImageFolder) and self.recipe.resized_crop:
-            return self.data.train.random_crops(self.recipe.multiplicity)
-        return self.data.train
+        """The training examples."""
+        return training_part(self.recipe, self.data)
 
     def test_accuracy(self) -> tuple[float, str]:
         """Accuracy on the test set, and which weights it belongs to: averaged ones if the recipe keeps an average."""
@@ -98,6 +99,9 @@ def assemble(
     if data is None:
         with ranks.one_per_machine_first():
             data = load_data(recipe)
+    recipe = with_canary_key(recipe, ranks)
+    own = data.train
+    data, canaries = add_canaries(recipe, data)
     augment = _augmentation(recipe, data)
     count = number_of_units(recipe, data)
     plan = plan_of(recipe, count) if recipe.bands != "auto" else None
@@ -112,7 +116,7 @@ def assemble(
     normalization = models.normalization_of(model)
     if normalization is not None:  # pretrained weights expect the constants they were trained with
         data = replace(data, mean=normalization.mean, std=normalization.std)
-    method = _method(recipe, model, data)
+    method = _method(recipe, model, replace(data, train=own))
     trainer = PrivateTrainer(
         model,
         method,
@@ -146,6 +150,7 @@ def assemble(
                 if (chosen := recipe.class_weights)
                 else []
             ),
+            *([canaries_in_words(canaries)] if canaries is not None else []),
             *([f"the pretrained weights {pretrained!r}"] if (pretrained := recipe.model_options.get("pretrained")) else []),
         ),
         num_workers=recipe.num_workers,
@@ -157,7 +162,7 @@ def assemble(
         show_private_metrics=show_private_metrics,
         ranks=ranks,
     )
-    return Experiment(recipe, data, model, trainer)
+    return Experiment(recipe, data, model, trainer, canaries)
 
 
 def _with_exact_residual(recipe: Recipe) -> Recipe:
@@ -187,6 +192,13 @@ def _weights_in_words(recipe: Recipe) -> list[str]:
     if recipe.class_weights is None:
         return []
     return [f"weights of the classes in the loss ({', '.join(f'{weight:g}' for weight in recipe.class_weights)})"]
+
+
+def training_part(recipe: Recipe, data: LabelledData) -> Examples:
+    """The training examples. Random crops of image files, which differ in size, are cut right after decoding."""
+    if isinstance(data.train, ImageFolder) and recipe.resized_crop:
+        return data.train.random_crops(recipe.multiplicity)
+    return data.train
 
 
 def _method(recipe: Recipe, model: nn.Module, data: LabelledData) -> Method:
@@ -254,9 +266,14 @@ def number_of_units(recipe: Recipe, data: LabelledData) -> int:
 
 
 def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) -> PrivacyPlan | UnprotectedPlan:
-    """The privacy plan of a recipe for ``dataset_size`` training examples or users and a number of trainable ``parameters``."""
+    """The privacy plan of a recipe for ``dataset_size`` training examples or users and a number of trainable ``parameters``.
+
+    For a recipe that declares a search, it is the plan of each run, whose ε covers the search.
+    """
     if recipe.protected:
-        plan = PrivacyPlan.solve(
+        search = {name: recipe.tune[name] for name in ("expected_runs", "distribution") if recipe.tune}
+        solve = SelectionPlan.solve if recipe.tune else PrivacyPlan.solve
+        plan = solve(
             dataset_size=dataset_size,
             batch_size=recipe.batch_size,
             delta=recipe.delta,
@@ -270,6 +287,7 @@ def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) ->
             max_batch_size=recipe.max_batch_size,
             unit=recipe.unit,
             examples_per_user=recipe.examples_per_user,
+            **search,
         )
         if recipe.band_coefficients != "optimised":
             return plan

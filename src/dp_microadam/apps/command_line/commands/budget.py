@@ -118,9 +118,12 @@ def _refuse_unprotected(run: str) -> None:
 def _compose(records: dict[str, LedgerRecord], delta: float, options: argparse.Namespace) -> dict[str, Any]:
     from dp_microadam.privacy.accounting import epsilon, group_epsilon
     from dp_microadam.privacy.ledger import spent_together, steps_together
+    from dp_microadam.privacy.selection_plan import SelectionPlan
 
     spent = spent_together(records.values())
-    by_accountant = {accountant: epsilon(spent, delta, accountant) for accountant in ("rdp", "pld")}
+    searches = {name for name, record in records.items() if isinstance(record.plan, SelectionPlan)}
+    accountants = ("rdp",) if searches and options.accountant == "rdp" else ("rdp", "pld")  # pld knows no selection
+    by_accountant = {accountant: epsilon(spent, delta, accountant) for accountant in accountants}
     report: dict[str, Any] = {
         "private": all(record.settings.private for record in records.values()),
         "unit": next(iter(records.values())).plan.unit,
@@ -140,6 +143,7 @@ def _compose(records: dict[str, LedgerRecord], delta: float, options: argparse.N
                 "steps_done": record.steps,
                 "bands": record.plan.bands,
                 "max_batch_size": record.plan.max_batch_size,
+                "selected": name in searches,
                 "id": record.run,
                 "ledger_head": record.head,
             }
@@ -225,6 +229,9 @@ def _print_table(report: dict[str, Any]) -> None:
         )
     console = Console(highlight=False)
     console.print(table)
+    for run in report["runs"]:
+        if run["selected"]:
+            console.print(f"{run['run']} is the best of a random number of runs; its ε covers the search", soft_wrap=True)
     for copies in report["copies"]:
         console.print(_copies_in_words(copies), soft_wrap=True)
     for anchor in report.get("anchors", ()):
@@ -237,5 +244,5 @@ def _print_table(report: dict[str, Any]) -> None:
     if report["group_size"] > 1:
         size = report["group_size"]
         group = f"up to {size} users together" if users else f"a person with up to {size} examples"
-        how = "general group privacy" if banded else "pld"
+        how = "general group privacy" if banded or any(run["selected"] for run in report["runs"]) else "pld"
         console.print(f"{group}: ε = {round_up(report['group_epsilon'], 4)} by {how}", soft_wrap=True)
