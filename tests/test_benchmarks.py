@@ -32,6 +32,7 @@ COMMANDS = {
         "DP-MicroAdam",
     ],
     "methods": ["--state", "--methods", "dp-microadam"],
+    "users": ["--models", "mlp", "--users", "4", "--most", "2", "--physical-batch", "4", "--rounds", "1"],
     "distributed": ["--batch", "2", "--physical-batch", "2", "--steps", "1", "--rounds", "1"],
 }
 
