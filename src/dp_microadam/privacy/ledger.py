@@ -190,6 +190,8 @@ class PrivacyLedger:
         event = self._event(step, self.plan.spent_after(1))
         if self.plan.bands > 1:
             event["group"] = step % self.plan.bands
+        if self.plan.max_batch_size is not None:
+            event["max_batch_size"] = self.plan.max_batch_size
         if phase is not None:
             event["phase"] = phase
         if processes > 1:

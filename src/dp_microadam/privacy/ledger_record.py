@@ -27,6 +27,7 @@ from dp_microadam.privacy.ledger_lines import (
     read_steps,
 )
 from dp_microadam.privacy.plan import PrivacyPlan
+from dp_microadam.privacy.truncated import Cap
 from dp_microadam.validation import require_positive
 
 if TYPE_CHECKING:  # it needs torch, which reading a ledger does not
@@ -208,25 +209,25 @@ def spent_together(records: Iterable[LedgerRecord]) -> tuple[SubsampledGaussian,
     Formal guarantees: no step of any of the ledgers is left out. Two ledgers have a step in common if it has the same hash in
     both; the hash covers the run's random identifier and everything recorded since the run began.
     """
-    together: Counter[tuple[float, float, int]] = Counter()
-    for bands, steps in _distinct_steps(records).values():
-        for part in most_of_one_group(steps.values(), bands):
-            together[part.sample_rate, part.noise_multiplier, bands] += part.steps
-    return tuple(SubsampledGaussian(rate, sigma, steps, bands) for (rate, sigma, bands), steps in together.items())
+    together: Counter[tuple[float, float, int, Cap | None]] = Counter()
+    for (_, bands, cap), steps in _distinct_steps(records).items():
+        for part in most_of_one_group(steps.values(), bands, cap):
+            together[part.sample_rate, part.noise_multiplier, bands, cap] += part.steps
+    return tuple(SubsampledGaussian(rate, sigma, steps, bands, cap) for (rate, sigma, bands, cap), steps in together.items())
 
 
 def steps_together(records: Iterable[LedgerRecord]) -> int:
     """The number of steps of several ledgers together; a step that copies of one run have in common counts once."""
-    return sum(len(steps) for _, steps in _distinct_steps(records).values())
+    return sum(map(len, _distinct_steps(records).values()))
 
 
-def _distinct_steps(records: Iterable[LedgerRecord]) -> dict[object, tuple[int, dict[str, tuple[int, Mechanism]]]]:
-    """For each run its bands and its steps: by hash, the step's number and mechanism."""
-    runs: dict[object, tuple[int, dict[str, tuple[int, Mechanism]]]] = {}
+def _distinct_steps(records: Iterable[LedgerRecord]) -> dict[tuple[object, int, Cap | None], dict[str, tuple[int, Mechanism]]]:
+    """For each run, with its bands and its cap, the steps: by hash, the step's number and mechanism."""
+    runs: dict[tuple[object, int, Cap | None], dict[str, tuple[int, Mechanism]]] = {}
     for position, record in enumerate(records):
         # Two runs of version 0.1 with the same plan have identical lines, so runs without an identifier count separately.
         name = position if record.run is None else record.run
-        _, steps = runs.setdefault((name, record.plan.bands), (record.plan.bands, {}))
+        steps = runs.setdefault((name, record.plan.bands, record.plan.cap), {})
         steps.update({link: (number, mechanism) for number, (link, mechanism) in enumerate(record.history)})
     return runs
 

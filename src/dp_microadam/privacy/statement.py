@@ -98,6 +98,10 @@ def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, An
             "sample_rate": plan.sample_rate,
             "noise_multiplier": plan.noise_multiplier,
         }
+    if plan.max_batch_size is not None:
+        report["neighbouring_relation"] += f"; the larger of the two has the {plan.dataset_size} units of the plan"
+        report["sampling"]["kind"] += ", truncated"
+        report["sampling"]["max_batch_size"] = plan.max_batch_size
     if record.phases:
         report["phases"] = dict(record.phases)
     if record.processes:
@@ -172,6 +176,8 @@ def statement_parts(report: dict[str, Any]) -> tuple[str, list[tuple[str, str]],
 def _sampling_in_words(sampling: Mapping[str, Any]) -> str:
     rest = f"with probability {sampling['sample_rate']:.6g}, independently; {sampling['expected_batch_size']} expected per step"
     size, groups = sampling["dataset_size"], sampling.get("groups", 1)
+    if "max_batch_size" in sampling:
+        rest += f" and {sampling['max_batch_size']} at most: of more, so many are kept at random, and ε accounts for it"
     if groups == 1:
         return f"each of {size} examples in each step {rest}"
     return (

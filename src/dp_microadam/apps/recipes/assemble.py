@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 from dp_microadam import models
 from dp_microadam.apps.recipes.public_part import public_examples
 from dp_microadam.apps.recipes.recipe import Recipe
+from dp_microadam.apps.recipes.vocabulary import OPTIMIZER_OPTIONS
 from dp_microadam.data.augmentation import Augmentation
 from dp_microadam.data.dataset import Examples, LabelledData, size_of
 from dp_microadam.data.images import ImageFolder
@@ -22,7 +23,7 @@ from dp_microadam.methods.registry import build, refuse_bad_options
 from dp_microadam.privacy.band_choice import DEFAULT_NOISE_MEMORY_GIB
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.training.distributed import Ranks, ranks_here
-from dp_microadam.training.evaluation import class_hits, class_loss, evaluate, over_views
+from dp_microadam.training.evaluation import PerExample, class_hits, class_loss, evaluate, over_views, weighted_class_loss
 from dp_microadam.training.method import Method
 from dp_microadam.training.run_folder import default_folder
 from dp_microadam.training.schedules import Schedule
@@ -55,6 +56,10 @@ class Experiment:
             return self._accuracy(), "final weights"
         with average.in_place_of(self.model):
             return self._accuracy(), "averaged weights"
+
+    def final_weights_accuracy(self) -> float | None:
+        """Accuracy on the test set of the weights after the last step, if the recipe also keeps an average; else None."""
+        return None if self.trainer.average is None else self._accuracy()
 
     def _accuracy(self) -> float:
         device = next(self.model.parameters()).device
@@ -98,6 +103,8 @@ def assemble(
     model = models.build(recipe.model, data.num_classes, _model_shape(recipe, data), **recipe.model_options)
     if plan is None:  # how much noise can be kept depends on the model
         plan = plan_of(recipe, size_of(data.train), sum(p.numel() for p in model.parameters() if p.requires_grad))
+    if plan.bands > 1:
+        recipe = _with_exact_residual(recipe)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     normalization = models.normalization_of(model)
     if normalization is not None:  # pretrained weights expect the constants they were trained with
@@ -107,7 +114,7 @@ def assemble(
         model,
         method,
         plan,
-        over_views(class_loss, data.example_shape),
+        over_views(_loss(recipe, data), data.example_shape),
         per_example_accuracy=over_views(class_hits, data.example_shape),
         private=recipe.protected,
         max_grad_norm=recipe.max_grad_norm,
@@ -130,6 +137,11 @@ def assemble(
             f"which {recipe.validation_size or f'{recipe.validation_fraction:g}'} of {recipe.data} "
             f"{'are' if recipe.validation_size else 'is'} held out (split seed {recipe.split_seed})",
             "number and names of the classes",
+            *(
+                [f"weights of the classes in the loss ({', '.join(map('{:g}'.format, chosen))})"]
+                if (chosen := recipe.class_weights)
+                else []
+            ),
             *([f"the pretrained weights {pretrained!r}"] if (pretrained := recipe.model_options.get("pretrained")) else []),
         ),
         num_workers=recipe.num_workers,
@@ -142,6 +154,35 @@ def assemble(
         ranks=ranks,
     )
     return Experiment(recipe, data, model, trainer)
+
+
+def _with_exact_residual(recipe: Recipe) -> Recipe:
+    """The recipe with MicroAdam's residual in float32, unless it says how the residual is kept; for correlated noise.
+
+    Four bits add an error to the residual in every step. Steps do not take it back as they take back correlated noise, so that
+    after a hundred steps it is as large as what is left of the noise. Beside the noise of the last steps a float32 residual
+    takes little memory.
+    """
+    if recipe.algorithm != "dp-microadam" or "quantize" in recipe.optimizer:
+        return recipe
+    return replace(recipe, optimizer={**recipe.optimizer, "quantize": False})
+
+
+def _loss(recipe: Recipe, data: LabelledData) -> PerExample:
+    if recipe.class_weights is None:
+        return class_loss
+    if len(recipe.class_weights) != data.num_classes:
+        raise InputError(
+            f"class_weights has {len(recipe.class_weights)} numbers, but {recipe.data} has {data.num_classes} classes; it must "
+            "have one for each"
+        )
+    return weighted_class_loss(recipe.class_weights)
+
+
+def _weights_in_words(recipe: Recipe) -> list[str]:
+    if recipe.class_weights is None:
+        return []
+    return [f"weights of the classes in the loss ({', '.join(f'{weight:g}' for weight in recipe.class_weights)})"]
 
 
 def _method(recipe: Recipe, model: nn.Module, data: LabelledData) -> Method:
@@ -202,7 +243,7 @@ def _model_shape(recipe: Recipe, data: LabelledData) -> tuple[int, int, int]:
 def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) -> PrivacyPlan | UnprotectedPlan:
     """The privacy plan of a recipe for ``dataset_size`` training examples and a number of trainable ``parameters``."""
     if recipe.protected:
-        return PrivacyPlan.solve(
+        plan = PrivacyPlan.solve(
             dataset_size=dataset_size,
             batch_size=recipe.batch_size,
             delta=recipe.delta,
@@ -213,6 +254,19 @@ def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) ->
             bands=recipe.bands or 1,
             parameters=parameters,
             noise_memory_gib=recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB,
+            max_batch_size=recipe.max_batch_size,
         )
+        if recipe.band_coefficients != "optimised":
+            return plan
+        rates = Schedule(recipe.schedule, plan.steps, recipe.warmup).all_factors()
+        momentum = recipe.band_momentum
+        return plan.optimised_for(momentum=_momentum(recipe) if momentum is None else momentum, rates=rates)
     assert recipe.steps is not None, "recipes without privacy must say how many steps they take"
-    return UnprotectedPlan(dataset_size, recipe.batch_size, recipe.steps)
+    return UnprotectedPlan(dataset_size, recipe.batch_size, recipe.steps, max_batch_size=recipe.max_batch_size)
+
+
+def _momentum(recipe: Recipe) -> float:
+    """The weight of the past in the steps of the recipe's optimizer: SGD's momentum, or β₁ where it averages gradients."""
+    if recipe.algorithm == "dp-sgd":
+        return float(recipe.optimizer.get("momentum", 0.0))
+    return float(recipe.optimizer.get("betas", (0.9, 0.999))[0]) if "betas" in OPTIMIZER_OPTIONS[recipe.algorithm] else 0.0

@@ -128,6 +128,7 @@ def _compose(records: dict[str, LedgerRecord], delta: float, options: argparse.N
                 "noise_multiplier": record.plan.noise_multiplier,
                 "steps_done": record.steps,
                 "bands": record.plan.bands,
+                "max_batch_size": record.plan.max_batch_size,
                 "id": record.run,
                 "ledger_head": record.head,
             }
@@ -195,7 +196,9 @@ def _print_table(report: dict[str, Any]) -> None:
     table = Table(title=f"Privacy spent, at δ = {report['delta']:g} by {report['accountant']}", title_justify="left")
     table.add_column("run", overflow="fold")
     banded = any(run["bands"] > 1 for run in report["runs"])
-    for name in ("sample rate", "noise multiplier", *(["bands"] if banded else []), "steps", "ε"):
+    capped = any(run["max_batch_size"] for run in report["runs"])
+    further = [*(["bands"] if banded else []), *(["largest batch"] if capped else [])]
+    for name in ("sample rate", "noise multiplier", *further, "steps", "ε"):
         table.add_column(name, justify="right")
     for run in report["runs"]:
         table.add_row(
@@ -203,6 +206,7 @@ def _print_table(report: dict[str, Any]) -> None:
             f"{run['sample_rate']:.6g}",
             f"{run['noise_multiplier']:g}",
             *([f"{run['bands']}"] if banded else []),
+            *([f"{run['max_batch_size'] or '–'}"] if capped else []),
             f"{run['steps_done']}",
             round_up(run["epsilon"], 4) + ("" if run["private"] else " (not private)"),
         )

@@ -25,6 +25,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     complete_with(recipe_settings, override)
     parser.add_argument("--bands", metavar="N", help="bands of correlated noise, or auto; short for --set bands=N")
+    parser.add_argument("--max-batch-size", metavar="M", help="most examples in a step; short for --set max_batch_size=M")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="run folder to create (default: a new one under runs/)")
     add_display(parser)
     parser.set_defaults(run=run)
@@ -34,8 +35,9 @@ def run(options: argparse.Namespace) -> int:
     from dp_microadam.apps.recipes.recipe import load_recipe
     from dp_microadam.training.run_folder import refuse_existing
 
-    bands = [] if options.bands is None else [f"bands={options.bands}"]
-    recipe = load_recipe(options.recipe, [*options.overrides, *bands])
+    short = {"bands": options.bands, "max_batch_size": options.max_batch_size}
+    given = [f"{key}={value}" for key, value in short.items() if value is not None]
+    recipe = load_recipe(options.recipe, [*options.overrides, *given])
     if options.run_dir is not None:
         refuse_existing(options.run_dir)
 
