@@ -266,8 +266,8 @@ def test_every_size_of_users_is_checked_before_the_first_step_whatever_anyone_ha
         return norms
 
     monkeypatch.setattr(ClippedGradients, "_add", wrong)
+    count = len(worker.IDS)
     with pytest.raises(PrivacyError, match="fault of the clipping engine"):
-        count = len(worker.IDS)
         worker.trainer(tmp_path / "run", Ranks(), plan=replace(PLAN, dataset_size=count)).fit(worker.data(), users=range(count))
     assert not (tmp_path / "run").exists()
 

@@ -356,10 +356,13 @@ class ClippedGradients:
             self._checks[key] = _Checked(observed, source, CHECK_SIZE, {1})
         checked = self._checks[key]
         if count > checked.largest:
+            # As large as any so far: after a repetition, chunks would grow past the checked size one by one.
+            size = max(count, self._largest.get(signature(batch), 0))
+            sized = batch if size == count else padded(batch, size)
             check_independence_at_size(
-                self._model, self._loss, checked.observed, batch, self._synthetic_batch, self._precision, checked.source
+                self._model, self._loss, checked.observed, sized, self._synthetic_batch, self._precision, checked.source
             )
-            checked.largest = count
+            checked.largest = size
         if per_unit not in checked.per_unit:
             check_units(self, checked.observed, batch, per_unit, self._synthetic_batch, self._precision)
             checked.per_unit.add(per_unit)

@@ -178,6 +178,17 @@ def test_estimate_tells_hours_and_runs_nothing(study, tmp_path, capsys, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
+def test_estimate_takes_bands_as_they_come(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cell = ["--only", "data=digits", "--only", "ε=3", "--only", "B=64", "--only", "method=DP-SGD"]
+    assert main(["reproduce", "bands", "--scale", "cpu", *cell, "--estimate", "--json"]) == 0
+    one, auto = json.loads(capsys.readouterr().out)["cells"]
+    assert (one["cell"]["bands"], auto["cell"]["bands"]) == ("1", "auto")
+    assert one["seconds_per_step"] == auto["seconds_per_step"] > 0
+    assert one["steps"] == auto["steps"] == load_study("bands", "cpu").cells[-1].recipe.steps
+
+
 COST_STUDY = """
 title = "Cost"
 question = "How long?"

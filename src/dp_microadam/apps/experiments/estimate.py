@@ -29,7 +29,8 @@ _TRIAL = 4
 _LARGER = 3
 _ENOUGH_SECONDS = 2.0
 
-# Recipes that differ only in these take the same time per step and example.
+# Recipes that differ only in these take about the same time per step and example; correlated noise adds a few percent at most
+# (benchmarks/bands.py).
 _WITHOUT_EFFECT_ON_TIME = (
     "name",
     "epsilon",
@@ -37,6 +38,9 @@ _WITHOUT_EFFECT_ON_TIME = (
     "steps",
     "delta",
     "accountant",
+    "bands",
+    "band_coefficients",
+    "band_momentum",
     "max_steps",
     "learning_rate",
     "schedule",
@@ -89,7 +93,7 @@ class CostEstimator:
             self._tell(f"measuring {cell.description}")
             self._measured[kind] = self._measure(recipe)
         found = self._measured[kind]
-        steps = plan_of(recipe, found.dataset_size).steps
+        steps = plan_of(recipe, found.dataset_size).steps if recipe.steps is None else recipe.steps
         steps = steps if recipe.max_steps is None else min(steps, recipe.max_steps)
         return Cost(cell, steps, found.seconds(recipe.batch_size))
 
@@ -136,6 +140,9 @@ def _median_step(recipe: Recipe, data: LabelledData, count: int, chunk: int) -> 
         epsilon=None,
         noise_multiplier=1.0 if recipe.protected else None,
         steps=_STEPS + 1,
+        bands=None,
+        band_coefficients=None,
+        band_momentum=None,
         max_steps=None,
         evaluate_every=10**9,
         checkpoint_every=10**9,

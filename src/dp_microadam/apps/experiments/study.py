@@ -40,6 +40,20 @@ _WITHOUT_EFFECT = (
 )
 
 
+# Keys that were there, without a value, when the first results were kept. Keys that recipes were given since then count only
+# where they have a value, so that a recipe from before them trains under the same key.
+_FIRST_KEYS_WITHOUT_VALUE = (
+    "base",
+    "validation_size",
+    "image_size",
+    "epsilon",
+    "noise_multiplier",
+    "steps",
+    "max_steps",
+    "seed",
+)
+
+
 @dataclass(frozen=True)
 class Cell:
     """One cell of a study's table: its label on each axis, and the recipe of its runs."""
@@ -57,6 +71,7 @@ class Cell:
     def key(self) -> str:
         """Folder name: readable, and the same for recipes that train the same model."""
         settings = {key: value for key, value in asdict(self.recipe).items() if key not in _WITHOUT_EFFECT}
+        settings = {key: value for key, value in settings.items() if value is not None or key in _FIRST_KEYS_WITHOUT_VALUE}
         settings["learning_rate"] = self.recipe.resolved_learning_rate
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
         readable = re.sub(r"[^a-z0-9.]+", "-", f"{self.recipe.data} {self.recipe.algorithm}".lower()).strip("-")

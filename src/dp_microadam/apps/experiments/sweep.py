@@ -175,11 +175,13 @@ def _stop(running: Sequence[_Running]) -> None:
 def collect_line(job: Job, folder: SweepFolder, result: dict[str, Any], seconds: float) -> dict[str, Any]:
     """The line of ``results.jsonl`` for a finished run."""
     run = folder.run_folder(job)
+    final = result.get("final_weights_test_accuracy")
     return {
         "cell": job.cell.labels,
         "repeat": job.repeat,
         "run": job.cell.key,
         "value": 100 * result["test_accuracy"],
+        **({} if final is None else {"final_weights": 100 * final}),
         "epsilon": result["epsilon"],
         "delta": result["delta"],
         "private": result["private"],

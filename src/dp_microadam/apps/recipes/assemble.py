@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 from dp_microadam import models
 from dp_microadam.apps.recipes.public_part import public_examples
 from dp_microadam.apps.recipes.recipe import Recipe
+from dp_microadam.apps.recipes.vocabulary import OPTIMIZER_OPTIONS
 from dp_microadam.data.augmentation import Augmentation
 from dp_microadam.data.dataset import Examples, LabelledData, size_of
 from dp_microadam.data.images import ImageFolder
@@ -55,6 +56,10 @@ class Experiment:
             return self._accuracy(), "final weights"
         with average.in_place_of(self.model):
             return self._accuracy(), "averaged weights"
+
+    def final_weights_accuracy(self) -> float | None:
+        """Accuracy on the test set of the weights after the last step, if the recipe also keeps an average; else None."""
+        return None if self.trainer.average is None else self._accuracy()
 
     def _accuracy(self) -> float:
         device = next(self.model.parameters()).device
@@ -130,11 +135,7 @@ def assemble(
             f"which {recipe.validation_size or f'{recipe.validation_fraction:g}'} of {recipe.data} "
             f"{'are' if recipe.validation_size else 'is'} held out (split seed {recipe.split_seed})",
             "number and names of the classes",
-            *(
-                [f"weights of the classes in the loss ({', '.join(map('{:g}'.format, chosen))})"]
-                if (chosen := recipe.class_weights)
-                else []
-            ),
+            *_weights_in_words(recipe),
             *([f"the pretrained weights {pretrained!r}"] if (pretrained := recipe.model_options.get("pretrained")) else []),
         ),
         num_workers=recipe.num_workers,
@@ -224,7 +225,7 @@ def _model_shape(recipe: Recipe, data: LabelledData) -> tuple[int, int, int]:
 def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) -> PrivacyPlan | UnprotectedPlan:
     """The privacy plan of a recipe for ``dataset_size`` training examples and a number of trainable ``parameters``."""
     if recipe.protected:
-        return PrivacyPlan.solve(
+        plan = PrivacyPlan.solve(
             dataset_size=dataset_size,
             batch_size=recipe.batch_size,
             delta=recipe.delta,
@@ -237,5 +238,17 @@ def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) ->
             noise_memory_gib=recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB,
             max_batch_size=recipe.max_batch_size,
         )
+        if recipe.band_coefficients != "optimised":
+            return plan
+        rates = Schedule(recipe.schedule, plan.steps, recipe.warmup).all_factors()
+        momentum = recipe.band_momentum
+        return plan.optimised_for(momentum=_momentum(recipe) if momentum is None else momentum, rates=rates)
     assert recipe.steps is not None, "recipes without privacy must say how many steps they take"
     return UnprotectedPlan(dataset_size, recipe.batch_size, recipe.steps, max_batch_size=recipe.max_batch_size)
+
+
+def _momentum(recipe: Recipe) -> float:
+    """The weight of the past in the steps of the recipe's optimizer: SGD's momentum, or β₁ where it averages gradients."""
+    if recipe.algorithm == "dp-sgd":
+        return float(recipe.optimizer.get("momentum", 0.0))
+    return float(recipe.optimizer.get("betas", (0.9, 0.999))[0]) if "betas" in OPTIMIZER_OPTIONS[recipe.algorithm] else 0.0

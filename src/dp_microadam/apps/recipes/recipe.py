@@ -76,6 +76,11 @@ class Recipe:
     accountant: str = _key(checks.one_of("rdp", "pld"), default="rdp")
     bands: int | str | None = _key(checks.optional(checks.count_or("auto")), default=None)
     """Bands of correlated noise, or ``"auto"``, the number with the least predicted noise. None: 1, independent noise."""
+    band_coefficients: str | None = _key(checks.optional(checks.one_of("square-root", "optimised")), default=None)
+    """Coefficients of correlated noise: the banded square root, or those with the least noise in the weights of SGD with the
+    recipe's schedule and ``band_momentum``. None: ``"square-root"``."""
+    band_momentum: float | None = _key(checks.optional(checks.below_one), default=None)
+    """The momentum that ``"optimised"`` coefficients are for. None: that of the optimizer."""
     noise_history: str | None = _key(checks.optional(checks.one_of("device", "cpu")), default=None)
     """Where several bands keep the noise of the last steps: beside the model or in main memory. None: ``"device"``."""
     noise_memory_gib: float | None = _key(checks.optional(checks.positive), default=None)
@@ -133,6 +138,7 @@ class Recipe:
         _refuse_unknown_options("model_options", self.model_options, vocabulary.MODEL_OPTIONS[self.model], self.model)
         _refuse_unknown_options("data_options", self.data_options, vocabulary.DATA_OPTIONS[self.data], self.data)
         self._refuse_unsolvable_budget()
+        self._refuse_idle_coefficients()
 
     @property
     def private(self) -> bool:
@@ -214,6 +220,17 @@ class Recipe:
             raise InputError(
                 f"exactly two of epsilon, noise_multiplier and steps must be given; got {', '.join(given) or 'none'} "
                 "(KEY=none removes one)"
+            )
+
+    def _refuse_idle_coefficients(self) -> None:
+        if self.band_coefficients is not None and self.bands in (None, 1):
+            raise InputError(
+                f"band_coefficients is {self.band_coefficients!r}, but there is one band; set bands to more, or leave it out"
+            )
+        if self.band_momentum is not None and self.band_coefficients != "optimised":
+            raise InputError(
+                f"band_momentum is {self.band_momentum:g}, which is for optimised coefficients; set band_coefficients to "
+                "'optimised', or leave it out"
             )
 
 

@@ -46,6 +46,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="G",
         help="memory that bands may take, if P is given (default: 2)",
     )
+    parser.add_argument(
+        "--band-coefficients",
+        choices=("square-root", "optimised"),
+        help="coefficients of correlated noise: the banded square root (default), or those with the least noise in the weights "
+        "of SGD with --momentum, --schedule and --warmup",
+    )
+    parser.add_argument("--momentum", type=float, metavar="M", help="momentum that optimised coefficients are for (default: 0)")
+    parser.add_argument("--schedule", choices=("constant", "cosine", "linear"), help="their learning rates (default: constant)")
+    parser.add_argument(
+        "--warmup", type=float, metavar="F", help="fraction of the steps over which the rate rises (default: 0)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     parser.set_defaults(run=run)
 
@@ -66,15 +77,47 @@ def run(options: argparse.Namespace) -> int:
         noise_memory_gib=options.noise_memory_gib,
         max_batch_size=options.max_batch_size,
     )
+    workload = _workload(options, plan)
+    plan = plan if workload is None else plan.optimised_for(**workload)
     limit = plan.epsilon if options.epsilon is None else options.epsilon
     views = {accountant: _view(plan, limit, accountant) for accountant in ("rdp", "pld")}
     bands = _band_rows(plan, limit, options.parameters)
     if options.json:
-        print(json.dumps({**plan.to_dict(), "accountants": views, "bands_table": bands}))
+        weights = {} if workload is None else {"weight_noise": plan.weight_noise(**workload)}
+        print(json.dumps({**plan.to_dict(), "accountants": views, "bands_table": bands, **weights}))
     else:
         _print_tables(plan, limit, views)
         _print_bands(plan, bands)
+        if workload is not None:
+            print(
+                f"optimised coefficients leave {plan.weight_noise(**workload):.3f} of the noise that the banded square root "
+                f"leaves in the weights; noise of the running sum {_running_sum(plan):.3f}, of a single step "
+                f"{plan.single_step_growth:.3f}"
+            )
     return 0
+
+
+def _workload(options: argparse.Namespace, plan: PrivacyPlan) -> dict[str, Any] | None:
+    """The momentum and learning rates that coefficients are optimised for; None for the banded square root."""
+    from dp_microadam.errors import InputError
+
+    given = {name: getattr(options, name) for name in ("momentum", "schedule", "warmup")}
+    if options.band_coefficients != "optimised":
+        for name, value in given.items():
+            if value is not None:
+                raise InputError(f"{name} is {value}, which is for --band-coefficients optimised; add that, or leave it out")
+        return None
+    if plan.bands == 1:
+        raise InputError("band-coefficients is 'optimised', but the plan has one band; give --bands as well")
+    from dp_microadam.training.schedules import Schedule
+
+    schedule = Schedule(given["schedule"] or "constant", plan.steps, given["warmup"] or 0.0)
+    return {"momentum": given["momentum"] or 0.0, "rates": schedule.all_factors()}
+
+
+def _running_sum(plan: PrivacyPlan) -> float:
+    """The noise of the plan's running sum relative to one band with the same ε and steps."""
+    return plan.single_step_growth * plan.noise_ratios.running_sum / plan.noise_ratios.single_step
 
 
 def _view(plan: PrivacyPlan, limit: float, accountant: str) -> dict[str, Any]:

@@ -80,6 +80,7 @@ def train(experiment: Experiment, options: argparse.Namespace) -> int:
 def conclude(experiment: Experiment, options: argparse.Namespace, result: RunResult) -> tuple[float, str]:
     """Print run folder, test accuracy and ε. Returns the accuracy and which weights it belongs to (final or averaged)."""
     accuracy, weights = experiment.test_accuracy()
+    final = experiment.final_weights_accuracy() if options.json else None
     if not experiment.trainer.ranks.main:
         return accuracy, weights
     head = ledger_head(result)
@@ -91,6 +92,7 @@ def conclude(experiment: Experiment, options: argparse.Namespace, result: RunRes
                     "finished": result.finished,
                     "private": result.private,
                     "test_accuracy": accuracy,
+                    **({} if final is None else {"final_weights_test_accuracy": final}),
                     "epsilon": result.epsilon,
                     "delta": result.delta,
                     "steps_done": result.steps_done,
