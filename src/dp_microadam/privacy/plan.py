@@ -17,6 +17,7 @@ from dp_microadam.errors import InputError, PrivacyWarning
 from dp_microadam.privacy.accounting import (
     ACCOUNTANTS,
     LARGEST_NOISE_MULTIPLIER,
+    Spent,
     SubsampledGaussian,
     epsilon,
 )
@@ -266,7 +267,7 @@ class PrivacyPlan:
         """ε at ``delta`` after the first ``steps`` steps, by default with the plan's own accountant."""
         return epsilon([self.spent_after(steps)], self.delta, accountant or self.accountant)
 
-    def spent_after(self, steps: int) -> SubsampledGaussian:
+    def spent_after(self, steps: int) -> Spent:
         """The first ``steps`` steps, as input for the accountants; with bands, those that sample from the first group."""
         return SubsampledGaussian(self.sample_rate, self.noise_multiplier, -(-steps // self.bands), self.bands, self.cap)
 

@@ -334,7 +334,7 @@ def checksum(tensor: Tensor) -> Tensor:
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = tensor.detach().contiguous().view(-1).view(integers[tensor.element_size()])
     weights = torch.arange(min(len(bits), _CHECKSUM_CHUNK), device=tensor.device).mul_(2).add_(1)
-    found = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    found = torch.zeros((), dtype=torch.int64)  # a number, which takes the device of what is added to it
     for part in bits.split(_CHECKSUM_CHUNK):
         found = found * 31 + (part * weights[: len(part)]).sum()
     return found
