@@ -44,6 +44,7 @@ WITHOUT_TORCH = (
     "privacy/band_choice.py",
     "privacy/privacy_loss.py",
     "privacy/renyi.py",
+    "privacy/solving.py",
     "privacy/step_loss.py",
     "privacy/dropping.py",
     "privacy/truncated.py",
