@@ -98,6 +98,18 @@ def name(key: str, value: Any) -> str:
     return value
 
 
+def canary_count(key: str, value: Any) -> int:
+    """At least 100: fewer canaries can show next to nothing."""
+    return require_integer(key, value, 100, _LARGEST_INTEGER)
+
+
+def random_key(key: str, value: Any) -> str:
+    """128 bits as 32 hexadecimal digits."""
+    if len(text(key, value)) != 32 or set(value) - set("0123456789abcdef"):
+        raise InputError(f"{key} is {value!r}; it must be 32 hexadecimal digits, or left out for a new one")
+    return str(value)
+
+
 def one_of(*choices: str) -> Check:
     return lambda key, value: require_one_of(key, text(key, value), choices)
 
