@@ -192,6 +192,8 @@ class PrivacyLedger:
         event = self._event(step, SubsampledGaussian(self.plan.sample_rate, self.plan.noise_multiplier, 1))
         if self.plan.bands > 1:
             event["group"] = step % self.plan.bands
+        if self.plan.max_batch_size is not None:
+            event["max_batch_size"] = self.plan.max_batch_size
         if phase is not None:
             event["phase"] = phase
         if processes > 1:

@@ -29,6 +29,7 @@ from dp_microadam.privacy.ledger_lines import (
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.selection import SelectedRun
 from dp_microadam.privacy.selection_plan import SelectionPlan
+from dp_microadam.privacy.truncated import Cap
 from dp_microadam.validation import require_positive
 
 if TYPE_CHECKING:  # it needs torch, which reading a ledger does not
@@ -221,16 +222,17 @@ def spent_together(records: Iterable[LedgerRecord]) -> tuple[Spent, ...]:
     Formal guarantees: no step of any of the ledgers is left out. Two ledgers have a step in common if it has the same hash in
     both; the hash covers the run's random identifier and everything recorded since the run began.
     """
-    together: Counter[tuple[float, float, int]] = Counter()
+    together: Counter[tuple[float, float, int, Cap | None]] = Counter()
     selected: list[Spent] = []
     for plan, steps in _distinct_steps(records).values():
-        spent = most_of_one_group(steps.values(), plan.bands)
+        spent = most_of_one_group(steps.values(), plan.bands, plan.cap)
         if isinstance(plan, SelectionPlan):
             selected += _covering_selection(plan, spent)
             continue
         for part in spent:
-            together[part.sample_rate, part.noise_multiplier, plan.bands] += part.steps
-    return (*(SubsampledGaussian(rate, sigma, steps, bands) for (rate, sigma, bands), steps in together.items()), *selected)
+            together[part.sample_rate, part.noise_multiplier, plan.bands, plan.cap] += part.steps
+    counted = (SubsampledGaussian(rate, sigma, steps, bands, cap) for (rate, sigma, bands, cap), steps in together.items())
+    return (*counted, *selected)
 
 
 def steps_together(records: Iterable[LedgerRecord]) -> int:
@@ -244,7 +246,7 @@ def _distinct_steps(records: Iterable[LedgerRecord]) -> dict[object, tuple[Priva
     for position, record in enumerate(records):
         # Two runs of version 0.1 with the same plan have identical lines, so runs without an identifier count separately.
         name = position if record.run is None else record.run
-        _, steps = runs.setdefault((name, record.plan.bands, type(record.plan)), (record.plan, {}))
+        _, steps = runs.setdefault((name, record.plan.bands, record.plan.cap, type(record.plan)), (record.plan, {}))
         steps.update({link: (number, mechanism) for number, (link, mechanism) in enumerate(record.history)})
     return runs
 

@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 
 from dp_microadam.errors import InputError
-from dp_microadam.privacy.accounting import ORDERS, Floats, Spent
+from dp_microadam.privacy.accounting import Spent
+from dp_microadam.privacy.renyi import ORDERS, Floats
 from dp_microadam.validation import require_in_open_closed, require_non_negative, require_one_of
 
 DISTRIBUTIONS = {"geometric": 1.0, "logarithmic": 0.0}
@@ -154,7 +155,7 @@ class SelectedRun:
         """The steps of one run."""
         return sum(part.steps for part in self.run)
 
-    def rdp(self) -> Floats:
+    def rdp(self, missing: int = 0) -> Floats:
         """The Rényi divergence of the selection at each of ``ORDERS``: theorem 2, at the best auxiliary order of the list.
 
         Formal guarantees: publishing the result of a best run is (α, ε_α)-Rényi differentially private for each returned ε_α,
@@ -163,13 +164,13 @@ class SelectedRun:
         that run may publish; if the number of runs is drawn independently from ``repetitions``; and if nothing else of the
         runs is published, neither their number nor the results of others. Runs with equal scores may be ordered by age.
         """
-        return _rdp_of_selection(self)
+        return _rdp_of_selection(self, missing)
 
 
 @lru_cache(maxsize=256)
-def _rdp_of_selection(selected: SelectedRun) -> Floats:
+def _rdp_of_selection(selected: SelectedRun, missing: int) -> Floats:
     orders = np.array(ORDERS)
-    one: Floats = np.sum([part.rdp() for part in selected.run], axis=0)
+    one: Floats = np.sum([part.rdp(missing) for part in selected.run], axis=0)
     repetitions = selected.repetitions
     auxiliary = (1 - 1 / orders) * one + repetitions.log_inverse_gamma / orders
     # A divergence that could not be computed gives no bound, at its own order or as the auxiliary one.

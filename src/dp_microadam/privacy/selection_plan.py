@@ -15,11 +15,11 @@ from dp_microadam.errors import InputError
 from dp_microadam.privacy.accounting import (
     LARGEST_NOISE_MULTIPLIER,
     NOISE_RESOLUTION,
-    SMALLEST_NOISE_MULTIPLIER,
     Spent,
     first_non_negative,
 )
 from dp_microadam.privacy.plan import PrivacyPlan
+from dp_microadam.privacy.renyi import SMALLEST_NOISE_MULTIPLIER
 from dp_microadam.privacy.selection import DISTRIBUTIONS, Repetitions, SelectedRun
 from dp_microadam.validation import require_one_of
 

@@ -58,6 +58,7 @@ def recipe_settings(prefix: str, **_: Any) -> list[str]:
             "base": vocabulary.BASES,
             "model": vocabulary.MODELS,
             "data": vocabulary.DATA_SETS,
+            "unit": ("example", "user"),
         }
         return [f"{key}={value}" for value in values.get(key, ())]
     tables = {

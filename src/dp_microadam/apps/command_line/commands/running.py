@@ -154,9 +154,11 @@ def privacy_line(result: RunResult) -> str:
     """The final (ε, δ) of a run in one line, or why it is not private."""
     if result.epsilon is None:
         return "not private: trained without clipping and noise"
+    from dp_microadam.privacy.ledger import read_ledger
     from dp_microadam.privacy.statement import round_up
 
-    line = f"ε = {round_up(result.epsilon)} at δ = {result.delta:g}"
+    whom = " for a user with all their examples" if read_ledger(result.run_dir).plan.unit == "user" else ""
+    line = f"ε = {round_up(result.epsilon)}{whom} at δ = {result.delta:g}"
     return line if result.private else f"not private (fixed seed); the same run without a seed would spend {line}"
 
 

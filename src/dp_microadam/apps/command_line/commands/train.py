@@ -31,6 +31,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     complete_with(recipe_settings, override)
     parser.add_argument("--bands", metavar="N", help="bands of correlated noise, or auto; short for --set bands=N")
+    parser.add_argument("--max-batch-size", metavar="M", help="most examples in a step; short for --set max_batch_size=M")
+    parser.add_argument(
+        "--unit", choices=("example", "user"), help="whom ε is for: an example, or a user; short for --set unit=…"
+    )
+    parser.add_argument(
+        "--examples-per-user",
+        metavar="K",
+        help="with users: most examples of one in a step; short for --set examples_per_user=K",
+    )
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="run folder to create (default: a new one under runs/)")
     add_display(parser)
     parser.set_defaults(run=run)
@@ -58,8 +67,9 @@ def run(options: argparse.Namespace) -> int:
     from dp_microadam.apps.recipes.recipe import load_recipe
     from dp_microadam.training.run_folder import refuse_existing
 
-    bands = [] if options.bands is None else [f"bands={options.bands}"]
-    recipe = load_recipe(options.recipe, [*options.overrides, *bands])
+    short = {key: getattr(options, key) for key in ("bands", "max_batch_size", "unit", "examples_per_user")}
+    given = [f"{key}={value}" for key, value in short.items() if value is not None]
+    recipe = load_recipe(options.recipe, [*options.overrides, *given])
     if options.run_dir is not None:
         refuse_existing(options.run_dir)
     recipe = _as_single_run(recipe, options)
