@@ -22,7 +22,7 @@ PAPER = SubsampledGaussian(sample_rate=4096 / 45000, noise_multiplier=3.0, steps
     "part",
     [
         SubsampledGaussian(0.05, 1.2, 200),
-        SubsampledGaussian(0.004, 0.7, 1_000),
+        pytest.param(SubsampledGaussian(0.004, 0.7, 1_000), marks=pytest.mark.slow),
         pytest.param(PAPER, marks=pytest.mark.slow),
     ],
 )
