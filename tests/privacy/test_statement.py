@@ -1,7 +1,9 @@
 """What a run claims about privacy, as JSON and in words."""
 
+import dataclasses
 import json
 import math
+import re
 
 import pytest
 
@@ -138,3 +140,34 @@ def test_the_statement_names_the_number_of_processes_and_that_they_trust_each_ot
     words = statement_in_words(report)
     assert "1 steps by 1; 2 steps by 2; 1 steps by 3, each with its share of the examples and of the noise" in words
     assert "they trust each other" in words
+
+
+USERS = PrivacyPlan.solve(
+    dataset_size=3_000, batch_size=100, delta=1e-5, noise_multiplier=1.5, steps=50, unit="user", examples_per_user=4
+)
+
+
+@pytest.mark.parametrize("bands", [1, 4])
+def test_for_users_every_line_says_users(tmp_path, bands):
+    plan = dataclasses.replace(USERS, bands=bands)
+    settings = RunSettings(True, "entropy", 1.0, clipping="the mean gradient of each user's examples", unit="one user")
+    with PrivacyLedger.create(tmp_path, plan, settings) as ledger:
+        for _ in range(50):
+            ledger.record_step(processes=2)
+    report = privacy_report(read_ledger(tmp_path), group_size=3)
+    words = statement_in_words(report)
+    assert report["sampling"]["examples_per_user"] == 4
+    assert report["group_epsilon"] == group_epsilon(read_ledger(tmp_path).spent, 1e-5, 3)
+    for said in (
+        f"{round_up(plan.epsilon)} at δ = 1e-05, for a user, for the steps done",
+        "with one user added or removed, with all their examples, however many",
+        f"up to 3 users together: ε = {round_up(report['group_epsilon'])}",
+        "one user changes the sum by at most 1",
+        "of each, at most 4 examples, drawn anew in every step, enter as their mean",
+        "each with its share of the users and of the noise",
+        "the number of users, which is taken as public",
+        "each of 3000 users in each step" if bands == 1 else "3000 users in 4 groups",
+    ):
+        assert said in words, said
+    for item in re.findall(r"[^;.\n]*\bexamples?\b[^;.\n]*", words):
+        assert re.search(r"user|their examples|at most 4 examples", item), item

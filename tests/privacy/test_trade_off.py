@@ -14,6 +14,7 @@ from thoroughness import examples
 from dp_microadam.errors import InputError
 from dp_microadam.privacy.accounting import SubsampledGaussian, epsilon
 from dp_microadam.privacy.trade_off import SMALLEST_RATE, gaussian_bound, trade_off
+from dp_microadam.privacy.truncated import Cap
 
 PAPER = SubsampledGaussian(sample_rate=4096 / 45000, noise_multiplier=3.0, steps=2480)
 RATES = (0.4, 0.1, 0.01, 0.001, 1e-4, 1e-5)
@@ -121,6 +122,12 @@ def test_mu_lies_above_the_curve_for_all_rates_it_is_stated_for_and_is_the_least
         alphas = np.concatenate([[SMALLEST_RATE], curve.corners()[0]])
         wanted = [a for a in alphas if a >= SMALLEST_RATE]
         assert any(curve.true_positives(a) > gaussian_true_positives(bound.mu - 0.01, a) for a in wanted)
+
+
+def test_a_cap_that_is_reached_tells_more():
+    plain, tight = (trade_off([SubsampledGaussian(0.1, 2.0, 50, cap=cap)]) for cap in (None, Cap(50, 500)))
+    for rate in RATES:
+        assert plain.true_positives(rate) < tight.true_positives(rate)
 
 
 def test_nothing_spent_tells_an_attacker_nothing():

@@ -16,6 +16,7 @@ from dp_microadam.clipping.batches import batch_size, detached, padded, padded_s
 from dp_microadam.clipping.clip_check import check_clip
 from dp_microadam.clipping.families import observe, refuse_batch_statistics, refuse_torchscript
 from dp_microadam.clipping.independence import check_independence, check_independence_at_size
+from dp_microadam.clipping.layer_bounds import blocks_of, layer_bounds, layer_of
 from dp_microadam.clipping.losses import PerExampleLoss, losses_of
 from dp_microadam.clipping.model_state import StateSnapshot
 from dp_microadam.clipping.module_attributes import put_back_tensors
@@ -141,7 +142,7 @@ class ClippedGradients:
         self._precision = 0.0 if autocast is None else torch.finfo(autocast).eps
         self._observed = observe(model, strategy, tensor_cores)
         self._layers = list(dict.fromkeys(layer_of(name) for name in self._trainable))
-        self._layer_bounds = self._share_out(layer_weights) if clipping == "per-layer" else None
+        self._layer_bounds = layer_bounds(self._layers, self._bound, layer_weights) if clipping == "per-layer" else None
         if layer_weights is not None and clipping == "flat":
             raise InputError("layer_weights is given, but clipping is 'flat'; pass clipping='per-layer'")
         self._synthetic_batch = synthetic_batch
@@ -355,16 +356,16 @@ class ClippedGradients:
             check_clip(self, observed, batch, self._synthetic_batch, self._precision)
             self._checks[key] = _Checked(observed, source, CHECK_SIZE, {1})
         checked = self._checks[key]
+        # As large as any so far: after a repetition, chunks would grow past the checked size one by one.
+        size = max(count, self._largest.get(signature(batch), 0))
         if count > checked.largest:
-            # As large as any so far: after a repetition, chunks would grow past the checked size one by one.
-            size = max(count, self._largest.get(signature(batch), 0))
             sized = batch if size == count else padded(batch, size)
             check_independence_at_size(
                 self._model, self._loss, checked.observed, sized, self._synthetic_batch, self._precision, checked.source
             )
             checked.largest = size
         if per_unit not in checked.per_unit:
-            check_units(self, checked.observed, batch, per_unit, self._synthetic_batch, self._precision)
+            check_units(self, checked.observed, batch, per_unit, size, self._synthetic_batch, self._precision)
             checked.per_unit.add(per_unit)
         return checked.observed
 
@@ -407,29 +408,3 @@ class ClippedGradients:
     def _coefficients(norms: Tensor, bound: float, usable: Tensor) -> Tensor:
         """min(1, C/‖g‖), and zero for examples that are removed."""
         return torch.where(usable, bound / norms.clamp(min=bound), torch.zeros_like(norms))
-
-    def _share_out(self, weights: Mapping[str, float] | None) -> dict[str, float]:
-        """The clipping norms C_l, in proportion to the weights, with Σ C_l² = C²."""
-        given = dict.fromkeys(self._layers, 1.0) if weights is None else dict(weights)
-        if given.keys() != set(self._layers):
-            wrong = sorted(given.keys() ^ set(self._layers))[0]
-            raise InputError(f"layer_weights must name exactly the trainable layers; {wrong!r} is missing or unknown")
-        for name, weight in given.items():
-            if not (math.isfinite(weight) and weight > 0):
-                raise InputError(f"layer_weights[{name!r}] is {weight}; it must be a finite number above 0")
-        scale = self._bound / math.sqrt(sum(weight**2 for weight in given.values()))
-        return {name: weight * scale for name, weight in given.items()}
-
-
-def layer_of(parameter: str) -> str:
-    """The name of the module that owns a parameter."""
-    return parameter.rpartition(".")[0]
-
-
-def blocks_of(groups: list[set[str]]) -> list[set[str]]:
-    """The finest partition in which no group is divided."""
-    blocks: list[set[str]] = []
-    for group in groups:
-        apart = [block for block in blocks if block.isdisjoint(group)]
-        blocks = [*apart, group.union(*(block for block in blocks if not block.isdisjoint(group)))]
-    return blocks

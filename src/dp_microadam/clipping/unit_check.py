@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dp_microadam.clipping.batches import batch_size, repeated, synthetic
+from dp_microadam.clipping.batches import repeated, synthetic
 from dp_microadam.clipping.checked_model import CheckedModel
 from dp_microadam.clipping.clip_check import check_clip
 from dp_microadam.clipping.gradient_check import check_gradients_against_autograd
@@ -43,15 +43,16 @@ def check_units(
     observed: Observed,
     batch: Any,
     per_unit: int,
+    room: int,
     synthetic_batch: Any = None,
     precision: float = 0.0,
 ) -> None:
     """Raise :class:`InputError` or :class:`PrivacyError` unless units of ``per_unit`` examples are clipped as a whole.
 
-    Takes two passes over three units, two backward passes more, and those of ``check_clip``; over fewer units where the batch
-    has no room for three. Only structure, shapes and types of ``batch`` are used.
+    Takes two passes over three units, two backward passes more, and those of ``check_clip``; over fewer units where three would
+    be more than ``room`` examples, the largest batch. Only structure, shapes and types of ``batch`` are used.
     """
-    units = max(1, min(_UNITS, batch_size(batch) // per_unit))
+    units = max(1, min(_UNITS, room // per_unit))
     weights = _weights(units, per_unit)
     count = weights.numel()
     examples = synthetic(batch, count)[0] if synthetic_batch is None else repeated(synthetic_batch, count)[0]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dp_microadam.errors import InputError
-from dp_microadam.privacy.accounting import SubsampledGaussian, epsilon
+from dp_microadam.privacy.accounting import Spent, SubsampledGaussian, epsilon
 from dp_microadam.privacy.replacement import replace_one_epsilon
 from dp_microadam.privacy.trade_off import GaussianBound, gaussian_bound, trade_off
 
@@ -18,7 +18,7 @@ FALSE_POSITIVE_RATES = (0.1, 0.01, 0.001)
 """Attackers that are stated: those who accuse one innocent in ten, in a hundred and in a thousand."""
 
 
-def meaning(spent: Sequence[SubsampledGaussian], delta: float) -> dict[str, Any]:
+def meaning(spent: Sequence[Spent], delta: float) -> dict[str, Any]:
     """What the steps in ``spent`` let an attacker find out, as a dict for JSON.
 
     Formal guarantees: ``attacks`` has, for each rate of false positives, a bound on the rate of true positives of any attack on
@@ -31,9 +31,12 @@ def meaning(spent: Sequence[SubsampledGaussian], delta: float) -> dict[str, Any]
     >>> meaning([SubsampledGaussian(sample_rate=1.0, noise_multiplier=math.sqrt(3), steps=3)], delta=1e-5)["mu"]
     1.0
     """
+    steps = [part for part in spent if isinstance(part, SubsampledGaussian)]
+    if len(steps) < len(spent):
+        return {"not_computed": "a selection among runs is accounted for by RDP alone, which has no such curve"}
     try:
         curve = trade_off(spent)
-        bound = _exact_bound(spent) or gaussian_bound(curve)
+        bound = _exact_bound(steps) or gaussian_bound(curve)
         replaced, added = replace_one_epsilon(spent, delta), epsilon(spent, delta, "pld")
     except InputError as error:
         return {"not_computed": str(error)}
@@ -50,7 +53,7 @@ def meaning(spent: Sequence[SubsampledGaussian], delta: float) -> dict[str, Any]
 
 def _exact_bound(spent: Sequence[SubsampledGaussian]) -> GaussianBound | None:
     """μ of steps without subsampling, which are one Gaussian mechanism; it holds for all rates. None with subsampling."""
-    if any(part.sample_rate < 1 for part in spent if part.steps):
+    if any(part.sample_rate < 1 or part.cap is not None for part in spent if part.steps):
         return None
     mu = math.sqrt(math.fsum(part.steps / part.noise_multiplier**2 for part in spent))
     return GaussianBound(round_up_to(mu, 2), 0.0)

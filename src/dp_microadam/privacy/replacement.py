@@ -18,37 +18,28 @@ entries. They are largest, at 4, 1 and 2 over σ², for ‖u‖ = 1 and v = −u
 
 Steps compose adaptively because the pair dominates each of them. With bands an example's participations fall into disjoint
 blocks of rows, as ``banded.py`` says; in each block u and v are the contributions c⊗g of the two examples, whose norms are at
-most 1 as well, and both have the same number and so the same group. This module does not import torch.
+most 1 as well, and both have the same number and so the same group.
+
+With a cap (``truncated.py``), whether so many others are drawn that someone may be dropped is a public coin. If not, the pair
+is the one above. If so, the step adds up a random set R of others, or, if the example is kept, R without a random member y and
+with x or its replacement x′: u = x − y and v = x′ − y have norms of at most 2 and a distance of at most 2, so that all three
+entries are at most those of u = 2 and v = −2. This module does not import torch.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-import numpy as np
-from scipy.special import log_ndtr
-
 from dp_microadam.errors import InputError
-from dp_microadam.privacy.accounting import PLD_LEAST_NOISE, PLD_MOST_STEPS, SubsampledGaussian
-from dp_microadam.privacy.privacy_loss import (
-    CELLS_PER_DEVIATION,
-    NODE_WEIGHTS,
-    NODES,
-    Floats,
-    PrivacyLoss,
-    epsilon_of_composition,
-    least_delta,
-    log_likelihood_ratios,
-    reach_for,
-)
+from dp_microadam.privacy.accounting import PLD_LEAST_NOISE, PLD_MOST_STEPS, Spent, SubsampledGaussian, least_noise, steps_alone
+from dp_microadam.privacy.privacy_loss import epsilon_of_composition, least_delta, reach_for
+from dp_microadam.privacy.step_loss import PrivacyLoss, loss_of_replaced_step
+from dp_microadam.privacy.truncated import by_coin
 from dp_microadam.validation import require_in_open
 
-_UNIT = 2.0**-53
 
-
-def replace_one_epsilon(spent: Sequence[SubsampledGaussian], delta: float) -> float:
+def replace_one_epsilon(spent: Sequence[Spent], delta: float) -> float:
     """ε at ``delta`` if one example is replaced by another, by PLD.
 
     At least ε for adding or removing an example, since the other example may contribute nothing. It is computed and not
@@ -66,63 +57,30 @@ def replace_one_epsilon(spent: Sequence[SubsampledGaussian], delta: float) -> fl
     '16.750'
     """
     require_in_open("delta", delta, 0, 1)
-    parts = tuple(part for part in spent if part.steps > 0)
+    parts = tuple(part for part in steps_alone(spent) if part.steps > 0)
     return _replace_one_epsilon(parts, delta) if parts else 0.0
 
 
 @lru_cache(maxsize=256)
 def _replace_one_epsilon(spent: tuple[SubsampledGaussian, ...], delta: float) -> float:
     steps = sum(part.steps for part in spent)
-    least_noise = min(part.noise_multiplier for part in spent)
     reach = reach_for(delta, steps)
     if steps > PLD_MOST_STEPS:
         raise InputError(f"steps is {steps}; replacing one example is accounted for up to {PLD_MOST_STEPS} steps")
-    if least_noise < PLD_LEAST_NOISE:
-        raise InputError(f"noise_multiplier is {least_noise}; for replacing one example it must be at least {PLD_LEAST_NOISE}")
+    if least_noise(spent) < PLD_LEAST_NOISE:
+        least = min(part.noise_multiplier for part in spent)
+        raise InputError(f"noise_multiplier is {least}; for replacing one example it must be at least {PLD_LEAST_NOISE}")
     if reach is None:
         raise InputError(f"delta is {delta:g}; for replacing one example it must be at least {least_delta(steps):.2g}")
     # Both directions are the same, mirrored.
-    laws = [(loss_of_one_replacement(part.sample_rate, part.noise_multiplier, reach), part.steps) for part in spent]
-    return epsilon_of_composition(laws, delta)
+    return epsilon_of_composition([(loss_of_one_replacement(part, reach), part.steps) for part in spent], delta)
 
 
-@lru_cache(maxsize=16)
-def loss_of_one_replacement(sample_rate: float, noise_multiplier: float, reach: float) -> PrivacyLoss:
-    """The privacy loss of (1 − q)·N(0, σ²) + q·N(1, σ²) against the same with N(−1, σ²).
-
-    With r(x) = log(1 − q + q·exp((2x − 1)/2σ²)) the loss at x is r(x) − r(−x), which grows with x. Cells and tails are treated
-    as in :func:`~dp_microadam.privacy.privacy_loss.loss_of_one_step`.
-
-    Formal guarantees: as there.
-    """
-    q, sigma = sample_rate, noise_multiplier
-    width = 2.0 ** round(math.log2(sigma / CELLS_PER_DEVIATION))
-    ends: Floats = (
-        np.arange(-math.ceil(reach * sigma / width), math.ceil((1 + reach * sigma) / width) + 1, dtype=np.float64) * width
-    )
-    weights = (1 - q, q)
-    ratios, mirrored = (log_likelihood_ratios(weights, sigma, at) for at in (ends, -ends))
-    shares, mirrored_shares = (
-        np.exp(math.log(q) + (2 * at - 1) / (2 * sigma**2) - logarithm) for at, logarithm in ((ends, ratios), (-ends, mirrored))
-    )
-
-    # 1 − exp(loss at the lower end − loss) at the nodes of each cell and at its upper end, from sums of positive terms.
-    distances = np.append(NODES, 1.0) * width / sigma**2
-    grows = shares[:-1, None] * np.expm1(distances)
-    falls = mirrored_shares[:-1, None] * -np.expm1(-distances)
-    drops = (grows + falls) / (1 + grows)
-    to_larger = drops[:, :-1] / drops[:, -1:]
-
-    log_density = -0.5 * ((ends[:-1, None] + NODES * width) / sigma) ** 2 + ratios[:-1, None] + np.log1p(grows[:, :-1])
-    probabilities = np.exp(log_density) * (NODE_WEIGHTS * width / (sigma * math.sqrt(2 * math.pi)))
-    masses = np.zeros(len(ends))
-    masses[:-1] += (probabilities * (1 - to_larger)).sum(axis=1)
-    masses[1:] += (probabilities * to_larger).sum(axis=1)
-    log_tail = float(log_ndtr(-reach))
-    masses[0] += math.exp(log_tail)
-
-    slopes = (shares + mirrored_shares) / sigma**2
-    rounding = 16 * _UNIT * (np.abs(ratios) + np.abs(mirrored) + slopes * (np.abs(ends) + 1) + q)
-    losses = ratios - mirrored + rounding
-    kept = masses > 0
-    return PrivacyLoss(losses[kept], np.log(masses[kept]), log_tail + math.log(2))
+def loss_of_one_replacement(part: SubsampledGaussian, reach: float) -> PrivacyLoss:
+    """The privacy loss of one of the steps if one example is replaced by another, the same in both directions."""
+    q, cap = part.sample_rate, part.cap
+    plain = loss_of_replaced_step((1 - q, q), part.noise_multiplier, reach)
+    if cap is None:
+        return plain
+    kept = cap.kept(q)
+    return by_coin(plain, loss_of_replaced_step((1 - kept, kept), part.noise_multiplier / 2, reach), cap.reached(q))

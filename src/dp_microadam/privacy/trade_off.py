@@ -33,8 +33,17 @@ from scipy.optimize import brentq
 from scipy.special import ndtri
 
 from dp_microadam.errors import InputError
-from dp_microadam.privacy.accounting import PLD_LEAST_NOISE, PLD_MOST_STEPS, SubsampledGaussian
-from dp_microadam.privacy.privacy_loss import PrivacyLoss, Window, loss_of_one_step, reach_for, window_from_zero
+from dp_microadam.privacy.accounting import (
+    PLD_LEAST_NOISE,
+    PLD_MOST_STEPS,
+    Spent,
+    SubsampledGaussian,
+    least_noise,
+    loss_per_step,
+    steps_alone,
+)
+from dp_microadam.privacy.privacy_loss import Window, reach_for, window_from_zero
+from dp_microadam.privacy.step_loss import PrivacyLoss
 from dp_microadam.validation import require_in_open
 
 Floats = NDArray[np.float64]
@@ -107,7 +116,7 @@ class GaussianBound:
     smallest_rate: float
 
 
-def trade_off(spent: Sequence[SubsampledGaussian]) -> TradeOff:
+def trade_off(spent: Sequence[Spent]) -> TradeOff:
     """The trade-off between false positives and false negatives after all steps in ``spent``, as a lower bound.
 
     Formal guarantees: for two datasets of which one is the other with one example added, and for both orders of the two, no
@@ -120,13 +129,14 @@ def trade_off(spent: Sequence[SubsampledGaussian]) -> TradeOff:
     >>> f"{trade_off(three).true_positives(0.1):.4f}"  # a Gaussian mechanism with μ = 1 has Φ(1 − Φ⁻¹(0.9)) = 0.38914
     '0.3892'
     """
-    parts = tuple(part for part in spent if part.steps > 0)
+    parts = tuple(part for part in steps_alone(spent) if part.steps > 0)
     if not parts:
         return TradeOff(np.ones(1), np.zeros(1))
-    steps, noise = sum(part.steps for part in parts), min(part.noise_multiplier for part in parts)
+    steps = sum(part.steps for part in parts)
     if steps > PLD_MOST_STEPS:
         raise InputError(f"steps is {steps}; the trade-off of attacks is computed for up to {PLD_MOST_STEPS} steps")
-    if noise < PLD_LEAST_NOISE:
+    if least_noise(parts) < PLD_LEAST_NOISE:
+        noise = min(part.noise_multiplier for part in parts)
         raise InputError(f"noise_multiplier is {noise}; the trade-off of attacks needs at least {PLD_LEAST_NOISE}")
     return _trade_off(parts)
 
@@ -136,14 +146,8 @@ def _trade_off(spent: tuple[SubsampledGaussian, ...]) -> TradeOff:
     reach = reach_for(_LEAST_DELTA, sum(part.steps for part in spent))
     assert reach is not None  # for any number of steps that is allowed
     # Without subsampling both directions are the same.
-    directions = (True,) if all(part.sample_rate == 1.0 for part in spent) else (True, False)
-    compositions = [
-        [
-            (loss_of_one_step((1 - part.sample_rate, part.sample_rate), part.noise_multiplier, removed, reach), part.steps)
-            for part in spent
-        ]
-        for removed in directions
-    ]
+    directions = (True,) if all(part.sample_rate == 1.0 and part.cap is None for part in spent) else (True, False)
+    compositions = [[(loss_per_step(part, 1, removed, reach), part.steps) for part in spent] for removed in directions]
     profiles = [_windows(parts) for parts in compositions]
     largest = min(max((epsilon for windows in profiles for _, epsilon in windows), default=0.0), _LARGEST_EPSILON)
     fine = np.geomspace(_FINEST * largest, largest, _LINES // 4) if largest else np.zeros(1)

@@ -19,6 +19,7 @@ from dp_microadam.apps.audit.mechanism_checks import CheckSizes, check_mechanism
 from dp_microadam.apps.audit.noise_checks import DELTA, NOISE_MULTIPLIER, NoiseStatistics, published_noise, seed_check
 from dp_microadam.apps.audit.sampling_checks import drawing_checks, published_sample_checks, sampler_checks
 from dp_microadam.apps.audit.suite import PROFILES
+from dp_microadam.apps.audit.user_checks import contribution_checks, drawn_user_checks
 
 FEW_STEPS = 12
 """Of runs whose noise is looked at: more than one in ten."""
@@ -103,6 +104,33 @@ def test_it_catches_in_what_a_run_without_gradients_publishes(plant, fault, opti
 def test_it_catches_tails_that_a_generator_of_16_bits_cuts_off(plant):
     plant("coarse uniforms", bits=16)
     assert "tails" in failed(noise_checks(PROFILES["quick"].checks.noise_steps))
+
+
+@pytest.mark.parametrize(
+    ("fault", "options", "caught"),
+    [
+        ("the same examples of a user", {}, {"users: each example", "users: drawn anew"}),
+        ("more examples of a user", {}, {"users: at most k"}),
+        ("users drawn by their examples", {}, {"users: sample rate", "users: examples"}),
+    ],
+)
+def test_it_catches_in_what_users_bring(plant, fault, options, caught):
+    plant(fault, **options)
+    assert caught <= failed(drawn_user_checks(20))
+
+
+@pytest.mark.parametrize("mean", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_it_catches_examples_of_a_user_that_are_clipped_one_by_one(plant, mean):
+    plant("clipping per example of a user", mean=mean)
+    assert failed(contribution_checks(4)) == {"users: contributions"}
+
+
+@pytest.mark.parametrize("name", ["linear with bias", pytest.param("per-layer clipping", marks=pytest.mark.slow)])
+def test_it_catches_users_whose_examples_are_clipped_one_by_one_in_the_families(plant, name):
+    plant("clipping per example of a user", mean=True)
+    found = family_check(family(name))
+    assert found.violated
+    assert found.detail == "distance from the sum of users' clipped mean gradients"
 
 
 @pytest.mark.parametrize("bits", [16, 20])

@@ -143,3 +143,14 @@ def test_json_has_bands_and_their_table(capsys):
     assert own["noise_multiplier"] == plan.noise_multiplier
     assert own["memory_vectors"] == 11
     assert printed["accountants"]["rdp"]["steps_allowed"] >= 2000
+
+
+def test_a_plan_for_users_says_whom_its_epsilon_is_for(capsys):
+    assert main(["plan", *SMALL_BATCHES, "--unit", "user", "--examples-per-user", "4"]) == 0
+    shown = capsys.readouterr().out
+    for words in ("one user with all their examples", "ε for a user", "at most 4, as their mean", "expected users per step"):
+        assert words in shown
+    assert main(["plan", *SMALL_BATCHES, "--unit", "user"]) == 2
+    assert "examples_per_user is missing" in capsys.readouterr().err
+    assert main(["plan", *SMALL_BATCHES, "--examples-per-user", "4"]) == 2
+    assert "examples_per_user is 4, but unit is 'example'" in capsys.readouterr().err

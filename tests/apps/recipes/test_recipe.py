@@ -167,11 +167,18 @@ WRONG_VALUES = [
     ("bands", 0),
     ("bands", 2.0),
     ("bands", "all"),
+    ("unit", "patient"),
+    ("examples_per_user", 0),
     ("noise_history", "disk"),
     ("noise_memory_gib", 0.0),
     ("batch_size", 0),
     ("batch_size", 2**64),
+    ("max_batch_size", 0),
     ("physical_batch_size", 0),
+    ("class_weights", [1.0]),
+    ("class_weights", [1.0, 0.0]),
+    ("class_weights", [1.0, float("inf")]),
+    ("class_weights", "balanced"),
     ("max_grad_norm", 0.0),
     ("clipping", "layer"),
     ("learning_rate", -1.0),
@@ -192,6 +199,7 @@ WRONG_VALUES = [
     ("canary_key", "8a23"),
     ("optimizer", 3),
     ("model_options", []),
+    ("tune", 3),
 ]
 
 

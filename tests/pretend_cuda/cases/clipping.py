@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pretend_cuda.cases.comparison import SAME_DRAWS, agree, all_agree, existing, moved, placed
+from pretend_cuda.watch import Watch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -180,11 +181,12 @@ class Odd(Tensor):
 class Counting(nn.Module):
     """Keeps a running sum of its inputs in a buffer, or in another buffer than before; has one on the CPU and an odd one."""
 
-    def __init__(self, replaced: bool, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, replaced: bool, dtype: torch.dtype, host_first: bool, device: torch.device) -> None:
         super().__init__()
-        self.register_buffer("on_the_host", torch.zeros(2))
         self.layer, self.replaced, self.on = nn.Linear(8, 4, device=device), replaced, False
-        self.register_buffer("seen", torch.zeros(3, dtype=dtype, device=device))
+        buffers = {"on_the_host": torch.zeros(2), "seen": torch.zeros(3, dtype=dtype, device=device)}
+        for name, buffer in buffers.items() if host_first else reversed(buffers.items()):
+            self.register_buffer(name, buffer)
         self.register_buffer("odd", torch.zeros(3, device=device).as_subclass(Odd))
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -198,8 +200,8 @@ class Counting(nn.Module):
 def state_that_changes(device: torch.device) -> None:
     """A model that begins to change its own buffers is refused, and its buffers are put back."""
     batch = moved((torch.randn(5, 8), torch.zeros(5, dtype=torch.long)), device)
-    for replaced, dtype in ((False, torch.float32), (True, torch.float32), (False, torch.int64)):
-        model = Counting(replaced, dtype, device)
+    for replaced, dtype, first in ((False, torch.float32, False), (True, torch.float32, True), (False, torch.int64, True)):
+        model = Counting(replaced, dtype, first, device)
         engine = ClippedGradients(model, cross_entropy, max_grad_norm=1.0)
         engine.accumulate(batch)
         model.on = True
@@ -207,6 +209,16 @@ def state_that_changes(device: torch.device) -> None:
             engine.accumulate(batch)
         placed(model.seen, device, "the buffer")
         assert not bool(model.seen.any())
+
+
+def waits_once(build: Callable[[], nn.Module], inputs: Callable[[], Tensor], device: torch.device) -> None:
+    """A chunk after the first waits for the device once, whatever parameters the network has."""
+    engine = ClippedGradients(build().to(device), cross_entropy, max_grad_norm=1.0)
+    batch = moved((inputs(), torch.randint(3, (5,))), device)
+    engine.accumulate(batch)
+    with Watch() as watch:
+        engine.accumulate(batch)
+    assert watch.synchronisations.total() == 1, watch.synchronisations
 
 
 def without_gradients(device: torch.device) -> None:
@@ -262,6 +274,8 @@ NETWORKS: dict[str, Callable[[torch.device], None]] = {
     "transformer without dropout": partial(network, partial(Transformer, 0.0), lambda: torch.randint(30, (5, 7))),
     "transformer": dropout,
     "repeated rows": partial(network, RepeatedRows, lambda: torch.randn(5, 8)),
+    "repeated rows, waits": partial(waits_once, RepeatedRows, lambda: torch.randn(5, 8)),
+    "transformer, waits": partial(waits_once, partial(Transformer, 0.0), lambda: torch.randint(30, (5, 7))),
     "checkpointed": partial(network, Checkpointed, lambda: torch.randn(5, 8)),
     "wide ResNet": partial(network, lambda: models.wide_resnet(10, 1), lambda: torch.randn(5, 3, 12, 12)),
     "wide ResNet per layer": partial(

@@ -72,6 +72,8 @@ class Cell:
         """Folder name: readable, and the same for recipes that train the same model."""
         settings = {key: value for key, value in asdict(self.recipe).items() if key not in _WITHOUT_EFFECT}
         settings = {key: value for key, value in settings.items() if value is not None or key in _FIRST_KEYS_WITHOUT_VALUE}
+        if not settings["tune"]:
+            del settings["tune"]
         settings["learning_rate"] = self.recipe.resolved_learning_rate
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
         readable = re.sub(r"[^a-z0-9.]+", "-", f"{self.recipe.data} {self.recipe.algorithm}".lower()).strip("-")

@@ -119,6 +119,13 @@ def optional(check: Check) -> Check:
     return lambda key, value: None if value is None else check(key, value)
 
 
+def weights(key: str, value: Any) -> tuple[float, ...]:
+    """A list of at least two positive numbers."""
+    if not isinstance(value, list | tuple) or len(value) < 2:
+        raise InputError(f"{key} is {value!r}; it must be a list of numbers, one for each class")
+    return tuple(positive(f"{key}[{number}]", item) for number, item in enumerate(value))
+
+
 def table(key: str, value: Any) -> dict[str, Any]:
     """A table of options whose values are numbers, strings, booleans or lists of these."""
     if not isinstance(value, Mapping):

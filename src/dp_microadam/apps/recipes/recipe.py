@@ -12,7 +12,7 @@ from typing import Any
 
 import tomli_w
 
-from dp_microadam.apps.recipes import checks, vocabulary
+from dp_microadam.apps.recipes import checks, tuning, vocabulary
 from dp_microadam.apps.recipes.overrides import apply_override
 from dp_microadam.errors import InputError
 
@@ -81,6 +81,10 @@ class Recipe:
     recipe's schedule and ``band_momentum``. None: ``"square-root"``."""
     band_momentum: float | None = _key(checks.optional(checks.below_one), default=None)
     """The momentum that ``"optimised"`` coefficients are for. None: that of the optimizer."""
+    unit: str = _key(checks.one_of("example", "user"), default="example")
+    """Whom the guarantee is for: one example, or one user with all their examples. With users, sizes count users."""
+    examples_per_user: int | None = _key(checks.optional(checks.count), default=None)
+    """For unit ``"user"``: the largest number of a user's examples that enter a step."""
     noise_history: str | None = _key(checks.optional(checks.one_of("device", "cpu")), default=None)
     """Where several bands keep the noise of the last steps: beside the model or in main memory. None: ``"device"``."""
     noise_memory_gib: float | None = _key(checks.optional(checks.positive), default=None)
@@ -88,8 +92,12 @@ class Recipe:
 
     batch_size: int = _key(checks.count)
     """Expected size of a Poisson batch."""
+    max_batch_size: int | None = _key(checks.optional(checks.count), default=None)
+    """The most examples in a step; of a larger sample, so many are kept at random. None: no cap."""
     physical_batch_size: int = _key(checks.count, default=256)
     """Examples per forward and backward pass; affects only memory and speed."""
+    class_weights: tuple[float, ...] | None = _key(checks.optional(checks.weights), default=None)
+    """Weight of each class in the training loss: public numbers, not computed from the labels. None: all alike."""
     max_grad_norm: float = _key(checks.positive, default=1.0)
     clipping: str = _key(checks.one_of("flat", "per-layer"), default="flat")
 
@@ -123,6 +131,8 @@ class Recipe:
     data_options: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
     model_options: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
     optimizer: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
+    tune: dict[str, Any] = field(default_factory=dict, metadata={"check": tuning.table})
+    """What ``dp-microadam tune`` chooses among; empty for a single run."""
 
     def __post_init__(self) -> None:
         for known in fields(self):
@@ -142,6 +152,7 @@ class Recipe:
             raise InputError(f"audit_canaries is {self.audit_canaries}, but method is {self.method!r}, which claims no privacy")
         self._refuse_unsolvable_budget()
         self._refuse_idle_coefficients()
+        self._refuse_unknown_users()
 
     @property
     def private(self) -> bool:
@@ -235,6 +246,17 @@ class Recipe:
                 f"band_momentum is {self.band_momentum:g}, which is for optimised coefficients; set band_coefficients to "
                 "'optimised', or leave it out"
             )
+
+    def _refuse_unknown_users(self) -> None:
+        if (self.unit == "user") != (self.examples_per_user is not None):
+            raise InputError(
+                f"unit is {self.unit!r} and examples_per_user is {self.examples_per_user}; unit = 'user' needs it, the largest "
+                "number of a user's examples in a step, and without it there must be none"
+            )
+        if self.unit == "user" and not any(option in self.data_options for option in vocabulary.USER_OPTIONS):
+            known = [option for option in vocabulary.DATA_OPTIONS[self.data] if option in vocabulary.USER_OPTIONS]
+            right = " or ".join(f"data_options.{option}" for option in known) or "data 'table' or 'image-folder', which can"
+            raise InputError(f"unit is 'user', but nothing says whose each example of {self.data} is; use {right}")
 
 
 def known_recipes() -> list[str]:

@@ -173,7 +173,8 @@ def _learning_rate(runs: Sequence[Run]) -> Figure | None:
 
 
 def _throughput(runs: Sequence[Run]) -> Figure | None:
-    return _over_steps(runs, lambda run: run.throughput, "throughput", "Throughput over steps", "examples/s (expected)")
+    counted = " or ".join(dict.fromkeys(f"{run.unit}s" for run in runs))
+    return _over_steps(runs, lambda run: run.throughput, "throughput", "Throughput over steps", f"{counted}/s (expected)")
 
 
 def _memory(runs: Sequence[Run]) -> Figure | None:

@@ -19,8 +19,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog="example:\n"
         "  dp-microadam plan --dataset-size 45000 --batch-size 4096 --delta 1e-5 --epsilon 8 --noise-multiplier 3",
     )
-    parser.add_argument("--dataset-size", type=int, required=True, metavar="N", help="number of training examples")
-    parser.add_argument("--batch-size", type=int, required=True, metavar="B", help="expected number of examples per step")
+    parser.add_argument("--dataset-size", type=int, required=True, metavar="N", help="number of training examples, or of users")
+    parser.add_argument("--batch-size", type=int, required=True, metavar="B", help="expected number of them per step")
     parser.add_argument("--delta", type=float, required=True, metavar="D", help="δ; should be well below 1/N, e.g. 1e-5")
     parser.add_argument("--epsilon", type=float, metavar="E", help="largest ε that may be spent")
     parser.add_argument(
@@ -35,6 +35,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default="1",
         metavar="N",
         help="bands of correlated noise, or auto for the least predicted noise (default: 1, independent noise)",
+    )
+    parser.add_argument(
+        "--max-batch-size", type=int, metavar="M", help="most examples in a step; of a larger sample, M are kept at random"
+    )
+    parser.add_argument(
+        "--unit", choices=("example", "user"), default="example", help="whom ε is for: an example, or a user with all they have"
+    )
+    parser.add_argument(
+        "--examples-per-user", type=int, metavar="K", help="with users: the largest number of a user's examples in a step"
     )
     parser.add_argument("--parameters", type=int, metavar="P", help="number of trainable parameters, for the memory of bands")
     parser.add_argument(
@@ -75,6 +84,9 @@ def run(options: argparse.Namespace) -> int:
         bands=int(options.bands) if options.bands.lstrip("-").isdecimal() else options.bands,
         parameters=options.parameters,
         noise_memory_gib=options.noise_memory_gib,
+        max_batch_size=options.max_batch_size,
+        unit=options.unit,
+        examples_per_user=options.examples_per_user,
     )
     workload = _workload(options, plan)
     plan = plan if workload is None else plan.optimised_for(**workload)
@@ -134,7 +146,7 @@ def _view(plan: PrivacyPlan, limit: float, accountant: str) -> dict[str, Any]:
     view: dict[str, Any] = {"epsilon": None, "steps_allowed": None}
     try:
         view["epsilon"] = plan.epsilon_after(plan.steps, accountant=accountant)
-        participations = most_steps(plan.sample_rate, plan.noise_multiplier, limit, plan.delta, accountant)
+        participations = most_steps(plan.sample_rate, plan.noise_multiplier, limit, plan.delta, accountant, plan.cap)
         view["steps_allowed"] = plan.bands * participations
     except (InputError, LookupError):
         pass
@@ -155,6 +167,7 @@ def _band_rows(plan: PrivacyPlan, limit: float, parameters: int | None) -> list[
             delta=plan.delta,
             accountant=plan.accountant,
             also=plan.bands,
+            max_batch_size=plan.max_batch_size,
         )
     except (InputError, LookupError):  # as above
         return []
@@ -238,6 +251,15 @@ def _print_meaning(told: dict[str, Any]) -> None:
     )
 
 
+def _cap_in_words(plan: PrivacyPlan) -> str:
+    """The cap and how often it drops someone."""
+    from dp_microadam.privacy.truncated import more_than
+
+    assert plan.cap is not None
+    share = more_than(plan.cap.units, plan.cap.population, plan.sample_rate)
+    return f"{plan.max_batch_size}, exceeded by a sample in {100 * share:.2g} % of the steps"
+
+
 def _print_tables(plan: PrivacyPlan, limit: float, views: dict[str, dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -245,14 +267,18 @@ def _print_tables(plan: PrivacyPlan, limit: float, views: dict[str, dict[str, An
     from dp_microadam.privacy.statement import round_up
 
     facts = Table(title="Privacy plan", title_justify="left", show_header=False)
+    users = plan.unit == "user"
     for name, text in (
-        ("dataset size", f"{plan.dataset_size}"),
-        ("expected batch size", f"{plan.batch_size}"),
+        *((("unit", "one user with all their examples"),) if users else ()),
+        ("users" if users else "dataset size", f"{plan.dataset_size}"),
+        ("expected users per step" if users else "expected batch size", f"{plan.batch_size}"),
+        *((("examples of a user in a step", f"at most {plan.examples_per_user}, as their mean"),) if users else ()),
+        *((("largest batch size", _cap_in_words(plan)),) if plan.max_batch_size is not None else ()),
         ("sample rate", f"{plan.sample_rate:.6g}" + (f" in each of {plan.bands} groups" if plan.bands > 1 else "")),
         ("noise multiplier", f"{plan.noise_multiplier:g}"),
         ("steps", f"{plan.steps}"),
         ("epochs", f"{plan.steps * plan.batch_size / plan.dataset_size:.1f}"),
-        ("ε", round_up(plan.epsilon, 4)),
+        ("ε for a user" if users else "ε", round_up(plan.epsilon, 4)),
         ("δ", f"{plan.delta:g}"),
         ("accountant", plan.accountant),
         *((("bands of correlated noise", f"{plan.bands}"),) if plan.bands > 1 else ()),
