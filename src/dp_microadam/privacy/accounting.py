@@ -285,7 +285,7 @@ def _pld_group_epsilon(spent: tuple[SubsampledGaussian, ...], delta: float, grou
 
 
 def loss_per_step(part: SubsampledGaussian, group_size: int, removed: bool, reach: float) -> PrivacyLoss:
-    """The privacy loss of one of the steps in one direction, for a group of units."""
+    """The privacy loss of one of the steps, for adding or removing ``group_size`` units, in one direction."""
     if part.cap is not None:
         return loss_of_capped_step(part.sample_rate, part.noise_multiplier, part.cap, group_size, removed, reach)
     weights = number_present(group_size, part.sample_rate, reach)

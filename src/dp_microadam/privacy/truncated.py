@@ -120,12 +120,13 @@ def loss_of_capped_step(
     if full == 0.0:
         return plain
     kept = cap.kept(sample_rate) if group_size == 1 else sample_rate
-    crowded = loss_of_replaced_step(number_present(group_size, kept, reach), noise_multiplier / 2, reach)
-    return with_coin(plain, crowded, full)
+    return by_coin(plain, loss_of_replaced_step(number_present(group_size, kept, reach), noise_multiplier / 2, reach), full)
 
 
-def with_coin(plain: PrivacyLoss, crowded: PrivacyLoss, full: float) -> PrivacyLoss:
+def by_coin(plain: PrivacyLoss, crowded: PrivacyLoss, full: float) -> PrivacyLoss:
     """The privacy loss of a step that is ``crowded`` with probability ``full``, as a public coin says, and else ``plain``."""
+    if full == 0.0:
+        return plain
     parts = ((plain, _log_rest(full)), (crowded, math.log(full)))
     return PrivacyLoss(
         np.concatenate([law.losses for law, _ in parts]),

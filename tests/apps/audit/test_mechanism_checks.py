@@ -120,7 +120,8 @@ def test_it_catches_in_what_users_bring(plant, fault, options, caught):
     assert caught <= failed(drawn_user_checks(20))
 
 
-@pytest.mark.parametrize("mean", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mean", [False, True])
 def test_it_catches_examples_of_a_user_that_are_clipped_one_by_one(plant, mean):
     plant("clipping per example of a user", mean=mean)
     assert failed(contribution_checks(4)) == {"users: contributions"}
