@@ -31,6 +31,7 @@ COMMANDS = {
         "AdamW, not private",
         "DP-MicroAdam",
     ],
+    "book_crossing": ["--readers", "40", "--batch", "8", "--steps", "2", "--epsilons", "1", "--seeds", "1", "--most", "4"],
     "methods": ["--state", "--methods", "dp-microadam"],
     "distributed": ["--batch", "2", "--physical-batch", "2", "--steps", "1", "--rounds", "1"],
 }
