@@ -35,7 +35,20 @@ _TUNABLE = (
 _TABLES = ("optimizer", "model_options")
 """Tables of which every option can be tuned."""
 
-_OF_THE_PLAN = ("epsilon", "noise_multiplier", "steps", "delta", "accountant", "batch_size", "bands", "max_steps", "seed")
+_OF_THE_PLAN = (
+    "epsilon",
+    "noise_multiplier",
+    "steps",
+    "delta",
+    "accountant",
+    "batch_size",
+    "max_batch_size",
+    "bands",
+    "unit",
+    "examples_per_user",
+    "max_steps",
+    "seed",
+)
 
 _MOST_COMBINATIONS = 10_000
 _RANGE = ("low", "high", "count", "spacing")
