@@ -42,7 +42,7 @@ ACCOUNTANTS = ("rdp", "pld")
 PLD_MOST_STEPS = 10_000_000
 
 # With less noise one step spends ε in the hundreds; the RDP bound is used instead of PLD.
-_PLD_LEAST_NOISE = 0.05
+PLD_LEAST_NOISE = 0.05
 
 # A solved noise multiplier is rounded up to a multiple of this; the search ends at the largest.
 NOISE_RESOLUTION = 1e-4
@@ -254,7 +254,7 @@ def as_dp_event(spent: Sequence[SubsampledGaussian]) -> DpEvent:
 
 
 def _pld_epsilon(spent: tuple[SubsampledGaussian, ...], delta: float) -> float:
-    if _least_noise(spent) < _PLD_LEAST_NOISE:
+    if least_noise(spent) < PLD_LEAST_NOISE:
         _require_countable_steps(spent)
         return _rdp_epsilon(spent, delta)
     found = _pld_group_epsilon(spent, delta, 1)
@@ -262,7 +262,7 @@ def _pld_epsilon(spent: tuple[SubsampledGaussian, ...], delta: float) -> float:
     return min(found, _rdp_epsilon(spent, delta)) if any(part.cap for part in spent) else found
 
 
-def _least_noise(spent: Iterable[SubsampledGaussian]) -> float:
+def least_noise(spent: Iterable[SubsampledGaussian]) -> float:
     """The smallest noise multiplier; where a cap is reached the sensitivity is twice as large."""
     return min(part.noise_multiplier / (1 if part.cap is None else 2) for part in spent)
 
@@ -279,12 +279,13 @@ def _pld_group_epsilon(spent: tuple[SubsampledGaussian, ...], delta: float, grou
     directions = (True,) if all(part.sample_rate == 1.0 and part.cap is None for part in spent) else (True, False)
     largest = 0.0
     for removed in directions:
-        composition = [(_loss_per_step(part, group_size, removed, reach), part.steps) for part in spent]
+        composition = [(loss_per_step(part, group_size, removed, reach), part.steps) for part in spent]
         largest = epsilon_of_composition(composition, delta, at_least=largest)
     return largest
 
 
-def _loss_per_step(part: SubsampledGaussian, group_size: int, removed: bool, reach: float) -> PrivacyLoss:
+def loss_per_step(part: SubsampledGaussian, group_size: int, removed: bool, reach: float) -> PrivacyLoss:
+    """The privacy loss of one of the steps in one direction, for a group of units."""
     if part.cap is not None:
         return loss_of_capped_step(part.sample_rate, part.noise_multiplier, part.cap, group_size, removed, reach)
     weights = number_present(group_size, part.sample_rate, reach)
@@ -317,10 +318,10 @@ def group_epsilon(spent: Sequence[Spent], delta: float, group_size: int) -> floa
     steps = tuple(part for part in spent if isinstance(part, SubsampledGaussian))
     if len(steps) < len(spent) or (group_size > 1 and any(part.bands > 1 for part in steps)):
         return _general_group_epsilon(spent, delta, group_size)
-    if _least_noise(steps) < _PLD_LEAST_NOISE:
+    if least_noise(steps) < PLD_LEAST_NOISE:
         least = min(part.noise_multiplier for part in steps)
         capped = any(part.cap for part in steps)
-        needed = f"{2 * _PLD_LEAST_NOISE} with max_batch_size" if capped else f"{_PLD_LEAST_NOISE}"
+        needed = f"{2 * PLD_LEAST_NOISE} with max_batch_size" if capped else f"{PLD_LEAST_NOISE}"
         raise InputError(f"noise_multiplier is {least}; for groups it must be at least {needed}")
     return _pld_group_epsilon(steps, delta, group_size)
 

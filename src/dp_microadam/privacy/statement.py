@@ -15,6 +15,7 @@ from typing import Any
 from dp_microadam.durable_files import write_text_durably
 from dp_microadam.privacy.accounting import group_epsilon
 from dp_microadam.privacy.ledger import LedgerRecord
+from dp_microadam.privacy.meaning import meaning, meaning_in_words, round_up_to
 from dp_microadam.privacy.selection_plan import SelectionPlan
 from dp_microadam.validation import require_integer
 
@@ -126,6 +127,7 @@ def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, An
             "epsilon_of_one_run": plan.single_run.epsilon_after(record.steps),
         }
         report["outside_the_guarantee"] += OUTSIDE_A_SELECTION
+    report["meaning"] = meaning(record.spent, plan.delta)
     if record.phases:
         report["phases"] = dict(record.phases)
     if record.processes:
@@ -190,6 +192,7 @@ def statement_parts(report: dict[str, Any]) -> tuple[str, list[tuple[str, str]],
         ("Public by declaration", "; ".join(report["public_by_declaration"])),
         ("Versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())),
     ]
+    lines[1:1] = meaning_in_words(report["meaning"], report["delta"]) if "meaning" in report else []
     if "composition" in report:
         position = next(i for i, (name, _) in enumerate(lines) if name == "Noise")
         lines.insert(position + 1, ("Correlation", _correlation_in_words(report)))
@@ -300,6 +303,4 @@ def round_up(epsilon: float, digits: int = 2) -> str:
     """
     if not math.isfinite(epsilon):
         return str(epsilon)
-    scaled = epsilon * 10**digits
-    whole = round(scaled) if math.isclose(scaled, round(scaled), rel_tol=1e-12) else math.ceil(scaled)
-    return f"{whole / 10**digits:.{digits}f}"
+    return f"{round_up_to(epsilon, digits):.{digits}f}"

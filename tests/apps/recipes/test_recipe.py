@@ -195,6 +195,8 @@ WRONG_VALUES = [
     ("secure", 1),
     ("seed", -1),
     ("seed", 1.0),
+    ("audit_canaries", 99),
+    ("canary_key", "8a23"),
     ("optimizer", 3),
     ("model_options", []),
     ("tune", 3),

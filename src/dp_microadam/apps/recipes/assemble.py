@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from dp_microadam import models
+from dp_microadam.apps.recipes.canaries import Canaries, add_canaries, canaries_in_words, with_canary_key
 from dp_microadam.apps.recipes.public_part import public_examples
 from dp_microadam.apps.recipes.recipe import Recipe
 from dp_microadam.apps.recipes.vocabulary import OPTIMIZER_OPTIONS
@@ -41,6 +42,7 @@ class Experiment:
     data: LabelledData
     model: nn.Module
     trainer: PrivateTrainer
+    canaries: Canaries | None = None
 
     def fit(self) -> RunResult:
         """Train on the training part, with validation on the part held out of it."""
@@ -97,6 +99,9 @@ def assemble(
     if data is None:
         with ranks.one_per_machine_first():
             data = load_data(recipe)
+    recipe = with_canary_key(recipe, ranks)
+    own = data.train
+    data, canaries = add_canaries(recipe, data)
     augment = _augmentation(recipe, data)
     count = number_of_units(recipe, data)
     plan = plan_of(recipe, count) if recipe.bands != "auto" else None
@@ -111,7 +116,7 @@ def assemble(
     normalization = models.normalization_of(model)
     if normalization is not None:  # pretrained weights expect the constants they were trained with
         data = replace(data, mean=normalization.mean, std=normalization.std)
-    method = _method(recipe, model, data)
+    method = _method(recipe, model, replace(data, train=own))
     trainer = PrivateTrainer(
         model,
         method,
@@ -140,11 +145,8 @@ def assemble(
             f"{recipe.data if data.train_users is None else f'the users of {recipe.data}'} "
             f"{'are' if recipe.validation_size else 'is'} held out (split seed {recipe.split_seed})",
             "number and names of the classes",
-            *(
-                [f"weights of the classes in the loss ({', '.join(map('{:g}'.format, chosen))})"]
-                if (chosen := recipe.class_weights)
-                else []
-            ),
+            *_weights_in_words(recipe),
+            *([canaries_in_words(canaries)] if canaries is not None else []),
             *([f"the pretrained weights {pretrained!r}"] if (pretrained := recipe.model_options.get("pretrained")) else []),
         ),
         num_workers=recipe.num_workers,
@@ -156,7 +158,7 @@ def assemble(
         show_private_metrics=show_private_metrics,
         ranks=ranks,
     )
-    return Experiment(recipe, data, model, trainer)
+    return Experiment(recipe, data, model, trainer, canaries)
 
 
 def _with_exact_residual(recipe: Recipe) -> Recipe:

@@ -123,6 +123,11 @@ class Recipe:
     seed: int | None = _key(checks.optional(checks.seed), default=None)
     """Fixes all randomness, for tests; the run is then not private."""
 
+    audit_canaries: int | None = _key(checks.optional(checks.canary_count), default=None)
+    """Synthetic examples that take places in the training data, about half of them filled, for ``dp-microadam audit RUN``."""
+    canary_key: str | None = _key(checks.optional(checks.random_key), default=None)
+    """Decides which canaries take part. None: a new one for each run, which is kept in its configuration."""
+
     data_options: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
     model_options: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
     optimizer: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
@@ -143,6 +148,8 @@ class Recipe:
         _refuse_unknown_options("optimizer", self.optimizer, vocabulary.OPTIMIZER_OPTIONS[self.algorithm], self.algorithm)
         _refuse_unknown_options("model_options", self.model_options, vocabulary.MODEL_OPTIONS[self.model], self.model)
         _refuse_unknown_options("data_options", self.data_options, vocabulary.DATA_OPTIONS[self.data], self.data)
+        if self.audit_canaries is not None and not self.protected:
+            raise InputError(f"audit_canaries is {self.audit_canaries}, but method is {self.method!r}, which claims no privacy")
         self._refuse_unsolvable_budget()
         self._refuse_idle_coefficients()
         self._refuse_unknown_users()

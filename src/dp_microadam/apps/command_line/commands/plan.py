@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="G",
         help="memory that bands may take, if P is given (default: 2)",
     )
+    parser.add_argument("--picture", type=Path, metavar="PNG", help="draw what attackers reach into this file")
     parser.add_argument(
         "--band-coefficients",
         choices=("square-root", "optimised"),
@@ -68,6 +70,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(options: argparse.Namespace) -> int:
+    from dp_microadam.privacy.meaning import meaning
     from dp_microadam.privacy.plan import PrivacyPlan
 
     plan = PrivacyPlan.solve(
@@ -90,11 +93,15 @@ def run(options: argparse.Namespace) -> int:
     limit = plan.epsilon if options.epsilon is None else options.epsilon
     views = {accountant: _view(plan, limit, accountant) for accountant in ("rdp", "pld")}
     bands = _band_rows(plan, limit, options.parameters)
+    if options.picture is not None:
+        _draw(plan, options.picture)
+    told = meaning([plan.spent_after(plan.steps)], plan.delta)
     if options.json:
         weights = {} if workload is None else {"weight_noise": plan.weight_noise(**workload)}
-        print(json.dumps({**plan.to_dict(), "accountants": views, "bands_table": bands, **weights}))
+        print(json.dumps({**plan.to_dict(), "accountants": views, "meaning": told, "bands_table": bands, **weights}))
     else:
         _print_tables(plan, limit, views)
+        _print_meaning(told)
         _print_bands(plan, bands)
         if workload is not None:
             print(
@@ -210,6 +217,47 @@ def _cap_in_words(plan: PrivacyPlan) -> str:
     assert plan.cap is not None
     share = more_than(plan.cap.units, plan.cap.population, plan.sample_rate)
     return f"{plan.max_batch_size}, exceeded by a sample in {100 * share:.2g} % of the steps"
+
+
+def _draw(plan: PrivacyPlan, path: Path) -> None:
+    """Draw the trade-off curve of the finished run as a PNG file."""
+    from dp_microadam.apps.reporting.figures import save_png
+    from dp_microadam.apps.reporting.palette import STYLES
+    from dp_microadam.apps.reporting.trade_off_figure import trade_off_figure
+    from dp_microadam.errors import InputError
+
+    if not path.parent.is_dir() or path.is_dir():
+        raise InputError(f"picture is {str(path)!r}; it must be a file in a folder that exists")
+    spent = [plan.spent_after(plan.steps)]
+    figure = trade_off_figure([("this plan", STYLES[0], spent, plan.epsilon, plan.delta)])
+    if figure is None:
+        raise InputError(f"picture is {str(path)!r}, but what attackers reach cannot be computed for this plan; leave it out")
+    save_png(figure.whole, path)
+
+
+def _print_meaning(told: dict[str, Any]) -> None:
+    """What an attacker on the finished run reaches, μ, and ε for replacing an example."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from dp_microadam.privacy.meaning import mu_in_words, one_in, percent
+    from dp_microadam.privacy.statement import round_up
+
+    console = Console(highlight=False)
+    if "not_computed" in told:
+        console.print(f"what attackers reach is not computed: {told['not_computed']}", soft_wrap=True)
+        return
+    table = Table(title="What attackers reach", title_justify="left")
+    table.add_column("accused of those who did not take part")
+    table.add_column("found of those who did, at most", justify="right")
+    for row in told["attacks"]:
+        table.add_row(one_in(row["false_positive_rate"]), percent(row["true_positive_rate"]))
+    console.print(table)
+    console.print(f"Gaussian differential privacy: {mu_in_words(told)}", soft_wrap=True)
+    replaced, added = (round_up(told[key], 4) for key in ("replace_one_epsilon", "add_or_remove_epsilon"))
+    console.print(
+        f"ε = {replaced} if one example is replaced by another, {added} if one is added or removed (pld)", soft_wrap=True
+    )
 
 
 def _print_tables(plan: PrivacyPlan, limit: float, views: dict[str, dict[str, Any]]) -> None:
