@@ -41,6 +41,8 @@ RELEVANT: dict[str, tuple[tuple[str, ...], ...]] = {
     "clipping/transform_check.py": (_CHECKS,),
     "clipping/weight_standardized.py": (("clipping", "weight-standardized convolution", "norm form, ghost"),),
     "clipping/settling.py": (("clipping", "state that changes"),),
+    "clipping/gradient_check.py": (("clipping", "users"), _NETWORKS),
+    "clipping/passes.py": (("clipping", "users"),),
     "clipping/model_state.py": (("clipping", "state that changes", "linear with bias"),),
     "clipping": (_NETWORKS,),
     "data": (
@@ -61,6 +63,8 @@ RELEVANT: dict[str, tuple[tuple[str, ...], ...]] = {
     "training/data_digest.py": (("privacy", "digests"),),
     "training/diagnostics.py": (("optimizers", "diagnostics"),),
     "training/distributed.py": (("privacy", "checksums", "ranks"),),
+    "training/evaluation.py": (("clipping", "class weights"),),
+    "training/gradients.py": (("clipping", "users without privacy"),),
     "training/prefetch.py": (("training", "copies ahead"), ("data",)),
     "training": (("training", "tensors", "views"), ("data", "equal steps")),
 }

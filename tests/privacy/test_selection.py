@@ -43,7 +43,7 @@ class Measured:
     divergences: tuple[float, ...]
     steps: int = 1
 
-    def rdp(self):
+    def rdp(self, missing=0):
         return np.array(self.divergences)
 
 

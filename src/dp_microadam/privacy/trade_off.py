@@ -123,7 +123,7 @@ def trade_off(spent: Sequence[Spent]) -> TradeOff:
     attack has error rates below the curve; under the assumptions of :func:`~dp_microadam.privacy.accounting.epsilon`.
 
     Raises:
-        InputError: for steps that privacy loss distributions are not computed for: too many, or with too little noise.
+        InputError: for what privacy loss distributions are not computed for: too many steps, too little noise, selections.
 
     >>> three = [SubsampledGaussian(sample_rate=1.0, noise_multiplier=math.sqrt(3), steps=3)]
     >>> f"{trade_off(three).true_positives(0.1):.4f}"  # a Gaussian mechanism with μ = 1 has Φ(1 − Φ⁻¹(0.9)) = 0.38914

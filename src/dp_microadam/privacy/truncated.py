@@ -42,6 +42,7 @@ from functools import lru_cache
 import numpy as np
 from scipy.special import betainc, log_ndtr
 
+from dp_microadam.errors import InputError
 from dp_microadam.privacy.renyi import ORDERS, Floats, rdp_of_one_step
 from dp_microadam.privacy.step_loss import PrivacyLoss, loss_of_one_step, loss_of_replaced_step
 from dp_microadam.validation import require_integer
@@ -95,6 +96,15 @@ class Cap:
 def cap_of(max_batch_size: int | None, dataset_size: int, bands: int = 1) -> Cap | None:
     """The cap of a plan: its steps sample from one of ``bands`` groups, with as many places as the largest has members."""
     return None if max_batch_size is None else Cap(max_batch_size, -(-dataset_size // bands))
+
+
+def require_room(max_batch_size: int | None, batch_size: int) -> None:
+    """Require a cap on the batch that leaves room for the expected one, or none."""
+    if max_batch_size is not None and require_integer("max_batch_size", max_batch_size, 1) < batch_size:
+        raise InputError(
+            f"max_batch_size is {max_batch_size}, less than the expected batch_size {batch_size}; it must be at least that, "
+            "and is seldom reached from about three times the square root of the batch more"
+        )
 
 
 @lru_cache(maxsize=32)

@@ -145,12 +145,8 @@ def assemble(
             f"{recipe.data if data.train_users is None else f'the users of {recipe.data}'} "
             f"{'are' if recipe.validation_size else 'is'} held out (split seed {recipe.split_seed})",
             "number and names of the classes",
+            *_weights_in_words(recipe),
             *([canaries_in_words(canaries)] if canaries is not None else []),
-            *(
-                [f"weights of the classes in the loss ({', '.join(map('{:g}'.format, chosen))})"]
-                if (chosen := recipe.class_weights)
-                else []
-            ),
             *([f"the pretrained weights {pretrained!r}"] if (pretrained := recipe.model_options.get("pretrained")) else []),
         ),
         num_workers=recipe.num_workers,

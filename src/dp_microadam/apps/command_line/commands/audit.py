@@ -120,6 +120,7 @@ def _audit_own_run(options: argparse.Namespace) -> int:
     from dp_microadam.apps.command_line.commands.running import open_run
     from dp_microadam.data.preparation import Preparation
     from dp_microadam.errors import InputError
+    from dp_microadam.privacy.accounting import steps_alone
     from dp_microadam.privacy.ledger import read_ledger
 
     pipeline = ("epsilon", "noise_multiplier", "steps", "canaries", "repetitions", "only")
@@ -136,7 +137,9 @@ def _audit_own_run(options: argparse.Namespace) -> int:
     experiment.trainer.peek()  # loads the weights
     scores = canary_scores(experiment.model, experiment.canaries, Preparation(experiment.data))
     record = read_ledger(options.run_dir)
-    found = audit_own_run(experiment.canaries.present, scores, record.spent, record.plan.delta, confidence=options.confidence)
+    found = audit_own_run(
+        experiment.canaries.present, scores, steps_alone(record.spent), record.plan.delta, confidence=options.confidence
+    )
     report = found.to_dict()
     folder = options.run_dir if options.out is None else options.out
     folder.mkdir(parents=True, exist_ok=True)
