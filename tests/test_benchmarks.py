@@ -36,7 +36,6 @@ COMMANDS = {
     "methods": ["--state", "--methods", "dp-microadam"],
     "users": ["--models", "mlp", "--users", "4", "--most", "2", "--physical-batch", "4", "--rounds", "1"],
     "optimizer": ["--models", "wrn-16-4", "--rounds", "1", "--optimizers", "AdamW foreach", "AdamW fused", "MicroAdam"],
-    "users": ["--models", "mlp", "--users", "3", "--most", "2", "--physical-batch", "4", "--rounds", "1"],
     "distributed": ["--batch", "2", "--physical-batch", "2", "--steps", "1", "--rounds", "1"],
 }
 
