@@ -13,8 +13,8 @@ from thoroughness import examples
 from dp_microadam import PrivacyPlan
 from dp_microadam.errors import InputError
 from dp_microadam.privacy.accounting import SubsampledGaussian, epsilon
-from dp_microadam.privacy.replacement import replace_one_epsilon
-from dp_microadam.privacy.step_loss import loss_of_replaced_step
+from dp_microadam.privacy.replacement import loss_of_one_replacement, replace_one_epsilon
+from dp_microadam.privacy.truncated import Cap
 
 PAPER = SubsampledGaussian(sample_rate=4096 / 45000, noise_multiplier=3.0, steps=2480)
 
@@ -23,7 +23,7 @@ PAPER = SubsampledGaussian(sample_rate=4096 / 45000, noise_multiplier=3.0, steps
     "part",
     [
         SubsampledGaussian(0.05, 1.2, 200),
-        SubsampledGaussian(0.004, 0.7, 1_000),
+        pytest.param(SubsampledGaussian(0.004, 0.7, 1_000), marks=pytest.mark.slow),
         pytest.param(PAPER, marks=pytest.mark.slow),
     ],
 )
@@ -89,7 +89,7 @@ def test_no_two_contributions_tell_more_than_opposite_ones(q, sigma, eps, length
 
 @pytest.mark.parametrize(("rate", "noise"), [(1e-6, 0.3), (0.1, 3.0), (1.0, 50.0), (0.999999, 2.0), (1e-9, 1e4)])
 def test_a_discretised_replacement_keeps_probability_under_both_datasets(rate, noise):
-    law = loss_of_replaced_step((1 - rate, rate), noise, 12.0)
+    law = loss_of_one_replacement(SubsampledGaussian(rate, noise, 1), 12.0)
     for exponents in (law.log_masses, law.log_masses - law.losses):
         assert abs(math.fsum(np.exp(exponents)) - 1) < 1e-13
 
@@ -97,6 +97,15 @@ def test_a_discretised_replacement_keeps_probability_under_both_datasets(rate, n
 def test_with_bands_replacing_is_that_of_the_steps_of_one_group():
     banded = PrivacyPlan(10_000, 100, 1.5, 400, 1e-5, bands=4).spent_after(400)
     assert replace_one_epsilon([banded], 1e-5) == replace_one_epsilon([SubsampledGaussian(0.04, 1.5, 100)], 1e-5)
+
+
+def test_a_cap_that_is_reached_costs_more_and_one_that_cannot_be_nothing():
+    plain = replace_one_epsilon([SubsampledGaussian(0.1, 2.0, 50)], 1e-5)
+    roomy = SubsampledGaussian(0.1, 2.0, 50, cap=Cap(500, 500))
+    tight = SubsampledGaussian(0.1, 2.0, 50, cap=Cap(50, 500))
+    assert replace_one_epsilon([roomy], 1e-5) == plain < replace_one_epsilon([tight], 1e-5)
+    # Twice the sensitivity in every step would cost more.
+    assert replace_one_epsilon([tight], 1e-5) < replace_one_epsilon([SubsampledGaussian(0.1, 1.0, 50)], 1e-5)
 
 
 def test_nothing_spent_replaces_for_nothing():

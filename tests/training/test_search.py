@@ -4,6 +4,7 @@ import json
 import os
 import stat
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -43,10 +44,11 @@ class Watched:
 
     def __call__(self, settings, run_dir):
         trainer = make_trainer(settings, run_dir)
+        warnings.warn("as a library may, once per run", stacklevel=1)
         fit = trainer.fit
 
-        def noting(*data):
-            result = fit(*data)
+        def noting(*data, **users):
+            result = fit(*data, **users)
             self.runs.append(read_ledger(run_dir).run)
             self.scores.append(result.metrics["validation_loss"])
             self.settings.append(settings)
@@ -98,7 +100,10 @@ def test_a_sceptical_reader_finds_nothing_of_other_runs_in_what_a_search_leaves(
     for runs in (1, 2, 7) if THOROUGH else (1, 3):
         draws.append(runs)
         folder, watched = tmp_path / str(runs), Watched()
-        result = search(folder, watched).fit(TRAIN, VALIDATION)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            result = search(folder, watched).fit(TRAIN, VALIDATION)
+        assert not warned, "a warning per run counts them"
         assert len(watched.runs) == runs
         files = everything_in(folder)
         assert {name.split("/")[0] for name in files} == {"best"}, "the folder of the search is gone"
@@ -109,6 +114,7 @@ def test_a_sceptical_reader_finds_nothing_of_other_runs_in_what_a_search_leaves(
                 assert run == winner or str(score).encode() not in content, name
         ledger = [json.loads(line) for line in files["best/ledger.jsonl"].splitlines()]
         assert not any("opened" in line for line in ledger)
+        assert b"peak_memory" not in files["best/run.json"], "all runs of a process have a part in it"
         last_run_ended = result.run_dir.stat().st_mtime - 30
         assert all(path.stat().st_mtime > last_run_ended for path in result.run_dir.rglob("*"))
         moments = {int(path.stat().st_mtime) for path in result.run_dir.rglob("*")}
@@ -275,7 +281,7 @@ def test_hyperparameters_are_drawn_uniformly_and_independently(tmp_path):
         for _ in range(200):
             state.write(choice=None)
             with pytest.raises(RuntimeError):
-                search(tmp_path, lambda settings, run_dir: (_ for _ in ()).throw(RuntimeError))._one_run(state, None, None)
+                search(tmp_path, lambda settings, run_dir: (_ for _ in ()).throw(RuntimeError))._one_run(state, None)
             settings = tuple(one._settings(state["choice"]).values())
             found[settings] = found.get(settings, 0) + 1
     assert len(found) == 6

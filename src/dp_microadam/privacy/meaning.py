@@ -33,11 +33,11 @@ def meaning(spent: Sequence[Spent], delta: float) -> dict[str, Any]:
     """
     steps = [part for part in spent if isinstance(part, SubsampledGaussian)]
     if len(steps) < len(spent):
-        return {"not_computed": "privacy loss distributions have no account of a selection among runs"}
+        return {"not_computed": "a selection among runs is accounted for by RDP alone, which has no such curve"}
     try:
-        curve = trade_off(steps)
+        curve = trade_off(spent)
         bound = _exact_bound(steps) or gaussian_bound(curve)
-        replaced, added = replace_one_epsilon(steps, delta), epsilon(steps, delta, "pld")
+        replaced, added = replace_one_epsilon(spent, delta), epsilon(spent, delta, "pld")
     except InputError as error:
         return {"not_computed": str(error)}
     return {

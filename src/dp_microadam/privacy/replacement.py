@@ -20,9 +20,10 @@ Steps compose adaptively because the pair dominates each of them. With bands an 
 blocks of rows, as ``banded.py`` says; in each block u and v are the contributions c⊗g of the two examples, whose norms are at
 most 1 as well, and both have the same number and so the same group.
 
-With a cap (``truncated.py``) who is kept does not depend on what anyone has. If so many others are drawn that it is reached,
-the example takes the place of another one, y, and u − y and v − y have norms of at most 2; the coin is the same on both sides.
-This module does not import torch.
+With a cap (``truncated.py``), whether so many others are drawn that someone may be dropped is a public coin. If not, the pair
+is the one above. If so, the step adds up a random set R of others, or, if the example is kept, R without a random member y and
+with x or its replacement x′: u = x − y and v = x′ − y have norms of at most 2 and a distance of at most 2, so that all three
+entries are at most those of u = 2 and v = −2. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from dp_microadam.errors import InputError
-from dp_microadam.privacy.accounting import PLD_LEAST_NOISE, PLD_MOST_STEPS, SubsampledGaussian, least_noise
+from dp_microadam.privacy.accounting import PLD_LEAST_NOISE, PLD_MOST_STEPS, Spent, SubsampledGaussian, least_noise, steps_alone
 from dp_microadam.privacy.privacy_loss import epsilon_of_composition, least_delta, reach_for
 from dp_microadam.privacy.step_loss import PrivacyLoss, loss_of_replaced_step
-from dp_microadam.privacy.truncated import with_coin
+from dp_microadam.privacy.truncated import by_coin
 from dp_microadam.validation import require_in_open
 
 
-def replace_one_epsilon(spent: Sequence[SubsampledGaussian], delta: float) -> float:
+def replace_one_epsilon(spent: Sequence[Spent], delta: float) -> float:
     """ε at ``delta`` if one example is replaced by another, by PLD.
 
     At least ε for adding or removing an example, since the other example may contribute nothing. It is computed and not
@@ -56,7 +57,7 @@ def replace_one_epsilon(spent: Sequence[SubsampledGaussian], delta: float) -> fl
     '16.750'
     """
     require_in_open("delta", delta, 0, 1)
-    parts = tuple(part for part in spent if part.steps > 0)
+    parts = tuple(part for part in steps_alone(spent) if part.steps > 0)
     return _replace_one_epsilon(parts, delta) if parts else 0.0
 
 
@@ -72,14 +73,14 @@ def _replace_one_epsilon(spent: tuple[SubsampledGaussian, ...], delta: float) ->
     if reach is None:
         raise InputError(f"delta is {delta:g}; for replacing one example it must be at least {least_delta(steps):.2g}")
     # Both directions are the same, mirrored.
-    laws = [(_loss_per_step(part, reach), part.steps) for part in spent]
-    return epsilon_of_composition(laws, delta)
+    return epsilon_of_composition([(loss_of_one_replacement(part, reach), part.steps) for part in spent], delta)
 
 
-def _loss_per_step(part: SubsampledGaussian, reach: float) -> PrivacyLoss:
-    rate, noise = part.sample_rate, part.noise_multiplier
-    plain = loss_of_replaced_step((1 - rate, rate), noise, reach)
-    if part.cap is None or (full := part.cap.reached(rate)) == 0.0:
+def loss_of_one_replacement(part: SubsampledGaussian, reach: float) -> PrivacyLoss:
+    """The privacy loss of one of the steps if one example is replaced by another, the same in both directions."""
+    q, cap = part.sample_rate, part.cap
+    plain = loss_of_replaced_step((1 - q, q), part.noise_multiplier, reach)
+    if cap is None:
         return plain
-    kept = part.cap.kept(rate)
-    return with_coin(plain, loss_of_replaced_step((1 - kept, kept), noise / 2, reach), full)
+    kept = cap.kept(q)
+    return by_coin(plain, loss_of_replaced_step((1 - kept, kept), part.noise_multiplier / 2, reach), cap.reached(q))

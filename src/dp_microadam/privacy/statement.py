@@ -115,6 +115,7 @@ def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, An
             "sample_rate": plan.sample_rate,
             "noise_multiplier": plan.noise_multiplier,
         }
+    report["meaning"] = meaning(record.spent, plan.delta)
     if plan.max_batch_size is not None:
         report["neighbouring_relation"] += f"; the larger of the two has the {plan.dataset_size} units of the plan"
         report["sampling"]["kind"] += ", truncated"
@@ -127,7 +128,6 @@ def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, An
             "epsilon_of_one_run": plan.single_run.epsilon_after(record.steps),
         }
         report["outside_the_guarantee"] += OUTSIDE_A_SELECTION
-    report["meaning"] = meaning(record.spent, plan.delta)
     if record.phases:
         report["phases"] = dict(record.phases)
     if record.processes:

@@ -129,13 +129,14 @@ def trade_off(spent: Sequence[Spent]) -> TradeOff:
     >>> f"{trade_off(three).true_positives(0.1):.4f}"  # a Gaussian mechanism with μ = 1 has Φ(1 − Φ⁻¹(0.9)) = 0.38914
     '0.3892'
     """
-    parts = steps_alone([part for part in spent if part.steps > 0])
+    parts = tuple(part for part in steps_alone(spent) if part.steps > 0)
     if not parts:
         return TradeOff(np.ones(1), np.zeros(1))
-    steps, noise = sum(part.steps for part in parts), least_noise(parts)
+    steps = sum(part.steps for part in parts)
     if steps > PLD_MOST_STEPS:
         raise InputError(f"steps is {steps}; the trade-off of attacks is computed for up to {PLD_MOST_STEPS} steps")
-    if noise < PLD_LEAST_NOISE:
+    if least_noise(parts) < PLD_LEAST_NOISE:
+        noise = min(part.noise_multiplier for part in parts)
         raise InputError(f"noise_multiplier is {noise}; the trade-off of attacks needs at least {PLD_LEAST_NOISE}")
     return _trade_off(parts)
 
@@ -145,7 +146,7 @@ def _trade_off(spent: tuple[SubsampledGaussian, ...]) -> TradeOff:
     reach = reach_for(_LEAST_DELTA, sum(part.steps for part in spent))
     assert reach is not None  # for any number of steps that is allowed
     # Without subsampling both directions are the same.
-    directions = (True,) if all(part.sample_rate == 1.0 for part in spent) else (True, False)
+    directions = (True,) if all(part.sample_rate == 1.0 and part.cap is None for part in spent) else (True, False)
     compositions = [[(loss_per_step(part, 1, removed, reach), part.steps) for part in spent] for removed in directions]
     profiles = [_windows(parts) for parts in compositions]
     largest = min(max((epsilon for windows in profiles for _, epsilon in windows), default=0.0), _LARGEST_EPSILON)

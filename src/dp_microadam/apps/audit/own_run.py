@@ -20,7 +20,7 @@ from dp_microadam.apps.audit.f_dp import curve_of, one_run_mu, refutes
 from dp_microadam.apps.audit.finding import Finding
 from dp_microadam.apps.audit.one_run import GUESSED_PARTS, correct_guesses, judge
 from dp_microadam.apps.recipes.canaries import Canaries
-from dp_microadam.privacy.accounting import SubsampledGaussian, epsilon
+from dp_microadam.privacy.accounting import Spent, epsilon
 from dp_microadam.privacy.meaning import meaning
 from dp_microadam.privacy.trade_off import trade_off
 
@@ -104,7 +104,7 @@ def canary_scores(model: nn.Module, canaries: Canaries, prepare: Callable[[Any],
 def audit_own_run(
     present: Tensor,
     scores: Tensor,
-    spent: Sequence[SubsampledGaussian],
+    spent: Sequence[Spent],
     delta: float,
     *,
     confidence: float = 0.95,

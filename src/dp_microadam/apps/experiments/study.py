@@ -66,9 +66,7 @@ class Cell:
     @property
     def key(self) -> str:
         """Folder name: readable, and the same for recipes that train the same model."""
-        defaults = {
-            key.name: key.default if key.default_factory is MISSING else key.default_factory() for key in fields(self.recipe)
-        }
+        defaults = {key.name: {} if key.default is MISSING else key.default for key in fields(self.recipe)}
         settings = {
             key: value
             for key, value in asdict(self.recipe).items()

@@ -123,7 +123,10 @@ def weights(key: str, value: Any) -> tuple[float, ...]:
     """A list of at least two positive numbers."""
     if not isinstance(value, list | tuple) or len(value) < 2:
         raise InputError(f"{key} is {value!r}; it must be a list of numbers, one for each class")
-    return tuple(positive(f"{key}[{number}]", item) for number, item in enumerate(value))
+    try:
+        return tuple(positive(key, item) for item in value)
+    except InputError:
+        raise InputError(f"{key} is {value!r}; it must be a list of finite numbers above 0, one for each class") from None
 
 
 def table(key: str, value: Any) -> dict[str, Any]:

@@ -210,15 +210,6 @@ def _print_bands(plan: PrivacyPlan, rows: list[dict[str, Any]]) -> None:
     console.print("noise relative to 1 band; * is this plan", soft_wrap=True)
 
 
-def _cap_in_words(plan: PrivacyPlan) -> str:
-    """The cap and how often it drops someone."""
-    from dp_microadam.privacy.truncated import more_than
-
-    assert plan.cap is not None
-    share = more_than(plan.cap.units, plan.cap.population, plan.sample_rate)
-    return f"{plan.max_batch_size}, exceeded by a sample in {100 * share:.2g} % of the steps"
-
-
 def _draw(plan: PrivacyPlan, path: Path) -> None:
     """Draw the trade-off curve of the finished run as a PNG file."""
     from dp_microadam.apps.reporting.figures import save_png
@@ -258,6 +249,15 @@ def _print_meaning(told: dict[str, Any]) -> None:
     console.print(
         f"ε = {replaced} if one example is replaced by another, {added} if one is added or removed (pld)", soft_wrap=True
     )
+
+
+def _cap_in_words(plan: PrivacyPlan) -> str:
+    """The cap and how often it drops someone."""
+    from dp_microadam.privacy.truncated import more_than
+
+    assert plan.cap is not None
+    share = more_than(plan.cap.units, plan.cap.population, plan.sample_rate)
+    return f"{plan.max_batch_size}, exceeded by a sample in {100 * share:.2g} % of the steps"
 
 
 def _print_tables(plan: PrivacyPlan, limit: float, views: dict[str, dict[str, Any]]) -> None:
