@@ -23,6 +23,19 @@ def plan():
 
 
 @pytest.fixture
+def users():
+    """Forty users of the 120 training examples, with two to eight each, whose examples do not lie together."""
+    return [number % 40 if number < 80 else number % 6 for number in range(120)]
+
+
+@pytest.fixture
+def plan_of_users():
+    return PrivacyPlan.solve(
+        dataset_size=40, batch_size=10, delta=1e-3, noise_multiplier=1.0, steps=5, unit="user", examples_per_user=3
+    )
+
+
+@pytest.fixture
 def train(examples):
     return tuple(tensor[:120] for tensor in examples)
 

@@ -73,6 +73,29 @@ def test_weights_are_those_of_our_own_trainer(make, plan, tmp_path):
         assert torch.equal(parameter, expected), name
 
 
+def test_with_users_weights_are_those_of_our_own_trainer(make, plan_of_users, users, tmp_path):
+    arguments = {"lr_scheduler_type": "constant", "per_device_train_batch_size": 16}
+    trainer = make(plan=plan_of_users, users=users, validation_users=[77, 78], seed=4, arguments=arguments)
+    trainer.train()
+    twin = words().train()
+    ours = PrivateTrainer(
+        twin,
+        torch.optim.SGD(twin.parameters(), lr=0.5),
+        plan_of_users,
+        classification_loss,
+        physical_batch_size=16,
+        run_dir=tmp_path / "ours",
+        seed=4,
+        show_progress=False,
+    )
+    ours.fit(sentences(COUNT, 0), users=users)
+    for (name, parameter), expected in zip(trainer.model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(parameter, expected), name
+    assert "each of 40 users in each step" in (trainer.private_steps.run_dir / "privacy.txt").read_text()
+    with pytest.raises(InputError, match="a user has examples in the training data and in the held-out data"):
+        make(out="shared", plan=plan_of_users, users=users, validation_users=[77, 3])
+
+
 class Spy(TrainerCallback):
     """Keeps all the host tells its callbacks."""
 

@@ -93,6 +93,27 @@ def test_weights_are_those_of_our_own_trainer(make_network, make_steps, make_tra
         assert torch.equal(parameter, expected), name
 
 
+def test_with_users_weights_are_those_of_our_own_trainer(make_network, make_trainer, plan_of_users, users, train, tmp_path):
+    module = Classifier(make_network())
+    steps = PrivateSteps(plan_of_users, train, users=users, run_dir=tmp_path / "run", seed=4, physical_batch_size=8)
+    make_trainer().fit(module, steps)
+    twin = torch.nn.ModuleDict({"network": make_network()})
+    ours = PrivateTrainer(
+        twin,
+        torch.optim.SGD(twin.parameters(), lr=0.5),
+        plan_of_users,
+        lambda model, batch: class_loss(model["network"], batch),
+        physical_batch_size=8,
+        run_dir=tmp_path / "ours",
+        seed=4,
+        show_progress=False,
+    )
+    ours.fit(train, users=users)
+    for (name, parameter), expected in zip(module.network.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(parameter, expected), name
+    assert "each of 40 users in each step" in (tmp_path / "run" / "privacy.txt").read_text()
+
+
 class Spy(Callback):
     """Keeps all the host tells its callbacks of training."""
 

@@ -37,7 +37,8 @@ def test_a_plan_with_a_cap_costs_more_and_one_of_everyone_costs_the_same():
     assert cyclic.epsilon > replace(FREE, bands=3).epsilon
 
 
-@pytest.mark.parametrize("bands", [1, pytest.param(4, marks=pytest.mark.slow), pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("bands", [1, 4, "auto"])
 def test_noise_and_steps_are_solved_for_with_a_cap(bands):
     given = {"dataset_size": 1000, "batch_size": 50, "delta": 1e-5, "max_batch_size": 75}
     plan = PrivacyPlan.solve(**given, epsilon=2.0, steps=100, bands=bands)
@@ -147,6 +148,7 @@ def test_the_statement_says_the_cap_and_what_it_assumes(tmp_path):
     assert report["group_epsilon"] > report["epsilon"]
 
 
+@pytest.mark.slow
 def test_the_command_line_plans_with_a_cap(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     given = {"dataset-size": 1000, "batch-size": 600, "delta": 1e-5, "noise-multiplier": 3.0, "steps": 2}

@@ -253,6 +253,7 @@ def test_pld_of_a_replaced_step_errs_upwards(rate, noise, delta):
     assert exact * (1 - 1e-12) <= ours <= exact * (1.02 if (rate, delta) == (1e-4, 1e-15) else 1.0005)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
 def test_steps_and_noise_are_solved_for_with_a_cap(accountant):
     cap = Cap(300, 5000)

@@ -1,5 +1,6 @@
 """Examples that are said to be held out are."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -15,7 +16,8 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, Tenso
 
 from dp_microadam.data.arrays import Arrays, MappedRows
 from dp_microadam.data.images import ImageFolder
-from dp_microadam.training.held_out import share_examples
+from dp_microadam.errors import InputError
+from dp_microadam.training.held_out import refuse_shared_users, share_examples
 
 
 class Keeping(Dataset):
@@ -221,3 +223,21 @@ def test_any_two_slices_share_examples_exactly_if_they_overlap(data):
         one, other = kept(rows=values[start:stop]), kept(rows=values[other_start:other_stop])
         assert share_examples(one, other) == overlapping
         assert share_examples(Keeping(inner=one), Subset(other, range(len(other)))) == overlapping
+
+
+@pytest.mark.parametrize(
+    ("users", "held_out", "shared"),
+    [
+        ([1, 2, 2], [3, 4], False),
+        ([1, 2, 2], [3, 2], True),
+        (np.array([1, 2]), ["2"], True),
+        (torch.tensor([1, 2]), np.array(["3", "1"]), True),
+        (["ann", "bob"], ["eve"], False),
+        (["ann", "bob"], ["bob"], True),
+        (["ann"], None, False),
+        (None, ["ann"], False),
+    ],
+)
+def test_a_user_in_training_and_held_out_data_is_refused_where_both_have_ids(users, held_out, shared):
+    with pytest.raises(InputError, match="in the training data and in the held-out data") if shared else nullcontext():
+        refuse_shared_users(users, held_out)

@@ -16,11 +16,13 @@ from torch.utils.data import Dataset
 class Arrays:
     """Inputs of N examples, in one array or several consecutive ones, and their N labels as int64.
 
-    An array may be a ``numpy.memmap``, which is read from its file on access.
+    An array may be a ``numpy.memmap``, which is read from its file on access. ``users`` are N ids, if it is known whose each
+    example is.
     """
 
     inputs: list[NDArray[Any]]
     labels: NDArray[np.int64]
+    users: NDArray[np.str_] | None = None
 
     def __len__(self) -> int:
         return len(self.labels)

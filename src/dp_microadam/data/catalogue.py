@@ -190,13 +190,13 @@ _CATALOGUE: Mapping[str, KnownData] = {
         (),
         *_IMAGENET_STATISTICS,
         by_hand="image-folder is your own data; put it into train/CLASS/*.jpg and val/CLASS/*.jpg",
-        options=("mean", "std"),
+        options=("mean", "std", "user_table", "user_pattern"),
     ),
     "table": KnownData(
         "table",
         "your CSV or npz files",
         by_hand="table is your own data; put it into train.csv and test.csv, or train.npz and test.npz",
-        options=("label", "classes", "mean", "std"),
+        options=("label", "classes", "mean", "std", "user_column"),
     ),
 }
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -34,6 +35,12 @@ class LabelledData:
     train: Examples
     validation: Examples
     test: Examples
+    train_users: NDArray[np.str_] | None = None
+    """The user of each training example, if the data say whose each example is; likewise for the other parts."""
+    validation_users: NDArray[np.str_] | None = None
+    test_users: NDArray[np.str_] | None = None
+    held_out_rows: Tensor | None = None
+    """With users: positions of the validation examples before training and validation part were divided."""
 
     @property
     def images(self) -> bool:
@@ -46,8 +53,10 @@ def size_of(examples: Examples) -> int:
     return len(examples[1]) if isinstance(examples, tuple) else len(examples)  # type: ignore[arg-type]
 
 
-def split(count: int, fraction: float, seed: int, *, size: int | None = None) -> tuple[Tensor, Tensor]:
+def split(count: int, fraction: float, seed: int, *, size: int | None = None, of: str = "examples") -> tuple[Tensor, Tensor]:
     """Split ``count`` examples at random into a remaining and a held-out part of ``fraction`` (or ``size``); returns indices.
+
+    ``of`` says what is divided, for messages.
 
     Formal guarantees: the split depends only on ``count`` and the public ``seed``, not on the content of the examples. The
     privacy guarantee of a training run covers the first part: adding or removing one of its examples, for a fixed split.
@@ -61,6 +70,6 @@ def split(count: int, fraction: float, seed: int, *, size: int | None = None) ->
     held_out = round(count * fraction) if size is None else require_integer("validation_size", size, 1)
     if not 0 < held_out < count:
         given = f"validation_fraction is {fraction}" if size is None else f"validation_size is {size}"
-        raise InputError(f"{given}; of {count} examples it must leave at least one in each part")
+        raise InputError(f"{given}; of {count} {of} it must leave at least one in each part")
     order = torch.from_numpy(np.random.default_rng(seed).permutation(count))
     return order[held_out:], order[:held_out]

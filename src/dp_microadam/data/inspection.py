@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
-from dp_microadam.data import cifar, idx, images, places
+from dp_microadam.data import cifar, idx, images, places, table
 from dp_microadam.data.catalogue import KnownData, known
 from dp_microadam.data.contents import Reading
-from dp_microadam.data.sources import read_packaged
+from dp_microadam.data.image_users import ImageUsers
+from dp_microadam.data.sources import read_packaged, table_user
+from dp_microadam.data.users import refuse_shared_users
 from dp_microadam.errors import InputError
 
 
@@ -64,6 +68,36 @@ def _verify(name: str, data: KnownData, place: Path) -> bool:
         else:  # compressed or otherwise named
             reading.content(path)
     return True
+
+
+def user_problems(kind: str, place: Path, options: Mapping[str, Any]) -> Iterator[str]:
+    """All that is wrong with what ``options`` of a recipe say about the users of a table or of image files.
+
+    The sentences are for the owner of the data: they name rows and files, but never say how many examples a user has.
+    """
+    try:
+        if kind == "images":
+            yield from _problems_of_images(place, options)
+        elif kind == "table" and (user := table_user(options)):
+            yield from table.user_problems(place, Reading("table"), options.get("label", "label"), user)
+    except InputError as error:
+        yield str(error)
+
+
+def _problems_of_images(place: Path, options: Mapping[str, Any]) -> Iterator[str]:
+    users = ImageUsers.of(place, options)
+    if users is None:
+        return
+    yield from users.problems
+    train, test, _ = images.read_folder(place, images.SIZE, None)
+    found = [users.of_files(part.example_ids()) for part in (train, test)]
+    for part, ids in zip((train, test), found, strict=True):
+        lacking = np.flatnonzero(ids == "")
+        if part is train or len(lacking) < len(ids):
+            yield from (f"{part.path(int(index))} has no user by {users.source}; it must have one" for index in lacking)
+    for file in users.unused((*train.example_ids(), *test.example_ids())):
+        yield f"{users.source} names {file}, which is not in {place}; remove the line, or add the image"
+    refuse_shared_users(found[0], found[1][found[1] != ""], str(place))
 
 
 def undecodable(folder: Path, workers: int, progress: Callable[[int, int], None]) -> Iterator[str]:

@@ -14,6 +14,8 @@ from dp_microadam.data.arrays import Arrays
 from dp_microadam.data.catalogue import KnownData, known
 from dp_microadam.data.contents import MEMORY_GIB, Reading
 from dp_microadam.data.dataset import LabelledData, split
+from dp_microadam.data.image_users import ImageUsers
+from dp_microadam.data.users import UserIds, refuse_shared_users, split_by_user
 from dp_microadam.errors import InputError
 from dp_microadam.validation import require_integer, require_positive
 
@@ -39,7 +41,8 @@ def load(
 ) -> LabelledData:
     """Load the data set called ``name`` from ``folder``, or from the default folders.
 
-    The validation part is ``validation_fraction`` of the published training part, or ``validation_size`` examples of it. The
+    The validation part is ``validation_fraction`` of the published training part, or ``validation_size`` examples of it. If
+    the options say whose each example is, it is a fraction or number of users, with all they have. The
     test part is the published one and does not depend on ``split_seed``. With ``verify``, files whose digests differ from the
     published ones are refused. Files larger than ``memory_gib`` are memory-mapped. Images are resized to ``image_size``.
     ``options`` are those in the catalogue.
@@ -54,7 +57,9 @@ def load(
     if image_size is not None:
         require_integer("image_size", image_size, 1)
 
-    def divided(count: int) -> tuple[Tensor, Tensor]:
+    def divided(count: int, users: UserIds | None) -> tuple[Tensor, Tensor]:
+        if users is not None:
+            return split_by_user(users, validation_fraction, split_seed, size=validation_size)
         return split(count, validation_fraction, split_seed, size=validation_size)
 
     if data.kind == "images":
@@ -62,7 +67,8 @@ def load(
     map_above = int(require_positive("data_memory_gib", memory_gib) * 2**30)
     reading = Reading(name, dict(data.digests) if verify else {}, map_above)
     train, test, num_classes = _read_arrays(name, data, folder, reading, options)
-    training, validation = divided(len(train))
+    refuse_shared_users(train.users, test.users, name)
+    training, validation = divided(len(train), train.users)
     shape = train.inputs[0].shape[1:]
     if len(shape) == 3 and image_size is not None:
         shape = (shape[0], image_size, image_size)
@@ -76,6 +82,8 @@ def load(
         train=train.part(training),
         validation=train.part(validation),
         test=test.part(),
+        test_users=test.users,
+        **_users_of_parts(train.users, training, validation),
     )
 
 
@@ -93,15 +101,28 @@ def _read_arrays(
     if data.kind == "idx":
         return *idx.read_folder(place, reading), 10
     classes = _classes(options.get("classes"))
-    parts = table.read(place, reading, label=options.get("label", "label"), classes=classes)
+    label, user = options.get("label", "label"), table_user(options)
+    parts = table.read(place, reading, label=label, classes=classes, user=user)
     return *parts, classes if isinstance(classes, int) else len(classes)
+
+
+def table_user(options: Mapping[str, Any]) -> str | None:
+    """The name of a table's column of users, if there is one."""
+    user = options.get("user_column")
+    if user is not None and (not isinstance(user, str) or not user or user == options.get("label", "label")):
+        raise InputError(f"data_options.user_column is {user!r}; it must be the name of a column other than the label's")
+    return user
 
 
 def _load_images(
     name: str, data: KnownData, folder: Path, size: int, verify: bool, divided: Any, options: Mapping[str, Any]
 ) -> LabelledData:
+    users = ImageUsers.of(folder, options)
     train, test, num_classes = images.read_folder(folder, size, data.num_classes if verify else None)
-    training, validation = divided(len(train))
+    train_users = None if users is None else _users_of_images(users, train)
+    test_users = None if users is None else _users_of_images(users, test, may_lack_all=True)
+    refuse_shared_users(train_users, test_users, str(folder))
+    training, validation = divided(len(train), train_users)
     mean, std = _constants(data, options, 3)
     return LabelledData(
         name,
@@ -112,7 +133,34 @@ def _load_images(
         train=train.part(training).protected(),
         validation=train.part(validation),
         test=test,
+        test_users=test_users,
+        **_users_of_parts(train_users, training, validation),
     )
+
+
+def _users_of_images(users: ImageUsers, part: images.ImageFolder, *, may_lack_all: bool = False) -> UserIds | None:
+    """The user of each image of one part; None for a test part of which nothing is said."""
+    if users.problems:
+        raise InputError(f"{users.source} has lines that cannot be used; find them with dp-microadam data check RECIPE")
+    found = users.of_files(part.example_ids())
+    if may_lack_all and (found == "").all():
+        return None
+    if (found == "").any():
+        raise InputError(
+            f"{part.folder} has images without a user by {users.source}; every image must have one, find them with "
+            "dp-microadam data check RECIPE"
+        )
+    return found
+
+
+def _users_of_parts(users: UserIds | None, training: Tensor, validation: Tensor) -> dict[str, Any]:
+    if users is None:
+        return {}
+    return {
+        "train_users": users[training.numpy()],
+        "validation_users": users[validation.numpy()],
+        "held_out_rows": validation,
+    }
 
 
 def _classes(given: Any) -> int | Sequence[str]:

@@ -1,6 +1,7 @@
 """Reader for tables with labels: CSV files with a header, or npz files with an array of labels and one of inputs.
 
-The classes and the constants for normalization are public: they are given by the user, never taken from the data.
+A column, or a third array, may say whose each example is. The classes and the constants for normalization are public: they are
+given by the user, never taken from the data.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import csv
 import warnings
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from dp_microadam.data.arrays import Arrays
 from dp_microadam.data.contents import Reading, too_large
 from dp_microadam.data.dataset import split
+from dp_microadam.data.users import UserIds, as_ids, refuse_shared_users, split_by_user
 from dp_microadam.errors import InputError
 
 _TEST_FRACTION = 0.2
@@ -44,35 +46,72 @@ def files_of(place: Path) -> list[Path]:
     return found
 
 
-def read(place: Path, reading: Reading, *, label: str, classes: int | Sequence[str]) -> tuple[Arrays, Arrays]:
-    """Read the training and the test part; a fifth of a single file is the test part.
+def read(
+    place: Path, reading: Reading, *, label: str, classes: int | Sequence[str], user: str | None = None
+) -> tuple[Arrays, Arrays]:
+    """Read the training and the test part; a fifth of a single file is the test part, or of its users if ``user`` is given.
+
+    ``user`` names the column of users, which is not an input. A test file may lack it.
 
     Raises:
         InputError: naming the file, if it cannot be read or is not valid. Messages never contain values of the data.
     """
-    parts = [_read_file(path, reading, label, classes) for path in files_of(place)]
+    parts = [_read_file(path, reading, label, classes, user, part) for part, path in enumerate(files_of(place))]
     if len(parts) == 1:
         whole = parts[0]
-        training, test = split(len(whole), _TEST_FRACTION, _TEST_SEED)
-        inputs = whole.inputs[0]
-        if isinstance(inputs, np.memmap):
+        if isinstance(whole.inputs[0], np.memmap):
             raise InputError(f"{place} is memory-mapped; give a folder with train.npz and test.npz for data of this size")
-        return tuple(Arrays([inputs[rows.numpy()]], whole.labels[rows.numpy()]) for rows in (training, test))  # type: ignore[return-value]
+        if whole.users is None:
+            training, test = split(len(whole), _TEST_FRACTION, _TEST_SEED)
+        else:
+            training, test = split_by_user(whole.users, _TEST_FRACTION, _TEST_SEED)
+        return _rows_of(whole, training.numpy()), _rows_of(whole, test.numpy())
     if parts[0].inputs[0].shape[1:] != parts[1].inputs[0].shape[1:]:
         raise InputError(f"{place} holds training and test data of different shapes; both must have the same columns")
     return parts[0], parts[1]
 
 
-def _read_file(path: Path, reading: Reading, label: str, classes: int | Sequence[str]) -> Arrays:
+def user_problems(place: Path, reading: Reading, label: str, user: str) -> Iterator[str]:
+    """A sentence for each row without a user, and for users of both parts; for the owner of the data, as it names the rows."""
+    found: list[UserIds | None] = []
+    for part, path in enumerate(files_of(place)):
+        try:
+            _, _, ids = _reader_of(path)(path, reading, label, user, part > 0)
+        except InputError as error:
+            ids = None
+            yield str(error)
+        users = None if ids is None else as_ids(ids)
+        for row in () if users is None else np.flatnonzero(users == ""):
+            yield f"{path} has no user in row {row + 1} of column {user!r}; every row must name its user"
+        found.append(None if users is None else users[users != ""])
+    if len(found) == 2:
+        refuse_shared_users(found[0], found[1], str(place))
+
+
+def _rows_of(whole: Arrays, rows: NDArray[np.int64]) -> Arrays:
+    return Arrays([whole.inputs[0][rows]], whole.labels[rows], None if whole.users is None else whole.users[rows])
+
+
+def _reader_of(path: Path) -> Callable[[Path, Reading, str, str | None, bool], _Columns]:
     reader = {".csv": _read_csv, ".npz": _read_npz}.get(path.suffix.lower())
     if reader is None:
         raise InputError(f"data_folder is {str(path)!r}; a table must be a .csv or .npz file, or a folder of them")
-    inputs, names = reader(path, reading, label)
+    return reader
+
+
+def _read_file(path: Path, reading: Reading, label: str, classes: int | Sequence[str], user: str | None, part: int) -> Arrays:
+    inputs, names, ids = _reader_of(path)(path, reading, label, user, part > 0)
     if not len(names):
         raise InputError(f"{path} holds no examples; it must have at least one")
     if inputs.dtype != np.uint8 and not _all_finite(inputs):
         raise InputError(f"{path} holds missing or infinite numbers; every input must be a finite number")
-    return Arrays([inputs], _labels(path, names, classes))
+    users = None if ids is None else as_ids(ids)
+    if users is not None and (users == "").any():
+        raise InputError(
+            f"{path} has rows without a user in column {user!r}; every row must name its user, find them with "
+            "dp-microadam data check RECIPE"
+        )
+    return Arrays([inputs], _labels(path, names, classes), users)
 
 
 def _labels(path: Path, given: NDArray[Any], classes: int | Sequence[str]) -> NDArray[np.int64]:
@@ -93,16 +132,21 @@ def _labels(path: Path, given: NDArray[Any], classes: int | Sequence[str]) -> ND
         ) from None
 
 
-def _read_csv(path: Path, reading: Reading, label: str) -> tuple[NDArray[Any], NDArray[Any]]:
+_Columns = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]
+"""Inputs, labels, and users if there is a column of them."""
+
+
+def _read_csv(path: Path, reading: Reading, label: str, user: str | None, may_lack_users: bool) -> _Columns:
     try:
         if path.stat().st_size > reading.map_above:
             raise InputError(
                 f"{path} is larger than data_memory_gib = {reading.map_above / 2**30:g}, and text cannot be memory-mapped; "
                 "save it as npz"
             )
-        column, others = _columns(path, label)
+        column, users_at, others = _columns(path, label, user, may_lack_users)
         inputs = _load_columns(path, np.float32, others)
         names = _load_columns(path, np.str_, [column])[:, 0]
+        users = None if users_at is None else _load_columns(path, np.str_, [users_at])[:, 0]
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
     except InputError:
@@ -110,17 +154,24 @@ def _read_csv(path: Path, reading: Reading, label: str) -> tuple[NDArray[Any], N
     except (ValueError, csv.Error):
         raise InputError(
             f"{path} is not a table of numbers with the same columns in every row; only column {label!r} may hold text"
+            + (f", and column {user!r}" if user else "")
         ) from None
-    return inputs, names
+    return inputs, names, users
 
 
-def _columns(path: Path, label: str) -> tuple[int, list[int]]:
+def _columns(path: Path, label: str, user: str | None, may_lack_users: bool) -> tuple[int, int | None, list[int]]:
     with path.open(newline="", encoding="utf-8-sig") as stream:
         header = [name.strip() for name in next(csv.reader(stream), [])]
     if header.count(label) != 1 or len(header) < 2:
         raise InputError(f"{path} must have one column {label!r} and others; data_options.label names the column of labels")
+    if user is None or (may_lack_users and user not in header):
+        users_at = None
+    else:
+        if header.count(user) != 1 or len(header) < 3:
+            raise InputError(f"{path} must have one column {user!r} and others; data_options.user_column names that of users")
+        users_at = header.index(user)
     column = header.index(label)
-    return column, [index for index in range(len(header)) if index != column]
+    return column, users_at, [index for index in range(len(header)) if index not in (column, users_at)]
 
 
 def _load_columns(path: Path, kind: type, columns: list[int]) -> NDArray[Any]:
@@ -131,13 +182,16 @@ def _load_columns(path: Path, kind: type, columns: list[int]) -> NDArray[Any]:
         )
 
 
-def _read_npz(path: Path, reading: Reading, label: str) -> tuple[NDArray[Any], NDArray[Any]]:
+def _read_npz(path: Path, reading: Reading, label: str, user: str | None, may_lack_users: bool) -> _Columns:
     try:
         with zipfile.ZipFile(path) as archive:
             members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
-            if label not in members or len(members) != 2:
+            has_users = user is not None and (user in members or not may_lack_users)
+            if label not in members or len(members) != 2 + has_users or (has_users and user not in members):
+                users = f", the users, called {user!r} (data_options.user_column)," if has_users else ""
                 raise InputError(
-                    f"{path} must hold two arrays: the labels, called {label!r} (data_options.label), and the inputs"
+                    f"{path} must hold {2 + has_users} arrays: the labels, called {label!r} (data_options.label){users} and "
+                    "the inputs"
                 )
             arrays = {name: _array(path, archive, member, reading.map_above) for name, member in members.items()}
     except OSError as error:
@@ -147,7 +201,10 @@ def _read_npz(path: Path, reading: Reading, label: str) -> tuple[NDArray[Any], N
     except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, NotImplementedError):
         raise InputError(f"{path} is not a complete npz file of plain arrays; write it again") from None
     labels = arrays.pop(label)
+    users_found = arrays.pop(user) if user is not None and has_users else None
     (inputs,) = arrays.values()
+    if users_found is not None and (users_found.shape != labels.shape or users_found.dtype.kind not in "iufU"):
+        raise InputError(f"{path} has an array {user!r} of type {users_found.dtype}; it must be one name or number per label")
     if labels.ndim != 1 or inputs.ndim not in (2, 4) or len(inputs) != len(labels) or inputs.dtype.kind not in "fiub":
         raise InputError(
             f"{path} holds inputs of shape {inputs.shape} and labels of shape {labels.shape}; they must be numbers [N, columns]"
@@ -160,7 +217,7 @@ def _read_npz(path: Path, reading: Reading, label: str) -> tuple[NDArray[Any], N
         if isinstance(inputs, np.memmap):
             raise InputError(f"{path} holds {inputs.dtype} and is memory-mapped; save the inputs as float32")
         inputs = inputs.astype(np.float32)
-    return inputs, labels
+    return inputs, labels, users_found
 
 
 def _array(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo, map_above: int) -> NDArray[Any]:

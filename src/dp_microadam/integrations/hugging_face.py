@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from dp_microadam.errors import InputError, PrivacyError, UnreadableExample
 from dp_microadam.integrations.isolated_metrics import IsolatedLoss
-from dp_microadam.integrations.private_steps import PrivateSteps
+from dp_microadam.integrations.private_steps import USER_OPTIONS, PrivateSteps
 from dp_microadam.optimizers.micro_adam import MicroAdam
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.training.evaluation import PerExample
@@ -92,12 +92,12 @@ class PrivateHFTrainer(Trainer):
     ledger. ``args.bf16`` and ``args.gradient_checkpointing`` work as ever; norms, sums and noise are float32.
 
     Arguments:
-        plan: a :class:`~dp_microadam.PrivacyPlan` for as many examples as ``train_dataset`` has.
+        plan: a :class:`~dp_microadam.PrivacyPlan` for as many examples as ``train_dataset`` has, or for their ``users``.
         method: a method of ``dp_microadam.methods`` in place of an optimizer in ``optimizers``, whose scheduler may be given.
         per_example_loss: ``f(model, batch)`` returns one loss per example; by default the cross-entropy of classification
             models, and :func:`causal_language_loss` serves for language models.
         run_dir: of the ledger and the privacy statement; ``privacy`` in ``args.output_dir`` by default.
-        options: those of :class:`~dp_microadam.PrivateStep`, such as ``max_grad_norm`` or ``clipping_options``, and those of
+        options: those of :class:`PrivateSteps`, such as ``users``, ``max_grad_norm`` or ``clipping_options``, and those of
             ``transformers.Trainer``. ``prepare`` and ``augment`` are applied to training batches only.
 
     Settings that would break the guarantee, or would not be used, are refused.
@@ -118,7 +118,7 @@ class PrivateHFTrainer(Trainer):
         run_dir: str | Path | None = None,
         **options: Any,
     ) -> None:
-        given = {name: options.pop(name) for name in StepOptions.__annotations__ if name in options}
+        given = {name: options.pop(name) for name in (*StepOptions.__annotations__, *USER_OPTIONS) if name in options}
         step_options = cast(StepOptions, given)
         _refuse_settings(args, plan)
         _refuse_options(step_options, options, method)

@@ -16,22 +16,27 @@ from dp_microadam.errors import PrivacyError
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.training.evaluation import PerExample
 from dp_microadam.training.gradients import set_gradients
-from dp_microadam.training.held_out import share_examples
+from dp_microadam.training.held_out import refuse_shared_users, share_examples
 from dp_microadam.training.method import Method
 from dp_microadam.training.private_step import PrivateStep
 from dp_microadam.training.training_data import moved
 from dp_microadam.training.training_step import StepOptions
 
+USER_OPTIONS = ("users", "validation_users")
+"""Arguments of :class:`PrivateSteps` about users."""
+
 
 class PrivateSteps:
     """Takes the place of a data loader in another framework's loop: plan, training data and options of the private steps.
 
-    Iterating gives step numbers, an epoch being as many as take each example once on average. The loop calls :meth:`take` for
-    each, which leaves the privatized mean gradient in the parameters' ``grad``. The :class:`~dp_microadam.PrivateStep` behind
-    it is made by :meth:`begin`, when the model is known.
+    Iterating gives step numbers, an epoch being as many as take each example, or user, once on average. The loop calls
+    :meth:`take` for each, which leaves the privatized mean gradient in the parameters' ``grad``. The
+    :class:`~dp_microadam.PrivateStep` behind it is made by :meth:`begin`, when the model is known.
 
     Arguments:
         train: a map-style Dataset, or tensors with examples along the first dimension.
+        users: the id of each training example's user, if the plan's unit is the user.
+        validation_users: ids of the users of validation and test data, if known; a user who is in ``users`` too is refused.
         run_dir: where the ledger and the privacy statement are written.
         options: all further options of :class:`~dp_microadam.PrivateStep`, such as ``max_grad_norm``, ``physical_batch_size``,
             ``clipping_options`` or ``augment``.
@@ -46,14 +51,17 @@ class PrivateSteps:
         train: Dataset[Any] | Tensor | tuple[Tensor, ...] | dict[str, Tensor],
         *,
         run_dir: str | Path,
+        users: Any = None,
+        validation_users: Any = None,
         **options: Unpack[StepOptions],
     ) -> None:
+        refuse_shared_users(users, validation_users)
         self.plan = plan
         self.run_dir = Path(run_dir)
         self.method: Method | None = None
         self.step: PrivateStep | None = None
         """The private step, from :meth:`begin` on."""
-        self._train = train
+        self._train, self._users = train, users
         self._options = options
         self._epsilon = 0, 0.0
         self._hooks = ExitStack()
@@ -116,7 +124,7 @@ class PrivateSteps:
             method.refuse_parameters(model, self.plan)  # before anything of the model is frozen
         step = PrivateStep(model, per_example_loss, self.plan, run_dir=self.run_dir, method=method, **options)
         try:
-            step.attach(self._train)
+            step.attach(self._train, self._users)
             if state is None:
                 step.begin()
             else:

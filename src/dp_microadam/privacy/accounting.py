@@ -16,9 +16,10 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dp_microadam.errors import InputError
 from dp_microadam.privacy.privacy_loss import epsilon_of_composition, least_delta, reach_for
@@ -42,12 +43,22 @@ ACCOUNTANTS = ("rdp", "pld")
 PLD_MOST_STEPS = 10_000_000
 
 # With less noise one step spends ε in the hundreds; the RDP bound is used instead of PLD.
-_PLD_LEAST_NOISE = 0.05
+PLD_LEAST_NOISE = 0.05
 
 # A solved noise multiplier is rounded up to a multiple of this; the search ends at the largest.
 NOISE_RESOLUTION = 1e-4
 _MULTIPLES_PER_UNIT = round(1 / NOISE_RESOLUTION)
 LARGEST_NOISE_MULTIPLIER = 100_000
+
+
+class Spent(Protocol):
+    """What accountants compose: steps of one mechanism, or a selection among runs (``selection.py``), known by RDP alone."""
+
+    @property
+    def steps(self) -> int: ...
+
+    def rdp(self, missing: int = 0) -> NDArray[np.float64]:
+        """The Rényi divergence at each of ``ORDERS``, for a population of which up to ``missing`` units were removed before."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +82,14 @@ class SubsampledGaussian:
         require_integer("steps", self.steps, 0)
         require_integer("bands", self.bands, 1)
 
+    def rdp(self, missing: int = 0) -> NDArray[np.float64]:
+        """The Rényi divergence of all steps at each of ``ORDERS``; with a cap it depends on how many units are ``missing``."""
+        caps = [self.cap] if self.cap is None else [self.cap.without(fewer) for fewer in range(missing + 1)]
+        per_step = [_rdp_per_step(self.sample_rate, self.noise_multiplier, cap) for cap in caps]
+        return self.steps * np.max(per_step, axis=0)
 
-def epsilon(spent: Sequence[SubsampledGaussian], delta: float, accountant: str = "rdp") -> float:
+
+def epsilon(spent: Sequence[Spent], delta: float, accountant: str = "rdp") -> float:
     """The smallest ε that the accountant can certify at ``delta`` for the composition of all steps in ``spent``.
 
     Formal guarantees: the composition of all steps, each of which may depend on the results of earlier ones, is
@@ -88,7 +105,7 @@ def epsilon(spent: Sequence[SubsampledGaussian], delta: float, accountant: str =
     spent = [part for part in spent if part.steps > 0]
     if not spent:
         return 0.0
-    return _rdp_epsilon(spent, delta) if accountant == "rdp" else _pld_epsilon(tuple(spent), delta)
+    return _rdp_epsilon(spent, delta) if accountant == "rdp" else _pld_epsilon(steps_alone(spent), delta)
 
 
 def _conversion(delta: float) -> Floats:
@@ -97,35 +114,38 @@ def _conversion(delta: float) -> Floats:
     return np.log1p(-1 / alphas) - (math.log(delta) + np.log(alphas)) / (alphas - 1)
 
 
-def _total_rdp(spent: Iterable[SubsampledGaussian], missing: int = 0) -> Floats:
-    """The divergence of all steps at each order, for a population of which up to ``missing`` units were removed before."""
-    total = np.zeros(len(ORDERS))
-    for part in spent:
-        caps = [part.cap] if part.cap is None else [part.cap.without(fewer) for fewer in range(missing + 1)]
-        per_step = [_rdp_per_step(part.sample_rate, part.noise_multiplier, cap) for cap in caps]
-        total += part.steps * np.max(per_step, axis=0)
-    return total
-
-
 def _rdp_per_step(sample_rate: float, noise_multiplier: float, cap: Cap | None) -> Floats:
     if cap is None:
         return rdp_of_one_step(sample_rate, noise_multiplier)
     return rdp_of_capped_step(sample_rate, noise_multiplier, cap)
 
 
-def _rdp_epsilon(spent: Sequence[SubsampledGaussian], delta: float, missing: int = 0) -> float:
-    found = _converted(_total_rdp(spent, missing), delta)
+def _rdp_epsilon(spent: Sequence[Spent], delta: float, missing: int = 0) -> float:
+    found = _converted(np.sum([part.rdp(missing) for part in spent], axis=0), delta)
     # A cap that is hardly ever reached hurts RDP most, which has no small probabilities. That it is reached in any step may
     # count as a failure instead: its probability, which is the same on both datasets, is taken from δ.
-    reached = math.fsum(part.steps * part.cap.reached(part.sample_rate) for part in spent if part.cap is not None)
-    if not 0 < reached < delta:
+    steps = [part for part in spent if isinstance(part, SubsampledGaussian)]
+    reached = math.fsum(part.steps * part.cap.reached(part.sample_rate) for part in steps if part.cap is not None)
+    if len(steps) < len(spent) or not 0 < reached < delta:
         return found
-    return min(found, _converted(_total_rdp([replace(part, cap=None) for part in spent]), delta - reached))
+    return min(found, _converted(np.sum([replace(part, cap=None).rdp() for part in steps], axis=0), delta - reached))
 
 
 def _converted(divergences: Floats, delta: float) -> float:
     # A divergence that could not be computed gives no bound. Without this a NaN would count as perfect privacy.
     return max(0.0, float(np.min(np.nan_to_num(divergences + _conversion(delta), nan=np.inf, posinf=np.inf))))
+
+
+def steps_alone(spent: Iterable[Spent]) -> tuple[SubsampledGaussian, ...]:
+    """The same, if it has steps only, which privacy loss distributions are known of.
+
+    Raises:
+        InputError: for a selection among runs.
+    """
+    steps = tuple(part for part in spent if isinstance(part, SubsampledGaussian))
+    if len(steps) < len(tuple(spent)):
+        raise InputError("accountant is 'pld', which has no account of a selection among runs; it must be 'rdp'")
+    return steps
 
 
 def most_steps(
@@ -235,7 +255,7 @@ def as_dp_event(spent: Sequence[SubsampledGaussian]) -> DpEvent:
 
 
 def _pld_epsilon(spent: tuple[SubsampledGaussian, ...], delta: float) -> float:
-    if _least_noise(spent) < _PLD_LEAST_NOISE:
+    if least_noise(spent) < PLD_LEAST_NOISE:
         _require_countable_steps(spent)
         return _rdp_epsilon(spent, delta)
     found = _pld_group_epsilon(spent, delta, 1)
@@ -243,7 +263,7 @@ def _pld_epsilon(spent: tuple[SubsampledGaussian, ...], delta: float) -> float:
     return min(found, _rdp_epsilon(spent, delta)) if any(part.cap for part in spent) else found
 
 
-def _least_noise(spent: Iterable[SubsampledGaussian]) -> float:
+def least_noise(spent: Iterable[SubsampledGaussian]) -> float:
     """The smallest noise multiplier; where a cap is reached the sensitivity is twice as large."""
     return min(part.noise_multiplier / (1 if part.cap is None else 2) for part in spent)
 
@@ -260,12 +280,13 @@ def _pld_group_epsilon(spent: tuple[SubsampledGaussian, ...], delta: float, grou
     directions = (True,) if all(part.sample_rate == 1.0 and part.cap is None for part in spent) else (True, False)
     largest = 0.0
     for removed in directions:
-        composition = [(_loss_per_step(part, group_size, removed, reach), part.steps) for part in spent]
+        composition = [(loss_per_step(part, group_size, removed, reach), part.steps) for part in spent]
         largest = epsilon_of_composition(composition, delta, at_least=largest)
     return largest
 
 
-def _loss_per_step(part: SubsampledGaussian, group_size: int, removed: bool, reach: float) -> PrivacyLoss:
+def loss_per_step(part: SubsampledGaussian, group_size: int, removed: bool, reach: float) -> PrivacyLoss:
+    """The privacy loss of one of the steps, for adding or removing ``group_size`` units, in one direction."""
     if part.cap is not None:
         return loss_of_capped_step(part.sample_rate, part.noise_multiplier, part.cap, group_size, removed, reach)
     weights = number_present(group_size, part.sample_rate, reach)
@@ -278,14 +299,14 @@ def _require_countable_steps(spent: Iterable[SubsampledGaussian]) -> None:
         raise InputError(f"steps is {steps}; the pld accountant takes at most {PLD_MOST_STEPS}, rdp takes any number")
 
 
-def group_epsilon(spent: Sequence[SubsampledGaussian], delta: float, group_size: int) -> float:
+def group_epsilon(spent: Sequence[Spent], delta: float, group_size: int) -> float:
     """ε at ``delta`` for adding or removing up to ``group_size`` examples at once, by PLD.
 
     The number of sampled examples from a group of k is binomial, and each changes the sum by at most S. A step is
     therefore a mixture of Gaussians at 0, S, …, kS (Ganesh 2024, "Tight group-level DP guarantees for DP-SGD with
     sampling via mixture of Gaussians mechanisms"). This is tighter than general group privacy, which gives k·ε at
     δ·Σ exp(i·ε), i < k. That general bound is what a composition with correlated noise gets: examples of different groups take
-    part in neighbouring steps, whose noise is correlated, so a step is not such a mixture.
+    part in neighbouring steps, whose noise is correlated, so a step is not such a mixture. So does a selection among runs.
 
     Formal guarantees: as :func:`epsilon`, for two datasets where one is the other with up to ``group_size`` examples added,
     or with up to that many removed; not with some added and others removed.
@@ -295,17 +316,18 @@ def group_epsilon(spent: Sequence[SubsampledGaussian], delta: float, group_size:
     spent = [part for part in spent if part.steps > 0]
     if not spent:
         return 0.0
-    if group_size > 1 and any(part.bands > 1 for part in spent):
+    steps = tuple(part for part in spent if isinstance(part, SubsampledGaussian))
+    if len(steps) < len(spent) or (group_size > 1 and any(part.bands > 1 for part in steps)):
         return _general_group_epsilon(spent, delta, group_size)
-    if _least_noise(spent) < _PLD_LEAST_NOISE:
-        least = min(part.noise_multiplier for part in spent)
-        capped = any(part.cap for part in spent)
-        needed = f"{2 * _PLD_LEAST_NOISE} with max_batch_size" if capped else f"{_PLD_LEAST_NOISE}"
+    if least_noise(steps) < PLD_LEAST_NOISE:
+        least = min(part.noise_multiplier for part in steps)
+        capped = any(part.cap for part in steps)
+        needed = f"{2 * PLD_LEAST_NOISE} with max_batch_size" if capped else f"{PLD_LEAST_NOISE}"
         raise InputError(f"noise_multiplier is {least}; for groups it must be at least {needed}")
-    return _pld_group_epsilon(tuple(spent), delta, group_size)
+    return _pld_group_epsilon(steps, delta, group_size)
 
 
-def _general_group_epsilon(spent: Sequence[SubsampledGaussian], delta: float, group_size: int) -> float:
+def _general_group_epsilon(spent: Sequence[Spent], delta: float, group_size: int) -> float:
     """ε for a group from ε for one example, by adding its members one at a time; by RDP, which takes any δ.
 
     If one example has (ε₁, δ₁), then k have (k·ε₁, δ₁·Σ exp(i·ε₁), i < k). The largest δ₁ whose sum stays within δ gives the

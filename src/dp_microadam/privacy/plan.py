@@ -17,10 +17,9 @@ from dp_microadam.errors import InputError, PrivacyWarning
 from dp_microadam.privacy.accounting import (
     ACCOUNTANTS,
     LARGEST_NOISE_MULTIPLIER,
+    Spent,
     SubsampledGaussian,
     epsilon,
-    least_noise_multiplier,
-    most_steps,
 )
 from dp_microadam.privacy.band_choice import (
     DEFAULT_NOISE_MEMORY_GIB,
@@ -40,7 +39,8 @@ from dp_microadam.privacy.banded import (
     workload_error,
 )
 from dp_microadam.privacy.renyi import SMALLEST_NOISE_MULTIPLIER
-from dp_microadam.privacy.truncated import Cap, cap_of
+from dp_microadam.privacy.solving import solve_noise, solve_steps
+from dp_microadam.privacy.truncated import Cap, cap_of, require_room
 from dp_microadam.validation import require_in_open, require_integer, require_one_of, require_positive
 
 UNITS = ("example", "user")
@@ -181,10 +181,10 @@ class PrivacyPlan:
         if noise_multiplier is None:
             assert epsilon is not None
             assert steps is not None
-            noise_multiplier = _solve_noise(sample_rate, steps, epsilon, delta, accountant, bands, cap)
+            noise_multiplier = solve_noise(sample_rate, steps, epsilon, delta, accountant, bands, cap)
         if steps is None:
             assert epsilon is not None
-            steps = bands * _solve_steps(sample_rate, noise_multiplier, epsilon, delta, accountant, cap)
+            steps = bands * solve_steps(sample_rate, noise_multiplier, epsilon, delta, accountant, cap)
         return cls(
             dataset_size,
             batch_size,
@@ -251,7 +251,7 @@ class PrivacyPlan:
         if self.bands == 1:
             return 1.0
         rate, cap = self.batch_size / self.dataset_size, cap_of(self.max_batch_size, self.dataset_size)
-        one = _solve_noise(rate, self.steps, self.epsilon, self.delta, self.accountant, cap=cap)
+        one = solve_noise(rate, self.steps, self.epsilon, self.delta, self.accountant, cap=cap)
         return self.noise_multiplier / one * self.noise_ratios.single_step
 
     def noise_memory(self, parameters: int) -> int:
@@ -267,7 +267,7 @@ class PrivacyPlan:
         """ε at ``delta`` after the first ``steps`` steps, by default with the plan's own accountant."""
         return epsilon([self.spent_after(steps)], self.delta, accountant or self.accountant)
 
-    def spent_after(self, steps: int) -> SubsampledGaussian:
+    def spent_after(self, steps: int) -> Spent:
         """The first ``steps`` steps, as input for the accountants; with bands, those that sample from the first group."""
         return SubsampledGaussian(self.sample_rate, self.noise_multiplier, -(-steps // self.bands), self.bands, self.cap)
 
@@ -327,15 +327,6 @@ def require_unit(unit: str, examples_per_user: int | None) -> None:
             )
 
 
-def require_room(max_batch_size: int | None, batch_size: int) -> None:
-    """Require a cap on the batch that leaves room for the expected one, or none."""
-    if max_batch_size is not None and require_integer("max_batch_size", max_batch_size, 1) < batch_size:
-        raise InputError(
-            f"max_batch_size is {max_batch_size}, less than the expected batch_size {batch_size}; it must be at least that, "
-            "and is seldom reached from about three times the square root of the batch more"
-        )
-
-
 def _require_sampling_and_delta(dataset_size: int, batch_size: int, delta: float, accountant: str, unit: str) -> None:
     require_integer("dataset_size", dataset_size, 1)
     require_integer("batch_size", batch_size, 1)
@@ -392,34 +383,3 @@ def _choose_bands(
     except LookupError:
         return 1  # for which solving then says what is out of reach
     return best_bands(table)
-
-
-def _solve_noise(
-    sample_rate: float, steps: int, limit: float, delta: float, accountant: str, bands: int = 1, cap: Cap | None = None
-) -> float:
-    try:
-        return least_noise_multiplier(sample_rate, -(-steps // bands), limit, delta, accountant, cap)
-    except LookupError:
-        raise InputError(
-            f"no noise_multiplier up to {LARGEST_NOISE_MULTIPLIER} keeps {steps} steps within epsilon {limit} at delta "
-            f"{delta:g}; allow a larger epsilon or delta, or fewer steps"
-        ) from None
-
-
-def _solve_steps(
-    sample_rate: float, noise_multiplier: float, limit: float, delta: float, accountant: str, cap: Cap | None
-) -> int:
-    try:
-        steps = most_steps(sample_rate, noise_multiplier, limit, delta, accountant, cap)
-    except LookupError:
-        raise InputError(
-            f"epsilon {limit} never runs out with noise_multiplier {noise_multiplier} and sample rate "
-            f"{sample_rate:.3g}; give the number of steps"
-        ) from None
-    if steps == 0:
-        one = epsilon([SubsampledGaussian(sample_rate, noise_multiplier, 1, cap=cap)], delta, accountant)
-        raise InputError(
-            f"noise_multiplier {noise_multiplier} spends epsilon {one:.3g} in its first step, more than {limit} at "
-            f"delta {delta:g}; it must be larger, or the batch smaller"
-        )
-    return steps

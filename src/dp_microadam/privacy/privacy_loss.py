@@ -171,7 +171,7 @@ def _epsilon_by_tilt(
             continue
         top += (cells * spacing - reach) / 2
         log_beyond = _log_moments(grids, other) - other * top
-        window = _Window(grids, tilt, cells, math.ceil(top / spacing), infinite + math.exp(log_beyond))
+        window = Window(grids, tilt, cells, math.ceil(top / spacing), infinite + math.exp(log_beyond))
         found = window.epsilon(delta, largest)
         if found is None:
             below *= 4
@@ -181,6 +181,35 @@ def _epsilon_by_tilt(
         if log_folded <= math.log(_FOLDED):
             return found, math.exp(window.log_rounding(found) - math.log(delta))
         log_tilted_tail -= log_folded - math.log(_FOLDED) + 5
+
+
+def window_from_zero(parts: Sequence[tuple[PrivacyLoss, int]], delta: float) -> tuple[Window, float]:
+    """The tilted composition on a window that begins at a loss of at most 0, tilted for ``delta``, and Chernoff's bound on ε.
+
+    Formal guarantees: as of every window, for each ε ≥ 0. Bounds on δ(ε) are close where δ(ε) is not far from ``delta``;
+    everywhere else their absolute error is small.
+
+    Raises:
+        LookupError: if δ(0) is below ``delta``, so that a smaller one is needed.
+    """
+    infinite = sum(steps * math.exp(law.log_infinite) for law, steps in parts)
+    largest, index = _chernoff_epsilon(parts, delta - infinite)
+    if largest <= 0:
+        raise LookupError(f"epsilon is 0 at delta {delta}")
+    tilt = _tilt(index)
+    spacing = _spacing(parts, tilt, largest)
+    while True:
+        grids = [(_on_grid(law, spacing), steps) for law, steps in parts]
+        # Mass above the window is folded down to 0, where undoing the tilt makes it larger: little of it may be left.
+        top, other = _window_top(parts, grids, index, 2 * math.log(_CUT))
+        reach = max(top, -math.log(_CUT * delta) / tilt) + 4 * spacing
+        cells = 2 ** max(6, math.ceil(math.log2(reach / spacing)))
+        if cells <= _MOST_CELLS:
+            break
+        spacing *= 2
+    top += (cells * spacing - reach) / 2
+    beyond = infinite + math.exp(_log_moments(grids, other) - other * top)
+    return Window(grids, tilt, cells, math.ceil(top / spacing), beyond), largest
 
 
 def _window_top(
@@ -246,7 +275,7 @@ def _spacing(parts: Sequence[tuple[PrivacyLoss, int]], tilt: float, epsilon: flo
     return spacing
 
 
-class _Window:
+class Window:
     """The tilted composition on a window of the grid that ends at index ``top``, with bounds on its errors."""
 
     def __init__(self, grids: Sequence[tuple[_GridLoss, int]], tilt: float, cells: int, top: int, beyond: float) -> None:
@@ -284,6 +313,24 @@ class _Window:
         rounded = UNITS_OF_A_PROBABILITY * UNIT + 8 * UNIT * (abs(self.log_moment) + tilt * epsilon)
         terms = (log_counted, self.log_rounding(epsilon), math.log(self.beyond))
         return float(np.logaddexp.reduce(terms)) + self.log_factor + rounded
+
+    def deltas(self, epsilons: Floats) -> Floats:
+        """Upper bounds on δ at many ε ≥ 0 at once, for a window from zero.
+
+        δ(ε) = A − exp(ε)·B, where A and B are the sums of p and of p·exp(−loss) over all losses above ε. Both are summed from
+        the far end, and what their difference may lose by rounding is added. No probability is counted as more than 1.
+        """
+        inside = self.probabilities[-self.bottom :]
+        losses = np.arange(len(inside)) * self.spacing
+        with np.errstate(divide="ignore"):
+            masses = np.exp(np.minimum(np.log(inside) + self.log_moment - self.tilt * losses, 0.0))
+        above = [np.append(np.cumsum(terms[::-1])[::-1], 0.0) for terms in (masses, masses * np.exp(-losses))]
+        first = np.minimum(np.floor(epsilons / self.spacing).astype(np.int64) + 1, len(inside))
+        a, b = above[0][first], np.exp(epsilons) * above[1][first]
+        rounded = 8 * UNIT * (abs(self.log_moment) + self.tilt * float(losses[-1]) + len(inside))
+        lost = np.exp(np.minimum(self.log_rounding(0.0) - self.tilt * epsilons, 0.0))
+        found = np.maximum(a - b, 0.0) + rounded * (a + b) + lost + self.beyond
+        return np.minimum(found * math.exp(self.log_factor + UNITS_OF_A_PROBABILITY * UNIT), 1.0)
 
     def log_rounding(self, epsilon: float) -> float:
         """log of the largest change of δ(ε) that errors of all probabilities within their bounds can cause."""

@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampl
 from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError, UnreadableExample
 from dp_microadam.privacy.band_choice import refuse_bands
 from dp_microadam.privacy.dropping import Exchange, alone, keep_smallest
-from dp_microadam.privacy.plan import PrivacyPlan, require_room
+from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.randomness import Randomness
+from dp_microadam.privacy.truncated import require_room
 from dp_microadam.privacy.units import Units, WeightedRows
 from dp_microadam.validation import require_integer
 

@@ -15,12 +15,18 @@ from typing import Any
 from dp_microadam.durable_files import write_text_durably
 from dp_microadam.privacy.accounting import group_epsilon
 from dp_microadam.privacy.ledger import LedgerRecord
+from dp_microadam.privacy.meaning import meaning, meaning_in_words, round_up_to
+from dp_microadam.privacy.selection_plan import SelectionPlan
 from dp_microadam.validation import require_integer
 
 PRIVACY_NAME = "privacy.json"
 STATEMENT_NAME = "privacy.txt"
 
 NEIGHBOURS = "two training sets are neighbours if one is the other with one unit added or removed"
+
+NEIGHBOURS_OF_USERS = (
+    "two training sets are neighbours if one is the other with one user added or removed, with all their examples, however many"
+)
 
 OUTSIDE_THE_GUARANTEE = (
     "figures measured on validation or test data, if that data is private too",
@@ -32,6 +38,10 @@ OUTSIDE_THE_GUARANTEE = (
     "attacks on floating-point arithmetic; noise from a cryptographic stream (secure) mitigates them without proof",
 )
 
+OUTSIDE_A_SELECTION = (
+    "other runs of the search and how many there were, which must stay unknown; how long it took suggests their number",
+)
+
 _ACCOUNTANT_NAMES = {
     "rdp": "Rényi differential privacy, exact for the subsampled Gaussian, converted to (ε, δ)",
     "pld": "privacy loss distribution, discretised and rounded from above; RDP where the noise is below 0.05",
@@ -41,7 +51,8 @@ _ACCOUNTANT_NAMES = {
 def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, Any]:
     """The privacy statement as a dict for JSON: ε, δ and everything a reader needs to judge them.
 
-    ``group_size`` is the largest number of examples that one person may have.
+    ``group_size`` is the largest number of examples that one person may have; if the plan's unit is the user, the largest
+    number of users that are to be protected together.
 
     Formal guarantees: if ``private`` is true, what the run publishes of its training (parameters, optimizer state,
     and everything computed from them) is (``epsilon``, ``delta``)-differentially private for one unit, and
@@ -81,8 +92,14 @@ def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, An
         "public_by_declaration": ["all fields of the plan", *settings.public],
         "outside_the_guarantee": list(OUTSIDE_THE_GUARANTEE),
     }
+    if plan.unit == "user":
+        report["neighbouring_relation"] = NEIGHBOURS_OF_USERS
+        report["sampling"]["examples_per_user"] = plan.examples_per_user
+        report["outside_the_guarantee"] = [
+            item.replace("number of training examples", "number of users") for item in OUTSIDE_THE_GUARANTEE
+        ]
     if plan.bands > 1:
-        report["neighbouring_relation"] = f"{NEIGHBOURS}, while all others keep their numbers and so their groups"
+        report["neighbouring_relation"] += ", while all others keep their numbers and so their groups"
         report["sampling"] |= {"kind": "Poisson in cyclic groups", "groups": plan.bands}
         report["noise"] |= {
             "kind": "Gaussian, correlated over steps",
@@ -98,10 +115,19 @@ def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, An
             "sample_rate": plan.sample_rate,
             "noise_multiplier": plan.noise_multiplier,
         }
+    report["meaning"] = meaning(record.spent, plan.delta)
     if plan.max_batch_size is not None:
         report["neighbouring_relation"] += f"; the larger of the two has the {plan.dataset_size} units of the plan"
         report["sampling"]["kind"] += ", truncated"
         report["sampling"]["max_batch_size"] = plan.max_batch_size
+    if isinstance(plan, SelectionPlan):
+        report["selection"] = {
+            "distribution_of_runs": plan.repetitions.name,
+            "expected_runs": plan.expected_runs,
+            "shape": plan.runs_shape,
+            "epsilon_of_one_run": plan.single_run.epsilon_after(record.steps),
+        }
+        report["outside_the_guarantee"] += OUTSIDE_A_SELECTION
     if record.phases:
         report["phases"] = dict(record.phases)
     if record.processes:
@@ -127,6 +153,7 @@ def statement_in_words(report: dict[str, Any]) -> str:
 def statement_parts(report: dict[str, Any]) -> tuple[str, list[tuple[str, str]], list[str]]:
     """The statement in its parts: the claim, the facts behind it by name, and what is outside the guarantee."""
     sampling, noise, clipping = report["sampling"], report["noise"], report["clipping"]
+    unit = unit_of(report)
     claim = f"({round_up(report['epsilon'])}, {report['delta']:g})"
     if report["private"]:
         opening = (
@@ -140,13 +167,18 @@ def statement_parts(report: dict[str, Any]) -> tuple[str, list[tuple[str, str]],
             f"With unpredictable randomness the same steps would have been {claim}-differentially private.\n"
         )
     lines = [
-        ("ε, δ", f"{round_up(report['epsilon'])} at δ = {report['delta']:g}, for the steps done"),
+        (
+            "ε, δ",
+            f"{round_up(report['epsilon'])} at δ = {report['delta']:g}"
+            + (", for a user" if unit == "user" else "")
+            + ", for the steps done",
+        ),
         ("Unit of privacy", report["unit"]),
         ("Neighbouring relation", report["neighbouring_relation"]),
         ("Groups", _groups_in_words(report)),
         ("Accountant", _ACCOUNTANT_NAMES[report["accountant"]]),
-        ("Sampling", _sampling_in_words(sampling)),
-        ("Clipping", f"{clipping['kind']}; one example changes the sum by at most {clipping['sensitivity']:g}"),
+        ("Sampling", _sampling_in_words(sampling, unit)),
+        ("Clipping", f"{clipping['kind']}; one {unit} changes the sum by at most {clipping['sensitivity']:g}"),
         (
             "Noise",
             f"Gaussian, {noise['noise_multiplier']:g} times that bound, added once per step to the sum, which is then "
@@ -160,9 +192,13 @@ def statement_parts(report: dict[str, Any]) -> tuple[str, list[tuple[str, str]],
         ("Public by declaration", "; ".join(report["public_by_declaration"])),
         ("Versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())),
     ]
+    lines[1:1] = meaning_in_words(report["meaning"], report["delta"]) if "meaning" in report else []
     if "composition" in report:
         position = next(i for i, (name, _) in enumerate(lines) if name == "Noise")
         lines.insert(position + 1, ("Correlation", _correlation_in_words(report)))
+    if "selection" in report:
+        position = next(i for i, (name, _) in enumerate(lines) if name == "Steps")
+        lines.insert(position + 1, ("Selection", _selection_in_words(report["selection"])))
     if "phases" in report:
         taken = ", ".join(f"{name} {steps}" for name, steps in report["phases"].items())
         position = next(i for i, (name, _) in enumerate(lines) if name == "Steps")
@@ -173,15 +209,33 @@ def statement_parts(report: dict[str, Any]) -> tuple[str, list[tuple[str, str]],
     return opening, lines, list(report["outside_the_guarantee"])
 
 
-def _sampling_in_words(sampling: Mapping[str, Any]) -> str:
+def unit_of(report: Mapping[str, Any]) -> str:
+    """Whom the guarantee of a privacy report is for: ``"example"`` or ``"user"``."""
+    return "user" if "examples_per_user" in report.get("sampling", {}) else "example"
+
+
+def _sampling_in_words(sampling: Mapping[str, Any], unit: str) -> str:
     rest = f"with probability {sampling['sample_rate']:.6g}, independently; {sampling['expected_batch_size']} expected per step"
     size, groups = sampling["dataset_size"], sampling.get("groups", 1)
     if "max_batch_size" in sampling:
         rest += f" and {sampling['max_batch_size']} at most: of more, so many are kept at random, and ε accounts for it"
     if groups == 1:
-        return f"each of {size} examples in each step {rest}"
+        words = f"each of {size} {unit}s in each step {rest}"
+    else:
+        groups_of = f"{size} {unit}s in {groups} groups by their number alone"
+        words = f"{groups_of}; step t takes each {unit} of group t modulo {groups} {rest}"
+    most = sampling.get("examples_per_user")
     return (
-        f"{size} examples in {groups} groups by their number alone; step t takes each example of group t modulo {groups} {rest}"
+        words if most is None else f"{words}; of each, at most {most} examples, drawn anew in every step, enter as their mean"
+    )
+
+
+def _selection_in_words(selection: Mapping[str, Any]) -> str:
+    """What a search did, and that ε covers it."""
+    return (
+        f"the best of a random number of such runs ({selection['distribution_of_runs']}, {selection['expected_runs']:g} "
+        "expected), each with hyperparameters drawn from a public list; ε covers the choice, as nothing of the other runs is "
+        f"published; one run without a choice would have spent ε = {round_up(selection['epsilon_of_one_run'])}"
     )
 
 
@@ -190,7 +244,7 @@ def _correlation_in_words(report: Mapping[str, Any]) -> str:
     noise, composition = report["noise"], report["composition"]
     return (
         f"{noise['bands']} bands, {noise['coefficients']}: the noise of a step partly takes back that of the last "
-        f"{noise['bands'] - 1}; no example is in two steps closer than {noise['bands']}, so ε is that of "
+        f"{noise['bands'] - 1}; no {unit_of(report)} is in two steps closer than {noise['bands']}, so ε is that of "
         f"{composition['steps']} steps with probability {composition['sample_rate']:.6g} and independent noise of "
         f"{composition['noise_multiplier']:g} times the bound"
     )
@@ -204,7 +258,7 @@ def _processes_in_words(report: dict[str, Any]) -> str:
         numbers = f"all steps by {next(iter(taken))} together"
     else:
         numbers = "; ".join(f"{steps} steps by {count}" for count, steps in taken.items())
-    return f"{numbers}, each with its share of the examples and of the noise; they trust each other"
+    return f"{numbers}, each with its share of the {unit_of(report)}s and of the noise; they trust each other"
 
 
 def _factor(epsilon: float) -> str:
@@ -217,12 +271,15 @@ def _factor(epsilon: float) -> str:
 
 
 def _groups_in_words(report: dict[str, Any]) -> str:
-    size = report["group_size"]
+    size, users = report["group_size"], unit_of(report) == "user"
+    if size == 1 and users:
+        return "not computed; several users together, such as a family, are protected less, set a group size to see how much"
     if size == 1:
         return "not computed; a person with several examples is protected less, set a group size to see how much"
     epsilon = round_up(report["group_epsilon"])
-    how = "general group privacy" if "composition" in report else "privacy loss distribution"
-    return f"a person with up to {size} examples: ε = {epsilon} at δ = {report['delta']:g}, by {how}"
+    how = "general group privacy" if {"composition", "selection"} & report.keys() else "privacy loss distribution"
+    group = f"up to {size} users together" if users else f"a person with up to {size} examples"
+    return f"{group}: ε = {epsilon} at δ = {report['delta']:g}, by {how}"
 
 
 def write_privacy_files(folder: str | os.PathLike[str], record: LedgerRecord, *, group_size: int = 1) -> dict[str, Any]:
@@ -246,6 +303,4 @@ def round_up(epsilon: float, digits: int = 2) -> str:
     """
     if not math.isfinite(epsilon):
         return str(epsilon)
-    scaled = epsilon * 10**digits
-    whole = round(scaled) if math.isclose(scaled, round(scaled), rel_tol=1e-12) else math.ceil(scaled)
-    return f"{whole / 10**digits:.{digits}f}"
+    return f"{round_up_to(epsilon, digits):.{digits}f}"

@@ -42,6 +42,7 @@ from functools import lru_cache
 import numpy as np
 from scipy.special import betainc, log_ndtr
 
+from dp_microadam.errors import InputError
 from dp_microadam.privacy.renyi import ORDERS, Floats, rdp_of_one_step
 from dp_microadam.privacy.step_loss import PrivacyLoss, loss_of_one_step, loss_of_replaced_step
 from dp_microadam.validation import require_integer
@@ -97,6 +98,15 @@ def cap_of(max_batch_size: int | None, dataset_size: int, bands: int = 1) -> Cap
     return None if max_batch_size is None else Cap(max_batch_size, -(-dataset_size // bands))
 
 
+def require_room(max_batch_size: int | None, batch_size: int) -> None:
+    """Require a cap on the batch that leaves room for the expected one, or none."""
+    if max_batch_size is not None and require_integer("max_batch_size", max_batch_size, 1) < batch_size:
+        raise InputError(
+            f"max_batch_size is {max_batch_size}, less than the expected batch_size {batch_size}; it must be at least that, "
+            "and is seldom reached from about three times the square root of the batch more"
+        )
+
+
 @lru_cache(maxsize=32)
 def loss_of_capped_step(
     sample_rate: float, noise_multiplier: float, cap: Cap, group_size: int, removed: bool, reach: float
@@ -110,7 +120,13 @@ def loss_of_capped_step(
     if full == 0.0:
         return plain
     kept = cap.kept(sample_rate) if group_size == 1 else sample_rate
-    crowded = loss_of_replaced_step(number_present(group_size, kept, reach), noise_multiplier / 2, reach)
+    return by_coin(plain, loss_of_replaced_step(number_present(group_size, kept, reach), noise_multiplier / 2, reach), full)
+
+
+def by_coin(plain: PrivacyLoss, crowded: PrivacyLoss, full: float) -> PrivacyLoss:
+    """The privacy loss of a step that is ``crowded`` with probability ``full``, as a public coin says, and else ``plain``."""
+    if full == 0.0:
+        return plain
     parts = ((plain, _log_rest(full)), (crowded, math.log(full)))
     return PrivacyLoss(
         np.concatenate([law.losses for law, _ in parts]),

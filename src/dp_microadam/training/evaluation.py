@@ -31,10 +31,16 @@ def weighted_class_loss(weights: Sequence[float]) -> PerExample:
     that are computed from the labels of the training data, such as one over the size of each class, would reveal those sizes.
     """
     table = torch.tensor(weights)
+    tables: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # copied to a device once: every copy waits for it
 
     def weighted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         losses = class_loss(model, batch)
-        return losses * table.to(losses)[batch[1]] if model.training else losses
+        if not model.training:
+            return losses
+        place = losses.device, losses.dtype
+        if place not in tables:
+            tables[place] = table.to(losses)
+        return losses * tables[place][batch[1]]
 
     return weighted
 

@@ -1,4 +1,4 @@
-"""Detects whether two datasets share examples, without comparing values."""
+"""Detects whether two datasets share examples, without comparing values, or users."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from dp_microadam.errors import InputError
 from dp_microadam.training.data_digest import content_digest
 from dp_microadam.training.example_entries import (
     Entries,
@@ -28,7 +29,28 @@ from dp_microadam.training.example_entries import (
     unwrapped,
 )
 
-__all__ = ["share_examples", "unwrapped"]
+__all__ = ["refuse_shared_users", "share_examples", "unwrapped"]
+
+
+def refuse_shared_users(users: Any, held_out: Any) -> None:
+    """Raise InputError if a user has training examples and held-out ones, whose metrics would be private.
+
+    Both are ids, one per example; None stands for data without ids, which cannot be compared. An id that is a number on one
+    side and text on the other is the same.
+
+    >>> refuse_shared_users(np.array([3, 5]), ["4", "5"])
+    Traceback (most recent call last):
+        ...
+    dp_microadam.errors.InputError: a user has examples in the training data and in the held-out data, ...
+    """
+    if users is None or held_out is None:
+        return
+    mine, theirs = ({str(each) for each in (ids.tolist() if is_array(ids) else ids)} for ids in (users, held_out))
+    if not mine.isdisjoint(theirs):
+        raise InputError(
+            "a user has examples in the training data and in the held-out data, whose metrics would be private; divide "
+            "the data by user"
+        )
 
 
 def share_examples(one: Any, other: Any) -> bool:

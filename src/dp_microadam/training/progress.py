@@ -12,17 +12,27 @@ _LINE_SECONDS = 15.0
 
 
 class Progress:
-    """Shows steps done, ε spent, expected images per second and time left.
+    """Shows steps done, ε spent, expected images (or what is ``counted``) per second and time left.
 
     The rate is the *expected* batch size times steps per second: the realised batch size is private.
     """
 
-    def __init__(self, total: int, done: int, expected_batch: int, spent: Callable[[int], str], *, shown: bool = True) -> None:
+    def __init__(
+        self,
+        total: int,
+        done: int,
+        expected_batch: int,
+        spent: Callable[[int], str],
+        *,
+        shown: bool = True,
+        counted: str = "images",
+    ) -> None:
         self._total = total
         self._first = self._done = done
         self._expected_batch = expected_batch
         self._spent = spent
         self._shown = shown
+        self._counted = counted
         self._begin = self._last = time.monotonic()
         self._bar: Any = None
         self._task: Any = None
@@ -54,13 +64,10 @@ class Progress:
             return
         self._last = now
         if self._bar:
-            self._bar.update(self._task, completed=done, spent=self._spent(done), rate=f"{self._rate():,.0f} images/s expected")
+            self._bar.update(self._task, completed=done, spent=self._spent(done), rate=self._rate_in_words())
         else:
             left = (self._total - done) * (now - self._begin) / max(1, done - self._first)
-            self.say(
-                f"step {done} of {self._total} · {self._spent(done)} · {self._rate():,.0f} images/s expected · "
-                f"{_clock(left)} left"
-            )
+            self.say(f"step {done} of {self._total} · {self._spent(done)} · {self._rate_in_words()} · {clock(left)} left")
 
     def say(self, text: str) -> None:
         """Print one line for the user."""
@@ -73,15 +80,13 @@ class Progress:
 
     def close(self) -> None:
         if self._bar:
-            self._bar.update(
-                self._task, completed=self._done, spent=self._spent(self._done), rate=f"{self._rate():,.0f} images/s expected"
-            )
+            self._bar.update(self._task, completed=self._done, spent=self._spent(self._done), rate=self._rate_in_words())
             self._bar.stop()
             self._bar = None
 
-    def _rate(self) -> float:
+    def _rate_in_words(self) -> str:
         elapsed = max(1e-9, time.monotonic() - self._begin)
-        return (self._done - self._first) * self._expected_batch / elapsed
+        return f"{(self._done - self._first) * self._expected_batch / elapsed:,.0f} {self._counted}/s expected"
 
 
 def tell(text: str) -> None:
@@ -89,9 +94,9 @@ def tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     """
-    >>> _clock(3725)
+    >>> clock(3725)
     '1:02:05'
     """
     whole = int(seconds)

@@ -19,7 +19,7 @@ from dp_microadam.training.diagnostics import MicroAdamDiagnostics
 from dp_microadam.training.distributed import ProcessLost, ranks_here
 from dp_microadam.training.ema import WeightAverage
 from dp_microadam.training.evaluation import PerExample
-from dp_microadam.training.held_out import share_examples
+from dp_microadam.training.held_out import refuse_shared_users, share_examples
 from dp_microadam.training.interrupts import Interruptible
 from dp_microadam.training.method import Method, Steps
 from dp_microadam.training.model_update import ModelUpdate
@@ -144,6 +144,16 @@ class PrivateTrainer:
         return self.step.stamp
 
     @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Names of the metrics on validation data."""
+        return self._validate.names
+
+    @property
+    def shows_private_metrics(self) -> bool:
+        """Whether metrics of training batches are shown, which are outside the guarantee."""
+        return self._shows_private_metrics
+
+    @property
     def finished(self) -> bool:
         """Whether all steps are taken and the final checkpoint is written."""
         return not self.step.remaining and self.step.position == self._saved_position
@@ -154,17 +164,20 @@ class PrivateTrainer:
         validation: Any = None,
         *,
         users: Any = None,
+        validation_users: Any = None,
     ) -> RunResult:
         """Train until the plan's steps are spent, ``max_steps`` is reached, or Ctrl-C is pressed.
 
         ``train`` and ``validation`` are map-style Datasets, or tensors with examples along the first dimension. With several
         ranks, each needs all of the data in the same order. If that cannot be verified from a Dataset's attributes, the
         Dataset needs ``example_ids``: a name or number for each example. ``users`` has the id of each training example's user,
-        an integer or a string, if the plan's unit is the user.
+        an integer or a string, if the plan's unit is the user. ``validation_users`` are those of ``validation``, if known; who
+        is in both is refused.
         """
         if self.finished:
             return self.result()
         self._refuse_shared(train, validation)
+        refuse_shared_users(users, validation_users)
         self.step.attach(train, users)
         self._require_same_settings(validation)
         if not self._resumed:
@@ -175,6 +188,7 @@ class PrivateTrainer:
             self.plan.batch_size,
             self.step.describe_spent,
             shown=self.show_progress,
+            counted="users" if self.plan.unit == "user" else "images",
         )
         for warning in self.step.warnings:
             progress.say(warning)

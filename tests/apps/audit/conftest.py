@@ -11,7 +11,7 @@ from dp_microadam.clipping.batches import select
 from dp_microadam.clipping.embedding import EmbeddingCall
 from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.clipping.rule import PartsCall
-from dp_microadam.privacy import accounting, randomness
+from dp_microadam.privacy import accounting, randomness, sampling
 from dp_microadam.privacy.correlated_noise import CorrelatedNoise
 from dp_microadam.privacy.ledger import LedgerRecord, PrivacyLedger
 from dp_microadam.privacy.mechanism import GaussianMechanism
@@ -352,6 +352,26 @@ def groups_by_place_in_the_order_of_another_run(patch):
     patch.setattr(PoissonSampler, "draw", draw)
 
 
+def last_ones_dropped(patch):
+    """Of a sample that exceeds the cap, those with the smallest numbers are kept."""
+    patch.setattr(sampling, "keep_smallest", lambda own, most, exchange: np.arange(len(own)) < most)
+
+
+def cap_ignored(patch):
+    patch.setattr(PoissonSampler, "_within_cap", lambda self, sampled, step, first, end: sampled)
+
+
+def cap_not_accounted(patch):
+    """Samples are cut to the cap, but ε is that of Poisson sampling."""
+    original = LedgerRecord.epsilon
+
+    def epsilon(self, *arguments, **options):
+        spent = tuple(dataclasses.replace(part, cap=None) for part in self.spent)
+        return original(dataclasses.replace(self, spent=spent), *arguments, **options)
+
+    patch.setattr(LedgerRecord, "epsilon", epsilon)
+
+
 def groups_ignored(patch):
     """Every step takes from all examples, with the rate that is meant for one group."""
     rate = PoissonSampler.sample_rate.fget
@@ -387,6 +407,9 @@ FAULTS = {
     "groups that do not match bands": groups_that_do_not_match_bands,
     "groups that change": groups_by_place_in_the_order_of_another_run,
     "groups ignored": groups_ignored,
+    "the last ones dropped": last_ones_dropped,
+    "the cap ignored": cap_ignored,
+    "a cap that is not accounted": cap_not_accounted,
     "a chain restarted every step": chain_restarted_every_step,
     "noise that is not correlated": noise_not_correlated,
     "clipping per example of a user": clipping_per_example_of_a_user,

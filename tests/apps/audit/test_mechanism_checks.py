@@ -12,6 +12,7 @@ import torch
 
 from dp_microadam.apps.audit.accounting_checks import accounting_checks, gaussian_epsilon
 from dp_microadam.apps.audit.band_checks import banded_noise_checks, group_checks
+from dp_microadam.apps.audit.cap_checks import capped_epsilon_check, dropping_checks
 from dp_microadam.apps.audit.check import Check, count_range, mean_square_range, range_in_words, refused, together
 from dp_microadam.apps.audit.clipping_checks import family_check
 from dp_microadam.apps.audit.layer_families import FAMILIES
@@ -202,6 +203,25 @@ def test_it_catches_in_the_groups_of_bands(plant, fault, options, caught):
 @pytest.mark.parametrize(
     ("fault", "options", "caught"),
     [
+        ("the last ones dropped", {}, {"cap: who is dropped"}),
+        ("the cap ignored", {}, {"cap: largest batch"}),
+        ("a larger rate", {"factor": 1.3}, {"cap: full steps"}),
+    ],
+)
+def test_it_catches_in_who_is_dropped_under_a_cap(plant, fault, options, caught):
+    plant(fault, **options)
+    assert caught <= failed(dropping_checks(500))
+
+
+@pytest.mark.slow
+def test_it_catches_a_cap_that_is_not_accounted(plant):
+    plant("a cap that is not accounted")
+    assert capped_epsilon_check().violated
+
+
+@pytest.mark.parametrize(
+    ("fault", "options", "caught"),
+    [
         ("a chain restarted every step", {}, {"bands: variance", "bands: related noise"}),
         ("noise that is not correlated", {}, {"bands: related noise"}),
         ("slightly less noise", {"factor": 0.99}, {"bands: variance"}),
@@ -259,7 +279,7 @@ def test_a_pipeline_that_refuses_to_run_fails_its_checks_and_the_rest_goes_on(pl
     plant("no clipping")
     checks = check_mechanisms(CheckSizes(sampler_steps=2, sampled_steps=2, noise_steps=2, draws=10))
     refusals = {check.name for check in checks if check.part == "pipeline" and check.violated}
-    assert refusals == {"published samples", "published noise", "bands"}
+    assert refusals == {"published samples", "published noise", "bands", "cap", "users"}
     assert {"sampler: sample rate", "seeds"} <= {check.name for check in checks} - failed(checks)
 
 

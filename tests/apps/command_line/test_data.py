@@ -177,3 +177,80 @@ def test_check_decodes_every_image_and_names_the_damaged_ones(tmp_path, capsys, 
     assert len(problems) == 2
     assert str(tmp_path / "train" / "b" / "1.png") in problems[0]
     assert str(tmp_path / "val" / "a" / "2.png") in problems[1]
+
+
+@pytest.fixture
+def photographs(tmp_path):
+    """Images of patients p0 to p3, of p3 twice, in a folder with a recipe and a CSV file of their users."""
+    for part, names in (("train", ("p0-0", "p1-0", "p2-0", "p3-0", "p3-1")), ("val", ("q1-0", "q2-0"))):
+        for name in ("a", "b"):
+            (tmp_path / part / name).mkdir(parents=True)
+            for image in names:
+                Image.new("RGB", (4, 4)).save(tmp_path / part / name / f"{name}{image}.png")
+    files = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.png"))
+    (tmp_path / "users.csv").write_text("file,user\n" + "".join(f"{file},{file.stem[1:3]}\n" for file in files))
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(
+        f'data = "image-folder"\ndata_folder = "{tmp_path}"\nmodel = "small-cnn"\nepsilon = 3.0\nsteps = 5\nbatch_size = 2\n'
+        '[data_options]\nuser_table = "users.csv"\n'
+    )
+    return tmp_path
+
+
+SHARED = "has examples of the same user in the training part and in the test part, whose figures would be private"
+
+
+def checked(recipe, capsys):
+    code = main(["data", "check", str(recipe), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert code == bool(found["problems"])
+    return found["problems"]
+
+
+def test_check_of_a_recipe_lists_all_that_is_wrong_with_its_users_at_once(photographs, capsys):
+    recipe, users = photographs / "mine.toml", photographs / "users.csv"
+    assert checked(recipe, capsys) == []
+    lines = users.read_text().splitlines()
+    lines.remove("train/a/ap1-0.png,p1")
+    lines.remove("val/b/bq1-0.png,q1")
+    lines += ["train/a/gone.png,p0", "train/b/bp0-0.png,p2", "train/b", "val/a/aq2-0.png,q2"]
+    lines[lines.index("val/a/aq1-0.png,q1")] = "val/a/aq1-0.png,p3"
+    users.write_text("\n".join(lines))
+    problems = checked(recipe, capsys)
+    assert [problem.partition(" ")[2] for problem in problems[:2]] == [
+        "line 15 gives train/b/bp0-0.png another user than before; it must have one",
+        "line 16 has 1 columns; it must have 2",
+    ]
+    assert [problem.partition(";")[0] for problem in problems[2:]] == [
+        f"{photographs}/train/a/ap1-0.png has no user by {users}",
+        f"{photographs}/val/b/bq1-0.png has no user by {users}",
+        f"{users} names train/a/gone.png, which is not in {photographs}",
+        f"{photographs} {SHARED}",
+    ]
+
+
+def test_check_names_images_that_a_pattern_does_not_know(photographs, capsys):
+    recipe = photographs / "mine.toml"
+    recipe.write_text(recipe.read_text().replace('user_table = "users.csv"', r"user_pattern = '.([pq]\d)-0\.png'"))
+    found = [problem.partition(" has no user")[0] for problem in checked(recipe, capsys)]
+    assert found == [f"{photographs}/train/a/ap3-1.png", f"{photographs}/train/b/bp3-1.png"]
+    recipe.write_text(recipe.read_text().replace("-0", "("))
+    assert ["no regular expression" in problem for problem in checked(recipe, capsys)] == [True]
+
+
+def test_check_of_a_recipe_names_the_rows_of_a_table_without_a_user(tmp_path, capsys):
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(
+        f'data = "table"\ndata_folder = "{tmp_path}"\nmodel = "mlp"\nepsilon = 3.0\nsteps = 5\nbatch_size = 2\n'
+        '[data_options]\nclasses = 2\nuser_column = "patient"\n'
+    )
+    (tmp_path / "train.csv").write_text("patient,x,label\na,1,0\n,2,1\na,3,0\n ,4,1\nb,5,1\n")
+    (tmp_path / "test.csv").write_text("patient,x,label\nc,1,0\nb,2,1\n")
+    assert [problem.partition(";")[0] for problem in checked(recipe, capsys)] == [
+        f"{tmp_path}/train.csv has no user in row 2 of column 'patient'",
+        f"{tmp_path}/train.csv has no user in row 4 of column 'patient'",
+        f"{tmp_path} {SHARED}",
+    ]
+    (tmp_path / "train.csv").write_text("person,x,label\na,1,0\n")
+    (tmp_path / "test.csv").write_text("patient,x,label\n,1,0\n")
+    assert len(checked(recipe, capsys)) == 2

@@ -8,6 +8,8 @@ import pytest
 
 from dp_microadam import PrivacyPlan
 from dp_microadam.apps.command_line.cli import main
+from dp_microadam.privacy.meaning import meaning, percent
+from dp_microadam.privacy.statement import round_up
 
 CIFAR = ["--dataset-size", "45000", "--batch-size", "4096", "--delta", "1e-5"]
 
@@ -32,6 +34,20 @@ def test_json_has_the_plans_fields_at_top_level_and_nothing_else_on_stdout(capsy
     pld, rdp = printed["accountants"]["pld"], printed["accountants"]["rdp"]
     assert pld["epsilon"] < rdp["epsilon"] == plan.epsilon
     assert pld["steps_allowed"] > rdp["steps_allowed"] >= 1000
+
+
+def test_the_plan_says_what_attackers_reach_mu_and_replacing(capsys):
+    arguments = ["plan", *CIFAR, "--steps", "100", "--noise-multiplier", "3"]
+    assert main([*arguments, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["meaning"]
+    spent = [PrivacyPlan(45_000, 4096, 3.0, 100, 1e-5).spent_after(100)]
+    assert told == meaning(spent, 1e-5)
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    rows = {row.split("│")[1].strip(): row for row in shown.splitlines() if row.count("│") == 3}
+    assert percent(told["attacks"][1]["true_positive_rate"]) in rows["1 in 100"]
+    assert f"μ ≤ {told['mu']:.2f}, for attacks" in shown
+    assert f"ε = {round_up(told['replace_one_epsilon'], 4)} if one example is replaced by another, " in shown
 
 
 def test_pld_can_decide(capsys):
@@ -127,3 +143,14 @@ def test_json_has_bands_and_their_table(capsys):
     assert own["noise_multiplier"] == plan.noise_multiplier
     assert own["memory_vectors"] == 11
     assert printed["accountants"]["rdp"]["steps_allowed"] >= 2000
+
+
+def test_a_plan_for_users_says_whom_its_epsilon_is_for(capsys):
+    assert main(["plan", *SMALL_BATCHES, "--unit", "user", "--examples-per-user", "4"]) == 0
+    shown = capsys.readouterr().out
+    for words in ("one user with all their examples", "ε for a user", "at most 4, as their mean", "expected users per step"):
+        assert words in shown
+    assert main(["plan", *SMALL_BATCHES, "--unit", "user"]) == 2
+    assert "examples_per_user is missing" in capsys.readouterr().err
+    assert main(["plan", *SMALL_BATCHES, "--examples-per-user", "4"]) == 2
+    assert "examples_per_user is 4, but unit is 'example'" in capsys.readouterr().err

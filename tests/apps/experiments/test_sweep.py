@@ -29,6 +29,7 @@ data = "digits"
 model = "mlp"
 epsilon = 8.0
 batch_size = 64
+ema_decay = 0.9
 evaluate_every = 2
 checkpoint_every = 2
 
@@ -88,6 +89,15 @@ def test_a_result_says_how_private_by_what_and_how_it_came_about(swept):
     assert [point[0] for point in line["curve"]] == [2, 4]
     assert {"date", "machine", "commit", "seconds"} <= line.keys()
     assert (out / line["folder"] / "ledger.jsonl").exists()
+
+
+def test_a_result_has_the_accuracy_of_averaged_and_of_last_weights(swept, capsys):
+    out, _ = swept
+    [line] = results(out)[:1]
+    assert main(["evaluate", str(out / line["folder"]), "--json"]) == 0
+    assert line["value"] == 100 * json.loads(capsys.readouterr().out)["test_accuracy"]
+    assert 0 < line["final_weights"] <= 100
+    assert line["final_weights"] != line["value"]  # the average still has much of the weights it began with
 
 
 def test_tables_and_figures_are_written(swept):

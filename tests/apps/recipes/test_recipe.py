@@ -167,6 +167,8 @@ WRONG_VALUES = [
     ("bands", 0),
     ("bands", 2.0),
     ("bands", "all"),
+    ("unit", "patient"),
+    ("examples_per_user", 0),
     ("noise_history", "disk"),
     ("noise_memory_gib", 0.0),
     ("batch_size", 0),
@@ -193,8 +195,11 @@ WRONG_VALUES = [
     ("secure", 1),
     ("seed", -1),
     ("seed", 1.0),
+    ("audit_canaries", 99),
+    ("canary_key", "8a23"),
     ("optimizer", 3),
     ("model_options", []),
+    ("tune", 3),
 ]
 
 

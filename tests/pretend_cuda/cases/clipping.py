@@ -21,6 +21,8 @@ from dp_microadam.clipping.batches import select
 from dp_microadam.clipping.self_check import check_exactness
 from dp_microadam.errors import InputError
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
+from dp_microadam.training.evaluation import weighted_class_loss
+from dp_microadam.training.gradients import UnclippedGradients
 
 CPU = torch.device("cpu")
 WEIGHTS = torch.tensor([0.3, 3.0, 1.0, 2.0, 0.5, float("nan")])
@@ -221,6 +223,43 @@ def waits_once(build: Callable[[], nn.Module], inputs: Callable[[], Tensor], dev
     assert watch.synchronisations.total() == 1, watch.synchronisations
 
 
+def users(device: torch.device) -> None:
+    """Users with two examples each, by weights that are still on the host, and their check against autograd."""
+    model, found = nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3)), {}
+    batch, weights = (torch.randn(6, 8), torch.randint(3, (6,))), torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.5, 0.5]])
+    for where in (CPU, device):
+        engine = ClippedGradients(copy.deepcopy(model).to(where), cross_entropy, max_grad_norm=0.3)
+        engine.check_independence(moved(batch, where), rows_per_unit=[2])
+        found[where] = engine.accumulate(moved(batch, where), weights), dict(engine.sums)
+    agree(found[CPU][0], found[device][0], device, "norms of users")
+    all_agree(found[CPU][1], found[device][1], device, "sum of")
+
+
+def users_without_privacy(device: torch.device) -> None:
+    """The same users in training without privacy, whose gradients are not clipped."""
+    model, found = nn.Linear(8, 3), {}
+    batch, weights = (torch.randn(6, 8), torch.randint(3, (6,))), torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.5, 0.5]])
+    for where in (CPU, device):
+        engine = UnclippedGradients(copy.deepcopy(model).to(where), cross_entropy)
+        engine.accumulate(moved(batch, where), weights)
+        found[where] = dict(engine.sums)
+    all_agree(found[CPU], found[device], device, "sum of")
+
+
+def class_weights(device: torch.device) -> None:
+    """Losses that are weighted by class wait for the device in the first batch only."""
+    loss, found = weighted_class_loss((0.5, 2.0, 1.0)), {}
+    inputs, labels = torch.randn(5, 8), torch.randint(3, (5,))
+    model = nn.Linear(8, 3)
+    for where in (CPU, device):
+        twin, batch = copy.deepcopy(model).to(where), moved((inputs, labels), where)
+        loss(twin, batch)
+        with Watch() as watch:
+            found[where] = loss(twin, batch)
+        assert not watch.synchronisations, watch.synchronisations
+    agree(found[CPU], found[device], device, "weighted losses")
+
+
 def without_gradients(device: torch.device) -> None:
     model = Sometimes().to(device)
     batch = torch.randn(5, 8, device=device), torch.zeros(5, dtype=torch.long, device=device)
@@ -302,6 +341,9 @@ NETWORKS: dict[str, Callable[[torch.device], None]] = {
     ),
     **{f"views, {strategy}": partial(views, strategy) for strategy in ("ghost", "keep", "drop")},
     "no gradients": without_gradients,
+    "users": users,
+    "users without privacy": users_without_privacy,
+    "class weights": class_weights,
     "state that changes": state_that_changes,
     "batch normalization replaced": without_batchnorm,
     "self-check": self_check,

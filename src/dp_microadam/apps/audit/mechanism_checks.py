@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from dp_microadam.apps.audit.accounting_checks import accounting_checks
 from dp_microadam.apps.audit.band_checks import BANDS, band_checks
+from dp_microadam.apps.audit.cap_checks import RUNS, cap_checks
 from dp_microadam.apps.audit.check import Check, refused
 from dp_microadam.apps.audit.clipping_checks import clipping_checks
 from dp_microadam.apps.audit.layer_families import FAMILIES
@@ -61,6 +62,7 @@ def check_mechanisms(sizes: CheckSizes, watch: Watch = unwatched) -> list[Check]
             BANDS * sizes.sampler_steps + sizes.noise_steps,
             lambda advance: band_checks(sizes.sampler_steps, sizes.noise_steps, advance),
         ),
+        ("cap", RUNS * sizes.sampler_steps, lambda advance: cap_checks(RUNS * sizes.sampler_steps, advance)),
         (
             "users",
             2 * sizes.sampler_steps,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
 from dp_microadam import models
+from dp_microadam.apps.recipes.canaries import Canaries, add_canaries, canaries_in_words, with_canary_key
 from dp_microadam.apps.recipes.public_part import public_examples
 from dp_microadam.apps.recipes.recipe import Recipe
 from dp_microadam.apps.recipes.vocabulary import OPTIMIZER_OPTIONS
@@ -18,10 +20,12 @@ from dp_microadam.data.dataset import Examples, LabelledData, size_of
 from dp_microadam.data.images import ImageFolder
 from dp_microadam.data.preparation import Preparation
 from dp_microadam.data.sources import load
+from dp_microadam.data.users import count_users
 from dp_microadam.errors import InputError
 from dp_microadam.methods.registry import build, refuse_bad_options
 from dp_microadam.privacy.band_choice import DEFAULT_NOISE_MEMORY_GIB
 from dp_microadam.privacy.plan import PrivacyPlan
+from dp_microadam.privacy.selection_plan import SelectionPlan
 from dp_microadam.training.distributed import Ranks, ranks_here
 from dp_microadam.training.evaluation import PerExample, class_hits, class_loss, evaluate, over_views, weighted_class_loss
 from dp_microadam.training.method import Method
@@ -38,16 +42,15 @@ class Experiment:
     data: LabelledData
     model: nn.Module
     trainer: PrivateTrainer
+    canaries: Canaries | None = None
 
     def fit(self) -> RunResult:
         """Train on the training part, with validation on the part held out of it."""
-        return self.trainer.fit(self.training_part(), validation=self.data.validation)
+        return self.trainer.fit(self.training_part(), self.data.validation, **users_of(self.recipe, self.data))
 
     def training_part(self) -> Examples:
-        """The training examples. Random crops of image files, which differ in size, are cut right after decoding."""
-        if isinstance(self.data.train, ImageFolder) and self.recipe.resized_crop:
-            return self.data.train.random_crops(self.recipe.multiplicity)
-        return self.data.train
+        """The training examples."""
+        return training_part(self.recipe, self.data)
 
     def test_accuracy(self) -> tuple[float, str]:
         """Accuracy on the test set, and which weights it belongs to: averaged ones if the recipe keeps an average."""
@@ -96,20 +99,24 @@ def assemble(
     if data is None:
         with ranks.one_per_machine_first():
             data = load_data(recipe)
+    recipe = with_canary_key(recipe, ranks)
+    own = data.train
+    data, canaries = add_canaries(recipe, data)
     augment = _augmentation(recipe, data)
-    plan = plan_of(recipe, size_of(data.train)) if recipe.bands != "auto" else None
+    count = number_of_units(recipe, data)
+    plan = plan_of(recipe, count) if recipe.bands != "auto" else None
     if recipe.seed is not None:
         torch.manual_seed(recipe.seed)
     model = models.build(recipe.model, data.num_classes, _model_shape(recipe, data), **recipe.model_options)
     if plan is None:  # how much noise can be kept depends on the model
-        plan = plan_of(recipe, size_of(data.train), sum(p.numel() for p in model.parameters() if p.requires_grad))
+        plan = plan_of(recipe, count, sum(p.numel() for p in model.parameters() if p.requires_grad))
     if plan.bands > 1:
         recipe = _with_exact_residual(recipe)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     normalization = models.normalization_of(model)
     if normalization is not None:  # pretrained weights expect the constants they were trained with
         data = replace(data, mean=normalization.mean, std=normalization.std)
-    method = _method(recipe, model, data)
+    method = _method(recipe, model, replace(data, train=own))
     trainer = PrivateTrainer(
         model,
         method,
@@ -134,14 +141,12 @@ def assemble(
         config=replace(recipe, learning_rate=recipe.resolved_learning_rate).to_toml(),
         public=(
             "normalization constants of the input",
-            f"which {recipe.validation_size or f'{recipe.validation_fraction:g}'} of {recipe.data} "
+            f"which {recipe.validation_size or f'{recipe.validation_fraction:g}'} of "
+            f"{recipe.data if data.train_users is None else f'the users of {recipe.data}'} "
             f"{'are' if recipe.validation_size else 'is'} held out (split seed {recipe.split_seed})",
             "number and names of the classes",
-            *(
-                [f"weights of the classes in the loss ({', '.join(map('{:g}'.format, chosen))})"]
-                if (chosen := recipe.class_weights)
-                else []
-            ),
+            *_weights_in_words(recipe),
+            *([canaries_in_words(canaries)] if canaries is not None else []),
             *([f"the pretrained weights {pretrained!r}"] if (pretrained := recipe.model_options.get("pretrained")) else []),
         ),
         num_workers=recipe.num_workers,
@@ -153,7 +158,7 @@ def assemble(
         show_private_metrics=show_private_metrics,
         ranks=ranks,
     )
-    return Experiment(recipe, data, model, trainer)
+    return Experiment(recipe, data, model, trainer, canaries)
 
 
 def _with_exact_residual(recipe: Recipe) -> Recipe:
@@ -183,6 +188,19 @@ def _weights_in_words(recipe: Recipe) -> list[str]:
     if recipe.class_weights is None:
         return []
     return [f"weights of the classes in the loss ({', '.join(f'{weight:g}' for weight in recipe.class_weights)})"]
+
+
+def training_part(recipe: Recipe, data: LabelledData) -> Examples:
+    """The training examples. Random crops of image files, which differ in size, are cut right after decoding."""
+    if isinstance(data.train, ImageFolder) and recipe.resized_crop:
+        return data.train.random_crops(recipe.multiplicity)
+    return data.train
+
+
+def users_of(recipe: Recipe, data: LabelledData) -> dict[str, Any]:
+    """Whose the examples are, as arguments of ``fit``; none unless the recipe's unit is the user."""
+    known = {"users": data.train_users, "validation_users": data.validation_users}
+    return known if recipe.unit == "user" else {}
 
 
 def _method(recipe: Recipe, model: nn.Module, data: LabelledData) -> Method:
@@ -240,10 +258,24 @@ def _model_shape(recipe: Recipe, data: LabelledData) -> tuple[int, int, int]:
     return 1, 1, data.example_shape[0]
 
 
+def number_of_units(recipe: Recipe, data: LabelledData) -> int:
+    """The number of training examples, or of users if these are the recipe's unit."""
+    if recipe.unit == "example":
+        return size_of(data.train)
+    if data.train_users is None:
+        raise InputError(f"unit is 'user', but nothing says whose each example of {data.name} is; its data need ids of users")
+    return count_users(data.train_users)
+
+
 def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) -> PrivacyPlan | UnprotectedPlan:
-    """The privacy plan of a recipe for ``dataset_size`` training examples and a number of trainable ``parameters``."""
+    """The privacy plan of a recipe for ``dataset_size`` training examples or users and a number of trainable ``parameters``.
+
+    For a recipe that declares a search, it is the plan of each run, whose ε covers the search.
+    """
     if recipe.protected:
-        plan = PrivacyPlan.solve(
+        search = {name: recipe.tune[name] for name in ("expected_runs", "distribution") if recipe.tune}
+        solve = SelectionPlan.solve if recipe.tune else PrivacyPlan.solve
+        plan = solve(
             dataset_size=dataset_size,
             batch_size=recipe.batch_size,
             delta=recipe.delta,
@@ -255,6 +287,9 @@ def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) ->
             parameters=parameters,
             noise_memory_gib=recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB,
             max_batch_size=recipe.max_batch_size,
+            unit=recipe.unit,
+            examples_per_user=recipe.examples_per_user,
+            **search,
         )
         if recipe.band_coefficients != "optimised":
             return plan
@@ -262,7 +297,9 @@ def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) ->
         momentum = recipe.band_momentum
         return plan.optimised_for(momentum=_momentum(recipe) if momentum is None else momentum, rates=rates)
     assert recipe.steps is not None, "recipes without privacy must say how many steps they take"
-    return UnprotectedPlan(dataset_size, recipe.batch_size, recipe.steps, max_batch_size=recipe.max_batch_size)
+    return UnprotectedPlan(
+        dataset_size, recipe.batch_size, recipe.steps, recipe.unit, recipe.examples_per_user, recipe.max_batch_size
+    )
 
 
 def _momentum(recipe: Recipe) -> float:

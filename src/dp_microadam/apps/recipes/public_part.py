@@ -19,25 +19,29 @@ def public_examples(recipe: Recipe, data: LabelledData, chosen: int | list[int])
     Raises:
         InputError: for positions of training examples, or more examples than are held out.
     """
-    rows = _rows(recipe, size_of(data.train) + size_of(data.validation), chosen)
+    rows = _rows(recipe, data, chosen)
     if isinstance(data.validation, tuple):
         inputs, labels = data.validation
         return PublicExamples((inputs[rows], labels[rows]), class_loss, Preparation(data))
     return PublicExamples(Subset(data.validation, rows.tolist()), class_loss, Preparation(data))
 
 
-def _rows(recipe: Recipe, count: int, chosen: int | list[int]) -> torch.Tensor:
+def _rows(recipe: Recipe, data: LabelledData, chosen: int | list[int]) -> torch.Tensor:
     """Indices within the held-out part."""
-    training, held_out = split(count, recipe.validation_fraction, recipe.split_seed, size=recipe.validation_size)
+    count = size_of(data.train) + size_of(data.validation)
+    held_out = data.held_out_rows
+    if held_out is None:
+        _, held_out = split(count, recipe.validation_fraction, recipe.split_seed, size=recipe.validation_size)
     if not isinstance(chosen, list):
         if chosen > len(held_out):
             raise InputError(
                 f"optimizer.public is {chosen}; only {len(held_out)} examples are held out, it must be at most that"
             )
         return torch.arange(chosen)
-    refuse_shared_indices(chosen, training.tolist())
+    refuse_shared_indices(chosen, set(range(count)).difference(held_out.tolist()))
     row_of = {position: row for row, position in enumerate(held_out.tolist())}
     unknown = [position for position in chosen if position not in row_of]
     if unknown or not chosen:
-        raise InputError(f"optimizer.public holds {unknown[0] if unknown else 'nothing'}; it must hold positions below {count}")
+        below = f"positions below {count}" if data.train_users is None else "positions of examples"  # their number is private
+        raise InputError(f"optimizer.public holds {unknown[0] if unknown else 'nothing'}; it must hold {below}")
     return torch.tensor([row_of[position] for position in chosen])

@@ -12,7 +12,7 @@ from typing import Any
 
 import tomli_w
 
-from dp_microadam.apps.recipes import checks, vocabulary
+from dp_microadam.apps.recipes import checks, tuning, vocabulary
 from dp_microadam.apps.recipes.overrides import apply_override
 from dp_microadam.errors import InputError
 
@@ -81,6 +81,10 @@ class Recipe:
     recipe's schedule and ``band_momentum``. None: ``"square-root"``."""
     band_momentum: float | None = _key(checks.optional(checks.below_one), default=None)
     """The momentum that ``"optimised"`` coefficients are for. None: that of the optimizer."""
+    unit: str = _key(checks.one_of("example", "user"), default="example")
+    """Whom the guarantee is for: one example, or one user with all their examples. With users, sizes count users."""
+    examples_per_user: int | None = _key(checks.optional(checks.count), default=None)
+    """For unit ``"user"``: the largest number of a user's examples that enter a step."""
     noise_history: str | None = _key(checks.optional(checks.one_of("device", "cpu")), default=None)
     """Where several bands keep the noise of the last steps: beside the model or in main memory. None: ``"device"``."""
     noise_memory_gib: float | None = _key(checks.optional(checks.positive), default=None)
@@ -119,9 +123,16 @@ class Recipe:
     seed: int | None = _key(checks.optional(checks.seed), default=None)
     """Fixes all randomness, for tests; the run is then not private."""
 
+    audit_canaries: int | None = _key(checks.optional(checks.canary_count), default=None)
+    """Synthetic examples that take places in the training data, about half of them filled, for ``dp-microadam audit RUN``."""
+    canary_key: str | None = _key(checks.optional(checks.random_key), default=None)
+    """Decides which canaries take part. None: a new one for each run, which is kept in its configuration."""
+
     data_options: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
     model_options: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
     optimizer: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
+    tune: dict[str, Any] = field(default_factory=dict, metadata={"check": tuning.table})
+    """What ``dp-microadam tune`` chooses among; empty for a single run."""
 
     def __post_init__(self) -> None:
         for known in fields(self):
@@ -137,8 +148,10 @@ class Recipe:
         _refuse_unknown_options("optimizer", self.optimizer, vocabulary.OPTIMIZER_OPTIONS[self.algorithm], self.algorithm)
         _refuse_unknown_options("model_options", self.model_options, vocabulary.MODEL_OPTIONS[self.model], self.model)
         _refuse_unknown_options("data_options", self.data_options, vocabulary.DATA_OPTIONS[self.data], self.data)
+        self._refuse_canaries_out_of_place()
         self._refuse_unsolvable_budget()
         self._refuse_idle_coefficients()
+        self._refuse_unknown_users()
 
     @property
     def private(self) -> bool:
@@ -210,6 +223,21 @@ class Recipe:
                 raise InputError(f"the recipe lacks the key {needed.name}; it must be given")
         return cls(**values)
 
+    def _refuse_canaries_out_of_place(self) -> None:
+        if self.audit_canaries is None:
+            return
+        for key, unsuitable in (
+            ("method", not self.protected),
+            ("unit", self.unit == "user"),
+            ("class_weights", self.class_weights is not None),
+            ("tune", bool(self.tune)),
+        ):
+            if unsuitable:
+                raise InputError(
+                    f"audit_canaries is {self.audit_canaries}, but {key} is {getattr(self, key)!r}; canaries are for single "
+                    "private runs whose unit is an example, without weights of classes"
+                )
+
     def _refuse_unsolvable_budget(self) -> None:
         budget = {"epsilon": self.epsilon, "noise_multiplier": self.noise_multiplier, "steps": self.steps}
         given = [f"{key} = {value}" for key, value in budget.items() if value is not None]
@@ -232,6 +260,17 @@ class Recipe:
                 f"band_momentum is {self.band_momentum:g}, which is for optimised coefficients; set band_coefficients to "
                 "'optimised', or leave it out"
             )
+
+    def _refuse_unknown_users(self) -> None:
+        if (self.unit == "user") != (self.examples_per_user is not None):
+            raise InputError(
+                f"unit is {self.unit!r} and examples_per_user is {self.examples_per_user}; unit = 'user' needs it, the largest "
+                "number of a user's examples in a step, and without it there must be none"
+            )
+        if self.unit == "user" and not any(option in self.data_options for option in vocabulary.USER_OPTIONS):
+            known = [option for option in vocabulary.DATA_OPTIONS[self.data] if option in vocabulary.USER_OPTIONS]
+            right = " or ".join(f"data_options.{option}" for option in known) or "data 'table' or 'image-folder', which can"
+            raise InputError(f"unit is 'user', but nothing says whose each example of {self.data} is; use {right}")
 
 
 def known_recipes() -> list[str]:

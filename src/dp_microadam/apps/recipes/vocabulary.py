@@ -35,6 +35,9 @@ MODEL_OPTIONS: dict[str, tuple[str, ...]] = {
 DATA_OPTIONS = {name: known(name).options for name in KNOWN_DATA}
 """Options by data set."""
 
+USER_OPTIONS = ("user_column", "user_table", "user_pattern")
+"""Options of data that say whose each example is."""
+
 BASES = tuple(OPTIMIZER_OPTIONS)
 METHODS = (*BASES, NON_PRIVATE)
 MODELS = tuple(MODEL_OPTIONS)

@@ -14,7 +14,7 @@ from dp_microadam.apps.reporting.formats import is_number
 from dp_microadam.apps.reporting.palette import method_name
 from dp_microadam.errors import InputError
 from dp_microadam.privacy.ledger import LEDGER_NAME, LedgerRecord, read_ledger
-from dp_microadam.privacy.statement import PRIVACY_NAME, STATEMENT_NAME
+from dp_microadam.privacy.statement import PRIVACY_NAME, STATEMENT_NAME, unit_of
 from dp_microadam.training.run_folder import (
     ADAM_STATE,
     CONFIG,
@@ -139,6 +139,11 @@ class Run:
         return self.privacy.get("epsilon")
 
     @property
+    def unit(self) -> str:
+        """Whom ε is for, and what batches count: ``"example"`` or ``"user"``."""
+        return unit_of(self.privacy)
+
+    @property
     def steps(self) -> int:
         return int(self.privacy.get("steps_done", 0))
 
@@ -197,7 +202,7 @@ class Run:
 
     @property
     def throughput(self) -> list[tuple[int, float]]:
-        """Steps, and expected examples per second before each."""
+        """Steps, and expected examples (or users) per second before each."""
         batch = self.expected_batch
         return [(step, batch * rate) for step, rate in self.series("steps_per_second")] if batch else []
 

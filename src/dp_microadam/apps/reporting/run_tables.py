@@ -16,7 +16,7 @@ _UNKNOWN = cell("not recorded", faint=True)
 
 HELD_OUT = (
     "Measured on examples that were not used for training; these examples are not covered by the privacy guarantee. "
-    "Examples per second are the expected batch size times steps per second."
+    "Examples, or users, per second are the expected batch size times steps per second."
 )
 
 
@@ -52,7 +52,7 @@ def epsilon_in_words(run: Run) -> Cell:
     if run.epsilon is None:
         return cell("none", "no clipping, no noise")
     if run.private:
-        return cell(round_up(run.epsilon))
+        return cell(round_up(run.epsilon), "for a user") if run.unit == "user" else cell(round_up(run.epsilon))
     return cell("no guarantee", f"{round_up(run.epsilon)} with unpredictable randomness")
 
 
@@ -74,7 +74,7 @@ def _mean_throughput(run: Run) -> object:
     seconds, batch = run.training_seconds, run.expected_batch
     if seconds is None or not batch or not run.evaluations:
         return _UNKNOWN
-    return f"{significant(float(f'{batch * run.evaluations[-1].step / seconds:.1e}'))} expected examples/s"
+    return f"{significant(float(f'{batch * run.evaluations[-1].step / seconds:.1e}'))} expected {run.unit}s/s"
 
 
 def _state_per_parameter(run: Run) -> object:
@@ -102,7 +102,7 @@ def evaluations(run: Run, *, number: int, label: str) -> Table | None:
     for one in run.evaluations:
         figures = [write(value) if (value := one.get(name)) is not None else "" for name, write in kept.values()]
         lines.append([f"{one.step:,}", *figures, *([fixed(rates[one.step], 0) if one.step in rates else ""] if rates else [])])
-    header = ["step", *kept, *(["examples/s (expected)"] if rates else [])]
+    header = ["step", *kept, *([f"{run.unit}s/s (expected)"] if rates else [])]
     return Table.of(f"evaluations-{number}", f"Evaluations of {label}", header, lines)
 
 

@@ -27,7 +27,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--accountant", choices=("rdp", "pld"), default="rdp", help="accountant that determines ε (default: rdp)"
     )
     parser.add_argument(
-        "--group-size", type=int, default=1, metavar="K", help="largest number of examples per person (default: 1)"
+        "--group-size",
+        type=int,
+        default=1,
+        metavar="K",
+        help="largest number of examples per person, or of users to protect together if ε is for users (default: 1)",
     )
     parser.add_argument(
         "--anchor",
@@ -62,10 +66,16 @@ def run(options: argparse.Namespace) -> int:
     deltas = {record.plan.delta for record in records.values()}
     if options.delta is None and len(deltas) > 1:
         raise InputError(f"the runs have different deltas ({', '.join(f'{d:g}' for d in sorted(deltas))}); give --delta")
+    units = {record.plan.unit for record in records.values()}
+    if len(units) > 1:
+        by_user = next(name for name, record in records.items() if record.plan.unit == "user")
+        raise InputError(
+            f"run {by_user!r} protects users and others protect examples, which do not add up; name runs of one unit at a time"
+        )
     sizes = {record.plan.dataset_size for record in records.values()}
     if len(sizes) > 1:
         warnings.warn(
-            f"the datasets have different sizes {sorted(sizes)}; budgets add up only for examples in all of them",
+            f"the datasets have different sizes {sorted(sizes)}; budgets add up only for {min(units)}s in all of them",
             PrivacyWarning,
             stacklevel=1,
         )
@@ -108,11 +118,15 @@ def _refuse_unprotected(run: str) -> None:
 def _compose(records: dict[str, LedgerRecord], delta: float, options: argparse.Namespace) -> dict[str, Any]:
     from dp_microadam.privacy.accounting import epsilon, group_epsilon
     from dp_microadam.privacy.ledger import spent_together, steps_together
+    from dp_microadam.privacy.selection_plan import SelectionPlan
 
     spent = spent_together(records.values())
-    by_accountant = {accountant: epsilon(spent, delta, accountant) for accountant in ("rdp", "pld")}
+    searches = {name for name, record in records.items() if isinstance(record.plan, SelectionPlan)}
+    accountants = ("rdp",) if searches and options.accountant == "rdp" else ("rdp", "pld")  # pld knows no selection
+    by_accountant = {accountant: epsilon(spent, delta, accountant) for accountant in accountants}
     report: dict[str, Any] = {
         "private": all(record.settings.private for record in records.values()),
+        "unit": next(iter(records.values())).plan.unit,
         "epsilon": by_accountant[options.accountant],
         "delta": delta,
         "accountant": options.accountant,
@@ -129,6 +143,7 @@ def _compose(records: dict[str, LedgerRecord], delta: float, options: argparse.N
                 "steps_done": record.steps,
                 "bands": record.plan.bands,
                 "max_batch_size": record.plan.max_batch_size,
+                "selected": name in searches,
                 "id": record.run,
                 "ledger_head": record.head,
             }
@@ -193,7 +208,9 @@ def _print_table(report: dict[str, Any]) -> None:
 
     from dp_microadam.privacy.statement import round_up
 
-    table = Table(title=f"Privacy spent, at δ = {report['delta']:g} by {report['accountant']}", title_justify="left")
+    users = report["unit"] == "user"
+    spent = f"Privacy spent{', for a user with all their examples' if users else ''}"
+    table = Table(title=f"{spent}, at δ = {report['delta']:g} by {report['accountant']}", title_justify="left")
     table.add_column("run", overflow="fold")
     banded = any(run["bands"] > 1 for run in report["runs"])
     capped = any(run["max_batch_size"] for run in report["runs"])
@@ -212,6 +229,9 @@ def _print_table(report: dict[str, Any]) -> None:
         )
     console = Console(highlight=False)
     console.print(table)
+    for run in report["runs"]:
+        if run["selected"]:
+            console.print(f"{run['run']} is the best of a random number of runs; its ε covers the search", soft_wrap=True)
     for copies in report["copies"]:
         console.print(_copies_in_words(copies), soft_wrap=True)
     for anchor in report.get("anchors", ()):
@@ -219,8 +239,10 @@ def _print_table(report: dict[str, Any]) -> None:
         console.print(f"{found}; none of those is missing", soft_wrap=True)
     stamp = "" if report["private"] else "not private: "
     by_each = ", ".join(f"{round_up(view['epsilon'], 4)} by {name}" for name, view in report["accountants"].items())
-    console.print(f"{stamp}all runs together: ε = {by_each}, at δ = {report['delta']:g}", soft_wrap=True)
+    whom = " for a user" if users else ""
+    console.print(f"{stamp}all runs together{whom}: ε = {by_each}, at δ = {report['delta']:g}", soft_wrap=True)
     if report["group_size"] > 1:
-        group = f"a person with up to {report['group_size']} examples"
-        how = "general group privacy" if banded else "pld"
+        size = report["group_size"]
+        group = f"up to {size} users together" if users else f"a person with up to {size} examples"
+        how = "general group privacy" if banded or any(run["selected"] for run in report["runs"]) else "pld"
         console.print(f"{group}: ε = {round_up(report['group_epsilon'], 4)} by {how}", soft_wrap=True)

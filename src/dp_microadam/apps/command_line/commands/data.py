@@ -55,10 +55,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
     check = actions.add_parser(
         "check",
-        help="verify a data set: compare file digests, or decode every image",
-        epilog="example:\n  dp-microadam data check image-folder --folder photographs --workers 2",
+        help="verify a data set: compare file digests, or decode every image; of a recipe also who its users are",
+        epilog="examples:\n  dp-microadam data check image-folder --folder photographs --workers 2\n"
+        "  dp-microadam data check mine.toml",
     )
-    name = check.add_argument("name", metavar="NAME", help="name of a data set, as shown by `data list`")
+    name = check.add_argument("name", metavar="NAME", help="name of a data set, as in `data list`, or a recipe's TOML file")
     complete_with(data_set_names, name)
     check.add_argument("--folder", metavar="DIR", help="folder of the data set (default: where recipes look for it)")
     check.add_argument("--workers", type=int, default=0, metavar="N", help="worker processes that decode images (default: 0)")
@@ -132,21 +133,32 @@ def run_get(options: argparse.Namespace) -> int:
 
 def run_check(options: argparse.Namespace) -> int:
     from dp_microadam.data.catalogue import known
-    from dp_microadam.data.inspection import inspect, undecodable
+    from dp_microadam.data.inspection import inspect, undecodable, user_problems
     from dp_microadam.validation import require_integer
 
     require_integer("workers", options.workers, 0)
-    found = inspect(options.name, options.folder)
+    name: str = options.name
+    folder: str | None = options.folder
+    data_options: dict[str, Any] = {}
+    if name.endswith(".toml"):
+        from dp_microadam.apps.recipes.recipe import load_recipe
+
+        recipe = load_recipe(name)
+        name, folder, data_options = recipe.data, folder or recipe.data_folder or None, recipe.data_options
+    found = inspect(name, folder)
     problems = [found.problem] if found.problem else []
-    if found.place and not problems and known(options.name).kind == "images":
-        with _counter("images") as count:
-            problems += undecodable(Path(found.place), options.workers, count)
+    if found.place and not problems:
+        kind = known(name).kind
+        problems += user_problems(kind, Path(found.place), data_options)
+        if kind == "images":
+            with _counter("images") as count:
+                problems += undecodable(Path(found.place), options.workers, count)
     if options.json:
-        print(json.dumps({"name": options.name, "place": found.place, "state": found.state, "problems": problems}))
+        print(json.dumps({"name": name, "place": found.place, "state": found.state, "problems": problems}))
     elif problems:
         print("\n".join(problems))
     else:
-        print(f"{options.name} is {'in order' if found.state == 'unverified' else found.state}: {found.place}")
+        print(f"{name} is {'in order' if found.state == 'unverified' else found.state}: {found.place}")
     if found.state == "missing":
         return 2
     return 1 if problems else 0

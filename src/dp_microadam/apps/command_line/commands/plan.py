@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,8 +19,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog="example:\n"
         "  dp-microadam plan --dataset-size 45000 --batch-size 4096 --delta 1e-5 --epsilon 8 --noise-multiplier 3",
     )
-    parser.add_argument("--dataset-size", type=int, required=True, metavar="N", help="number of training examples")
-    parser.add_argument("--batch-size", type=int, required=True, metavar="B", help="expected number of examples per step")
+    parser.add_argument("--dataset-size", type=int, required=True, metavar="N", help="number of training examples, or of users")
+    parser.add_argument("--batch-size", type=int, required=True, metavar="B", help="expected number of them per step")
     parser.add_argument("--delta", type=float, required=True, metavar="D", help="δ; should be well below 1/N, e.g. 1e-5")
     parser.add_argument("--epsilon", type=float, metavar="E", help="largest ε that may be spent")
     parser.add_argument(
@@ -38,6 +39,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--max-batch-size", type=int, metavar="M", help="most examples in a step; of a larger sample, M are kept at random"
     )
+    parser.add_argument(
+        "--unit", choices=("example", "user"), default="example", help="whom ε is for: an example, or a user with all they have"
+    )
+    parser.add_argument(
+        "--examples-per-user", type=int, metavar="K", help="with users: the largest number of a user's examples in a step"
+    )
     parser.add_argument("--parameters", type=int, metavar="P", help="number of trainable parameters, for the memory of bands")
     parser.add_argument(
         "--noise-memory-gib",
@@ -46,6 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="G",
         help="memory that bands may take, if P is given (default: 2)",
     )
+    parser.add_argument("--picture", type=Path, metavar="PNG", help="draw what attackers reach into this file")
     parser.add_argument(
         "--band-coefficients",
         choices=("square-root", "optimised"),
@@ -62,6 +70,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(options: argparse.Namespace) -> int:
+    from dp_microadam.privacy.meaning import meaning
     from dp_microadam.privacy.plan import PrivacyPlan
 
     plan = PrivacyPlan.solve(
@@ -76,17 +85,23 @@ def run(options: argparse.Namespace) -> int:
         parameters=options.parameters,
         noise_memory_gib=options.noise_memory_gib,
         max_batch_size=options.max_batch_size,
+        unit=options.unit,
+        examples_per_user=options.examples_per_user,
     )
     workload = _workload(options, plan)
     plan = plan if workload is None else plan.optimised_for(**workload)
     limit = plan.epsilon if options.epsilon is None else options.epsilon
     views = {accountant: _view(plan, limit, accountant) for accountant in ("rdp", "pld")}
     bands = _band_rows(plan, limit, options.parameters)
+    if options.picture is not None:
+        _draw(plan, options.picture)
+    told = meaning([plan.spent_after(plan.steps)], plan.delta)
     if options.json:
         weights = {} if workload is None else {"weight_noise": plan.weight_noise(**workload)}
-        print(json.dumps({**plan.to_dict(), "accountants": views, "bands_table": bands, **weights}))
+        print(json.dumps({**plan.to_dict(), "accountants": views, "meaning": told, "bands_table": bands, **weights}))
     else:
         _print_tables(plan, limit, views)
+        _print_meaning(told)
         _print_bands(plan, bands)
         if workload is not None:
             print(
@@ -195,6 +210,47 @@ def _print_bands(plan: PrivacyPlan, rows: list[dict[str, Any]]) -> None:
     console.print("noise relative to 1 band; * is this plan", soft_wrap=True)
 
 
+def _draw(plan: PrivacyPlan, path: Path) -> None:
+    """Draw the trade-off curve of the finished run as a PNG file."""
+    from dp_microadam.apps.reporting.figures import save_png
+    from dp_microadam.apps.reporting.palette import STYLES
+    from dp_microadam.apps.reporting.trade_off_figure import trade_off_figure
+    from dp_microadam.errors import InputError
+
+    if not path.parent.is_dir() or path.is_dir():
+        raise InputError(f"picture is {str(path)!r}; it must be a file in a folder that exists")
+    spent = [plan.spent_after(plan.steps)]
+    figure = trade_off_figure([("this plan", STYLES[0], spent, plan.epsilon, plan.delta)])
+    if figure is None:
+        raise InputError(f"picture is {str(path)!r}, but what attackers reach cannot be computed for this plan; leave it out")
+    save_png(figure.whole, path)
+
+
+def _print_meaning(told: dict[str, Any]) -> None:
+    """What an attacker on the finished run reaches, μ, and ε for replacing an example."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from dp_microadam.privacy.meaning import mu_in_words, one_in, percent
+    from dp_microadam.privacy.statement import round_up
+
+    console = Console(highlight=False)
+    if "not_computed" in told:
+        console.print(f"what attackers reach is not computed: {told['not_computed']}", soft_wrap=True)
+        return
+    table = Table(title="What attackers reach", title_justify="left")
+    table.add_column("accused of those who did not take part")
+    table.add_column("found of those who did, at most", justify="right")
+    for row in told["attacks"]:
+        table.add_row(one_in(row["false_positive_rate"]), percent(row["true_positive_rate"]))
+    console.print(table)
+    console.print(f"Gaussian differential privacy: {mu_in_words(told)}", soft_wrap=True)
+    replaced, added = (round_up(told[key], 4) for key in ("replace_one_epsilon", "add_or_remove_epsilon"))
+    console.print(
+        f"ε = {replaced} if one example is replaced by another, {added} if one is added or removed (pld)", soft_wrap=True
+    )
+
+
 def _cap_in_words(plan: PrivacyPlan) -> str:
     """The cap and how often it drops someone."""
     from dp_microadam.privacy.truncated import more_than
@@ -211,15 +267,18 @@ def _print_tables(plan: PrivacyPlan, limit: float, views: dict[str, dict[str, An
     from dp_microadam.privacy.statement import round_up
 
     facts = Table(title="Privacy plan", title_justify="left", show_header=False)
+    users = plan.unit == "user"
     for name, text in (
-        ("dataset size", f"{plan.dataset_size}"),
-        ("expected batch size", f"{plan.batch_size}"),
+        *((("unit", "one user with all their examples"),) if users else ()),
+        ("users" if users else "dataset size", f"{plan.dataset_size}"),
+        ("expected users per step" if users else "expected batch size", f"{plan.batch_size}"),
+        *((("examples of a user in a step", f"at most {plan.examples_per_user}, as their mean"),) if users else ()),
         *((("largest batch size", _cap_in_words(plan)),) if plan.max_batch_size is not None else ()),
         ("sample rate", f"{plan.sample_rate:.6g}" + (f" in each of {plan.bands} groups" if plan.bands > 1 else "")),
         ("noise multiplier", f"{plan.noise_multiplier:g}"),
         ("steps", f"{plan.steps}"),
         ("epochs", f"{plan.steps * plan.batch_size / plan.dataset_size:.1f}"),
-        ("ε", round_up(plan.epsilon, 4)),
+        ("ε for a user" if users else "ε", round_up(plan.epsilon, 4)),
         ("δ", f"{plan.delta:g}"),
         ("accountant", plan.accountant),
         *((("bands of correlated noise", f"{plan.bands}"),) if plan.bands > 1 else ()),

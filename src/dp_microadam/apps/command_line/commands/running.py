@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dp_microadam.errors import DPMicroAdamError, InputError
 
@@ -68,17 +68,26 @@ def _config_of(run_dir: Path) -> str:
 
 def train(experiment: Experiment, options: argparse.Namespace) -> int:
     """Train, draw the learning curves, print and save the test accuracy; returns the exit code."""
-    result = experiment.fit()
+    return finish(experiment, options, experiment.fit())
+
+
+def finish(experiment: Experiment, options: argparse.Namespace, result: RunResult, **chosen: dict[str, Any]) -> int:
+    """Draw the learning curves, print and save the test accuracy; returns the exit code."""
     if experiment.trainer.ranks.main:
         _draw(experiment, options, result)
-    accuracy, weights = conclude(experiment, options, result)
+    accuracy, weights = conclude(experiment, options, result, **chosen)
     if experiment.trainer.ranks.main:
         _save_test_accuracy(experiment, accuracy, weights, result)
     return 0 if result.finished else INTERRUPTED
 
 
-def conclude(experiment: Experiment, options: argparse.Namespace, result: RunResult) -> tuple[float, str]:
-    """Print run folder, test accuracy and ε. Returns the accuracy and which weights it belongs to (final or averaged)."""
+def conclude(
+    experiment: Experiment, options: argparse.Namespace, result: RunResult, chosen: dict[str, Any] | None = None
+) -> tuple[float, str]:
+    """Print run folder, test accuracy and ε. Returns the accuracy and which weights it belongs to (final or averaged).
+
+    ``chosen`` are the hyperparameters of a run that a search chose.
+    """
     accuracy, weights = experiment.test_accuracy()
     final = experiment.final_weights_accuracy() if options.json else None
     if not experiment.trainer.ranks.main:
@@ -99,6 +108,7 @@ def conclude(experiment: Experiment, options: argparse.Namespace, result: RunRes
                     "updates": result.updates,
                     "ledger_head": head,
                     **result.metrics,
+                    **({} if chosen is None else {"chosen": chosen}),
                 }
             )
         )
@@ -106,6 +116,8 @@ def conclude(experiment: Experiment, options: argparse.Namespace, result: RunRes
     print(f"run folder {result.run_dir}")
     if head is not None:
         print(f"ledger's last hash {head}")
+    if chosen is not None:
+        print(f"chosen: {', '.join(f'{name} = {value}' for name, value in chosen.items())}")
     if not result.finished:
         print(f"stopped after {result.steps_done} steps; go on with: dp-microadam resume {result.run_dir}")
     print(f"evaluated with the {weights}{lost_steps_note(result)}")
@@ -142,9 +154,11 @@ def privacy_line(result: RunResult) -> str:
     """The final (ε, δ) of a run in one line, or why it is not private."""
     if result.epsilon is None:
         return "not private: trained without clipping and noise"
+    from dp_microadam.privacy.ledger import read_ledger
     from dp_microadam.privacy.statement import round_up
 
-    line = f"ε = {round_up(result.epsilon)} at δ = {result.delta:g}"
+    whom = " for a user with all their examples" if read_ledger(result.run_dir).plan.unit == "user" else ""
+    line = f"ε = {round_up(result.epsilon)}{whom} at δ = {result.delta:g}"
     return line if result.private else f"not private (fixed seed); the same run without a seed would spend {line}"
 
 
