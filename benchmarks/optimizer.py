@@ -1,34 +1,32 @@
 """State, scratch memory and time of MicroAdam beside AdamW, on the parameter shapes of four models.
 
     python benchmarks/optimizer.py [--models wrn-16-4 vit-tiny resnet-50 bert-base] [--optimizers NAME …] [--rounds 15]
-        [--threads 2] [--device cuda] [--output results/optimizer/MACHINE.json]
+        [--threads 2] [--device cuda] [--out FILE]
 
 Times are medians over rounds in which all optimizers take turns, so that a noisy machine disturbs them alike; the ratios, which
 are medians of the ratios of each round, are what to read. On the CPU, processor time stands beside wall-clock time: other
 processes disturb it least, but threads that wait for each other by spinning count. Every round has other gradients, as every
 step of a training has. torchao compiles for minutes first and is left out unless asked for with ``--torchao``. Scratch memory
 is the peak of resident memory during one step above what was resident before it, measured in a process of its own per
-optimizer; on CUDA it is the peak of the allocator. ``--output`` writes a file that can be sent: machine, commit and command are
-in it. Install with ``pip install 'dp-microadam[bench]'``.
+optimizer; on CUDA it is the peak of the allocator. ``--out`` writes a file that can be sent. Install with
+``pip install 'dp-microadam[bench]'``.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from dp_microadam import MicroAdam
+from dp_microadam.apps.experiments.measuring import add_options, deliver, wall_clock
 
 Shapes = list[tuple[int, ...]]
 Optimizers = dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]]
@@ -153,15 +151,11 @@ def measure_times(model: str, chosen: Optimizers, rounds: int, device: str) -> t
     for turn in range(12 + rounds):  # the first twelve compile what compiles, and fill MicroAdam's window
         for name, optimizer in running.items():
             gradients.give(params[name], turn)
-            if device != "cpu":
-                torch.accelerator.synchronize()
-            processor, start = time.process_time(), time.perf_counter()
+            start, processor = wall_clock(device), time.process_time()
             optimizer.step()
-            if device != "cpu":
-                torch.accelerator.synchronize()
             if turn >= 12:
-                times[name][0].append(time.perf_counter() - start)
                 times[name][1].append(time.process_time() - processor)
+                times[name][0].append(wall_clock(device) - start)
     return times, {name: bytes_of_state(optimizer) for name, optimizer in running.items()}
 
 
@@ -178,11 +172,11 @@ def measure_scratch(model: str, name: str, device: str) -> int:
         gradients.give(params, turn)
         optimizer.step()
     gradients.give(params, 12)
-    if device != "cpu":
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
+    if torch.device(device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device)
         optimizer.step()
-        return torch.cuda.max_memory_allocated() - held
+        return torch.cuda.max_memory_allocated(device) - held
     before = resident("VmRSS")
     with open("/proc/self/clear_refs", "w") as reset:
         reset.write("5")
@@ -250,26 +244,6 @@ def show(result: dict[str, Any]) -> None:
     print("* peak extra memory of a step, in float32 copies of the largest tensor", flush=True)
 
 
-def machine(device: str) -> dict[str, Any]:
-    """What a reader needs to know about where this was measured."""
-    names = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
-    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "device": torch.cuda.get_device_name() if device != "cpu" else "cpu",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "commit": done.stdout.strip() or None,
-        "command": " ".join(["python", "benchmarks/optimizer.py", *sys.argv[1:]]),
-        "load_average": os.getloadavg() if hasattr(os, "getloadavg") else None,
-    }
-
-
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if os.path.exists(path) else []
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
@@ -277,10 +251,9 @@ def main() -> None:
     parser.add_argument("--torchao", action="store_true", help="torchao's 8-bit and 4-bit AdamW too")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, help="default: what torch uses")
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--no-scratch", action="store_true", help="do not measure scratch memory, which takes a process each")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write results, machine, commit and command as JSON")
     parser.add_argument("--scratch-of", nargs=2, metavar=("MODEL", "OPTIMIZER"), help=argparse.SUPPRESS)
+    add_options(parser)
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -296,9 +269,8 @@ def main() -> None:
     for model in options.models:
         results.append(report(model, {name: known[name] for name in names}, options))
         show(results[-1])
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps({"machine": machine(options.device), "results": results}, indent=2) + "\n")
+    load = os.getloadavg() if hasattr(os, "getloadavg") else None
+    deliver(options, "optimizer", {"rounds": options.rounds, "load_average": load, "models": results})
 
 
 if __name__ == "__main__":

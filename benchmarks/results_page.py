@@ -26,6 +26,7 @@ PICTURES = {
     "map/figures/map-difference-dp-adam.png": "results_map_dp_adam.png",
     "map/figures/map-difference-dp-sgd.png": "results_map_dp_sgd.png",
     "robustness/figures/robustness-range.png": "results_robustness.png",
+    "bands/figures/bands-lines.png": "bands.png",
 }
 
 _PLACE = re.compile(r"(<!-- results (?P<name>[\w-]+)(?: (?P<table>[\w-]+))? -->\n).*?(<!-- end -->)", re.DOTALL)

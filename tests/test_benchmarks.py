@@ -17,6 +17,7 @@ COMMANDS = {
     "clipping --layers": ["--layers", "--batches", "1", "--rounds", "1"],
     "training_step": ["--batch", "8", "--physical-batch", "4", "--steps", "1"],
     "privacy_overhead": [],
+    "bands": ["--batch", "2", "--physical-batch", "1", "--bands", "2", "--rounds", "1"],
     "independence_check": [],
     "augmentation": ["--batch", "2", "--rounds", "1"],
     "diagnostics": ["--model", "mlp", "--every", "2", "--rounds", "1", "--batch-size", "2"],
@@ -33,6 +34,8 @@ COMMANDS = {
     ],
     "book_crossing": ["--readers", "40", "--batch", "8", "--steps", "2", "--epsilons", "1", "--seeds", "1", "--most", "4"],
     "methods": ["--state", "--methods", "dp-microadam"],
+    "users": ["--models", "mlp", "--users", "4", "--most", "2", "--physical-batch", "4", "--rounds", "1"],
+    "optimizer": ["--models", "wrn-16-4", "--rounds", "1", "--optimizers", "AdamW foreach", "AdamW fused", "MicroAdam"],
     "distributed": ["--batch", "2", "--physical-batch", "2", "--steps", "1", "--rounds", "1"],
 }
 
@@ -57,7 +60,7 @@ def test_a_benchmark_runs_and_writes_a_file_that_can_be_sent(name, tmp_path):
 
 def test_every_benchmark_that_times_torch_is_among_them():
     """Clocks are read by the shared functions, which wait for the device."""
-    without_device = {"audit_power", "pld_error", "results_page", "against_commit", "optimizer", "kernel_resources"}
+    without_device = {"audit_power", "pld_error", "results_page", "against_commit", "kernel_resources"}
     scripts = {path.stem for path in BENCHMARKS.glob("*.py")}
     assert scripts - without_device == {name.split()[0] for name in COMMANDS}
     for name in scripts - without_device:

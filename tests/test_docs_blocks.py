@@ -37,6 +37,7 @@ NOT_RUN = {
 
 ONLY_PARSED = {
     r"dp-microadam doctor --out": "takes a minute on a GPU; tests/apps/command_line/test_doctor.py runs it",
+    r"dp-microadam tune": "takes as long as all its runs; tests/apps/command_line/test_tune.py runs it",
     r"dp-microadam audit": "takes a minute; tests/apps/command_line/test_audit.py runs it",
     r"dp-microadam report": "needs runs of the reader's own; tests/apps/reporting/test_runs.py makes some and runs it",
     r"dp-microadam reproduce": "takes hours; tests/experiments runs a small study",

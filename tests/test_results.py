@@ -23,6 +23,16 @@ def test_the_page_shows_the_tables_of_the_results():
     assert subprocess.run([sys.executable, str(script), "--check"]).returncode == 0, "run python benchmarks/results_page.py"
 
 
+def test_results_that_are_kept_count_as_done():
+    """Keys that recipes are given later must not make a study run again what it has run."""
+    for folder in FOLDERS:
+        if folder.name in ("finetune", "runtime"):  # weights of one's own are part of the recipe; times have no recipe
+            continue
+        keys = {cell.key for cell in load_study(folder.name, "cpu").cells}
+        lines = (folder / "results.jsonl").read_text(encoding="utf-8").splitlines()
+        assert {json.loads(line)["run"] for line in lines} <= keys
+
+
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_results_are_on_the_page_and_say_where_they_come_from(folder):
     assert f"<!-- results {folder.name} -->" in (ROOT / "docs" / "results.md").read_text(encoding="utf-8")

@@ -24,6 +24,8 @@ _HOMES = {
     "Schedule": "dp_microadam.training.schedules",
     "Ranks": "dp_microadam.training.distributed",
     "RunResult": "dp_microadam.training.run_result",
+    "PrivateSearch": "dp_microadam.training.search",
+    "SearchResult": "dp_microadam.training.search",
     "PerExample": "dp_microadam.training.evaluation",
     "StepReport": "dp_microadam.training.run_result",
     "MicroAdam": "dp_microadam.optimizers.micro_adam",
@@ -39,6 +41,7 @@ _HOMES = {
     "UnchangedInput": "dp_microadam.clipping.rule",
     "per_example_gradients": "dp_microadam.clipping.per_example",
     "PrivacyPlan": "dp_microadam.privacy.plan",
+    "SelectionPlan": "dp_microadam.privacy.selection_plan",
     "PoissonSampler": "dp_microadam.privacy.sampling",
     "GaussianMechanism": "dp_microadam.privacy.mechanism",
     "CorrelatedNoise": "dp_microadam.privacy.correlated_noise",
@@ -47,6 +50,7 @@ _HOMES = {
     "LedgerRecord": "dp_microadam.privacy.ledger",
     "read_ledger": "dp_microadam.privacy.ledger",
     "SubsampledGaussian": "dp_microadam.privacy.accounting",
+    "Spent": "dp_microadam.privacy.accounting",
     "LogicalStep": "dp_microadam.privacy.sampling",
     "privacy_report": "dp_microadam.privacy.statement",
     "Randomness": "dp_microadam.privacy.randomness",
@@ -70,6 +74,8 @@ __all__ = [
     "Schedule",
     "Ranks",
     "RunResult",
+    "PrivateSearch",
+    "SearchResult",
     "PerExample",
     "StepReport",
     "MicroAdam",
@@ -85,6 +91,7 @@ __all__ = [
     "UnchangedInput",
     "per_example_gradients",
     "PrivacyPlan",
+    "SelectionPlan",
     "PoissonSampler",
     "GaussianMechanism",
     "CorrelatedNoise",
@@ -93,6 +100,7 @@ __all__ = [
     "LedgerRecord",
     "read_ledger",
     "SubsampledGaussian",
+    "Spent",
     "LogicalStep",
     "privacy_report",
     "Randomness",
@@ -116,13 +124,14 @@ if TYPE_CHECKING:
     from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError, PrivacyWarning
     from dp_microadam.optimizers.adam_bc import AdamBC
     from dp_microadam.optimizers.micro_adam import MicroAdam
-    from dp_microadam.privacy.accounting import SubsampledGaussian
+    from dp_microadam.privacy.accounting import Spent, SubsampledGaussian
     from dp_microadam.privacy.correlated_noise import CorrelatedNoise
     from dp_microadam.privacy.ledger import LedgerRecord, PrivacyLedger, RunSettings, read_ledger
     from dp_microadam.privacy.mechanism import GaussianMechanism
     from dp_microadam.privacy.plan import PrivacyPlan
     from dp_microadam.privacy.randomness import Randomness
     from dp_microadam.privacy.sampling import LogicalStep, PoissonSampler
+    from dp_microadam.privacy.selection_plan import SelectionPlan
     from dp_microadam.privacy.statement import privacy_report
     from dp_microadam.training.distributed import Ranks
     from dp_microadam.training.evaluation import PerExample
@@ -131,6 +140,7 @@ if TYPE_CHECKING:
     from dp_microadam.training.private_step import PrivateStep
     from dp_microadam.training.run_result import RunResult, StepReport
     from dp_microadam.training.schedules import Schedule
+    from dp_microadam.training.search import PrivateSearch, SearchResult
     from dp_microadam.training.trainer import PrivateTrainer
     from dp_microadam.training.training_step import StepOptions
 

@@ -112,8 +112,12 @@ def engine_of_cnn():
     return ClippedGradients(model, random_loss, max_grad_norm=0.7), model
 
 
-@settings(examples(80, quick=12), derandomize=True)
-@given(counts=st.lists(st.integers(1, 5), min_size=1, max_size=6), room=st.integers(0, 1), seed=st.integers(0, 99))
+@settings(examples(80, quick=6), derandomize=True)
+@given(
+    counts=st.lists(st.integers(1, 5 if THOROUGH else 3), min_size=1, max_size=6),
+    room=st.integers(0, int(THOROUGH)),
+    seed=st.integers(0, 99),
+)
 def test_users_of_any_sizes_agree_with_examples_one_at_a_time(engine_of_cnn, counts, room, seed):
     engine, model = engine_of_cnn
     torch.manual_seed(seed)
@@ -129,7 +133,11 @@ def test_users_of_any_sizes_agree_with_examples_one_at_a_time(engine_of_cnn, cou
 @pytest.mark.parametrize(
     "strategy", [None, *(pytest.param(name, marks=pytest.mark.slow) for name in ("ghost", "keep", "drop"))]
 )
-@pytest.mark.parametrize("options", [{}, {"clipping": "per-layer"}, {"padded_sizes": 2}], ids=["flat", "per layer", "padded"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"padded_sizes": 2}, pytest.param({"clipping": "per-layer"}, marks=pytest.mark.slow)],
+    ids=["flat", "padded", "per layer"],
+)
 def test_no_user_adds_more_than_the_bound_whatever_they_have(strategy, options):
     """One user with five huge examples that all pull the same way, beside users with little."""
     torch.manual_seed(1)
@@ -170,6 +178,7 @@ def test_scales_and_masks_apply_to_users(kind):
     torch.testing.assert_close(engine.sums, total)
 
 
+@pytest.mark.slow
 def test_one_example_per_user_is_a_batch_of_examples_to_the_bit():
     batch = torch.randn(9, 1, 4, 4)
     model = randomize(copy.deepcopy(CNN))
@@ -192,8 +201,8 @@ def test_examples_that_fill_up_change_nothing():
         torch.testing.assert_close(other, found[0], rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("value", [torch.nan, pytest.param(torch.inf, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("place", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_user_with_an_example_that_is_not_finite_contributes_nothing(value, place):
     torch.manual_seed(0)
     model, counts = randomize(copy.deepcopy(CNN).double()), [3, 2, 1]
@@ -268,7 +277,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [next(iter(FAULTS)), *(pytest.param(name, marks=pytest.mark.slow) for name in list(FAULTS)[1:])]
+)
 def test_a_rule_that_adds_up_a_users_rows_wrongly_is_refused_before_the_first_step(monkeypatch, fault):
     where, name, wrong, build, shape = FAULTS[fault]
     model = randomize(build())

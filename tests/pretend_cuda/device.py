@@ -32,6 +32,17 @@ def install() -> str:
     given = real_device()
     if given is not None:
         return given
+    install_pretend()
+    # Not the default device: what says "cuda" where it should say which one is noticed.
+    return "cuda:1"
+
+
+def install_pretend() -> None:
+    """Make the pretend device available in this process.
+
+    Raises:
+        build.CannotBuild: if it cannot be compiled.
+    """
     if "torch" in sys.modules:
         raise RuntimeError("torch was imported before the pretend device: torch looks for CUDA only once")
     os.environ["PRETEND_CUDA_DEVICES"] = str(COUNT)
@@ -41,8 +52,6 @@ def install() -> str:
     import torch
 
     _show_to_python(torch, loaded)
-    # Not the default device: what says "cuda" where it should say which one is noticed.
-    return "cuda:1"
 
 
 def _show_to_python(torch: Any, loaded: ctypes.CDLL) -> None:

@@ -1,7 +1,8 @@
 """Mutants of the project in which one tensor is left on the wrong device, and whether the battery notices.
 
 Each ``device=`` argument, and each ``.to(…)`` that moves a tensor, is dropped in turn. Those that nothing can notice are listed
-in ``EQUIVALENT``, with the reason. From tests/: ``python -m pretend_cuda.mutants [FILE …]``.
+in ``EQUIVALENT``, with the reason. From tests/: ``python -m pretend_cuda.mutants [PART …]``, for those with such a part in
+their name.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import copy
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,12 +32,17 @@ RELEVANT: dict[str, tuple[tuple[str, ...], ...]] = {
     "clipping/engine.py": (("clipping", "no gradients", "scaled gradients", "row masks"),),
     "clipping/folding.py": (("clipping", "views, drop", "views, keep", "views, ghost"),),
     "clipping/joint.py": (("clipping", "tied weights", "layer used three times", "scaled gradients"),),
-    "clipping/operations.py": (("clipping", "parameters without a layer", "repeated rows", "transformer without dropout"),),
+    "clipping/operations.py": (
+        ("clipping", "parameters without a layer", "repeated rows, waits", "transformer without dropout"),
+    ),
+    "clipping/norms_triton.py": (("kernels", "norms"),),
     "clipping/outer_product.py": (("clipping", "linear on sequences, ghost", "views, keep", "norm form, drop"),),
     "clipping/special_values.py": (_NETWORKS, _CHECKS),
     "clipping/transform_check.py": (_CHECKS,),
     "clipping/weight_standardized.py": (("clipping", "weight-standardized convolution", "norm form, ghost"),),
     "clipping/settling.py": (("clipping", "state that changes"),),
+    "clipping/gradient_check.py": (("clipping", "users"), _NETWORKS),
+    "clipping/passes.py": (("clipping", "users"),),
     "clipping/model_state.py": (("clipping", "state that changes", "linear with bias"),),
     "clipping": (_NETWORKS,),
     "data": (
@@ -53,37 +59,23 @@ RELEVANT: dict[str, tuple[tuple[str, ...], ...]] = {
     "optimizers/micro_adam_triton": (("kernels",),),
     "privacy/sampling.py": (("privacy", "sampling"), ("data", "equal steps")),
     "privacy": (("privacy",), ("noise",)),
+    "privacy/correlated_noise.py": (("privacy", "correlated noise", "correlated noise, kept in main memory"),),
     "training/data_digest.py": (("privacy", "digests"),),
     "training/diagnostics.py": (("optimizers", "diagnostics"),),
     "training/distributed.py": (("privacy", "checksums", "ranks"),),
+    "training/evaluation.py": (("clipping", "class weights"),),
+    "training/gradients.py": (("clipping", "users without privacy"),),
     "training/prefetch.py": (("training", "copies ahead"), ("data",)),
     "training": (("training", "tensors", "views"), ("data", "equal steps")),
 }
 """The groups and cases that may notice a mutant of a file; the longest beginning of its path counts."""
 
-INDICES = "the CPU's indices may index tensors of a GPU, at the price of a copy, which ``.to`` costs too"
-NUMBERS = "a number on the CPU may be combined with tensors of a GPU"
-FLAGS = "a flag is moved to where it is read with the others"
 EQUIVALENT = {
     "clipping/gradient_check.py _norm: torch.zeros((), device=device)": "for losses without parameters, refused before",
-    "clipping/model_state.py StateSnapshot.altered: torch.ones((), dtype=torch.bool, device=self._copies.device)": FLAGS,
-    "clipping/model_state.py _Copies.altered: torch.zeros((), dtype=torch.bool, device=self.device)": FLAGS,
-    "clipping/model_state.py _Joined.altered: torch.ones((), dtype=torch.bool, device=self.values.device)": FLAGS,
-    "clipping/norms_triton.py tile_norms: torch.empty(count, tiles, 3, dtype=torch.float32, device=inputs.device)": (
-        "the kernel is used on a real GPU only; tests/clipping runs it in Triton's interpreter, on the CPU"
-    ),
-    "clipping/operations.py CopyCall.cotangents: torch.arange(len(deltas), device=deltas.device)": INDICES,
-    "clipping/transform_check.py _TransformCheck._differ: rows.to(leaf.device)": INDICES,
-    "clipping/transform_check.py _TransformCheck._differ: rows.to(one.device)": INDICES,
-    "clipping/transform_check.py _TransformCheck._differ: rows_after.to(other.device)": INDICES,
-    "data/augmentation.py shifted: torch.arange(len(images), device=images.device)": INDICES,
     "optimizers/shards.py sharded_zeros: "
     "torch.zeros(*[1] * mesh.ndim, length, dtype=dtype, device=local_shard(param).device)": (
-        "DTensor.from_local moves a shard to the device of its mesh"
+        "DTensor.from_local moves a shard to the device of its mesh; this only saves the copy"
     ),
-    "privacy/sampling.py _take: indices.to(data.device)": "for data that is not on a CUDA device",
-    "training/data_digest.py _Hash._of_array: torch.from_numpy(rows).to(array.device)": INDICES,
-    "training/distributed.py checksum: torch.zeros((), dtype=torch.int64, device=tensor.device)": NUMBERS,
 }
 """Mutants that nothing can notice on a GPU, and why."""
 
@@ -204,6 +196,14 @@ def cases_for(file: str) -> tuple[tuple[str, ...], ...]:
     return RELEVANT[max((beginning for beginning in RELEVANT if file.startswith(beginning)), key=len)]
 
 
+def failing_without_mutants(noticing: Iterable[Outcome], nursery: Nursery) -> list[Outcome]:
+    """Of the cases that noticed a mutant, those that fail on the project as it is too, and so noticed nothing."""
+    groups: dict[str, dict[str, None]] = {}
+    for outcome in (one for one in noticing if one.group):  # else nothing was run: the process ended, or an import failed
+        groups.setdefault(outcome.group, {})[outcome.case] = None
+    return [outcome for group, names in groups.items() for outcome in nursery.run(SOURCES, [(group, *names)]) if outcome.error]
+
+
 def outcomes_of(mutant: Mutant, nursery: Nursery) -> list[Outcome]:
     """How the relevant cases went on a copy of the project with this mutant, up to the first that failed."""
     with tempfile.TemporaryDirectory() as folder:
@@ -214,16 +214,30 @@ def outcomes_of(mutant: Mutant, nursery: Nursery) -> list[Outcome]:
         return nursery.run(sources, [(group, "-x", *names) for group, *names in cases_for(mutant.file)])
 
 
-def main(files: list[str]) -> None:
-    chosen = [mutant for mutant in all_mutants() if not files or any(part in mutant.file for part in files)]
-    survived = 0
+def noticed_by(outcomes: list[Outcome]) -> Outcome | None:
+    """The case that failed, if one did."""
+    return next((outcome for outcome in outcomes if outcome.error), None)
+
+
+def verdict(mutant: Mutant, outcomes: list[Outcome]) -> str:
+    """Two lines: whether it was noticed and by which case, and how; or why it need not be."""
+    by = noticed_by(outcomes)
+    why = by.error.strip().splitlines()[-1][:150] if by and by.error else EQUIVALENT.get(mutant.name, "NOT NOTICED")
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    return f"{'noticed by ' + by.case if by else 'survives'} in {seconds:.0f} s: {mutant.name}\n    {why}"
+
+
+def main(parts: list[str]) -> None:
+    chosen = [mutant for mutant in all_mutants() if not parts or any(part in mutant.name for part in parts)]
+    noticing = []
     with Nursery() as nursery:
         for mutant in chosen:
-            by = next((outcome for outcome in outcomes_of(mutant, nursery) if outcome.error), None)
-            survived += by is None
-            why = by.error.strip().splitlines()[-1][:150] if by and by.error else EQUIVALENT.get(mutant.name, "NOT NOTICED")
-            print(f"{'noticed by ' + by.case if by else 'survives'}: {mutant.name}\n    {why}", flush=True)
-    print(f"{len(chosen)} mutants, {len(chosen) - survived} noticed")
+            outcomes = outcomes_of(mutant, nursery)
+            noticing += [by] if (by := noticed_by(outcomes)) else []
+            print(verdict(mutant, outcomes), flush=True)
+        for outcome in failing_without_mutants(noticing, nursery):
+            print(f"FAILS WITHOUT A MUTANT: {outcome.case}\n{outcome.error}", flush=True)
+    print(f"{len(chosen)} mutants, {len(noticing)} noticed")
 
 
 if __name__ == "__main__":

@@ -27,13 +27,13 @@ class NoDevice(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a case went: its traceback or None, what it returned, and the lines that index the device's tensors from the CPU."""
+    """How a case went: its traceback or None, and what it returned."""
 
     case: str
     seconds: float
     error: str | None
     said: Any = None
-    cpu_indices: tuple[str, ...] = ()
+    group: str = ""
 
 
 def start(group: str, *names: str, sources: Path = SOURCES, timeout: float = 600) -> list[Outcome]:

@@ -10,7 +10,9 @@ import pytest
 from dp_microadam import PrivacyLedger, PrivacyPlan, Randomness
 from dp_microadam.privacy.accounting import group_epsilon
 from dp_microadam.privacy.ledger import RunSettings, read_ledger
+from dp_microadam.privacy.replacement import replace_one_epsilon
 from dp_microadam.privacy.statement import privacy_report, round_up, statement_in_words, write_privacy_files
+from dp_microadam.privacy.trade_off import gaussian_bound, trade_off
 
 PLAN = PrivacyPlan.solve(dataset_size=60_000, batch_size=512, delta=1e-5, noise_multiplier=1.5, steps=50)
 
@@ -67,6 +69,36 @@ def test_the_statement_names_the_run_and_the_hash_that_its_ledger_ends_with(tmp_
     words = (tmp_path / "privacy.txt").read_text()
     assert record.run in words
     assert record.head in words
+
+
+def test_the_statement_says_what_attackers_reach_mu_and_replacing(tmp_path):
+    record = run(tmp_path, Randomness.from_entropy(), steps=50)
+    report = write_privacy_files(tmp_path, record)
+    told, curve = report["meaning"], trade_off(record.spent)
+    assert [row["false_positive_rate"] for row in told["attacks"]] == [0.1, 0.01, 0.001]
+    assert [row["true_positive_rate"] for row in told["attacks"]] == [curve.true_positives(rate) for rate in (0.1, 0.01, 0.001)]
+    assert (told["mu"], told["mu_smallest_rate"]) == (gaussian_bound(curve).mu, gaussian_bound(curve).smallest_rate)
+    assert told["replace_one_epsilon"] == replace_one_epsilon(record.spent, 1e-5) > told["add_or_remove_epsilon"]
+    assert told["add_or_remove_epsilon"] == record.epsilon(accountant="pld")
+    words = (tmp_path / "privacy.txt").read_text()
+    found = math.ceil(1e4 * curve.true_positives(0.01)) / 100
+    for asked in (
+        "accuses 1 in 10 of those who did not take part finds at most",
+        f"1 in 100: {found:.2f} %",
+        f"μ ≤ {told['mu']:.2f}, for attacks with error rates of at least {told['mu_smallest_rate']:g}",
+        f"ε = {round_up(told['replace_one_epsilon'])} at δ = 1e-05 if one unit is exchanged for another",
+    ):
+        assert asked in words, asked
+
+
+def test_what_attackers_reach_is_left_out_with_its_reason_where_it_cannot_be_computed(tmp_path):
+    plan = PrivacyPlan(60_000, 512, 0.02, 50, 1e-5)
+    described = RunSettings(private=True, randomness=Randomness.from_entropy().description, sensitivity=0.7)
+    with PrivacyLedger.create(tmp_path, plan, described) as ledger:
+        ledger.record_step()
+    report = privacy_report(read_ledger(tmp_path))
+    assert report["meaning"] == {"not_computed": report["meaning"]["not_computed"]}
+    assert "not computed: noise_multiplier is 0.02" in statement_in_words(report)
 
 
 def test_a_seeded_run_is_stamped_not_private_in_json_and_words(tmp_path):

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import optimize, stats
-from thoroughness import examples
+from thoroughness import THOROUGH, examples
 from torch.utils.data import Dataset, TensorDataset
 
 from dp_microadam import InputError, PoissonSampler, PrivacyError, PrivacyPlan, Randomness
@@ -20,6 +20,7 @@ from dp_microadam.privacy.ledger import LEDGER_NAME, PrivacyLedger, RunSettings,
 from dp_microadam.privacy.units import Units, WeightedRows, widths
 
 ALARM = 1e-8
+STEPS = 3000 if THOROUGH else 1000
 SETTINGS = RunSettings(private=True, randomness="entropy", sensitivity=1.0)
 
 
@@ -69,7 +70,7 @@ def test_other_ids_are_refused(ids):
         Units(ids, 2)
 
 
-@examples(200, quick=60)
+@examples(200, quick=30)
 @given(
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=40),
     most=st.integers(1, 12),
@@ -106,11 +107,11 @@ def test_rows_that_fill_up_are_few():
 
 @pytest.fixture(scope="module")
 def drawn():
-    """Which examples each of 3000 steps drew: 60 users with 1, 3 or 8 examples, of which at most 3 enter a step."""
+    """Which examples each step drew: 60 users with 1, 3 or 8 examples, of which at most 3 enter a step."""
     sizes = [1, 3, 8] * 20
     ids = ids_of(sizes)
-    sampler = PoissonSampler(60, 15, steps=3000, physical_batch_size=32, units=Units(ids, 3))
-    found = np.zeros((3000, len(ids)), dtype=np.int8)
+    sampler = PoissonSampler(60, 15, steps=STEPS, physical_batch_size=32, units=Units(ids, 3))
+    found = np.zeros((STEPS, len(ids)), dtype=np.int8)
     for row, step in zip(found, brought(sampler, ids), strict=True):
         for rows in step.values():
             row[rows] += 1
@@ -126,11 +127,11 @@ def test_every_user_is_drawn_with_the_plans_rate_however_many_examples_they_have
     """χ² over users, and for each number of examples by itself."""
     ids, found = drawn
     present = of_users(ids, found) > 0
-    statistic = ((present.sum(0) - 750) ** 2).sum() / (3000 * 0.25 * 0.75)
+    statistic = ((present.sum(0) - STEPS / 4) ** 2).sum() / (STEPS * 0.25 * 0.75)
     assert ALARM / 2 < stats.chi2.cdf(statistic, df=60) < 1 - ALARM / 2
     sizes = np.array([int((ids == one).sum()) for one in dict.fromkeys(ids.tolist())])
     for size in (1, 3, 8):
-        assert stats.binomtest(int(present[:, sizes == size].sum()), 3000 * 20, 0.25).pvalue > ALARM
+        assert stats.binomtest(int(present[:, sizes == size].sum()), STEPS * 20, 0.25).pvalue > ALARM
 
 
 def test_users_are_drawn_independently_of_each_other_and_of_other_steps(drawn):

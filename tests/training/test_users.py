@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from thoroughness import THOROUGH
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -63,7 +64,7 @@ def test_one_example_per_user_is_the_run_of_examples_to_the_bit(make_trainer, tr
     ids = np.random.default_rng(0).permutation([f"person {number}" for number in range(count)])
     plan = PrivacyPlan.solve(dataset_size=count, batch_size=64, delta=1e-5, noise_multiplier=1.0, steps=4)
     ends = []
-    for k in (None, 1, 5):
+    for k in (None, 1, 5) if THOROUGH else (None, 5):
         of_users = plan if k is None else replace(plan, unit="user", examples_per_user=k)
         options = {"optimizer": lambda parameters: torch.optim.Adam(parameters, lr=1e-2), "ema_decay": 0.9}
         trainer = make_trainer(plan=of_users, seed=7, run=f"run-{k}", **options)
@@ -98,8 +99,8 @@ def test_a_step_is_the_sum_of_clipped_means_of_users(tmp_path):
     assert float((found - expected["weight"]).abs().max()) < 7 * noise
 
 
-@pytest.mark.parametrize("clipping", ["flat", "per-layer"])
-@pytest.mark.parametrize("many", [1, 40])
+@pytest.mark.parametrize("clipping", ["flat", pytest.param("per-layer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("many", [pytest.param(1, marks=pytest.mark.slow), 40])
 def test_a_user_moves_a_step_by_at_most_c_whatever_they_have(tmp_path, clipping, many):
     """The same run, to the draw and the noise, with one user who has nothing to teach or many huge examples."""
     ids = [*range(20), *[20] * many]
@@ -118,7 +119,7 @@ def test_a_user_moves_a_step_by_at_most_c_whatever_they_have(tmp_path, clipping,
 def test_a_user_brings_at_most_k_of_their_examples_drawn_anew(tmp_path):
     """The columns of the mean gradient show which examples were there: at most k of each, all of them in the end."""
     ids = [0] * 12 + [1] * 2
-    step = a_step(tmp_path, ids, everyone(2, 3, steps=40), physical_batch_size=3)
+    step = a_step(tmp_path, ids, everyone(2, 3, steps=15), physical_batch_size=3)
     seen = set()
     for _ in step:
         mean = step.take()["weight"].flatten() * 2
@@ -126,7 +127,7 @@ def test_a_user_brings_at_most_k_of_their_examples_drawn_anew(tmp_path):
         assert len([row for row in present if row < 12]) == 3
         assert {12, 13} <= present
         seen.add(present)
-    # 220 sets of three: fewer than five different ones in forty steps have a probability below 1e-50.
+    # 220 sets of three: fewer than five different ones in fifteen steps have a probability below C(220, 4)·(4/220)¹⁵ < 1e-17.
     assert len(seen) > 4
 
 
@@ -219,7 +220,8 @@ def test_augmentations_act_on_examples_and_the_measures_are_means_over_users(tmp
     assert float(mean) == pytest.approx((4.0 + 10.0) / 2)  # unclipped: the mean over users of their means
 
 
-@pytest.mark.parametrize("name", ["scale_then_privatize", "dp_bitfit", pytest.param("sparta", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["scale_then_privatize", "dp_bitfit", "sparta"])
 def test_methods_with_scales_phases_and_row_masks_train_on_users(tmp_path, name):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -284,7 +286,9 @@ def test_nothing_written_depends_on_anyones_number_of_examples(tmp_path, capsys)
         first = worker.IDS.index(worker.IDS[-1])
         rows = torch.arange(first + many).clamp(max=first)
         ids = [worker.IDS[row] for row in rows.tolist()]
-        trainer = worker.trainer(tmp_path / name, Ranks(), seed=1, checkpoint_every=5, show_progress=True)
+        trainer = worker.trainer(
+            tmp_path / name, Ranks(), plan=replace(PLAN, steps=6), seed=1, checkpoint_every=4, show_progress=True
+        )
         trainer.fit((features[rows], labels[rows]), users=ids)
         runs.append((tmp_path / name, trainer, capsys.readouterr()))
     (few, one, shown), (many, other, shown_too) = runs
@@ -339,6 +343,7 @@ def test_a_run_killed_and_resumed_counts_every_step(tmp_path):
     assert record.epsilon() == PLAN.epsilon
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(tmp_path):
     whole = worker.trainer(tmp_path / "whole", Ranks(), seed=2)
     whole.fit(worker.data(), users=worker.IDS)

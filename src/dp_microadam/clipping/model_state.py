@@ -54,7 +54,7 @@ class StateSnapshot:
     def altered(self) -> Tensor:
         """Whether anything differs from the snapshot; stays on the device, so that nothing waits before it is read."""
         if any(self._replaced(slots, before) for _, _, slots, before in self._slots) or self._extra_changed() is not None:
-            return torch.ones((), dtype=torch.bool, device=self._copies.device)
+            return torch.tensor(True)
         return self._copies.altered()
 
     def changed(self) -> str | None:
@@ -138,7 +138,7 @@ class _Copies:
     def altered(self) -> Tensor:
         flags = [joined.altered().to(self.device, non_blocking=True) for joined in self._joined]
         flags += [torch.tensor(not _same(copied, tensor), device=self.device) for tensor, copied in self._alone]
-        return torch.stack(flags).any() if flags else torch.zeros((), dtype=torch.bool, device=self.device)
+        return torch.stack(flags).any() if flags else torch.tensor(False)
 
     def of(self, wanted: Tensor) -> Tensor:
         return next(copied for tensor, copied in self._pairs() if tensor is wanted)
@@ -168,7 +168,7 @@ class _Joined:
     def altered(self) -> Tensor:
         for tensor, shape in zip(self.tensors, self.shapes, strict=True):
             if tensor.shape != shape or tensor.dtype != self.values.dtype or tensor.device != self.values.device:
-                return torch.ones((), dtype=torch.bool, device=self.values.device)  # exchanged through .data
+                return torch.tensor(True)  # exchanged through .data
         return (_bits(_join(self.tensors)) != _bits(self.values)).any()
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:

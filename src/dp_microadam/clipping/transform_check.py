@@ -271,9 +271,9 @@ class _TransformCheck:
         if len(before) != len(after):
             return True
         given = [leaf for leaf in tree_leaves(examples) if isinstance(leaf, Tensor)]
-        inputs = torch.stack([_largest(leaf[rows.to(leaf.device)]).cpu() for leaf in given]).amax(0)
+        inputs = torch.stack([_largest(leaf[rows]).cpu() for leaf in given]).amax(0)
         return any(
-            _rows_differ(one[rows.to(one.device)], other[rows_after.to(other.device)], inputs)
+            _rows_differ(one[rows], other[rows_after], inputs)
             if isinstance(one, Tensor) and isinstance(other, Tensor)
             else isinstance(one, int | float | str) and one != other
             for one, other in zip(before, after, strict=True)

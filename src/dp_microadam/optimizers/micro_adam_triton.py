@@ -337,9 +337,9 @@ def _scale_bits(step: int, group: dict[str, Any]) -> list[int]:
 
 
 def _uploaded(table: NDArray[np.int64], device: torch.device) -> Tensor:
-    """A flat copy on the device; the host does not wait for it."""
+    """The table as a flat tensor on the device, or on the host for Triton's interpreter; the host does not wait for a copy."""
     host = torch.from_numpy(table.reshape(-1))
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def _power_of_two(size: int) -> int:

@@ -44,7 +44,7 @@ def _radix_select(values: Tensor, count: int) -> Tensor:
 
 def _bin_of(chunks: tuple[Tensor, ...], count: int, digit: Callable[[Tensor], Tensor]) -> tuple[int, int]:
     """The digit of the ``count``-th largest value, and how many values have a larger digit."""
-    histogram = torch.zeros(1 << 16, dtype=torch.int64, device=chunks[0].device)
+    histogram = chunks[0].new_zeros(1 << 16, dtype=torch.int64)
     for chunk in chunks:
         histogram += torch.bincount(digit(chunk & 0x7FFFFFFF), minlength=1 << 16)
     at_least = histogram.flip(0).cumsum(0).flip(0)

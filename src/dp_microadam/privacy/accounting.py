@@ -3,10 +3,10 @@
 A step adds Gaussian noise of standard deviation σ·S to a sum of sensitivity S over a Poisson sample, in which each
 example appears independently with probability q. Neighbouring datasets differ by adding or removing one example.
 
-There are two accountants. *RDP* computes the Rényi divergence of one step at a list of orders α (Mironov, Talwar
-and Zhang 2019, "Rényi differential privacy of the sampled Gaussian mechanism", section 3.3), adds it up over the steps,
-and converts the sum to (ε, δ) by Balle et al. 2020, theorem 21. *PLD* composes discretised privacy loss distributions
-(``privacy_loss.py``) and is tighter. This module does not import torch.
+There are two accountants. *RDP* computes the Rényi divergence of one step at a list of orders α (``renyi.py``), adds it up
+over the steps, and converts the sum to (ε, δ) by Balle et al. 2020, theorem 21. *PLD* composes discretised privacy loss
+distributions (``privacy_loss.py``) and is tighter. Both take steps with a cap on the number of units (``truncated.py``). This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.special import gammaln, log_ndtr
 
 from dp_microadam.errors import InputError
-from dp_microadam.privacy.privacy_loss import epsilon_of_composition, least_delta, loss_of_one_step, reach_for
+from dp_microadam.privacy.privacy_loss import epsilon_of_composition, least_delta, reach_for
+from dp_microadam.privacy.renyi import ORDERS, Floats, rdp_of_one_step
+from dp_microadam.privacy.step_loss import PrivacyLoss, loss_of_one_step
+from dp_microadam.privacy.truncated import Cap, loss_of_capped_step, number_present, rdp_of_capped_step
 from dp_microadam.validation import (
     require_in_open,
     require_in_open_closed,
@@ -35,36 +36,28 @@ from dp_microadam.validation import (
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
-Floats = NDArray[np.float64]
-
 ACCOUNTANTS = ("rdp", "pld")
-
-# The paper's orders (1.1 … 10.9 by 0.1 and 12 … 63), then up to 1024 in steps of at most 7 %. Without the large orders
-# a small ε would be overestimated: the term log(1/δ)/(α − 1) of the conversion alone would exceed it.
-ORDERS = (
-    *(round(1 + x / 10, 1) for x in range(1, 100)),
-    *(float(x) for x in range(12, 64)),
-    *(float(x) for start in (64, 128, 256, 512) for x in range(start, 2 * start, start // 16)),
-    1024.0,
-)
-
-# Terms of the fractional series that are summed before the rest is extrapolated, and how many of them serve for that.
-_SERIES_TERMS = 1024
-_AVERAGED_TERMS = 16
 
 # The largest number of steps that PLD composition was tested with; it takes about a second there.
 PLD_MOST_STEPS = 10_000_000
 
 # With less noise one step spends ε in the hundreds; the RDP bound is used instead of PLD.
-_PLD_LEAST_NOISE = 0.05
+PLD_LEAST_NOISE = 0.05
 
 # A solved noise multiplier is rounded up to a multiple of this; the search ends at the largest.
 NOISE_RESOLUTION = 1e-4
 _MULTIPLES_PER_UNIT = round(1 / NOISE_RESOLUTION)
 LARGEST_NOISE_MULTIPLIER = 100_000
 
-# Less noise protects nothing (one step spends ε in the hundreds of thousands) and would leave the range of floating point.
-SMALLEST_NOISE_MULTIPLIER = 1e-3
+
+class Spent(Protocol):
+    """What accountants compose: steps of one mechanism, or a selection among runs (``selection.py``), known by RDP alone."""
+
+    @property
+    def steps(self) -> int: ...
+
+    def rdp(self, missing: int = 0) -> Floats:
+        """The Rényi divergence at each of ``ORDERS``, for a population of which up to ``missing`` units were removed before."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +65,15 @@ class SubsampledGaussian:
     """``steps`` steps of the Poisson-subsampled Gaussian mechanism. The privacy cost of a run is a list of these.
 
     With correlated noise of ``bands`` bands the examples are divided into as many groups, and ``steps`` counts the steps that
-    sample from one group: ⌈T/b⌉ of a run of T steps (``banded.py`` has the theorem).
+    sample from one group: ⌈T/b⌉ of a run of T steps (``banded.py`` has the theorem). ``cap`` limits the number of examples, or
+    users, in a step.
     """
 
     sample_rate: float
     noise_multiplier: float
     steps: int
     bands: int = field(default=1, repr=False)
+    cap: Cap | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         require_in_open_closed("sample_rate", self.sample_rate, 0, 1)
@@ -86,8 +81,14 @@ class SubsampledGaussian:
         require_integer("steps", self.steps, 0)
         require_integer("bands", self.bands, 1)
 
+    def rdp(self, missing: int = 0) -> Floats:
+        """The Rényi divergence of all steps at each of ``ORDERS``; with a cap it depends on how many units are ``missing``."""
+        caps = [self.cap] if self.cap is None else [self.cap.without(fewer) for fewer in range(missing + 1)]
+        per_step = [_rdp_per_step(self.sample_rate, self.noise_multiplier, cap) for cap in caps]
+        return self.steps * np.max(per_step, axis=0)
 
-def epsilon(spent: Sequence[SubsampledGaussian], delta: float, accountant: str = "rdp") -> float:
+
+def epsilon(spent: Sequence[Spent], delta: float, accountant: str = "rdp") -> float:
     """The smallest ε that the accountant can certify at ``delta`` for the composition of all steps in ``spent``.
 
     Formal guarantees: the composition of all steps, each of which may depend on the results of earlier ones, is
@@ -103,94 +104,7 @@ def epsilon(spent: Sequence[SubsampledGaussian], delta: float, accountant: str =
     spent = [part for part in spent if part.steps > 0]
     if not spent:
         return 0.0
-    return _rdp_epsilon(spent, delta) if accountant == "rdp" else _pld_epsilon(tuple(spent), delta)
-
-
-@lru_cache(maxsize=256)
-def rdp_of_one_step(sample_rate: float, noise_multiplier: float, orders: tuple[float, ...] = ORDERS) -> Floats:
-    """The Rényi divergence of one step at each order, exact up to rounding (relative error below 1e-9).
-
-    The larger of the two directions is D_α(mixture ‖ Gaussian) = log(A_α)/(α − 1) with
-    A_α = E[((1 − q) + q·w)^α], where w is the likelihood ratio of N(1, σ²) to N(0, σ²). The series is summed for
-    A_α − 1, so that no digits are lost where q, and with it the divergence, is small.
-
-    Formal guarantees: one step is (α, ε_α)-Rényi differentially private for each returned ε_α, under adding or removing
-    one example.
-    """
-    require_in_open_closed("sample_rate", sample_rate, 0, 1)
-    require_positive("noise_multiplier", noise_multiplier)
-    alphas = np.array(orders, dtype=np.float64)
-    if noise_multiplier < SMALLEST_NOISE_MULTIPLIER:
-        return np.full_like(alphas, np.inf)
-    if sample_rate == 1.0:
-        divergences = alphas / (2 * noise_multiplier**2)
-    else:
-        whole = alphas == np.floor(alphas)
-        log_excess = np.empty_like(alphas)  # log(A_α − 1)
-        log_excess[whole] = [_log_excess_at_integer(sample_rate, noise_multiplier, int(a)) for a in alphas[whole]]
-        log_excess[~whole] = _log_excess_at_fractions(sample_rate, noise_multiplier, alphas[~whole])
-        divergences = np.logaddexp(0.0, log_excess)
-        small = log_excess < 0
-        divergences[small] = np.log1p(np.exp(log_excess[small]))
-        divergences /= alphas - 1
-    divergences.flags.writeable = False
-    return divergences
-
-
-def _log_excess_at_integer(q: float, sigma: float, alpha: int) -> float:
-    """log(A_α − 1) for whole α: Σ C(α, i) qⁱ (1 − q)^(α − i) (exp((i² − i)/2σ²) − 1), all terms positive."""
-    i = np.arange(2, alpha + 1, dtype=np.float64)
-    log_binomial = gammaln(alpha + 1.0) - gammaln(i + 1) - gammaln(alpha - i + 1)
-    log_weight = log_binomial + i * math.log(q) + (alpha - i) * math.log1p(-q)
-    log_terms = log_weight + _log_abs_expm1((i * i - i) / (2 * sigma**2))
-    return float(np.logaddexp.reduce(log_terms))
-
-
-def _log_excess_at_fractions(q: float, sigma: float, alphas: Floats) -> Floats:
-    """log(A_α − 1) for fractional α, by the two signed binomial series of ((1 − q) + q·w)^α.
-
-    Below z₀, where q·w = 1 − q, the power is expanded in q·w/(1 − q), above it in the inverse; each moment of w over
-    a half-line is an exponential times a normal probability. The binomial weights of the series whose ratio is below
-    one sum to 1: subtracting them turns its exp(…) into expm1(…), and the total into A_α − 1.
-    """
-    z0 = sigma**2 * (math.log1p(-q) - math.log(q)) + 0.5
-    i = np.arange(_SERIES_TERMS, dtype=np.float64)
-    j = alphas[:, None] - i
-    binomials = np.ones_like(j)
-    np.cumprod((j[:, :-1]) / (i[1:]), axis=1, out=binomials[:, 1:])
-
-    log_below = (i * i - i) / (2 * sigma**2) + log_ndtr((z0 - i) / sigma)
-    log_above = (j * j - j) / (2 * sigma**2) + log_ndtr((j - z0) / sigma)
-    sign_below: Floats | float = 1.0
-    sign_above: Floats | float = 1.0
-    if q <= 0.5:
-        sign_below, log_below = np.sign(log_below), _log_abs_expm1(log_below)
-    else:
-        sign_above, log_above = np.sign(log_above), _log_abs_expm1(log_above)
-    log_below = log_below + i * math.log(q) + j * math.log1p(-q)
-    log_above = log_above + j * math.log(q) + i * math.log1p(-q)
-
-    scale = np.maximum(log_below, log_above).max(axis=1, keepdims=True)
-    terms = binomials * (sign_below * np.exp(log_below - scale) + sign_above * np.exp(log_above - scale))
-    totals = np.array([_alternating_sum(row) for row in terms])
-    return np.log(totals) + scale[:, 0]
-
-
-def _alternating_sum(terms: Floats) -> float:
-    """The sum of a series whose late terms alternate in sign and shrink smoothly.
-
-    The last partial sums are averaged repeatedly, which converges much faster than the series itself.
-    """
-    partial = math.fsum(terms[:-_AVERAGED_TERMS]) + np.cumsum(terms[-_AVERAGED_TERMS:])
-    while len(partial) > 1:
-        partial = (partial[1:] + partial[:-1]) / 2
-    return float(partial[0])
-
-
-def _log_abs_expm1(x: Floats) -> Floats:
-    """log|eˣ − 1|, without overflow for large x and without cancellation for small ones."""
-    with np.errstate(divide="ignore"):
-        return np.maximum(x, 0.0) + np.log(-np.expm1(-np.abs(x)))
+    return _rdp_epsilon(spent, delta) if accountant == "rdp" else _pld_epsilon(steps_alone(spent), delta)
 
 
 def _conversion(delta: float) -> Floats:
@@ -199,20 +113,43 @@ def _conversion(delta: float) -> Floats:
     return np.log1p(-1 / alphas) - (math.log(delta) + np.log(alphas)) / (alphas - 1)
 
 
-def _total_rdp(spent: Iterable[SubsampledGaussian]) -> Floats:
-    total = np.zeros(len(ORDERS))
-    for part in spent:
-        total += part.steps * rdp_of_one_step(part.sample_rate, part.noise_multiplier)
-    return total
+def _rdp_per_step(sample_rate: float, noise_multiplier: float, cap: Cap | None) -> Floats:
+    if cap is None:
+        return rdp_of_one_step(sample_rate, noise_multiplier)
+    return rdp_of_capped_step(sample_rate, noise_multiplier, cap)
 
 
-def _rdp_epsilon(spent: Sequence[SubsampledGaussian], delta: float) -> float:
+def _rdp_epsilon(spent: Sequence[Spent], delta: float, missing: int = 0) -> float:
+    found = _converted(np.sum([part.rdp(missing) for part in spent], axis=0), delta)
+    # A cap that is hardly ever reached hurts RDP most, which has no small probabilities. That it is reached in any step may
+    # count as a failure instead: its probability, which is the same on both datasets, is taken from δ.
+    steps = [part for part in spent if isinstance(part, SubsampledGaussian)]
+    reached = math.fsum(part.steps * part.cap.reached(part.sample_rate) for part in steps if part.cap is not None)
+    if len(steps) < len(spent) or not 0 < reached < delta:
+        return found
+    return min(found, _converted(np.sum([replace(part, cap=None).rdp() for part in steps], axis=0), delta - reached))
+
+
+def _converted(divergences: Floats, delta: float) -> float:
     # A divergence that could not be computed gives no bound. Without this a NaN would count as perfect privacy.
-    candidates = np.nan_to_num(_total_rdp(spent) + _conversion(delta), nan=np.inf, posinf=np.inf)
-    return max(0.0, float(np.min(candidates)))
+    return max(0.0, float(np.min(np.nan_to_num(divergences + _conversion(delta), nan=np.inf, posinf=np.inf))))
 
 
-def most_steps(sample_rate: float, noise_multiplier: float, epsilon_limit: float, delta: float, accountant: str) -> int:
+def steps_alone(spent: Iterable[Spent]) -> tuple[SubsampledGaussian, ...]:
+    """The same, if it has steps only, which privacy loss distributions are known of.
+
+    Raises:
+        InputError: for a selection among runs.
+    """
+    steps = tuple(part for part in spent if isinstance(part, SubsampledGaussian))
+    if len(steps) < len(tuple(spent)):
+        raise InputError("accountant is 'pld', which has no account of a selection among runs; it must be 'rdp'")
+    return steps
+
+
+def most_steps(
+    sample_rate: float, noise_multiplier: float, epsilon_limit: float, delta: float, accountant: str, cap: Cap | None = None
+) -> int:
     """The largest number of steps whose ε stays within ``epsilon_limit``; 0 if not even one does.
 
     Formal guarantees: ε of the returned number is at most the limit, and ε of one step more exceeds it, both as
@@ -224,9 +161,9 @@ def most_steps(sample_rate: float, noise_multiplier: float, epsilon_limit: float
     just_above = math.nextafter(epsilon_limit, math.inf)
 
     def excess(steps: int) -> float:
-        return epsilon([SubsampledGaussian(sample_rate, noise_multiplier, steps)], delta, accountant) - just_above
+        return epsilon([SubsampledGaussian(sample_rate, noise_multiplier, steps, cap=cap)], delta, accountant) - just_above
 
-    per_step = rdp_of_one_step(sample_rate, noise_multiplier)
+    per_step = _rdp_per_step(sample_rate, noise_multiplier, cap)
     by_rdp = int(max(0.0, float(np.max((epsilon_limit - _conversion(delta)) / per_step))))
     if accountant == "rdp":
         return first_non_negative(excess, guess=by_rdp + 1, stride=1) - 1
@@ -236,7 +173,9 @@ def most_steps(sample_rate: float, noise_multiplier: float, epsilon_limit: float
     return first_non_negative(excess, guess, stride=1 + guess // 256, largest=PLD_MOST_STEPS) - 1
 
 
-def least_noise_multiplier(sample_rate: float, steps: int, epsilon_limit: float, delta: float, accountant: str) -> float:
+def least_noise_multiplier(
+    sample_rate: float, steps: int, epsilon_limit: float, delta: float, accountant: str, cap: Cap | None = None
+) -> float:
     """The smallest multiple of ``NOISE_RESOLUTION`` that keeps ``steps`` steps within ``epsilon_limit``.
 
     Formal guarantees: ε of the returned noise multiplier is at most the limit; that of the next smaller multiple
@@ -247,7 +186,7 @@ def least_noise_multiplier(sample_rate: float, steps: int, epsilon_limit: float,
     """
 
     def margin(multiple: int, by: str = accountant) -> float:
-        part = SubsampledGaussian(sample_rate, multiple / _MULTIPLES_PER_UNIT, steps)
+        part = SubsampledGaussian(sample_rate, multiple / _MULTIPLES_PER_UNIT, steps, cap=cap)
         return epsilon_limit - epsilon([part], delta, by)
 
     largest = LARGEST_NOISE_MULTIPLIER * _MULTIPLES_PER_UNIT
@@ -302,7 +241,11 @@ def as_dp_event(spent: Sequence[SubsampledGaussian]) -> DpEvent:
     return dp_accounting.ComposedDpEvent(
         [
             dp_accounting.SelfComposedDpEvent(
-                dp_accounting.PoissonSampledDpEvent(part.sample_rate, dp_accounting.GaussianDpEvent(part.noise_multiplier)),
+                dp_accounting.PoissonSampledDpEvent(part.sample_rate, dp_accounting.GaussianDpEvent(part.noise_multiplier))
+                if part.cap is None
+                else dp_accounting.TruncatedSubsampledGaussianDpEvent(
+                    part.cap.population, part.sample_rate, part.cap.units, part.noise_multiplier
+                ),
                 part.steps,
             )
             for part in spent
@@ -311,10 +254,17 @@ def as_dp_event(spent: Sequence[SubsampledGaussian]) -> DpEvent:
 
 
 def _pld_epsilon(spent: tuple[SubsampledGaussian, ...], delta: float) -> float:
-    if min(part.noise_multiplier for part in spent) < _PLD_LEAST_NOISE:
+    if least_noise(spent) < PLD_LEAST_NOISE:
         _require_countable_steps(spent)
         return _rdp_epsilon(spent, delta)
-    return _pld_group_epsilon(spent, delta, 1)
+    found = _pld_group_epsilon(spent, delta, 1)
+    # Both hold. With a cap that is reached often, RDP has the tighter pair of distributions (``truncated.py``).
+    return min(found, _rdp_epsilon(spent, delta)) if any(part.cap for part in spent) else found
+
+
+def least_noise(spent: Iterable[SubsampledGaussian]) -> float:
+    """The smallest noise multiplier; where a cap is reached the sensitivity is twice as large."""
+    return min(part.noise_multiplier / (1 if part.cap is None else 2) for part in spent)
 
 
 @lru_cache(maxsize=256)
@@ -325,27 +275,21 @@ def _pld_group_epsilon(spent: tuple[SubsampledGaussian, ...], delta: float, grou
     reach = reach_for(delta, steps)
     if reach is None:
         raise InputError(f"delta is {delta:g}; the pld accountant takes at least {least_delta(steps):.2g} for {steps} steps")
-    weights = [_number_present(group_size, part.sample_rate, reach) for part in spent]
     # Without subsampling both directions are the same.
-    directions = (True,) if all(part.sample_rate == 1.0 for part in spent) else (True, False)
+    directions = (True,) if all(part.sample_rate == 1.0 and part.cap is None for part in spent) else (True, False)
     largest = 0.0
     for removed in directions:
-        laws = [loss_of_one_step(w, part.noise_multiplier, removed, reach) for w, part in zip(weights, spent, strict=True)]
-        composition = [(law, part.steps) for law, part in zip(laws, spent, strict=True)]
+        composition = [(loss_per_step(part, group_size, removed, reach), part.steps) for part in spent]
         largest = epsilon_of_composition(composition, delta, at_least=largest)
     return largest
 
 
-def _number_present(group_size: int, sample_rate: float, reach: float) -> tuple[float, ...]:
-    """The probabilities that 0, 1, … examples of the group are sampled, up to where the rest is negligible."""
-    if group_size == 1:
-        return 1 - sample_rate, sample_rate
-    from scipy.stats import binom
-
-    present = np.arange(group_size + 1)
-    probabilities = binom.pmf(present, group_size, sample_rate)
-    negligible = binom.logsf(present, group_size, sample_rate) <= log_ndtr(-reach)
-    return tuple(probabilities[: int(np.argmax(negligible)) + 1].tolist())
+def loss_per_step(part: SubsampledGaussian, group_size: int, removed: bool, reach: float) -> PrivacyLoss:
+    """The privacy loss of one of the steps, for adding or removing ``group_size`` units, in one direction."""
+    if part.cap is not None:
+        return loss_of_capped_step(part.sample_rate, part.noise_multiplier, part.cap, group_size, removed, reach)
+    weights = number_present(group_size, part.sample_rate, reach)
+    return loss_of_one_step(weights, part.noise_multiplier, removed, reach)
 
 
 def _require_countable_steps(spent: Iterable[SubsampledGaussian]) -> None:
@@ -354,14 +298,14 @@ def _require_countable_steps(spent: Iterable[SubsampledGaussian]) -> None:
         raise InputError(f"steps is {steps}; the pld accountant takes at most {PLD_MOST_STEPS}, rdp takes any number")
 
 
-def group_epsilon(spent: Sequence[SubsampledGaussian], delta: float, group_size: int) -> float:
+def group_epsilon(spent: Sequence[Spent], delta: float, group_size: int) -> float:
     """ε at ``delta`` for adding or removing up to ``group_size`` examples at once, by PLD.
 
     The number of sampled examples from a group of k is binomial, and each changes the sum by at most S. A step is
     therefore a mixture of Gaussians at 0, S, …, kS (Ganesh 2024, "Tight group-level DP guarantees for DP-SGD with
     sampling via mixture of Gaussians mechanisms"). This is tighter than general group privacy, which gives k·ε at
     δ·Σ exp(i·ε), i < k. That general bound is what a composition with correlated noise gets: examples of different groups take
-    part in neighbouring steps, whose noise is correlated, so a step is not such a mixture.
+    part in neighbouring steps, whose noise is correlated, so a step is not such a mixture. So does a selection among runs.
 
     Formal guarantees: as :func:`epsilon`, for two datasets where one is the other with up to ``group_size`` examples added,
     or with up to that many removed; not with some added and others removed.
@@ -371,23 +315,27 @@ def group_epsilon(spent: Sequence[SubsampledGaussian], delta: float, group_size:
     spent = [part for part in spent if part.steps > 0]
     if not spent:
         return 0.0
-    if group_size > 1 and any(part.bands > 1 for part in spent):
+    steps = tuple(part for part in spent if isinstance(part, SubsampledGaussian))
+    if len(steps) < len(spent) or (group_size > 1 and any(part.bands > 1 for part in steps)):
         return _general_group_epsilon(spent, delta, group_size)
-    least_noise = min(part.noise_multiplier for part in spent)
-    if least_noise < _PLD_LEAST_NOISE:
-        raise InputError(f"noise_multiplier is {least_noise}; for groups it must be at least {_PLD_LEAST_NOISE}")
-    return _pld_group_epsilon(tuple(spent), delta, group_size)
+    if least_noise(steps) < PLD_LEAST_NOISE:
+        least = min(part.noise_multiplier for part in steps)
+        capped = any(part.cap for part in steps)
+        needed = f"{2 * PLD_LEAST_NOISE} with max_batch_size" if capped else f"{PLD_LEAST_NOISE}"
+        raise InputError(f"noise_multiplier is {least}; for groups it must be at least {needed}")
+    return _pld_group_epsilon(steps, delta, group_size)
 
 
-def _general_group_epsilon(spent: Sequence[SubsampledGaussian], delta: float, group_size: int) -> float:
+def _general_group_epsilon(spent: Sequence[Spent], delta: float, group_size: int) -> float:
     """ε for a group from ε for one example, by adding its members one at a time; by RDP, which takes any δ.
 
     If one example has (ε₁, δ₁), then k have (k·ε₁, δ₁·Σ exp(i·ε₁), i < k). The largest δ₁ whose sum stays within δ gives the
-    smallest ε₁; it is approached from above, which never leaves it out because the right-hand side grows with δ₁.
+    smallest ε₁; it is approached from above, which never leaves it out because the right-hand side grows with δ₁. With a cap,
+    (ε₁, δ₁) is that of the worst population that is left when some of the group are gone.
     """
 
     def largest_allowed(share: float) -> float:
-        exponents = np.arange(group_size) * _rdp_epsilon(spent, share)
+        exponents = np.arange(group_size) * _rdp_epsilon(spent, share, group_size - 1)
         return delta * math.exp(-float(np.logaddexp.reduce(exponents)))
 
     share = delta
@@ -396,6 +344,6 @@ def _general_group_epsilon(spent: Sequence[SubsampledGaussian], delta: float, gr
         if least == 0.0:
             break
         if share <= least:
-            return group_size * _rdp_epsilon(spent, share)
+            return group_size * _rdp_epsilon(spent, share, group_size - 1)
         share = least if least < 0.999 * share else 0.998 * share
     raise InputError(f"group_size is {group_size}; the epsilon of so large a group is out of range, it must be smaller")

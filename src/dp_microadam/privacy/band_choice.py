@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from dp_microadam.errors import InputError
 from dp_microadam.privacy.accounting import least_noise_multiplier
 from dp_microadam.privacy.banded import banded_square_root, noise_ratios
+from dp_microadam.privacy.truncated import cap_of
 from dp_microadam.validation import require_integer, require_positive
 
 DEFAULT_NOISE_MEMORY_GIB = 2.0
@@ -80,10 +81,11 @@ def band_table(
     accountant: str = "rdp",
     most: int | None = None,
     also: int = 1,
+    max_batch_size: int | None = None,
 ) -> tuple[BandChoice, ...]:
     """What 1, 2, 4, 8, … bands give, and the largest possible number: at most ``most``, N/B and the number of steps.
 
-    ``also`` is one more number to include.
+    ``also`` is one more number to include. ``max_batch_size`` is the plan's.
 
     >>> for choice in band_table(dataset_size=54_000, batch_size=256, steps=2000, epsilon=3.0, delta=1e-5, most=16):
     ...     print(f"{choice.bands:3} bands: σ = {choice.noise_multiplier:.4f}, sums {choice.running_sum:.2f}")
@@ -102,7 +104,8 @@ def band_table(
     for bands in sorted(candidates):
         rate, participations = bands * batch_size / dataset_size, -(-steps // bands)
         try:
-            sigma = least_noise_multiplier(rate, participations, epsilon, delta, accountant)
+            cap = cap_of(max_batch_size, dataset_size, bands)
+            sigma = least_noise_multiplier(rate, participations, epsilon, delta, accountant, cap)
         except LookupError:
             if not found:
                 raise

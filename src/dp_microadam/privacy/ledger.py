@@ -26,6 +26,7 @@ from dp_microadam.privacy.accounting import SubsampledGaussian
 from dp_microadam.privacy.ledger_lines import NO_HEAD, chained_line
 from dp_microadam.privacy.ledger_record import (
     FORMAT,
+    FORMAT_OF_SELECTIONS,
     LEDGER_NAME,
     OWN_MECHANISMS,
     LedgerRecord,
@@ -37,6 +38,7 @@ from dp_microadam.privacy.ledger_record import (
     steps_together,
 )
 from dp_microadam.privacy.plan import PrivacyPlan
+from dp_microadam.privacy.selection_plan import SelectionPlan
 from dp_microadam.validation import require_integer
 
 __all__ = [
@@ -187,9 +189,11 @@ class PrivacyLedger:
                 "solve a new plan"
             )
         step = self._steps
-        event = self._event(step, self.plan.spent_after(1))
+        event = self._event(step, SubsampledGaussian(self.plan.sample_rate, self.plan.noise_multiplier, 1))
         if self.plan.bands > 1:
             event["group"] = step % self.plan.bands
+        if self.plan.max_batch_size is not None:
+            event["max_batch_size"] = self.plan.max_batch_size
         if phase is not None:
             event["phase"] = phase
         if processes > 1:
@@ -306,7 +310,7 @@ def _write_header(run: str | os.PathLike[str], plan: PrivacyPlan, settings: RunS
     folder = Path(run)
     folder.mkdir(parents=True, exist_ok=True)
     header = {
-        "format": FORMAT,
+        "format": FORMAT_OF_SELECTIONS if isinstance(plan, SelectionPlan) else FORMAT,
         "run": secrets.token_hex(16),
         "stamp": stamp_of(settings),
         **more,

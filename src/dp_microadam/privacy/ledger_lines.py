@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from dp_microadam.errors import PrivacyError
 from dp_microadam.privacy.accounting import SubsampledGaussian
 from dp_microadam.privacy.plan import PrivacyPlan
+from dp_microadam.privacy.truncated import Cap
 
 NO_HEAD = ""
 _CHAINED = re.compile(rb'(\{.*), "chain": "([0-9a-f]{32})"\}', re.DOTALL)
@@ -49,13 +50,17 @@ class RecordedSteps:
     processes: Counter[int] = field(default_factory=Counter)
     run: str | None = None
     bands: int = 1
+    cap: Cap | None = None
 
     @property
     def spent(self) -> tuple[SubsampledGaussian, ...]:
-        return most_of_one_group(((number, mechanism) for number, (_, mechanism) in enumerate(self.history)), self.bands)
+        steps = ((number, mechanism) for number, (_, mechanism) in enumerate(self.history))
+        return most_of_one_group(steps, self.bands, self.cap)
 
 
-def most_of_one_group(steps: Iterable[tuple[int, Mechanism]], bands: int) -> tuple[SubsampledGaussian, ...]:
+def most_of_one_group(
+    steps: Iterable[tuple[int, Mechanism]], bands: int, cap: Cap | None = None
+) -> tuple[SubsampledGaussian, ...]:
     """The steps that the examples of one group can have been in at most, from all steps by number; one band is one group.
 
     Formal guarantees: for every group, and every mechanism, the result has at least as many steps as the group had.
@@ -64,7 +69,7 @@ def most_of_one_group(steps: Iterable[tuple[int, Mechanism]], bands: int) -> tup
     most: dict[Mechanism, int] = {}
     for (mechanism, _), count in by_group.items():
         most[mechanism] = max(most.get(mechanism, 0), count)
-    return tuple(SubsampledGaussian(*mechanism, count, bands) for mechanism, count in most.items())
+    return tuple(SubsampledGaussian(*mechanism, count, bands, cap) for mechanism, count in most.items())
 
 
 def is_head(text: str) -> bool:
@@ -122,7 +127,7 @@ def read_steps(
     Raises:
         PrivacyError: for a line that breaks the chain or contradicts the plan.
     """
-    found = RecordedSteps(head, bands=plan.bands)
+    found = RecordedSteps(head, bands=plan.bands, cap=plan.cap)
     ordinary = (plan.sample_rate, plan.noise_multiplier)
     *finished, unfinished = lines or [b""]
     for number, line in enumerate([*finished, *([unfinished] if unfinished else [])], start=2):
@@ -172,6 +177,10 @@ def _add_step(
         raise UnusableLine(f"has step {step} where step {total} comes next")
     if values.get("group", 0) != step % plan.bands:
         raise UnusableLine(f"has group {values.get('group')!r} in step {step}, whose group is {step % plan.bands}")
+    if values.get("max_batch_size") != plan.max_batch_size:
+        raise UnusableLine(
+            f"has max_batch_size {values.get('max_batch_size')!r}, but the plan in line 1 has {plan.max_batch_size!r}"
+        )
     if mechanism == ordinary:
         mechanism = ordinary  # one object for all steps
     elif not own_mechanisms:

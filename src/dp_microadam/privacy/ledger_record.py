@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dp_microadam.errors import InputError
-from dp_microadam.privacy.accounting import SubsampledGaussian, epsilon
+from dp_microadam.privacy.accounting import Spent, SubsampledGaussian, epsilon
 from dp_microadam.privacy.ledger_lines import (
     NO_HEAD,
     Mechanism,
@@ -27,6 +27,9 @@ from dp_microadam.privacy.ledger_lines import (
     read_steps,
 )
 from dp_microadam.privacy.plan import PrivacyPlan
+from dp_microadam.privacy.selection import SelectedRun
+from dp_microadam.privacy.selection_plan import SelectionPlan
+from dp_microadam.privacy.truncated import Cap
 from dp_microadam.validation import require_positive
 
 if TYPE_CHECKING:  # it needs torch, which reading a ledger does not
@@ -34,6 +37,8 @@ if TYPE_CHECKING:  # it needs torch, which reading a ledger does not
 
 LEDGER_NAME = "ledger.jsonl"
 FORMAT, _WITHOUT_CHAIN = 2, 1
+# The best of several runs: of another format, because a version that knew no selection would read it as a single run.
+FORMAT_OF_SELECTIONS = 3
 OWN_MECHANISMS = "each line has its own"
 _BY_OPACUS = "by Opacus"
 
@@ -88,7 +93,8 @@ class LedgerRecord:
     """The contents of a ledger at the time it was read. Immutable; reading takes no lock.
 
     ``spent`` has every step, including those whose lines a crash left incomplete or lost; they count as steps of the plan. If
-    the plan has bands, it has the steps that the examples of one group can have been in, which is what privacy accounts for.
+    the plan has bands, it has the steps that the examples of one group can have been in, which is what privacy accounts for. If
+    the plan is a :class:`~dp_microadam.privacy.selection_plan.SelectionPlan`, it covers the selection among such runs.
     ``phases`` counts the steps of each phase, for runs that have phases. ``processes`` counts the steps by world size, for
     steps that more than one process took together.
 
@@ -100,7 +106,7 @@ class LedgerRecord:
     plan: PrivacyPlan
     settings: RunSettings
     versions: Mapping[str, str]
-    spent: tuple[SubsampledGaussian, ...]
+    spent: tuple[Spent, ...]
     torn_lines: int
     phases: Mapping[str, int] = field(default_factory=dict)
     processes: Mapping[int, int] = field(default_factory=dict)
@@ -151,8 +157,9 @@ def read_ledger(run: str | os.PathLike[str]) -> LedgerRecord:
         header = read_object(first)
         if header is None:
             raise InputError("its first line must be a JSON object")
-        known = header["format"] in (FORMAT, _WITHOUT_CHAIN)
-        plan = PrivacyPlan.from_dict(header["plan"])
+        known = header["format"] in (FORMAT, FORMAT_OF_SELECTIONS, _WITHOUT_CHAIN)
+        kind = SelectionPlan if header["format"] == FORMAT_OF_SELECTIONS else PrivacyPlan
+        plan = kind.from_dict(header["plan"])
         settings = RunSettings.from_dict(header["settings"])
         versions = dict(header["versions"])
     except (ValueError, KeyError, TypeError, UnusableLine) as error:
@@ -161,7 +168,7 @@ def read_ledger(run: str | os.PathLike[str]) -> LedgerRecord:
         raise InputError(
             f"{path} has format {header['format']}; this version reads format {FORMAT}, use the version that wrote it"
         )
-    chained = header["format"] == FORMAT
+    chained = header["format"] != _WITHOUT_CHAIN
     try:
         head = follow(NO_HEAD, first) if chained else link_unchained(NO_HEAD, first)
         _refuse_contradictions(header, plan, settings, chained=chained)
@@ -179,7 +186,7 @@ def read_ledger(run: str | os.PathLike[str]) -> LedgerRecord:
         plan,
         settings,
         versions,
-        steps.spent,
+        _covering_selection(plan, steps.spent),
         steps.torn,
         dict(steps.phases),
         dict(steps.processes),
@@ -188,6 +195,11 @@ def read_ledger(run: str | os.PathLike[str]) -> LedgerRecord:
         tuple(steps.history),
         head,
     )
+
+
+def _covering_selection(plan: PrivacyPlan, steps: tuple[SubsampledGaussian, ...]) -> tuple[Spent, ...]:
+    """What a run spent: its steps, or the selection among runs with as many steps if it was the best of several."""
+    return (SelectedRun(steps, plan.repetitions),) if isinstance(plan, SelectionPlan) and steps else steps
 
 
 def _refuse_contradictions(header: Mapping[str, Any], plan: PrivacyPlan, settings: RunSettings, *, chained: bool) -> None:
@@ -199,8 +211,10 @@ def _refuse_contradictions(header: Mapping[str, Any], plan: PrivacyPlan, setting
         raise UnusableLine(f"names the run {header.get('run')!r}, which is not 32 hexadecimal digits")
 
 
-def spent_together(records: Iterable[LedgerRecord]) -> tuple[SubsampledGaussian, ...]:
+def spent_together(records: Iterable[LedgerRecord]) -> tuple[Spent, ...]:
     """The steps of several ledgers together; a step that copies of one run have in common counts once.
+
+    A run that was selected counts as the selection among runs like it, once for all copies.
 
     With bands, an example is in the steps of its group only; the group with the most steps counts, for each run by itself,
     because the same example may be in the largest group of each.
@@ -208,11 +222,17 @@ def spent_together(records: Iterable[LedgerRecord]) -> tuple[SubsampledGaussian,
     Formal guarantees: no step of any of the ledgers is left out. Two ledgers have a step in common if it has the same hash in
     both; the hash covers the run's random identifier and everything recorded since the run began.
     """
-    together: Counter[tuple[float, float, int]] = Counter()
-    for bands, steps in _distinct_steps(records).values():
-        for part in most_of_one_group(steps.values(), bands):
-            together[part.sample_rate, part.noise_multiplier, bands] += part.steps
-    return tuple(SubsampledGaussian(rate, sigma, steps, bands) for (rate, sigma, bands), steps in together.items())
+    together: Counter[tuple[float, float, int, Cap | None]] = Counter()
+    selected: list[Spent] = []
+    for plan, steps in _distinct_steps(records).values():
+        spent = most_of_one_group(steps.values(), plan.bands, plan.cap)
+        if isinstance(plan, SelectionPlan):
+            selected += _covering_selection(plan, spent)
+            continue
+        for part in spent:
+            together[part.sample_rate, part.noise_multiplier, plan.bands, plan.cap] += part.steps
+    counted = (SubsampledGaussian(rate, sigma, steps, bands, cap) for (rate, sigma, bands, cap), steps in together.items())
+    return (*counted, *selected)
 
 
 def steps_together(records: Iterable[LedgerRecord]) -> int:
@@ -220,13 +240,13 @@ def steps_together(records: Iterable[LedgerRecord]) -> int:
     return sum(len(steps) for _, steps in _distinct_steps(records).values())
 
 
-def _distinct_steps(records: Iterable[LedgerRecord]) -> dict[object, tuple[int, dict[str, tuple[int, Mechanism]]]]:
-    """For each run its bands and its steps: by hash, the step's number and mechanism."""
-    runs: dict[object, tuple[int, dict[str, tuple[int, Mechanism]]]] = {}
+def _distinct_steps(records: Iterable[LedgerRecord]) -> dict[object, tuple[PrivacyPlan, dict[str, tuple[int, Mechanism]]]]:
+    """For each run its plan and its steps: by hash, the step's number and mechanism."""
+    runs: dict[object, tuple[PrivacyPlan, dict[str, tuple[int, Mechanism]]]] = {}
     for position, record in enumerate(records):
         # Two runs of version 0.1 with the same plan have identical lines, so runs without an identifier count separately.
         name = position if record.run is None else record.run
-        _, steps = runs.setdefault((name, record.plan.bands), (record.plan.bands, {}))
+        _, steps = runs.setdefault((name, record.plan.bands, record.plan.cap, type(record.plan)), (record.plan, {}))
         steps.update({link: (number, mechanism) for number, (link, mechanism) in enumerate(record.history)})
     return runs
 

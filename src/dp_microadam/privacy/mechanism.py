@@ -189,7 +189,6 @@ class GaussianMechanism:
         dtype = torch.float64 if wide else torch.float32
         noise = white_noise(sums, ranges, self._randomness, step=step, dtype=dtype)
         if self._correlation is not None:
-            noise = {name: noise[name].to(total.device) for name, total in sums.items()}
             self._correlation.correlate_(noise, step=step)
         return self._added({name: total.detach() for name, total in sums.items()}, ranges, noise)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,11 +17,9 @@ from dp_microadam.errors import InputError, PrivacyWarning
 from dp_microadam.privacy.accounting import (
     ACCOUNTANTS,
     LARGEST_NOISE_MULTIPLIER,
-    SMALLEST_NOISE_MULTIPLIER,
+    Spent,
     SubsampledGaussian,
     epsilon,
-    least_noise_multiplier,
-    most_steps,
 )
 from dp_microadam.privacy.band_choice import (
     DEFAULT_NOISE_MEMORY_GIB,
@@ -32,13 +30,23 @@ from dp_microadam.privacy.band_choice import (
     refuse_bands,
     refuse_memory,
 )
-from dp_microadam.privacy.banded import Floats, NoiseRatios, banded_square_root, noise_ratios
+from dp_microadam.privacy.banded import (
+    Floats,
+    NoiseRatios,
+    banded_square_root,
+    noise_ratios,
+    optimised_coefficients,
+    workload_error,
+)
+from dp_microadam.privacy.renyi import SMALLEST_NOISE_MULTIPLIER
+from dp_microadam.privacy.solving import solve_noise, solve_steps
+from dp_microadam.privacy.truncated import Cap, cap_of, require_room
 from dp_microadam.validation import require_in_open, require_integer, require_one_of, require_positive
 
 UNITS = ("example", "user")
 """Whom a guarantee is for: one example, or one user with all their examples."""
 
-_ONLY_WHERE_UNUSUAL = ("bands", "coefficients", "unit", "examples_per_user")
+_ONLY_WHERE_UNUSUAL = ("bands", "coefficients", "unit", "examples_per_user", "max_batch_size")
 """Fields that are written where they are not the default."""
 
 
@@ -58,10 +66,14 @@ class PrivacyPlan:
     ``dataset_size`` counts users and ``batch_size`` is the expected number of users per step; a step samples users, and the
     gradient of a user is the mean over at most ``examples_per_user`` of their examples, clipped as a whole.
 
+    ``max_batch_size`` is the largest number of examples, or users, in a step; of a larger sample so many are kept at random. ε
+    is larger for it, the more often the cap is reached (``truncated.py`` has the theorem).
+
     Formal guarantees: a run that samples, clips and adds noise as the plan says, for at most ``steps`` steps, is
     (``epsilon``, ``delta``)-differentially private under adding or removing one training example, or one user with all their
     examples, however many, while the others keep their numbers. With correlated noise ε is that of ⌈steps/bands⌉ steps of rate
-    bands·B/N and the same noise multiplier, by the theorem of ``banded.py``.
+    bands·B/N and the same noise multiplier, by the theorem of ``banded.py``. With ``max_batch_size`` it holds for each of the
+    ``dataset_size`` examples or users, compared with the same data without them; it depends on that number, which is public.
 
     >>> plan = PrivacyPlan.solve(dataset_size=45_000, batch_size=4096, delta=1e-5, epsilon=8.0, noise_multiplier=3.0)
     >>> plan.steps
@@ -80,11 +92,13 @@ class PrivacyPlan:
     coefficients: tuple[float, ...] = ()
     unit: str = "example"
     examples_per_user: int | None = None
+    max_batch_size: int | None = None
 
     def __post_init__(self) -> None:
+        require_room(self.max_batch_size, self.batch_size)
         require_unit(self.unit, self.examples_per_user)
         _require_sampling_and_delta(self.dataset_size, self.batch_size, self.delta, self.accountant, self.unit)
-        _require_noise_multiplier(self.noise_multiplier)
+        _require_noise_multiplier(self.noise_multiplier, self.max_batch_size)
         require_integer("steps", self.steps, 1)
         refuse_bands(self.bands, self.dataset_size, self.batch_size)
         if self.bands > self.steps:
@@ -94,8 +108,9 @@ class PrivacyPlan:
         for kind, names in ((int, ("dataset_size", "batch_size", "steps", "bands")), (float, ("noise_multiplier", "delta"))):
             for name in names:
                 object.__setattr__(self, name, kind(getattr(self, name)))
-        if self.examples_per_user is not None:
-            object.__setattr__(self, "examples_per_user", int(self.examples_per_user))
+        for name in ("examples_per_user", "max_batch_size"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, int(getattr(self, name)))
 
     @classmethod
     def solve(
@@ -114,6 +129,7 @@ class PrivacyPlan:
         noise_memory_gib: float = DEFAULT_NOISE_MEMORY_GIB,
         unit: str = "example",
         examples_per_user: int | None = None,
+        max_batch_size: int | None = None,
     ) -> PrivacyPlan:
         """A plan from two of ``epsilon``, ``noise_multiplier`` and ``steps``; the third is solved for.
 
@@ -125,13 +141,15 @@ class PrivacyPlan:
         between steps is limited to ``noise_memory_gib``. ``coefficients`` as
         :func:`~dp_microadam.privacy.banded.optimised_coefficients` returns them replace the banded square root.
 
-        ``unit="user"`` needs ``examples_per_user``; dataset and batch size then count users, and ε is for one user.
+        ``unit="user"`` needs ``examples_per_user``; dataset and batch size then count users, and ε is for one user. With
+        ``max_batch_size`` no step has more examples, or users.
 
         Raises:
             InputError: for a value out of range, or if no plan exists.
         """
         require_unit(unit, examples_per_user)
         _require_sampling_and_delta(dataset_size, batch_size, delta, accountant, unit)
+        require_room(max_batch_size, batch_size)
         given = {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "steps": steps}
         names = [name for name, value in given.items() if value is not None]
         if len(names) != 2:
@@ -141,7 +159,7 @@ class PrivacyPlan:
         if epsilon is not None:
             require_positive("epsilon", epsilon)
         if noise_multiplier is not None:
-            noise_multiplier = _require_noise_multiplier(noise_multiplier)
+            noise_multiplier = _require_noise_multiplier(noise_multiplier, max_batch_size)
         if steps is not None:
             require_integer("steps", steps, 1)
         if delta > 1 / dataset_size:
@@ -154,18 +172,19 @@ class PrivacyPlan:
 
         if isinstance(bands, str):
             most = None if parameters is None else most_bands(require_integer("parameters", parameters, 1), noise_memory_gib)
-            bands = _choose_bands(bands, dataset_size, batch_size, steps, epsilon, delta, accountant, most)
+            bands = _choose_bands(bands, dataset_size, batch_size, steps, epsilon, delta, accountant, most, max_batch_size)
         refuse_bands(bands, dataset_size, batch_size)
         if parameters is not None:
             refuse_memory(bands, parameters, noise_memory_gib)
         sample_rate = bands * batch_size / dataset_size
+        cap = cap_of(max_batch_size, dataset_size, bands)
         if noise_multiplier is None:
             assert epsilon is not None
             assert steps is not None
-            noise_multiplier = _solve_noise(sample_rate, steps, epsilon, delta, accountant, bands)
+            noise_multiplier = solve_noise(sample_rate, steps, epsilon, delta, accountant, bands, cap)
         if steps is None:
             assert epsilon is not None
-            steps = bands * _solve_steps(sample_rate, noise_multiplier, epsilon, delta, accountant)
+            steps = bands * solve_steps(sample_rate, noise_multiplier, epsilon, delta, accountant, cap)
         return cls(
             dataset_size,
             batch_size,
@@ -177,7 +196,37 @@ class PrivacyPlan:
             tuple(coefficients),
             unit=unit,
             examples_per_user=examples_per_user,
+            max_batch_size=max_batch_size,
         )
+
+    def optimised_for(self, *, momentum: float = 0.0, rates: Sequence[float] | None = None) -> PrivacyPlan:
+        """The plan with the coefficients that leave the least noise in the weights of SGD with momentum and a schedule.
+
+        ``rates`` are the learning rates of all steps up to a common factor; None is a constant rate. Noise multiplier, bands
+        and ε stay the same, since ε depends on the norm of the coefficients alone. One band has nothing to optimise.
+        """
+        if self.bands == 1:
+            return self
+        best = optimised_coefficients(self.bands, self.steps, momentum=momentum, rates=rates)
+        return replace(self, coefficients=tuple(best.tolist()))
+
+    def weight_noise(self, *, momentum: float = 0.0, rates: Sequence[float] | None = None) -> float:
+        """The noise in the weights of SGD with momentum and a schedule, relative to that of the banded square root.
+
+        Both have as many bands as the plan, and are root mean squares over its steps. 1 without coefficients of its own.
+        """
+        if not self.coefficients:
+            return 1.0
+        errors = [
+            workload_error(c, self.steps, momentum=momentum, rates=rates)[0]
+            for c in (self.noise_coefficients, banded_square_root(self.bands))
+        ]
+        return math.sqrt(errors[0] / errors[1])
+
+    @property
+    def cap(self) -> Cap | None:
+        """The cap on the units of a step, with the number of units that a step samples from."""
+        return cap_of(self.max_batch_size, self.dataset_size, self.bands)
 
     @property
     def sample_rate(self) -> float:
@@ -201,7 +250,8 @@ class PrivacyPlan:
         """The noise of a single step relative to that of one band with the same ε and steps; 1 for one band."""
         if self.bands == 1:
             return 1.0
-        one = _solve_noise(self.batch_size / self.dataset_size, self.steps, self.epsilon, self.delta, self.accountant)
+        rate, cap = self.batch_size / self.dataset_size, cap_of(self.max_batch_size, self.dataset_size)
+        one = solve_noise(rate, self.steps, self.epsilon, self.delta, self.accountant, cap=cap)
         return self.noise_multiplier / one * self.noise_ratios.single_step
 
     def noise_memory(self, parameters: int) -> int:
@@ -217,9 +267,9 @@ class PrivacyPlan:
         """ε at ``delta`` after the first ``steps`` steps, by default with the plan's own accountant."""
         return epsilon([self.spent_after(steps)], self.delta, accountant or self.accountant)
 
-    def spent_after(self, steps: int) -> SubsampledGaussian:
+    def spent_after(self, steps: int) -> Spent:
         """The first ``steps`` steps, as input for the accountants; with bands, those that sample from the first group."""
-        return SubsampledGaussian(self.sample_rate, self.noise_multiplier, -(-steps // self.bands), self.bands)
+        return SubsampledGaussian(self.sample_rate, self.noise_multiplier, -(-steps // self.bands), self.bands, self.cap)
 
     def noise_deviation(self, sensitivity: float) -> float:
         """Standard deviation of the noise in each coordinate of a privatized mean: σ·S/B.
@@ -235,6 +285,8 @@ class PrivacyPlan:
         values = asdict(self)
         if self.unit == "example":
             del values["unit"], values["examples_per_user"]
+        if self.max_batch_size is None:
+            del values["max_batch_size"]
         if self.bands == 1:
             del values["bands"]
         if not values.pop("coefficients"):
@@ -251,12 +303,12 @@ class PrivacyPlan:
         return cls(**{name: values[name] for name in names if name in values})
 
 
-def _require_noise_multiplier(value: float) -> float:
+def _require_noise_multiplier(value: float, max_batch_size: int | None) -> float:
     require_positive("noise_multiplier", value)
-    if not SMALLEST_NOISE_MULTIPLIER <= value <= LARGEST_NOISE_MULTIPLIER:
-        raise InputError(
-            f"noise_multiplier is {value:g}; it must be from {SMALLEST_NOISE_MULTIPLIER:g} to {LARGEST_NOISE_MULTIPLIER}"
-        )
+    # Where a cap is reached, the sensitivity is twice as large.
+    smallest = SMALLEST_NOISE_MULTIPLIER * (1 if max_batch_size is None else 2)
+    if not smallest <= value <= LARGEST_NOISE_MULTIPLIER:
+        raise InputError(f"noise_multiplier is {value:g}; it must be from {smallest:g} to {LARGEST_NOISE_MULTIPLIER}")
     return float(value)
 
 
@@ -311,6 +363,7 @@ def _choose_bands(
     delta: float,
     accountant: str,
     most: int | None,
+    max_batch_size: int | None,
 ) -> int:
     if word != "auto":
         raise InputError(f"bands is {word!r}; it must be a whole number of at least 1, or 'auto'")
@@ -325,34 +378,8 @@ def _choose_bands(
             delta=delta,
             accountant=accountant,
             most=most,
+            max_batch_size=max_batch_size,
         )
     except LookupError:
         return 1  # for which solving then says what is out of reach
     return best_bands(table)
-
-
-def _solve_noise(sample_rate: float, steps: int, limit: float, delta: float, accountant: str, bands: int = 1) -> float:
-    try:
-        return least_noise_multiplier(sample_rate, -(-steps // bands), limit, delta, accountant)
-    except LookupError:
-        raise InputError(
-            f"no noise_multiplier up to {LARGEST_NOISE_MULTIPLIER} keeps {steps} steps within epsilon {limit} at delta "
-            f"{delta:g}; allow a larger epsilon or delta, or fewer steps"
-        ) from None
-
-
-def _solve_steps(sample_rate: float, noise_multiplier: float, limit: float, delta: float, accountant: str) -> int:
-    try:
-        steps = most_steps(sample_rate, noise_multiplier, limit, delta, accountant)
-    except LookupError:
-        raise InputError(
-            f"epsilon {limit} never runs out with noise_multiplier {noise_multiplier} and sample rate "
-            f"{sample_rate:.3g}; give the number of steps"
-        ) from None
-    if steps == 0:
-        one = epsilon([SubsampledGaussian(sample_rate, noise_multiplier, 1)], delta, accountant)
-        raise InputError(
-            f"noise_multiplier {noise_multiplier} spends epsilon {one:.3g} in its first step, more than {limit} at "
-            f"delta {delta:g}; it must be larger, or the batch smaller"
-        )
-    return steps

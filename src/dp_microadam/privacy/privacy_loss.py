@@ -4,9 +4,8 @@ A step samples from a mixture of Gaussians N(j, σ²) with weights w_j on one da
 and Q the two distributions in either order, the privacy loss is log(dP/dQ) under P. Losses of steps add up, and the
 composition is (ε, δ)-private in that direction for δ(ε) = P(loss infinite) + E[max(0, 1 − exp(ε − loss))].
 
-1. *Discretising.* The noise axis is cut into narrow cells. The mass of each goes to the losses at its two ends, so that the
-   cell keeps its probability under P and under Q; the losses found are moved to a uniform grid in the same way. Such a move
-   only raises δ at every ε ("connect the dots": Doroshenko et al. 2022).
+1. *Discretising.* ``step_loss.py`` cuts the noise axis into narrow cells, whose mass goes to the losses at their ends. These
+   are moved to a uniform grid in the same way, so that P and Q keep their totals.
 2. *Composing.* Convolution by Fourier transform leaves an absolute error of about 1e-16 of the largest probability, which
    would hide a tail of 1e-12. So the distribution is tilted first: each probability is multiplied by exp(θ·loss), with θ
    such that most of the composition's mass lies near ε. Undoing the tilt makes the error small compared with δ.
@@ -28,14 +27,9 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.special import log_ndtr
 
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
+from dp_microadam.privacy.step_loss import UNIT, UNITS_OF_A_PROBABILITY, Floats, PrivacyLoss
 
-# Cells per deviation σ of the noise, about, and Gauss-Legendre nodes in each. Seven nodes integrate a Gaussian over such a cell
-# to full double precision even 37 deviations out.
-_CELLS_PER_DEVIATION = 256
-_NODES, _NODE_WEIGHTS = np.polynomial.legendre.leggauss(7)
-_NODES, _NODE_WEIGHTS = (_NODES + 1) / 2, _NODE_WEIGHTS / 2
+Integers = NDArray[np.int64]
 
 # How many standard deviations of noise are considered: the smallest of these whose tail is negligible over all steps. No
 # more, because a long tail loosens Chernoff's bound, from which tilt and window are chosen.
@@ -58,95 +52,16 @@ _MOST_TILTS = 8
 _TILTS_PER_DOUBLING = 4
 _SMALLEST_TILT, _LARGEST_TILT = -40 * _TILTS_PER_DOUBLING, 50 * _TILTS_PER_DOUBLING
 
-# Rounding. A discretised probability, and an exponential of a sum of terms, are right up to a relative error of this many
-# units; every value of a transform of n = 2^k numbers up to log2(n) times this many, relative to the sum of their magnitudes
-# (each of the log2(n) stages rounds partial sums of them, by less than 4√2 units and the error of a root of unity: Higham
-# 2002, section 24.1); a power z^T up to T times this many.
-_UNIT = 2.0**-53
-_UNITS_OF_A_PROBABILITY = 4000
+# Rounding. An exponential of a sum of terms is as right as a discretised probability; every value of a transform of n = 2^k
+# numbers is right up to log2(n) times this many units, relative to the sum of their magnitudes (each of the log2(n) stages
+# rounds partial sums of them, by less than 4√2 units and the error of a root of unity: Higham 2002, section 24.1); a power z^T
+# up to T times this many.
 _UNITS_OF_A_TRANSFORM = 8
 _UNITS_OF_A_POWER = 64
 
 # Terms below exp of minus this are left out: frequencies of a spectrum, and losses far above ε. A bound on their sum is added.
 _NEGLIGIBLE_LOG = 80.0
 _FAR_ABOVE = 40.0
-
-
-@dataclass(frozen=True, eq=False)
-class PrivacyLoss:
-    """A discrete privacy loss distribution of one step in one direction; it dominates the true one."""
-
-    losses: Floats
-    log_masses: Floats
-    log_infinite: float
-
-
-@lru_cache(maxsize=32)
-def loss_of_one_step(weights: tuple[float, ...], noise_multiplier: float, removed: bool, reach: float) -> PrivacyLoss:
-    """The privacy loss of Σ w_j N(j, σ²) against N(0, σ²) (``removed``), or of N(0, σ²) against it.
-
-    ``weights`` are w₀, w₁, …; a tail as small as that of the normal distribution beyond ``reach`` may be missing. Noise
-    beyond ``reach`` standard deviations counts as an infinite loss on the side of large losses, and is moved up to the
-    smallest loss on the other side.
-
-    Formal guarantees: for every ε the δ of the returned distribution is at least that of the mechanism, up to a relative error
-    of ``_UNITS_OF_A_PROBABILITY`` roundings in each probability.
-    """
-    sigma = noise_multiplier
-    most = len(weights) - 1
-    width = 2.0 ** round(math.log2(sigma / _CELLS_PER_DEVIATION))  # a power of two: the ends of cells are exact
-    last = math.ceil(((most if removed else 0) + reach * sigma) / width)
-    ends: Floats = np.arange(-math.ceil(reach * sigma / width), last + 1, dtype=np.float64) * width
-    count = len(ends) - 1
-    ratios = _log_likelihood_ratios(weights, sigma, ends)
-
-    # In each cell: the distance of its nodes from the end with the smaller loss, 1 − exp(smaller loss − loss) there, and the
-    # same at the other end. Sums of positive terms throughout, so that no digits are lost however small the losses are.
-    origin = slice(None, -1) if removed else slice(1, None)
-    sign = 1.0 if removed else -1.0
-    distances = np.append(_NODES, 1.0) * width
-    changes = np.zeros((count, len(distances)))
-    slopes = np.zeros(count + 1)
-    for j, weight in _components(weights):
-        shares = np.exp(math.log(weight) + j * (2 * ends - j) / (2 * sigma**2) - ratios)
-        slopes += shares * (j / sigma**2)
-        changes += shares[origin, None] * np.expm1(sign * j * distances / sigma**2)
-    drops = changes / (1 + changes) if removed else -changes
-    at_nodes, at_end = drops[:, :-1], drops[:, -1:]
-
-    log_density = -0.5 * ((ends[origin, None] + sign * distances[:-1]) / sigma) ** 2
-    if removed:
-        log_density += ratios[origin, None] + np.log1p(changes[:, :-1])
-    probabilities = np.exp(log_density) * (_NODE_WEIGHTS * width / (sigma * math.sqrt(2 * math.pi)))
-    flat = at_end == 0.0  # both ends have the same loss
-    to_larger = np.where(flat, 1.0, at_nodes / np.where(flat, 1.0, at_end))
-    to_smaller = np.where(flat, 0.0, (at_end - at_nodes) / np.where(flat, 1.0, at_end))
-    masses = np.zeros(count + 1)
-    masses[origin] += (probabilities * to_smaller).sum(axis=1)
-    masses[slice(1, None) if removed else slice(None, -1)] += (probabilities * to_larger).sum(axis=1)
-    log_tail = float(log_ndtr(-reach))
-    masses[0 if removed else -1] += math.exp(log_tail)
-
-    rounding = 16 * _UNIT * (np.abs(ratios) + slopes * (np.abs(ends) + most) + min(1.0, math.fsum(weights[1:])))
-    losses = sign * ratios + rounding
-    kept = masses > 0
-    return PrivacyLoss(losses[kept], np.log(masses[kept]), log_tail + math.log(2))
-
-
-def _components(weights: Sequence[float]) -> list[tuple[float, float]]:
-    return [(float(j), weight) for j, weight in enumerate(weights) if j > 0 and weight > 0]
-
-
-def _log_likelihood_ratios(weights: Sequence[float], sigma: float, at: Floats) -> Floats:
-    """log(Σ w_j exp((2jx − j²)/2σ²)) at each x, with all digits of small values and without overflow."""
-    excess = np.zeros_like(at)
-    logarithm = np.full_like(at, math.log(weights[0]) if weights[0] > 0 else -np.inf)
-    for j, weight in _components(weights):
-        exponents = j * (2 * at - j) / (2 * sigma**2)
-        excess += weight * np.expm1(np.minimum(exponents, 600.0))
-        np.logaddexp(logarithm, math.log(weight) + exponents, out=logarithm)
-    near_one = (weights[0] > 0) & (np.abs(excess) < 0.5)
-    return np.where(near_one, np.log1p(np.where(near_one, excess, 0.0)), logarithm)
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,7 +118,7 @@ def _transform(law: _GridLoss, tilt: float, cells: int) -> _Transform:
     folded = np.bincount((law.indices - shift) % cells, weights=tilted, minlength=cells)
     peak, folded[0] = float(folded[0]), 0.0
     values = peak + np.fft.rfft(folded)
-    error = _UNITS_OF_A_TRANSFORM * _UNIT * math.log2(cells) * float(folded.sum()) + 8 * _UNIT
+    error = _UNITS_OF_A_TRANSFORM * UNIT * math.log2(cells) * float(folded.sum()) + 8 * UNIT
     magnitudes = np.abs(values)
     felt = exponents > -_NEGLIGIBLE_LOG
     largest_term = float(np.max(np.abs(law.log_masses[felt]) + tilt * np.abs(law.indices[felt]) * law.spacing)) + abs(
@@ -212,9 +127,9 @@ def _transform(law: _GridLoss, tilt: float, cells: int) -> _Transform:
     return _Transform(
         log_moment,
         shift,
-        (_UNITS_OF_A_PROBABILITY + len(tilted) + 4 * largest_term) * _UNIT,
-        np.log(np.where(magnitudes > _UNIT, values, _UNIT)),
-        np.log(np.maximum(magnitudes, _UNIT) + error),
+        (UNITS_OF_A_PROBABILITY + len(tilted) + 4 * largest_term) * UNIT,
+        np.log(np.where(magnitudes > UNIT, values, UNIT)),
+        np.log(np.maximum(magnitudes, UNIT) + error),
     )
 
 
@@ -256,7 +171,7 @@ def _epsilon_by_tilt(
             continue
         top += (cells * spacing - reach) / 2
         log_beyond = _log_moments(grids, other) - other * top
-        window = _Window(grids, tilt, cells, math.ceil(top / spacing), infinite + math.exp(log_beyond))
+        window = Window(grids, tilt, cells, math.ceil(top / spacing), infinite + math.exp(log_beyond))
         found = window.epsilon(delta, largest)
         if found is None:
             below *= 4
@@ -266,6 +181,35 @@ def _epsilon_by_tilt(
         if log_folded <= math.log(_FOLDED):
             return found, math.exp(window.log_rounding(found) - math.log(delta))
         log_tilted_tail -= log_folded - math.log(_FOLDED) + 5
+
+
+def window_from_zero(parts: Sequence[tuple[PrivacyLoss, int]], delta: float) -> tuple[Window, float]:
+    """The tilted composition on a window that begins at a loss of at most 0, tilted for ``delta``, and Chernoff's bound on ε.
+
+    Formal guarantees: as of every window, for each ε ≥ 0. Bounds on δ(ε) are close where δ(ε) is not far from ``delta``;
+    everywhere else their absolute error is small.
+
+    Raises:
+        LookupError: if δ(0) is below ``delta``, so that a smaller one is needed.
+    """
+    infinite = sum(steps * math.exp(law.log_infinite) for law, steps in parts)
+    largest, index = _chernoff_epsilon(parts, delta - infinite)
+    if largest <= 0:
+        raise LookupError(f"epsilon is 0 at delta {delta}")
+    tilt = _tilt(index)
+    spacing = _spacing(parts, tilt, largest)
+    while True:
+        grids = [(_on_grid(law, spacing), steps) for law, steps in parts]
+        # Mass above the window is folded down to 0, where undoing the tilt makes it larger: little of it may be left.
+        top, other = _window_top(parts, grids, index, 2 * math.log(_CUT))
+        reach = max(top, -math.log(_CUT * delta) / tilt) + 4 * spacing
+        cells = 2 ** max(6, math.ceil(math.log2(reach / spacing)))
+        if cells <= _MOST_CELLS:
+            break
+        spacing *= 2
+    top += (cells * spacing - reach) / 2
+    beyond = infinite + math.exp(_log_moments(grids, other) - other * top)
+    return Window(grids, tilt, cells, math.ceil(top / spacing), beyond), largest
 
 
 def _window_top(
@@ -288,7 +232,7 @@ def _tilt(index: int) -> float:
 def _log_moments(parts: Sequence[tuple[PrivacyLoss | _GridLoss, int]], tilt: float) -> float:
     """log E[exp(θ·loss)] of the composition, rounded up."""
     moments = [(steps, _log_moment(law, tilt)) for law, steps in parts]
-    return math.fsum(steps * (moment + _UNITS_OF_A_PROBABILITY * _UNIT * (1 + abs(moment))) for steps, moment in moments)
+    return math.fsum(steps * (moment + UNITS_OF_A_PROBABILITY * UNIT * (1 + abs(moment))) for steps, moment in moments)
 
 
 def _log_largest_share(tilt: float) -> float:
@@ -331,7 +275,7 @@ def _spacing(parts: Sequence[tuple[PrivacyLoss, int]], tilt: float, epsilon: flo
     return spacing
 
 
-class _Window:
+class Window:
     """The tilted composition on a window of the grid that ends at index ``top``, with bounds on its errors."""
 
     def __init__(self, grids: Sequence[tuple[_GridLoss, int]], tilt: float, cells: int, top: int, beyond: float) -> None:
@@ -345,8 +289,8 @@ class _Window:
         composed = np.fft.irfft(spectrum, cells)
         total = sum(steps for _, steps in transforms)
         # |z^T − ẑ^T| ≤ (|ẑ| + error)^T − |ẑ|^T, summed over all frequencies
-        misses = np.maximum(-np.expm1(log_values.real - log_bounds), 0.0) + _UNITS_OF_A_POWER * _UNIT * total
-        misses += _UNITS_OF_A_TRANSFORM * _UNIT * math.log2(cells)  # of the inverse transform
+        misses = np.maximum(-np.expm1(log_values.real - log_bounds), 0.0) + _UNITS_OF_A_POWER * UNIT * total
+        misses += _UNITS_OF_A_TRANSFORM * UNIT * math.log2(cells)  # of the inverse transform
         self.error = 2.01 / cells * float(np.sum(np.exp(log_bounds) * misses)) + math.exp(-_NEGLIGIBLE_LOG)
         self.spacing, self.tilt, self.beyond = grids[0][0].spacing, tilt, beyond
         self.bottom = top - cells + 1
@@ -366,9 +310,27 @@ class _Window:
         counted = float(np.sum(inside * np.exp(-tilt * excess) * -np.expm1(-excess)))
         left_out = 1.01 * math.exp(-_FAR_ABOVE) * min(1.0, _FAR_ABOVE / tilt)
         log_counted = math.log(counted + left_out) + self.log_moment - tilt * epsilon
-        rounded = _UNITS_OF_A_PROBABILITY * _UNIT + 8 * _UNIT * (abs(self.log_moment) + tilt * epsilon)
+        rounded = UNITS_OF_A_PROBABILITY * UNIT + 8 * UNIT * (abs(self.log_moment) + tilt * epsilon)
         terms = (log_counted, self.log_rounding(epsilon), math.log(self.beyond))
         return float(np.logaddexp.reduce(terms)) + self.log_factor + rounded
+
+    def deltas(self, epsilons: Floats) -> Floats:
+        """Upper bounds on δ at many ε ≥ 0 at once, for a window from zero.
+
+        δ(ε) = A − exp(ε)·B, where A and B are the sums of p and of p·exp(−loss) over all losses above ε. Both are summed from
+        the far end, and what their difference may lose by rounding is added. No probability is counted as more than 1.
+        """
+        inside = self.probabilities[-self.bottom :]
+        losses = np.arange(len(inside)) * self.spacing
+        with np.errstate(divide="ignore"):
+            masses = np.exp(np.minimum(np.log(inside) + self.log_moment - self.tilt * losses, 0.0))
+        above = [np.append(np.cumsum(terms[::-1])[::-1], 0.0) for terms in (masses, masses * np.exp(-losses))]
+        first = np.minimum(np.floor(epsilons / self.spacing).astype(np.int64) + 1, len(inside))
+        a, b = above[0][first], np.exp(epsilons) * above[1][first]
+        rounded = 8 * UNIT * (abs(self.log_moment) + self.tilt * float(losses[-1]) + len(inside))
+        lost = np.exp(np.minimum(self.log_rounding(0.0) - self.tilt * epsilons, 0.0))
+        found = np.maximum(a - b, 0.0) + rounded * (a + b) + lost + self.beyond
+        return np.minimum(found * math.exp(self.log_factor + UNITS_OF_A_PROBABILITY * UNIT), 1.0)
 
     def log_rounding(self, epsilon: float) -> float:
         """log of the largest change of δ(ε) that errors of all probabilities within their bounds can cause."""

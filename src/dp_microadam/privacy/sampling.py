@@ -13,12 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, TensorDataset, default_collate
 
 from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError, UnreadableExample
 from dp_microadam.privacy.band_choice import refuse_bands
+from dp_microadam.privacy.dropping import Exchange, alone, keep_smallest
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.randomness import Randomness
+from dp_microadam.privacy.truncated import require_room
 from dp_microadam.privacy.units import Units, WeightedRows
 from dp_microadam.validation import require_integer
 
@@ -49,11 +51,17 @@ class PoissonSampler:
     large. With ``units`` users are sampled instead: all sizes but ``physical_batch_size`` count users, and so does the shard;
     chunks are then :class:`~dp_microadam.privacy.units.WeightedRows`.
 
+    ``max_batch_size`` is the largest number of examples, or users, in a step: of a larger sample so many are kept at random. A
+    step of examples then has at most ⌈max_batch_size / physical_batch_size⌉ chunks. The cap is for all processes together; they
+    agree on who is dropped through ``exchange`` (``dropping.py``).
+
     Formal guarantees: each example of the shard is in each step, with several bands in each step of its group and in no other,
     with probability ``bands · batch_size / dataset_size`` (rounded up to a multiple of 2⁻⁵³), independently of all other
     examples and steps, and of how a step is split into chunks. Its group depends on its number alone, not on shards. The union
     of the samples that processes draw from disjoint shards, each with its own randomness, is one Poisson sample. Only the
-    chunks reveal what was drawn; the sampler's length, its representation and its state do not.
+    chunks reveal what was drawn; the sampler's length, its representation and its state do not. With ``max_batch_size`` M, if
+    more than M are sampled, every set of M of them is kept with the same probability (truncated Poisson sampling:
+    ``truncated.py``); groups then count as equally large, the smaller ones with an empty place that may be sampled too.
 
     >>> sampler = PoissonSampler(dataset_size=1000, batch_size=100, steps=3, physical_batch_size=32)
     >>> [step.index for step in sampler]
@@ -74,6 +82,8 @@ class PoissonSampler:
         bands: int = 1,
         randomness: Randomness | None = None,
         units: Units | None = None,
+        max_batch_size: int | None = None,
+        exchange: Exchange = alone,
     ) -> None:
         self.dataset_size = require_integer("dataset_size", dataset_size, 1)
         self.batch_size = require_integer("batch_size", batch_size, 1)
@@ -84,6 +94,9 @@ class PoissonSampler:
             )
         refuse_bands(bands, dataset_size, batch_size)
         self.bands = bands
+        require_room(max_batch_size, batch_size)
+        self.max_batch_size = max_batch_size
+        self._exchange = exchange
         self.steps = require_integer("steps", steps, 0)
         self.first_step = require_integer("first_step", first_step, 0, steps)
         if physical_batch_size is None:
@@ -114,6 +127,7 @@ class PoissonSampler:
         shard: range | None = None,
         randomness: Randomness | None = None,
         units: Units | None = None,
+        exchange: Exchange = alone,
     ) -> PoissonSampler:
         """The sampler that ``plan`` accounts for; it ends at the plan's last step."""
         if (plan.unit == "user") != (units is not None):
@@ -128,6 +142,8 @@ class PoissonSampler:
             bands=plan.bands,
             randomness=randomness,
             units=units,
+            max_batch_size=plan.max_batch_size,
+            exchange=exchange,
         )
 
     @property
@@ -149,9 +165,23 @@ class PoissonSampler:
         group = step % self.bands
         # Members of the group within the shard, numbered within the group: member j is example group + j·bands.
         first, end = (-((group - edge) // self.bands) for edge in (self.shard.start, self.shard.stop))
+        if self.max_batch_size is not None and self.shard and self.shard.stop == self.dataset_size:
+            end = -(-self.dataset_size // self.bands)  # the empty place of a smaller group
         uniforms = self._randomness.uniforms("sampling", step, end - first, first=first)
-        chosen = group + self.bands * (first + np.flatnonzero(uniforms < self.sample_rate))
+        sampled = np.flatnonzero(uniforms < self.sample_rate)
+        if self.max_batch_size is not None:
+            sampled = self._within_cap(sampled, step, first, end)
+        chosen = group + self.bands * (first + sampled)
+        chosen = chosen[chosen < self.dataset_size]
         return self._in_chunks(chosen, step) if len(chosen) else ()
+
+    def _within_cap(self, sampled: NDArray[np.int64], step: int, first: int, end: int) -> NDArray[np.int64]:
+        """Those of the sampled members first … end − 1 of a group that are kept."""
+        assert self.max_batch_size is not None
+        if self._exchange is alone and len(sampled) <= self.max_batch_size:
+            return sampled
+        priorities = self._randomness.uniforms("dropping", step, 2 * (end - first), first=2 * first).reshape(-1, 2)
+        return sampled[keep_smallest(priorities[sampled], self.max_batch_size, self._exchange)]
 
     def _in_chunks(self, chosen: NDArray[np.int64], step: int) -> tuple[Any, ...]:
         """The chosen examples, or what the chosen users bring, in parts that fit in memory."""
@@ -180,9 +210,7 @@ class PoissonSampler:
         if not loader_options.get("in_order", True):
             raise InputError("in_order is False; it must be True, because chunks of different steps would be mixed")
         if isinstance(data, DataLoader):
-            raise InputError(
-                "data is a DataLoader, which chooses its own batches; pass its dataset instead, which is sampled here"
-            )
+            raise InputError(_why_no_loader(data))
         if isinstance(data, TensorDataset) and collate_fn is default_collate:
             data = data.tensors
         tensors = _tensors_of(data)
@@ -241,6 +269,7 @@ class PoissonSampler:
 
     def __repr__(self) -> str:
         cyclic = f"bands={self.bands}, " if self.bands > 1 else ""
+        cyclic += "" if self.max_batch_size is None else f"max_batch_size={self.max_batch_size}, "
         return (
             f"PoissonSampler(dataset_size={self.dataset_size}, batch_size={self.batch_size}, steps={self.steps}, "
             f"physical_batch_size={self.physical_batch_size}, {cyclic}randomness={self._randomness.description!r})"
@@ -299,6 +328,17 @@ def _weighted(chunks: Iterable[Any], batches: Iterator[Any]) -> Iterator[Any]:
     """The batches that were read for these chunks, those of users with the weights of their rows."""
     for batch, chunk in zip(batches, chunks, strict=True):
         yield WeightedRows(batch, chunk.weights) if isinstance(chunk, WeightedRows) else batch
+
+
+def _why_no_loader(loader: DataLoader[Any]) -> str:
+    sampler = loader.sampler
+    if isinstance(sampler, SequentialSampler | RandomSampler) or loader.batch_size is None:
+        return "data is a DataLoader, which chooses its own batches; pass its dataset instead, which is sampled here"
+    return (
+        f"data is a DataLoader with a {type(sampler).__name__}; ε is computed for equal sample rates (it would be that of "
+        "whoever is drawn most often, and the expected batch size would tell how many there are of each kind), so pass its "
+        "dataset instead, and give some examples more weight in the loss"
+    )
 
 
 def _about_an_example(error: DPMicroAdamError) -> DPMicroAdamError:

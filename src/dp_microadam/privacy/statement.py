@@ -15,6 +15,8 @@ from typing import Any
 from dp_microadam.durable_files import write_text_durably
 from dp_microadam.privacy.accounting import group_epsilon
 from dp_microadam.privacy.ledger import LedgerRecord
+from dp_microadam.privacy.meaning import meaning, meaning_in_words, round_up_to
+from dp_microadam.privacy.selection_plan import SelectionPlan
 from dp_microadam.validation import require_integer
 
 PRIVACY_NAME = "privacy.json"
@@ -34,6 +36,10 @@ OUTSIDE_THE_GUARANTEE = (
     "how the data was split and prepared before training",
     "whether training data could be processed at all: a run that stops with an error says so",
     "attacks on floating-point arithmetic; noise from a cryptographic stream (secure) mitigates them without proof",
+)
+
+OUTSIDE_A_SELECTION = (
+    "other runs of the search and how many there were, which must stay unknown; how long it took suggests their number",
 )
 
 _ACCOUNTANT_NAMES = {
@@ -109,6 +115,19 @@ def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, An
             "sample_rate": plan.sample_rate,
             "noise_multiplier": plan.noise_multiplier,
         }
+    report["meaning"] = meaning(record.spent, plan.delta)
+    if plan.max_batch_size is not None:
+        report["neighbouring_relation"] += f"; the larger of the two has the {plan.dataset_size} units of the plan"
+        report["sampling"]["kind"] += ", truncated"
+        report["sampling"]["max_batch_size"] = plan.max_batch_size
+    if isinstance(plan, SelectionPlan):
+        report["selection"] = {
+            "distribution_of_runs": plan.repetitions.name,
+            "expected_runs": plan.expected_runs,
+            "shape": plan.runs_shape,
+            "epsilon_of_one_run": plan.single_run.epsilon_after(record.steps),
+        }
+        report["outside_the_guarantee"] += OUTSIDE_A_SELECTION
     if record.phases:
         report["phases"] = dict(record.phases)
     if record.processes:
@@ -173,9 +192,13 @@ def statement_parts(report: dict[str, Any]) -> tuple[str, list[tuple[str, str]],
         ("Public by declaration", "; ".join(report["public_by_declaration"])),
         ("Versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())),
     ]
+    lines[1:1] = meaning_in_words(report["meaning"], report["delta"]) if "meaning" in report else []
     if "composition" in report:
         position = next(i for i, (name, _) in enumerate(lines) if name == "Noise")
         lines.insert(position + 1, ("Correlation", _correlation_in_words(report)))
+    if "selection" in report:
+        position = next(i for i, (name, _) in enumerate(lines) if name == "Steps")
+        lines.insert(position + 1, ("Selection", _selection_in_words(report["selection"])))
     if "phases" in report:
         taken = ", ".join(f"{name} {steps}" for name, steps in report["phases"].items())
         position = next(i for i, (name, _) in enumerate(lines) if name == "Steps")
@@ -194,6 +217,8 @@ def unit_of(report: Mapping[str, Any]) -> str:
 def _sampling_in_words(sampling: Mapping[str, Any], unit: str) -> str:
     rest = f"with probability {sampling['sample_rate']:.6g}, independently; {sampling['expected_batch_size']} expected per step"
     size, groups = sampling["dataset_size"], sampling.get("groups", 1)
+    if "max_batch_size" in sampling:
+        rest += f" and {sampling['max_batch_size']} at most: of more, so many are kept at random, and ε accounts for it"
     if groups == 1:
         words = f"each of {size} {unit}s in each step {rest}"
     else:
@@ -202,6 +227,15 @@ def _sampling_in_words(sampling: Mapping[str, Any], unit: str) -> str:
     most = sampling.get("examples_per_user")
     return (
         words if most is None else f"{words}; of each, at most {most} examples, drawn anew in every step, enter as their mean"
+    )
+
+
+def _selection_in_words(selection: Mapping[str, Any]) -> str:
+    """What a search did, and that ε covers it."""
+    return (
+        f"the best of a random number of such runs ({selection['distribution_of_runs']}, {selection['expected_runs']:g} "
+        "expected), each with hyperparameters drawn from a public list; ε covers the choice, as nothing of the other runs is "
+        f"published; one run without a choice would have spent ε = {round_up(selection['epsilon_of_one_run'])}"
     )
 
 
@@ -243,7 +277,7 @@ def _groups_in_words(report: dict[str, Any]) -> str:
     if size == 1:
         return "not computed; a person with several examples is protected less, set a group size to see how much"
     epsilon = round_up(report["group_epsilon"])
-    how = "general group privacy" if "composition" in report else "privacy loss distribution"
+    how = "general group privacy" if {"composition", "selection"} & report.keys() else "privacy loss distribution"
     group = f"up to {size} users together" if users else f"a person with up to {size} examples"
     return f"{group}: ε = {epsilon} at δ = {report['delta']:g}, by {how}"
 
@@ -269,6 +303,4 @@ def round_up(epsilon: float, digits: int = 2) -> str:
     """
     if not math.isfinite(epsilon):
         return str(epsilon)
-    scaled = epsilon * 10**digits
-    whole = round(scaled) if math.isclose(scaled, round(scaled), rel_tol=1e-12) else math.ceil(scaled)
-    return f"{whole / 10**digits:.{digits}f}"
+    return f"{round_up_to(epsilon, digits):.{digits}f}"

@@ -201,7 +201,7 @@ class _Hash:
         described = f"{tuple(array.shape)} {array.dtype}"
         if size > _WHOLE and array.ndim:
             rows = np.unique(np.linspace(0, len(array) - 1, min(len(array), _ROWS)).astype(np.int64))
-            array = array[torch.from_numpy(rows).to(array.device)] if isinstance(array, Tensor) else array[rows]
+            array = array[torch.from_numpy(rows)] if isinstance(array, Tensor) else array[rows]
         return _joined(described, _bytes(array))
 
 

@@ -88,6 +88,10 @@ class Ranks:
         """Whether ``flag`` is true on any rank."""
         return flag
 
+    def gather(self, value: Answer) -> list[Answer]:
+        """The values of all ranks, in their order. It may be called within :meth:`together`."""
+        return [value]
+
     def from_main(self, work: Callable[[], Answer]) -> Answer:
         """Call ``work`` on rank 0 only; all ranks return its result, or raise its error."""
         return work()
@@ -151,6 +155,14 @@ class TorchRanks(Ranks):
         with _heard():
             dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=self._messages)
         return bool(raised)
+
+    def gather(self, value: Answer) -> list[Answer]:
+        with self.together():  # a rank that failed before is noticed here: all ranks meet in the same operation
+            pass
+        values: list[Any] = [None] * self.world_size
+        with _heard():
+            dist.all_gather_object(values, value, group=self._messages)
+        return values
 
     def from_main(self, work: Callable[[], Answer]) -> Answer:
         value, error = self._outcome(work) if self.main else (None, None)
@@ -322,7 +334,7 @@ def checksum(tensor: Tensor) -> Tensor:
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = tensor.detach().contiguous().view(-1).view(integers[tensor.element_size()])
     weights = torch.arange(min(len(bits), _CHECKSUM_CHUNK), device=tensor.device).mul_(2).add_(1)
-    found = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    found = torch.zeros((), dtype=torch.int64)  # a number, which takes the device of what is added to it
     for part in bits.split(_CHECKSUM_CHUNK):
         found = found * 31 + (part * weights[: len(part)]).sum()
     return found

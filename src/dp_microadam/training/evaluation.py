@@ -23,6 +23,28 @@ def class_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(inputs), labels, reduction="none")
 
 
+def weighted_class_loss(weights: Sequence[float]) -> PerExample:
+    """Cross-entropy of each example times the weight of its class, in training; in evaluation mode it is :func:`class_loss`.
+
+    Formal guarantees: none are needed. A weight multiplies an example's loss, and so its gradient, before that is clipped: the
+    example adds at most the clipping norm to the sum, whatever its weight. The weights themselves must be public numbers. Ones
+    that are computed from the labels of the training data, such as one over the size of each class, would reveal those sizes.
+    """
+    table = torch.tensor(weights)
+    tables: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # copied to a device once: every copy waits for it
+
+    def weighted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        losses = class_loss(model, batch)
+        if not model.training:
+            return losses
+        place = losses.device, losses.dtype
+        if place not in tables:
+            tables[place] = table.to(losses)
+        return losses * tables[place][batch[1]]
+
+    return weighted
+
+
 def class_hits(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """1 for each example whose most likely class is its label, else 0."""
     inputs, labels = batch

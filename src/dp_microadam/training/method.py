@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -16,7 +17,7 @@ from dp_microadam.optimizers.micro_adam import MicroAdam
 from dp_microadam.training.gradients import set_gradients
 from dp_microadam.training.masked_rows import freeze_other_rows
 
-_DIVIDE_BY_GRADIENT_SIZE = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, MicroAdam)
+_DIVIDE_BY_GRADIENT_SIZE = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop)
 
 GRADIENTS = "gradients"
 ROW_NORMS = "row norms"
@@ -46,6 +47,9 @@ class Steps(Protocol):
 
     @property
     def examples_per_user(self) -> int | None: ...
+
+    @property
+    def max_batch_size(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -170,9 +174,14 @@ class Method:
         """Called once with the noise of a single step relative to one band with the same ε: 1 for a plan without bands.
 
         Optimizers that divide by the size of single noisy gradients step less by that factor, although the noise of sums is
-        smaller; their learning rate is multiplied by it, so that a rate chosen for one band serves any number.
+        smaller; their learning rate is multiplied by it, so that a rate chosen for one band serves any number. MicroAdam's
+        by its square root: what it selects is the sum of about a hundred steps, where most of the noise has cancelled, and
+        the size of a step does not depend on that of the sum.
         """
-        self.rate_for_noise = growth if isinstance(self.optimizer, _DIVIDE_BY_GRADIENT_SIZE) else 1.0
+        if isinstance(self.optimizer, MicroAdam):
+            self.rate_for_noise = math.sqrt(growth)
+        else:
+            self.rate_for_noise = growth if isinstance(self.optimizer, _DIVIDE_BY_GRADIENT_SIZE) else 1.0
 
     def refuse_data(self, train: Any) -> None:
         """Raise an InputError if the method cannot be used with this training data. Must not read its examples."""

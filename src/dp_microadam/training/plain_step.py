@@ -11,6 +11,7 @@ from torch import Tensor
 from dp_microadam.clipping.row_norms import ClippedRowNorms
 from dp_microadam.privacy.plan import require_unit
 from dp_microadam.privacy.statement import write_privacy_report
+from dp_microadam.privacy.truncated import require_room
 from dp_microadam.training.gradients import GradientSums, UnclippedGradients
 from dp_microadam.training.method import ROW_NORMS, Phase
 from dp_microadam.training.training_data import TrainingData
@@ -32,9 +33,11 @@ class UnprotectedPlan:
     steps: int
     unit: str = "example"
     examples_per_user: int | None = None
+    max_batch_size: int | None = None
 
     def __post_init__(self) -> None:
         require_unit(self.unit, self.examples_per_user)
+        require_room(self.max_batch_size, self.batch_size)
 
     @property
     def bands(self) -> int:

@@ -67,7 +67,7 @@ class Progress:
             self._bar.update(self._task, completed=done, spent=self._spent(done), rate=self._rate_in_words())
         else:
             left = (self._total - done) * (now - self._begin) / max(1, done - self._first)
-            self.say(f"step {done} of {self._total} · {self._spent(done)} · {self._rate_in_words()} · {_clock(left)} left")
+            self.say(f"step {done} of {self._total} · {self._spent(done)} · {self._rate_in_words()} · {clock(left)} left")
 
     def say(self, text: str) -> None:
         """Print one line for the user."""
@@ -94,9 +94,9 @@ def tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     """
-    >>> _clock(3725)
+    >>> clock(3725)
     '1:02:05'
     """
     whole = int(seconds)

@@ -13,6 +13,9 @@ from dp_microadam.privacy.ledger import LEDGER_NAME, discard_unspent, read_ledge
 from dp_microadam.privacy.statement import privacy_report
 
 CONFIG = "config.toml"
+SELECTION = "selection.json"
+"""In the folder of a run that a search published: what the search declared, and which hyperparameters it chose."""
+DECLARATION = "declaration.json"
 METRICS = "metrics.jsonl"
 LOG = "log.txt"
 CURVES = "curves.png"
@@ -34,12 +37,40 @@ def refuse_existing(path: Path) -> None:
     """Check that a new run can begin in ``path``.
 
     Raises:
-        InputError: if ``path`` exists, unless it is an empty folder or the folder of a run that never trained.
+        InputError: if ``path`` exists, unless it is an empty folder or the folder of a run that never trained; or if a search
+            will publish there.
     """
+    if (search_folder(path) / DECLARATION).exists():
+        raise InputError(
+            f"run_dir is {str(path)!r}, where a search will publish its best run; use a new folder, or go on with the search: "
+            f"dp-microadam resume {path}"
+        )
     if path.exists() and (not path.is_dir() or any(path.iterdir())) and not never_trained(path):
         raise InputError(
             f"run_dir is {str(path)!r}, which exists already; use a new folder, or go on with: {how_to_go_on(path)}"
         )
+
+
+def search_folder(path: Path) -> Path:
+    """The folder in which a search keeps its runs until it publishes the best one as ``path``."""
+    return path.with_name(f"{path.name}.unpublished")
+
+
+def declared_search(path: Path) -> str | None:
+    """The recipe of a search that will publish its best run as ``path``; None if there is no such search.
+
+    Raises:
+        InputError: if the search was started from Python.
+    """
+    declaration = search_folder(path) / DECLARATION
+    if not declaration.is_file():
+        return None
+    config: str | None = json.loads(declaration.read_text(encoding="utf-8"))["config"]
+    if config is None:
+        raise InputError(
+            f"run is {str(path)!r}, where a search from Python will publish; go on with it there: call fit of the same search"
+        )
+    return config
 
 
 def never_trained(path: Path) -> bool:

@@ -50,6 +50,12 @@ class Schedule:
             return (1 + math.cos(math.pi * progress)) / 2
         return 1 - progress if self.shape == "linear" else 1.0
 
+    def all_factors(self) -> list[float] | None:
+        """The factors of all steps, for coefficients of correlated noise that suit them; None if all are 1."""
+        if self.shape == "constant" and not self.warmup_steps:
+            return None
+        return [self.factor(step) for step in range(self.steps)]
+
 
 class LearningRates:
     """Sets an optimizer's learning rates during a run, and restores them afterwards.

@@ -144,6 +144,16 @@ class PrivateTrainer:
         return self.step.stamp
 
     @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Names of the metrics on validation data."""
+        return self._validate.names
+
+    @property
+    def shows_private_metrics(self) -> bool:
+        """Whether metrics of training batches are shown, which are outside the guarantee."""
+        return self._shows_private_metrics
+
+    @property
     def finished(self) -> bool:
         """Whether all steps are taken and the final checkpoint is written."""
         return not self.step.remaining and self.step.position == self._saved_position

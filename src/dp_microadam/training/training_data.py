@@ -57,7 +57,10 @@ class Loading:
         require_integer("physical_batch_size", self.physical_batch_size, 1)
         require_integer("num_workers", self.num_workers, 0)
         for name in _NOT_A_LOADERS_CHOICE & self.loader_options.keys():
-            raise InputError(f"loader_options has {name!r}, but which examples form a batch is decided by the plan; remove it")
+            weigh = ", and give some examples more weight in the loss instead" if "sampler" in name else ""
+            raise InputError(
+                f"loader_options has {name!r}, but which examples form a batch is decided by the plan; remove it{weigh}"
+            )
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Loading:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_microadam.errors import InputError
+from dp_microadam.privacy.dropping import alone
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.randomness import Randomness
 from dp_microadam.privacy.sampling import PoissonSampler
@@ -246,6 +247,8 @@ class TrainingStep(ABC):
             bands=self.plan.bands,
             randomness=self._randomness,
             units=self._units,
+            max_batch_size=self.plan.max_batch_size,
+            exchange=alone if self.ranks.world_size == 1 else lambda own: (self.ranks.gather(own), self.ranks.rank),
         )
 
     def shares_examples(self, data: Any) -> bool:

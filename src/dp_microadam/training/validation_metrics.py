@@ -30,6 +30,12 @@ class ValidationMetrics:
         self._average = average
         self._ranks = ranks
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the metrics."""
+        prefixes = ("validation",) if self._average is None else ("validation", "ema_validation")
+        return tuple(f"{prefix}_{name}" for prefix in prefixes for name in self._measures)
+
     def __call__(self, data: Any) -> dict[str, float]:
         """Means over ``data``, the same on every rank; empty if ``data`` is None."""
         if data is None:

@@ -7,15 +7,17 @@ import pytest
 import torch
 
 from dp_microadam.clipping import engine as engine_module
+from dp_microadam.clipping.batches import select
 from dp_microadam.clipping.embedding import EmbeddingCall
 from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.clipping.rule import PartsCall
-from dp_microadam.privacy import accounting, randomness
+from dp_microadam.privacy import accounting, randomness, sampling
 from dp_microadam.privacy.correlated_noise import CorrelatedNoise
 from dp_microadam.privacy.ledger import LedgerRecord, PrivacyLedger
 from dp_microadam.privacy.mechanism import GaussianMechanism
 from dp_microadam.privacy.randomness import Randomness
 from dp_microadam.privacy.sampling import PoissonSampler
+from dp_microadam.privacy.units import Units
 
 
 def no_noise(patch):
@@ -61,6 +63,58 @@ def norms_without_embeddings(patch):
 
 def non_finite_examples_kept(patch):
     patch.setattr(PartsCall, "remove", lambda self, rows: None)
+
+
+def clipping_per_example_of_a_user(patch, *, mean=False):
+    """Each example of a user is clipped by itself, and the clipped ones are added up, or averaged."""
+    original = ClippedGradients.accumulate
+
+    def accumulate(self, batch, weights=None):
+        if weights is None:
+            return original(self, batch)
+        for user, own in enumerate(weights):
+            for column, weight in enumerate(own.tolist()):
+                if weight:
+                    before = {name: total.clone() for name, total in self.sums.items()}
+                    row = torch.tensor([user * len(own) + column])
+                    original(self, select(batch, row))
+                    for name, total in self.sums.items():
+                        total.copy_(before[name] + (weight if mean else 1.0) * (total - before[name]))
+        return torch.zeros(len(weights))
+
+    patch.setattr(ClippedGradients, "accumulate", accumulate)
+
+
+def same_examples_of_a_user(patch):
+    """Of a user with many examples the first k are taken in every step."""
+    patch.setattr(Randomness, "uniforms", _ascending(Randomness.uniforms))
+
+
+def _ascending(original):
+    def uniforms(self, purpose, step, count, *, first=0):
+        drawn = original(self, purpose, step, count, first=first)
+        return np.arange(count) / (count + 1) if purpose == "examples of users" else drawn
+
+    return uniforms
+
+
+def more_examples_of_a_user(patch):
+    """Users bring one example more than the plan says."""
+    original = Units.__init__
+    patch.setattr(Units, "__init__", lambda self, users, most: original(self, users, most + 1))
+
+
+def users_drawn_by_their_examples(patch):
+    """A user takes part if any of their examples is drawn, as when examples are sampled and then gathered."""
+
+    def batches(self, users, step, randomness, physical_batch_size):
+        sizes = np.diff(self._offsets)
+        missed = 1 - len(users) / len(self)
+        taken = np.flatnonzero(np.random.default_rng().random(len(self)) > missed**sizes)
+        return original(self, taken, step, randomness, physical_batch_size)
+
+    original = Units.batches
+    patch.setattr(Units, "batches", batches)
 
 
 def half_the_sensitivity(patch):
@@ -207,8 +261,8 @@ def noise_per_chunk(patch, *, deviation, chunks):
     no_noise(patch)
     original = ClippedGradients.accumulate
 
-    def accumulate(self, batch):
-        norms = original(self, batch)
+    def accumulate(self, batch, weights=None):
+        norms = original(self, batch, weights)
         if len(norms):
             for total in self.sums.values():
                 total += deviation / chunks * torch.randn_like(total)
@@ -233,8 +287,8 @@ def division_by_the_realised_batch(patch):
     accumulate, mean = ClippedGradients.accumulate, GaussianMechanism.mean
     seen = []
 
-    def count(self, batch):
-        norms = accumulate(self, batch)
+    def count(self, batch, weights=None):
+        norms = accumulate(self, batch, weights)
         seen.append(len(norms))
         return norms
 
@@ -298,6 +352,26 @@ def groups_by_place_in_the_order_of_another_run(patch):
     patch.setattr(PoissonSampler, "draw", draw)
 
 
+def last_ones_dropped(patch):
+    """Of a sample that exceeds the cap, those with the smallest numbers are kept."""
+    patch.setattr(sampling, "keep_smallest", lambda own, most, exchange: np.arange(len(own)) < most)
+
+
+def cap_ignored(patch):
+    patch.setattr(PoissonSampler, "_within_cap", lambda self, sampled, step, first, end: sampled)
+
+
+def cap_not_accounted(patch):
+    """Samples are cut to the cap, but ε is that of Poisson sampling."""
+    original = LedgerRecord.epsilon
+
+    def epsilon(self, *arguments, **options):
+        spent = tuple(dataclasses.replace(part, cap=None) for part in self.spent)
+        return original(dataclasses.replace(self, spent=spent), *arguments, **options)
+
+    patch.setattr(LedgerRecord, "epsilon", epsilon)
+
+
 def groups_ignored(patch):
     """Every step takes from all examples, with the rate that is meant for one group."""
     rate = PoissonSampler.sample_rate.fget
@@ -333,8 +407,15 @@ FAULTS = {
     "groups that do not match bands": groups_that_do_not_match_bands,
     "groups that change": groups_by_place_in_the_order_of_another_run,
     "groups ignored": groups_ignored,
+    "the last ones dropped": last_ones_dropped,
+    "the cap ignored": cap_ignored,
+    "a cap that is not accounted": cap_not_accounted,
     "a chain restarted every step": chain_restarted_every_step,
     "noise that is not correlated": noise_not_correlated,
+    "clipping per example of a user": clipping_per_example_of_a_user,
+    "the same examples of a user": same_examples_of_a_user,
+    "more examples of a user": more_examples_of_a_user,
+    "users drawn by their examples": users_drawn_by_their_examples,
     "no noise": no_noise,
     "no clipping": no_clipping,
     "a blind start-up check": blind_start_up_check,

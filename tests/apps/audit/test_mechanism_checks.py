@@ -12,6 +12,7 @@ import torch
 
 from dp_microadam.apps.audit.accounting_checks import accounting_checks, gaussian_epsilon
 from dp_microadam.apps.audit.band_checks import banded_noise_checks, group_checks
+from dp_microadam.apps.audit.cap_checks import capped_epsilon_check, dropping_checks
 from dp_microadam.apps.audit.check import Check, count_range, mean_square_range, range_in_words, refused, together
 from dp_microadam.apps.audit.clipping_checks import family_check
 from dp_microadam.apps.audit.layer_families import FAMILIES
@@ -19,6 +20,7 @@ from dp_microadam.apps.audit.mechanism_checks import CheckSizes, check_mechanism
 from dp_microadam.apps.audit.noise_checks import DELTA, NOISE_MULTIPLIER, NoiseStatistics, published_noise, seed_check
 from dp_microadam.apps.audit.sampling_checks import drawing_checks, published_sample_checks, sampler_checks
 from dp_microadam.apps.audit.suite import PROFILES
+from dp_microadam.apps.audit.user_checks import contribution_checks, drawn_user_checks
 
 FEW_STEPS = 12
 """Of runs whose noise is looked at: more than one in ten."""
@@ -105,6 +107,34 @@ def test_it_catches_tails_that_a_generator_of_16_bits_cuts_off(plant):
     assert "tails" in failed(noise_checks(PROFILES["quick"].checks.noise_steps))
 
 
+@pytest.mark.parametrize(
+    ("fault", "options", "caught"),
+    [
+        ("the same examples of a user", {}, {"users: each example", "users: drawn anew"}),
+        ("more examples of a user", {}, {"users: at most k"}),
+        ("users drawn by their examples", {}, {"users: sample rate", "users: examples"}),
+    ],
+)
+def test_it_catches_in_what_users_bring(plant, fault, options, caught):
+    plant(fault, **options)
+    assert caught <= failed(drawn_user_checks(20))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mean", [False, True])
+def test_it_catches_examples_of_a_user_that_are_clipped_one_by_one(plant, mean):
+    plant("clipping per example of a user", mean=mean)
+    assert failed(contribution_checks(4)) == {"users: contributions"}
+
+
+@pytest.mark.parametrize("name", ["linear with bias", pytest.param("per-layer clipping", marks=pytest.mark.slow)])
+def test_it_catches_users_whose_examples_are_clipped_one_by_one_in_the_families(plant, name):
+    plant("clipping per example of a user", mean=True)
+    found = family_check(family(name))
+    assert found.violated
+    assert found.detail == "distance from the sum of users' clipped mean gradients"
+
+
 @pytest.mark.parametrize("bits", [16, 20])
 def test_it_catches_short_seeds(plant, bits):
     """By the birthday paradox: of 6,000 draws from 2²⁰ seeds no two are equal with probability exp(−17)."""
@@ -173,6 +203,25 @@ def test_it_catches_in_the_groups_of_bands(plant, fault, options, caught):
 @pytest.mark.parametrize(
     ("fault", "options", "caught"),
     [
+        ("the last ones dropped", {}, {"cap: who is dropped"}),
+        ("the cap ignored", {}, {"cap: largest batch"}),
+        ("a larger rate", {"factor": 1.3}, {"cap: full steps"}),
+    ],
+)
+def test_it_catches_in_who_is_dropped_under_a_cap(plant, fault, options, caught):
+    plant(fault, **options)
+    assert caught <= failed(dropping_checks(500))
+
+
+@pytest.mark.slow
+def test_it_catches_a_cap_that_is_not_accounted(plant):
+    plant("a cap that is not accounted")
+    assert capped_epsilon_check().violated
+
+
+@pytest.mark.parametrize(
+    ("fault", "options", "caught"),
+    [
         ("a chain restarted every step", {}, {"bands: variance", "bands: related noise"}),
         ("noise that is not correlated", {}, {"bands: related noise"}),
         ("slightly less noise", {"factor": 0.99}, {"bands: variance"}),
@@ -230,7 +279,7 @@ def test_a_pipeline_that_refuses_to_run_fails_its_checks_and_the_rest_goes_on(pl
     plant("no clipping")
     checks = check_mechanisms(CheckSizes(sampler_steps=2, sampled_steps=2, noise_steps=2, draws=10))
     refusals = {check.name for check in checks if check.part == "pipeline" and check.violated}
-    assert refusals == {"published samples", "published noise", "bands"}
+    assert refusals == {"published samples", "published noise", "bands", "cap"}
     assert {"sampler: sample rate", "seeds"} <= {check.name for check in checks} - failed(checks)
 
 

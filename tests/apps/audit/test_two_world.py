@@ -10,7 +10,7 @@ import torch
 
 from dp_microadam import ClippedGradients, GaussianMechanism, PrivacyPlan, Randomness
 from dp_microadam.apps.audit.canaries import by_canary, canary_batch, canary_loss
-from dp_microadam.apps.audit.probes import BANDS, COMPOSITION, NOISE, SAMPLING
+from dp_microadam.apps.audit.probes import BANDS, COMPOSITION, NOISE, SAMPLING, USERS
 from dp_microadam.apps.audit.suite import PROFILES, audit_experiment, audit_pipeline
 from dp_microadam.apps.audit.two_world import DIRECTIONS, Probe, audit_two_worlds, strength
 from dp_microadam.errors import InputError
@@ -80,6 +80,23 @@ def test_it_catches_groups_that_do_not_match_the_bands(plant):
     """Everybody in every step of two bands: the two participations share a row, and add up there."""
     plant("groups ignored")
     assert audit(BANDS, 1500)["correlated noise"].violated
+
+
+@pytest.mark.slow
+def test_it_catches_examples_of_a_user_that_are_clipped_one_by_one(plant):
+    """Three examples that pull the same way, each clipped by itself, weigh three times the clipping norm."""
+    plant("clipping per example of a user")
+    assert audit(USERS, 400)["users"].violated
+
+
+@pytest.mark.slow
+def test_honest_users_pass_and_the_attack_on_them_is_as_strong_as_on_examples():
+    finding = audit(USERS, 1500)["users"]
+    assert not finding.violated
+    assert finding.claim == pytest.approx(NOISE.claim(NOISE.probes[0]))
+    assert finding.bound > 0.1
+    assert finding.scores_with.mean() - finding.scores_without.mean() == pytest.approx(1, abs=0.15)
+    assert finding.scores_without.std() == pytest.approx(0.6, rel=0.15)
 
 
 @pytest.mark.slow

@@ -8,6 +8,8 @@ import pytest
 
 from dp_microadam import PrivacyPlan
 from dp_microadam.apps.command_line.cli import main
+from dp_microadam.privacy.meaning import meaning, percent
+from dp_microadam.privacy.statement import round_up
 
 CIFAR = ["--dataset-size", "45000", "--batch-size", "4096", "--delta", "1e-5"]
 
@@ -32,6 +34,20 @@ def test_json_has_the_plans_fields_at_top_level_and_nothing_else_on_stdout(capsy
     pld, rdp = printed["accountants"]["pld"], printed["accountants"]["rdp"]
     assert pld["epsilon"] < rdp["epsilon"] == plan.epsilon
     assert pld["steps_allowed"] > rdp["steps_allowed"] >= 1000
+
+
+def test_the_plan_says_what_attackers_reach_mu_and_replacing(capsys):
+    arguments = ["plan", *CIFAR, "--steps", "100", "--noise-multiplier", "3"]
+    assert main([*arguments, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["meaning"]
+    spent = [PrivacyPlan(45_000, 4096, 3.0, 100, 1e-5).spent_after(100)]
+    assert told == meaning(spent, 1e-5)
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    rows = {row.split("│")[1].strip(): row for row in shown.splitlines() if row.count("│") == 3}
+    assert percent(told["attacks"][1]["true_positive_rate"]) in rows["1 in 100"]
+    assert f"μ ≤ {told['mu']:.2f}, for attacks" in shown
+    assert f"ε = {round_up(told['replace_one_epsilon'], 4)} if one example is replaced by another, " in shown
 
 
 def test_pld_can_decide(capsys):

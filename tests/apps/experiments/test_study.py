@@ -138,6 +138,19 @@ def test_the_notes_name_the_papers_cells_that_do_not_fit():
     assert "DP-AdamBC (65.7" in " ".join(budgets.notes)
 
 
+@pytest.mark.slow
+def test_the_study_of_bands_leaves_out_where_one_band_is_the_best():
+    sizes = {"Fashion-MNIST": 54_000, "digits": 3_600}
+    study = load_study("bands", "cpu")
+    places = {key: study.only([f"{key[0]}={key[1]}"]).cells for key in (("data", "Fashion-MNIST"), ("data", "digits"))}
+    for (_, data), cells in places.items():
+        one = [cell for cell in cells if cell.labels["method"] == "DP-SGD" and cell.labels["bands"] == "1"]
+        compared = [{**cell.labels, "bands": "1"} for cell in cells if cell.labels["bands"] == "auto"]
+        for cell in one:
+            plan = plan_of(replace(cell.recipe, bands="auto"), sizes[data], 26_010)
+            assert (plan.bands > 1) == (cell.labels in compared)
+
+
 def test_every_study_loads_and_its_published_cells_are_cells():
     for name, scales in known_studies().items():
         for scale in scales:

@@ -29,6 +29,7 @@ data = "digits"
 model = "mlp"
 epsilon = 8.0
 batch_size = 64
+ema_decay = 0.9
 evaluate_every = 2
 checkpoint_every = 2
 
@@ -88,6 +89,15 @@ def test_a_result_says_how_private_by_what_and_how_it_came_about(swept):
     assert [point[0] for point in line["curve"]] == [2, 4]
     assert {"date", "machine", "commit", "seconds"} <= line.keys()
     assert (out / line["folder"] / "ledger.jsonl").exists()
+
+
+def test_a_result_has_the_accuracy_of_averaged_and_of_last_weights(swept, capsys):
+    out, _ = swept
+    [line] = results(out)[:1]
+    assert main(["evaluate", str(out / line["folder"]), "--json"]) == 0
+    assert line["value"] == 100 * json.loads(capsys.readouterr().out)["test_accuracy"]
+    assert 0 < line["final_weights"] <= 100
+    assert line["final_weights"] != line["value"]  # the average still has much of the weights it began with
 
 
 def test_tables_and_figures_are_written(swept):
@@ -176,6 +186,17 @@ def test_estimate_tells_hours_and_runs_nothing(study, tmp_path, capsys, monkeypa
     assert cell["hours"] == pytest.approx(cell["steps"] * cell["seconds_per_step"] / 3600)
     assert told["hours"] == pytest.approx(2 * cell["hours"])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_estimate_takes_bands_as_they_come(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cell = ["--only", "data=digits", "--only", "ε=3", "--only", "B=64", "--only", "method=DP-SGD"]
+    assert main(["reproduce", "bands", "--scale", "cpu", *cell, "--estimate", "--json"]) == 0
+    one, auto = json.loads(capsys.readouterr().out)["cells"]
+    assert (one["cell"]["bands"], auto["cell"]["bands"]) == ("1", "auto")
+    assert one["seconds_per_step"] == auto["seconds_per_step"] > 0
+    assert one["steps"] == auto["steps"] == load_study("bands", "cpu").cells[-1].recipe.steps
 
 
 COST_STUDY = """

@@ -162,6 +162,8 @@ WRONG_VALUES = [
     ("delta", 0.0),
     ("delta", 1.0),
     ("accountant", "moments"),
+    ("band_coefficients", "best"),
+    ("band_momentum", 1.0),
     ("bands", 0),
     ("bands", 2.0),
     ("bands", "all"),
@@ -171,7 +173,12 @@ WRONG_VALUES = [
     ("noise_memory_gib", 0.0),
     ("batch_size", 0),
     ("batch_size", 2**64),
+    ("max_batch_size", 0),
     ("physical_batch_size", 0),
+    ("class_weights", [1.0]),
+    ("class_weights", [1.0, 0.0]),
+    ("class_weights", [1.0, float("inf")]),
+    ("class_weights", "balanced"),
     ("max_grad_norm", 0.0),
     ("clipping", "layer"),
     ("learning_rate", -1.0),
@@ -188,8 +195,11 @@ WRONG_VALUES = [
     ("secure", 1),
     ("seed", -1),
     ("seed", 1.0),
+    ("audit_canaries", 99),
+    ("canary_key", "8a23"),
     ("optimizer", 3),
     ("model_options", []),
+    ("tune", 3),
 ]
 
 

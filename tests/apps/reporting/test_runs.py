@@ -12,6 +12,7 @@ import time
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("matplotlib")
@@ -22,6 +23,8 @@ from dp_microadam.apps.reporting.run import Run
 from dp_microadam.apps.reporting.run_figures import labels_of, run_figures, spent_over_steps
 from dp_microadam.errors import InputError
 from dp_microadam.privacy.ledger import read_ledger
+from dp_microadam.privacy.statement import round_up
+from dp_microadam.privacy.trade_off import trade_off
 from dp_microadam.training.run_statistics import Pace, two_digits
 
 QUICK = ["--set", "model=mlp", "--set", "batch_size=64", "--set", "evaluate_every=4", "--quiet"]
@@ -193,9 +196,23 @@ def test_epsilon_over_steps_ends_at_what_the_ledger_says_and_shows_the_budget(ru
     points = spent_over_steps(run)
     assert points[-1] == (12, read_ledger(runs / "private").epsilon())
     assert points[0] == (1, pytest.approx(run.ledger.plan.epsilon_after(1)))
-    (figure,) = run_figures([run])["budget"]
+    figure, _ = run_figures([run])["budget"]
     levels = [line.get_ydata()[0] for line in figure.whole.axes[0].lines if line.get_label() == "budget of the plan"]
     assert levels == [run.ledger.plan.epsilon]
+
+
+def test_the_trade_off_curve_lies_between_chance_and_the_lines_of_epsilon(runs):
+    run = Run.read(runs / "private")
+    _, figure = run_figures([run])["budget"]
+    chance, curve, lines = figure.whole.axes[0].lines
+    assert (list(chance.get_xdata()), list(chance.get_ydata())) == ([0, 100], [100, 0])
+    alone = np.interp(curve.get_xdata(), lines.get_xdata(), lines.get_ydata())
+    assert (alone <= curve.get_ydata() + 1e-9).all()
+    assert (curve.get_ydata() <= 100 - curve.get_xdata() + 1e-9).all()
+    assert curve.get_ydata()[80] == pytest.approx(
+        100 * trade_off(run.ledger.spent).false_negatives(curve.get_xdata()[80] / 100)
+    )
+    assert lines.get_label() == f"ε = {round_up(run.epsilon)} alone"
 
 
 def test_figures_show_what_was_recorded(runs):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pretend_cuda.cases.comparison import SAME_DRAWS, agree, all_agree, existing, moved, placed
+from pretend_cuda.watch import Watch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +21,8 @@ from dp_microadam.clipping.batches import select
 from dp_microadam.clipping.self_check import check_exactness
 from dp_microadam.errors import InputError
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
+from dp_microadam.training.evaluation import weighted_class_loss
+from dp_microadam.training.gradients import UnclippedGradients
 
 CPU = torch.device("cpu")
 WEIGHTS = torch.tensor([0.3, 3.0, 1.0, 2.0, 0.5, float("nan")])
@@ -180,11 +183,12 @@ class Odd(Tensor):
 class Counting(nn.Module):
     """Keeps a running sum of its inputs in a buffer, or in another buffer than before; has one on the CPU and an odd one."""
 
-    def __init__(self, replaced: bool, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, replaced: bool, dtype: torch.dtype, host_first: bool, device: torch.device) -> None:
         super().__init__()
-        self.register_buffer("on_the_host", torch.zeros(2))
         self.layer, self.replaced, self.on = nn.Linear(8, 4, device=device), replaced, False
-        self.register_buffer("seen", torch.zeros(3, dtype=dtype, device=device))
+        buffers = {"on_the_host": torch.zeros(2), "seen": torch.zeros(3, dtype=dtype, device=device)}
+        for name, buffer in buffers.items() if host_first else reversed(buffers.items()):
+            self.register_buffer(name, buffer)
         self.register_buffer("odd", torch.zeros(3, device=device).as_subclass(Odd))
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -198,8 +202,8 @@ class Counting(nn.Module):
 def state_that_changes(device: torch.device) -> None:
     """A model that begins to change its own buffers is refused, and its buffers are put back."""
     batch = moved((torch.randn(5, 8), torch.zeros(5, dtype=torch.long)), device)
-    for replaced, dtype in ((False, torch.float32), (True, torch.float32), (False, torch.int64)):
-        model = Counting(replaced, dtype, device)
+    for replaced, dtype, first in ((False, torch.float32, False), (True, torch.float32, True), (False, torch.int64, True)):
+        model = Counting(replaced, dtype, first, device)
         engine = ClippedGradients(model, cross_entropy, max_grad_norm=1.0)
         engine.accumulate(batch)
         model.on = True
@@ -207,6 +211,53 @@ def state_that_changes(device: torch.device) -> None:
             engine.accumulate(batch)
         placed(model.seen, device, "the buffer")
         assert not bool(model.seen.any())
+
+
+def waits_once(build: Callable[[], nn.Module], inputs: Callable[[], Tensor], device: torch.device) -> None:
+    """A chunk after the first waits for the device once, whatever parameters the network has."""
+    engine = ClippedGradients(build().to(device), cross_entropy, max_grad_norm=1.0)
+    batch = moved((inputs(), torch.randint(3, (5,))), device)
+    engine.accumulate(batch)
+    with Watch() as watch:
+        engine.accumulate(batch)
+    assert watch.synchronisations.total() == 1, watch.synchronisations
+
+
+def users(device: torch.device) -> None:
+    """Users with two examples each, by weights that are still on the host, and their check against autograd."""
+    model, found = nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3)), {}
+    batch, weights = (torch.randn(6, 8), torch.randint(3, (6,))), torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.5, 0.5]])
+    for where in (CPU, device):
+        engine = ClippedGradients(copy.deepcopy(model).to(where), cross_entropy, max_grad_norm=0.3)
+        engine.check_independence(moved(batch, where), rows_per_unit=[2])
+        found[where] = engine.accumulate(moved(batch, where), weights), dict(engine.sums)
+    agree(found[CPU][0], found[device][0], device, "norms of users")
+    all_agree(found[CPU][1], found[device][1], device, "sum of")
+
+
+def users_without_privacy(device: torch.device) -> None:
+    """The same users in training without privacy, whose gradients are not clipped."""
+    model, found = nn.Linear(8, 3), {}
+    batch, weights = (torch.randn(6, 8), torch.randint(3, (6,))), torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.5, 0.5]])
+    for where in (CPU, device):
+        engine = UnclippedGradients(copy.deepcopy(model).to(where), cross_entropy)
+        engine.accumulate(moved(batch, where), weights)
+        found[where] = dict(engine.sums)
+    all_agree(found[CPU], found[device], device, "sum of")
+
+
+def class_weights(device: torch.device) -> None:
+    """Losses that are weighted by class wait for the device in the first batch only."""
+    loss, found = weighted_class_loss((0.5, 2.0, 1.0)), {}
+    inputs, labels = torch.randn(5, 8), torch.randint(3, (5,))
+    model = nn.Linear(8, 3)
+    for where in (CPU, device):
+        twin, batch = copy.deepcopy(model).to(where), moved((inputs, labels), where)
+        loss(twin, batch)
+        with Watch() as watch:
+            found[where] = loss(twin, batch)
+        assert not watch.synchronisations, watch.synchronisations
+    agree(found[CPU], found[device], device, "weighted losses")
 
 
 def without_gradients(device: torch.device) -> None:
@@ -262,6 +313,8 @@ NETWORKS: dict[str, Callable[[torch.device], None]] = {
     "transformer without dropout": partial(network, partial(Transformer, 0.0), lambda: torch.randint(30, (5, 7))),
     "transformer": dropout,
     "repeated rows": partial(network, RepeatedRows, lambda: torch.randn(5, 8)),
+    "repeated rows, waits": partial(waits_once, RepeatedRows, lambda: torch.randn(5, 8)),
+    "transformer, waits": partial(waits_once, partial(Transformer, 0.0), lambda: torch.randint(30, (5, 7))),
     "checkpointed": partial(network, Checkpointed, lambda: torch.randn(5, 8)),
     "wide ResNet": partial(network, lambda: models.wide_resnet(10, 1), lambda: torch.randn(5, 3, 12, 12)),
     "wide ResNet per layer": partial(
@@ -288,6 +341,9 @@ NETWORKS: dict[str, Callable[[torch.device], None]] = {
     ),
     **{f"views, {strategy}": partial(views, strategy) for strategy in ("ghost", "keep", "drop")},
     "no gradients": without_gradients,
+    "users": users,
+    "users without privacy": users_without_privacy,
+    "class weights": class_weights,
     "state that changes": state_that_changes,
     "batch normalization replaced": without_batchnorm,
     "self-check": self_check,

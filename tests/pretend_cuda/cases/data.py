@@ -72,6 +72,26 @@ def equal_steps(device: torch.device) -> None:
         all_agree(*found, device, name)
 
 
+def users(device: torch.device) -> None:
+    """Examples of users, whose weights travel with them: the CPU's gradients, with and without privacy, and nobody waits."""
+    plan = PrivacyPlan(20, 8, 1.0, 2, 1e-2, unit="user", examples_per_user=3)
+    ids = [number % 20 for number in range(EXAMPLES)]
+    for kind, train in ((PrivateStep, (INPUTS, LABELS)), (PrivateStep, Plain()), (PlainStep, (INPUTS, LABELS))):
+        found = []
+        for where in (CPU, device):
+            torch.manual_seed(3)
+            model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(where)
+            with tempfile.TemporaryDirectory() as folder:
+                step = kind(model, class_loss, plan, train, users=ids, run_dir=folder, seed=5, physical_batch_size=9)
+                step.begin()
+                with Watch() as watch:
+                    found.append(step.take())
+                step.close()
+            waited = [line for _, line in watch.synchronisations if any(part in line for part in ON_THE_WAY)]
+            assert not waited, (kind, waited)
+        all_agree(*found, device, kind.__name__)
+
+
 def order(device: torch.device) -> None:
     """One batch is read ahead, never two; values and structure are kept, in pinned memory or not, empty or not."""
     happened: list[tuple[str, int]] = []
@@ -209,6 +229,7 @@ def ledger_first(device: torch.device) -> None:
 
 CASES = {
     "equal steps": equal_steps,
+    "users": users,
     "order": order,
     "streams": streams,
     "a failing step": failing_step,

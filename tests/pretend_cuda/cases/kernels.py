@@ -1,4 +1,4 @@
-"""MicroAdam's kernels on the device: on a pretend one in Triton's interpreter, with the steps of plain torch on the CPU."""
+"""Kernels of MicroAdam and of norms on the device: on a pretend one in Triton's interpreter, beside plain torch on the CPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,18 @@ def steps(dtype: torch.dtype, options: dict[str, Any], device: torch.device) -> 
         agree(param, twin, device, f"parameter {number}", 1e-5 if dtype == torch.float32 else 1e-2)
 
 
+def norms(device: torch.device) -> None:
+    """Squared norms of per-example gradients of a linear layer, and of its factors."""
+    from dp_microadam.clipping.norms_triton import tile_norms
+
+    inputs, deltas = torch.randn(3, 7, 5), torch.randn(3, 7, 66)
+    expected = [rows.flatten(1).square().sum(1) for rows in (deltas.transpose(1, 2) @ inputs, inputs, deltas)]
+    for one, other in zip(expected, tile_norms(inputs.to(device), deltas.to(device)), strict=True):
+        agree(one, other, device, "squared norms")
+
+
 CASES = {
+    "norms": norms,
     "float32": partial(steps, torch.float32, {}),
     "bfloat16": partial(steps, torch.bfloat16, {"rounding": "stochastic", "seed": 2}),
     "dense error": partial(steps, torch.float32, {"quantize": False, "window_dtype": torch.float32}),

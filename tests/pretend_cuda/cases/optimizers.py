@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 from pretend_cuda.cases.comparison import agree, all_agree, existing, moved, placed
+from pretend_cuda.watch import Watch
 from torch import distributed as dist
 from torch import nn
 
@@ -20,6 +21,7 @@ from dp_microadam.errors import InputError
 from dp_microadam.methods.registry import build
 from dp_microadam.methods.table import METHODS
 from dp_microadam.optimizers.micro_adam_checks import largest_magnitude_of_each
+from dp_microadam.optimizers.selection import largest_magnitudes
 from dp_microadam.training.diagnostics import MicroAdamDiagnostics
 
 SHAPES = ((70_000,), (64, 3, 3, 3), (10,), (1,), (33, 7))
@@ -112,6 +114,15 @@ def refuses_gradients_that_are_not_finite(device: torch.device) -> None:
         optimizer.step()
 
 
+def long_rows(device: torch.device) -> None:
+    """Rows so long that the CPU selects by histograms; a GPU has no use for these, and its rows never leave it."""
+    row = torch.randn(1, (1 << 20) + 7)
+    with Watch() as watch:
+        found = largest_magnitudes(row.to(device), 50)
+    assert watch.synchronisations.total() == 1, "the copy to the device"
+    agree(largest_magnitudes(row, 50).sort().values, found.sort().values, device, "positions", 0.0)
+
+
 def diagnostics(device: torch.device) -> None:
     found = []
     for where in (CPU, device):
@@ -189,6 +200,7 @@ CASES = {
     "accessors": accessors,
     "accessors, dense error": partial(accessors, quantize=False),
     "odd layouts": odd_layouts,
+    "long rows": long_rows,
     "gradients that are not finite": refuses_gradients_that_are_not_finite,
     "diagnostics": diagnostics,
     "sharded": sharded,

@@ -10,9 +10,10 @@ import pytest
 import torch
 from pretend_cuda.cases.comparison import agree, all_agree, moved, placed
 from pretend_cuda.cases.optimizers import SHAPES, group_of_one
+from pretend_cuda.watch import Watch
 from torch import nn
 
-from dp_microadam import MicroAdam
+from dp_microadam import MicroAdam, PrivacyPlan
 from dp_microadam.errors import PrivacyError
 from dp_microadam.privacy.mechanism import GaussianMechanism
 from dp_microadam.privacy.randomness import Randomness
@@ -45,6 +46,27 @@ def noise_on_several_devices(device: torch.device) -> None:
     spread["p1"].view(-1)[3] = float("inf")
     with pytest.raises(PrivacyError, match="not finite"):
         made.privatize(spread, step=1)
+
+
+def correlated_noise(history: str, device: torch.device) -> None:
+    """Six steps of three bands are the CPU's; the noise that is kept is where it was asked for, and nobody waits for it."""
+    plan = PrivacyPlan(60, 6, 1.0, 9, 1e-2, bands=3)
+    given, found = [sums_of() for _ in range(6)], []
+    for where in (CPU, device):
+        chain = GaussianMechanism.from_plan(plan, 0.7, randomness=Randomness.seeded(5), noise_history=history)
+        steps, waits = [], []
+        for step, sums in enumerate(given):
+            here = moved(sums, where)
+            with Watch() as watch:
+                steps.append(chain.privatize(here, step=step))
+            waits.append(sum(watch.synchronisations.values()))
+        for name, kept in chain._correlation._kept.items():
+            placed(kept, CPU if history == "cpu" else where, f"the noise of {name} that is kept")
+        if where != CPU and history == "device":
+            assert set(waits[1:]) == {1}, "a step waits to learn whether its sums are finite, and for nothing else"
+        found.append(steps)
+    for one, other in zip(*found, strict=True):
+        all_agree(one, other, device, "privatized", tolerance=1e-5)
 
 
 def sampling(device: torch.device) -> None:
@@ -97,6 +119,8 @@ CASES = {
     "noise in double precision": partial(noise, False, torch.float64),
     "noise for half precision": partial(noise, False, torch.bfloat16),
     "secure noise": partial(noise, True, torch.float32),
+    "correlated noise": partial(correlated_noise, "device"),
+    "correlated noise, kept in main memory": partial(correlated_noise, "cpu"),
     "noise on several devices": noise_on_several_devices,
     "sampling": sampling,
     "digests": digests,

@@ -212,6 +212,7 @@ RUNS: dict[str, Callable[[torch.device], None]] = {
     "a Dataset": partial(fit, "dataset"),
     "data on the device": partial(fit, "on the device"),
     "views": partial(fit, "tensors", augment=Augmentation(flip=True, crop_padding=1, multiplicity=2)),
+    "bands": partial(fit, "tensors", plan=PrivacyPlan(150, 32, 1.0, 6, 1e-5, bands=3)),
     "without privacy": partial(fit, "tensors", plan=UnprotectedPlan(150, 32, 6), private=False),
     "resumed": partial(resume, "device"),
     "resumed from the CPU": partial(resume, "CPU"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pretend_cuda.cases.comparison import SAME_DRAWS, agree, existing, moved, placed
+from pretend_cuda.watch import Watch
 from torch import Tensor, nn
 
 from dp_microadam import models
@@ -39,11 +40,15 @@ REFUSED = ("cutmix", "labels of neighbours", "standardized by the batch", "divid
 
 
 def augmentation(options: dict[str, Any], device: torch.device) -> None:
+    """The CPU's images, and nothing that the host waits for."""
     images, labels = torch.rand(4, 3, 9, 9), torch.arange(4)
     found = []
     for where in (CPU, device):
         torch.manual_seed(7)
-        found.append(Augmentation(**options)(moved((images, labels), where)))
+        batch = moved((images, labels), where)
+        with Watch() as watch:
+            found.append(Augmentation(**options)(batch))
+        assert not watch.synchronisations, watch.synchronisations
     for one, other in zip(*found, strict=True):
         placed(other, device, "augmented")
         if SAME_DRAWS:

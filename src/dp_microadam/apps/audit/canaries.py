@@ -53,6 +53,13 @@ class _Places(Dataset[int]):
         return self.example_ids[place]
 
 
+def _batch_of_users(places: Tensor, present: Tensor, width: int, each: int) -> Batch:
+    """``each`` equal canaries for every user; those of a user who is not present have no gradient."""
+    users = places // each
+    inputs, outputs = canary_batch(users, width)
+    return inputs, outputs * present[users].unsqueeze(1)
+
+
 def _present_batch(places: Tensor, present: Tensor, width: int) -> Batch:
     """The canaries that are present at these places."""
     return canary_batch(places[present[places]], width)
@@ -85,7 +92,8 @@ def watch_trainer(
     1.
 
     A canary that is not present leaves an empty place in the dataset: its index may be sampled, but contributes nothing. So the
-    two datasets have the same public size and sample rate, and differ exactly by the removal of examples.
+    two datasets have the same public size and sample rate, and differ exactly by the removal of examples. In a plan of users,
+    each place is a user with twice as many equal canaries as may enter a step.
 
     ``seed`` makes all randomness repeatable; without it the run draws from the operating system's entropy, as private ones do.
     """
@@ -93,6 +101,11 @@ def watch_trainer(
     model = nn.Linear(width, width, bias=False)
     optimizer = MicroAdam(model.parameters())
     unit = plan.batch_size / CLIPPING_NORM
+    each = 2 * plan.examples_per_user if plan.examples_per_user is not None else 1
+
+    def collate(places: list[int]) -> Batch:
+        found = torch.tensor(places)
+        return _present_batch(found, present, width) if plan.unit == "example" else _batch_of_users(found, present, width, each)
 
     def look(*_: object) -> None:
         assert model.weight.grad is not None
@@ -108,12 +121,13 @@ def watch_trainer(
             canary_loss,
             max_grad_norm=CLIPPING_NORM,
             physical_batch_size=physical_batch_size,
-            loader_options={"collate_fn": lambda places: _present_batch(torch.tensor(places), present, width)},
+            loader_options={"collate_fn": collate},
             evaluate_every=plan.steps,
             checkpoint_every=plan.steps,
             run_dir=Path(folder) / "run",
             seed=seed,
             show_progress=False,
         )
-        if not trainer.fit(_Places(len(present))).finished:
+        users = None if plan.unit == "example" else torch.arange(len(present)).repeat_interleave(each)
+        if not trainer.fit(_Places(each * len(present)), users=users).finished:
             raise KeyboardInterrupt

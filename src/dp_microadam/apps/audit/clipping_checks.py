@@ -2,8 +2,9 @@
 
 For each, ``ClippedGradients`` sums six examples in two chunks, half of them above the clipping norm C, and each of them alone.
 The sum must be that of gradients taken one at a time by autograd in double precision and clipped in plain sight, none alone may
-exceed C, and an example whose loss is no number must add nothing. There is no chance in it: errors are measured against C, and
-a float32 sum is allowed 2e-5.
+exceed C, and an example whose loss is no number must add nothing. Then the six are those of three users, with three, one and
+two of them, and the sum must be that of the users' clipped mean gradients. There is no chance in it: errors are measured
+against C, and a float32 sum is allowed 2e-5.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dp_microadam.apps.audit.layer_families import FAMILIES, Family
 from dp_microadam.clipping.batches import select
 from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.clipping.layer_bounds import layer_of
-from dp_microadam.clipping.per_example import clipped, norm, per_example_gradients
+from dp_microadam.clipping.per_example import clipped, norm, of_users, per_example_gradients
 from dp_microadam.clipping.row_norms import ClippedRowNorms
 from dp_microadam.errors import DPMicroAdamError
 
@@ -31,7 +32,12 @@ TOLERANCE = 2e-5
 _EXAMPLES = 6
 _FIRST_CHUNK = 4
 _WEIGHTS = torch.tensor([0.3, 3.0, 1.0, 2.0, 0.5, 1.5])
-_QUESTION = "does each example move the sum by its clipped gradient, by no more than C, and by nothing if it is not finite?"
+# Three users with three, one and two of the examples; the second's and third's rows are filled up with their first.
+_ROWS_OF_USERS = torch.tensor([0, 1, 2, 3, 3, 3, 4, 5, 4])
+_SHARES_OF_USERS = torch.tensor([[1 / 3, 1 / 3, 1 / 3], [1.0, 0.0, 0.0], [0.5, 0.5, 0.0]], dtype=torch.float64)
+_QUESTION = (
+    "does each example, or user, move the sum by its clipped gradient, by at most C, and by nothing if it is not finite?"
+)
 
 Sums = dict[str, Tensor]
 
@@ -92,7 +98,17 @@ def _errors(engine: ClippedGradients, gradients: list[Sums], batch: tuple[Tensor
         "distance from the sum of clipped gradients": _distance(whole, expected) / bound,
         "what an example alone adds beyond C": max(0.0, max(norm(part) for part in alone) / bound - 1),
         "what an example whose loss is no number adds": _distance(_sums(engine, [(inputs, poisoned)]), without) / bound,
+        "distance from the sum of users' clipped mean gradients": _distance_of_users(engine, gradients, batch, bound) / bound,
     }
+
+
+def _distance_of_users(engine: ClippedGradients, gradients: list[Sums], batch: Any, bound: float) -> float:
+    """How far the sum of three users is from that of their mean gradients, each clipped as a whole."""
+    rows = [gradients[row] for row in _ROWS_OF_USERS.tolist()]
+    expected = _total([_published(_clipped(mean, engine, bound), engine) for mean in of_users(rows, _SHARES_OF_USERS)])
+    engine.reset()
+    engine.accumulate(select(batch, _ROWS_OF_USERS), _SHARES_OF_USERS)
+    return _distance({name: total.double() for name, total in engine.sums.items()}, expected)
 
 
 def _sums(engine: ClippedGradients, chunks: list[Any]) -> Sums:

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 
 from dp_microadam.apps.audit.accounting_checks import accounting_checks
 from dp_microadam.apps.audit.band_checks import BANDS, band_checks
+from dp_microadam.apps.audit.cap_checks import RUNS, cap_checks
 from dp_microadam.apps.audit.check import Check, refused
 from dp_microadam.apps.audit.clipping_checks import clipping_checks
 from dp_microadam.apps.audit.layer_families import FAMILIES
 from dp_microadam.apps.audit.noise_checks import DELTA, NOISE_MULTIPLIER, published_noise, seed_check
 from dp_microadam.apps.audit.sampling_checks import published_sample_checks, sampler_checks
+from dp_microadam.apps.audit.user_checks import user_checks
 from dp_microadam.errors import DPMicroAdamError
 
 # Told before each part: what begins, and how many steps it takes; returns what is told of each step.
@@ -59,6 +61,12 @@ def check_mechanisms(sizes: CheckSizes, watch: Watch = unwatched) -> list[Check]
             "bands",
             BANDS * sizes.sampler_steps + sizes.noise_steps,
             lambda advance: band_checks(sizes.sampler_steps, sizes.noise_steps, advance),
+        ),
+        ("cap", RUNS * sizes.sampler_steps, lambda advance: cap_checks(RUNS * sizes.sampler_steps, advance)),
+        (
+            "users",
+            2 * sizes.sampler_steps,
+            lambda advance: user_checks(sizes.sampler_steps, sizes.sampler_steps, advance),
         ),
         ("seeds", sizes.draws, lambda advance: [seed_check(sizes.draws, advance)]),
     )

@@ -55,11 +55,25 @@ def audit_one_run(
         raise InputError(
             f"the pipeline returned scores of shape {scores.shape}; it must return one for each of {canaries} canaries"
         )
+    return judge(present, scores, claim, delta, confidence=confidence, guessed_parts=guessed_parts)
+
+
+def judge(
+    present: NDArray[np.bool_],
+    scores: NDArray[np.float64],
+    claim: float,
+    delta: float,
+    *,
+    confidence: float,
+    guessed_parts: Sequence[float] = GUESSED_PARTS,
+) -> Finding:
+    """The bound on ε from scores of canaries, of which those that are ``present`` were drawn by fair coins."""
+    canaries = len(present)
     # Ties are broken by the order of the canaries, which is independent of their presence.
     order = np.argsort(scores, kind="stable")
     each = 1 - (1 - confidence) / len(guessed_parts)
     halves = [max(1, round(canaries * part / 2)) for part in guessed_parts]
-    bounds = [one_run_epsilon(canaries, 2 * half, _correct(present, order, half), delta, each) for half in halves]
+    bounds = [one_run_epsilon(canaries, 2 * half, correct_guesses(present, order, half), delta, each) for half in halves]
     half = halves[int(np.argmax(bounds))]
     return Finding(
         name="one run",
@@ -77,7 +91,7 @@ def audit_one_run(
     )
 
 
-def _correct(present: NDArray[np.bool_], order: NDArray[np.intp], half: int) -> int:
+def correct_guesses(present: NDArray[np.bool_], order: NDArray[np.intp], half: int) -> int:
     """Number of correct guesses if the ``half`` lowest scores are guessed "out" and the ``half`` highest "in"."""
     return int(np.count_nonzero(~present[order[:half]]) + np.count_nonzero(present[order[-half:]]))
 

@@ -14,7 +14,7 @@ from dp_microadam.privacy.plan import PrivacyPlan
 
 @dataclass(frozen=True)
 class Experiment:
-    """One or two steps on two examples, one of which is the target, and the probes applied to their outputs."""
+    """One or two steps on two examples or users, one of which is the target, and the probes applied to their outputs."""
 
     name: str
     plan: PrivacyPlan
@@ -58,4 +58,11 @@ BANDS = Experiment(
     (Probe("correlated noise", "does taking back noise reveal more than one participation?", echo, delta=0.3),),
 )
 
-EXPERIMENTS = (NOISE, COMPOSITION, SAMPLING, BANDS)
+# Users with several examples that all pull the same way: together they may add no more than one example alone.
+USERS = Experiment(
+    "users",
+    PrivacyPlan(dataset_size=2, batch_size=2, noise_multiplier=0.6, steps=1, delta=1e-5, unit="user", examples_per_user=3),
+    (Probe("users", "does all that a user has together weigh more than the clipping norm?", strength, delta=0.3),),
+)
+
+EXPERIMENTS = (NOISE, COMPOSITION, SAMPLING, BANDS, USERS)

@@ -35,6 +35,7 @@ def published_steps(
     *,
     max_grad_norm: float,
     physical_batch_size: int = 256,
+    users: Any = None,
 ) -> Stated:
     """Train with ``plan`` as users do, and call ``observe`` with each parameter's privatized gradient in each step.
 
@@ -64,7 +65,7 @@ def published_steps(
             run_dir=run,
             show_progress=False,
         )
-        if not trainer.fit(data).finished:
+        if not trainer.fit(data, users=users).finished:
             raise KeyboardInterrupt
         return Stated(updates, read_ledger(run).steps, privacy_of(run)["epsilon"])
 

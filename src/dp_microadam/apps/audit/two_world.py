@@ -151,9 +151,10 @@ def trainer_steps(
 
     Repetitions follow each other in one run. A canary's gradient does not depend on the weights, and steps draw their sample
     and noise independently (part of what is claimed), so each group of ``plan.steps`` steps is a repetition of the same
-    experiment. Physical batches have one example, so that every step accumulates several. Randomness is the operating system's
-    entropy, as in any private run. ``advance`` is called after each step. With bands, what the steps published is mixed by the
-    matrix of the noise, which makes noise independent again and moves the rows of one participation only.
+    experiment. Physical batches have one example, or one user, so that every step accumulates several. Randomness is the
+    operating system's entropy, as in any private run. ``advance`` is called after each step. With bands, what the steps
+    published is mixed by the matrix of the noise, which makes noise independent again and moves the rows of one participation
+    only.
     """
 
     def mechanism(present: bool, repetitions: int) -> Observations:
@@ -166,7 +167,8 @@ def trainer_steps(
             seen.append(gradient.double())
             advance(1)
 
-        watch_trainer(run, members, observe, directions=DIRECTIONS, physical_batch_size=physical_batch_size)
+        rows = max(physical_batch_size, run.examples_per_user or 1)
+        watch_trainer(run, members, observe, directions=DIRECTIONS, physical_batch_size=rows)
         published = torch.stack(seen)
         mixed = whitened(published, run) if run.bands > 1 else published
         return mixed.unflatten(0, (repetitions, plan.steps)).numpy()

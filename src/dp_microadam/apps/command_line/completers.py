@@ -67,7 +67,9 @@ def recipe_settings(prefix: str, **_: Any) -> list[str]:
         "data_options": vocabulary.DATA_OPTIONS,
     }
     options = {f"{table}.{name}" for table, owners in tables.items() for own in owners.values() for name in own}
-    return [f"{name}=" for name in [field.name for field in fields(Recipe) if field.name not in tables] + sorted(options)]
+    options |= {f"tune.{name}" for name in ("expected_runs", "distribution", "score")}
+    keys = [field.name for field in fields(Recipe) if field.name not in (*tables, "tune")]
+    return [f"{name}=" for name in keys + sorted(options)]
 
 
 def _names_or_toml_files(prefix: str, names: Iterable[str]) -> list[str]:

@@ -29,7 +29,8 @@ _TRIAL = 4
 _LARGER = 3
 _ENOUGH_SECONDS = 2.0
 
-# Recipes that differ only in these take the same time per step and example.
+# Recipes that differ only in these take about the same time per step and example; correlated noise adds a few percent at most
+# (benchmarks/bands.py).
 _WITHOUT_EFFECT_ON_TIME = (
     "name",
     "epsilon",
@@ -37,11 +38,15 @@ _WITHOUT_EFFECT_ON_TIME = (
     "steps",
     "delta",
     "accountant",
+    "bands",
+    "band_coefficients",
+    "band_momentum",
     "max_steps",
     "learning_rate",
     "schedule",
     "warmup",
     "batch_size",
+    "tune",
 )
 
 
@@ -89,16 +94,24 @@ class CostEstimator:
             self._tell(f"measuring {cell.description}")
             self._measured[kind] = self._measure(recipe)
         found = self._measured[kind]
-        steps = plan_of(recipe, found.dataset_size).steps
+        steps = plan_of(recipe, found.dataset_size).steps if recipe.steps is None else recipe.steps
         steps = steps if recipe.max_steps is None else min(steps, recipe.max_steps)
+        steps = round(steps * recipe.tune.get("expected_runs", 1))
         return Cost(cell, steps, found.seconds(recipe.batch_size))
 
+    def step_time(self, recipe: Recipe, data: LabelledData) -> StepTime:
+        """Measure the steps of a recipe whose data are loaded already, on made-up examples; files are read as they are."""
+        count = min(recipe.batch_size, size_of(data.train))
+        return self._fit_line(recipe, replace(data, train=_made_up(data.train, count)), size_of(data.train))
+
     def _measure(self, recipe: Recipe) -> StepTime:
+        return self._fit_line(recipe, *self._data(recipe))
+
+    def _fit_line(self, recipe: Recipe, data: LabelledData, dataset_size: int) -> StepTime:
         """Fit a line through the median step times with one and with three physical batches.
 
         The physical batch is smaller than the recipe's where that would only take longer.
         """
-        data, dataset_size = self._data(recipe)
         most = min(recipe.physical_batch_size, recipe.batch_size)
         small = min(_TRIAL, most)
         seconds = _median_step(recipe, data, small, chunk=small)
@@ -136,7 +149,11 @@ def _median_step(recipe: Recipe, data: LabelledData, count: int, chunk: int) -> 
         epsilon=None,
         noise_multiplier=1.0 if recipe.protected else None,
         steps=_STEPS + 1,
+        bands=None,
+        band_coefficients=None,
+        band_momentum=None,
         max_steps=None,
+        tune={},
         evaluate_every=10**9,
         checkpoint_every=10**9,
         checkpoint_minutes=10**6,
@@ -158,6 +175,18 @@ def _first(examples: Examples, count: int) -> Examples:
     if isinstance(examples, tuple):
         return examples[0][:count], examples[1][:count]
     return examples.part(torch.arange(count)) if isinstance(examples, ImageFolder) else Subset(examples, range(count))
+
+
+def _made_up(examples: Examples, count: int) -> Examples:
+    """Random inputs of the same shape and type, and one label; Datasets stay as they are."""
+    if not isinstance(examples, tuple):
+        return examples
+    inputs, labels = examples
+    shape = (count, *inputs.shape[1:])
+    made = (
+        torch.rand(shape, dtype=inputs.dtype) if inputs.is_floating_point() else torch.randint(0, 128, shape).to(inputs.dtype)
+    )
+    return made, torch.zeros(count, dtype=labels.dtype)
 
 
 def _with_number_of_public(optimizer: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,16 @@ _WITHOUT_EFFECT = (
 )
 
 
+# Keys that recipes had when the first results were kept. A key that recipes were given since then counts only where it differs
+# from its default, so that a recipe from before it trains under the same folder name.
+_FIRST_KEYS = (
+    *("method", "base", "data", "validation_fraction", "validation_size", "split_seed", "image_size", "crop_padding", "flip"),
+    *("resized_crop", "multiplicity", "model", "epsilon", "noise_multiplier", "steps", "delta", "accountant", "batch_size"),
+    *("max_grad_norm", "clipping", "learning_rate", "schedule", "warmup", "ema_decay", "max_steps", "secure", "seed"),
+    *("data_options", "model_options", "optimizer"),
+)
+
+
 @dataclass(frozen=True)
 class Cell:
     """One cell of a study's table: its label on each axis, and the recipe of its runs."""
@@ -56,7 +66,12 @@ class Cell:
     @property
     def key(self) -> str:
         """Folder name: readable, and the same for recipes that train the same model."""
-        settings = {key: value for key, value in asdict(self.recipe).items() if key not in _WITHOUT_EFFECT}
+        defaults = {key.name: {} if key.default is MISSING else key.default for key in fields(self.recipe)}
+        settings = {
+            key: value
+            for key, value in asdict(self.recipe).items()
+            if key not in _WITHOUT_EFFECT and (key in _FIRST_KEYS or value != defaults[key])
+        }
         settings["learning_rate"] = self.recipe.resolved_learning_rate
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
         readable = re.sub(r"[^a-z0-9.]+", "-", f"{self.recipe.data} {self.recipe.algorithm}".lower()).strip("-")

@@ -22,7 +22,7 @@ from dp_microadam.durable_files import write_text_durably
 from dp_microadam.errors import InputError
 from dp_microadam.privacy.ledger import LEDGER_NAME
 from dp_microadam.training.interrupts import Interruptible
-from dp_microadam.training.run_folder import CHECKPOINTS, METRICS, STATISTICS
+from dp_microadam.training.run_folder import CHECKPOINTS, DECLARATION, METRICS, STATISTICS, search_folder
 
 STUDY, RESULTS, RUNS, LOCK = "experiment.json", "results.jsonl", "runs", ".lock"
 _POLL_SECONDS = 0.2
@@ -175,11 +175,13 @@ def _stop(running: Sequence[_Running]) -> None:
 def collect_line(job: Job, folder: SweepFolder, result: dict[str, Any], seconds: float) -> dict[str, Any]:
     """The line of ``results.jsonl`` for a finished run."""
     run = folder.run_folder(job)
+    final = result.get("final_weights_test_accuracy")
     return {
         "cell": job.cell.labels,
         "repeat": job.repeat,
         "run": job.cell.key,
         "value": 100 * result["test_accuracy"],
+        **({} if final is None else {"final_weights": 100 * final}),
         "epsilon": result["epsilon"],
         "delta": result["delta"],
         "private": result["private"],
@@ -234,12 +236,12 @@ def commit() -> str:
 def _start(job: Job, folder: SweepFolder, devices: Sequence[int | None], slot: int) -> _Running:
     run = folder.run_folder(job)
     run.parent.mkdir(parents=True, exist_ok=True)
-    if (run / LEDGER_NAME).exists() or (run / CHECKPOINTS).is_dir():
+    if (run / LEDGER_NAME).exists() or (run / CHECKPOINTS).is_dir() or (search_folder(run) / DECLARATION).exists():
         arguments = ["resume", str(run)]
     else:
         recipe = run.with_suffix(".toml")
         write_text_durably(recipe, job.cell.recipe.to_toml())
-        arguments = ["train", str(recipe), "--run-dir", str(run)]
+        arguments = ["tune" if job.cell.recipe.tune else "train", str(recipe), "--run-dir", str(run)]
     environment = dict(os.environ)
     if devices[slot] is not None:
         environment["CUDA_VISIBLE_DEVICES"] = str(devices[slot])

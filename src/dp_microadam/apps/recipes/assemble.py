@@ -10,8 +10,10 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from dp_microadam import models
+from dp_microadam.apps.recipes.canaries import Canaries, add_canaries, canaries_in_words, with_canary_key
 from dp_microadam.apps.recipes.public_part import public_examples
 from dp_microadam.apps.recipes.recipe import Recipe
+from dp_microadam.apps.recipes.vocabulary import OPTIMIZER_OPTIONS
 from dp_microadam.data.augmentation import Augmentation
 from dp_microadam.data.dataset import Examples, LabelledData, size_of
 from dp_microadam.data.images import ImageFolder
@@ -22,8 +24,9 @@ from dp_microadam.errors import InputError
 from dp_microadam.methods.registry import build, refuse_bad_options
 from dp_microadam.privacy.band_choice import DEFAULT_NOISE_MEMORY_GIB
 from dp_microadam.privacy.plan import PrivacyPlan
+from dp_microadam.privacy.selection_plan import SelectionPlan
 from dp_microadam.training.distributed import Ranks, ranks_here
-from dp_microadam.training.evaluation import class_hits, class_loss, evaluate, over_views
+from dp_microadam.training.evaluation import PerExample, class_hits, class_loss, evaluate, over_views, weighted_class_loss
 from dp_microadam.training.method import Method
 from dp_microadam.training.run_folder import default_folder
 from dp_microadam.training.schedules import Schedule
@@ -38,6 +41,7 @@ class Experiment:
     data: LabelledData
     model: nn.Module
     trainer: PrivateTrainer
+    canaries: Canaries | None = None
 
     def fit(self) -> RunResult:
         """Train on the training part, with validation on the part held out of it."""
@@ -45,10 +49,8 @@ class Experiment:
         return self.trainer.fit(self.training_part(), validation=self.data.validation, users=ids[0], validation_users=ids[1])
 
     def training_part(self) -> Examples:
-        """The training examples. Random crops of image files, which differ in size, are cut right after decoding."""
-        if isinstance(self.data.train, ImageFolder) and self.recipe.resized_crop:
-            return self.data.train.random_crops(self.recipe.multiplicity)
-        return self.data.train
+        """The training examples."""
+        return training_part(self.recipe, self.data)
 
     def test_accuracy(self) -> tuple[float, str]:
         """Accuracy on the test set, and which weights it belongs to: averaged ones if the recipe keeps an average."""
@@ -57,6 +59,10 @@ class Experiment:
             return self._accuracy(), "final weights"
         with average.in_place_of(self.model):
             return self._accuracy(), "averaged weights"
+
+    def final_weights_accuracy(self) -> float | None:
+        """Accuracy on the test set of the weights after the last step, if the recipe also keeps an average; else None."""
+        return None if self.trainer.average is None else self._accuracy()
 
     def _accuracy(self) -> float:
         device = next(self.model.parameters()).device
@@ -93,6 +99,9 @@ def assemble(
     if data is None:
         with ranks.one_per_machine_first():
             data = load_data(recipe)
+    recipe = with_canary_key(recipe, ranks)
+    own = data.train
+    data, canaries = add_canaries(recipe, data)
     augment = _augmentation(recipe, data)
     count = number_of_units(recipe, data)
     plan = plan_of(recipe, count) if recipe.bands != "auto" else None
@@ -101,16 +110,18 @@ def assemble(
     model = models.build(recipe.model, data.num_classes, _model_shape(recipe, data), **recipe.model_options)
     if plan is None:  # how much noise can be kept depends on the model
         plan = plan_of(recipe, count, sum(p.numel() for p in model.parameters() if p.requires_grad))
+    if plan.bands > 1:
+        recipe = _with_exact_residual(recipe)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     normalization = models.normalization_of(model)
     if normalization is not None:  # pretrained weights expect the constants they were trained with
         data = replace(data, mean=normalization.mean, std=normalization.std)
-    method = _method(recipe, model, data)
+    method = _method(recipe, model, replace(data, train=own))
     trainer = PrivateTrainer(
         model,
         method,
         plan,
-        over_views(class_loss, data.example_shape),
+        over_views(_loss(recipe, data), data.example_shape),
         per_example_accuracy=over_views(class_hits, data.example_shape),
         private=recipe.protected,
         max_grad_norm=recipe.max_grad_norm,
@@ -134,6 +145,8 @@ def assemble(
             f"{recipe.data if data.train_users is None else f'the users of {recipe.data}'} "
             f"{'are' if recipe.validation_size else 'is'} held out (split seed {recipe.split_seed})",
             "number and names of the classes",
+            *_weights_in_words(recipe),
+            *([canaries_in_words(canaries)] if canaries is not None else []),
             *([f"the pretrained weights {pretrained!r}"] if (pretrained := recipe.model_options.get("pretrained")) else []),
         ),
         num_workers=recipe.num_workers,
@@ -145,7 +158,43 @@ def assemble(
         show_private_metrics=show_private_metrics,
         ranks=ranks,
     )
-    return Experiment(recipe, data, model, trainer)
+    return Experiment(recipe, data, model, trainer, canaries)
+
+
+def _with_exact_residual(recipe: Recipe) -> Recipe:
+    """The recipe with MicroAdam's residual in float32, unless it says how the residual is kept; for correlated noise.
+
+    Four bits add an error to the residual in every step. Steps do not take it back as they take back correlated noise, so that
+    after a hundred steps it is as large as what is left of the noise. Beside the noise of the last steps a float32 residual
+    takes little memory.
+    """
+    if recipe.algorithm != "dp-microadam" or "quantize" in recipe.optimizer:
+        return recipe
+    return replace(recipe, optimizer={**recipe.optimizer, "quantize": False})
+
+
+def _loss(recipe: Recipe, data: LabelledData) -> PerExample:
+    if recipe.class_weights is None:
+        return class_loss
+    if len(recipe.class_weights) != data.num_classes:
+        raise InputError(
+            f"class_weights has {len(recipe.class_weights)} numbers, but {recipe.data} has {data.num_classes} classes; it must "
+            "have one for each"
+        )
+    return weighted_class_loss(recipe.class_weights)
+
+
+def _weights_in_words(recipe: Recipe) -> list[str]:
+    if recipe.class_weights is None:
+        return []
+    return [f"weights of the classes in the loss ({', '.join(f'{weight:g}' for weight in recipe.class_weights)})"]
+
+
+def training_part(recipe: Recipe, data: LabelledData) -> Examples:
+    """The training examples. Random crops of image files, which differ in size, are cut right after decoding."""
+    if isinstance(data.train, ImageFolder) and recipe.resized_crop:
+        return data.train.random_crops(recipe.multiplicity)
+    return data.train
 
 
 def _method(recipe: Recipe, model: nn.Module, data: LabelledData) -> Method:
@@ -213,9 +262,14 @@ def number_of_units(recipe: Recipe, data: LabelledData) -> int:
 
 
 def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) -> PrivacyPlan | UnprotectedPlan:
-    """The privacy plan of a recipe for ``dataset_size`` training examples or users and a number of trainable ``parameters``."""
+    """The privacy plan of a recipe for ``dataset_size`` training examples or users and a number of trainable ``parameters``.
+
+    For a recipe that declares a search, it is the plan of each run, whose ε covers the search.
+    """
     if recipe.protected:
-        return PrivacyPlan.solve(
+        search = {name: recipe.tune[name] for name in ("expected_runs", "distribution") if recipe.tune}
+        solve = SelectionPlan.solve if recipe.tune else PrivacyPlan.solve
+        plan = solve(
             dataset_size=dataset_size,
             batch_size=recipe.batch_size,
             delta=recipe.delta,
@@ -226,8 +280,24 @@ def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) ->
             bands=recipe.bands or 1,
             parameters=parameters,
             noise_memory_gib=recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB,
+            max_batch_size=recipe.max_batch_size,
             unit=recipe.unit,
             examples_per_user=recipe.examples_per_user,
+            **search,
         )
+        if recipe.band_coefficients != "optimised":
+            return plan
+        rates = Schedule(recipe.schedule, plan.steps, recipe.warmup).all_factors()
+        momentum = recipe.band_momentum
+        return plan.optimised_for(momentum=_momentum(recipe) if momentum is None else momentum, rates=rates)
     assert recipe.steps is not None, "recipes without privacy must say how many steps they take"
-    return UnprotectedPlan(dataset_size, recipe.batch_size, recipe.steps, recipe.unit, recipe.examples_per_user)
+    return UnprotectedPlan(
+        dataset_size, recipe.batch_size, recipe.steps, recipe.unit, recipe.examples_per_user, recipe.max_batch_size
+    )
+
+
+def _momentum(recipe: Recipe) -> float:
+    """The weight of the past in the steps of the recipe's optimizer: SGD's momentum, or β₁ where it averages gradients."""
+    if recipe.algorithm == "dp-sgd":
+        return float(recipe.optimizer.get("momentum", 0.0))
+    return float(recipe.optimizer.get("betas", (0.9, 0.999))[0]) if "betas" in OPTIMIZER_OPTIONS[recipe.algorithm] else 0.0

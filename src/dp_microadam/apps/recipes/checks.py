@@ -98,6 +98,18 @@ def name(key: str, value: Any) -> str:
     return value
 
 
+def canary_count(key: str, value: Any) -> int:
+    """At least 100: fewer canaries can show next to nothing."""
+    return require_integer(key, value, 100, _LARGEST_INTEGER)
+
+
+def random_key(key: str, value: Any) -> str:
+    """128 bits as 32 hexadecimal digits."""
+    if len(text(key, value)) != 32 or set(value) - set("0123456789abcdef"):
+        raise InputError(f"{key} is {value!r}; it must be 32 hexadecimal digits, or left out for a new one")
+    return str(value)
+
+
 def one_of(*choices: str) -> Check:
     return lambda key, value: require_one_of(key, text(key, value), choices)
 
@@ -105,6 +117,16 @@ def one_of(*choices: str) -> Check:
 def optional(check: Check) -> Check:
     """``check``, or None for a key that is not given."""
     return lambda key, value: None if value is None else check(key, value)
+
+
+def weights(key: str, value: Any) -> tuple[float, ...]:
+    """A list of at least two positive numbers."""
+    if not isinstance(value, list | tuple) or len(value) < 2:
+        raise InputError(f"{key} is {value!r}; it must be a list of numbers, one for each class")
+    try:
+        return tuple(positive(key, item) for item in value)
+    except InputError:
+        raise InputError(f"{key} is {value!r}; it must be a list of finite numbers above 0, one for each class") from None
 
 
 def table(key: str, value: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import tomli_w
 
-from dp_microadam.apps.recipes import checks, vocabulary
+from dp_microadam.apps.recipes import checks, tuning, vocabulary
 from dp_microadam.apps.recipes.overrides import apply_override
 from dp_microadam.errors import InputError
 
@@ -76,6 +76,11 @@ class Recipe:
     accountant: str = _key(checks.one_of("rdp", "pld"), default="rdp")
     bands: int | str | None = _key(checks.optional(checks.count_or("auto")), default=None)
     """Bands of correlated noise, or ``"auto"``, the number with the least predicted noise. None: 1, independent noise."""
+    band_coefficients: str | None = _key(checks.optional(checks.one_of("square-root", "optimised")), default=None)
+    """Coefficients of correlated noise: the banded square root, or those with the least noise in the weights of SGD with the
+    recipe's schedule and ``band_momentum``. None: ``"square-root"``."""
+    band_momentum: float | None = _key(checks.optional(checks.below_one), default=None)
+    """The momentum that ``"optimised"`` coefficients are for. None: that of the optimizer."""
     unit: str = _key(checks.one_of("example", "user"), default="example")
     """Whom the guarantee is for: one example, or one user with all their examples. With users, sizes count users."""
     examples_per_user: int | None = _key(checks.optional(checks.count), default=None)
@@ -87,8 +92,12 @@ class Recipe:
 
     batch_size: int = _key(checks.count)
     """Expected size of a Poisson batch."""
+    max_batch_size: int | None = _key(checks.optional(checks.count), default=None)
+    """The most examples in a step; of a larger sample, so many are kept at random. None: no cap."""
     physical_batch_size: int = _key(checks.count, default=256)
     """Examples per forward and backward pass; affects only memory and speed."""
+    class_weights: tuple[float, ...] | None = _key(checks.optional(checks.weights), default=None)
+    """Weight of each class in the training loss: public numbers, not computed from the labels. None: all alike."""
     max_grad_norm: float = _key(checks.positive, default=1.0)
     clipping: str = _key(checks.one_of("flat", "per-layer"), default="flat")
 
@@ -114,9 +123,16 @@ class Recipe:
     seed: int | None = _key(checks.optional(checks.seed), default=None)
     """Fixes all randomness, for tests; the run is then not private."""
 
+    audit_canaries: int | None = _key(checks.optional(checks.canary_count), default=None)
+    """Synthetic examples that take places in the training data, about half of them filled, for ``dp-microadam audit RUN``."""
+    canary_key: str | None = _key(checks.optional(checks.random_key), default=None)
+    """Decides which canaries take part. None: a new one for each run, which is kept in its configuration."""
+
     data_options: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
     model_options: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
     optimizer: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
+    tune: dict[str, Any] = field(default_factory=dict, metadata={"check": tuning.table})
+    """What ``dp-microadam tune`` chooses among; empty for a single run."""
 
     def __post_init__(self) -> None:
         for known in fields(self):
@@ -132,7 +148,10 @@ class Recipe:
         _refuse_unknown_options("optimizer", self.optimizer, vocabulary.OPTIMIZER_OPTIONS[self.algorithm], self.algorithm)
         _refuse_unknown_options("model_options", self.model_options, vocabulary.MODEL_OPTIONS[self.model], self.model)
         _refuse_unknown_options("data_options", self.data_options, vocabulary.DATA_OPTIONS[self.data], self.data)
+        if self.audit_canaries is not None and not self.protected:
+            raise InputError(f"audit_canaries is {self.audit_canaries}, but method is {self.method!r}, which claims no privacy")
         self._refuse_unsolvable_budget()
+        self._refuse_idle_coefficients()
         self._refuse_unknown_users()
 
     @property
@@ -215,6 +234,17 @@ class Recipe:
             raise InputError(
                 f"exactly two of epsilon, noise_multiplier and steps must be given; got {', '.join(given) or 'none'} "
                 "(KEY=none removes one)"
+            )
+
+    def _refuse_idle_coefficients(self) -> None:
+        if self.band_coefficients is not None and self.bands in (None, 1):
+            raise InputError(
+                f"band_coefficients is {self.band_coefficients!r}, but there is one band; set bands to more, or leave it out"
+            )
+        if self.band_momentum is not None and self.band_coefficients != "optimised":
+            raise InputError(
+                f"band_momentum is {self.band_momentum:g}, which is for optimised coefficients; set band_coefficients to "
+                "'optimised', or leave it out"
             )
 
     def _refuse_unknown_users(self) -> None:

@@ -40,7 +40,7 @@ def model_card(
         f"## Privacy\n\n{statement.strip()}",
         f"## Evaluation\n\n{_table(metrics)}" if metrics else "",
         f"## Optimizer diagnostics\n\n{diagnostics_table(diagnostics)}" if diagnostics else "",
-        f"## Training\n\n`dp-microadam train` with this recipe:\n\n{_code('toml', _without_folder(recipe_toml))}",
+        f"## Training\n\n{_how_it_was_trained(recipe_toml)}:\n\n{_code('toml', _without_folder(recipe_toml))}",
         "## Loading the model\n\nThe weights are safetensors files; `safetensors.torch.load_file` reads one as a state dict "
         "for `load_state_dict` of the same PyTorch model." + (f"\n\n{_code('python', loading)}" if loading else ""),
     ]
@@ -136,6 +136,15 @@ def _shown(key: str, value: Any) -> str:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
+
+
+def _how_it_was_trained(recipe_toml: str) -> str:
+    if re.search(r"^\[tune\]", recipe_toml, re.MULTILINE) is None:
+        return "`dp-microadam train` with this recipe"
+    return (
+        "`dp-microadam tune`: the best of a random number of runs, chosen by a score on held-out examples; ε covers the "
+        "choice. The recipe, with the values that were chosen"
+    )
 
 
 def _without_folder(recipe_toml: str) -> str:

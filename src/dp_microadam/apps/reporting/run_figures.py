@@ -10,6 +10,7 @@ from dp_microadam.apps.reporting.figures import Figure, add_legend, draw_line, i
 from dp_microadam.apps.reporting.formats import in_bytes
 from dp_microadam.apps.reporting.palette import FAINT, INK, Style, styles_for, styles_in_order
 from dp_microadam.apps.reporting.run import Run
+from dp_microadam.apps.reporting.trade_off_figure import trade_off_figure
 
 _HEIGHT = 225
 _POINTS_OF_EPSILON = 80
@@ -50,7 +51,7 @@ def run_figures(runs: Sequence[Run]) -> dict[str, list[Figure]]:
             _measure(runs, "accuracy", over_epsilon=True),
             _measure(runs, "loss", over_epsilon=True),
         ],
-        "budget": [_epsilon(runs)],
+        "budget": [_epsilon(runs), _trade_off(runs)],
         "course": [_learning_rate(runs), _throughput(runs)],
         "memory": [_memory(runs)],
     }
@@ -129,6 +130,17 @@ def _epsilon(runs: Sequence[Run]) -> Figure | None:
     axes.set_ylabel("ε spent (no unit)")
     add_legend(figure)
     return one_panel("epsilon-over-steps", "ε over steps, and the budget", figure)
+
+
+def _trade_off(runs: Sequence[Run]) -> Figure | None:
+    """What attackers reach, by the steps done of each run."""
+    return trade_off_figure(
+        [
+            (label, style, run.ledger.spent, run.epsilon, run.ledger.plan.delta)
+            for run, style, label in zip(runs, styles_of(runs), labels_of(runs), strict=True)
+            if run.private and run.ledger is not None and run.epsilon is not None
+        ]
+    )
 
 
 def _over_steps(runs: Sequence[Run], points_of: Callable[[Run], Points], name: str, title: str, label: str) -> Figure | None:

@@ -28,11 +28,16 @@ _COSTS = ("cost", "time", "memory", "loss", "error")
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one run. ``value`` is None if it failed, for instance by divergence; ``curve`` has step, loss and accuracy."""
+    """Result of one run. ``value`` is None if it failed, for instance by divergence; ``curve`` has step, loss and accuracy.
+
+    If the run kept an average of the weights, ``value`` is that of the average, and ``final_weights`` that of the weights after
+    the last step.
+    """
 
     cell: Mapping[str, Any]
     repeat: int
     value: float | None
+    final_weights: float | None = None
     epsilon: float | None = None
     delta: float | None = None
     private: bool = False

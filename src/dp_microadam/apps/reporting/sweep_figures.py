@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dp_microadam.apps.reporting.figures import (
@@ -40,6 +41,8 @@ def sweep_figures(sweep: Sweep) -> list[Figure]:
         "curves": _curves,
         "difference": _differences,
         "range": _range,
+        "saving": lambda sweep, wanted: [],  # tables alone
+        "final weights": lambda sweep, wanted: [],
     }
     found: list[Figure] = []
     for wanted in sweep.figures:
@@ -74,7 +77,7 @@ def rolling_mean(values: Sequence[float], window: int) -> list[float]:
     return means
 
 
-def _panels(sweep: Sweep, without: Sequence[str]) -> dict[str, list[Cells]]:
+def _panels(sweep: Sweep, without: Sequence[str | None]) -> dict[str, list[Cells]]:
     """Cells grouped by all keys except these; the key of a group is its label."""
     groups: dict[str, list[Cells]] = {}
     for cell in sweep.cells:
@@ -93,11 +96,17 @@ def _styles(sweep: Sweep) -> dict[str, Style]:
 
 
 def _lines(sweep: Sweep, wanted: Mapping[str, Any]) -> list[Figure]:
-    """Medians over ``x``, a line per method, bars from the smallest to the largest value; the paper's hollow and dashed."""
-    x = wanted["x"]
+    """Medians over ``x``, a line per method, bars from the smallest to the largest value; the paper's hollow and dashed.
+
+    ``beside`` names a key each of whose values has a line of its own: the first one dotted and hollow, the others as usual.
+    ``log`` says that ``x`` is shown on a logarithmic scale.
+    """
+    x, beside = wanted["x"], wanted.get("beside")
+    if beside is not None and not sweep.values_of(beside):
+        raise KeyError(beside)
     groups = {
         name: cells
-        for name, cells in _panels(sweep, (x, sweep.method_key)).items()
+        for name, cells in _panels(sweep, (x, sweep.method_key, beside)).items()
         if any(sweep.summary(cell) or sweep.paper(cell) for cell in cells)
     }
     with_paper = bool(sweep.published)
@@ -107,7 +116,9 @@ def _lines(sweep: Sweep, wanted: Mapping[str, Any]) -> list[Figure]:
     title = _sentence(f"{sweep.value} over {x}")
 
     def draw(axes: Any, cells: Sequence[Cells]) -> None:
-        _draw_lines(axes, sweep, cells, x)
+        _draw_lines(axes, sweep, cells, x, beside)
+        if wanted.get("log"):
+            _log_scale(axes)
 
     return _small_multiples(f"{sweep.slug}-lines", title, groups, draw, height=280, note=note, also=_hollow(sweep))
 
@@ -126,30 +137,48 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _draw_lines(axes: Any, sweep: Sweep, cells: Sequence[Cells], x: str) -> None:
+def _draw_lines(axes: Any, sweep: Sweep, cells: Sequence[Cells], x: str, beside: str | None = None) -> None:
     places, ticks = _places([cell[x] for cell in cells])
     for name, style in _styles(sweep).items():
-        own = [cell for cell in cells if str(cell[sweep.method_key]) == name]
-        ours = [(places[cell[x]], found) for cell in own if (found := sweep.summary(cell)) is not None]
-        theirs = [(places[cell[x]], paper.value) for cell in own if (paper := sweep.paper(cell)) is not None]
-        if theirs:
-            theirs.sort()
-            axes.plot(
-                *zip(*theirs, strict=True), color=style.colour, linestyle=(0, (2, 2)), linewidth=1.1, marker=style.marker,
-                markersize=6, markerfacecolor=PAPER, markeredgecolor=style.colour, label=f"{name}, paper" if not ours else None,
-            )  # fmt: skip
-        if ours:
-            ours.sort(key=lambda pair: pair[0])
-            where = [place for place, _ in ours]
-            reach = [[found.median - found.low for _, found in ours], [found.high - found.median for _, found in ours]]
-            axes.errorbar(where, [found.median for _, found in ours], yerr=reach, fmt="none", ecolor=style.colour, capsize=3)
-            draw_line(axes, [(place, found.median) for place, found in ours], style, name, markers=True)
-    if all(is_number(value) for value in places) and 0 < _FAR_APART * min(places.values()) < max(places.values()):
-        axes.set_xscale("log")
-        axes.minorticks_off()
+        for number, value in enumerate(sweep.values_of(beside) if beside else [None]):
+            own = [cell for cell in cells if str(cell[sweep.method_key]) == name and (beside is None or cell[beside] == value)]
+            label = name if beside is None else f"{name}, {beside} {shown(value)}"
+            _draw_line_of_cells(
+                axes, sweep, {places[cell[x]]: cell for cell in own}, style, label, hollow=beside and not number
+            )
     axes.set_xticks(list(ticks.values()), list(ticks))
+    if all(is_number(value) for value in places) and 0 < _FAR_APART * min(places.values()) < max(places.values()):
+        _log_scale(axes)
     axes.set_xlabel(x)
     axes.set_ylabel(sweep.value_with_unit)
+
+
+def _draw_line_of_cells(
+    axes: Any, sweep: Sweep, cells: Mapping[float, Cells], style: Style, label: str, *, hollow: object = False
+) -> None:
+    """Cells by their place on the axis: a line of ours, and one of the paper's."""
+    ours = [(place, found) for place, cell in sorted(cells.items()) if (found := sweep.summary(cell)) is not None]
+    theirs = [(place, paper.value) for place, cell in sorted(cells.items()) if (paper := sweep.paper(cell)) is not None]
+    if theirs:
+        axes.plot(
+            *zip(*theirs, strict=True), color=style.colour, linestyle=(0, (2, 2)), linewidth=1.1, marker=style.marker,
+            markersize=6, markerfacecolor=PAPER, markeredgecolor=style.colour, label=f"{label}, paper" if not ours else None,
+        )  # fmt: skip
+    if ours:
+        where = [place for place, _ in ours]
+        reach = [[found.median - found.low for _, found in ours], [found.high - found.median for _, found in ours]]
+        axes.errorbar(where, [found.median for _, found in ours], yerr=reach, fmt="none", ecolor=style.colour, capsize=3)
+        look = replace(style, dash=(1, 2)) if hollow else style
+        draw_line(axes, [(place, found.median) for place, found in ours], look, label, markers=True)
+        if hollow:
+            axes.lines[-1].set(markerfacecolor=PAPER, markeredgecolor=style.colour, markeredgewidth=1.2)
+
+
+def _log_scale(axes: Any) -> None:
+    ticks, labels = axes.get_xticks(), [text.get_text() for text in axes.get_xticklabels()]
+    axes.set_xscale("log")
+    axes.set_xticks(ticks, labels)
+    axes.minorticks_off()
 
 
 def _places(values: Sequence[Any]) -> tuple[dict[Any, float], dict[str, float]]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dp_microadam.apps.reporting.formats import duration, is_number, significant
 from dp_microadam.apps.reporting.sweep import Key, Outcome, Sweep, file_name, key_of
 from dp_microadam.apps.reporting.sweep_figures import difference_map, group_ranges, ordered, shown, smoothed_losses
+from dp_microadam.apps.reporting.sweep_saving import savings
 from dp_microadam.apps.reporting.tables import Cell, Table, cell
 from dp_microadam.privacy.statement import round_up
 
@@ -29,6 +32,10 @@ def sweep_tables(sweep: Sweep) -> list[Table]:
             tables += [table for other in wanted["minus"] if (table := _difference(sweep, wanted, other)) is not None]
         elif wanted["kind"] == "range":
             tables += _ranges(sweep, wanted["group"])
+        elif wanted["kind"] == "saving":
+            tables += _saving(sweep, wanted["x"], wanted["beside"])
+        elif wanted["kind"] == "final weights":
+            tables += _final_weights(sweep)
     return tables
 
 
@@ -180,3 +187,44 @@ def _ranges(sweep: Sweep, group: str) -> list[Table]:
     lines = [[name, *(sweep.written(value) for value in ends), count] for name, (*ends, count) in ranges.items()]
     title = f"Worst, median and best {sweep.value_with_unit} by {group}"
     return [Table.of(f"{sweep.slug}-range", title, [group, "worst", "median", "best", "cells"], lines)]
+
+
+def _saving(sweep: Sweep, x: str, beside: str) -> list[Table]:
+    """What equal values cost with the first and the last value of ``beside``, which are compared cell by cell."""
+    others = [key for key in (*sweep.rows, *sweep.columns) if key not in (x, beside)]
+    lines: list[list[object]] = []
+    for one in savings(sweep, x, beside):
+        at = float(one.cell[x])
+        if one.reached_at == 0:
+            place, factor = f"below {shown(one.smallest)}", f"less than {one.smallest / at:.2g}×"
+        elif math.isinf(one.reached_at):
+            place, factor = f"above {shown(one.largest)}", f"more than {one.largest / at:.2g}×"
+        else:
+            place, factor = f"{one.reached_at:.0f}", f"{one.reached_at / at:.2g}×"
+        values = [sweep.written(one.reference), sweep.written(one.value), sweep.written(one.value - one.reference, sign=True)]
+        lines.append([*(shown(one.cell[key]) for key in others), shown(one.cell[x]), *values, place, factor])
+    if not lines:
+        return []
+    first, *_, last = sweep.values_of(beside)
+    header = [
+        *others,
+        x,
+        f"{beside} {first}",
+        f"{beside} {last}",
+        "difference",
+        f"{x} for the same with {beside} {first}",
+        "ratio",
+    ]
+    title = f"Where {beside} {first} reaches the same {sweep.value}"
+    return [Table.of(f"{sweep.slug}-saving", title, header, lines, labels=len(others) + 1)]
+
+
+def _final_weights(sweep: Sweep) -> list[Table]:
+    """The main table for the weights after the last step, where values are those of an average of the weights."""
+    final = replace(
+        sweep,
+        name=f"{sweep.name}-final-weights",
+        title=f"{sweep.title}, weights after the last step",
+        outcomes=tuple(replace(one, value=one.final_weights) for one in sweep.outcomes if one.final_weights is not None),
+    )
+    return [_matrix(final)] if final.outcomes else []

@@ -8,6 +8,7 @@ name it in ``COMMANDS``, in the order in which ``--help`` lists them.
 COMMANDS = (
     "train",
     "resume",
+    "tune",
     "evaluate",
     "export",
     "plan",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dp_microadam.apps.command_line.commands.running import INTERRUPTED
+from dp_microadam.apps.command_line.completers import complete_with, run_folders
 from dp_microadam.durable_files import write_text_durably
 
 if TYPE_CHECKING:
@@ -33,8 +34,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "audit",
         help="empirical privacy audit: check and attack sampling, clipping, noise and optimizer",
         description="Audit the real training pipeline. Checks measure what the privacy proof assumes of each part; "
-        "membership-inference attacks yield lower bounds on ε. Exit code 0 if no claim is refuted, 1 if one is.",
-        epilog="example:\n  dp-microadam audit --profile quick --epsilon 1 --out runs/audit",
+        "membership-inference attacks yield lower bounds on ε. Exit code 0 if no claim is refuted, 1 if one is. With a RUN "
+        "that was trained with audit_canaries, attack its model instead.",
+        epilog="examples:\n  dp-microadam audit --profile quick --epsilon 1 --out runs/audit\n"
+        "  dp-microadam train --set audit_canaries=1000 --run-dir runs/mine && dp-microadam audit runs/mine",
+    )
+    complete_with(
+        run_folders,
+        parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN", help="audit this run, by the canaries in its data"),
     )
     parser.add_argument("--profile", choices=("quick", "full"), default="quick", help="size of the audit (default: quick)")
     parser.add_argument(
@@ -67,6 +74,8 @@ def run(options: argparse.Namespace) -> int:
     from dp_microadam.validation import require_in_open, require_integer
 
     require_in_open("confidence", options.confidence, 0, 1)
+    if options.run_dir is not None:
+        return _audit_own_run(options)
     if options.out is not None and options.out.exists() and not options.out.is_dir():
         raise InputError(f"out is {str(options.out)!r}, which is a file; it must be a folder")
     for name in ("canaries", "repetitions"):
@@ -103,6 +112,47 @@ def run(options: argparse.Namespace) -> int:
         print(line)
         print(f"page {folder / _PAGE}")
     return VIOLATED if report["violated"] else 0
+
+
+def _audit_own_run(options: argparse.Namespace) -> int:
+    """Attack the model of a run by the canaries in its training data; writes ``audit.json`` into the run's folder."""
+    from dp_microadam.apps.audit.own_run import CANNOT_SHOW, audit_own_run, canary_scores
+    from dp_microadam.apps.command_line.commands.running import open_run
+    from dp_microadam.data.preparation import Preparation
+    from dp_microadam.errors import InputError
+    from dp_microadam.privacy.accounting import steps_alone
+    from dp_microadam.privacy.ledger import read_ledger
+
+    pipeline = ("epsilon", "noise_multiplier", "steps", "canaries", "repetitions", "only")
+    given = [f"--{name.replace('_', '-')}" for name in pipeline if getattr(options, name) is not None]
+    if given:
+        raise InputError(
+            f"{given[0]} is for audits of the pipeline; leave it out with a RUN, whose own plan and canaries count"
+        )
+    experiment = open_run(options.run_dir)
+    if experiment.canaries is None:
+        raise InputError(
+            f"run {str(options.run_dir)!r} was trained without canaries; train with --set audit_canaries=1000 to audit it"
+        )
+    experiment.trainer.peek()  # loads the weights
+    scores = canary_scores(experiment.model, experiment.canaries, Preparation(experiment.data))
+    record = read_ledger(options.run_dir)
+    found = audit_own_run(
+        experiment.canaries.present, scores, steps_alone(record.spent), record.plan.delta, confidence=options.confidence
+    )
+    report = found.to_dict()
+    folder = options.run_dir if options.out is None else options.out
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text_durably(folder / _FINDINGS, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+    if options.json:
+        print(json.dumps(report, ensure_ascii=False))
+    else:
+        _print_findings([found.finding])
+        print(found.summary())
+        print("What this cannot show:")
+        for item in CANNOT_SHOW:
+            print(f"  - {item}")
+    return VIOLATED if found.violated else 0
 
 
 def _attack(plan: PrivacyPlan, repetitions: int, confidence: float, watch: Watch, checks: list[Check]) -> list[Finding]:

@@ -118,9 +118,12 @@ def _refuse_unprotected(run: str) -> None:
 def _compose(records: dict[str, LedgerRecord], delta: float, options: argparse.Namespace) -> dict[str, Any]:
     from dp_microadam.privacy.accounting import epsilon, group_epsilon
     from dp_microadam.privacy.ledger import spent_together, steps_together
+    from dp_microadam.privacy.selection_plan import SelectionPlan
 
     spent = spent_together(records.values())
-    by_accountant = {accountant: epsilon(spent, delta, accountant) for accountant in ("rdp", "pld")}
+    searches = {name for name, record in records.items() if isinstance(record.plan, SelectionPlan)}
+    accountants = ("rdp",) if searches and options.accountant == "rdp" else ("rdp", "pld")  # pld knows no selection
+    by_accountant = {accountant: epsilon(spent, delta, accountant) for accountant in accountants}
     report: dict[str, Any] = {
         "private": all(record.settings.private for record in records.values()),
         "unit": next(iter(records.values())).plan.unit,
@@ -139,6 +142,8 @@ def _compose(records: dict[str, LedgerRecord], delta: float, options: argparse.N
                 "noise_multiplier": record.plan.noise_multiplier,
                 "steps_done": record.steps,
                 "bands": record.plan.bands,
+                "max_batch_size": record.plan.max_batch_size,
+                "selected": name in searches,
                 "id": record.run,
                 "ledger_head": record.head,
             }
@@ -208,7 +213,9 @@ def _print_table(report: dict[str, Any]) -> None:
     table = Table(title=f"{spent}, at δ = {report['delta']:g} by {report['accountant']}", title_justify="left")
     table.add_column("run", overflow="fold")
     banded = any(run["bands"] > 1 for run in report["runs"])
-    for name in ("sample rate", "noise multiplier", *(["bands"] if banded else []), "steps", "ε"):
+    capped = any(run["max_batch_size"] for run in report["runs"])
+    further = [*(["bands"] if banded else []), *(["largest batch"] if capped else [])]
+    for name in ("sample rate", "noise multiplier", *further, "steps", "ε"):
         table.add_column(name, justify="right")
     for run in report["runs"]:
         table.add_row(
@@ -216,11 +223,15 @@ def _print_table(report: dict[str, Any]) -> None:
             f"{run['sample_rate']:.6g}",
             f"{run['noise_multiplier']:g}",
             *([f"{run['bands']}"] if banded else []),
+            *([f"{run['max_batch_size'] or '–'}"] if capped else []),
             f"{run['steps_done']}",
             round_up(run["epsilon"], 4) + ("" if run["private"] else " (not private)"),
         )
     console = Console(highlight=False)
     console.print(table)
+    for run in report["runs"]:
+        if run["selected"]:
+            console.print(f"{run['run']} is the best of a random number of runs; its ε covers the search", soft_wrap=True)
     for copies in report["copies"]:
         console.print(_copies_in_words(copies), soft_wrap=True)
     for anchor in report.get("anchors", ()):
@@ -233,5 +244,5 @@ def _print_table(report: dict[str, Any]) -> None:
     if report["group_size"] > 1:
         size = report["group_size"]
         group = f"up to {size} users together" if users else f"a person with up to {size} examples"
-        how = "general group privacy" if banded else "pld"
+        how = "general group privacy" if banded or any(run["selected"] for run in report["runs"]) else "pld"
         console.print(f"{group}: ε = {round_up(report['group_epsilon'], 4)} by {how}", soft_wrap=True)

@@ -26,10 +26,23 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(options: argparse.Namespace) -> int:
+    from dp_microadam.training.run_folder import declared_search
+
+    if (recipe_of_search := declared_search(options.run_dir)) is not None:
+        return _resume_search(recipe_of_search, options)
+
     from dp_microadam.training.distributed import torchrun_processes
 
     with torchrun_processes() as ranks:
         return _resume(options, ranks)
+
+
+def _resume_search(recipe_toml: str, options: argparse.Namespace) -> int:
+    from dp_microadam.apps.command_line.commands.tune import search
+    from dp_microadam.apps.recipes.recipe import Recipe
+
+    options.estimate = False
+    return search(Recipe.from_toml(recipe_toml), options.run_dir, options)
 
 
 def _resume(options: argparse.Namespace, ranks: Ranks) -> int:

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dp_microadam.errors import DPMicroAdamError, InputError
 
@@ -68,18 +68,28 @@ def _config_of(run_dir: Path) -> str:
 
 def train(experiment: Experiment, options: argparse.Namespace) -> int:
     """Train, draw the learning curves, print and save the test accuracy; returns the exit code."""
-    result = experiment.fit()
+    return finish(experiment, options, experiment.fit())
+
+
+def finish(experiment: Experiment, options: argparse.Namespace, result: RunResult, **chosen: dict[str, Any]) -> int:
+    """Draw the learning curves, print and save the test accuracy; returns the exit code."""
     if experiment.trainer.ranks.main:
         _draw(experiment, options, result)
-    accuracy, weights = conclude(experiment, options, result)
+    accuracy, weights = conclude(experiment, options, result, **chosen)
     if experiment.trainer.ranks.main:
         _save_test_accuracy(experiment, accuracy, weights, result)
     return 0 if result.finished else INTERRUPTED
 
 
-def conclude(experiment: Experiment, options: argparse.Namespace, result: RunResult) -> tuple[float, str]:
-    """Print run folder, test accuracy and ε. Returns the accuracy and which weights it belongs to (final or averaged)."""
+def conclude(
+    experiment: Experiment, options: argparse.Namespace, result: RunResult, chosen: dict[str, Any] | None = None
+) -> tuple[float, str]:
+    """Print run folder, test accuracy and ε. Returns the accuracy and which weights it belongs to (final or averaged).
+
+    ``chosen`` are the hyperparameters of a run that a search chose.
+    """
     accuracy, weights = experiment.test_accuracy()
+    final = experiment.final_weights_accuracy() if options.json else None
     if not experiment.trainer.ranks.main:
         return accuracy, weights
     head = ledger_head(result)
@@ -91,12 +101,14 @@ def conclude(experiment: Experiment, options: argparse.Namespace, result: RunRes
                     "finished": result.finished,
                     "private": result.private,
                     "test_accuracy": accuracy,
+                    **({} if final is None else {"final_weights_test_accuracy": final}),
                     "epsilon": result.epsilon,
                     "delta": result.delta,
                     "steps_done": result.steps_done,
                     "updates": result.updates,
                     "ledger_head": head,
                     **result.metrics,
+                    **({} if chosen is None else {"chosen": chosen}),
                 }
             )
         )
@@ -104,6 +116,8 @@ def conclude(experiment: Experiment, options: argparse.Namespace, result: RunRes
     print(f"run folder {result.run_dir}")
     if head is not None:
         print(f"ledger's last hash {head}")
+    if chosen is not None:
+        print(f"chosen: {', '.join(f'{name} = {value}' for name, value in chosen.items())}")
     if not result.finished:
         print(f"stopped after {result.steps_done} steps; go on with: dp-microadam resume {result.run_dir}")
     print(f"evaluated with the {weights}{lost_steps_note(result)}")

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import warnings
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dp_microadam.apps.command_line.commands.running import add_display, train
+from dp_microadam.apps.command_line.commands.running import add_display, say, train
 from dp_microadam.apps.command_line.completers import complete_with, recipe_names, recipe_settings
+
+if TYPE_CHECKING:
+    from dp_microadam.apps.recipes.recipe import Recipe
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -25,6 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     complete_with(recipe_settings, override)
     parser.add_argument("--bands", metavar="N", help="bands of correlated noise, or auto; short for --set bands=N")
+    parser.add_argument("--max-batch-size", metavar="M", help="most examples in a step; short for --set max_batch_size=M")
     parser.add_argument(
         "--unit", choices=("example", "user"), help="whom ε is for: an example, or a user; short for --set unit=…"
     )
@@ -38,15 +45,34 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=run)
 
 
+def _as_single_run(recipe: Recipe, options: argparse.Namespace) -> Recipe:
+    """The recipe without its search; warns of searches that were spent on the same data."""
+    from dp_microadam.apps.recipes.tuning import searches_on_same_data
+    from dp_microadam.errors import PrivacyWarning
+
+    if recipe.tune:
+        say(options, "[tune] is left out: this is a single run with the recipe's own values; dp-microadam tune makes a search")
+    folder = Path("runs") if options.run_dir is None else options.run_dir.parent
+    for spent in searches_on_same_data(recipe, folder) if recipe.private else []:
+        warnings.warn(
+            f"the search in {spent} has spent privacy of the same data; both add up: dp-microadam budget {spent} RUN, with the "
+            "folder of this run",
+            PrivacyWarning,
+            stacklevel=1,
+        )
+    return replace(recipe, tune={})
+
+
 def run(options: argparse.Namespace) -> int:
     from dp_microadam.apps.recipes.recipe import load_recipe
     from dp_microadam.training.run_folder import refuse_existing
 
-    short = {key: getattr(options, key) for key in ("bands", "unit", "examples_per_user")}
+    short = {key: getattr(options, key) for key in ("bands", "max_batch_size", "unit", "examples_per_user")}
     given = [f"{key}={value}" for key, value in short.items() if value is not None]
     recipe = load_recipe(options.recipe, [*options.overrides, *given])
     if options.run_dir is not None:
         refuse_existing(options.run_dir)
+    recipe = _as_single_run(recipe, options)
 
     # Imported once recipe and folder are known to be usable: torch takes seconds to load.
     from dp_microadam.apps.recipes.assemble import assemble

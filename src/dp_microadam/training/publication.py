@@ -1,0 +1,69 @@
+"""Publishes the run that a search selected: its files, written anew, without traces of how long the search took."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from dp_microadam.durable_files import sync_folder, write_durably, write_text_durably
+from dp_microadam.privacy.ledger import LEDGER_NAME, read_ledger
+from dp_microadam.privacy.ledger_lines import NO_HEAD, chained_line, read_object
+from dp_microadam.privacy.statement import statement_in_words, write_privacy_report
+from dp_microadam.training.checkpoint import CheckpointFolder
+from dp_microadam.training.run_folder import CHECKPOINTS, CONFIG, LOG, METRICS, SELECTION, STATISTICS, privacy_of
+
+_OF_THE_PROCESS = ("peak_memory_bytes", "peak_memory_of")
+"""Statistics that all runs of a process have a part in."""
+
+_COPIED = ("phase", "processes")
+
+
+def write_published(run: Path, target: Path, selection: Mapping[str, Any]) -> None:
+    """Write the files of the selected ``run`` into the new folder ``target``.
+
+    Formal guarantees: what is written is a function of this run alone and of ``selection``, which is public. Left out are times
+    of the run, traces of interruptions, earlier checkpoints, and figures that depend on the process it shared with other runs.
+    All files are new, so that the times that a file system keeps are those of the publication.
+    """
+    target.mkdir(mode=0o755)
+    head = _copy_ledger(run, target)
+    position, content, _ = CheckpointFolder(run / CHECKPOINTS).newest()
+    CheckpointFolder(target / CHECKPOINTS).write(position, {**content, "ledger_head": head})
+    for name in (CONFIG, METRICS):
+        if (run / name).is_file():
+            write_text_durably(target / name, (run / name).read_text(encoding="utf-8"))
+    statistics = json.loads((run / STATISTICS).read_text(encoding="utf-8"))
+    _write_json(target / STATISTICS, {name: value for name, value in statistics.items() if name not in _OF_THE_PROCESS})
+    _write_json(target / SELECTION, selection)
+    report = privacy_of(target)
+    write_privacy_report(target, report, statement_in_words(report))
+    stamp = "private" if report["private"] else "not private"
+    now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+    write_text_durably(target / LOG, f"{now} published as the best of a random number of runs; this run is {stamp}\n")
+    sync_folder(target)
+
+
+def _copy_ledger(run: Path, target: Path) -> str:
+    """Copy the ledger with a new chain of hashes and without the marks of processes that opened it; returns its last hash."""
+    record = read_ledger(run)
+    first, *lines = (run / LEDGER_NAME).read_bytes().split(b"\n")
+    events = {values["step"]: values for line in lines if line and (values := read_object(line)) is not None}
+    header = read_object(first) or {}
+    line, head = chained_line({name: value for name, value in header.items() if name != "chain"}, NO_HEAD)
+    with write_durably(target / LEDGER_NAME, replace=False) as file:
+        file.write(line)
+        for step, (_, (sample_rate, noise_multiplier)) in enumerate(record.history):
+            event: dict[str, Any] = {"step": step, "sample_rate": sample_rate, "noise_multiplier": noise_multiplier}
+            if record.plan.bands > 1:
+                event["group"] = step % record.plan.bands
+            event |= {name: value for name, value in events.get(step, {}).items() if name in _COPIED}
+            line, head = chained_line(event, head)
+            file.write(line)
+    return head
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    write_text_durably(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
