@@ -151,7 +151,9 @@ def accuracies(plan: PrivacyPlan, train: Ratings, test: Ratings, seed: int, opti
             seed=seed,
             show_progress=False,
         )
-        trainer.fit((train.inputs, train.labels), users=train.users if plan.unit == "user" else None)
+        result = trainer.fit((train.inputs, train.labels), users=train.users if plan.unit == "user" else None)
+    if not result.finished:
+        raise KeyboardInterrupt  # the trainer finishes its step first, and a run that was stopped has no accuracy
     with torch.no_grad():
         hits = class_hits(model, (test.inputs.to(options.device), test.labels.to(options.device))).double().cpu().numpy()
     _, who = np.unique(test.users, return_inverse=True)

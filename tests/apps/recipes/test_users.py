@@ -162,6 +162,7 @@ def test_the_same_run_without_privacy_samples_users_too(recipe, tmp_path):
         (["unit=example"], "unit is 'example' and examples_per_user is 2"),
         (["unit=patient"], "unit is 'patient'; it must be one of"),
         (["examples_per_user=0"], "examples_per_user is 0"),
+        (["audit_canaries=100"], "audit_canaries is 100, but unit is 'user'"),
         (["data_options.user_column=none"], r"nothing says whose each example of table is; use data_options\.user_column"),
         (["data=mnist", "data_options={}"], "nothing says whose each example of mnist is; use data 'table' or 'image-folder'"),
         (["batch_size=23"], "batch_size is 23, more than the 22 users"),

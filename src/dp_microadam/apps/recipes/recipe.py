@@ -267,6 +267,10 @@ class Recipe:
                 f"unit is {self.unit!r} and examples_per_user is {self.examples_per_user}; unit = 'user' needs it, the largest "
                 "number of a user's examples in a step, and without it there must be none"
             )
+        if self.unit == "user" and self.audit_canaries is not None:
+            raise InputError(
+                f"audit_canaries is {self.audit_canaries}, but unit is 'user'; canaries are examples, leave them out"
+            )
         if self.unit == "user" and not any(option in self.data_options for option in vocabulary.USER_OPTIONS):
             known = [option for option in vocabulary.DATA_OPTIONS[self.data] if option in vocabulary.USER_OPTIONS]
             right = " or ".join(f"data_options.{option}" for option in known) or "data 'table' or 'image-folder', which can"
