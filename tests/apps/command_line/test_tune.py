@@ -157,7 +157,7 @@ def test_the_expected_cost_is_shown_first_and_does_not_depend_on_the_draw(recipe
         ("tune.ema_decay=[0,0.9]", "tune.ema_decay holds 0, which keeps no average to compare"),
         ("tune.warmup={low=0.001,high=0.9,count=9000}", "tune has 72000 combinations; it must have at most 10000"),
         ("bands=2 band_coefficients=optimised", "band_coefficients is 'optimised', which depends on what is tuned"),
-        ("audit_canaries=1000", "audit_canaries is 1000; each run of a search would draw its own, so it must be left out"),
+        ("audit_canaries=1000", "audit_canaries is 1000, but tune is {'expected_runs': 3.0"),
         ("seed=3", "seed is 3, with which a run is not private; a search must be"),
         ("method=non-private", "method is 'non-private', with which a run is not private; a search must be"),
     ],
