@@ -32,6 +32,7 @@ COMMANDS = {
         "AdamW, not private",
         "DP-MicroAdam",
     ],
+    "book_crossing": ["--readers", "40", "--batch", "8", "--steps", "2", "--epsilons", "1", "--seeds", "1", "--most", "4"],
     "methods": ["--state", "--methods", "dp-microadam"],
     "users": ["--models", "mlp", "--users", "4", "--most", "2", "--physical-batch", "4", "--rounds", "1"],
     "optimizer": ["--models", "wrn-16-4", "--rounds", "1", "--optimizers", "AdamW foreach", "AdamW fused", "MicroAdam"],

