@@ -102,6 +102,11 @@ def test_exported_weights_load_in_plain_pytorch_by_the_card_s_own_code(finished_
     assert accuracy == pytest.approx(json.loads(capsys.readouterr().out)["test_accuracy"], abs=1e-6)
     card = (output / "README.md").read_text()
     assert "differentially private" in card
+    assert re.search(
+        r"an attack that accuses 1 in 10 of those who did not take part finds at most [\d.]+ % of those who did", card
+    )
+    assert re.search(r"μ ≤ \d\.\d\d, for attacks with error rates of at least", card)
+    assert re.search(r"ε = [\d.]+ at δ = 1e-05 if one unit is exchanged for another", card)
     assert "test accuracy" in card
     (code,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
     monkeypatch.chdir(output)
