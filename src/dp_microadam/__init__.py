@@ -51,6 +51,9 @@ _HOMES = {
     "read_ledger": "dp_microadam.privacy.ledger",
     "SubsampledGaussian": "dp_microadam.privacy.accounting",
     "Spent": "dp_microadam.privacy.accounting",
+    "Cap": "dp_microadam.privacy.truncated",
+    "Units": "dp_microadam.privacy.units",
+    "WeightedRows": "dp_microadam.privacy.units",
     "LogicalStep": "dp_microadam.privacy.sampling",
     "privacy_report": "dp_microadam.privacy.statement",
     "Randomness": "dp_microadam.privacy.randomness",
@@ -101,6 +104,9 @@ __all__ = [
     "read_ledger",
     "SubsampledGaussian",
     "Spent",
+    "Cap",
+    "Units",
+    "WeightedRows",
     "LogicalStep",
     "privacy_report",
     "Randomness",
@@ -133,6 +139,8 @@ if TYPE_CHECKING:
     from dp_microadam.privacy.sampling import LogicalStep, PoissonSampler
     from dp_microadam.privacy.selection_plan import SelectionPlan
     from dp_microadam.privacy.statement import privacy_report
+    from dp_microadam.privacy.truncated import Cap
+    from dp_microadam.privacy.units import Units, WeightedRows
     from dp_microadam.training.distributed import Ranks
     from dp_microadam.training.evaluation import PerExample
     from dp_microadam.training.method import Method, Phase

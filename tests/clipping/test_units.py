@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from dp_microadam.clipping import folding, linear, normalization
+from dp_microadam.clipping.convolution import ConvolutionFactors, FoldedConvolutions, Geometry
 from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.clipping.families import register_rule
 from dp_microadam.clipping.per_example import clipped_sum
 from dp_microadam.clipping.row_norms import ClippedRowNorms
 from dp_microadam.clipping.rule import GradientRows, LayerRule, PartsCall, UnchangedInput
 from dp_microadam.errors import InputError, PrivacyError
+from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 
 
 def beside(name: str):
@@ -103,6 +105,41 @@ def square_loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 CNN = nn.Sequential(nn.Conv2d(1, 3, 3), nn.GroupNorm(1, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2))
+
+
+@settings(examples(200, quick=40), derandomize=True)
+@given(
+    users=st.integers(1, 3),
+    rows=st.integers(1, 4),
+    groups=st.integers(1, 2),
+    kernel=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    stride=st.tuples(st.integers(1, 2), st.integers(1, 2)),
+    padding=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    dilation=st.tuples(st.integers(1, 2), st.integers(1, 2)),
+)
+def test_gram_matrices_of_several_images_give_the_norms_of_formed_gradients(
+    users, rows, groups, kernel, stride, padding, dilation
+):
+    geometry = Geometry((2 * groups, 3, *kernel), stride, padding, dilation, groups)
+    torch.manual_seed(0)
+    inputs = torch.randn(users * rows, 3 * groups, 6, 7, dtype=torch.float64)
+    weight = torch.zeros(geometry.weight_shape, dtype=torch.float64)
+    outputs = nn.functional.conv2d(inputs, weight, None, stride, padding, dilation, groups)
+    factors = FoldedConvolutions(ConvolutionFactors(inputs, torch.randn_like(outputs), geometry), rows)
+    formed = factors.per_example(slice(0, users))
+    torch.testing.assert_close(factors.ghost().norms, formed.flatten(1).square().sum(1))
+
+
+@pytest.mark.parametrize("strategy", ["ghost", pytest.param("keep", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", ["norm", pytest.param("variance", marks=pytest.mark.slow)])
+def test_weight_standardized_convolutions_of_users_agree_by_gram_matrices(form, strategy):
+    torch.manual_seed(0)
+    model = randomize(WeightStandardizedConv2d(2, 3, 3, padding=1, form=form, gain=True)).double()
+    rows, weights = of_users(torch.randn(5, 2, 4, 4, dtype=torch.float64), COUNTS, 3), means_over(COUNTS, 3)
+    expected, norms = clipped_sum(model, random_loss, rows, max_grad_norm=1.0, weights=weights)
+    engine = ClippedGradients(model, random_loss, max_grad_norm=1.0, strategy=strategy)
+    torch.testing.assert_close(engine.accumulate(rows, weights), torch.tensor(norms, dtype=torch.float64))
+    torch.testing.assert_close(engine.sums, expected)
 
 
 @pytest.fixture(scope="module")

@@ -184,7 +184,7 @@ def test_a_table_of_users_may_leave_out_the_test_part(folder):
         ({"user_table": "nobody.csv"}, "nobody.csv cannot be read: No such file"),
         ({"user_table": 3}, "data_options.user_table is 3; it must be a string"),
         ({"user_pattern": ""}, "data_options.user_pattern is ''; it must be a string"),
-        ({"user_pattern": "(p"}, "which is no regular expression"),
+        ({"user_pattern": "(p"}, "it must be a regular expression"),
         ({"user_pattern": "p.*"}, "with 0 groups; it must have one group"),
         ({"user_pattern": "(p)(.*)"}, "with 2 groups; it must have one group"),
         ({"user_pattern": r"(p\d)_.*"}, "val has images without a user by user_pattern|same user"),

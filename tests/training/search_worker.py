@@ -10,17 +10,15 @@ from dp_microadam.apps.command_line.cli import main
 from dp_microadam.privacy.selection import Repetitions
 from dp_microadam.training.search import PrivateSearch
 
-NOTES, RUNS = Path(sys.argv[1]), int(sys.argv[2])
-
 
 def note(what):
-    with open(NOTES / what, "a", encoding="utf-8") as file:
+    with open(Path(sys.argv[1]) / what, "a", encoding="utf-8") as file:
         file.write("once\n")
 
 
 def draw(self):
     note("draws")
-    return RUNS
+    return int(sys.argv[2])
 
 
 def one_run(self, *arguments, original=PrivateSearch._one_run):
@@ -30,6 +28,7 @@ def one_run(self, *arguments, original=PrivateSearch._one_run):
     return done
 
 
-Repetitions.draw = draw
-PrivateSearch._one_run = one_run
-sys.exit(main(sys.argv[3:]))
+if __name__ == "__main__":
+    Repetitions.draw = draw
+    PrivateSearch._one_run = one_run
+    sys.exit(main(sys.argv[3:]))

@@ -281,7 +281,7 @@ def test_nothing_written_depends_on_anyones_number_of_examples(tmp_path, capsys)
     The last user has one example, or the same example thirty times, so that even the weights agree up to rounding.
     """
     runs = []
-    for name, many in (("few", 1), ("many", 30)):
+    for name, many in (("of-few", 1), ("of-many", 30)):
         features, labels = worker.data()
         first = worker.IDS.index(worker.IDS[-1])
         rows = torch.arange(first + many).clamp(max=first)

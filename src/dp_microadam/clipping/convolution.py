@@ -98,23 +98,30 @@ class ConvolutionFactors(Factors):
         scaled = self.deltas * coefficients.view(-1, *[1] * (self.deltas.dim() - 1))
         return weight_gradient(self.inputs, scaled, self.geometry.weight_shape, self.geometry, self.geometry.groups)
 
-    def ghost(self) -> Measured:
+    def ghost(self, rows: int = 1) -> Measured:
+        """‖gᵢ‖² from Gram matrices, of examples with so many consecutive images each."""
         by_shifts = all(step == 1 for step in self.geometry.stride)
-        inputs, deltas = self._grams_by_shifts() if by_shifts else self._grams_by_offsets()
-        return measured_by_grams(inputs, deltas, len(self))
+        inputs, deltas = self._grams_by_shifts(rows) if by_shifts else self._grams_by_offsets(rows)
+        return measured_by_grams(inputs, deltas, len(self) // rows)
 
-    def _grouped(self, tensor: Tensor) -> Tensor:
-        """(B·G, channels of a group, *image)."""
-        return tensor.reshape(len(self) * self.geometry.groups, -1, *tensor.shape[2:])
+    def _grouped(self, tensor: Tensor, rows: int) -> Tensor:
+        """(B·G, channels of a group, rows · pixels)."""
+        if rows == 1:
+            return tensor.reshape(len(tensor) * self.geometry.groups, -1, prod(tensor.shape[2:]))
+        apart = tensor.reshape(-1, rows, self.geometry.groups, tensor.shape[1] // self.geometry.groups, prod(tensor.shape[2:]))
+        return apart.permute(0, 2, 3, 1, 4).flatten(3).flatten(0, 1)
 
-    def _grams_by_shifts(self) -> tuple[Tensor, Tensor]:
-        images, deltas = self._grouped(self.inputs), self._grouped(self.deltas)
-        size = images.shape[2:]
-        inputs = grams_of(images).view(-1, *size, *size)
-        for dimension, length in enumerate(deltas.shape[2:]):
+    def _grams_by_shifts(self, rows: int) -> tuple[Tensor, Tensor]:
+        size = self.inputs.shape[2:]
+        inputs = _pairs_of_images(grams_of(self._grouped(self.inputs, rows)), rows).view(-1, *size, *size)
+        for dimension, length in enumerate(self.deltas.shape[2:]):
             inputs = self._sum_over_shifts(inputs, dimension, length)
-        deltas = grams_of(deltas)
-        return inputs.reshape(deltas.shape), deltas
+        deltas = grams_of(self._grouped(self.deltas, rows))
+        if rows == 1:
+            return inputs.reshape(deltas.shape), deltas
+        positions = prod(self.deltas.shape[2:])
+        pairs = inputs.reshape(len(deltas), rows, rows, positions, positions)
+        return pairs.transpose(2, 3).reshape(deltas.shape), deltas
 
     def _sum_over_shifts(self, grams: Tensor, dimension: int, length: int) -> Tensor:
         """Σₖ G[t + k, t' + k] along one dimension of the image, over ``length`` positions; zero outside the image."""
@@ -132,13 +139,13 @@ class ConvolutionFactors(Factors):
                 total.narrow(first, start, count).narrow(second, start, count).add_(shifted)
         return total
 
-    def _grams_by_offsets(self) -> tuple[Tensor, Tensor]:
+    def _grams_by_offsets(self, rows: int) -> tuple[Tensor, Tensor]:
         margins = [side for margin in reversed(self.geometry.padding) for side in (margin, margin)]
-        images = self._grouped(F.pad(self.inputs, margins) if any(margins) else self.inputs)
-        deltas = grams_of(self._grouped(self.deltas))
+        images = F.pad(self.inputs, margins) if any(margins) else self.inputs
+        deltas = grams_of(self._grouped(self.deltas, rows))
         inputs = torch.zeros_like(deltas)
         for offset in product(*map(range, self.geometry.kernel)):
-            pixels = images[(slice(None), slice(None), *self._seen_at(offset))].flatten(2)
+            pixels = self._grouped(images[(slice(None), slice(None), *self._seen_at(offset))], rows)
             inputs.baddbmm_(pixels.transpose(1, 2), pixels)
         return inputs, deltas
 
@@ -158,10 +165,30 @@ def as_one_image(images: Tensor) -> Tensor:
     return images.reshape(-1).view(1, -1, *images.shape[2:])
 
 
-def grams_of(images: Tensor) -> Tensor:
-    """Products of all pairs of pixels, (B, pixels, pixels)."""
-    flat = images.flatten(2)
+def grams_of(flat: Tensor) -> Tensor:
+    """Products of all pairs of pixels of (B, channels, pixels), as (B, pixels, pixels)."""
     return flat.transpose(1, 2) @ flat
+
+
+def _pairs_of_images(grams: Tensor, rows: int) -> Tensor:
+    """(B, rows · pixels, rows · pixels) as products of single images, (B·rows², pixels, pixels)."""
+    if rows == 1:
+        return grams
+    pixels = grams.shape[1] // rows
+    return grams.view(-1, rows, pixels, rows, pixels).transpose(2, 3).reshape(-1, pixels, pixels)
+
+
+class FoldedConvolutions(FoldedFactors):
+    """Several images per example, whose Gram matrices have all pairs of them."""
+
+    images: ConvolutionFactors
+
+    def __init__(self, images: ConvolutionFactors, rows_per_example: int) -> None:
+        super().__init__(images, rows_per_example)
+        self.images = images
+
+    def ghost(self) -> Measured:
+        return self.images.ghost(self.rows_per_example)
 
 
 def gradients_in_groups(inputs: Tensor, deltas: Tensor, geometry: Geometry) -> Tensor:
@@ -283,21 +310,22 @@ class ConvolutionRule(LayerRule):
     def factors_and_strategy(self, inputs: Tensor, deltas: Tensor, rows_per_example: int) -> tuple[Factors, str]:
         """The factors of examples, which may have several rows each, and the strategy for them."""
         factors = self.factors(inputs, deltas)
-        strategy = self.choose(factors.inputs.shape[1:])
-        if rows_per_example == 1:
-            return factors, strategy
-        return FoldedFactors(factors, rows_per_example), "drop" if strategy == "ghost" else strategy
+        strategy = self.choose(factors.inputs.shape[1:], rows_per_example)
+        return factors if rows_per_example == 1 else FoldedConvolutions(factors, rows_per_example), strategy
 
-    def choose(self, image_shape: torch.Size) -> str:
+    def choose(self, image_shape: torch.Size, rows_per_example: int = 1) -> str:
         """The strategy for an input of this shape, without the batch and with the margins that are padded beforehand."""
         layout = self.layout
-        shapes = convolution_shapes(layout.geometry, image_shape, layout.itemsize)
+        shapes = convolution_shapes(layout.geometry, image_shape, layout.itemsize, rows_per_example)
         self.estimate = choose(shapes, self.forced_strategy, costs_on(layout.device_type))
         return self.estimate.strategy
 
 
-def convolution_shapes(geometry: Geometry, image_shape: torch.Size, itemsize: int) -> Shapes:
-    """The numbers that the choice of a strategy depends on."""
+def convolution_shapes(geometry: Geometry, image_shape: torch.Size, itemsize: int, rows: int = 1) -> Shapes:
+    """The numbers that the choice of a strategy depends on, for an example of so many images.
+
+    Gram matrices grow with the square of their number, everything else with the number. Their pairs are copied apart and back.
+    """
     channels, *image = image_shape
     padded = [n + 2 * p for n, p in zip(image, geometry.padding, strict=True)]
     reach = [d * (k - 1) for d, k in zip(geometry.dilation, geometry.kernel, strict=True)]
@@ -310,13 +338,15 @@ def convolution_shapes(geometry: Geometry, image_shape: torch.Size, itemsize: in
     else:
         input_gram, passes = positions**2 * channels * taps, positions * channels * taps
         launches = 13 + 2 * taps
+    if rows > 1:
+        passes += prod(image) ** 2 + positions**2
     return Shapes(
         weights=weights,
-        activations=prod(image_shape) + positions * outputs,
-        product=float(positions * weights),
-        gram=float(input_gram + positions**2 * outputs),
-        gram_passes=float(passes * geometry.groups),
+        activations=rows * (prod(image_shape) + positions * outputs),
+        product=float(rows * positions * weights),
+        gram=float(rows**2 * (input_gram + positions**2 * outputs)),
+        gram_passes=float(rows**2 * passes * geometry.groups),
         itemsize=itemsize,
-        patches=float(positions * channels * taps),
+        patches=float(rows * positions * channels * taps),
         gram_launches=launches,
     )

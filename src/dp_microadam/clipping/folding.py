@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dp_microadam.clipping.outer_product import Factors, Measured
+from dp_microadam.clipping.outer_product import Factors
 from dp_microadam.clipping.rule import folded
 
 
 class FoldedFactors(Factors):
-    """Factors of (examples · rows), example-major, as factors of examples. A few rows' gradients exist at a time."""
+    """Factors of (examples · rows), example-major, as factors of examples. A few rows' gradients exist at a time.
+
+    Subclasses know the Gram matrices of an example's rows.
+    """
 
     def __init__(self, factors: Factors, rows_per_example: int) -> None:
         self._factors = factors
@@ -19,9 +22,6 @@ class FoldedFactors(Factors):
 
     def gradient_size(self) -> int:
         return self._factors.gradient_size() * self.rows_per_example
-
-    def ghost(self) -> Measured:
-        raise NotImplementedError("Gram matrices are taken of single rows; gradients of several are formed and added")
 
     def per_example(self, rows: slice | Tensor) -> Tensor:
         count = self.rows_per_example

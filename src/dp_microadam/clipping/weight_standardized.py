@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dp_microadam.clipping.convolution import ConvolutionFactors, ConvolutionRule, padded_shape
+from dp_microadam.clipping.convolution import ConvolutionFactors, ConvolutionRule, FoldedConvolutions, padded_shape
 from dp_microadam.clipping.outer_product import OF_SQUARES, Factors, Measured, OuterProductSum, squared_norms
 from dp_microadam.clipping.rule import GradientRows, LayerCall, PartsCall, UnchangedInput, at_least_float32, folded
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
@@ -102,14 +102,16 @@ class StandardizedSum(OuterProductSum):
         return self.factors.deltas * slope.view(-1, 1, 1)
 
     def ghost_norms(self) -> Measured:
-        factors = self.factors
+        rows = self.factors.rows_per_example
+        factors = self.factors.images if isinstance(self.factors, FoldedConvolutions) else self.factors
         assert isinstance(factors, ConvolutionFactors)
         assert self._ungained is not None
-        along_filter = (factors.deltas * self._ungained).flatten(2).sum(2)
+        along_filter = folded((factors.deltas * self._ungained).flatten(2).sum(2), rows)
         self._ungained = None
         self._along_filter.append(along_filter)
-        whole = ConvolutionFactors(factors.inputs, self.scaled_deltas(), factors.geometry).ghost()
-        norms = self._projection.squared_norms(whole.norms, sums_of_gradients(factors), along_filter)
+        scaled = factors.deltas * self._projection.slope.view(-1, 1, 1)
+        whole = ConvolutionFactors(factors.inputs, scaled, factors.geometry).ghost(rows)
+        norms = self._projection.squared_norms(whole.norms, folded(sums_of_gradients(factors), rows), along_filter)
         least = OF_SQUARES * whole.norms
         return Measured(norms, least if whole.least is None else least.maximum(whole.least))
 
@@ -138,6 +140,8 @@ class StandardizedCall(PartsCall):
             self.parts["bias"] = GradientRows(folded(deltas.flatten(2).sum(2), self.rows_per_example))
         if self._inputs is not None:
             factors, strategy = self._rule.factors_and_strategy(self._inputs.read(), deltas, self.rows_per_example)
+            if strategy == "ghost" and self._ungained is None:  # which was not the choice for one row, at the forward pass
+                strategy = "drop"
             weight = StandardizedSum(factors, strategy, self._rule.projection, self._ungained)
             weight.squared_norms()  # which also finds the gain's gradients
             if "gain" in self._rule.trainable:

@@ -74,7 +74,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         found = re.compile(pattern)
     except re.error as error:
-        raise InputError(f"data_options.user_pattern is {pattern!r}, which is no regular expression ({error})") from None
+        raise InputError(f"data_options.user_pattern is {pattern!r}; it must be a regular expression ({error})") from None
     if found.groups != 1:
         raise InputError(
             f"data_options.user_pattern is {pattern!r} with {found.groups} groups; it must have one group (…), the user, and "

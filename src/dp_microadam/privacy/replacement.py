@@ -66,7 +66,7 @@ def _replace_one_epsilon(spent: tuple[SubsampledGaussian, ...], delta: float) ->
     steps = sum(part.steps for part in spent)
     reach = reach_for(delta, steps)
     if steps > PLD_MOST_STEPS:
-        raise InputError(f"steps is {steps}; replacing one example is accounted for up to {PLD_MOST_STEPS} steps")
+        raise InputError(f"steps is {steps}; for replacing one example it must be at most {PLD_MOST_STEPS}")
     if least_noise(spent) < PLD_LEAST_NOISE:
         least = min(part.noise_multiplier for part in spent)
         raise InputError(f"noise_multiplier is {least}; for replacing one example it must be at least {PLD_LEAST_NOISE}")

@@ -134,7 +134,7 @@ def trade_off(spent: Sequence[Spent]) -> TradeOff:
         return TradeOff(np.ones(1), np.zeros(1))
     steps = sum(part.steps for part in parts)
     if steps > PLD_MOST_STEPS:
-        raise InputError(f"steps is {steps}; the trade-off of attacks is computed for up to {PLD_MOST_STEPS} steps")
+        raise InputError(f"steps is {steps}; for the trade-off of attacks it must be at most {PLD_MOST_STEPS}")
     if least_noise(parts) < PLD_LEAST_NOISE:
         noise = min(part.noise_multiplier for part in parts)
         raise InputError(f"noise_multiplier is {noise}; the trade-off of attacks needs at least {PLD_LEAST_NOISE}")

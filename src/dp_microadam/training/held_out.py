@@ -48,8 +48,8 @@ def refuse_shared_users(users: Any, held_out: Any) -> None:
     mine, theirs = ({str(each) for each in (ids.tolist() if is_array(ids) else ids)} for ids in (users, held_out))
     if not mine.isdisjoint(theirs):
         raise InputError(
-            "a user has examples in the training data and in the held-out data, whose metrics would be private; divide "
-            "the data by user"
+            "a user has examples in the training data and in the held-out data, whose metrics would be private; the "
+            "data must be divided by user"
         )
 
 

@@ -235,7 +235,7 @@ def test_check_names_images_that_a_pattern_does_not_know(photographs, capsys):
     found = [problem.partition(" has no user")[0] for problem in checked(recipe, capsys)]
     assert found == [f"{photographs}/train/a/ap3-1.png", f"{photographs}/train/b/bp3-1.png"]
     recipe.write_text(recipe.read_text().replace("-0", "("))
-    assert ["no regular expression" in problem for problem in checked(recipe, capsys)] == [True]
+    assert ["it must be a regular expression" in problem for problem in checked(recipe, capsys)] == [True]
 
 
 def test_check_of_a_recipe_names_the_rows_of_a_table_without_a_user(tmp_path, capsys):

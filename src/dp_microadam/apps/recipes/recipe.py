@@ -226,15 +226,15 @@ class Recipe:
     def _refuse_canaries_out_of_place(self) -> None:
         if self.audit_canaries is None:
             return
-        for key, unsuitable in (
-            ("method", not self.protected),
-            ("unit", self.unit == "user"),
-            ("class_weights", self.class_weights is not None),
-            ("tune", bool(self.tune)),
+        for other, unsuitable in (
+            (f"method is {self.method!r}", not self.protected),
+            (f"unit is {self.unit!r}", self.unit == "user"),
+            ("class_weights are given", self.class_weights is not None),
+            ("[tune] is given", bool(self.tune)),
         ):
             if unsuitable:
                 raise InputError(
-                    f"audit_canaries is {self.audit_canaries}, but {key} is {getattr(self, key)!r}; canaries are for single "
+                    f"audit_canaries is {self.audit_canaries}, but {other}; leave one of them out: canaries are for single "
                     "private runs whose unit is an example, without weights of classes"
                 )
 

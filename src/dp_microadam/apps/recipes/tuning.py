@@ -123,10 +123,6 @@ def refuse_unsearchable(recipe: Recipe) -> None:
     if not recipe.private:
         reason = f"method is {recipe.method!r}" if not recipe.protected else f"seed is {recipe.seed}"
         raise InputError(f"{reason}, with which a run is not private; a search must be")
-    if recipe.audit_canaries is not None:
-        raise InputError(
-            f"audit_canaries is {recipe.audit_canaries}; each run of a search would draw its own, so it must be left out"
-        )
     if recipe.band_coefficients == "optimised":
         raise InputError(
             "band_coefficients is 'optimised', which depends on what is tuned; the runs of a search must have one plan, so it "
@@ -177,7 +173,7 @@ def _refuse_untunable(key: str, name: str) -> None:
         raise InputError(f"{key}.{name} decides the privacy of a run, which must be the same for all; set {name} itself")
     if name == "optimizer.public" or not (name in _TUNABLE or (owner in _TABLES and option)):
         tunable = ", ".join((*_TUNABLE, *(f"{owner}.…" for owner in _TABLES)))
-        raise InputError(f"{key}.{name} cannot be tuned; what can is {tunable}")
+        raise InputError(f"{key}.{name} cannot be tuned; it must be one of {tunable}")
 
 
 def _listed(name: str, given: Any) -> list[Any]:

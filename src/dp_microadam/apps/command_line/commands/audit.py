@@ -37,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "membership-inference attacks yield lower bounds on ε. Exit code 0 if no claim is refuted, 1 if one is. With a RUN "
         "that was trained with audit_canaries, attack its model instead.",
         epilog="examples:\n  dp-microadam audit --profile quick --epsilon 1 --out runs/audit\n"
-        "  dp-microadam train --set audit_canaries=1000 --run-dir runs/mine && dp-microadam audit runs/mine",
+        "  dp-microadam audit runs/mine    # trained with --set audit_canaries=1000",
     )
     complete_with(
         run_folders,
