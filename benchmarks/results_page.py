@@ -48,7 +48,7 @@ def _block(name: str, wanted: str | None) -> str:
 def _empty(row: str, labels: int) -> bool:
     """A row of which nothing has been run."""
     entries = row.strip("|").split("|")[labels:]
-    return all(entry.split("<br>")[0].strip() == NOT_RUN for entry in entries)
+    return all(entry.split("<br>")[0].strip() in (NOT_RUN, "–") for entry in entries)
 
 
 def _facts(sweep: Sweep) -> str:

@@ -23,6 +23,7 @@ PACKAGE = SOURCES / "dp_microadam"
 _NETWORKS = ("clipping", "linear with bias", "embedding", "attention", "self-check")
 _CHECKS = ("transforms", "constant draws", "check: no pixels", "check: by public constants", "check: dropout of pixels")
 RELEVANT: dict[str, tuple[tuple[str, ...], ...]] = {
+    "apps/audit/own_run.py": (("transforms", "canaries"),),
     "apps/audit": (("clipping", "linear with bias", "scaled gradients"),),
     "apps/experiments": (("training", "strategies measured"),),
     "apps/recipes": (("training", "recipe"),),
@@ -56,7 +57,11 @@ RELEVANT: dict[str, tuple[tuple[str, ...], ...]] = {
         ("optimizers", "stochastic, float32", "analytical view, float32", "plain, bfloat16", "accessors", "sharded"),
         ("optimizers", "AdamBC, float32", "gradients that are not finite", "odd layouts"),
     ),
+    "optimizers/analytical_view.py": (("optimizers", "analytical view, float32"),),
+    "optimizers/micro_adam_checks.py": (("optimizers", "gradients that are not finite"),),
     "optimizers/micro_adam_triton": (("kernels",),),
+    "optimizers/micro_adam_views.py": (("optimizers", "accessors"),),
+    "optimizers/shards.py": (("optimizers", "sharded"),),
     "privacy/sampling.py": (("privacy", "sampling"), ("data", "equal steps")),
     "privacy": (("privacy",), ("noise",)),
     "privacy/correlated_noise.py": (("privacy", "correlated noise", "correlated noise, kept in main memory"),),

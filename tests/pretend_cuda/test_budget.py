@@ -8,7 +8,7 @@ from pretend_cuda.start import NoDevice, failures, start
 @pytest.mark.slow
 def test_a_step_stays_within_its_budget():
     try:
-        outcomes = start("budgets")
+        outcomes = start("budgets", timeout=1500)
     except NoDevice as reason:
         pytest.skip(str(reason))
     assert not failures(outcomes)

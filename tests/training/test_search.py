@@ -47,8 +47,8 @@ class Watched:
         warnings.warn("as a library may, once per run", stacklevel=1)
         fit = trainer.fit
 
-        def noting(*data):
-            result = fit(*data)
+        def noting(*data, **users):
+            result = fit(*data, **users)
             self.runs.append(read_ledger(run_dir).run)
             self.scores.append(result.metrics["validation_loss"])
             self.settings.append(settings)
@@ -281,7 +281,7 @@ def test_hyperparameters_are_drawn_uniformly_and_independently(tmp_path):
         for _ in range(200):
             state.write(choice=None)
             with pytest.raises(RuntimeError):
-                search(tmp_path, lambda settings, run_dir: (_ for _ in ()).throw(RuntimeError))._one_run(state, None, None)
+                search(tmp_path, lambda settings, run_dir: (_ for _ in ()).throw(RuntimeError))._one_run(state, None)
             settings = tuple(one._settings(state["choice"]).values())
             found[settings] = found.get(settings, 0) + 1
     assert len(found) == 6

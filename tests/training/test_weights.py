@@ -33,7 +33,8 @@ def clipped_sum(loss, model, batch, bound=0.5) -> torch.Tensor:
         engine.close()
 
 
-@examples(20, quick=2)
+@pytest.mark.slow
+@examples(20, quick=20)
 @given(weights=st.lists(st.floats(1e-6, 1e6), min_size=3, max_size=3), count=st.integers(1, 5))
 def test_an_example_adds_at_most_the_clipping_norm_whatever_its_weight(weights, count):
     """With one example more the sum moves by C at most; and it is the sum of clipped weighted gradients, taken one by one."""
@@ -50,6 +51,11 @@ def test_an_example_adds_at_most_the_clipping_norm_whatever_its_weight(weights, 
         gradient = torch.cat([part.flatten() for part in torch.autograd.grad(value, list(model.parameters()))])
         expected += gradient * min(1.0, 0.5 / float(gradient.norm()))
     torch.testing.assert_close(both[0], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_weight_of_a_million_adds_the_clipping_norm_and_no_more():
+    total = clipped_sum(weighted_class_loss([1e6, 1.0, 1.0]), nn.Linear(5, 3), (torch.randn(1, 5), torch.tensor([0])))
+    assert float(total.norm()) == pytest.approx(0.5, rel=1e-5)
 
 
 def test_weights_are_torchs_and_evaluation_has_none():

@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dp_microadam.errors import InputError
 from dp_microadam.privacy.privacy_loss import epsilon_of_composition, least_delta, reach_for
@@ -56,7 +57,7 @@ class Spent(Protocol):
     @property
     def steps(self) -> int: ...
 
-    def rdp(self, missing: int = 0) -> Floats:
+    def rdp(self, missing: int = 0) -> NDArray[np.float64]:
         """The Rényi divergence at each of ``ORDERS``, for a population of which up to ``missing`` units were removed before."""
 
 
@@ -81,7 +82,7 @@ class SubsampledGaussian:
         require_integer("steps", self.steps, 0)
         require_integer("bands", self.bands, 1)
 
-    def rdp(self, missing: int = 0) -> Floats:
+    def rdp(self, missing: int = 0) -> NDArray[np.float64]:
         """The Rényi divergence of all steps at each of ``ORDERS``; with a cap it depends on how many units are ``missing``."""
         caps = [self.cap] if self.cap is None else [self.cap.without(fewer) for fewer in range(missing + 1)]
         per_step = [_rdp_per_step(self.sample_rate, self.noise_multiplier, cap) for cap in caps]

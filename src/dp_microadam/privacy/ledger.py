@@ -189,11 +189,7 @@ class PrivacyLedger:
                 "solve a new plan"
             )
         step = self._steps
-        event = self._event(step, SubsampledGaussian(self.plan.sample_rate, self.plan.noise_multiplier, 1))
-        if self.plan.bands > 1:
-            event["group"] = step % self.plan.bands
-        if self.plan.max_batch_size is not None:
-            event["max_batch_size"] = self.plan.max_batch_size
+        event = self._marked(planned_event(self.plan, step))
         if phase is not None:
             event["phase"] = phase
         if processes > 1:
@@ -231,13 +227,8 @@ class PrivacyLedger:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _event(self, step: int, part: SubsampledGaussian) -> dict[str, Any]:
+    def _marked(self, event: dict[str, Any]) -> dict[str, Any]:
         """The content of a step's line. The first line of a process has random bits, so that two copies of a run differ."""
-        event: dict[str, Any] = {
-            "step": step,
-            "sample_rate": part.sample_rate,
-            "noise_multiplier": part.noise_multiplier,
-        }
         if self._opened is not None:
             event["opened"], self._opened = self._opened, None
         if self._run is None:
@@ -272,6 +263,16 @@ class PrivacyLedger:
         self._identity = _identity(self.path)
 
 
+def planned_event(plan: PrivacyPlan, step: int) -> dict[str, Any]:
+    """The content of a step's line, as far as the plan says it."""
+    event: dict[str, Any] = {"step": step, "sample_rate": plan.sample_rate, "noise_multiplier": plan.noise_multiplier}
+    if plan.bands > 1:
+        event["group"] = step % plan.bands
+    if plan.max_batch_size is not None:
+        event["max_batch_size"] = plan.max_batch_size
+    return event
+
+
 def discard_unspent(run: str | os.PathLike[str]) -> None:
     """Remove the ledger of a run that never took a step, so that a new run can use its folder.
 
@@ -301,7 +302,8 @@ def write_past_steps(
         lines, head = [], ledger.head
         every_step = (part for part in spent for _ in range(part.steps))
         for step, part in enumerate(every_step):
-            line, head = chained_line(ledger._event(step, part), head)
+            event = {"step": step, "sample_rate": part.sample_rate, "noise_multiplier": part.noise_multiplier}
+            line, head = chained_line(ledger._marked(event), head)
             lines.append(line)
         ledger._append(b"".join(lines))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dp_microadam.durable_files import sync_folder, write_durably, write_text_durably
-from dp_microadam.privacy.ledger import LEDGER_NAME, read_ledger
+from dp_microadam.privacy.ledger import LEDGER_NAME, planned_event, read_ledger
 from dp_microadam.privacy.ledger_lines import NO_HEAD, chained_line, read_object
 from dp_microadam.privacy.statement import statement_in_words, write_privacy_report
 from dp_microadam.training.checkpoint import CheckpointFolder
@@ -55,10 +55,8 @@ def _copy_ledger(run: Path, target: Path) -> str:
     line, head = chained_line({name: value for name, value in header.items() if name != "chain"}, NO_HEAD)
     with write_durably(target / LEDGER_NAME, replace=False) as file:
         file.write(line)
-        for step, (_, (sample_rate, noise_multiplier)) in enumerate(record.history):
-            event: dict[str, Any] = {"step": step, "sample_rate": sample_rate, "noise_multiplier": noise_multiplier}
-            if record.plan.bands > 1:
-                event["group"] = step % record.plan.bands
+        for step in range(record.steps):
+            event = planned_event(record.plan, step)
             event |= {name: value for name, value in events.get(step, {}).items() if name in _COPIED}
             line, head = chained_line(event, head)
             file.write(line)

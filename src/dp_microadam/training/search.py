@@ -80,7 +80,7 @@ class PrivateSearch:
             is told: with either, the published run would be worth more than its ε says.
 
     Formal guarantees: what ``run_dir`` contains in the end is (ε, δ)-differentially private in the training data, under adding
-    or removing one example, with ε of ``plan``. The same holds if the search was interrupted at moments that do not depend on
+    or removing one unit of the plan, with its ε. The same holds if the search was interrupted at moments that do not depend on
     the data. Excepted are how long the search takes, which suggests the number of runs, and the folder ``.unpublished`` while
     it exists, with everything that a file system keeps of it. Assumes the guarantees of :class:`PrivateTrainer` for each run;
     that validation data is not part of the training data: it is not protected, and both the choice and the metrics of the
@@ -116,15 +116,21 @@ class PrivateSearch:
         """Whether the best run was published."""
         return (self.run_dir / SELECTION).is_file()
 
-    def fit(self, train: Any, validation: Any) -> SearchResult:
+    def fit(self, train: Any, validation: Any, *, users: Any = None, validation_users: Any = None) -> SearchResult:
         """Search until the best run is published, or Ctrl-C is pressed; goes on with a search that was stopped.
+
+        All arguments are those of :meth:`PrivateTrainer.fit`, which every run is given.
 
         Raises:
             InputError: if ``run_dir`` holds something else, or the search in it was declared otherwise.
         """
         if validation is None:
             raise InputError("validation is None; the runs of a search are compared on validation data, pass some")
-        if not self.finished and not self._search(train, validation):
+
+        def train_one(trainer: PrivateTrainer) -> bool:
+            return trainer.fit(train, validation, users=users, validation_users=validation_users).finished
+
+        if not self.finished and not self._search(train_one):
             return SearchResult(self.run_dir, False, {}, {}, self.plan.epsilon, self.plan.delta)
         destroy(self._working)
         return self.result()
@@ -149,7 +155,7 @@ class PrivateSearch:
     def _working(self) -> Path:
         return search_folder(self.run_dir)
 
-    def _search(self, train: Any, validation: Any) -> bool:
+    def _search(self, train_one: Callable[[PrivateTrainer], bool]) -> bool:
         """Take the runs that are left, then publish; False if interrupted."""
         self._declare()
         with SecretState(self._working / _STATE) as state, _telling(self.show_progress), Interruptible() as interruption:
@@ -157,7 +163,7 @@ class PrivateSearch:
                 # Written before the first run begins: from here on the number is fixed, whatever happens to this process.
                 state.write(remaining=self.plan.repetitions.draw(), place="a", choice=None, best=None, best_choice=None)
             while state["remaining"]:
-                if interruption.requested or not self._one_run(state, train, validation):
+                if interruption.requested or not self._one_run(state, train_one):
                     return False
             destroy(self._working / _PUBLISHED)  # a killed process may have left it incomplete
             write_published(
@@ -169,7 +175,7 @@ class PrivateSearch:
             sync_folder(self.run_dir.parent)
         return True
 
-    def _one_run(self, state: SecretState, train: Any, validation: Any) -> bool:
+    def _one_run(self, state: SecretState, train_one: Callable[[PrivateTrainer], bool]) -> bool:
         """Begin or continue a run; if it completes, keep the better of it and the best so far. False if interrupted."""
         folder = self._working / state["place"]
         if state["choice"] is None:
@@ -180,7 +186,7 @@ class PrivateSearch:
             trainer = self._trainer(self._settings(state["choice"]), folder)
             if folder.exists() and not never_trained(folder):
                 trainer.resume()
-            if not trainer.fit(train, validation).finished:
+            if not train_one(trainer):
                 return False
         score = self._score_of(folder)
         place, choice = state["place"], state["choice"]

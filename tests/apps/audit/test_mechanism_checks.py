@@ -279,7 +279,7 @@ def test_a_pipeline_that_refuses_to_run_fails_its_checks_and_the_rest_goes_on(pl
     plant("no clipping")
     checks = check_mechanisms(CheckSizes(sampler_steps=2, sampled_steps=2, noise_steps=2, draws=10))
     refusals = {check.name for check in checks if check.part == "pipeline" and check.violated}
-    assert refusals == {"published samples", "published noise", "bands", "cap"}
+    assert refusals == {"published samples", "published noise", "bands", "cap", "users"}
     assert {"sampler: sample rate", "seeds"} <= {check.name for check in checks} - failed(checks)
 
 

@@ -131,8 +131,14 @@ def test_a_run_without_canaries_and_options_of_the_pipeline_are_refused(run, tmp
     assert "was trained without canaries; train with --set audit_canaries=1000" in capsys.readouterr().err
     assert main(["audit", str(run), "--epsilon", "1"]) == 2
     assert "--epsilon is for audits of the pipeline" in capsys.readouterr().err
-    with pytest.raises(InputError, match="which claims no privacy"):
-        recipe("method=non-private")
+
+
+@pytest.mark.parametrize(
+    "change", ["method=non-private", "unit=user", "class_weights=[1.0, 2.0]", "tune={expected_runs=10, learning_rate=[0.1, 1]}"]
+)
+def test_canaries_are_refused_where_they_would_not_be_what_they_seem(change):
+    with pytest.raises(InputError, match="canaries are for single private runs whose unit is an example"):
+        recipe(change)
 
 
 def test_scores_that_tell_everything_refute_a_claim_by_both_analyses():

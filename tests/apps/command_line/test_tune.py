@@ -157,6 +157,7 @@ def test_the_expected_cost_is_shown_first_and_does_not_depend_on_the_draw(recipe
         ("tune.ema_decay=[0,0.9]", "tune.ema_decay holds 0, which keeps no average to compare"),
         ("tune.warmup={low=0.001,high=0.9,count=9000}", "tune has 72000 combinations; it must have at most 10000"),
         ("bands=2 band_coefficients=optimised", "band_coefficients is 'optimised', which depends on what is tuned"),
+        ("audit_canaries=1000", "audit_canaries is 1000; each run of a search would draw its own, so it must be left out"),
         ("seed=3", "seed is 3, with which a run is not private; a search must be"),
         ("method=non-private", "method is 'non-private', with which a run is not private; a search must be"),
     ],
@@ -291,3 +292,26 @@ def test_a_study_runs_searches_and_collects_what_they_publish(tmp_path, monkeypa
     assert [isinstance(plan, SelectionPlan) for plan in plans] == [True, False]
     assert plans[0].noise_multiplier > plans[1].noise_multiplier
     assert all(line["private"] and line["epsilon"] <= 8.0 for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--set", "max_batch_size=6"], ["--set", "bands=3"]], ids=["users", "capped", "bands"])
+def test_a_search_for_users_is_stated_for_users(tmp_path, monkeypatch, more, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [f"{n % 7},p{n % 30},{n % 5},{n % 2}" for n in range(120)]
+    Path("patients.csv").write_text("\n".join(["x,patient,y,label", *rows, ""]))
+    Path("mine.toml").write_text(
+        'data = "table"\ndata_folder = "patients.csv"\nmodel = "mlp"\nunit = "user"\nexamples_per_user = 2\nepsilon = 7.0\n'
+        "steps = 9\nbatch_size = 4\ndelta = 0.01\n[data_options]\nclasses = 2\nuser_column = 'patient'\n"
+        "[tune]\nexpected_runs = 2\nlearning_rate = [0.001, 0.01]\n"
+    )
+    assert main(["tune", "mine.toml", *more, "--run-dir", "best"]) == 0, capsys.readouterr().err
+    plan = read_ledger("best").plan
+    assert isinstance(plan, SelectionPlan)
+    assert (plan.unit, plan.dataset_size, plan.examples_per_user) == ("user", 22, 2)
+    assert plan.single_run.epsilon < plan.epsilon == read_ledger("best").epsilon() <= 7.0
+    statement = Path("best/privacy.txt").read_text()
+    assert "differentially private for one user with all their training examples" in statement
+    assert "the best of a random number of such runs" in statement
+    assert main(["budget", "best"]) == 0
+    assert main(["evaluate", "best"]) == 0

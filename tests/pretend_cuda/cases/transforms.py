@@ -13,6 +13,8 @@ from pretend_cuda.watch import Watch
 from torch import Tensor, nn
 
 from dp_microadam import models
+from dp_microadam.apps.audit.own_run import canary_scores
+from dp_microadam.apps.recipes.canaries import Canaries
 from dp_microadam.clipping.transform_check import _ConstantDraws, check_transform
 from dp_microadam.data.augmentation import Augmentation, random_boxes
 from dp_microadam.data.dataset import LabelledData
@@ -128,6 +130,14 @@ def constant_draws(device: torch.device) -> None:
         assert name == "randperm" or len(drawn.unique()) == 1, name
 
 
+def canaries(device: torch.device) -> None:
+    """The scores of an audit's canaries come from a model on the device, and go to the host."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 10))
+    given = Canaries(torch.randint(256, (9, 1, 4, 4), dtype=torch.uint8), torch.randint(10, (9,)), torch.ones(9).bool())
+    found = [canary_scores(model.to(where), given, lambda batch: (batch[0] / 255, batch[1]), 4) for where in (CPU, device)]
+    agree(*found, CPU, "scores")
+
+
 CASES = {
     **{f"augmentation: {name}": partial(augmentation, options) for name, options in AUGMENTATIONS.items()},
     **{f"check: {name}": partial(check, name) for name in (*ACCEPTED, *REFUSED)},
@@ -135,5 +145,6 @@ CASES = {
     "constant draws": constant_draws,
     "preparation": preparation,
     "boxes": boxes,
+    "canaries": canaries,
     "stochastic depth": stochastic_depth,
 }

@@ -100,7 +100,11 @@ class CostEstimator:
         return Cost(cell, steps, found.seconds(recipe.batch_size))
 
     def step_time(self, recipe: Recipe, data: LabelledData) -> StepTime:
-        """Measure the steps of a recipe whose data are loaded already, on made-up examples; files are read as they are."""
+        """Measure the steps of a recipe whose data are loaded already, on made-up examples; files are read as they are.
+
+        Users are timed as so many examples as a step takes of them at most.
+        """
+        recipe = replace(recipe, batch_size=recipe.batch_size * (recipe.examples_per_user or 1))
         count = min(recipe.batch_size, size_of(data.train))
         return self._fit_line(recipe, replace(data, train=_made_up(data.train, count)), size_of(data.train))
 
@@ -153,6 +157,9 @@ def _median_step(recipe: Recipe, data: LabelledData, count: int, chunk: int) -> 
         band_coefficients=None,
         band_momentum=None,
         max_steps=None,
+        max_batch_size=None,
+        unit="example",
+        examples_per_user=None,
         tune={},
         evaluate_every=10**9,
         checkpoint_every=10**9,

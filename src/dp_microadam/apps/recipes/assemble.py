@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,8 +46,7 @@ class Experiment:
 
     def fit(self) -> RunResult:
         """Train on the training part, with validation on the part held out of it."""
-        ids = (self.data.train_users, self.data.validation_users) if self.recipe.unit == "user" else (None, None)
-        return self.trainer.fit(self.training_part(), validation=self.data.validation, users=ids[0], validation_users=ids[1])
+        return self.trainer.fit(self.training_part(), self.data.validation, **users_of(self.recipe, self.data))
 
     def training_part(self) -> Examples:
         """The training examples."""
@@ -195,6 +195,12 @@ def training_part(recipe: Recipe, data: LabelledData) -> Examples:
     if isinstance(data.train, ImageFolder) and recipe.resized_crop:
         return data.train.random_crops(recipe.multiplicity)
     return data.train
+
+
+def users_of(recipe: Recipe, data: LabelledData) -> dict[str, Any]:
+    """Whose the examples are, as arguments of ``fit``; none unless the recipe's unit is the user."""
+    known = {"users": data.train_users, "validation_users": data.validation_users}
+    return known if recipe.unit == "user" else {}
 
 
 def _method(recipe: Recipe, model: nn.Module, data: LabelledData) -> Method:

@@ -148,8 +148,7 @@ class Recipe:
         _refuse_unknown_options("optimizer", self.optimizer, vocabulary.OPTIMIZER_OPTIONS[self.algorithm], self.algorithm)
         _refuse_unknown_options("model_options", self.model_options, vocabulary.MODEL_OPTIONS[self.model], self.model)
         _refuse_unknown_options("data_options", self.data_options, vocabulary.DATA_OPTIONS[self.data], self.data)
-        if self.audit_canaries is not None and not self.protected:
-            raise InputError(f"audit_canaries is {self.audit_canaries}, but method is {self.method!r}, which claims no privacy")
+        self._refuse_canaries_out_of_place()
         self._refuse_unsolvable_budget()
         self._refuse_idle_coefficients()
         self._refuse_unknown_users()
@@ -223,6 +222,21 @@ class Recipe:
             if needed.default is MISSING and needed.default_factory is MISSING and needed.name not in values:
                 raise InputError(f"the recipe lacks the key {needed.name}; it must be given")
         return cls(**values)
+
+    def _refuse_canaries_out_of_place(self) -> None:
+        if self.audit_canaries is None:
+            return
+        for key, unsuitable in (
+            ("method", not self.protected),
+            ("unit", self.unit == "user"),
+            ("class_weights", self.class_weights is not None),
+            ("tune", bool(self.tune)),
+        ):
+            if unsuitable:
+                raise InputError(
+                    f"audit_canaries is {self.audit_canaries}, but {key} is {getattr(self, key)!r}; canaries are for single "
+                    "private runs whose unit is an example, without weights of classes"
+                )
 
     def _refuse_unsolvable_budget(self) -> None:
         budget = {"epsilon": self.epsilon, "noise_multiplier": self.noise_multiplier, "steps": self.steps}

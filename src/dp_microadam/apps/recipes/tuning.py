@@ -35,7 +35,20 @@ _TUNABLE = (
 _TABLES = ("optimizer", "model_options")
 """Tables of which every option can be tuned."""
 
-_OF_THE_PLAN = ("epsilon", "noise_multiplier", "steps", "delta", "accountant", "batch_size", "bands", "max_steps", "seed")
+_OF_THE_PLAN = (
+    "epsilon",
+    "noise_multiplier",
+    "steps",
+    "delta",
+    "accountant",
+    "batch_size",
+    "max_batch_size",
+    "bands",
+    "unit",
+    "examples_per_user",
+    "max_steps",
+    "seed",
+)
 
 _MOST_COMBINATIONS = 10_000
 _RANGE = ("low", "high", "count", "spacing")
@@ -110,6 +123,10 @@ def refuse_unsearchable(recipe: Recipe) -> None:
     if not recipe.private:
         reason = f"method is {recipe.method!r}" if not recipe.protected else f"seed is {recipe.seed}"
         raise InputError(f"{reason}, with which a run is not private; a search must be")
+    if recipe.audit_canaries is not None:
+        raise InputError(
+            f"audit_canaries is {recipe.audit_canaries}; each run of a search would draw its own, so it must be left out"
+        )
     if recipe.band_coefficients == "optimised":
         raise InputError(
             "band_coefficients is 'optimised', which depends on what is tuned; the runs of a search must have one plan, so it "

@@ -99,7 +99,7 @@ def _lines(sweep: Sweep, wanted: Mapping[str, Any]) -> list[Figure]:
     """Medians over ``x``, a line per method, bars from the smallest to the largest value; the paper's hollow and dashed.
 
     ``beside`` names a key each of whose values has a line of its own: the first one dotted and hollow, the others as usual.
-    ``log`` says that ``x`` is shown on a logarithmic scale.
+    ``log`` says that ``x`` is shown on a logarithmic scale, ``own_scale`` that each panel has a scale of its own.
     """
     x, beside = wanted["x"], wanted.get("beside")
     if beside is not None and not sweep.values_of(beside):
@@ -120,7 +120,8 @@ def _lines(sweep: Sweep, wanted: Mapping[str, Any]) -> list[Figure]:
         if wanted.get("log"):
             _log_scale(axes)
 
-    return _small_multiples(f"{sweep.slug}-lines", title, groups, draw, height=280, note=note, also=_hollow(sweep))
+    name, shared = f"{sweep.slug}-lines", not wanted.get("own_scale")
+    return _small_multiples(name, title, groups, draw, height=280, note=note, also=_hollow(sweep), shared=shared)
 
 
 def _hollow(sweep: Sweep) -> dict[str, Any]:
@@ -138,13 +139,18 @@ def _sentence(text: str) -> str:
 
 
 def _draw_lines(axes: Any, sweep: Sweep, cells: Sequence[Cells], x: str, beside: str | None = None) -> None:
-    places, ticks = _places([cell[x] for cell in cells])
+    places, ticks = _places([cell[x] for cell in cells if beside is None or sweep.summary(cell) or sweep.paper(cell)])
     for name, style in _styles(sweep).items():
         for number, value in enumerate(sweep.values_of(beside) if beside else [None]):
             own = [cell for cell in cells if str(cell[sweep.method_key]) == name and (beside is None or cell[beside] == value)]
             label = name if beside is None else f"{name}, {beside} {shown(value)}"
             _draw_line_of_cells(
-                axes, sweep, {places[cell[x]]: cell for cell in own}, style, label, hollow=beside and not number
+                axes,
+                sweep,
+                {places[cell[x]]: cell for cell in own if cell[x] in places},
+                style,
+                label,
+                hollow=beside and not number,
             )
     axes.set_xticks(list(ticks.values()), list(ticks))
     if all(is_number(value) for value in places) and 0 < _FAR_APART * min(places.values()) < max(places.values()):
@@ -357,13 +363,14 @@ def _small_multiples(
     height: float,
     note: str,
     also: Mapping[str, Any] | None = None,
+    shared: bool = True,
 ) -> list[Figure]:
     """One figure with all panels for print, and separate panels for pages."""
     if not groups:
         return []
     columns = min(3, len(groups))
     rows = -(-len(groups) // columns)
-    whole, grid = new_figure(height, rows=rows, columns=columns, share_y=True)
+    whole, grid = new_figure(height, rows=rows, columns=columns, share_y=shared)
     panels = []
     for axes, (label, cells) in zip(grid.flat, groups.items(), strict=False):
         draw(axes, cells)

@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,12 +65,11 @@ def search(recipe: Recipe, run_dir: Path | None, options: argparse.Namespace) ->
     if recipe.unit == "user":
         raise InputError("unit is 'user', for which tune does not search yet; choose without it, or let an example be the unit")
     # Imported once the recipe is known to be usable: torch takes seconds to load.
-    from dp_microadam.apps.recipes.assemble import load_data, plan_of
-    from dp_microadam.data.dataset import size_of
+    from dp_microadam.apps.recipes.assemble import load_data, number_of_units, plan_of
     from dp_microadam.privacy.selection_plan import SelectionPlan
 
     data = load_data(recipe)
-    plan = plan_of(recipe, size_of(data.train))
+    plan = plan_of(recipe, number_of_units(recipe, data))
     assert isinstance(plan, SelectionPlan)
     if options.estimate or not options.quiet:
         cost = _expected_cost(recipe, plan, data)
@@ -83,7 +81,7 @@ def search(recipe: Recipe, run_dir: Path | None, options: argparse.Namespace) ->
 
 
 def _search(recipe: Recipe, run_dir: Path | None, data: LabelledData, plan: SelectionPlan, options: argparse.Namespace) -> int:
-    from dp_microadam.apps.recipes.assemble import assemble, training_part
+    from dp_microadam.apps.recipes.assemble import assemble, training_part, users_of
     from dp_microadam.apps.recipes.tuning import score_of, values_of, with_values
     from dp_microadam.training.search import PrivateSearch, default_search_folder
 
@@ -97,7 +95,7 @@ def _search(recipe: Recipe, run_dir: Path | None, data: LabelledData, plan: Sele
         show_progress=not options.quiet,
     )
     try:
-        result = found.fit(training_part(recipe, data), data.validation)
+        result = found.fit(training_part(recipe, data), data.validation, **users_of(recipe, data))
         stopped = not result.finished
     except KeyboardInterrupt:
         stopped = True
@@ -139,7 +137,7 @@ def _hours_of_one_run(recipe: Recipe, plan: SelectionPlan, data: LabelledData) -
     every = max(1, len(kinds) // _MEASURED_KINDS)
     estimator, steps = CostEstimator(), min(plan.steps, recipe.max_steps or plan.steps)
     seconds = [
-        estimator.step_time(replace(with_values(recipe, kind), tune={}), data).seconds(recipe.batch_size)
+        estimator.step_time(with_values(recipe, kind), data).seconds(recipe.batch_size * (recipe.examples_per_user or 1))
         for kind in kinds[::every]
     ]
     return steps * sum(seconds) / len(seconds) / 3600
