@@ -63,7 +63,7 @@ def require_white(numbers):
         assert abs(float(products.mean())) < stats.norm.isf(ALARM / 2) / len(products) ** 0.5
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.slow) if size == 2 else size for size in SIZES])
 def test_c_times_what_a_run_publishes_is_white_however_many_processes_make_the_noise(left, size, tmp_path):
     plan = worker.PLAN
     first, *others = left(size, "noise", tmp_path)

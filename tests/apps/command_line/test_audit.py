@@ -137,6 +137,7 @@ def test_one_line_says_what_is_shown_and_at_which_confidence(honest):
     assert "checks: clipping: 24 steps" in err
 
 
+@pytest.mark.slow
 def test_a_violation_gives_exit_code_1_and_is_named(tmp_path, capsys, monkeypatch):
     from dp_microadam.privacy.mechanism import GaussianMechanism
 

@@ -362,6 +362,7 @@ def test_an_audit_in_the_folder_of_a_run_is_in_its_report(runs, tmp_path):
     assert "No violation found." in page_of(tmp_path, tmp_path / "alone").text
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_page_and_everything_for_papers(runs, capsys):
     assert main(["report", str(runs / "sgd")]) == 0
     folder = runs / "sgd"
