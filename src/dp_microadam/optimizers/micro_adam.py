@@ -94,7 +94,8 @@ class MicroAdam(ExactStateOptimizer):
         window_dtype: ``torch.bfloat16``, or ``torch.float32`` for exact comparisons.
         bias_correction: ``"paper"`` divides by 1 − βᵗ although the window forgets, so v̂ settles near ``window``·(1 − β₂) of its
             dense value and steps grow over the first few thousand; ``"steady"`` takes steps of that final size from the
-            start; ``"window"`` divides by 1 − β^min(t, window), which needs 6.5 times the learning rate.
+            start, which suits short runs; ``"window"`` divides by 1 − β^min(t, window), which needs 6.5 times the learning
+            rate.
         rounding: rounding of the 4-bit residual, ``"nearest"`` (Algorithm 2) or ``"stochastic"`` (the paper's appendix).
         seed: seed of stochastic rounding. By default it is drawn from torch's generator, but only if a group uses stochastic
             rounding. Random numbers are a function of seed, parameter, step and coordinate, so they are the same after loading
@@ -135,7 +136,7 @@ class MicroAdam(ExactStateOptimizer):
         block_size: int = MAX_BLOCK_SIZE,
         bucket_size: int = 128,
         window_dtype: torch.dtype = torch.bfloat16,
-        bias_correction: str = "paper",
+        bias_correction: str = "steady",
         rounding: str = "nearest",
         seed: int | None = None,
         fused: bool | None = None,

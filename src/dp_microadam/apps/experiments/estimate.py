@@ -153,7 +153,7 @@ def _median_step(recipe: Recipe, data: LabelledData, count: int, chunk: int) -> 
         epsilon=None,
         noise_multiplier=1.0 if recipe.protected else None,
         steps=_STEPS + 1,
-        bands=None,
+        bands=1,
         band_coefficients=None,
         band_momentum=None,
         max_steps=None,

@@ -14,6 +14,7 @@ from dp_microadam import models
 from dp_microadam.apps.recipes.canaries import Canaries, add_canaries, canaries_in_words, with_canary_key
 from dp_microadam.apps.recipes.public_part import public_examples
 from dp_microadam.apps.recipes.recipe import Recipe
+from dp_microadam.apps.recipes.stated import stated
 from dp_microadam.apps.recipes.vocabulary import OPTIMIZER_OPTIONS
 from dp_microadam.data.augmentation import Augmentation
 from dp_microadam.data.dataset import Examples, LabelledData, size_of
@@ -23,6 +24,7 @@ from dp_microadam.data.sources import load
 from dp_microadam.data.users import count_users
 from dp_microadam.errors import InputError
 from dp_microadam.methods.registry import build, refuse_bad_options
+from dp_microadam.methods.table import METHODS
 from dp_microadam.privacy.band_choice import DEFAULT_NOISE_MEMORY_GIB
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.selection_plan import SelectionPlan
@@ -104,11 +106,11 @@ def assemble(
     data, canaries = add_canaries(recipe, data)
     augment = _augmentation(recipe, data)
     count = number_of_units(recipe, data)
-    plan = plan_of(recipe, count) if recipe.bands != "auto" else None
+    plan = plan_of(recipe, count)  # refused before anything takes long
     if recipe.seed is not None:
         torch.manual_seed(recipe.seed)
     model = models.build(recipe.model, data.num_classes, _model_shape(recipe, data), **recipe.model_options)
-    if plan is None:  # how much noise can be kept depends on the model
+    if recipe.bands in (None, "auto", "least"):  # how much noise can be kept depends on the model
         plan = plan_of(recipe, count, sum(p.numel() for p in model.parameters() if p.requires_grad))
     if plan.bands > 1:
         recipe = _with_exact_residual(recipe)
@@ -138,7 +140,7 @@ def assemble(
         checkpoint_minutes=recipe.checkpoint_minutes,
         keep_checkpoints=recipe.keep_checkpoints,
         run_dir=default_folder(recipe.name) if run_dir is None else run_dir,
-        config=replace(recipe, learning_rate=recipe.resolved_learning_rate).to_toml(),
+        config=stated(recipe, plan.bands).to_toml(),
         public=(
             "normalization constants of the input",
             f"which {recipe.validation_size or f'{recipe.validation_fraction:g}'} of "
@@ -282,8 +284,8 @@ def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) ->
             epsilon=recipe.epsilon,
             noise_multiplier=recipe.noise_multiplier,
             steps=recipe.steps,
-            accountant=recipe.accountant,
-            bands=recipe.bands or 1,
+            accountant=recipe.resolved_accountant,
+            bands=_bands(recipe),
             parameters=parameters,
             noise_memory_gib=recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB,
             max_batch_size=recipe.max_batch_size,
@@ -300,6 +302,17 @@ def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) ->
     return UnprotectedPlan(
         dataset_size, recipe.batch_size, recipe.steps, recipe.unit, recipe.examples_per_user, recipe.max_batch_size
     )
+
+
+def _bands(recipe: Recipe) -> int | str:
+    """The recipe's bands. Automatic ones are one for methods that do not gain from them, or were not measured with them.
+
+    Scales that change from step to step keep correlated noise from cancelling, and so does a residual of four bits.
+    """
+    if recipe.bands not in (None, "auto"):
+        return recipe.bands
+    gains = METHODS[recipe.algorithm].optimizer is not None and not recipe.optimizer.get("quantize", False)
+    return "auto" if gains else 1
 
 
 def _momentum(recipe: Recipe) -> float:

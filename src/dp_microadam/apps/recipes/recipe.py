@@ -73,9 +73,11 @@ class Recipe:
     noise_multiplier: float | None = _key(checks.optional(checks.positive), default=None)
     steps: int | None = _key(checks.optional(checks.count), default=None)
     delta: float = _key(checks.inside_unit_interval, default=1e-5)
-    accountant: str = _key(checks.one_of("rdp", "pld"), default="rdp")
-    bands: int | str | None = _key(checks.optional(checks.count_or("auto")), default=None)
-    """Bands of correlated noise, or ``"auto"``, the number with the least predicted noise. None: 1, independent noise."""
+    accountant: str | None = _key(checks.optional(checks.one_of("rdp", "pld")), default=None)
+    """None: ``"pld"``, the tighter one, but ``"rdp"`` for a search."""
+    bands: int | str | None = _key(checks.optional(checks.count_or("auto", "least")), default=None)
+    """Bands of correlated noise: a number, 1 for independent noise; ``"auto"``, a few where they leave much less noise; or
+    ``"least"``, the number with the least predicted noise. None: ``"auto"``."""
     band_coefficients: str | None = _key(checks.optional(checks.one_of("square-root", "optimised")), default=None)
     """Coefficients of correlated noise: the banded square root, or those with the least noise in the weights of SGD with the
     recipe's schedule and ``band_momentum``. None: ``"square-root"``."""
@@ -169,6 +171,11 @@ class Recipe:
         return self.method if self.protected else self.base or "dp-microadam"
 
     @property
+    def resolved_accountant(self) -> str:
+        """``accountant``, or the tighter one that knows what the recipe declares."""
+        return self.accountant or ("rdp" if self.tune else "pld")
+
+    @property
     def resolved_learning_rate(self) -> float:
         """``learning_rate``, or the method's default."""
         if self.learning_rate is not None:
@@ -251,7 +258,7 @@ class Recipe:
             )
 
     def _refuse_idle_coefficients(self) -> None:
-        if self.band_coefficients is not None and self.bands in (None, 1):
+        if self.band_coefficients is not None and self.bands == 1:
             raise InputError(
                 f"band_coefficients is {self.band_coefficients!r}, but there is one band; set bands to more, or leave it out"
             )
