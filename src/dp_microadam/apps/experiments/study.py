@@ -49,6 +49,7 @@ _FIRST_KEYS = (
     *("data_options", "model_options", "optimizer"),
 )
 _FIRST_BANDS, _FIRST_BIAS_CORRECTION = 1, "paper"
+_FIRST_NAMES_OF_BANDS = {"least": "auto", "auto": "few", None: "few"}
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ class Cell:
             if key not in _WITHOUT_EFFECT and (key in _FIRST_KEYS or value != defaults[key])
         }
         settings["learning_rate"] = self.recipe.resolved_learning_rate
+        if self.recipe.bands in _FIRST_NAMES_OF_BANDS:
+            settings["bands"] = _FIRST_NAMES_OF_BANDS[self.recipe.bands]
         settings["accountant"] = self.recipe.resolved_accountant
         if self.recipe.optimizer.get("bias_correction") == _FIRST_BIAS_CORRECTION:
             settings["optimizer"] = {k: v for k, v in self.recipe.optimizer.items() if k != "bias_correction"}

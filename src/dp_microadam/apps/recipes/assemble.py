@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from dp_microadam import models
+from dp_microadam.apps.recipes.advice import bands_of, refuse_unadvisable, with_advice
 from dp_microadam.apps.recipes.canaries import Canaries, add_canaries, canaries_in_words, with_canary_key
 from dp_microadam.apps.recipes.public_part import public_examples
 from dp_microadam.apps.recipes.recipe import Recipe
@@ -24,7 +25,6 @@ from dp_microadam.data.sources import load
 from dp_microadam.data.users import count_users
 from dp_microadam.errors import InputError
 from dp_microadam.methods.registry import build, refuse_bad_options
-from dp_microadam.methods.table import METHODS
 from dp_microadam.privacy.band_choice import DEFAULT_NOISE_MEMORY_GIB
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.selection_plan import SelectionPlan
@@ -106,12 +106,17 @@ def assemble(
     data, canaries = add_canaries(recipe, data)
     augment = _augmentation(recipe, data)
     count = number_of_units(recipe, data)
+    if recipe.plan is not None:
+        refuse_unadvisable(recipe)
     plan = plan_of(recipe, count)  # refused before anything takes long
     if recipe.seed is not None:
         torch.manual_seed(recipe.seed)
-    model = models.build(recipe.model, data.num_classes, _model_shape(recipe, data), **recipe.model_options)
-    if recipe.bands in (None, "auto", "least"):  # how much noise can be kept depends on the model
-        plan = plan_of(recipe, count, sum(p.numel() for p in model.parameters() if p.requires_grad))
+    model = model_of(recipe, data)
+    if recipe.plan is not None:
+        recipe, _, _ = with_advice(recipe, count, trainable_parameters(model))
+        plan = plan_of(recipe, count)
+    elif recipe.bands in (None, "auto", "least"):  # how much noise can be kept depends on the model
+        plan = plan_of(recipe, count, trainable_parameters(model))
     if plan.bands > 1:
         recipe = _with_exact_residual(recipe)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -251,6 +256,16 @@ def _augmentation(recipe: Recipe, data: LabelledData) -> Augmentation | None:
     return augmentation
 
 
+def model_of(recipe: Recipe, data: LabelledData) -> nn.Module:
+    """The model that a recipe names, for the shape and classes of its data."""
+    return models.build(recipe.model, data.num_classes, _model_shape(recipe, data), **recipe.model_options)
+
+
+def trainable_parameters(model: nn.Module) -> int:
+    """The number of trainable parameters."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
 def _model_shape(recipe: Recipe, data: LabelledData) -> tuple[int, int, int]:
     if data.images:
         channels, height, width = data.example_shape
@@ -285,7 +300,7 @@ def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) ->
             noise_multiplier=recipe.noise_multiplier,
             steps=recipe.steps,
             accountant=recipe.resolved_accountant,
-            bands=_bands(recipe),
+            bands=bands_of(recipe),
             parameters=parameters,
             noise_memory_gib=recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB,
             max_batch_size=recipe.max_batch_size,
@@ -302,17 +317,6 @@ def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) ->
     return UnprotectedPlan(
         dataset_size, recipe.batch_size, recipe.steps, recipe.unit, recipe.examples_per_user, recipe.max_batch_size
     )
-
-
-def _bands(recipe: Recipe) -> int | str:
-    """The recipe's bands. Automatic ones are one for methods that do not gain from them, or were not measured with them.
-
-    Scales that change from step to step keep correlated noise from cancelling, and so does a residual of four bits.
-    """
-    if recipe.bands not in (None, "auto"):
-        return recipe.bands
-    gains = METHODS[recipe.algorithm].optimizer is not None and not recipe.optimizer.get("quantize", False)
-    return "auto" if gains else 1
 
 
 def _momentum(recipe: Recipe) -> float:
