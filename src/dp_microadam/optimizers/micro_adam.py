@@ -183,9 +183,9 @@ class MicroAdam(ExactStateOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # States of earlier versions lack newer options; their defaults are what those versions did.
+        # States of earlier versions lack newer options.
         for options in (self.defaults, *self.param_groups):
-            for name, value in _DEFAULT_OPTIONS.items():
+            for name, value in _OF_EARLIER_VERSIONS.items():
                 options.setdefault(name, value)
         if "_lock" not in self.__dict__:  # unpickled, not loaded
             self._lock = threading.RLock()
@@ -205,7 +205,7 @@ class MicroAdam(ExactStateOptimizer):
                     f"group {number} of the state to load has neither density nor window, so it is from another optimizer; "
                     "load the state of a MicroAdam, or start with a new one"
                 )
-            options = {**_DEFAULT_OPTIONS, **given}
+            options = {**_OF_EARLIER_VERSIONS, **given}
             validate_options(options)
             form = StateFormat.of(options)
             # A different number of parameters is refused by the base class.
@@ -430,8 +430,8 @@ class MicroAdam(ExactStateOptimizer):
         return f"parameter {position} of group {number} (shape {tuple(param.shape)})"
 
 
-_DEFAULT_OPTIONS = {
+_OF_EARLIER_VERSIONS = {
     name: parameter.default
     for name, parameter in inspect.signature(MicroAdam.__init__).parameters.items()
     if name not in ("self", "params")
-}
+} | {"bias_correction": "paper"}

@@ -1,9 +1,9 @@
 """Advice on batch size, steps and bands: what an amount of computing is best spent on, by predicted noise alone.
 
 The mean of all noisy gradients of a run has noise of deviation σC/(B·√T) in each coordinate. For a fixed number B·T of
-processed examples it falls with B until σ grows in proportion to B, and then no more: larger batches only leave fewer steps, which
-optimizers with a fixed learning rate need. ``docs/choosing.md`` derives the score from that and from measured runs. Everything
-here is public: nothing depends on the data but their number. This module does not import torch.
+processed examples it falls with B until σ grows in proportion to B, and then no more: larger batches only leave fewer steps,
+which optimizers with a fixed learning rate need. ``docs/choosing.md`` derives the score from that and from measured runs.
+Everything here is public: nothing depends on the data but their number. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -118,10 +118,10 @@ def advise(
 
 
 def best(proposals: Sequence[Proposal]) -> Proposal:
-    """The proposal with the smallest score; of those that are about as good, the one that processes the fewest examples."""
+    """The proposal with the smallest score; of those that are about as good, the one with the fewest examples, then steps."""
     least = min(proposal.score for proposal in proposals)
     good = [proposal for proposal in proposals if proposal.score <= least + _AS_GOOD]
-    return min(good, key=lambda proposal: (proposal.examples, proposal.score))
+    return min(good, key=lambda proposal: (round(math.log(proposal.examples), 1), proposal.steps))
 
 
 def _batch_sizes(dataset_size: int) -> list[int]:

@@ -100,7 +100,11 @@ def band_table(
 
     >>> for choice in band_table(dataset_size=54_000, batch_size=256, steps=2000, epsilon=3.0, delta=1e-5, most=16):
     ...     print(f"{choice.bands:3} bands: σ = {choice.noise_multiplier:.4f}, sums {choice.running_sum:.2f}")
-      1 bands: σ = 0.7505, sums 1.00
+      1 bands: σ = 0.7017, sums 1.00
+      2 bands: σ = 0.7980, sums 0.85
+      4 bands: σ = 0.9397, sums 0.75
+      8 bands: σ = 1.1538, sums 0.69
+     16 bands: σ = 1.4761, sums 0.66
 
     Raises:
         LookupError: if not even one band can keep within ``epsilon``.

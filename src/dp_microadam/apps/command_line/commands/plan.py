@@ -22,8 +22,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "plan",
         help="solve for epsilon, noise multiplier or number of steps, or propose a plan",
         description="Compute a privacy plan, of a recipe or from numbers. Give two of --epsilon, --noise-multiplier and "
-        "--steps; the third is solved. --advise proposes batch size, steps and bands for a number of examples that can be processed, by "
-        "predicted noise alone.",
+        "--steps; the third is solved. --advise proposes batch size, steps and bands for a number of examples that can be "
+        "processed, by predicted noise alone.",
         epilog="examples:\n"
         "  dp-microadam plan --dataset-size 45000 --batch-size 4096 --delta 1e-5 --epsilon 8 --noise-multiplier 3\n"
         "  dp-microadam plan --advise --dataset-size 45000 --delta 1e-5 --epsilon 3 --examples 500000 --parameters 26010\n"
@@ -46,8 +46,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--bands",
         metavar="N",
-        help="bands of correlated noise: a number, 1 for independent noise; auto, a few where they leave much less noise, if P, "
-        "ε and T are given; or least, those with the least predicted noise (default: auto)",
+        help="bands of correlated noise: a number, 1 for independent noise; auto, a few where they leave much less noise, if "
+        "P, ε and T are given; or least, those with the least predicted noise (default: auto)",
     )
     parser.add_argument(
         "--max-batch-size", type=int, metavar="M", help="most examples in a step; of a larger sample, M are kept at random"
