@@ -97,7 +97,7 @@ def assemble(
         InputError: if data cannot be found or read, or something does not fit.
     """
     ranks = ranks_here() if ranks is None else ranks
-    refuse_bad_options(recipe.algorithm, recipe.resolved_learning_rate, recipe.optimizer)
+    refuse_bad_options(recipe.algorithm, recipe.resolved_learning_rate, recipe.optimizer, recipe.resolved_lr_unit)
     if data is None:
         with ranks.one_per_machine_first():
             data = load_data(recipe)
@@ -137,7 +137,7 @@ def assemble(
         prepare=Preparation(data),
         augment=augment,
         schedule=Schedule(recipe.schedule, plan.steps, recipe.warmup),
-        ema_decay=recipe.ema_decay,
+        ema_decay=recipe.resolved_ema_decay,
         max_steps=recipe.max_steps,
         evaluate_every=recipe.evaluate_every,
         diagnostics_every=recipe.diagnostics_every,
@@ -214,7 +214,7 @@ def _method(recipe: Recipe, model: nn.Module, data: LabelledData) -> Method:
     options = dict(recipe.optimizer)
     if "public" in options:
         options["public"] = public_examples(recipe, data, options["public"])
-    return build(recipe.algorithm, model, recipe.resolved_learning_rate, options)
+    return build(recipe.algorithm, model, recipe.resolved_learning_rate, options, recipe.resolved_lr_unit)
 
 
 def load_data(recipe: Recipe) -> LabelledData:
