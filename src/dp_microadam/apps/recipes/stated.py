@@ -28,6 +28,8 @@ def stated(recipe: Recipe, bands: int) -> Recipe:
         learning_rate=recipe.resolved_learning_rate,
         accountant=recipe.resolved_accountant,
         bands=bands,
+        band_coefficients=recipe.band_coefficients if bands > 1 else None,
+        band_momentum=recipe.band_momentum if bands > 1 else None,
         optimizer=optimizer,
     )
 
