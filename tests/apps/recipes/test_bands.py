@@ -78,7 +78,7 @@ def test_the_plan_on_the_command_line_shows_the_noise_in_the_weights(capsys):
 
 
 @pytest.mark.parametrize(("settings", "quantized"), [
-    ((), True),
+    (("bands=1",), True),
     (("bands=4",), False),
     (("bands=4", "optimizer.quantize=true"), True),
 ])  # fmt: skip
