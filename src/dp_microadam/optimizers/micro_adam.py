@@ -413,7 +413,7 @@ class MicroAdam(ExactStateOptimizer):
 
     def _valid_form(self, number: int, group: dict[str, Any]) -> StateFormat:
         """The state format of a group. Its options are validated here, since they can be set at any time after construction."""
-        options = (float(group["lr"]), *[group[name] for name in _DEFAULT_OPTIONS if name != "lr"])
+        options = (float(group["lr"]), *[group[name] for name in _OF_EARLIER_VERSIONS if name != "lr"])
         known = self._valid.get(number)
         if known is None or known[0] != options:
             validate_options(group)

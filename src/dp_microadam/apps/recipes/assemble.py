@@ -119,6 +119,7 @@ def assemble(
         plan = plan_of(recipe, count, trainable_parameters(model))
     if plan.bands > 1:
         recipe = _with_exact_residual(recipe)
+    recipe = stated(recipe, plan.bands)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     normalization = models.normalization_of(model)
     if normalization is not None:  # pretrained weights expect the constants they were trained with
@@ -145,7 +146,7 @@ def assemble(
         checkpoint_minutes=recipe.checkpoint_minutes,
         keep_checkpoints=recipe.keep_checkpoints,
         run_dir=default_folder(recipe.name) if run_dir is None else run_dir,
-        config=stated(recipe, plan.bands).to_toml(),
+        config=recipe.to_toml(),
         public=(
             "normalization constants of the input",
             f"which {recipe.validation_size or f'{recipe.validation_fraction:g}'} of "
