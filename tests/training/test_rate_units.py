@@ -28,8 +28,8 @@ def sums_of_noise(plan, count, generator):
 
 @pytest.mark.parametrize("plan", [PLAN, BANDED], ids=["one band", "four bands"])
 def test_the_walk_is_what_the_noise_of_all_steps_adds_up_to(plan):
-    # The root mean square over steps of the simulated sums, beside one that grows like √t and ends at the walk. 4,000 coordinates
-    # estimate it to 0.4 % (one deviation); 4 % are beyond ten of them.
+    # The root mean square over steps of the simulated sums, beside one that grows like √t and ends at the walk. 4,000
+    # coordinates estimate it to 0.4 % (one deviation); 4 % are beyond ten of them.
     sums = sums_of_noise(plan, 4_000, torch.Generator().manual_seed(0))
     grown = torch.arange(1, plan.steps + 1) / plan.steps
     simulated = float((sums.square().mean() / grown.mean()).sqrt())
@@ -50,12 +50,12 @@ def take_one_step(method, plan, run_dir):
         model, lambda model, batch: model(batch).sum(1), plan, torch.randn(1000, 100), run_dir=run_dir, method=method, seed=1
     )
     with closing(step):
-        for _ in step:
-            before = model.weight.detach().clone()
-            means = step.take()
-            given = means["weight"].clone()
-            method.apply(model, means)
-            return model.weight.detach() - before, given
+        next(iter(step))
+        before = model.weight.detach().clone()
+        means = step.take()
+        given = means["weight"].clone()
+        method.apply(model, means)
+        return model.weight.detach() - before, given
 
 
 def with_model(make):
