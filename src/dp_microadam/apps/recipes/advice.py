@@ -26,6 +26,11 @@ def bands_of(recipe: Recipe) -> int | str:
     return "auto" if gains and not recipe.tune else 1
 
 
+def noise_memory_of(recipe: Recipe) -> float:
+    """Memory in GiB that noise may take, counted in float32: noise of a secure generator is kept in float64."""
+    return (recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB) / (2 if recipe.secure else 1)
+
+
 def with_advice(
     recipe: Recipe, dataset_size: int, parameters: int, steps_for: Callable[[int], float] | None = None
 ) -> tuple[Recipe, tuple[Proposal, ...], Proposal]:
@@ -50,7 +55,7 @@ def with_advice(
         delta=recipe.delta,
         steps_for=steps_for,
         parameters=parameters if bands_of(recipe) == "auto" else None,
-        noise_memory_gib=recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB,
+        noise_memory_gib=noise_memory_of(recipe),
         accountant=recipe.resolved_accountant,
     )
     taken = best(proposals)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from dp_microadam import models
-from dp_microadam.apps.recipes.advice import bands_of, refuse_unadvisable, with_advice
+from dp_microadam.apps.recipes.advice import bands_of, noise_memory_of, refuse_unadvisable, with_advice
 from dp_microadam.apps.recipes.canaries import Canaries, add_canaries, canaries_in_words, with_canary_key
 from dp_microadam.apps.recipes.public_part import public_examples
 from dp_microadam.apps.recipes.recipe import Recipe
@@ -108,14 +108,14 @@ def assemble(
     count = number_of_units(recipe, data)
     if recipe.plan is not None:
         refuse_unadvisable(recipe)
-    plan = plan_of(recipe, count)  # refused before anything takes long
+    plan = None if recipe.bands == "least" else plan_of(recipe, count)  # refused before anything takes long
     if recipe.seed is not None:
         torch.manual_seed(recipe.seed)
     model = model_of(recipe, data)
     if recipe.plan is not None:
         recipe, _, _ = with_advice(recipe, count, trainable_parameters(model))
         plan = plan_of(recipe, count)
-    elif recipe.bands in (None, "auto", "least"):  # how much noise can be kept depends on the model
+    elif plan is None or bands_of(recipe) == "auto":  # how much noise can be kept depends on the model
         plan = plan_of(recipe, count, trainable_parameters(model))
     if plan.bands > 1:
         recipe = _with_exact_residual(recipe)
@@ -303,7 +303,7 @@ def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) ->
             accountant=recipe.resolved_accountant,
             bands=bands_of(recipe),
             parameters=parameters,
-            noise_memory_gib=recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB,
+            noise_memory_gib=noise_memory_of(recipe),
             max_batch_size=recipe.max_batch_size,
             unit=recipe.unit,
             examples_per_user=recipe.examples_per_user,
