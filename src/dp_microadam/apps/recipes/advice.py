@@ -22,7 +22,8 @@ def bands_of(recipe: Recipe) -> int | str:
     """
     if recipe.bands is not None and recipe.bands != "auto":
         return recipe.bands
-    gains = METHODS[recipe.algorithm].optimizer is not None and not recipe.optimizer.get("quantize", False)
+    entry = METHODS[recipe.algorithm]
+    gains = (entry.optimizer is not None or entry.lr_unit == "walk") and not recipe.optimizer.get("quantize", False)
     return "auto" if gains and not recipe.tune else 1
 
 
