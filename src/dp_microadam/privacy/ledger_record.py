@@ -36,6 +36,8 @@ if TYPE_CHECKING:  # it needs torch, which reading a ledger does not
     from dp_microadam.privacy.randomness import Randomness
 
 LEDGER_NAME = "ledger.jsonl"
+RUN_INSIDE = "privacy"
+"""The folder of a run inside an output folder of another library's."""
 FORMAT, _WITHOUT_CHAIN = 2, 1
 # The best of several runs: of another format, because a version that knew no selection would read it as a single run.
 FORMAT_OF_SELECTIONS = 3
@@ -130,9 +132,16 @@ class LedgerRecord:
         return epsilon(self.spent, self.plan.delta if delta is None else delta, accountant or self.plan.accountant)
 
 
-def ledger_path(run: str | os.PathLike[str]) -> Path:
-    """The path of the ledger in a run folder; the path of a ledger file is returned as it is."""
+def run_folder(run: str | os.PathLike[str]) -> Path:
+    """The folder itself, or ``privacy`` inside it if the ledger is there, as in an output folder of Hugging Face."""
     path = Path(run)
+    inside = path / RUN_INSIDE
+    return inside if (inside / LEDGER_NAME).is_file() and not (path / LEDGER_NAME).is_file() else path
+
+
+def ledger_path(run: str | os.PathLike[str]) -> Path:
+    """The path of the ledger in a run folder, or in an output folder of Hugging Face; a ledger file is returned as it is."""
+    path = run_folder(run)
     path = path / LEDGER_NAME if path.is_dir() else path
     if not path.is_file():
         raise InputError(f"run is {str(run)!r}; it must be a run folder with a {LEDGER_NAME}, or such a file")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dp_microadam.clipping.engine import ClippedGradients
+from dp_microadam.clipping.engine import FIRST_REPETITION, ClippedGradients
 from dp_microadam.clipping.row_norms import ClippedRowNorms
 from dp_microadam.clipping.transform_check import check_transform
 from dp_microadam.errors import InputError, PrivacyError
@@ -108,17 +109,21 @@ class PrivateStep(TrainingStep):
     def take(self) -> dict[str, Tensor]:
         """Spend the next step and return its privatized mean gradient, by parameter name.
 
-        The step is recorded on disk before anything is sampled. A step that fails is spent too.
+        The step is written to the ledger before anything is sampled, and on disk before this returns or raises. A step that
+        fails is spent too.
 
         Raises:
             PrivacyError: if all steps of the plan are spent, or if processing training examples failed; the original error
                 message may be private and is withheld.
         """
-        with self._one_at_a_time(), self._forgetting_noise_on_failure():
+        with self._one_at_a_time(), self._synced_at_the_end(), self._forgetting_noise_on_failure():
             index = self.ranks.from_main(self._record)
             self._prepare_query(index)
+            if self._looks_again(index):
+                self._engines.current.check_again()  # type: ignore[attr-defined]
             with self.ranks.together():
                 sums = self._sums(index)
+                self._wait_for_ledger()
                 noisy_sums = self._mechanism.add_noise(sums, step=index)
             self.ranks.sum_(noisy_sums)
             means = self._mechanism.mean(noisy_sums, like=sums)
@@ -147,6 +152,20 @@ class PrivateStep(TrainingStep):
     def noise_memory(self) -> int:
         """Bytes of the noise that this process keeps for the next steps; 0 unless the plan has bands and a step was taken."""
         return self._mechanism.noise_memory
+
+    @property
+    def looks_again(self) -> bool:
+        return self._looks_again(self.position)
+
+    def _looks_again(self, index: int) -> bool:
+        """Whether the independence check is repeated in step ``index``: where the *expected* number of passes becomes 16, 32, …
+
+        The number of passes that samples took is private, and a look shows on the clock.
+        """
+        examples = self.plan.batch_size * (self.plan.examples_per_user or 1)
+        passes = math.ceil(examples / self.ranks.world_size / self.loading.physical_batch_size)
+        before, after = index * passes, (index + 1) * passes
+        return index > 0 and after >= FIRST_REPETITION and before.bit_length() < after.bit_length()
 
     def _set_up_noise(self) -> None:
         self._taking = threading.Lock()
@@ -269,6 +288,18 @@ class PrivateStep(TrainingStep):
             self._taking.release()
 
     @contextmanager
+    def _synced_at_the_end(self) -> Iterator[None]:
+        """The ledger syncs its file while gradients are computed; whatever leaves the block, an error too, waits for it."""
+        try:
+            yield
+        finally:
+            self._wait_for_ledger()
+
+    def _wait_for_ledger(self) -> None:
+        if self._ledger is not None:
+            self._ledger.wait_until_synced()
+
+    @contextmanager
     def _forgetting_noise_on_failure(self) -> Iterator[None]:
         """A step that fails, fails on all ranks, but some may have drawn its noise: all of them begin a new chain."""
         try:
@@ -284,7 +315,7 @@ class PrivateStep(TrainingStep):
         if self.last_step < self.plan.steps and not self.remaining:
             raise InputError(f"max_steps is {self.last_step}, and that many steps are taken; make a step with a larger one")
         phase = phase_at(self.phases, self.updates).name if len(self.phases) > 1 else None
-        index = self._ledger.record_step(phase, processes=self.ranks.world_size)
+        index = self._ledger.record_step(phase, processes=self.ranks.world_size, wait=False)
         if index != self.position:
             raise PrivacyError(f"the ledger is at step {index}, but the run is at step {self.position}; they must agree")
         return index
@@ -316,7 +347,8 @@ class PrivateStep(TrainingStep):
         engine = ClippedRowNorms if phase.query == ROW_NORMS else ClippedGradients
         further = self._options.get("clipping_options", {})
         bound = self._options.get("max_grad_norm", 1.0)
-        return engine(self.model, self._loss, max_grad_norm=bound, clipping=self._clipping, **further)
+        options = {"clipping": self._clipping, "repeat_check": False, **further}
+        return engine(self.model, self._loss, max_grad_norm=bound, **options)
 
     def _check_model(self, data: TrainingData) -> None:
         refuse_repeats(data.data)
@@ -335,7 +367,7 @@ class PrivateStep(TrainingStep):
             return self._transformed(batch)
 
     def _guarded(self, work: Callable[[], Result]) -> Result:
-        return work() if self._training_measures else withheld(work, "try the model on made-up examples")
+        return work() if self._training_measures else withheld(work)
 
     def _rules(self) -> tuple[Any, ...]:
         return (*super()._rules(), self.sensitivity, self._clipping)

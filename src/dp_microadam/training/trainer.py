@@ -116,7 +116,7 @@ class PrivateTrainer:
         self.step = kind(
             model, per_example_loss, plan, run_dir=folder, method=self.method, training_measures=of_training, **step_options
         )
-        self._update = ModelUpdate(model, self.method, schedule, ema_decay)
+        self._update = ModelUpdate(model, self.method, schedule, ema_decay, self.step.last_step)
         self._validate = ValidationMetrics(model, measures, self.step.loading, self.average, self.ranks)
         self.diagnostics = MicroAdamDiagnostics(self.optimizer, diagnostics_every) if diagnostics_every is not None else None
         self._saved_position = -1
@@ -221,6 +221,8 @@ class PrivateTrainer:
             if self.step.enter_phase():
                 self.record.log(f"phase {self.step.phase.name!r} begins at step {self.step.position}")
             self.record.pace.step()
+            if self.step.looks_again:
+                progress.note("checking independence again")
             means = self.step.take()  # record, sample and clip, add noise, all-reduce, mean
             self._update.apply(means, self.step.updates)  # learning rate, method, weight average
             progress.advance(self.step.position)

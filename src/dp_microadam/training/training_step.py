@@ -27,6 +27,7 @@ from dp_microadam.training.masked_rows import scatter_rows, selected_rows
 from dp_microadam.training.method import Method, Phase, Steps, phase_at
 from dp_microadam.training.rate_units import RunNoise
 from dp_microadam.training.training_data import Loading, TrainingData
+from dp_microadam.training.withheld import LOSS, at_stage
 from dp_microadam.validation import require_integer
 
 Result = TypeVar("Result")
@@ -156,6 +157,11 @@ class TrainingStep(ABC):
     def delta(self) -> float | None:
         """The plan's δ; None for a run without a guarantee."""
         return None if self.privacy is None else self.privacy.delta
+
+    @property
+    def looks_again(self) -> bool:
+        """Whether the next step repeats a part of the independence check, and takes longer for it."""
+        return False
 
     @property
     @abstractmethod
@@ -333,7 +339,8 @@ class TrainingStep(ABC):
         count = 0
         with data.step(index) as chunks:
             for examples, weights in chunks:
-                self._engines.current.accumulate(examples, weights)
+                with at_stage(LOSS):
+                    self._engines.current.accumulate(examples, weights)
                 for number, values in enumerate(self._measured(examples)):
                     values = values if weights is None else (values.view_as(weights) * weights).sum(1)
                     totals[number] += float(values.sum())

@@ -58,6 +58,7 @@ def test_pld_decides_by_default(capsys):
     assert printed["epsilon"] <= 8
 
 
+@pytest.mark.slow
 def test_what_pld_cannot_count_is_left_out(capsys):
     assert main(["plan", *CIFAR, "--epsilon", "8", "--noise-multiplier", "30000", "--accountant", "rdp", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["accountants"]["pld"] == {"epsilon": None, "steps_allowed": None}

@@ -14,6 +14,7 @@ from dp_microadam.apps.reporting.formats import is_number
 from dp_microadam.apps.reporting.palette import method_name
 from dp_microadam.errors import InputError
 from dp_microadam.privacy.ledger import LEDGER_NAME, LedgerRecord, read_ledger
+from dp_microadam.privacy.ledger_record import RUN_INSIDE, run_folder
 from dp_microadam.privacy.statement import PRIVACY_NAME, STATEMENT_NAME, unit_of
 from dp_microadam.training.run_folder import (
     ADAM_STATE,
@@ -79,7 +80,7 @@ class Run:
         Raises:
             InputError: if ``folder`` is not a run folder, or its files cannot be parsed.
         """
-        path = Path(folder)
+        path = run_folder(folder)
         if not (path / LEDGER_NAME).is_file() and not (path / PRIVACY_NAME).is_file():
             raise InputError(
                 f"run is {str(folder)!r}; it must be a run folder, with a {LEDGER_NAME} or {PRIVACY_NAME}, or a sweep folder"
@@ -106,7 +107,8 @@ class Run:
 
     @property
     def name(self) -> str:
-        return self.folder.resolve().name
+        path = self.folder.resolve()
+        return path.parent.name if path.name == RUN_INSIDE else path.name
 
     @property
     def method(self) -> str:
