@@ -37,7 +37,7 @@ _STEPS_OF_FIXED_RATES = 1000
 # Of what bands take from the logarithm of the noise of running sums, accuracy gains about this share.
 _SHARE_OF_BANDS = 0.5
 
-# Scores that differ by less are equal; the cheaper one is taken.
+# Scores that differ by less are equal.
 _AS_GOOD = 0.03
 
 
@@ -82,7 +82,7 @@ def advise(
 
     >>> options = dict(dataset_size=54_000, epsilon=3.0, delta=1e-5, parameters=26_010, bands=False)
     >>> best(advise(**options, steps_for=lambda batch_size: 500_000 / batch_size)).batch_size
-    512
+    256
 
     Raises:
         InputError: for a value out of range, or if not one step can be afforded.
@@ -132,10 +132,10 @@ def _score(noise: float, steps: int, parameters: int, fixed_rate: bool) -> float
 
 
 def best(proposals: Sequence[Proposal]) -> Proposal:
-    """The proposal with the smallest score; of those that are about as good, the one with the fewest examples, then steps."""
+    """The proposal with the smallest score; of those that are about as good, that with fewer examples, then with more steps."""
     least = min(proposal.score for proposal in proposals)
     good = [proposal for proposal in proposals if proposal.score <= least + _AS_GOOD]
-    return min(good, key=lambda proposal: (round(math.log(proposal.examples), 1), proposal.steps))
+    return min(good, key=lambda proposal: (round(math.log(proposal.examples), 1), -proposal.steps))
 
 
 def _batch_sizes(dataset_size: int) -> list[int]:
