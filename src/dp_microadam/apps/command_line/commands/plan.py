@@ -142,10 +142,11 @@ def _from_numbers(options: argparse.Namespace) -> _Planned:
     for name in ("overrides", "minutes"):
         if getattr(options, name):
             raise InputError(f"--{'set' if name == 'overrides' else name} is for the plan of a recipe; name the recipe as well")
-    needed = ("dataset_size", "delta", "epsilon") if options.advise else ("dataset_size", "batch_size", "delta")
+    needed = ("dataset_size", "delta", "epsilon", "parameters") if options.advise else ("dataset_size", "batch_size", "delta")
     for name in needed:
         if getattr(options, name) is None:
-            raise InputError(f"{name} is not given; a plan needs --{name.replace('_', '-')}, or the name of a recipe")
+            what = "advice" if options.advise else "a plan"
+            raise InputError(f"{name} is not given; {what} needs --{name.replace('_', '-')}, or the name of a recipe")
     bands = options.bands or "auto"
     memory = DEFAULT_NOISE_MEMORY_GIB if options.noise_memory_gib is None else options.noise_memory_gib
     proposals = _proposals(options, bands, memory) if options.advise else ()
@@ -190,7 +191,8 @@ def _proposals(options: argparse.Namespace, bands: str, memory_gib: float) -> tu
         epsilon=options.epsilon,
         delta=options.delta,
         steps_for=lambda batch_size: affordable / batch_size,
-        parameters=options.parameters if bands == "auto" else None,
+        parameters=options.parameters,
+        bands=bands == "auto",
         noise_memory_gib=memory_gib,
         accountant=options.accountant or "pld",
     )
