@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
-from dp_microadam.data import cifar, idx, images, places, table
+from dp_microadam.data import adult, cifar, idx, images, places
 from dp_microadam.data.catalogue import KnownData, known
 from dp_microadam.data.contents import Reading
 from dp_microadam.data.image_users import ImageUsers
-from dp_microadam.data.sources import read_packaged, table_user
+from dp_microadam.data.sources import read_packaged
 from dp_microadam.data.users import refuse_shared_users
 from dp_microadam.errors import InputError
 
@@ -34,8 +34,11 @@ class Found:
     problem: str | None = None
 
 
-def inspect(name: str, folder: str | None = None) -> Found:
-    """Check a data set in ``folder`` or the default folders. Image files are listed but not decoded."""
+def inspect(name: str, folder: str | None = None, *, verify: bool = True) -> Found:
+    """Check a data set in ``folder`` or the default folders. Image files are listed but not decoded.
+
+    Without ``verify``, files may differ from the published ones, as with ``verify_data = false`` in a recipe.
+    """
     data = known(name)
     if data.num_classes is None and not folder:
         return Found(name, data.summary, "yours", problem=data.by_hand)
@@ -47,39 +50,40 @@ def inspect(name: str, folder: str | None = None) -> Found:
     except InputError as error:
         return Found(name, data.summary, "missing", problem=str(error))
     try:
-        verified = _verify(name, data, place)
+        verified = _verify(name, data, place, verify)
     except InputError as error:
         return Found(name, data.summary, "damaged", str(place), str(error))
     return Found(name, data.summary, "verified" if verified else "unverified", str(place))
 
 
-def _verify(name: str, data: KnownData, place: Path) -> bool:
+def _verify(name: str, data: KnownData, place: Path, verify: bool) -> bool:
     """Compare the files with published digests; False if there are none."""
     if data.kind == "images":
-        images.read_folder(place, images.SIZE, data.num_classes)
+        images.read_folder(place, images.SIZE, data.num_classes if verify else None)
         return False
     if data.kind == "table":
         return False
-    files = cifar.files_of(name, place) if data.kind == "cifar" else idx.files_of(place)
-    reading = Reading(name, dict(data.digests))
+    if data.kind == "adult":
+        files = adult.files_of(place)
+    else:
+        files = cifar.files_of(name, place) if data.kind == "cifar" else idx.files_of(place)
+    reading = Reading(name, dict(data.digests) if verify else {})
     for path in files:
         if path.name in data.digests:
             reading.require_published_file(path)
         else:  # compressed or otherwise named
             reading.content(path)
-    return True
+    return verify
 
 
 def user_problems(kind: str, place: Path, options: Mapping[str, Any]) -> Iterator[str]:
-    """All that is wrong with what ``options`` of a recipe say about the users of a table or of image files.
+    """All that is wrong with what ``options`` of a recipe say about the users of image files.
 
     The sentences are for the owner of the data: they name rows and files, but never say how many examples a user has.
     """
     try:
         if kind == "images":
             yield from _problems_of_images(place, options)
-        elif kind == "table" and (user := table_user(options)):
-            yield from table.user_problems(place, Reading("table"), options.get("label", "label"), user)
     except InputError as error:
         yield str(error)
 

@@ -140,7 +140,7 @@ def assemble(
         run_dir=default_folder(recipe.name) if run_dir is None else run_dir,
         config=replace(recipe, learning_rate=recipe.resolved_learning_rate).to_toml(),
         public=(
-            "normalization constants of the input",
+            "kinds, ranges and values of the columns" if recipe.columns else "normalization constants of the input",
             f"which {recipe.validation_size or f'{recipe.validation_fraction:g}'} of "
             f"{recipe.data if data.train_users is None else f'the users of {recipe.data}'} "
             f"{'are' if recipe.validation_size else 'is'} held out (split seed {recipe.split_seed})",
@@ -221,6 +221,7 @@ def load_data(recipe: Recipe) -> LabelledData:
         image_size=recipe.image_size,
         verify=recipe.verify_data,
         memory_gib=recipe.data_memory_gib,
+        columns=recipe.columns,
         **recipe.data_options,
     )
 

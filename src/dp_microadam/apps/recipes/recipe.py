@@ -14,6 +14,8 @@ import tomli_w
 
 from dp_microadam.apps.recipes import checks, tuning, vocabulary
 from dp_microadam.apps.recipes.overrides import apply_override
+from dp_microadam.data.catalogue import takes_columns
+from dp_microadam.data.columns import declaration
 from dp_microadam.errors import InputError
 
 
@@ -129,6 +131,8 @@ class Recipe:
     """Decides which canaries take part. None: a new one for each run, which is kept in its configuration."""
 
     data_options: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
+    columns: dict[str, Any] = field(default_factory=dict, metadata={"check": declaration})
+    """What the columns of a table are: kinds, ranges and values, which are public."""
     model_options: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
     optimizer: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
     tune: dict[str, Any] = field(default_factory=dict, metadata={"check": tuning.table})
@@ -148,6 +152,8 @@ class Recipe:
         _refuse_unknown_options("optimizer", self.optimizer, vocabulary.OPTIMIZER_OPTIONS[self.algorithm], self.algorithm)
         _refuse_unknown_options("model_options", self.model_options, vocabulary.MODEL_OPTIONS[self.model], self.model)
         _refuse_unknown_options("data_options", self.data_options, vocabulary.DATA_OPTIONS[self.data], self.data)
+        if self.columns and not takes_columns(self.data):
+            raise InputError(f"columns are declared, but data is {self.data!r}; they are for tables, leave them out")
         self._refuse_canaries_out_of_place()
         self._refuse_unsolvable_budget()
         self._refuse_idle_coefficients()
