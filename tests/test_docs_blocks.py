@@ -43,7 +43,7 @@ ONLY_PARSED = {
     r"dp-microadam reproduce": "takes hours; tests/experiments runs a small study",
     r"dp-microadam data get": "needs a network; tests/apps/command_line/test_data.py runs it against a server of its own",
     r"dp-microadam data check imagenet": "needs ImageNet, which nobody may pass on",
-    r"dp-microadam data check my\.toml": "stands for a file of the reader's own",
+    r"dp-microadam data check my\.(toml|csv)": "stands for a file of the reader's own",
     r"dp-microadam train (cifar|fashion)": "needs files that must be downloaded first; tests/recipes runs such recipes",
     r"dp-microadam train +#": "the demo, which tests/apps/command_line/test_cli_runs.py runs",
     r"dp-microadam train my\.toml": "stands for a file of the reader's own",

@@ -59,7 +59,7 @@ class PrivateTrainer:
             them. All of that is outside the guarantee.
         step_options: options of :class:`~dp_microadam.PrivateStep`: ``max_grad_norm``, ``clipping``, ``clipping_options``,
             ``physical_batch_size``, ``prepare`` (for evaluation too), ``augment``, ``num_workers``, ``loader_options``,
-            ``max_steps``, ``public``, ``noise_history``, ``noise_memory_gib``, ``secure``, ``seed``, ``ranks``.
+            ``max_steps``, ``public``, ``unit_name``, ``noise_history``, ``noise_memory_gib``, ``secure``, ``seed``, ``ranks``.
 
     Formal guarantees: those of :class:`~dp_microadam.PrivateStep`, for everything the run writes or shows, if ``private`` is
     True and ``seed`` None: weights, averages, checkpoints, logs, and metrics on validation data that is not part of the
@@ -275,9 +275,9 @@ class PrivateTrainer:
         self.step.peek(position, content["updates"])
         return self.result()
 
-    def write_privacy(self, folder: Path | None = None) -> None:
-        """Write ``privacy.json`` and ``privacy.txt`` for the steps recorded so far."""
-        self.step.write_privacy(folder)
+    def write_privacy(self, folder: Path | None = None, group_size: int = 1) -> None:
+        """Write ``privacy.json`` and ``privacy.txt`` for the steps recorded so far, with ε for a group if it has a size."""
+        self.step.write_privacy(folder, group_size)
 
     def _record_in(self, folder: Path) -> RunRecord:
         return RunRecord(folder, keep_checkpoints=self._keep_checkpoints, writes=self.ranks.main)

@@ -103,6 +103,7 @@ def assemble(
     own = data.train
     data, canaries = add_canaries(recipe, data)
     augment = _augmentation(recipe, data)
+    _refuse_named_examples(recipe, data)
     count = number_of_units(recipe, data)
     plan = plan_of(recipe, count) if recipe.bands != "auto" else None
     if recipe.seed is not None:
@@ -149,6 +150,7 @@ def assemble(
             *([canaries_in_words(canaries)] if canaries is not None else []),
             *([f"the pretrained weights {pretrained!r}"] if (pretrained := recipe.model_options.get("pretrained")) else []),
         ),
+        unit_name=recipe.unit_name or "",
         num_workers=recipe.num_workers,
         noise_history=recipe.noise_history or "device",
         noise_memory_gib=recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB,
@@ -257,6 +259,16 @@ def _model_shape(recipe: Recipe, data: LabelledData) -> tuple[int, int, int]:
     if recipe.model != "mlp":
         raise InputError(f"model is {recipe.model!r}, which takes images; for the rows of a table it must be 'mlp'")
     return 1, 1, data.example_shape[0]
+
+
+def _refuse_named_examples(recipe: Recipe, data: LabelledData) -> None:
+    """Refuse to call an example by the name of a unit that has several, if the data say whose each example is."""
+    users = data.train_users
+    if recipe.unit == "example" and recipe.unit_name and users is not None and count_users(users) < len(users):
+        raise InputError(
+            f"unit_name is {recipe.unit_name!r} and unit is 'example', but some have several examples; unit = 'user' with "
+            "examples_per_user protects each with all they have"
+        )
 
 
 def number_of_units(recipe: Recipe, data: LabelledData) -> int:

@@ -87,6 +87,8 @@ class Recipe:
     """Whom the guarantee is for: one example, or one user with all their examples. With users, sizes count users."""
     examples_per_user: int | None = _key(checks.optional(checks.count), default=None)
     """For unit ``"user"``: the largest number of a user's examples that enter a step."""
+    unit_name: str | None = _key(checks.optional(checks.noun), default=None)
+    """What the unit is called in the privacy statement, such as patient. For unit ``"example"``: each has one example."""
     noise_history: str | None = _key(checks.optional(checks.one_of("device", "cpu")), default=None)
     """Where several bands keep the noise of the last steps: beside the model or in main memory. None: ``"device"``."""
     noise_memory_gib: float | None = _key(checks.optional(checks.positive), default=None)

@@ -10,6 +10,7 @@ from dp_microadam.apps.command_line.commands.running import ledger_head, open_ru
 from dp_microadam.apps.command_line.completers import complete_with, run_folders
 from dp_microadam.durable_files import sync_folder, write_text_durably
 from dp_microadam.errors import InputError
+from dp_microadam.validation import require_integer
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -22,6 +23,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     complete_with(run_folders, parser.add_argument("run_dir", type=Path, metavar="RUN", help="run folder"))
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write (default: RUN/export)")
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        default=1,
+        metavar="K",
+        help="the statement also says ε for somebody with up to K examples, or for K users together",
+    )
     parser.set_defaults(run=run)
 
 
@@ -30,6 +38,7 @@ def run(options: argparse.Namespace) -> int:
     from dp_microadam.privacy.statement import STATEMENT_NAME
     from dp_microadam.training.export import save_weights
 
+    require_integer("group_size", options.group_size, 1)
     output: Path = options.output or options.run_dir / "export"
     if output.exists():
         raise InputError(f"output is {str(output)!r}, which exists already; name a new folder")
@@ -43,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     if experiment.trainer.average is not None:
         save_weights(experiment.trainer.average.state_dict(), unfinished / "model_ema.safetensors")
     # Anew from the ledger: what is published must not claim less than was spent.
-    experiment.trainer.write_privacy(unfinished)
+    experiment.trainer.write_privacy(unfinished, options.group_size)
     statement = (unfinished / STATEMENT_NAME).read_text(encoding="utf-8")
     metrics = {"test accuracy": f"{100 * accuracy:.2f} % ({weights})", "steps": result.updates}
     if result.updates < result.steps_done:

@@ -45,6 +45,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--examples-per-user", type=int, metavar="K", help="with users: the largest number of a user's examples in a step"
     )
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        default=1,
+        metavar="K",
+        help="ε is for somebody with up to K examples, or for K users together (default: 1)",
+    )
     parser.add_argument("--parameters", type=int, metavar="P", help="number of trainable parameters, for the memory of bands")
     parser.add_argument(
         "--noise-memory-gib",
@@ -70,10 +77,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(options: argparse.Namespace) -> int:
+    from dp_microadam.privacy.accounting import group_epsilon
+    from dp_microadam.privacy.group_plan import solve_for_group
     from dp_microadam.privacy.meaning import meaning
-    from dp_microadam.privacy.plan import PrivacyPlan
 
-    plan = PrivacyPlan.solve(
+    plan = solve_for_group(
+        options.group_size,
         dataset_size=options.dataset_size,
         batch_size=options.batch_size,
         delta=options.delta,
@@ -90,17 +99,22 @@ def run(options: argparse.Namespace) -> int:
     )
     workload = _workload(options, plan)
     plan = plan if workload is None else plan.optimised_for(**workload)
-    limit = plan.epsilon if options.epsilon is None else options.epsilon
+    limit = plan.epsilon if options.epsilon is None or options.group_size > 1 else options.epsilon
     views = {accountant: _view(plan, limit, accountant) for accountant in ("rdp", "pld")}
     bands = _band_rows(plan, limit, options.parameters)
     if options.picture is not None:
         _draw(plan, options.picture)
-    told = meaning([plan.spent_after(plan.steps)], plan.delta)
+    spent = [plan.spent_after(plan.steps)]
+    told = meaning(spent, plan.delta)
+    group: dict[str, Any] = {}
+    if options.group_size > 1:
+        size = options.group_size
+        group = {"group_size": size, "group_epsilon": group_epsilon(spent, plan.delta, size)}
     if options.json:
         weights = {} if workload is None else {"weight_noise": plan.weight_noise(**workload)}
-        print(json.dumps({**plan.to_dict(), "accountants": views, "meaning": told, "bands_table": bands, **weights}))
+        print(json.dumps({**plan.to_dict(), **group, "accountants": views, "meaning": told, "bands_table": bands, **weights}))
     else:
-        _print_tables(plan, limit, views)
+        _print_tables(plan, limit, views, group)
         _print_meaning(told)
         _print_bands(plan, bands)
         if workload is not None:
@@ -260,7 +274,14 @@ def _cap_in_words(plan: PrivacyPlan) -> str:
     return f"{plan.max_batch_size}, exceeded by a sample in {100 * share:.2g} % of the steps"
 
 
-def _print_tables(plan: PrivacyPlan, limit: float, views: dict[str, dict[str, Any]]) -> None:
+def _group_row(group: dict[str, Any], users: bool) -> tuple[str, str]:
+    from dp_microadam.privacy.statement import round_up
+
+    whom = f"{group['group_size']} users together" if users else f"somebody with up to {group['group_size']} examples"
+    return f"ε for {whom}", round_up(group["group_epsilon"], 4)
+
+
+def _print_tables(plan: PrivacyPlan, limit: float, views: dict[str, dict[str, Any]], group: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -278,7 +299,8 @@ def _print_tables(plan: PrivacyPlan, limit: float, views: dict[str, dict[str, An
         ("noise multiplier", f"{plan.noise_multiplier:g}"),
         ("steps", f"{plan.steps}"),
         ("epochs", f"{plan.steps * plan.batch_size / plan.dataset_size:.1f}"),
-        ("ε for a user" if users else "ε", round_up(plan.epsilon, 4)),
+        *((_group_row(group, users),) if group else ()),
+        ("ε for a user" if users else "ε for one example" if group else "ε", round_up(plan.epsilon, 4)),
         ("δ", f"{plan.delta:g}"),
         ("accountant", plan.accountant),
         *((("bands of correlated noise", f"{plan.bands}"),) if plan.bands > 1 else ()),
@@ -296,4 +318,8 @@ def _print_tables(plan: PrivacyPlan, limit: float, views: dict[str, dict[str, An
         )
     console = Console(highlight=False)
     console.print(facts)
+    if group:
+        console.print(
+            f"in a recipe: noise_multiplier = {plan.noise_multiplier:g}, steps = {plan.steps}, and no epsilon", soft_wrap=True
+        )
     console.print(both)
