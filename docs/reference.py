@@ -1,7 +1,7 @@
-"""The Python reference: ``api.md`` has tables of names, which the repository shows as they are.
+"""The Python reference: tables of names in ``api.md``, which read well in the repository.
 
-A row names the file that a name is in, and says the first sentence of its docstring. On the site
-the whole documentation follows each table. ``python docs/reference.py`` writes the sentences anew.
+A row has the file that a name is in, and the first sentence of its docstring. On the site
+the whole documentation follows each table. ``python docs/reference.py`` writes sentences anew.
 """
 
 import ast
@@ -51,7 +51,7 @@ def with_current_sentences(page: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
-    """Called by mkdocs for each page: puts the documentation after the tables, and links to it."""
+    """Called by mkdocs for each page: adds the documentation below the tables."""
     if page.file.src_uri != PAGE.name:
         return markdown
     lines: list[str] = []
