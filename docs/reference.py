@@ -1,7 +1,7 @@
 """The Python reference: tables of names in ``api.md``, which read well in the repository.
 
 A row has the file that a name is in, and the first sentence of its docstring. On the site
-the whole documentation follows each table. ``python docs/reference.py`` writes sentences anew.
+the whole documentation follows each table. ``python docs/reference.py`` writes them anew.
 """
 
 import ast
