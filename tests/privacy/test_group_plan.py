@@ -42,7 +42,7 @@ def test_a_group_of_one_is_the_plan_itself():
     [
         (0, {"epsilon": 6.0, "steps": 40}, "group_size is 0"),
         (3, {"epsilon": 6.0}, "exactly two of epsilon, noise_multiplier and steps"),
-        (3, {"epsilon": 6.0, "steps": 40, "bands": "auto"}, "bands is 'auto'"),
+        (3, {"epsilon": 6.0, "steps": 40, "bands": "least"}, "bands is 'least'"),
         (60, {"epsilon": 6.0, "noise_multiplier": 0.7}, "a group of 60 in its first steps"),
     ],
 )
@@ -61,4 +61,4 @@ def test_the_command_says_epsilon_for_the_group_and_for_one(capsys):
     assert main(["plan", *arguments, "--group-size", "3"]) == 0
     out = capsys.readouterr().out
     assert "ε for somebody with up to 3 examples" in out
-    assert f"in a recipe: noise_multiplier = {found['noise_multiplier']:g}, steps = 40" in out
+    assert f"in a recipe: noise_multiplier = {found['noise_multiplier']:g}, steps = 40, bands = 1" in out

@@ -28,7 +28,7 @@ def solve_for_group(
     """Like :meth:`PrivacyPlan.solve`, where ``epsilon`` limits what ``group_size`` examples or users spend together.
 
     The solved number of steps is the largest that fits. The solved noise multiplier fits, and is at most a thousandth larger
-    than the least that does.
+    than the least that does. ``bands="auto"`` is one band here: what is known of groups is much weaker for several.
 
     Formal guarantees: if ``epsilon`` is given, :func:`~dp_microadam.privacy.accounting.group_epsilon` of the finished plan is
     at most that. The plan's own ``epsilon`` is for one example or user, and smaller.
@@ -44,8 +44,10 @@ def solve_for_group(
         InputError: for a value out of range, or if no plan exists.
     """
     require_integer("group_size", group_size, 1)
-    if plan.get("bands") == "auto" and group_size > 1:
-        raise InputError(f"bands is 'auto', which compares plans for one unit, but group_size is {group_size}; give a number")
+    if group_size > 1 and plan.get("bands", "auto") == "auto":
+        plan["bands"] = 1
+    if group_size > 1 and plan["bands"] == "least":
+        raise InputError(f"bands is 'least', which compares plans for one unit, but group_size is {group_size}; give a number")
     one = PrivacyPlan.solve(epsilon=epsilon, noise_multiplier=noise_multiplier, steps=steps, **plan)
     if group_size == 1 or epsilon is None:
         return one

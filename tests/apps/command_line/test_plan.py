@@ -15,7 +15,7 @@ CIFAR = ["--dataset-size", "45000", "--batch-size", "4096", "--delta", "1e-5"]
 
 
 def test_the_table_shows_both_accountants(capsys):
-    assert main(["plan", *CIFAR, "--epsilon", "8", "--noise-multiplier", "3"]) == 0
+    assert main(["plan", *CIFAR, "--epsilon", "8", "--noise-multiplier", "3", "--accountant", "rdp"]) == 0
     shown = capsys.readouterr()
     assert "2480" in shown.out
     rows = {row.split("│")[1].strip(): row for row in shown.out.splitlines() if row.count("│") == 4}
@@ -32,8 +32,8 @@ def test_json_has_the_plans_fields_at_top_level_and_nothing_else_on_stdout(capsy
     plan = PrivacyPlan.solve(dataset_size=45_000, batch_size=4096, delta=1e-5, epsilon=8, steps=1000)
     assert {name: printed[name] for name in plan.to_dict()} == plan.to_dict()
     pld, rdp = printed["accountants"]["pld"], printed["accountants"]["rdp"]
-    assert pld["epsilon"] < rdp["epsilon"] == plan.epsilon
-    assert pld["steps_allowed"] > rdp["steps_allowed"] >= 1000
+    assert plan.epsilon == pld["epsilon"] < rdp["epsilon"]
+    assert pld["steps_allowed"] >= 1000 > rdp["steps_allowed"]
 
 
 def test_the_plan_says_what_attackers_reach_mu_and_replacing(capsys):
@@ -50,8 +50,8 @@ def test_the_plan_says_what_attackers_reach_mu_and_replacing(capsys):
     assert f"ε = {round_up(told['replace_one_epsilon'], 4)} if one example is replaced by another, " in shown
 
 
-def test_pld_can_decide(capsys):
-    assert main(["plan", *CIFAR, "--epsilon", "8", "--noise-multiplier", "3", "--accountant", "pld", "--json"]) == 0
+def test_pld_decides_by_default(capsys):
+    assert main(["plan", *CIFAR, "--epsilon", "8", "--noise-multiplier", "3", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["accountant"] == "pld"
     assert printed["steps"] == printed["accountants"]["pld"]["steps_allowed"] > 2480
@@ -125,13 +125,22 @@ SMALL_BATCHES = ["--dataset-size", "54000", "--batch-size", "256", "--delta", "1
 
 
 def test_the_table_of_bands_shows_noise_multiplier_noise_of_the_sum_and_memory(capsys):
-    assert main(["plan", *SMALL_BATCHES, "--bands", "auto", "--parameters", "26010"]) == 0
+    assert main(["plan", *SMALL_BATCHES, "--accountant", "rdp", "--bands", "least", "--parameters", "26010"]) == 0
     shown = capsys.readouterr().out
     rows = [[cell.strip() for cell in row.split("│")[1:-1]] for row in shown.splitlines() if row.count("│") == 6]
-    assert [row[0] for row in rows] == ["1", "2", "4", "8", "16* least", "32", "64", "128", "210"]
+    assert [row[0] for row in rows] == ["1", "2", "4", "8 auto", "16* least", "32", "64", "128", "210"]
     assert rows[0] == ["1", "0.7505", "1.000", "1.000", "none"]
     assert rows[4][1:] == ["1.5799", "0.664", "3.336", f"{15 * 4 * 26010 / 2**20:.1f} MiB"]
     assert "in each of 16 groups" in shown
+
+
+def test_bands_are_automatic_once_the_size_of_the_model_is_given(capsys):
+    assert main(["plan", *SMALL_BATCHES, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert "bands" not in printed
+    automatic = next(row["bands"] for row in printed["bands_table"] if row["automatic"])
+    assert main(["plan", *SMALL_BATCHES, "--parameters", "26010", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bands"] == automatic > 1
 
 
 def test_json_has_bands_and_their_table(capsys):
@@ -142,7 +151,7 @@ def test_json_has_bands_and_their_table(capsys):
     own = next(row for row in printed["bands_table"] if row["bands"] == 12)
     assert own["noise_multiplier"] == plan.noise_multiplier
     assert own["memory_vectors"] == 11
-    assert printed["accountants"]["rdp"]["steps_allowed"] >= 2000
+    assert printed["accountants"]["pld"]["steps_allowed"] >= 2000
 
 
 def test_a_plan_for_users_says_whom_its_epsilon_is_for(capsys):

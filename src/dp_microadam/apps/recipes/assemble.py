@@ -11,9 +11,11 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from dp_microadam import models
+from dp_microadam.apps.recipes.advice import bands_of, refuse_unadvisable, with_advice
 from dp_microadam.apps.recipes.canaries import Canaries, add_canaries, canaries_in_words, with_canary_key
 from dp_microadam.apps.recipes.public_part import public_examples
 from dp_microadam.apps.recipes.recipe import Recipe
+from dp_microadam.apps.recipes.stated import stated
 from dp_microadam.apps.recipes.vocabulary import OPTIMIZER_OPTIONS
 from dp_microadam.data.augmentation import Augmentation
 from dp_microadam.data.dataset import Examples, LabelledData, size_of
@@ -105,12 +107,17 @@ def assemble(
     augment = _augmentation(recipe, data)
     _refuse_named_examples(recipe, data)
     count = number_of_units(recipe, data)
-    plan = plan_of(recipe, count) if recipe.bands != "auto" else None
+    if recipe.plan is not None:
+        refuse_unadvisable(recipe)
+    plan = plan_of(recipe, count)  # refused before anything takes long
     if recipe.seed is not None:
         torch.manual_seed(recipe.seed)
-    model = models.build(recipe.model, data.num_classes, _model_shape(recipe, data), **recipe.model_options)
-    if plan is None:  # how much noise can be kept depends on the model
-        plan = plan_of(recipe, count, sum(p.numel() for p in model.parameters() if p.requires_grad))
+    model = model_of(recipe, data)
+    if recipe.plan is not None:
+        recipe, _, _ = with_advice(recipe, count, trainable_parameters(model))
+        plan = plan_of(recipe, count)
+    elif recipe.bands in (None, "auto", "least"):  # how much noise can be kept depends on the model
+        plan = plan_of(recipe, count, trainable_parameters(model))
     if plan.bands > 1:
         recipe = _with_exact_residual(recipe)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -139,7 +146,7 @@ def assemble(
         checkpoint_minutes=recipe.checkpoint_minutes,
         keep_checkpoints=recipe.keep_checkpoints,
         run_dir=default_folder(recipe.name) if run_dir is None else run_dir,
-        config=replace(recipe, learning_rate=recipe.resolved_learning_rate).to_toml(),
+        config=stated(recipe, plan.bands).to_toml(),
         public=(
             "kinds, ranges and values of the columns" if recipe.columns else "normalization constants of the input",
             f"which {recipe.validation_size or f'{recipe.validation_fraction:g}'} of "
@@ -252,6 +259,16 @@ def _augmentation(recipe: Recipe, data: LabelledData) -> Augmentation | None:
     return augmentation
 
 
+def model_of(recipe: Recipe, data: LabelledData) -> nn.Module:
+    """The model that a recipe names, for the shape and classes of its data."""
+    return models.build(recipe.model, data.num_classes, _model_shape(recipe, data), **recipe.model_options)
+
+
+def trainable_parameters(model: nn.Module) -> int:
+    """The number of trainable parameters."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
 def _model_shape(recipe: Recipe, data: LabelledData) -> tuple[int, int, int]:
     if data.images:
         channels, height, width = data.example_shape
@@ -295,8 +312,8 @@ def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) ->
             epsilon=recipe.epsilon,
             noise_multiplier=recipe.noise_multiplier,
             steps=recipe.steps,
-            accountant=recipe.accountant,
-            bands=recipe.bands or 1,
+            accountant=recipe.resolved_accountant,
+            bands=bands_of(recipe),
             parameters=parameters,
             noise_memory_gib=recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB,
             max_batch_size=recipe.max_batch_size,
