@@ -20,13 +20,9 @@ from numpy.typing import NDArray
 
 from dp_microadam.data.arrays import Arrays
 from dp_microadam.data.contents import Reading, too_large
-from dp_microadam.data.dataset import split
+from dp_microadam.data.dataset import TEST_FRACTION, TEST_SEED, split
 from dp_microadam.data.users import UserIds, as_ids, refuse_shared_users, split_by_user
 from dp_microadam.errors import InputError
-
-_TEST_FRACTION = 0.2
-_TEST_SEED = 0
-"""Fixed, so that the test part of a single file does not depend on the split into training and validation."""
 
 
 def files_of(place: Path) -> list[Path]:
@@ -62,13 +58,21 @@ def read(
         if isinstance(whole.inputs[0], np.memmap):
             raise InputError(f"{place} is memory-mapped; give a folder with train.npz and test.npz for data of this size")
         if whole.users is None:
-            training, test = split(len(whole), _TEST_FRACTION, _TEST_SEED)
+            training, test = split(len(whole), TEST_FRACTION, TEST_SEED)
         else:
-            training, test = split_by_user(whole.users, _TEST_FRACTION, _TEST_SEED)
+            training, test = split_by_user(whole.users, TEST_FRACTION, TEST_SEED)
         return _rows_of(whole, training.numpy()), _rows_of(whole, test.numpy())
     if parts[0].inputs[0].shape[1:] != parts[1].inputs[0].shape[1:]:
         raise InputError(f"{place} holds training and test data of different shapes; both must have the same columns")
     return parts[0], parts[1]
+
+
+def columns_of(place: Path, label: str, user: str | None) -> tuple[str, ...]:
+    """Names of the inputs: the columns of a CSV file in their order; none for npz files, whose columns have no names."""
+    path = files_of(place)[0]
+    if path.suffix.lower() != ".csv":
+        return ()
+    return tuple(_header(path)[index] for index in _columns(path, label, user, may_lack_users=False)[2])
 
 
 def user_problems(place: Path, reading: Reading, label: str, user: str) -> Iterator[str]:
@@ -159,9 +163,13 @@ def _read_csv(path: Path, reading: Reading, label: str, user: str | None, may_la
     return inputs, names, users
 
 
-def _columns(path: Path, label: str, user: str | None, may_lack_users: bool) -> tuple[int, int | None, list[int]]:
+def _header(path: Path) -> list[str]:
     with path.open(newline="", encoding="utf-8-sig") as stream:
-        header = [name.strip() for name in next(csv.reader(stream), [])]
+        return [name.strip() for name in next(csv.reader(stream), [])]
+
+
+def _columns(path: Path, label: str, user: str | None, may_lack_users: bool) -> tuple[int, int | None, list[int]]:
+    header = _header(path)
     if header.count(label) != 1 or len(header) < 2:
         raise InputError(f"{path} must have one column {label!r} and others; data_options.label names the column of labels")
     if user is None or (may_lack_users and user not in header):

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dp_microadam.apps.reporting.formats import duration, fixed, in_bytes, significant
-from dp_microadam.apps.reporting.model_card import DIAGNOSTICS_NOTE, diagnostics_rows
 from dp_microadam.apps.reporting.run import Run
 from dp_microadam.apps.reporting.run_figures import labels_of
 from dp_microadam.apps.reporting.tables import Cell, Table, cell
 from dp_microadam.privacy.statement import round_up
+from dp_microadam.training.model_card import DIAGNOSTICS_NOTE, diagnostics_rows
 
 _UNKNOWN = cell("not recorded", faint=True)
 

@@ -133,7 +133,7 @@ def run_get(options: argparse.Namespace) -> int:
 
 def run_check(options: argparse.Namespace) -> int:
     from dp_microadam.data.catalogue import known
-    from dp_microadam.data.inspection import inspect, undecodable, user_problems
+    from dp_microadam.data.inspection import image_problems, image_summary, inspect, user_problems
     from dp_microadam.validation import require_integer
 
     require_integer("workers", options.workers, 0)
@@ -146,19 +146,23 @@ def run_check(options: argparse.Namespace) -> int:
         recipe = load_recipe(name)
         name, folder, data_options = recipe.data, folder or recipe.data_folder or None, recipe.data_options
     found = inspect(name, folder)
+    kind = known(name).kind
     problems = [found.problem] if found.problem else []
-    if found.place and not problems:
-        kind = known(name).kind
+    summary: list[str] = []
+    if found.place and kind == "images":
+        with _counter("images") as count:
+            problems = list(image_problems(name, Path(found.place), data_options, options.workers, count))
+    if found.place and (kind == "images" or not problems):
         problems += user_problems(kind, Path(found.place), data_options)
-        if kind == "images":
-            with _counter("images") as count:
-                problems += undecodable(Path(found.place), options.workers, count)
+    if found.place and kind == "images" and not problems:
+        summary = image_summary(Path(found.place), data_options)
     if options.json:
-        print(json.dumps({"name": name, "place": found.place, "state": found.state, "problems": problems}))
+        values = {"name": name, "place": found.place, "state": found.state, "problems": problems, "summary": summary}
+        print(json.dumps(values, ensure_ascii=False))
     elif problems:
         print("\n".join(problems))
     else:
-        print(f"{name} is {'in order' if found.state == 'unverified' else found.state}: {found.place}")
+        print("\n".join([f"{name} is {'in order' if found.state == 'unverified' else found.state}: {found.place}", *summary]))
     if found.state == "missing":
         return 2
     return 1 if problems else 0

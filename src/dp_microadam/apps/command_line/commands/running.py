@@ -66,6 +66,14 @@ def _config_of(run_dir: Path) -> str:
     return config.read_text(encoding="utf-8")
 
 
+def is_run_from_python(run_dir: Path) -> bool:
+    """Whether it is the folder of a run that was started from Python: it has a ledger and checkpoints, but no recipe."""
+    from dp_microadam.privacy.ledger import LEDGER_NAME
+    from dp_microadam.training.run_folder import CONFIG, never_trained
+
+    return (run_dir / LEDGER_NAME).is_file() and not (run_dir / CONFIG).is_file() and not never_trained(run_dir)
+
+
 def train(experiment: Experiment, options: argparse.Namespace) -> int:
     """Train, draw the learning curves, print and save the test accuracy; returns the exit code."""
     return finish(experiment, options, experiment.fit())
