@@ -46,11 +46,15 @@ class LabelledData:
     held_out_rows: Tensor | None = None
     """With users: positions of the validation examples before training and validation part were divided."""
     classes: tuple[str, ...] = ()
-    """Names of the classes, which are public."""
+    """Names of the classes, which are public; numbers if none are given."""
     raw: RawInput | None = None
     """How files become examples like these, for a deployed model."""
     notes: tuple[str, ...] = ()
     """What the owner of the data should know about them."""
+
+    def __post_init__(self) -> None:
+        if not self.classes:
+            object.__setattr__(self, "classes", tuple(str(number) for number in range(self.num_classes)))
 
     @property
     def images(self) -> bool:

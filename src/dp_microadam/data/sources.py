@@ -97,7 +97,7 @@ def _class_names(data: KnownData, options: Mapping[str, Any], count: int) -> tup
     given = options.get("classes")
     if isinstance(given, list | tuple):
         return tuple(given)
-    return data.classes or tuple(str(number) for number in range(count))
+    return data.classes if len(data.classes) == count else ()
 
 
 def _raw_arrays(data: KnownData, folder: str | None, options: Mapping[str, Any], arrays: Arrays) -> RawInput:

@@ -29,7 +29,15 @@ from dp_microadam.privacy.band_choice import DEFAULT_NOISE_MEMORY_GIB
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.selection_plan import SelectionPlan
 from dp_microadam.training.distributed import Ranks, ranks_here
-from dp_microadam.training.evaluation import PerExample, class_hits, class_loss, evaluate, over_views, weighted_class_loss
+from dp_microadam.training.evaluation import (
+    ClassCounts,
+    PerExample,
+    class_hits,
+    class_loss,
+    count_hits,
+    over_views,
+    weighted_class_loss,
+)
 from dp_microadam.training.method import Method
 from dp_microadam.training.run_folder import default_folder
 from dp_microadam.training.schedules import Schedule
@@ -59,30 +67,35 @@ class Experiment:
         data, recipe = self.data, self.recipe
         if not size_of(data.validation):
             return [*data.notes, "no example is held out for validation: validation_fraction is 0"]
-        unit, held_out, rest = "examples", size_of(data.validation), number_of_units(replace(recipe, unit="example"), data)
+        unit, held_out, rest = "examples", size_of(data.validation), size_of(data.train) - len(self.canaries or ())
         if data.train_users is not None and data.validation_users is not None:
             unit, held_out, rest = "users", count_users(data.validation_users), count_users(data.train_users)
         return [
             *data.notes,
-            f"held out for validation, and not protected: {held_out:,} of {held_out + rest:,} {unit} of the training part, drawn "
-            f"with split seed {recipe.split_seed}; validation_fraction = 0 holds out none",
+            f"held out for validation, and not protected: {held_out:,} of {held_out + rest:,} {unit} of the training part, "
+            f"drawn with split seed {recipe.split_seed}; validation_fraction = 0 holds out none",
         ]
 
     def training_part(self) -> Examples:
         """The training examples."""
         return training_part(self.recipe, self.data)
 
-    def test_accuracy(self) -> tuple[float, str]:
-        """Accuracy on the test set, and which weights it belongs to: averaged ones if the recipe keeps an average."""
+    def test_results(self) -> tuple[ClassCounts, str]:
+        """Right predictions on the test set by class, and which weights made them: averaged ones if the recipe keeps these."""
         average = self.trainer.average
         if average is None:
-            return self._accuracy(), "final weights"
+            return self._counts(), "final weights"
         with average.in_place_of(self.model):
-            return self._accuracy(), "averaged weights"
+            return self._counts(), "averaged weights"
+
+    def test_accuracy(self) -> tuple[float, str]:
+        """Accuracy on the test set, and which weights it belongs to."""
+        counts, weights = self.test_results()
+        return counts.accuracy, weights
 
     def final_weights_accuracy(self) -> float | None:
         """Accuracy on the test set of the weights after the last step, if the recipe also keeps an average; else None."""
-        return None if self.trainer.average is None else self._accuracy()
+        return None if self.trainer.average is None else self._counts().accuracy
 
     def best_model(self) -> nn.Module:
         """A copy of the model with the weights that are evaluated: averaged ones if the recipe keeps an average."""
@@ -90,18 +103,17 @@ class Experiment:
         with nullcontext() if average is None else average.in_place_of(self.model):
             return copy.deepcopy(self.model)
 
-    def _accuracy(self) -> float:
+    def _counts(self) -> ClassCounts:
         device = next(self.model.parameters()).device
         prepare = Preparation(self.data)
-        found = evaluate(
+        return count_hits(
             self.model,
             self.data.test,
-            {"accuracy": class_hits},
+            self.data.num_classes,
             prepare=lambda batch: prepare(tree_map(lambda leaf: leaf.to(device), batch)),
             num_workers=self.recipe.num_workers,
             ranks=self.trainer.ranks,
         )
-        return found["accuracy"]
 
 
 def assemble(
