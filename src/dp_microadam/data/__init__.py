@@ -14,21 +14,15 @@ _HOMES = {
     "Augmentation": "dp_microadam.data.augmentation",
     "LabelledData": "dp_microadam.data.dataset",
     "Preparation": "dp_microadam.data.preparation",
-    "RawImages": "dp_microadam.data.raw_images",
-    "RawInput": "dp_microadam.data.raw_inputs",
-    "RawRows": "dp_microadam.data.raw_rows",
     "load": "dp_microadam.data.sources",
 }
 
-__all__ = ["KNOWN_DATA", "Augmentation", "LabelledData", "Preparation", "RawImages", "RawInput", "RawRows", "load"]
+__all__ = ["KNOWN_DATA", "Augmentation", "LabelledData", "Preparation", "load"]
 
 if TYPE_CHECKING:
     from dp_microadam.data.augmentation import Augmentation
     from dp_microadam.data.dataset import LabelledData
     from dp_microadam.data.preparation import Preparation
-    from dp_microadam.data.raw_images import RawImages
-    from dp_microadam.data.raw_inputs import RawInput
-    from dp_microadam.data.raw_rows import RawRows
     from dp_microadam.data.sources import load
 
 

@@ -144,8 +144,11 @@ def _load_images(
     found = images.read_folder(folder, size, data.num_classes if verify else None, bit_depth)
     train, test = found.train, found.test
     train_users = None if users is None else _users_of_images(users, train)
+    notes = found.notes
     if test is None:
         train, test, train_users, test_users = _test_part_of(train, train_users)
+        counted = "images" if users is None else "users"
+        notes += (f"{folder} has no test part of its own: a fifth of its {counted} is set aside for tests, and not protected",)
     else:
         test_users = None if users is None else _users_of_images(users, test, may_lack_all=True)
     refuse_shared_users(train_users, test_users, str(folder))
@@ -163,7 +166,7 @@ def _load_images(
         test_users=test_users,
         classes=found.classes,
         raw=RawImages.of_any_size(size, bit_depth),
-        notes=found.notes,
+        notes=notes,
         **_users_of_parts(train_users, training, validation),
     )
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
-from dp_microadam import InputError, MicroAdam, PrivacyPlan, PrivateTrainer
+from dp_microadam import InputError, MicroAdam, PrivacyPlan, PrivateTrainer, RawImages
 from dp_microadam.apps.command_line.cli import main
 from dp_microadam.apps.command_line.commands.running import open_run
-from dp_microadam.data import Preparation, RawImages
+from dp_microadam.data import Preparation
 from dp_microadam.training.evaluation import class_loss
 from dp_microadam.training.program import load_program
 

@@ -12,7 +12,7 @@ from dp_microadam.apps.recipes.assemble import Experiment
 from dp_microadam.data.dataset import LabelledData, size_of
 from dp_microadam.data.images import ImageFolder
 from dp_microadam.data.preparation import Preparation
-from dp_microadam.errors import DPMicroAdamError
+from dp_microadam.errors import DPMicroAdamError, InputError
 from dp_microadam.training.deployment import Deployment
 from dp_microadam.training.export import normalization_in_words
 from dp_microadam.training.program import for_deployment
@@ -22,9 +22,16 @@ _TOLERANCE = 1e-3
 
 
 def deployment_of(experiment: Experiment) -> Deployment:
-    """Raw inputs as the data source reads them, prepared as for evaluation."""
+    """Raw inputs as the data source reads them, prepared as for evaluation.
+
+    Raises:
+        InputError: if the data source does not say how files are read.
+    """
     data = experiment.data
-    assert data.raw is not None, "every data source says how its files are read"
+    if data.raw is None:
+        raise InputError(
+            f"data is {data.name!r}, of which there are no files to predict from; use the exported weights in Python"
+        )
     prepare = Preparation(data)
     return Deployment(
         data.raw,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dp_microadam.apps.command_line.commands.running import is_run_from_python, ledger_head, open_run, privacy_line
 from dp_microadam.apps.command_line.completers import complete_with, run_folders
 from dp_microadam.errors import InputError
+
+_SHOWN_CLASSES = 20
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -40,8 +43,13 @@ def run(options: argparse.Namespace) -> int:
 
     experiment = open_run(options.run_dir)
     result = experiment.trainer.peek()
-    accuracy, weights = experiment.test_accuracy()
-    metrics: dict[str, Any] = {"test accuracy": f"{100 * accuracy:.2f} % ({weights})", "steps": result.updates}
+    counts, weights = experiment.test_results()
+    metrics: dict[str, Any] = {
+        "test accuracy": f"{100 * counts.accuracy:.2f} % ({weights})",
+        "accuracy of always naming the most frequent class": counts.majority,
+        **_recalls(experiment.data.classes, counts.recalls),
+        "steps": result.updates,
+    }
     if result.updates < result.steps_done:
         metrics["steps spent that are not in the weights"] = result.steps_done - result.updates
     recipe, data = experiment.recipe, experiment.data
@@ -68,6 +76,13 @@ def run(options: argparse.Namespace) -> int:
         print(f"ledger's last hash {head}")
     print(privacy_line(result))
     return 0
+
+
+def _recalls(classes: Sequence[str], recalls: Sequence[float | None]) -> dict[str, str]:
+    """The recall of each class, or of the worst ones if there are many."""
+    known = [(name, recall) for name, recall in zip(classes, recalls, strict=True) if recall is not None]
+    worst = known if len(known) <= _SHOWN_CLASSES else sorted(known, key=lambda one: one[1])[:_SHOWN_CLASSES]
+    return {f"recall of {name}": f"{100 * recall:.1f} %" for name, recall in worst}
 
 
 def _export_run_from_python(run_dir: Path, output: Path) -> int:

@@ -94,7 +94,7 @@ def _files(given: list[Path], raw: RawInput) -> Iterator[Path]:
     """The files, and of folders those that are told by their names to be such files."""
     for path in given:
         if path.is_dir():
-            inside = sorted(file for file in path.rglob("*") if file.name.lower().endswith(raw.endings) and file.is_file())
+            inside = sorted(file for file in path.rglob("[!.]*") if file.name.lower().endswith(raw.endings) and file.is_file())
             if not inside:
                 raise InputError(f"{path} holds no file that ends in {', '.join(raw.endings)}; name others")
             yield from inside
