@@ -7,7 +7,8 @@ from dp_microadam.apps.recipes import Recipe
 from dp_microadam.apps.recipes.assemble import assemble
 from dp_microadam.data.catalogue import KNOWN_DATA
 from dp_microadam.data.contents import MEMORY_GIB
-from dp_microadam.data.images import EXTENSIONS, SIZE
+from dp_microadam.data.image_decoding import EXTENSIONS
+from dp_microadam.data.images import SIZE
 from dp_microadam.data.places import FOLDER_VARIABLE, usual_folders
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text("utf-8")
@@ -36,7 +37,7 @@ def test_numbers_and_places_are_those_of_the_code(monkeypatch):
     assert f"{MEMORY_GIB:g} GiB by default" in PAGE
     assert Recipe.__dataclass_fields__["data_memory_gib"].default == MEMORY_GIB
     assert f"`image_size` ({SIZE})" in PAGE
-    for ending in {ending.removeprefix(".") for ending in EXTENSIONS} - {"jpeg", "tif"}:
+    for ending in {ending.removeprefix(".") for ending in EXTENSIONS} - {"jpeg", "jfif", "tif"}:
         assert ending in PAGE
     monkeypatch.setenv(FOLDER_VARIABLE, "/mine")
     monkeypatch.delenv("XDG_DATA_HOME", raising=False)

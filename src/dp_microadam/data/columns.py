@@ -191,6 +191,11 @@ class Columns:
         return found
 
     @property
+    def declared(self) -> dict[str, dict[str, Any]]:
+        """The columns as a recipe declares them."""
+        return {name: plain(column) for name, column in self.columns.items()}
+
+    @property
     def width(self) -> int:
         """How many inputs a row becomes."""
         return sum(column.width for column in self.columns.values())
@@ -216,7 +221,7 @@ def declaration(key: str, value: Any) -> dict[str, Any]:
     """Check ``[columns]`` of a recipe, and return it as plain data in which declarations with the same meaning are equal."""
     if not isinstance(value, Mapping):
         raise InputError(f"{key} is {value!r}; it must be a table with a declaration for each column")
-    return {name: plain(column) for name, column in Columns.of(value).columns.items()} if value else {}
+    return Columns.of(value).declared if value else {}
 
 
 KINDS: Mapping[str, type[Column]] = {"number": Number, "category": Category, "date": Date, "ignored": Ignored}

@@ -15,8 +15,13 @@ from dp_microadam.data.catalogue import KnownData, known, takes_columns
 from dp_microadam.data.columns import Columns
 from dp_microadam.data.contents import MEMORY_GIB, Reading
 from dp_microadam.data.csv_rows import Layout
-from dp_microadam.data.dataset import LabelledData, split
+from dp_microadam.data.dataset import TEST_FRACTION, TEST_SEED, LabelledData, split
+from dp_microadam.data.image_decoding import BIT_DEPTHS
 from dp_microadam.data.image_users import ImageUsers
+from dp_microadam.data.raw_images import RawImages
+from dp_microadam.data.raw_inputs import RawInput, RawTensor
+from dp_microadam.data.raw_rows import RawRows
+from dp_microadam.data.raw_table import RawTable
 from dp_microadam.data.users import UserIds, refuse_shared_users, split_by_user
 from dp_microadam.errors import InputError
 from dp_microadam.validation import require_integer, require_positive
@@ -44,8 +49,8 @@ def load(
 ) -> LabelledData:
     """Load the data set called ``name`` from ``folder``, or from the default folders.
 
-    The validation part is ``validation_fraction`` of the published training part, or ``validation_size`` examples of it. If
-    the options say whose each example is, it is a fraction or number of users, with all they have. The
+    The validation part is ``validation_fraction`` of the published training part, which may be 0, or ``validation_size``
+    examples of it. If the options say whose each example is, it is a fraction or number of users, with all they have. The
     test part is the published one and does not depend on ``split_seed``. With ``verify``, files whose digests differ from the
     published ones are refused. Files larger than ``memory_gib`` are memory-mapped. Images are resized to ``image_size``.
     ``columns`` declares the columns of a table as ``[columns]`` of a recipe does; ``options`` are those in the catalogue.
@@ -87,8 +92,30 @@ def load(
         validation=train.part(validation),
         test=test.part(),
         test_users=test.users,
+        classes=_class_names(data, options, num_classes),
+        raw=_raw_arrays(data, folder, declared, options, train),
         **_users_of_parts(train.users, training, validation),
     )
+
+
+def _class_names(data: KnownData, options: Mapping[str, Any], count: int) -> tuple[str, ...]:
+    given = options.get("classes")
+    if isinstance(given, list | tuple):
+        return tuple(given)
+    return data.classes if len(data.classes) == count else ()
+
+
+def _raw_arrays(
+    data: KnownData, folder: str | None, columns: Columns | None, options: Mapping[str, Any], arrays: Arrays
+) -> RawInput:
+    """What a deployed model takes: an image or a row as the arrays hold it; a row of a CSV file by the names of its columns."""
+    shape = arrays.inputs[0].shape[1:]
+    if len(shape) == 3:
+        return RawImages(shape[0], shape[1:])
+    if columns is not None:
+        return RawTable(columns.declared, adult.HEADER if data.kind == "adult" else tuple(options.get("header", ())))
+    names = table.columns_of(Path(folder).expanduser(), table_layout(columns, options)) if folder else ()
+    return RawRows(names) if names else RawTensor(shape, "float32")
 
 
 def _read_arrays(
@@ -159,15 +186,23 @@ def _load_images(
     name: str, data: KnownData, folder: Path, size: int, verify: bool, divided: Any, options: Mapping[str, Any]
 ) -> LabelledData:
     users = ImageUsers.of(folder, options)
-    train, test, num_classes = images.read_folder(folder, size, data.num_classes if verify else None)
+    bit_depth = bit_depth_of(options)
+    found = images.read_folder(folder, size, data.num_classes if verify else None, bit_depth)
+    train, test = found.train, found.test
     train_users = None if users is None else _users_of_images(users, train)
-    test_users = None if users is None else _users_of_images(users, test, may_lack_all=True)
+    notes = found.notes
+    if test is None:
+        train, test, train_users, test_users = _test_part_of(train, train_users)
+        counted = "images" if users is None else "users"
+        notes += (f"{folder} has no test part of its own: a fifth of its {counted} is set aside for tests, and not protected",)
+    else:
+        test_users = None if users is None else _users_of_images(users, test, may_lack_all=True)
     refuse_shared_users(train_users, test_users, str(folder))
     training, validation = divided(len(train), train_users)
     mean, std = _constants(data, options, 3)
     return LabelledData(
         name,
-        num_classes,
+        len(found.classes),
         (3, size, size),
         mean,
         std,
@@ -175,8 +210,27 @@ def _load_images(
         validation=train.part(validation),
         test=test,
         test_users=test_users,
+        classes=found.classes,
+        raw=RawImages.of_any_size(size, bit_depth),
+        notes=notes,
         **_users_of_parts(train_users, training, validation),
     )
+
+
+def _test_part_of(
+    whole: images.ImageFolder, users: UserIds | None
+) -> tuple[images.ImageFolder, images.ImageFolder, UserIds | None, UserIds | None]:
+    """Training and test part, and the users of both: a fifth of the images of a folder without parts, or of their users."""
+    if users is None:
+        training, test = split(len(whole), TEST_FRACTION, TEST_SEED)
+        return whole.part(training), whole.part(test), None, None
+    training, test = split_by_user(users, TEST_FRACTION, TEST_SEED)
+    return whole.part(training), whole.part(test), users[training.numpy()], users[test.numpy()]
+
+
+def bit_depth_of(options: Mapping[str, Any]) -> int:
+    """The bit depth of 16-bit grey values: as declared, else 16."""
+    return require_integer("data_options.bit_depth", options.get("bit_depth", 16), BIT_DEPTHS.start, BIT_DEPTHS.stop - 1)
 
 
 def _users_of_images(users: ImageUsers, part: images.ImageFolder, *, may_lack_all: bool = False) -> UserIds | None:

@@ -18,14 +18,10 @@ from numpy.typing import NDArray
 
 from dp_microadam.data.arrays import Arrays
 from dp_microadam.data.contents import Reading, too_large
-from dp_microadam.data.csv_rows import CsvFile, Layout, Problems, read_rows
-from dp_microadam.data.dataset import split
+from dp_microadam.data.csv_rows import CsvFile, Layout, Problems, blocks, input_columns, read_rows
+from dp_microadam.data.dataset import TEST_FRACTION, TEST_SEED, split
 from dp_microadam.data.users import UserIds, as_ids, refuse_shared_users, split_by_user
 from dp_microadam.errors import InputError
-
-_TEST_FRACTION = 0.2
-_TEST_SEED = 0
-"""Fixed, so that the test part of a single file does not depend on the split into training and validation."""
 
 
 def files_of(place: Path) -> list[Path]:
@@ -63,13 +59,22 @@ def read(place: Path, reading: Reading, layout: Layout) -> tuple[Arrays, Arrays]
         if isinstance(whole.inputs[0], np.memmap):
             raise InputError(f"{place} is memory-mapped; give a folder with train.npz and test.npz for data of this size")
         if whole.users is None:
-            training, test = split(len(whole), _TEST_FRACTION, _TEST_SEED)
+            training, test = split(len(whole), TEST_FRACTION, TEST_SEED)
         else:
-            training, test = split_by_user(whole.users, _TEST_FRACTION, _TEST_SEED)
+            training, test = split_by_user(whole.users, TEST_FRACTION, TEST_SEED)
         return _rows_of(whole, training.numpy()), _rows_of(whole, test.numpy())
     if parts[0].inputs[0].shape[1:] != parts[1].inputs[0].shape[1:]:
         raise InputError(f"{place} holds training and test data of different shapes; both must have the same columns")
     return parts[0], parts[1]
+
+
+def columns_of(place: Path, layout: Layout) -> tuple[str, ...]:
+    """Names of the inputs: the columns of a CSV file in their order; none for npz files, whose columns have no names."""
+    path = files_of(place)[0]
+    if path.suffix.lower() != ".csv":
+        return ()
+    file = CsvFile(path, layout)
+    return tuple(input_columns(file, next(blocks(file, Problems(path))).at))
 
 
 def problems_of(place: Path, reading: Reading, layout: Layout) -> Iterator[str]:

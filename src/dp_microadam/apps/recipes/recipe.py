@@ -52,8 +52,8 @@ class Recipe:
     """Files larger than this are memory-mapped instead of read."""
     num_workers: int = _key(checks.count_or_zero, default=0)
     """Worker processes that load and decode data that is not in memory."""
-    validation_fraction: float = _key(checks.inside_unit_interval, default=0.1)
-    """Fraction of the training part held out for validation; not protected by the guarantee."""
+    validation_fraction: float = _key(checks.below_one, default=0.1)
+    """Fraction of the training part held out for validation; not protected by the guarantee. 0: none is held out."""
     validation_size: int | None = _key(checks.optional(checks.count), default=None)
     """Number of held-out examples, instead of a fraction."""
     split_seed: int = _key(checks.seed, default=0)

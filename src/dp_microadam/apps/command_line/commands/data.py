@@ -143,7 +143,7 @@ def run_get(options: argparse.Namespace) -> int:
 
 def run_check(options: argparse.Namespace) -> int:
     from dp_microadam.data.catalogue import known, takes_columns
-    from dp_microadam.data.inspection import inspect, undecodable, user_problems
+    from dp_microadam.data.inspection import image_problems, image_summary, inspect, user_problems
     from dp_microadam.data.table_check import PRIVATE
     from dp_microadam.validation import require_integer
 
@@ -157,22 +157,25 @@ def run_check(options: argparse.Namespace) -> int:
     if recipe is not None:
         name, folder, data_options = recipe.data, folder or recipe.data_folder or None, recipe.data_options
     found = inspect(name, folder, verify=recipe is None or recipe.verify_data)
+    kind = known(name).kind
     problems = [found.problem] if found.problem else []
+    summary: list[str] = []
     notes: list[str] = []
-    if found.place and not problems:
-        kind = known(name).kind
-        problems += user_problems(kind, Path(found.place), data_options)
-        if kind == "images":
-            with _counter("images") as count:
-                problems += undecodable(Path(found.place), options.workers, count)
-        if takes_columns(name) and (recipe is not None or kind == "table"):
-            problems, notes = _check_table(recipe, folder)
+    if found.place and kind == "images":
+        with _counter("images") as count:
+            problems = list(image_problems(name, Path(found.place), data_options, options.workers, count))
+        problems += user_problems(Path(found.place), data_options)
+        if not problems:
+            summary = image_summary(Path(found.place), data_options)
+    if found.place and not problems and takes_columns(name) and (recipe is not None or kind == "table"):
+        problems, notes = _check_table(recipe, folder)
     if options.json:
-        print(json.dumps({"name": name, "place": found.place, "state": found.state, "problems": problems, "notes": notes}))
+        values = {"name": name, "place": found.place, "state": found.state, "problems": problems, "summary": summary}
+        print(json.dumps({**values, "notes": notes}, ensure_ascii=False))
     elif problems:
         print("\n".join(problems))
     else:
-        print(f"{name} is {'in order' if found.state == 'unverified' else found.state}: {found.place}")
+        print("\n".join([f"{name} is {'in order' if found.state == 'unverified' else found.state}: {found.place}", *summary]))
     if notes and not options.json:
         print("\n".join((*(f"note: {note}" for note in notes), f"note: {PRIVATE}")))
     if found.state == "missing":

@@ -93,4 +93,7 @@ def run(options: argparse.Namespace) -> int:
             show_private_metrics=options.show_private_metrics,
             ranks=ranks,
         )
+        if ranks.main:
+            for note in experiment.notes():
+                say(options, note)
         return train(experiment, options)
