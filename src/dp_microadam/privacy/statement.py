@@ -95,8 +95,8 @@ def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, An
     if settings.unit_name:
         report["unit_name"] = settings.unit_name
     if plan.unit == "user":
-        report["neighbouring_relation"] = NEIGHBOURS_OF_USERS.replace("user", called(report))
         report["sampling"]["examples_per_user"] = plan.examples_per_user
+        report["neighbouring_relation"] = NEIGHBOURS_OF_USERS.replace("user", called(report))
         report["outside_the_guarantee"] = [
             item.replace("number of training examples", f"number of {called(report)}s") for item in OUTSIDE_THE_GUARANTEE
         ]

@@ -71,7 +71,8 @@ class Experiment:
             return [*data.notes, "no example is held out for validation: validation_fraction is 0"]
         unit, held_out, rest = "examples", size_of(data.validation), size_of(data.train) - len(self.canaries or ())
         if data.train_users is not None and data.validation_users is not None:
-            unit, held_out, rest = "users", count_users(data.validation_users), count_users(data.train_users)
+            unit = f"{recipe.unit_name or 'user'}s"
+            held_out, rest = count_users(data.validation_users), count_users(data.train_users)
         return [
             *data.notes,
             f"held out for validation, and not protected: {held_out:,} of {held_out + rest:,} {unit} of the training part, "
@@ -233,7 +234,7 @@ def _held_out_in_words(recipe: Recipe, data: LabelledData) -> list[str]:
     if not size_of(data.validation):
         return []
     share = recipe.validation_size or f"{recipe.validation_fraction:g}"
-    whole = recipe.data if data.train_users is None else f"the users of {recipe.data}"
+    whole = recipe.data if data.train_users is None else f"the {recipe.unit_name or 'user'}s of {recipe.data}"
     return [f"which {share} of {whole} {'are' if recipe.validation_size else 'is'} held out (split seed {recipe.split_seed})"]
 
 

@@ -216,7 +216,7 @@ def _check_table(recipe: Recipe | None, folder: str | None) -> tuple[list[str], 
 
 
 def _suggest(options: argparse.Namespace) -> int:
-    from dp_microadam.data.suggestion import suggest
+    from dp_microadam.apps.recipes.suggestion import suggest
 
     if not options.suggest:
         raise InputError(f"{options.name} is a table; add --suggest to get a first recipe for it, then check that recipe")
