@@ -66,6 +66,20 @@ def decoded(path: Path, bit_depth: int = 16) -> Image:
         raise InputError(_undecodable(path, error)) from None
 
 
+def used_bits(path: Path) -> int:
+    """Bits that the largest grey value in a file of 16 bits needs; 0 for other files. Only for the owner: it is private.
+
+    Raises:
+        InputError: naming the file, if it cannot be decoded.
+    """
+    import PIL.Image
+
+    decoded(path)
+    with PIL.Image.open(path) as image:
+        grey = image.mode in (*_SIXTEEN_BITS, "I")
+        return int(np.asarray(image).max()).bit_length() if grey else 0
+
+
 def _undecodable(path: Path, error: Exception) -> str:
     return f"{path} cannot be decoded as an image ({type(error).__name__}); replace or remove it"
 
