@@ -159,8 +159,8 @@ def _bit_depth_hint(listing: Listing, declared: int) -> Iterator[str]:
     if 0 < used <= _DARK and used < declared:
         bits = max(used, BIT_DEPTHS.start)
         yield (
-            f"the 16-bit images among {len(some)} that were looked at use {used} bits, and would be dark: if the device that made "
-            f"them writes {bits} bits, declare data_options.bit_depth = {bits}"
+            f"the 16-bit images among {len(some)} that were looked at use {used} bits, and would be dark: if the device that "
+            f"made them writes {bits} bits, declare data_options.bit_depth = {bits}"
         )
 
 
