@@ -1,7 +1,8 @@
 """The Python reference: tables of names in ``api.md``, which read well in the repository.
 
 A row has the file that a name is in, and the first sentence of its docstring. On the site
-the whole documentation follows each table. ``python docs/reference.py`` writes them anew.
+the whole documentation follows each table. ``python docs/reference.py`` writes rows anew,
+and makes one of each line ``::: dp_microadam.module.Name``.
 """
 
 import ast
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).with_name("api.md")
-ROW = re.compile(r"^\| \[`(\w+)`\]\(\.\./src/([\w/]+)\.py\) \| (.*) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| \[`(\w+)`\]\(\.\./src/([\w/]+)\.py\) \| (.*)\|$", re.MULTILINE)
 _ROLE = re.compile(r":(?:class|func|meth|mod|attr):`~?([\w.]+)`")
 
 
@@ -41,6 +42,10 @@ def _first(docstring: str) -> str:
 
 def with_current_sentences(page: str) -> str:
     """The page with the first sentence of each docstring as it is now."""
+    page = re.sub(r"^::: ([\w.]+)\.(\w+)$", _new_row, page, flags=re.MULTILINE)
+    page = re.sub(
+        r"(?<=\|)\n\n+(?=\| \[`)", "\n", page
+    )  # it belongs to the table before it
 
     def row(found: re.Match[str]) -> str:
         name, module, _ = found.groups()
@@ -48,6 +53,10 @@ def with_current_sentences(page: str) -> str:
         return f"| [`{name}`](../src/{module}.py) | {sentence} |"
 
     return ROW.sub(row, page)
+
+
+def _new_row(found: re.Match[str]) -> str:
+    return f"| [`{found[2]}`](../src/{found[1].replace('.', '/')}.py) | |"
 
 
 def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:

@@ -170,7 +170,7 @@ def test_the_noise_solved_for_is_the_least_that_keeps_the_search_within_epsilon(
     alone = plan.single_run_of_same_epsilon
     assert alone.noise_multiplier < plan.noise_multiplier
     assert alone.epsilon <= plan.epsilon < replace(alone, noise_multiplier=round(alone.noise_multiplier - 1e-4, 4)).epsilon
-    assert plan.single_run == PrivacyPlan(**SMALL, noise_multiplier=plan.noise_multiplier, steps=300)
+    assert plan.single_run == PrivacyPlan(**SMALL, noise_multiplier=plan.noise_multiplier, steps=300, accountant="rdp")
 
 
 @pytest.mark.parametrize("bands", [1, 4])

@@ -58,8 +58,30 @@ def decoded(path: Path, bit_depth: int = 16) -> Image:
                 return _as_seen(image, bit_depth)
     except _Unreadable as reason:
         raise InputError(f"{path} {reason}") from None
+    except OSError as error:
+        if error.errno is None:  # Pillow's own, for files that are no images or end early
+            raise InputError(_undecodable(path, error)) from None
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
     except Exception as error:  # Pillow's decoders raise almost anything on damaged files
-        raise InputError(f"{path} cannot be decoded as an image ({type(error).__name__}); replace or remove it") from None
+        raise InputError(_undecodable(path, error)) from None
+
+
+def used_bits(path: Path) -> int:
+    """Bits that the largest grey value in a file of 16 bits needs; 0 for other files. Only for the owner: it is private.
+
+    Raises:
+        InputError: naming the file, if it cannot be decoded.
+    """
+    import PIL.Image
+
+    decoded(path)
+    with PIL.Image.open(path) as image:
+        grey = image.mode in (*_SIXTEEN_BITS, "I")
+        return int(np.asarray(image).max()).bit_length() if grey else 0
+
+
+def _undecodable(path: Path, error: Exception) -> str:
+    return f"{path} cannot be decoded as an image ({type(error).__name__}); replace or remove it"
 
 
 def _as_seen(image: Image, bit_depth: int) -> Image:

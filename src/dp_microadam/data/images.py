@@ -65,6 +65,12 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
     def __len__(self) -> int:
         return len(self._files)
 
+    @property
+    def place(self) -> Path:
+        """The folder of the part that these images are of: train, or all of it where there are no parts."""
+        part, *rest = os.fsdecode(bytes(self._files[0])).split("/")
+        return self.folder / part if len(rest) == 2 else self.folder
+
     def example_ids(self) -> NDArray[np.bytes_]:
         """Identifiers of the examples: paths within the folder, which do not depend on where it is stored."""
         return self._files

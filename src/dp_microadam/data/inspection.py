@@ -15,11 +15,17 @@ from dp_microadam.data import adult, cifar, idx, images, places
 from dp_microadam.data.catalogue import KnownData, known
 from dp_microadam.data.contents import Reading
 from dp_microadam.data.dataset import TEST_FRACTION, TEST_SEED, split
+from dp_microadam.data.image_decoding import BIT_DEPTHS, used_bits
 from dp_microadam.data.image_listing import Listing, list_images
 from dp_microadam.data.image_users import ImageUsers
 from dp_microadam.data.sources import bit_depth_of, read_packaged
 from dp_microadam.data.users import refuse_shared_users
 from dp_microadam.errors import InputError
+
+_LOOKED_AT = 200
+"""Images of a folder whose bits are counted."""
+_DARK = 14
+"""Bits below which 16-bit images are likely to have another depth."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +152,19 @@ def image_summary(place: Path, options: Mapping[str, Any]) -> list[str]:
                 f"{counts[0]:,} images without a test part of their own: a fifth, {len(test):,}, is split off to test on, "
                 f"which leaves {len(training):,} to train on, before a part of them is held out"
             )
-    return [*lines, *([listing.note] if listing.note else [])]
+    return [*lines, *([listing.note] if listing.note else []), *_bit_depth_hint(listing, bit_depth_of(options))]
+
+
+def _bit_depth_hint(listing: Listing, declared: int) -> Iterator[str]:
+    files = [file for part in listing.parts for file in part.files]
+    some = files[:: max(1, len(files) // _LOOKED_AT)]
+    used = max((used_bits(listing.folder / os.fsdecode(bytes(file))) for file in some), default=0)
+    if 0 < used <= _DARK and used < declared:
+        bits = max(used, BIT_DEPTHS.start)
+        yield (
+            f"the 16-bit images among {len(some)} that were looked at use {used} bits, and would be dark: if the device that "
+            f"made them writes {bits} bits, declare data_options.bit_depth = {bits}"
+        )
 
 
 class _Problems(Dataset[str]):

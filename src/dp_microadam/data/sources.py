@@ -242,7 +242,7 @@ def _users_of_images(users: ImageUsers, part: images.ImageFolder, *, may_lack_al
         return None
     if (found == "").any():
         raise InputError(
-            f"{part.folder} has images without a user by {users.source}; every image must have one, find them with "
+            f"{part.place} has images without a user by {users.source}; every image must have one, find them with "
             "dp-microadam data check RECIPE"
         )
     return found

@@ -96,8 +96,10 @@ class SubsampledGaussian:
         return self.steps * np.max(per_step, axis=0)
 
 
-def epsilon(spent: Sequence[Spent], delta: float, accountant: str = DEFAULT_ACCOUNTANT) -> float:
+def epsilon(spent: Sequence[Spent], delta: float, accountant: str | None = None) -> float:
     """The smallest ε that the accountant can certify at ``delta`` for the composition of all steps in ``spent``.
+
+    By default the accountant is ``"pld"``, or ``"rdp"`` if a selection among runs is in ``spent``, of which PLD has no account.
 
     Formal guarantees: the composition of all steps, each of which may depend on the results of earlier ones, is
     (ε, δ)-differentially private under adding or removing one example, provided that every step sampled and added noise
@@ -108,6 +110,8 @@ def epsilon(spent: Sequence[Spent], delta: float, accountant: str = DEFAULT_ACCO
     '7.422 by PLD, 8.000 by RDP'
     """
     require_in_open("delta", delta, 0, 1)
+    if accountant is None:
+        accountant = DEFAULT_ACCOUNTANT if all(isinstance(part, SubsampledGaussian) for part in spent) else "rdp"
     require_one_of("accountant", accountant, ACCOUNTANTS)
     spent = [part for part in spent if part.steps > 0]
     if not spent:

@@ -40,6 +40,7 @@ from dp_microadam.privacy.banded import (
 from dp_microadam.privacy.renyi import SMALLEST_NOISE_MULTIPLIER
 from dp_microadam.privacy.solving import solve_noise, solve_steps
 from dp_microadam.privacy.truncated import Cap, cap_of, require_room
+from dp_microadam.privacy.walk import DISTANCE, walk_scale
 from dp_microadam.validation import require_in_open, require_integer, require_one_of, require_positive
 
 UNITS = ("example", "user")
@@ -292,6 +293,26 @@ class PrivacyPlan:
         """
         independent = self.noise_multiplier * require_positive("sensitivity", sensitivity) / self.batch_size
         return independent * self.noise_ratios.single_step
+
+    def noise_walk(self, sensitivity: float = 1.0) -> float:
+        """Standard deviation of the noise in each coordinate of the sum of all means, as correlated noise leaves it.
+
+        SGD with learning rate η adds a random walk of η times this to every weight by the end of the run.
+        """
+        independent = self.noise_multiplier * require_positive("sensitivity", sensitivity) / self.batch_size
+        return independent * math.sqrt(self.steps) * self.noise_ratios.running_sum
+
+    def learning_rate(self, parameters: int, sensitivity: float = 1.0) -> float:
+        """The learning rate of SGD for which noise alone takes the weights as far as ``walk.py`` says is best.
+
+        ``parameters`` is the number of trainable parameters, ``sensitivity`` the clipping norm. For loops of one's own; methods
+        with ``lr_unit="walk"`` have it without being asked.
+
+        >>> plan = PrivacyPlan(45_000, 4_096, 3.0, 2_480, 1e-5)
+        >>> round(plan.learning_rate(2_750_000), 2)
+        1.35
+        """
+        return DISTANCE * walk_scale(parameters) / self.noise_walk(sensitivity)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, sample rate and ε, for JSON; bands, coefficients and the unit only where they are not the usual ones."""

@@ -181,6 +181,38 @@ def test_check_decodes_every_image_and_names_the_damaged_ones(tmp_path, capsys, 
     assert str(tmp_path / "val" / "a" / "2.png") in problems[1]
 
 
+def test_check_and_train_name_the_same_problems_all_at_once(tmp_path, capsys):
+    for part in ("train", "val"):
+        for name in ("a", "b"):
+            (tmp_path / part / name).mkdir(parents=True)
+            Image.new("RGB", (9, 9)).save(tmp_path / part / name / "1.png")
+    (tmp_path / "train" / "a" / "scan.dcm").write_bytes(b"x")
+    (tmp_path / "val" / "c").mkdir()
+    (tmp_path / "train" / "b" / "1.png").write_bytes(b"damaged")
+    assert main(["data", "check", "image-folder", "--folder", str(tmp_path), "--json"]) == 1
+    checked = json.loads(capsys.readouterr().out)["problems"]
+    assert [problem.partition(" ")[0].rpartition("/")[2] for problem in checked] == ["c", "scan.dcm", "1.png"]
+    settings = [f"data_folder={tmp_path}", "data=image-folder", "model=small-cnn", "image_size=8"]
+    changes = [word for one in settings for word in ("--set", one)]
+    assert main(["train", "demo", *changes, "--run-dir", str(tmp_path / "run")]) == 2
+    refused = capsys.readouterr().err
+    assert all(problem in refused for problem in checked[:2])  # what must be decoded to be seen shows at the first use
+
+
+def test_check_says_what_a_folder_holds_and_asks_about_dark_x_rays(tmp_path, capsys):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "Thumbs.db").write_bytes(b"x")
+        for number in range(5):
+            Image.fromarray(np.full((9, 9), 4000, np.uint16)).save(tmp_path / name / f"{number}.png")
+    assert main(["data", "check", "image-folder", "--folder", str(tmp_path)]) == 0
+    _, classes, parts, passed_over, depth = capsys.readouterr().out.splitlines()
+    assert classes == "2 classes: a, b"
+    assert "10 images without a test part of their own: a fifth, 2, is split off" in parts
+    assert passed_over == "passed over 2 files that are no images by their names: 2 Thumbs.db"
+    assert "declare data_options.bit_depth = 12" in depth
+
+
 @pytest.fixture
 def photographs(tmp_path):
     """Images of patients p0 to p3, of p3 twice, in a folder with a recipe and a CSV file of their users."""

@@ -115,8 +115,8 @@ def test_imagenet_hyperparameters_are_those_of_the_papers_table():
 def test_the_authors_variant_and_this_librarys_default_stand_side_by_side(name):
     [authors] = {json.dumps(cell.recipe.optimizer) for cell in cells(name, method="DP-MicroAdam")}
     [default] = {json.dumps(cell.recipe.optimizer) for cell in cells(name, method="DP-MicroAdam, 4-bit")}
-    assert json.loads(authors) == {"scope": "tensor", "quantize": False}
-    assert json.loads(default) == {}
+    assert json.loads(authors) == {"bias_correction": "paper", "scope": "tensor", "quantize": False}
+    assert json.loads(default) == {"bias_correction": "paper"}
 
 
 def test_each_method_meets_the_budgets_at_its_best_noise_of_the_first_table():

@@ -299,7 +299,7 @@ def test_a_run_begun_from_python_is_reported(tmp_path):
     trainer.fit((images[:150], labels[:150]), validation=(images[150:], labels[150:]))
     page = page_of(tmp_path, tmp_path / "run")
     assert "DP-MicroAdam" in page.text
-    assert "accuracy was not measured" in page.text
+    assert "Accuracy was not measured" in page.text
     assert "settings" not in page.sections
     assert "Validation loss over steps" in page.text
 

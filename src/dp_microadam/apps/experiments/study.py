@@ -76,6 +76,7 @@ class Cell:
             if key not in _WITHOUT_EFFECT and (key in _FIRST_KEYS or value != defaults[key])
         }
         settings["learning_rate"] = self.recipe.resolved_learning_rate
+        settings["ema_decay"] = self.recipe.resolved_ema_decay
         if self.recipe.bands in _FIRST_NAMES_OF_BANDS:
             settings["bands"] = _FIRST_NAMES_OF_BANDS[self.recipe.bands]
         settings["accountant"] = self.recipe.resolved_accountant

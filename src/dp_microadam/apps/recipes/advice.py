@@ -22,8 +22,14 @@ def bands_of(recipe: Recipe) -> int | str:
     """
     if recipe.bands is not None and recipe.bands != "auto":
         return recipe.bands
-    gains = METHODS[recipe.algorithm].optimizer is not None and not recipe.optimizer.get("quantize", False)
+    entry = METHODS[recipe.algorithm]
+    gains = (entry.optimizer is not None or entry.lr_unit == "walk") and not recipe.optimizer.get("quantize", False)
     return "auto" if gains and not recipe.tune else 1
+
+
+def noise_memory_of(recipe: Recipe) -> float:
+    """Memory in GiB that noise may take, counted in float32: noise of a secure generator is kept in float64."""
+    return (recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB) / (2 if recipe.secure else 1)
 
 
 def with_advice(
@@ -50,7 +56,7 @@ def with_advice(
         delta=recipe.delta,
         steps_for=steps_for,
         parameters=parameters if bands_of(recipe) == "auto" else None,
-        noise_memory_gib=recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB,
+        noise_memory_gib=noise_memory_of(recipe),
         accountant=recipe.resolved_accountant,
     )
     taken = best(proposals)

@@ -31,7 +31,7 @@ class Recipe:
     only ``steps`` and ignores the other two, so that any recipe with ``steps`` can also be run without privacy.
 
     >>> Recipe(name="mine", data="digits", model="mlp", epsilon=8, steps=1000, batch_size=256).resolved_learning_rate
-    0.001
+    2.0
     >>> Recipe.from_toml('name = "mine"\\nmodle = "mlp"')
     Traceback (most recent call last):
         ...
@@ -39,7 +39,7 @@ class Recipe:
     """
 
     name: str = _key(checks.name)
-    method: str = _key(checks.one_of(*vocabulary.METHODS), default="dp-microadam")
+    method: str = _key(checks.one_of(*vocabulary.METHODS), default="dp-walk")
     base: str | None = _key(checks.optional(checks.one_of(*vocabulary.BASES)), default=None)
     """For method ``"non-private"``: the method to run without clipping and noise. None: dp-microadam."""
 
@@ -112,11 +112,14 @@ class Recipe:
 
     learning_rate: float | None = _key(checks.optional(checks.positive), default=None)
     """None: the default of the method."""
+    lr_unit: str | None = _key(checks.optional(checks.one_of("absolute", "walk")), default=None)
+    """What the learning rate is: the optimizer's own, or the distance that the noise of the run walks. None: the method's unit,
+    which is ``"absolute"`` for all but dp-walk."""
     schedule: str = _key(checks.one_of("constant", "cosine", "linear"), default="constant")
     warmup: float = _key(checks.below_one, default=0.0)
     """Fraction of the steps over which the learning rate rises linearly."""
-    ema_decay: float = _key(checks.below_one, default=0.0)
-    """Decay of an exponential moving average of the weights; 0: none is kept."""
+    ema_decay: float | None = _key(checks.optional(checks.below_one), default=None)
+    """Decay of an exponential moving average of the weights; 0: none is kept. None: 0.99 with dp-walk, else 0."""
 
     max_steps: int | None = _key(checks.optional(checks.count), default=None)
     """Stop after this many steps; schedule and noise stay those of the full run."""
@@ -194,9 +197,23 @@ class Recipe:
         """``learning_rate``, or the method's default."""
         if self.learning_rate is not None:
             return self.learning_rate
+        if self.resolved_lr_unit == "walk":
+            return vocabulary.WALK_LEARNING_RATE
         method = "dp-sgd" if self._scales_gradients_for_sgd() else self.algorithm
         default = vocabulary.DEFAULT_LEARNING_RATES[method]
         return default if self.protected else vocabulary.NON_PRIVATE_LEARNING_RATES.get(method, default)
+
+    @property
+    def resolved_lr_unit(self) -> str:
+        """``lr_unit``, or the method's own."""
+        return self.lr_unit or vocabulary.DEFAULT_LR_UNITS[self.algorithm]
+
+    @property
+    def resolved_ema_decay(self) -> float:
+        """``ema_decay``, or the method's default."""
+        if self.ema_decay is not None:
+            return self.ema_decay
+        return vocabulary.WALK_EMA_DECAY if self.algorithm == "dp-walk" else 0.0
 
     def _scales_gradients_for_sgd(self) -> bool:
         """Whether this is scale-then-privatize followed by SGD, the default of all its sources but ``"previous"``."""

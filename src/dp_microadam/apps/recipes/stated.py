@@ -16,7 +16,7 @@ from dp_microadam.apps.recipes.recipe import Recipe
 BIAS_CORRECTION = "steady"
 """MicroAdam's default."""
 
-_IN_VERSION_0_1 = {"accountant": "rdp", "bands": 1}
+_IN_VERSION_0_1 = {"method": "dp-microadam", "lr_unit": "absolute", "ema_decay": 0.0, "accountant": "rdp", "bands": 1}
 _BIAS_CORRECTION_IN_VERSION_0_1 = "paper"
 
 
@@ -26,8 +26,12 @@ def stated(recipe: Recipe, bands: int) -> Recipe:
     return replace(
         recipe,
         learning_rate=recipe.resolved_learning_rate,
+        lr_unit=recipe.resolved_lr_unit,
+        ema_decay=recipe.resolved_ema_decay,
         accountant=recipe.resolved_accountant,
         bands=bands,
+        band_coefficients=recipe.band_coefficients if bands > 1 else None,
+        band_momentum=recipe.band_momentum if bands > 1 else None,
         optimizer=optimizer,
     )
 
@@ -35,7 +39,7 @@ def stated(recipe: Recipe, bands: int) -> Recipe:
 def recipe_of_run(config: str) -> Recipe:
     """The recipe in the ``config.toml`` of a run, which may have been made by version 0.1.
 
-    >>> made = Recipe(name="mine", data="digits", model="mlp", epsilon=8, steps=9, batch_size=16)
+    >>> made = Recipe(name="mine", data="digits", model="mlp", epsilon=8, steps=9, batch_size=16, method="dp-microadam")
     >>> before, since = recipe_of_run(made.to_toml()), recipe_of_run(stated(made, bands=4).to_toml())
     >>> [(one.accountant, one.bands, one.optimizer["bias_correction"]) for one in (before, since)]
     [('rdp', 1, 'paper'), ('pld', 4, 'steady')]

@@ -33,7 +33,9 @@ def accuracy_html(runs: Sequence[Run], table: Table | None) -> str:
     shown = "\n".join(_numbers(run, label if len(runs) > 1 else "") for run, label in zip(runs, labels_of(runs), strict=True))
     measured = any(is_number(run.test.get("test_accuracy")) for run in runs)
     note = f'<p class="note">{escape(_NOT_PROTECTED)}</p>' if measured else ""
-    return f'<div class="cards">\n{shown}\n</div>\n{note}{table.html() if table is not None else ""}'
+    by_class = table.html() if table is not None else ""
+    inside, below = (by_class, "") if len(runs) == 1 else ("", by_class)
+    return f'<div class="cards">\n{shown}\n{inside}\n</div>\n{note}{below}'
 
 
 def _numbers(run: Run, label: str) -> str:

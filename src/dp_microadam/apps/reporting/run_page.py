@@ -75,7 +75,8 @@ def _lead(runs: Sequence[Run]) -> str:
         return escape("; ".join(dict.fromkeys(run.method for run in runs)))
     run = runs[0]
     what = " on ".join(str(run.settings[key]) for key in ("model", "data") if key in run.settings)
-    return escape(", ".join(part for part in (run.method, what, _state(run)) if part))
+    on = f" on {run.last_activity:%Y-%m-%d}" if run.state == "finished" and run.last_activity is not None else ""
+    return escape(", ".join(part for part in (run.method, what, run_tables.trained_on(run), f"{_state(run)}{on}") if part))
 
 
 def _state(run: Run) -> str:

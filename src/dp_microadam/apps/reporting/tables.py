@@ -184,10 +184,9 @@ class Table:
             *(["best"] if one.best else []),
         ]
         kind = f' class="{" ".join(classes)}"' if classes else ""
-        if column < self.labels:
-            return f'<th scope="row"{kind}>{inside}</th>'
-        # On a phone a row is a block, and each of its cells is told by the name of its column.
-        return f'<td{kind} data-column="{escape(self.header[column])}">{inside}</td>'
+        # On a phone a row may be a block, in which each cell is told by the name of its column.
+        named = f'{kind} data-column="{escape(self.header[column])}"'
+        return f'<th scope="row"{named}>{inside}</th>' if column < self.labels else f"<td{named}>{inside}</td>"
 
 
 _LATEX = {

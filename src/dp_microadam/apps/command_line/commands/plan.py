@@ -232,9 +232,8 @@ def _from_recipe(options: argparse.Namespace) -> _Planned:
 
     # Imported once the recipe is known to be usable: torch takes seconds to load.
     from dp_microadam.apps.experiments.estimate import data_or_stand_in
-    from dp_microadam.apps.recipes.advice import with_advice
+    from dp_microadam.apps.recipes.advice import noise_memory_of, with_advice
     from dp_microadam.apps.recipes.assemble import model_of, plan_of, trainable_parameters
-    from dp_microadam.privacy.band_choice import DEFAULT_NOISE_MEMORY_GIB
     from dp_microadam.privacy.plan import PrivacyPlan
 
     data, size = data_or_stand_in(recipe)
@@ -246,8 +245,7 @@ def _from_recipe(options: argparse.Namespace) -> _Planned:
     plan = plan_of(recipe, size, parameters)
     assert isinstance(plan, PrivacyPlan)
     limit = plan.epsilon if recipe.epsilon is None else recipe.epsilon
-    memory = recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB
-    return _Planned(plan, limit, parameters, memory, None, proposals, chosen)
+    return _Planned(plan, limit, parameters, noise_memory_of(recipe), None, proposals, chosen)
 
 
 def _affordable(options: argparse.Namespace, recipe: Recipe) -> Callable[[int], float] | None:
