@@ -119,6 +119,7 @@ WRONG_TABLES = [
     ("a,outcome\n,ill\n", "a cell in column 'a' that is empty"),
     ("a,outcome\ninf,ill\n", "a cell in column 'a' that is not a finite number"),
     ("a,a,outcome\n1,2,ill\n", "names the column 'a' twice"),
+    ("a;outcome\n1;ill\n", "separated by semicolons or tabs; they must be separated by commas"),
 ]
 
 

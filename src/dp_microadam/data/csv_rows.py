@@ -131,6 +131,8 @@ def blocks(file: CsvFile, problems: Problems) -> Iterator[Cells]:
 
 
 def _places(path: Path, header: Sequence[str]) -> dict[str, int]:
+    if len(header) == 1 and (";" in header[0] or "\t" in header[0]):
+        raise InputError(f"{path} has its cells separated by semicolons or tabs; they must be separated by commas")
     twice = [name for name in header if header.count(name) > 1]
     if twice:
         raise InputError(f"{path} names the column {twice[0]!r} twice; each column must have a name of its own")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -68,11 +69,11 @@ class RawTable(RawInput):
         except (UnicodeDecodeError, csv.Error):
             raise InputError(f"{file} is not a CSV file in UTF-8; it must have the columns {', '.join(self._names)}") from None
 
-    @property
+    @cached_property
     def _encoding(self) -> Columns:
         return Columns.of(self.columns)
 
-    @property
+    @cached_property
     def _names(self) -> list[str]:
         return [name for name, column in self._encoding.columns.items() if column.width]
 
