@@ -64,7 +64,9 @@ def wanted_files(data: KnownData) -> str:
     """The files a folder must contain, for messages."""
     if data.downloads:
         return " and ".join(download.name for download in data.downloads)
-    return "train.csv and test.csv (or .npz)" if data.kind == "table" else "train/CLASS/*.jpg and val/CLASS/*.jpg"
+    return (
+        "train.csv and test.csv (or .npz)" if data.kind == "table" else "train/CLASS/*.jpg and val/CLASS/*.jpg, or CLASS/*.jpg"
+    )
 
 
 def how_to_get(name: str, data: KnownData) -> str:

@@ -49,6 +49,7 @@ class StepOptions(TypedDict, total=False):
     loader_options: Mapping[str, Any]
     max_steps: int | None
     public: Iterable[str]
+    unit_name: str
     noise_history: str
     noise_memory_gib: float
     secure: bool
@@ -198,7 +199,7 @@ class TrainingStep(ABC):
         """Set the position from a checkpoint without opening the ledger, so that another process can keep training."""
 
     @abstractmethod
-    def write_privacy(self, folder: str | Path | None = None) -> None:
+    def write_privacy(self, folder: str | Path | None = None, group_size: int = 1) -> None:
         """Write ``privacy.json`` and ``privacy.txt`` for the steps taken so far into ``folder``, by default ``run_dir``."""
 
     @abstractmethod

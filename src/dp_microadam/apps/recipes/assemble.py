@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,15 @@ from dp_microadam.privacy.band_choice import DEFAULT_NOISE_MEMORY_GIB
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.selection_plan import SelectionPlan
 from dp_microadam.training.distributed import Ranks, ranks_here
-from dp_microadam.training.evaluation import PerExample, class_hits, class_loss, evaluate, over_views, weighted_class_loss
+from dp_microadam.training.evaluation import (
+    ClassCounts,
+    PerExample,
+    class_hits,
+    class_loss,
+    count_hits,
+    over_views,
+    weighted_class_loss,
+)
 from dp_microadam.training.method import Method
 from dp_microadam.training.run_folder import default_folder
 from dp_microadam.training.schedules import Schedule
@@ -47,37 +57,66 @@ class Experiment:
     canaries: Canaries | None = None
 
     def fit(self) -> RunResult:
-        """Train on the training part, with validation on the part held out of it."""
-        return self.trainer.fit(self.training_part(), self.data.validation, **users_of(self.recipe, self.data))
+        """Train on the training part, with validation on the part held out of it, if any is."""
+        validation = self.data.validation if size_of(self.data.validation) else None
+        return self.trainer.fit(self.training_part(), validation, **users_of(self.recipe, self.data))
+
+    def notes(self) -> list[str]:
+        """What the owner of the data should know before they are looked at: what was passed over, and what is held out.
+
+        How many examples users have together is private: where users are known, they are counted instead.
+        """
+        data, recipe = self.data, self.recipe
+        if not size_of(data.validation):
+            return [*data.notes, "no example is held out for validation: validation_fraction is 0"]
+        unit, held_out, rest = "examples", size_of(data.validation), size_of(data.train) - len(self.canaries or ())
+        if data.train_users is not None and data.validation_users is not None:
+            unit = f"{recipe.unit_name or 'user'}s"
+            held_out, rest = count_users(data.validation_users), count_users(data.train_users)
+        return [
+            *data.notes,
+            f"held out for validation, and not protected: {held_out:,} of {held_out + rest:,} {unit} of the training part, "
+            f"drawn with split seed {recipe.split_seed}; validation_fraction = 0 holds out none",
+        ]
 
     def training_part(self) -> Examples:
         """The training examples."""
         return training_part(self.recipe, self.data)
 
-    def test_accuracy(self) -> tuple[float, str]:
-        """Accuracy on the test set, and which weights it belongs to: averaged ones if the recipe keeps an average."""
+    def test_results(self) -> tuple[ClassCounts, str]:
+        """Right predictions on the test set by class, and which weights made them: averaged ones if the recipe keeps these."""
         average = self.trainer.average
         if average is None:
-            return self._accuracy(), "final weights"
+            return self._counts(), "final weights"
         with average.in_place_of(self.model):
-            return self._accuracy(), "averaged weights"
+            return self._counts(), "averaged weights"
+
+    def test_accuracy(self) -> tuple[float, str]:
+        """Accuracy on the test set, and which weights it belongs to."""
+        counts, weights = self.test_results()
+        return counts.accuracy, weights
 
     def final_weights_accuracy(self) -> float | None:
         """Accuracy on the test set of the weights after the last step, if the recipe also keeps an average; else None."""
-        return None if self.trainer.average is None else self._accuracy()
+        return None if self.trainer.average is None else self._counts().accuracy
 
-    def _accuracy(self) -> float:
+    def best_model(self) -> nn.Module:
+        """A copy of the model with the weights that are evaluated: averaged ones if the recipe keeps an average."""
+        average = self.trainer.average
+        with nullcontext() if average is None else average.in_place_of(self.model):
+            return copy.deepcopy(self.model)
+
+    def _counts(self) -> ClassCounts:
         device = next(self.model.parameters()).device
         prepare = Preparation(self.data)
-        found = evaluate(
+        return count_hits(
             self.model,
             self.data.test,
-            {"accuracy": class_hits},
+            self.data.num_classes,
             prepare=lambda batch: prepare(tree_map(lambda leaf: leaf.to(device), batch)),
             num_workers=self.recipe.num_workers,
             ranks=self.trainer.ranks,
         )
-        return found["accuracy"]
 
 
 def assemble(
@@ -105,6 +144,7 @@ def assemble(
     own = data.train
     data, canaries = add_canaries(recipe, data)
     augment = _augmentation(recipe, data)
+    _refuse_named_examples(recipe, data)
     count = number_of_units(recipe, data)
     if recipe.plan is not None:
         refuse_unadvisable(recipe)
@@ -148,15 +188,14 @@ def assemble(
         run_dir=default_folder(recipe.name) if run_dir is None else run_dir,
         config=recipe.to_toml(),
         public=(
-            "normalization constants of the input",
-            f"which {recipe.validation_size or f'{recipe.validation_fraction:g}'} of "
-            f"{recipe.data if data.train_users is None else f'the users of {recipe.data}'} "
-            f"{'are' if recipe.validation_size else 'is'} held out (split seed {recipe.split_seed})",
+            "kinds, ranges and values of the columns" if recipe.columns else "normalization constants of the input",
+            *_held_out_in_words(recipe, data),
             "number and names of the classes",
             *_weights_in_words(recipe),
             *([canaries_in_words(canaries)] if canaries is not None else []),
             *([f"the pretrained weights {pretrained!r}"] if (pretrained := recipe.model_options.get("pretrained")) else []),
         ),
+        unit_name=recipe.unit_name or "",
         num_workers=recipe.num_workers,
         noise_history=recipe.noise_history or "device",
         noise_memory_gib=recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB,
@@ -190,6 +229,14 @@ def _loss(recipe: Recipe, data: LabelledData) -> PerExample:
             "have one for each"
         )
     return weighted_class_loss(recipe.class_weights)
+
+
+def _held_out_in_words(recipe: Recipe, data: LabelledData) -> list[str]:
+    if not size_of(data.validation):
+        return []
+    share = recipe.validation_size or f"{recipe.validation_fraction:g}"
+    whole = recipe.data if data.train_users is None else f"the {recipe.unit_name or 'user'}s of {recipe.data}"
+    return [f"which {share} of {whole} {'are' if recipe.validation_size else 'is'} held out (split seed {recipe.split_seed})"]
 
 
 def _weights_in_words(recipe: Recipe) -> list[str]:
@@ -229,6 +276,7 @@ def load_data(recipe: Recipe) -> LabelledData:
         image_size=recipe.image_size,
         verify=recipe.verify_data,
         memory_gib=recipe.data_memory_gib,
+        columns=recipe.columns,
         **recipe.data_options,
     )
 
@@ -274,6 +322,16 @@ def _model_shape(recipe: Recipe, data: LabelledData) -> tuple[int, int, int]:
     if recipe.model != "mlp":
         raise InputError(f"model is {recipe.model!r}, which takes images; for the rows of a table it must be 'mlp'")
     return 1, 1, data.example_shape[0]
+
+
+def _refuse_named_examples(recipe: Recipe, data: LabelledData) -> None:
+    """Refuse to call an example by the name of a unit that has several, if the data say whose each example is."""
+    users = data.train_users
+    if recipe.unit == "example" and recipe.unit_name and users is not None and count_users(users) < len(users):
+        raise InputError(
+            f"unit_name is {recipe.unit_name!r} and unit is 'example', but some have several examples; unit = 'user' with "
+            "examples_per_user protects each with all they have"
+        )
 
 
 def number_of_units(recipe: Recipe, data: LabelledData) -> int:

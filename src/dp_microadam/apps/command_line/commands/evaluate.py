@@ -25,10 +25,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(options: argparse.Namespace) -> int:
     experiment = open_run(options.run_dir)
     result = experiment.trainer.peek()
-    accuracy, weights = experiment.test_accuracy()
+    counts, weights = experiment.test_results()
+    accuracy = counts.accuracy
     if options.json:
-        values = {"test_accuracy": accuracy, "weights": weights, "steps_done": result.steps_done, "updates": result.updates}
-        print(json.dumps({**values, "private": result.private, "epsilon": result.epsilon, "delta": result.delta}))
+        values = {
+            "test_accuracy": accuracy,
+            "majority_accuracy": counts.majority,
+            "recall": dict(zip(experiment.data.classes, counts.recalls, strict=True)),
+            "weights": weights,
+            "steps_done": result.steps_done,
+            "updates": result.updates,
+            "private": result.private,
+            "epsilon": result.epsilon,
+            "delta": result.delta,
+        }
+        print(json.dumps(values, ensure_ascii=False))
         return 0
     print(f"evaluated with the {weights}{lost_steps_note(result) or f' after {result.updates} steps'}")
     print(f"test accuracy {100 * accuracy:.2f} %")

@@ -13,6 +13,7 @@ from dp_microadam.errors import DPMicroAdamError, InputError
 if TYPE_CHECKING:
     from dp_microadam.apps.recipes.assemble import Experiment
     from dp_microadam.training.distributed import Ranks
+    from dp_microadam.training.evaluation import ClassCounts
     from dp_microadam.training.trainer import RunResult
 
 
@@ -66,6 +67,14 @@ def _config_of(run_dir: Path) -> str:
     return config.read_text(encoding="utf-8")
 
 
+def is_run_from_python(run_dir: Path) -> bool:
+    """Whether it is the folder of a run that was started from Python: it has a ledger and checkpoints, but no recipe."""
+    from dp_microadam.privacy.ledger import LEDGER_NAME
+    from dp_microadam.training.run_folder import CONFIG, never_trained
+
+    return (run_dir / LEDGER_NAME).is_file() and not (run_dir / CONFIG).is_file() and not never_trained(run_dir)
+
+
 def train(experiment: Experiment, options: argparse.Namespace) -> int:
     """Train, draw the learning curves, print and save the test accuracy; returns the exit code."""
     return finish(experiment, options, experiment.fit())
@@ -75,23 +84,24 @@ def finish(experiment: Experiment, options: argparse.Namespace, result: RunResul
     """Draw the learning curves, print and save the test accuracy; returns the exit code."""
     if experiment.trainer.ranks.main:
         _draw(experiment, options, result)
-    accuracy, weights = conclude(experiment, options, result, **chosen)
+    counts, weights = conclude(experiment, options, result, **chosen)
     if experiment.trainer.ranks.main:
-        _save_test_accuracy(experiment, accuracy, weights, result)
+        _save_test_results(experiment, counts, weights, result)
     return 0 if result.finished else INTERRUPTED
 
 
 def conclude(
     experiment: Experiment, options: argparse.Namespace, result: RunResult, chosen: dict[str, Any] | None = None
-) -> tuple[float, str]:
-    """Print run folder, test accuracy and ε. Returns the accuracy and which weights it belongs to (final or averaged).
+) -> tuple[ClassCounts, str]:
+    """Print run folder, test accuracy and ε. Returns right predictions by class and which weights made them.
 
     ``chosen`` are the hyperparameters of a run that a search chose.
     """
-    accuracy, weights = experiment.test_accuracy()
+    counts, weights = experiment.test_results()
+    accuracy = counts.accuracy
     final = experiment.final_weights_accuracy() if options.json else None
     if not experiment.trainer.ranks.main:
-        return accuracy, weights
+        return counts, weights
     head = ledger_head(result)
     if options.json:
         print(
@@ -112,7 +122,7 @@ def conclude(
                 }
             )
         )
-        return accuracy, weights
+        return counts, weights
     print(f"run folder {result.run_dir}")
     if head is not None:
         print(f"ledger's last hash {head}")
@@ -123,15 +133,25 @@ def conclude(
     print(f"evaluated with the {weights}{lost_steps_note(result)}")
     print(f"test accuracy {100 * accuracy:.2f} %")
     print(privacy_line(result))
-    return accuracy, weights
+    return counts, weights
 
 
-def _save_test_accuracy(experiment: Experiment, accuracy: float, weights: str, result: RunResult) -> None:
-    """Write the test accuracy into the run folder, for reports."""
+def _save_test_results(experiment: Experiment, counts: ClassCounts, weights: str, result: RunResult) -> None:
+    """Write accuracy and recall on the test set into the run folder, for reports."""
     from dp_microadam.training.run_folder import TEST
 
     experiment.trainer.record.write_json(
-        TEST, {"test_accuracy": accuracy, "weights": weights, "updates": result.updates, "steps_done": result.steps_done}
+        TEST,
+        {
+            "test_accuracy": counts.accuracy,
+            "weights": weights,
+            "updates": result.updates,
+            "steps_done": result.steps_done,
+            "majority_accuracy": counts.majority,
+            "recall": dict(zip(experiment.data.classes, counts.recalls, strict=True)),
+            # Of users, how many examples they have is not told.
+            **({} if experiment.recipe.unit == "user" else {"test_examples": sum(counts.examples)}),
+        },
     )
 
 
@@ -157,7 +177,11 @@ def privacy_line(result: RunResult) -> str:
     from dp_microadam.privacy.ledger import read_ledger
     from dp_microadam.privacy.statement import round_up
 
-    whom = " for a user with all their examples" if read_ledger(result.run_dir).plan.unit == "user" else ""
+    record = read_ledger(result.run_dir)
+    name = record.settings.unit_name
+    whom = f" for a {name}" if name else ""
+    if record.plan.unit == "user":
+        whom = f" for a {name or 'user'} with all their examples"
     line = f"ε = {round_up(result.epsilon)}{whom} at δ = {result.delta:g}"
     return line if result.private else f"not private (fixed seed); the same run without a seed would spend {line}"
 
