@@ -70,29 +70,32 @@ def input_section(contract: Contract, raw: RawInput | None) -> str:
     if contract.classes:
         shown = ", ".join(contract.classes[:_SHOWN_CLASSES]) + (", …" if len(contract.classes) > _SHOWN_CLASSES else "")
         lines.append(f"- Output: the probability of each of {len(contract.classes)} classes, in this order: {shown}.")
-    if contract.program is None:
-        return "\n".join(lines)
-    reading = raw.file_code if raw is not None else "raw = …  # see above"
+    if contract.program is not None:
+        lines += [
+            "",
+            f"`{contract.program}` is the whole model as a program of `torch.export`. It takes this input, prepares it as in "
+            "training and returns the output, on the CPU, and needs torch alone:",
+            "",
+            _code("python", _program_code(contract, raw)),
+        ]
+        if raw is not None:
+            lines += ["", "The same from the command line: `dp-microadam predict . FILE…`, with this folder for the dot."]
+    return "\n".join(lines)
+
+
+def _program_code(contract: Contract, raw: RawInput | None) -> str:
+    reading, given = (raw.file_code, "raw") if raw is not None else ("raw = ...  # the tensors described above", "*raw")
     code = (
         f"import json\n\nimport torch\n{reading}\n\n"
         f'program = torch.export.load("{contract.program}").module()\n'
-        "with torch.no_grad():\n    outputs = program(raw)\n"
+        f"with torch.no_grad():\n    outputs = program({given})\n"
     )
-    if contract.classes:
-        code += (
-            f'classes = json.load(open("{CONTRACT}", encoding="utf-8"))["classes"]\n'
-            "print(classes[int(outputs[0].argmax())], float(outputs[0].max()))"
-        )
-    else:
-        code += "print(outputs)"
-    lines += [
-        "",
-        f"`{contract.program}` is the whole model as a program of `torch.export`: it takes this input, prepares it as in ",
-    ]
-    lines[-1] += f"training, and returns the output. It needs torch alone:\n\n{_code('python', code)}"
-    if raw is not None:
-        lines.append("\nThe same from the command line: `dp-microadam predict . FILE…`, with this folder for the dot.")
-    return "\n".join(lines)
+    if not contract.classes:
+        return code + "print(outputs)"
+    return code + (
+        f'classes = json.load(open("{CONTRACT}", encoding="utf-8"))["classes"]\n'
+        "print(classes[int(outputs[0].argmax())], float(outputs[0].max()))"
+    )
 
 
 def loading_code(
