@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +30,15 @@ from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.selection_plan import SelectionPlan
 from dp_microadam.training.distributed import Ranks, ranks_here
 from dp_microadam.training.evaluation import PerExample, class_hits, class_loss, evaluate, over_views, weighted_class_loss
+from dp_microadam.training.frozen_features import FrozenFeatures
 from dp_microadam.training.method import Method
+from dp_microadam.training.progress import Fraction
 from dp_microadam.training.run_folder import default_folder
 from dp_microadam.training.schedules import Schedule
 from dp_microadam.training.trainer import PrivateTrainer, RunResult, UnprotectedPlan
+
+_LARGEST_FROZEN_BATCH = 64
+"""Examples that go through a frozen part at once. Its activations are far larger than the features a step runs on."""
 
 
 @dataclass
@@ -43,14 +50,22 @@ class Experiment:
     model: nn.Module
     trainer: PrivateTrainer
     canaries: Canaries | None = None
+    features: FrozenFeatures | None = None
 
     def fit(self) -> RunResult:
         """Train on the training part, with validation on the part held out of it."""
-        return self.trainer.fit(self.training_part(), self.data.validation, **users_of(self.recipe, self.data))
+        train, validation = self._inputs(training_part(self.recipe, self.data), self.data.validation)
+        return self.trainer.fit(train, validation, **users_of(self.recipe, self.data))
 
     def training_part(self) -> Examples:
-        """The training examples."""
-        return training_part(self.recipe, self.data)
+        """The training examples, or the features of them that the trainer takes."""
+        return self._inputs(training_part(self.recipe, self.data))[0]
+
+    def _inputs(self, *parts: Examples) -> Sequence[Examples]:
+        if self.features is None:
+            return parts
+        with self.trainer.ranks.one_per_machine_first():
+            return self.features.of(*parts)
 
     def test_accuracy(self) -> tuple[float, str]:
         """Accuracy on the test set, and which weights it belongs to: averaged ones if the recipe keeps an average."""
@@ -66,11 +81,11 @@ class Experiment:
 
     def _accuracy(self) -> float:
         device = next(self.model.parameters()).device
-        prepare = Preparation(self.data)
+        prepare = _unchanged if self.features is not None else Preparation(self.data)
         found = evaluate(
             self.model,
-            self.data.test,
-            {"accuracy": class_hits},
+            self._inputs(self.data.test)[0],
+            {"accuracy": class_hits if self.features is None else self.features.on(class_hits)},
             prepare=lambda batch: prepare(tree_map(lambda leaf: leaf.to(device), batch)),
             num_workers=self.recipe.num_workers,
             ranks=self.trainer.ranks,
@@ -86,10 +101,12 @@ def assemble(
     show_progress: bool = True,
     show_private_metrics: bool = False,
     ranks: Ranks | None = None,
+    features_folder: str | Path | None = None,
 ) -> Experiment:
     """Load the data of a recipe and build its model and trainer. Nothing is written to disk yet.
 
-    ``data`` replaces the data set that the recipe names. ``ranks`` is passed to the trainer.
+    ``data`` replaces the data set that the recipe names. ``ranks`` is passed to the trainer. ``features_folder`` is where
+    a recipe with ``cache_features`` keeps features, by default in the user's cache.
 
     Raises:
         InputError: if data cannot be found or read, or something does not fit.
@@ -117,17 +134,29 @@ def assemble(
     if normalization is not None:  # pretrained weights expect the constants they were trained with
         data = replace(data, mean=normalization.mean, std=normalization.std)
     method = _method(recipe, model, replace(data, train=own))
+    loss, features = _loss(recipe, data), None
+    if recipe.cache_features:
+        features = FrozenFeatures(
+            model,
+            loss,
+            prepare=Preparation(data),
+            folder=features_folder,
+            physical_batch_size=min(recipe.physical_batch_size, _LARGEST_FROZEN_BATCH),
+            num_workers=recipe.num_workers,
+            tell=Fraction("features computed").tell if show_progress and ranks.main else None,
+        )
+    measured = features.on if features is not None else partial(over_views, example_shape=data.example_shape)
     trainer = PrivateTrainer(
         model,
         method,
         plan,
-        over_views(_loss(recipe, data), data.example_shape),
-        per_example_accuracy=over_views(class_hits, data.example_shape),
+        measured(loss),
+        per_example_accuracy=measured(class_hits),
         private=recipe.protected,
         max_grad_norm=recipe.max_grad_norm,
         clipping=recipe.clipping,
         physical_batch_size=recipe.physical_batch_size,
-        prepare=Preparation(data),
+        prepare=Preparation(data) if features is None else None,
         augment=augment,
         schedule=Schedule(recipe.schedule, plan.steps, recipe.warmup),
         ema_decay=recipe.ema_decay,
@@ -158,7 +187,11 @@ def assemble(
         show_private_metrics=show_private_metrics,
         ranks=ranks,
     )
-    return Experiment(recipe, data, model, trainer, canaries)
+    return Experiment(recipe, data, model, trainer, canaries, features)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
 
 
 def _with_exact_residual(recipe: Recipe) -> Recipe:

@@ -68,6 +68,8 @@ class Recipe:
     """Augmented views per training image; their gradients are averaged before clipping (augmentation multiplicity)."""
 
     model: str = _key(checks.one_of(*vocabulary.MODELS))
+    cache_features: bool = _key(checks.flag, default=False)
+    """Compute what comes before the head once for each example, and keep it, if ``model_options.trainable`` is ``"head"``."""
 
     epsilon: float | None = _key(checks.optional(checks.positive), default=None)
     noise_multiplier: float | None = _key(checks.optional(checks.positive), default=None)
@@ -148,6 +150,7 @@ class Recipe:
         _refuse_unknown_options("optimizer", self.optimizer, vocabulary.OPTIMIZER_OPTIONS[self.algorithm], self.algorithm)
         _refuse_unknown_options("model_options", self.model_options, vocabulary.MODEL_OPTIONS[self.model], self.model)
         _refuse_unknown_options("data_options", self.data_options, vocabulary.DATA_OPTIONS[self.data], self.data)
+        self._refuse_features_that_change()
         self._refuse_canaries_out_of_place()
         self._refuse_unsolvable_budget()
         self._refuse_idle_coefficients()
@@ -222,6 +225,20 @@ class Recipe:
             if needed.default is MISSING and needed.default_factory is MISSING and needed.name not in values:
                 raise InputError(f"the recipe lacks the key {needed.name}; it must be given")
         return cls(**values)
+
+    def _refuse_features_that_change(self) -> None:
+        if not self.cache_features:
+            return
+        if self.model_options.get("trainable") != "head":
+            able = [model for model, options in vocabulary.MODEL_OPTIONS.items() if "trainable" in options]
+            raise InputError(
+                f"cache_features is true, but all of model {self.model!r} trains; set model_options.trainable to 'head', which "
+                f"{', '.join(able)} have, or leave it out"
+            )
+        changing = [key for key in ("crop_padding", "flip", "resized_crop") if getattr(self, key)]
+        if changing or self.tune:
+            what = f"{changing[0]} changes images from step to step" if changing else "[tune] is given"
+            raise InputError(f"cache_features is true, but {what}; leave one of them out")
 
     def _refuse_canaries_out_of_place(self) -> None:
         if self.audit_canaries is None:
