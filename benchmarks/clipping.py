@@ -8,6 +8,7 @@ resident set during a step, or that of the memory allocated on the GPU.
     python benchmarks/clipping.py                                   # the table at physical batch 64
     python benchmarks/clipping.py --batches 16 64 256 --figure docs/images/clipping.png --json
     python benchmarks/clipping.py --models vit-tiny "text encoder" "vit-tiny bitfit" "text bitfit" --batches 32
+    python benchmarks/clipping.py --models "text lora" "vit-tiny lora" --batches 16 --threads 1
     python benchmarks/clipping.py --layers                          # is the strategy chosen for a layer the fastest one?
     python benchmarks/clipping.py --device cuda --out clipping.json
 """
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,33 +38,37 @@ from dp_microadam.apps.experiments.strategy_times import measure_strategies
 
 
 class Logits(nn.Module):
-    """A classifier of transformers that returns a tensor."""
+    """A classifier of transformers that returns a tensor; all of it trains, or its biases and head, or adapters and head."""
 
-    def __init__(self, model: nn.Module, only_biases_and_head: bool) -> None:
+    def __init__(self, model: nn.Module, trained: str, adapted: Sequence[str]) -> None:
         super().__init__()
+        if trained == "lora":
+            from peft import LoraConfig, get_peft_model
+
+            model = get_peft_model(model, LoraConfig(r=8, target_modules=list(adapted), modules_to_save=["classifier"]))
+        elif trained == "bitfit":
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(name.endswith("bias") or name.startswith("classifier"))
         self.model = model
-        for name, parameter in model.named_parameters():
-            trains = not only_biases_and_head or name.endswith("bias") or name.startswith("classifier")
-            parameter.requires_grad_(trains)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.model(inputs).logits
 
 
-def vit_tiny(only_biases_and_head: bool = False) -> nn.Module:
+def vit_tiny(trained: str = "all") -> nn.Module:
     """ViT-Tiny/16 at 224×224, 5.5 million parameters."""
     from transformers import ViTConfig, ViTForImageClassification
 
     shape = {"hidden_size": 192, "num_hidden_layers": 12, "num_attention_heads": 3, "intermediate_size": 768}
-    return Logits(ViTForImageClassification(ViTConfig(**shape, num_labels=10)), only_biases_and_head)
+    return Logits(ViTForImageClassification(ViTConfig(**shape, num_labels=10)), trained, ("q_proj", "v_proj"))
 
 
-def text_encoder(only_biases_and_head: bool = False) -> nn.Module:
+def text_encoder(trained: str = "all") -> nn.Module:
     """Six layers of BERT, 384 wide, 22.7 million parameters, half of them in the vocabulary."""
     from transformers import BertConfig, BertForSequenceClassification
 
     shape = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 1536}
-    return Logits(BertForSequenceClassification(BertConfig(**shape, num_labels=10)), only_biases_and_head)
+    return Logits(BertForSequenceClassification(BertConfig(**shape, num_labels=10)), trained, ("query", "value"))
 
 
 # A shape of one dimension stands for that many tokens.
@@ -74,8 +79,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "tanh cnn": (models.tanh_cnn, (1, 28, 28)),
     "vit-tiny": (vit_tiny, (3, 224, 224)),
     "text encoder": (text_encoder, (128,)),
-    "vit-tiny bitfit": (lambda: vit_tiny(True), (3, 224, 224)),
-    "text bitfit": (lambda: text_encoder(True), (128,)),
+    "vit-tiny bitfit": (lambda: vit_tiny("bitfit"), (3, 224, 224)),
+    "text bitfit": (lambda: text_encoder("bitfit"), (128,)),
+    "vit-tiny lora": (lambda: vit_tiny("lora"), (3, 224, 224)),
+    "text lora": (lambda: text_encoder("lora"), (128,)),
 }
 CONVOLUTIONAL = ["wrn-16-4 ws", "wrn-16-4", "small cnn", "tanh cnn"]
 METHODS = ("non-private", "ours", "opacus hooks", "opacus ghost", "opacus functorch")

@@ -37,7 +37,7 @@ from dp_microadam.training.run_folder import default_folder
 from dp_microadam.training.schedules import Schedule
 from dp_microadam.training.trainer import PrivateTrainer, RunResult, UnprotectedPlan
 
-_LARGEST_FROZEN_BATCH = 64
+_LARGEST_FROZEN_BATCH = 32
 """Examples that go through a frozen part at once. Its activations are far larger than the features a step runs on."""
 
 
