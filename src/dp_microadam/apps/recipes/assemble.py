@@ -14,6 +14,7 @@ from dp_microadam import models
 from dp_microadam.apps.recipes.canaries import Canaries, add_canaries, canaries_in_words, with_canary_key
 from dp_microadam.apps.recipes.public_part import public_examples
 from dp_microadam.apps.recipes.recipe import Recipe
+from dp_microadam.apps.recipes.texts import text_arguments, texts_in_words
 from dp_microadam.apps.recipes.vocabulary import OPTIMIZER_OPTIONS
 from dp_microadam.data.augmentation import Augmentation
 from dp_microadam.data.dataset import Examples, LabelledData, size_of
@@ -31,6 +32,7 @@ from dp_microadam.training.evaluation import PerExample, class_hits, class_loss,
 from dp_microadam.training.method import Method
 from dp_microadam.training.run_folder import default_folder
 from dp_microadam.training.schedules import Schedule
+from dp_microadam.training.token_losses import next_token_hits, next_token_loss
 from dp_microadam.training.trainer import PrivateTrainer, RunResult, UnprotectedPlan
 
 
@@ -70,7 +72,7 @@ class Experiment:
         found = evaluate(
             self.model,
             self.data.test,
-            {"accuracy": class_hits},
+            {"accuracy": _hits(self.recipe)},
             prepare=lambda batch: prepare(tree_map(lambda leaf: leaf.to(device), batch)),
             num_workers=self.recipe.num_workers,
             ranks=self.trainer.ranks,
@@ -122,7 +124,7 @@ def assemble(
         method,
         plan,
         over_views(_loss(recipe, data), data.example_shape),
-        per_example_accuracy=over_views(class_hits, data.example_shape),
+        per_example_accuracy=over_views(_hits(recipe), data.example_shape),
         private=recipe.protected,
         max_grad_norm=recipe.max_grad_norm,
         clipping=recipe.clipping,
@@ -140,11 +142,11 @@ def assemble(
         run_dir=default_folder(recipe.name) if run_dir is None else run_dir,
         config=replace(recipe, learning_rate=recipe.resolved_learning_rate).to_toml(),
         public=(
-            "normalization constants of the input",
+            *(texts_in_words(recipe) or ["normalization constants of the input"]),
             f"which {recipe.validation_size or f'{recipe.validation_fraction:g}'} of "
             f"{recipe.data if data.train_users is None else f'the users of {recipe.data}'} "
             f"{'are' if recipe.validation_size else 'is'} held out (split seed {recipe.split_seed})",
-            "number and names of the classes",
+            *(["number and names of the classes"] if not recipe.predicts_tokens else []),
             *_weights_in_words(recipe),
             *([canaries_in_words(canaries)] if canaries is not None else []),
             *([f"the pretrained weights {pretrained!r}"] if (pretrained := recipe.model_options.get("pretrained")) else []),
@@ -173,7 +175,13 @@ def _with_exact_residual(recipe: Recipe) -> Recipe:
     return replace(recipe, optimizer={**recipe.optimizer, "quantize": False})
 
 
+def _hits(recipe: Recipe) -> PerExample:
+    return next_token_hits if recipe.predicts_tokens else class_hits
+
+
 def _loss(recipe: Recipe, data: LabelledData) -> PerExample:
+    if recipe.predicts_tokens:
+        return next_token_loss
     if recipe.class_weights is None:
         return class_loss
     if len(recipe.class_weights) != data.num_classes:
@@ -221,6 +229,7 @@ def load_data(recipe: Recipe) -> LabelledData:
         image_size=recipe.image_size,
         verify=recipe.verify_data,
         memory_gib=recipe.data_memory_gib,
+        **text_arguments(recipe),
         **recipe.data_options,
     )
 
@@ -230,7 +239,7 @@ def _augmentation(recipe: Recipe, data: LabelledData) -> Augmentation | None:
     augments = bool(recipe.crop_padding or recipe.flip or recipe.resized_crop)
     if not data.images and (augments or recipe.multiplicity > 1):
         raise InputError(
-            f"data is {recipe.data!r}, a table; crop_padding, flip, resized_crop and multiplicity are for images, leave "
+            f"data is {recipe.data!r}, not images; crop_padding, flip, resized_crop and multiplicity are for images, leave "
             "them out"
         )
     if not augments:
@@ -249,7 +258,9 @@ def _augmentation(recipe: Recipe, data: LabelledData) -> Augmentation | None:
     return augmentation
 
 
-def _model_shape(recipe: Recipe, data: LabelledData) -> tuple[int, int, int]:
+def _model_shape(recipe: Recipe, data: LabelledData) -> tuple[int, ...]:
+    if data.tokens:
+        return data.example_shape
     if data.images:
         channels, height, width = data.example_shape
         return channels, height, width

@@ -12,7 +12,7 @@ from typing import Any
 
 import tomli_w
 
-from dp_microadam.apps.recipes import checks, tuning, vocabulary
+from dp_microadam.apps.recipes import checks, texts, tuning, vocabulary
 from dp_microadam.apps.recipes.overrides import apply_override
 from dp_microadam.errors import InputError
 
@@ -148,6 +148,7 @@ class Recipe:
         _refuse_unknown_options("optimizer", self.optimizer, vocabulary.OPTIMIZER_OPTIONS[self.algorithm], self.algorithm)
         _refuse_unknown_options("model_options", self.model_options, vocabulary.MODEL_OPTIONS[self.model], self.model)
         _refuse_unknown_options("data_options", self.data_options, vocabulary.DATA_OPTIONS[self.data], self.data)
+        texts.refuse_misfits(self)
         self._refuse_canaries_out_of_place()
         self._refuse_unsolvable_budget()
         self._refuse_idle_coefficients()
@@ -162,6 +163,11 @@ class Recipe:
     def protected(self) -> bool:
         """Whether the run clips and adds noise."""
         return self.method != vocabulary.NON_PRIVATE
+
+    @property
+    def predicts_tokens(self) -> bool:
+        """Whether the model is a language model, whose texts need no labels."""
+        return self.model == vocabulary.LANGUAGE_MODEL
 
     @property
     def algorithm(self) -> str:
