@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from dp_microadam import models
 from dp_microadam.apps.recipes.canaries import Canaries, add_canaries, canaries_in_words, with_canary_key
+from dp_microadam.apps.recipes.language import LanguageFigures, language_figures
 from dp_microadam.apps.recipes.public_part import public_examples
 from dp_microadam.apps.recipes.recipe import Recipe
 from dp_microadam.apps.recipes.texts import text_arguments, texts_in_words
@@ -23,6 +26,7 @@ from dp_microadam.data.preparation import Preparation
 from dp_microadam.data.sources import load
 from dp_microadam.data.users import count_users
 from dp_microadam.errors import InputError
+from dp_microadam.models.hugging_face import TextModel
 from dp_microadam.methods.registry import build, refuse_bad_options
 from dp_microadam.privacy.band_choice import DEFAULT_NOISE_MEMORY_GIB
 from dp_microadam.privacy.plan import PrivacyPlan
@@ -45,9 +49,13 @@ class Experiment:
     model: nn.Module
     trainer: PrivateTrainer
     canaries: Canaries | None = None
+    language_before: LanguageFigures | None = None
+    """Figures of a language model before its first step."""
 
     def fit(self) -> RunResult:
         """Train on the training part, with validation on the part held out of it."""
+        if self.trainer.step.updates == 0:
+            self.language_before = self.language_figures()
         return self.trainer.fit(self.training_part(), self.data.validation, **users_of(self.recipe, self.data))
 
     def training_part(self) -> Examples:
@@ -56,28 +64,45 @@ class Experiment:
 
     def test_accuracy(self) -> tuple[float, str]:
         """Accuracy on the test set, and which weights it belongs to: averaged ones if the recipe keeps an average."""
+        with self.best_weights() as weights:
+            return self._accuracy(), weights
+
+    @contextmanager
+    def best_weights(self) -> Iterator[str]:
+        """The model has averaged weights inside, if the recipe keeps an average; yields which weights these are."""
         average = self.trainer.average
         if average is None:
-            return self._accuracy(), "final weights"
+            yield "final weights"
+            return
         with average.in_place_of(self.model):
-            return self._accuracy(), "averaged weights"
+            yield "averaged weights"
+
+    def language_figures(self) -> LanguageFigures | None:
+        """Perplexity on the test texts and a sample, of a language model; None for other models."""
+        if not isinstance(self.model, TextModel) or not self.recipe.predicts_tokens:
+            return None
+        with self.best_weights():
+            return language_figures(self.recipe, self.model, self._means)
 
     def final_weights_accuracy(self) -> float | None:
         """Accuracy on the test set of the weights after the last step, if the recipe also keeps an average; else None."""
         return None if self.trainer.average is None else self._accuracy()
 
     def _accuracy(self) -> float:
+        return self._means({"accuracy": _hits(self.recipe)})["accuracy"]
+
+    def _means(self, measures: Mapping[str, PerExample]) -> dict[str, float]:
+        """Means of measures over the test set."""
         device = next(self.model.parameters()).device
         prepare = Preparation(self.data)
-        found = evaluate(
+        return evaluate(
             self.model,
             self.data.test,
-            {"accuracy": _hits(self.recipe)},
+            measures,
             prepare=lambda batch: prepare(tree_map(lambda leaf: leaf.to(device), batch)),
             num_workers=self.recipe.num_workers,
             ranks=self.trainer.ranks,
         )
-        return found["accuracy"]
 
 
 def assemble(
