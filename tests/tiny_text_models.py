@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-WORDS = "win cash now call free prize hello mum see you at home tonight love lunch".split()
+WORDS = ["win", "cash", "now", "call", "free", "prize", "hello", "mum", "see", "you", "at", "home", "tonight", "love", "lunch"]
 LENGTH = 12
 
 

@@ -217,7 +217,7 @@ _CATALOGUE: Mapping[str, KnownData] = {
         "49,582 reviews of films, good or bad",
         2,
         by_hand="imdb is the Large Movie Review Dataset of Maas et al. (https://ai.stanford.edu/~amaas/data/sentiment); remove "
-        "repeated reviews, and put the rest into train.csv and test.csv with the columns text and label (0 for bad, 1 for good)",
+        "repeated reviews, and put the rest into train.csv and test.csv with the columns text and label (0 bad, 1 good)",
         options=TEXT_OPTIONS,
         classes=("0", "1"),
     ),

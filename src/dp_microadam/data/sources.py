@@ -117,17 +117,22 @@ def _read_arrays(
 
 def text_columns(data: KnownData, options: Mapping[str, Any], *, labelled: bool = True) -> text.Columns:
     """The columns of texts that a recipe's ``options`` name, and the classes: those of the data set, or those given."""
-    names = {key: options.get(option) for key, option in (("text", "text"), ("label", "label"), ("user", "user_column"))}
-    for key, name in names.items():
+    names = {"text": options.get("text", "text"), "user_column": options.get("user_column")}
+    if labelled:
+        names["label"] = options.get("label", "label")
+    for option, name in names.items():
         if name is not None and (not isinstance(name, str) or not name or list(names.values()).count(name) > 1):
-            raise InputError(f"data_options.{'user_column' if key == 'user' else key} is {name!r}; it must be a column's name")
+            raise InputError(f"data_options.{option} is {name!r}; it must be the name of a column, another for each")
     classes = text.class_names(data.classes or _classes(options.get("classes"))) if labelled else ()
-    label = (names["label"] or "label") if labelled else None
-    return text.Columns(names["text"] or "text", label, names["user"], classes)
+    return text.Columns(names["text"], names.get("label"), names["user_column"], classes)
 
 
 def _load_texts(
-    name: str, parts: tuple[text.Texts, text.Texts], encode: Callable[[Sequence[str]], Tensor], columns: text.Columns, divided: Any
+    name: str,
+    parts: tuple[text.Texts, text.Texts],
+    encode: Callable[[Sequence[str]], Tensor],
+    columns: text.Columns,
+    divided: Any,
 ) -> LabelledData:
     (train, train_labels), (test, test_labels) = ((encode(part.texts), torch.from_numpy(part.labels)) for part in parts)
     training, validation = divided(len(train), parts[0].users)

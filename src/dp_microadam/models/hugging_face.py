@@ -108,7 +108,11 @@ def text_classifier(
     if lora_rank and trainable == "head":
         raise InputError(f"trainable is 'head' and lora_rank is {lora_rank}; with LoRA leave trainable out")
     network = _loaded(
-        "AutoModelForSequenceClassification", pretrained, num_labels=num_classes, ignore_mismatched_sizes=True, dtype=torch.float32
+        "AutoModelForSequenceClassification",
+        pretrained,
+        num_labels=num_classes,
+        ignore_mismatched_sizes=True,
+        dtype=torch.float32,
     )
     network.train()
     if trainable == "head":
@@ -144,7 +148,9 @@ def _loaded(kind: str, source: str, **options: Any) -> Any:
         require_reachable(source)
     try:
         with quiet(library):
-            return getattr(library, kind).from_pretrained(str(path) if path.is_dir() else source, local_files_only=local, **options)
+            return getattr(library, kind).from_pretrained(
+                str(path) if path.is_dir() else source, local_files_only=local, **options
+            )
     except Exception as error:  # transformers, its readers and the network raise many types
         what = "tokenizer" if kind == "AutoTokenizer" else "model"
         raise InputError(f"pretrained is {source!r}, from which no {what} can be loaded ({first_line(error)})") from None

@@ -21,13 +21,11 @@ def peft() -> ModuleType:
     return peft
 
 
-def with_lora(
-    network: nn.Module, rank: int = 8, alpha: float | None = None, targets: str | Sequence[str] = ()
-) -> nn.Module:
+def with_lora(network: nn.Module, rank: int = 8, alpha: float | None = None, targets: str | Sequence[str] = ()) -> nn.Module:
     """A model of ``transformers`` with its weights W frozen and W + (alpha / rank)·B·A in place of those of ``targets``.
 
-    A and B are trained, and the head of a classifier. B starts at zero, so that the model starts as it was. Only what is trained is
-    clipped and gets noise.
+    A and B are trained, and the head of a classifier. B starts at zero, so that the model starts as it was. Only what is
+    trained is clipped and gets noise.
 
     Args:
         rank: the number of rows of A and columns of B.

@@ -26,8 +26,8 @@ from dp_microadam.data.preparation import Preparation
 from dp_microadam.data.sources import load
 from dp_microadam.data.users import count_users
 from dp_microadam.errors import InputError
-from dp_microadam.models.hugging_face import TextModel
 from dp_microadam.methods.registry import build, refuse_bad_options
+from dp_microadam.models.hugging_face import TextModel
 from dp_microadam.privacy.band_choice import DEFAULT_NOISE_MEMORY_GIB
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.selection_plan import SelectionPlan
