@@ -59,7 +59,7 @@ def test_a_language_model_needs_no_labels(tmp_path):
     (tmp_path / "t.jsonl").write_text("".join(f'{{"text": "{"a" * n}"}}\n' for n in range(1, 11)))
     found = data.load("text-table", str(tmp_path / "t.jsonl"), encode=lengths, labelled=False)
     assert found.num_classes == 1
-    with pytest.raises(InputError, match="data_options.classes is None"):
+    with pytest.raises(InputError, match="classes is None"):
         data.load("text-table", str(tmp_path / "t.jsonl"), encode=lengths)
 
 

@@ -1,5 +1,7 @@
 """Losses of language models, per document."""
 
+from itertools import pairwise
+
 import torch
 from torch import nn
 
@@ -30,13 +32,13 @@ def test_a_documents_loss_is_the_mean_over_its_own_tokens_whatever_the_padding()
     table = model.table.detach().log_softmax(1)
     for length in (6, 11):
         batch = padded(length)
-        nats = [-sum(float(table[a, b]) for a, b in zip(row, row[1:], strict=False)) for row in DOCUMENTS]
+        nats = [-sum(float(table[a, b]) for a, b in pairwise(row)) for row in DOCUMENTS]
         counts = [len(row) - 1 for row in DOCUMENTS]
         means = [total / max(1, count) for total, count in zip(nats, counts, strict=True)]
         torch.testing.assert_close(next_token_loss(model, batch).detach(), torch.tensor(means))
         torch.testing.assert_close(document_nats(model, batch).detach(), torch.tensor(nats))
         assert document_tokens(model, batch).tolist() == counts
-        hits = [sum(int(table[a].argmax()) == b for a, b in zip(row, row[1:], strict=False)) for row in DOCUMENTS]
+        hits = [sum(int(table[a].argmax()) == b for a, b in pairwise(row)) for row in DOCUMENTS]
         shares = [hit / max(1, count) for hit, count in zip(hits, counts, strict=True)]
         torch.testing.assert_close(next_token_hits(model, batch), torch.tensor(shares))
 
