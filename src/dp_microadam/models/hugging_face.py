@@ -107,14 +107,7 @@ def text_classifier(
     require_one_of("trainable", trainable, ("all", "head"))
     if lora_rank and trainable == "head":
         raise InputError(f"trainable is 'head' and lora_rank is {lora_rank}; with LoRA leave trainable out")
-    network = _loaded(
-        "AutoModelForSequenceClassification",
-        pretrained,
-        num_labels=num_classes,
-        ignore_mismatched_sizes=True,
-        dtype=torch.float32,
-    )
-    network.train()
+    network = _loaded_network("AutoModelForSequenceClassification", pretrained, num_labels=num_classes)
     if trainable == "head":
         network.base_model.requires_grad_(False).eval()
     return TextModel(with_lora(network, lora_rank, lora_alpha, lora_targets) if lora_rank else network)
@@ -128,9 +121,19 @@ def language_model(
     lora_targets: str | Sequence[str] = (),
 ) -> TextModel:
     """A causal language model, ``AutoModelForCausalLM``; arguments are those of :func:`text_classifier`."""
-    network = _loaded("AutoModelForCausalLM", pretrained, dtype=torch.float32)
-    network.train()
+    network = _loaded_network("AutoModelForCausalLM", pretrained)
     return TextModel(with_lora(network, lora_rank, lora_alpha, lora_targets) if lora_rank else network)
+
+
+def _loaded_network(kind: str, source: str, **options: Any) -> Any:
+    """A model in training mode, all of whose tensors come from ``source`` but those of a classifier and of BERT's pooler."""
+    options = {**options, "dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    network, report = _loaded(kind, source, **options)
+    of_the_body = f"{network.base_model_prefix}."
+    for name in sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
+        if kind == "AutoModelForCausalLM" or (name.startswith(of_the_body) and ".pooler." not in name):
+            raise InputError(f"pretrained is {source!r}, whose weights lack the tensor {name} or have it in another shape")
+    return network.train()
 
 
 def _loaded(kind: str, source: str, **options: Any) -> Any:

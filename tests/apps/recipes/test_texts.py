@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,20 @@ def test_what_cannot_be_built_is_one_sentence(folders, tmp_path, given, words):
     with pytest.raises(InputError, match=words):
         assemble(load_recipe("sms-spam", settings(folders, "bert", *filled)), tmp_path / "run", show_progress=False)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_weights_that_lack_a_tensor_are_refused_by_name(folders, tmp_path, kind):
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folders[kind], tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    removed = next(name for name in weights if name.endswith("1.mlp.up_proj.weight") or name.endswith("1.output.dense.weight"))
+    del weights[removed]
+    save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    build = {"bert": lambda **o: text_classifier(2, **o), "llama": language_model}[kind]
+    with pytest.raises(InputError, match=f"whose weights lack the tensor .*{removed}"):
+        build(pretrained=str(tmp_path / "model"))
 
 
 def test_data_check_lists_what_is_wrong_with_the_texts_of_a_recipe(folders, tmp_path, capsys):
