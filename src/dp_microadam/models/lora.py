@@ -38,7 +38,8 @@ def with_lora(network: nn.Module, rank: int = 8, alpha: float | None = None, tar
     require_integer("lora_rank", rank, 1)
     alpha = require_positive("lora_alpha", 2.0 * rank if alpha is None else alpha)
     library = peft()
-    task = "CAUSAL_LM" if hasattr(network, "lm_head") or _is_generator(network) else "SEQ_CLS"
+    writes: Any = getattr(network, "can_generate", lambda: False)
+    task = "CAUSAL_LM" if writes() else "SEQ_CLS"  # the latter also trains the head
     chosen: Any = targets if isinstance(targets, str) else list(targets)
     try:
         config = library.LoraConfig(r=rank, lora_alpha=alpha, target_modules=chosen or None, task_type=task)
@@ -49,7 +50,3 @@ def with_lora(network: nn.Module, rank: int = 8, alpha: float | None = None, tar
             "the model, or 'all-linear'"
         ) from None
     return adapted
-
-
-def _is_generator(network: nn.Module) -> bool:
-    return type(network).__name__.endswith("ForCausalLM")
