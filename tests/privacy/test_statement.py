@@ -31,7 +31,7 @@ def test_the_report_says_what_was_spent_and_what_was_planned(tmp_path):
     assert report["private"] is True
     assert report["epsilon"] == PLAN.epsilon_after(30) < report["epsilon_planned"] == PLAN.epsilon
     assert (report["steps_done"], report["steps_planned"]) == (30, 50)
-    assert (report["delta"], report["accountant"]) == (1e-5, "rdp")
+    assert (report["delta"], report["accountant"]) == (1e-5, "pld")
     assert report["noise"]["deviation_of_the_sum"] == pytest.approx(1.5 * 0.7)
 
 

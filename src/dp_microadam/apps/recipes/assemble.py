@@ -13,10 +13,12 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from dp_microadam import models
+from dp_microadam.apps.recipes.advice import bands_of, noise_memory_of, refuse_unadvisable, with_advice
 from dp_microadam.apps.recipes.canaries import Canaries, add_canaries, canaries_in_words, with_canary_key
 from dp_microadam.apps.recipes.language import LanguageFigures, language_figures
 from dp_microadam.apps.recipes.public_part import public_examples
 from dp_microadam.apps.recipes.recipe import Recipe
+from dp_microadam.apps.recipes.stated import stated
 from dp_microadam.apps.recipes.texts import text_arguments, texts_in_words
 from dp_microadam.apps.recipes.vocabulary import OPTIMIZER_OPTIONS
 from dp_microadam.data.augmentation import Augmentation
@@ -122,7 +124,7 @@ def assemble(
         InputError: if data cannot be found or read, or something does not fit.
     """
     ranks = ranks_here() if ranks is None else ranks
-    refuse_bad_options(recipe.algorithm, recipe.resolved_learning_rate, recipe.optimizer)
+    refuse_bad_options(recipe.algorithm, recipe.resolved_learning_rate, recipe.optimizer, recipe.resolved_lr_unit)
     if data is None:
         with ranks.one_per_machine_first():
             data = load_data(recipe)
@@ -131,14 +133,20 @@ def assemble(
     data, canaries = add_canaries(recipe, data)
     augment = _augmentation(recipe, data)
     count = number_of_units(recipe, data)
-    plan = plan_of(recipe, count) if recipe.bands != "auto" else None
+    if recipe.plan is not None:
+        refuse_unadvisable(recipe)
+    plan = None if recipe.bands == "least" else plan_of(recipe, count)  # refused before anything takes long
     if recipe.seed is not None:
         torch.manual_seed(recipe.seed)
-    model = models.build(recipe.model, data.num_classes, _model_shape(recipe, data), **recipe.model_options)
-    if plan is None:  # how much noise can be kept depends on the model
-        plan = plan_of(recipe, count, sum(p.numel() for p in model.parameters() if p.requires_grad))
+    model = model_of(recipe, data)
+    if recipe.plan is not None:
+        recipe, _, _ = with_advice(recipe, count, trainable_parameters(model))
+        plan = plan_of(recipe, count)
+    elif plan is None or bands_of(recipe) == "auto":  # how much noise can be kept depends on the model
+        plan = plan_of(recipe, count, trainable_parameters(model))
     if plan.bands > 1:
         recipe = _with_exact_residual(recipe)
+    recipe = stated(recipe, plan.bands)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     normalization = models.normalization_of(model)
     if normalization is not None:  # pretrained weights expect the constants they were trained with
@@ -157,7 +165,7 @@ def assemble(
         prepare=Preparation(data),
         augment=augment,
         schedule=Schedule(recipe.schedule, plan.steps, recipe.warmup),
-        ema_decay=recipe.ema_decay,
+        ema_decay=recipe.resolved_ema_decay,
         max_steps=recipe.max_steps,
         evaluate_every=recipe.evaluate_every,
         diagnostics_every=recipe.diagnostics_every,
@@ -165,7 +173,7 @@ def assemble(
         checkpoint_minutes=recipe.checkpoint_minutes,
         keep_checkpoints=recipe.keep_checkpoints,
         run_dir=default_folder(recipe.name) if run_dir is None else run_dir,
-        config=replace(recipe, learning_rate=recipe.resolved_learning_rate).to_toml(),
+        config=recipe.to_toml(),
         public=(
             *(texts_in_words(recipe) or ["normalization constants of the input"]),
             f"which {recipe.validation_size or f'{recipe.validation_fraction:g}'} of "
@@ -240,7 +248,7 @@ def _method(recipe: Recipe, model: nn.Module, data: LabelledData) -> Method:
     options = dict(recipe.optimizer)
     if "public" in options:
         options["public"] = public_examples(recipe, data, options["public"])
-    return build(recipe.algorithm, model, recipe.resolved_learning_rate, options)
+    return build(recipe.algorithm, model, recipe.resolved_learning_rate, options, recipe.resolved_lr_unit)
 
 
 def load_data(recipe: Recipe) -> LabelledData:
@@ -283,6 +291,16 @@ def _augmentation(recipe: Recipe, data: LabelledData) -> Augmentation | None:
     return augmentation
 
 
+def model_of(recipe: Recipe, data: LabelledData) -> nn.Module:
+    """The model that a recipe names, for the shape and classes of its data."""
+    return models.build(recipe.model, data.num_classes, _model_shape(recipe, data), **recipe.model_options)
+
+
+def trainable_parameters(model: nn.Module) -> int:
+    """The number of trainable parameters."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
 def _model_shape(recipe: Recipe, data: LabelledData) -> tuple[int, ...]:
     if data.tokens:
         return data.example_shape
@@ -318,10 +336,10 @@ def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) ->
             epsilon=recipe.epsilon,
             noise_multiplier=recipe.noise_multiplier,
             steps=recipe.steps,
-            accountant=recipe.accountant,
-            bands=recipe.bands or 1,
+            accountant=recipe.resolved_accountant,
+            bands=bands_of(recipe),
             parameters=parameters,
-            noise_memory_gib=recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB,
+            noise_memory_gib=noise_memory_of(recipe),
             max_batch_size=recipe.max_batch_size,
             unit=recipe.unit,
             examples_per_user=recipe.examples_per_user,

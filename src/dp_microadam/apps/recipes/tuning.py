@@ -105,7 +105,7 @@ def with_values(recipe: Recipe, chosen: Mapping[str, Any]) -> Recipe:
 
 def score_of(recipe: Recipe) -> str:
     """The metric that decides: of the averaged weights, if the runs keep an average."""
-    averaged = recipe.ema_decay > 0 or "ema_decay" in recipe.tune
+    averaged = recipe.resolved_ema_decay > 0 or "ema_decay" in recipe.tune
     return f"{'ema_' if averaged else ''}validation_{recipe.tune['score']}"
 
 
@@ -136,7 +136,7 @@ def refuse_unsearchable(recipe: Recipe) -> None:
         one = with_values(recipe, dict(zip(listed, combination, strict=True)))
         if not one.protected:
             raise InputError(f"tune.method holds {one.method!r}, which is not private; leave it out")
-        if "ema_decay" in listed and one.ema_decay == 0:
+        if "ema_decay" in listed and one.resolved_ema_decay == 0:
             raise InputError("tune.ema_decay holds 0, which keeps no average to compare; leave it out, or tune something else")
 
 

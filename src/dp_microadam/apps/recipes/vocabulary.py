@@ -15,6 +15,15 @@ OPTIMIZER_OPTIONS = {name: entry.all_options for name, entry in table.METHODS.it
 DEFAULT_LEARNING_RATES = {name: entry.learning_rate for name, entry in table.METHODS.items()}
 """By method, for recipes without a ``learning_rate``: the values of the paper's tables."""
 
+DEFAULT_LR_UNITS = {name: entry.lr_unit for name, entry in table.METHODS.items()}
+"""By method, for recipes without an ``lr_unit``."""
+
+WALK_LEARNING_RATE = table.METHODS["dp-walk"].learning_rate
+"""The default learning rate of any method with ``lr_unit = "walk"``."""
+
+WALK_EMA_DECAY = 0.99
+"""Decay of the average of the weights that dp-walk keeps by default: larger steps than the last ones can be averaged out."""
+
 NON_PRIVATE = "non-private"
 NON_PRIVATE_LEARNING_RATES = {"dp-sgd": 0.1}
 """Different defaults for runs without clipping: DP-SGD's 4.0 is tuned for gradients of norm at most one."""

@@ -40,10 +40,10 @@ def open_run(
     Raises:
         InputError: if ``run_dir`` is not a run folder.
     """
-    from dp_microadam.apps.recipes.recipe import Recipe
+    from dp_microadam.apps.recipes.stated import recipe_of_run
 
     # With several processes, only the main one needs access to the folder.
-    recipe = Recipe.from_toml(_config_of(run_dir) if ranks is None else ranks.from_main(lambda: _config_of(run_dir)))
+    recipe = recipe_of_run(_config_of(run_dir) if ranks is None else ranks.from_main(lambda: _config_of(run_dir)))
 
     from dp_microadam.apps.recipes.assemble import assemble
 

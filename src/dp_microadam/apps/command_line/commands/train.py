@@ -30,7 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change one key of the recipe"
     )
     complete_with(recipe_settings, override)
-    parser.add_argument("--bands", metavar="N", help="bands of correlated noise, or auto; short for --set bands=N")
+    parser.add_argument("--bands", metavar="N", help="bands of correlated noise, auto or least; short for --set bands=N")
     parser.add_argument("--max-batch-size", metavar="M", help="most examples in a step; short for --set max_batch_size=M")
     parser.add_argument(
         "--unit", choices=("example", "user"), help="whom ε is for: an example, or a user; short for --set unit=…"

@@ -1,0 +1,59 @@
+"""Proposals for batch size, steps and bands: what they promise, and what they follow from."""
+
+import math
+
+import pytest
+
+from dp_microadam import InputError, PrivacyPlan
+from dp_microadam.privacy.advice import MOST_STEPS, advise, best
+
+SETTING = {"dataset_size": 20_000, "epsilon": 3.0, "delta": 1e-5}
+
+
+def for_examples(count):
+    return lambda batch_size: count / batch_size
+
+
+def test_a_proposal_can_be_afforded_and_its_noise_is_that_of_the_plan():
+    for one in advise(**SETTING, steps_for=for_examples(200_000)):
+        assert one.examples <= 200_000
+        assert one.steps <= MOST_STEPS
+        plan = PrivacyPlan.solve(**SETTING, batch_size=one.batch_size, steps=one.steps)
+        assert (one.bands, plan.bands) == (1, 1)
+        assert plan.noise_multiplier <= one.noise_multiplier <= 1.01 * plan.noise_multiplier
+        assert one.noise == pytest.approx(one.noise_multiplier / (one.batch_size * math.sqrt(one.steps)))
+
+
+def test_the_proposal_is_better_than_its_neighbours_and_stops_after_them():
+    proposals = advise(**SETTING, steps_for=for_examples(200_000))
+    sizes = [one.batch_size for one in proposals]
+    assert sizes == [64 << number for number in range(len(sizes))]
+    assert sizes[-1] < SETTING["dataset_size"] / 4, "no time is spent on batches that only become worse"
+    chosen = best(proposals)
+    assert all(chosen.score <= one.score + 0.03 for one in proposals)
+
+
+def test_more_computing_is_spent_on_larger_batches_once_there_are_steps_enough():
+    little, much = (best(advise(**SETTING, steps_for=for_examples(count))) for count in (50_000, 5_000_000))
+    assert little.batch_size == 64
+    assert much.batch_size > little.batch_size
+    assert much.steps > little.steps
+
+
+def test_bands_are_proposed_where_the_size_of_the_model_is_known_and_fits():
+    options = {**SETTING, "steps_for": for_examples(100_000)}
+    without, several, large = (best(advise(**options, parameters=size)) for size in (None, 26_010, 10**10))
+    assert without.bands == large.bands == 1
+    assert several.bands > 1
+    assert several.noise < without.noise
+
+
+def test_few_examples_are_one_batch():
+    (one,) = advise(dataset_size=40, epsilon=8.0, delta=1e-3, steps_for=for_examples(4000))
+    assert (one.batch_size, one.steps) == (40, 100)
+
+
+def test_what_cannot_be_afforded_is_refused_in_one_sentence():
+    with pytest.raises(InputError, match="not one step of 64 examples can be afforded") as refused:
+        advise(**SETTING, steps_for=for_examples(10))
+    assert "\n" not in str(refused.value)
