@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
-from dp_microadam.data import cifar, idx, images, places, table
+from dp_microadam.data import cifar, idx, images, places, table, text
 from dp_microadam.data.catalogue import KnownData, known
 from dp_microadam.data.contents import Reading
 from dp_microadam.data.image_users import ImageUsers
-from dp_microadam.data.sources import read_packaged, table_user
+from dp_microadam.data.sources import read_packaged, table_user, text_columns
 from dp_microadam.data.users import refuse_shared_users
 from dp_microadam.errors import InputError
 
@@ -58,6 +58,9 @@ def _verify(name: str, data: KnownData, place: Path) -> bool:
     if data.kind == "images":
         images.read_folder(place, images.SIZE, data.num_classes)
         return False
+    if data.kind == "text":
+        text.files_of(place)
+        return False
     if data.kind == "table":
         return False
     files = cifar.files_of(name, place) if data.kind == "cifar" else idx.files_of(place)
@@ -98,6 +101,19 @@ def _problems_of_images(place: Path, options: Mapping[str, Any]) -> Iterator[str
     for file in users.unused((*train.example_ids(), *test.example_ids())):
         yield f"{users.source} names {file}, which is not in {place}; remove the line, or add the image"
     refuse_shared_users(found[0], found[1][found[1] != ""], str(place))
+
+
+def text_problems(name: str, place: Path, options: Mapping[str, Any], *, labelled: bool) -> Iterator[str]:
+    """All that is wrong with the texts of a data set, by line; for the owner of the data."""
+    data = known(name)
+    try:
+        if labelled and not data.classes and "classes" not in options:  # without a recipe nobody knows the classes
+            columns = replace(text_columns(data, options, labelled=False), label=options.get("label"))
+        else:
+            columns = text_columns(data, options, labelled=labelled)
+        yield from text.problems(place, Reading(name), columns)
+    except InputError as error:
+        yield str(error)
 
 
 def undecodable(folder: Path, workers: int, progress: Callable[[int, int], None]) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,9 +16,12 @@ from torch.utils._pytree import tree_map
 from dp_microadam import models
 from dp_microadam.apps.recipes.advice import bands_of, noise_memory_of, refuse_unadvisable, with_advice
 from dp_microadam.apps.recipes.canaries import Canaries, add_canaries, canaries_in_words, with_canary_key
+from dp_microadam.apps.recipes.kept_features import features_of
+from dp_microadam.apps.recipes.language import LanguageFigures, language_figures
 from dp_microadam.apps.recipes.public_part import public_examples
 from dp_microadam.apps.recipes.recipe import Recipe
 from dp_microadam.apps.recipes.stated import stated
+from dp_microadam.apps.recipes.texts import text_arguments, texts_in_words
 from dp_microadam.apps.recipes.vocabulary import OPTIMIZER_OPTIONS
 from dp_microadam.data.augmentation import Augmentation
 from dp_microadam.data.dataset import Examples, LabelledData, size_of
@@ -27,6 +31,7 @@ from dp_microadam.data.sources import load
 from dp_microadam.data.users import count_users
 from dp_microadam.errors import InputError
 from dp_microadam.methods.registry import build, refuse_bad_options
+from dp_microadam.models.hugging_face import TextModel
 from dp_microadam.privacy.band_choice import DEFAULT_NOISE_MEMORY_GIB
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.selection_plan import SelectionPlan
@@ -34,13 +39,10 @@ from dp_microadam.training.distributed import Ranks, ranks_here
 from dp_microadam.training.evaluation import PerExample, class_hits, class_loss, evaluate, over_views, weighted_class_loss
 from dp_microadam.training.frozen_features import FrozenFeatures
 from dp_microadam.training.method import Method
-from dp_microadam.training.progress import Fraction
 from dp_microadam.training.run_folder import default_folder
 from dp_microadam.training.schedules import Schedule
+from dp_microadam.training.token_losses import next_token_hits, next_token_loss
 from dp_microadam.training.trainer import PrivateTrainer, RunResult, UnprotectedPlan
-
-_LARGEST_FROZEN_BATCH = 32
-"""Examples that go through a frozen part at once. Its activations are far larger than the features a step runs on."""
 
 
 @dataclass
@@ -53,9 +55,13 @@ class Experiment:
     trainer: PrivateTrainer
     canaries: Canaries | None = None
     features: FrozenFeatures | None = None
+    language_before: LanguageFigures | None = None
+    """Figures of a language model before its first step."""
 
     def fit(self) -> RunResult:
         """Train on the training part, with validation on the part held out of it."""
+        if self.trainer.step.updates == 0:
+            self.language_before = self.language_figures()
         train, validation = self._inputs(training_part(self.recipe, self.data), self.data.validation)
         return self.trainer.fit(train, validation, **users_of(self.recipe, self.data))
 
@@ -71,28 +77,46 @@ class Experiment:
 
     def test_accuracy(self) -> tuple[float, str]:
         """Accuracy on the test set, and which weights it belongs to: averaged ones if the recipe keeps an average."""
+        with self.best_weights() as weights:
+            return self._accuracy(), weights
+
+    @contextmanager
+    def best_weights(self) -> Iterator[str]:
+        """The model has averaged weights inside, if the recipe keeps an average; yields which weights these are."""
         average = self.trainer.average
         if average is None:
-            return self._accuracy(), "final weights"
+            yield "final weights"
+            return
         with average.in_place_of(self.model):
-            return self._accuracy(), "averaged weights"
+            yield "averaged weights"
+
+    def language_figures(self) -> LanguageFigures | None:
+        """Perplexity on the test texts and a sample, of a language model; None for other models."""
+        if not isinstance(self.model, TextModel) or not self.recipe.predicts_tokens:
+            return None
+        with self.best_weights():
+            return language_figures(self.recipe, self.model, self._means)
 
     def final_weights_accuracy(self) -> float | None:
         """Accuracy on the test set of the weights after the last step, if the recipe also keeps an average; else None."""
         return None if self.trainer.average is None else self._accuracy()
 
     def _accuracy(self) -> float:
+        return self._means({"accuracy": _hits(self.recipe)})["accuracy"]
+
+    def _means(self, measures: Mapping[str, PerExample]) -> dict[str, float]:
+        """Means of measures over the test set."""
         device = next(self.model.parameters()).device
-        prepare = _unchanged if self.features is not None else Preparation(self.data)
-        found = evaluate(
+        prepare = Preparation(self.data) if self.features is None else _unchanged
+        on = _unchanged if self.features is None else self.features.on
+        return evaluate(
             self.model,
             self._inputs(self.data.test)[0],
-            {"accuracy": class_hits if self.features is None else self.features.on(class_hits)},
+            {name: on(measure) for name, measure in measures.items()},
             prepare=lambda batch: prepare(tree_map(lambda leaf: leaf.to(device), batch)),
             num_workers=self.recipe.num_workers,
             ranks=self.trainer.ranks,
         )
-        return found["accuracy"]
 
 
 def assemble(
@@ -142,24 +166,17 @@ def assemble(
     if normalization is not None:  # pretrained weights expect the constants they were trained with
         data = replace(data, mean=normalization.mean, std=normalization.std)
     method = _method(recipe, model, replace(data, train=own))
-    loss, features = _loss(recipe, data), None
-    if recipe.cache_features:
-        features = FrozenFeatures(
-            model,
-            loss,
-            prepare=Preparation(data),
-            folder=features_folder,
-            physical_batch_size=min(recipe.physical_batch_size, _LARGEST_FROZEN_BATCH),
-            num_workers=recipe.num_workers,
-            tell=Fraction("features computed").tell if show_progress and ranks.main else None,
-        )
+    loss = _loss(recipe, data)
+    features = features_of(
+        recipe, model, loss, prepare=Preparation(data), folder=features_folder, show_progress=show_progress and ranks.main
+    )
     measured = features.on if features is not None else partial(over_views, example_shape=data.example_shape)
     trainer = PrivateTrainer(
         model,
         method,
         plan,
         measured(loss),
-        per_example_accuracy=measured(class_hits),
+        per_example_accuracy=measured(_hits(recipe)),
         private=recipe.protected,
         max_grad_norm=recipe.max_grad_norm,
         clipping=recipe.clipping,
@@ -177,11 +194,11 @@ def assemble(
         run_dir=default_folder(recipe.name) if run_dir is None else run_dir,
         config=recipe.to_toml(),
         public=(
-            "normalization constants of the input",
+            *(texts_in_words(recipe) or ["normalization constants of the input"]),
             f"which {recipe.validation_size or f'{recipe.validation_fraction:g}'} of "
             f"{recipe.data if data.train_users is None else f'the users of {recipe.data}'} "
             f"{'are' if recipe.validation_size else 'is'} held out (split seed {recipe.split_seed})",
-            "number and names of the classes",
+            *(["number and names of the classes"] if not recipe.predicts_tokens else []),
             *_weights_in_words(recipe),
             *([canaries_in_words(canaries)] if canaries is not None else []),
             *([f"the pretrained weights {pretrained!r}"] if (pretrained := recipe.model_options.get("pretrained")) else []),
@@ -198,8 +215,8 @@ def assemble(
     return Experiment(recipe, data, model, trainer, canaries, features)
 
 
-def _unchanged(batch: Any) -> Any:
-    return batch
+def _unchanged(value: Any) -> Any:
+    return value
 
 
 def _with_exact_residual(recipe: Recipe) -> Recipe:
@@ -214,7 +231,13 @@ def _with_exact_residual(recipe: Recipe) -> Recipe:
     return replace(recipe, optimizer={**recipe.optimizer, "quantize": False})
 
 
+def _hits(recipe: Recipe) -> PerExample:
+    return next_token_hits if recipe.predicts_tokens else class_hits
+
+
 def _loss(recipe: Recipe, data: LabelledData) -> PerExample:
+    if recipe.predicts_tokens:
+        return next_token_loss
     if recipe.class_weights is None:
         return class_loss
     if len(recipe.class_weights) != data.num_classes:
@@ -262,6 +285,7 @@ def load_data(recipe: Recipe) -> LabelledData:
         image_size=recipe.image_size,
         verify=recipe.verify_data,
         memory_gib=recipe.data_memory_gib,
+        **text_arguments(recipe),
         **recipe.data_options,
     )
 
@@ -271,7 +295,7 @@ def _augmentation(recipe: Recipe, data: LabelledData) -> Augmentation | None:
     augments = bool(recipe.crop_padding or recipe.flip or recipe.resized_crop)
     if not data.images and (augments or recipe.multiplicity > 1):
         raise InputError(
-            f"data is {recipe.data!r}, a table; crop_padding, flip, resized_crop and multiplicity are for images, leave "
+            f"data is {recipe.data!r}, not images; crop_padding, flip, resized_crop and multiplicity are for images, leave "
             "them out"
         )
     if not augments:
@@ -300,7 +324,9 @@ def trainable_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def _model_shape(recipe: Recipe, data: LabelledData) -> tuple[int, int, int]:
+def _model_shape(recipe: Recipe, data: LabelledData) -> tuple[int, ...]:
+    if data.tokens:
+        return data.example_shape
     if data.images:
         channels, height, width = data.example_shape
         return channels, height, width

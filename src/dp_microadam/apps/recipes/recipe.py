@@ -11,8 +11,9 @@ from typing import Any
 
 import tomli_w
 
-from dp_microadam.apps.recipes import checks, tuning, vocabulary
+from dp_microadam.apps.recipes import checks, texts, tuning, vocabulary
 from dp_microadam.apps.recipes.hints import hint_for_key, nearest, refuse_unknown_options
+from dp_microadam.apps.recipes.kept_features import refuse_changing_features
 from dp_microadam.apps.recipes.overrides import apply_override
 from dp_microadam.errors import InputError
 
@@ -155,13 +156,14 @@ class Recipe:
             raise InputError(
                 f"base is {self.base!r}, but method is {self.method!r}; leave it out, it is only for method 'non-private'"
             )
+        texts.refuse_misfits(self)
         for table, given, known_options, owner in (
             ("optimizer", self.optimizer, vocabulary.OPTIMIZER_OPTIONS, self.algorithm),
             ("model_options", self.model_options, vocabulary.MODEL_OPTIONS, self.model),
             ("data_options", self.data_options, vocabulary.DATA_OPTIONS, self.data),
         ):
             refuse_unknown_options(table, given, known_options[owner], owner, [key.name for key in fields(self)])
-        self._refuse_features_that_change()
+        refuse_changing_features(self)
         self._refuse_canaries_out_of_place()
         self._refuse_unsolvable_budget()
         self._refuse_idle_coefficients()
@@ -176,6 +178,11 @@ class Recipe:
     def protected(self) -> bool:
         """Whether the run clips and adds noise."""
         return self.method != vocabulary.NON_PRIVATE
+
+    @property
+    def predicts_tokens(self) -> bool:
+        """Whether the model is a language model, whose texts need no labels."""
+        return self.model == vocabulary.LANGUAGE_MODEL
 
     @property
     def algorithm(self) -> str:
@@ -255,20 +262,6 @@ class Recipe:
             if needed.default is MISSING and needed.default_factory is MISSING and needed.name not in values:
                 raise InputError(f"the recipe lacks the key {needed.name}; it must be given")
         return cls(**values)
-
-    def _refuse_features_that_change(self) -> None:
-        if not self.cache_features:
-            return
-        if self.model_options.get("trainable") != "head":
-            able = [model for model, options in vocabulary.MODEL_OPTIONS.items() if "trainable" in options]
-            raise InputError(
-                f"cache_features is true, but all of model {self.model!r} trains; set model_options.trainable to 'head', which "
-                f"{', '.join(able)} have, or leave it out"
-            )
-        changing = [key for key in ("crop_padding", "flip", "resized_crop") if getattr(self, key)]
-        if changing or self.tune:
-            what = f"{changing[0]} changes images from step to step" if changing else "[tune] is given"
-            raise InputError(f"cache_features is true, but {what}; leave one of them out")
 
     def _refuse_canaries_out_of_place(self) -> None:
         if self.audit_canaries is None:

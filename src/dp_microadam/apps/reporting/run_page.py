@@ -88,6 +88,8 @@ def _overview(runs: Sequence[Run], summary: Table) -> str:
 
 def _card(run: Run, colour: str) -> str:
     numbers = [_accuracy(run), _promise(run)]
+    if run.perplexity is not None:
+        numbers.insert(0, (f"{run.perplexity:.2f}", "test perplexity"))
     if run.optimizer_state is not None:
         own, adam = run.optimizer_state
         share = own / adam

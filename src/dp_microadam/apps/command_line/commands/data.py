@@ -142,23 +142,27 @@ def run_get(options: argparse.Namespace) -> int:
 
 def run_check(options: argparse.Namespace) -> int:
     from dp_microadam.data.catalogue import known
-    from dp_microadam.data.inspection import inspect, undecodable, user_problems
+    from dp_microadam.data.inspection import inspect, text_problems, undecodable, user_problems
     from dp_microadam.validation import require_integer
 
     require_integer("workers", options.workers, 0)
     name: str = options.name
     folder: str | None = options.folder
     data_options: dict[str, Any] = {}
+    labelled = True
     if name.endswith(".toml"):
         from dp_microadam.apps.recipes.recipe import load_recipe
 
         recipe = load_recipe(name)
         name, folder, data_options = recipe.data, folder or recipe.data_folder or None, recipe.data_options
+        labelled = not recipe.predicts_tokens
     found = inspect(name, folder)
     problems = [found.problem] if found.problem else []
     if found.place and not problems:
         kind = known(name).kind
         problems += user_problems(kind, Path(found.place), data_options)
+        if kind == "text":
+            problems += text_problems(name, Path(found.place), data_options, labelled=labelled)
         if kind == "images":
             with _counter("images") as count:
                 problems += undecodable(Path(found.place), options.workers, count)

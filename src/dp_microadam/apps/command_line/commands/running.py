@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,23 +76,25 @@ def finish(experiment: Experiment, options: argparse.Namespace, result: RunResul
     """Draw the learning curves, print and save the test accuracy; returns the exit code."""
     if experiment.trainer.ranks.main:
         _draw(experiment, options, result)
-    accuracy, weights = conclude(experiment, options, result, **chosen)
+    figures = conclude(experiment, options, result, **chosen)
     if experiment.trainer.ranks.main:
-        _save_test_accuracy(experiment, accuracy, weights, result)
+        _save_test_figures(experiment, figures, result)
     return 0 if result.finished else INTERRUPTED
 
 
 def conclude(
     experiment: Experiment, options: argparse.Namespace, result: RunResult, chosen: dict[str, Any] | None = None
-) -> tuple[float, str]:
-    """Print run folder, test accuracy and ε. Returns the accuracy and which weights it belongs to (final or averaged).
+) -> dict[str, Any]:
+    """Print run folder, test accuracy and ε. Returns the figures on the test set, and which weights they belong to.
 
     ``chosen`` are the hyperparameters of a run that a search chose.
     """
     accuracy, weights = experiment.test_accuracy()
+    language = language_metrics(experiment)
+    figures = {"test_accuracy": accuracy, **language, "weights": weights}
     final = experiment.final_weights_accuracy() if options.json else None
     if not experiment.trainer.ranks.main:
-        return accuracy, weights
+        return figures
     head = ledger_head(result)
     if options.json:
         print(
@@ -101,6 +104,7 @@ def conclude(
                     "finished": result.finished,
                     "private": result.private,
                     "test_accuracy": accuracy,
+                    **language,
                     **({} if final is None else {"final_weights_test_accuracy": final}),
                     "epsilon": result.epsilon,
                     "delta": result.delta,
@@ -112,7 +116,7 @@ def conclude(
                 }
             )
         )
-        return accuracy, weights
+        return figures
     print(f"run folder {result.run_dir}")
     if head is not None:
         print(f"ledger's last hash {head}")
@@ -121,18 +125,35 @@ def conclude(
     if not result.finished:
         print(f"stopped after {result.steps_done} steps; go on with: dp-microadam resume {result.run_dir}")
     print(f"evaluated with the {weights}{lost_steps_note(result)}")
+    print_language(language)
     print(f"test accuracy {100 * accuracy:.2f} %")
     print(privacy_line(result))
-    return accuracy, weights
+    return figures
 
 
-def _save_test_accuracy(experiment: Experiment, accuracy: float, weights: str, result: RunResult) -> None:
-    """Write the test accuracy into the run folder, for reports."""
+def _save_test_figures(experiment: Experiment, figures: Mapping[str, Any], result: RunResult) -> None:
+    """Write the figures on the test set into the run folder, for reports."""
     from dp_microadam.training.run_folder import TEST
 
-    experiment.trainer.record.write_json(
-        TEST, {"test_accuracy": accuracy, "weights": weights, "updates": result.updates, "steps_done": result.steps_done}
-    )
+    counts = {"updates": result.updates, "steps_done": result.steps_done}
+    experiment.trainer.record.write_json(TEST, {**figures, **counts})
+
+
+def language_metrics(experiment: Experiment) -> dict[str, Any]:
+    """Perplexity and a sample of a language model, after training and before it if it was trained here; else empty."""
+    before, after = experiment.language_before, experiment.language_figures()
+    return {**({} if after is None else after.as_metrics()), **({} if before is None else before.as_metrics("_before"))}
+
+
+def print_language(language: Mapping[str, Any]) -> None:
+    """Print what :func:`language_metrics` found."""
+    if not language:
+        return
+    for when in ("_before", ""):
+        if f"sample{when}" in language:
+            print(f"sample {when.removeprefix('_') or 'after'} training: {language[f'sample{when}']}")
+    before = language.get("test_perplexity_before")
+    print(f"test perplexity {language['test_perplexity']:.2f}{'' if before is None else f' (before training {before:.2f})'}")
 
 
 def lost_steps_note(result: RunResult) -> str:
