@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -133,18 +134,19 @@ class FrozenFeatures:
         if self._prepare is not None:
             check_transform(self._prepared, raw, self.model, what="prepare")
         batch = _guarded(lambda: self._prepared(raw))
-        examples, _ = SyntheticExamples(0).draw(batch, CHECK_SIZE, None)
-        self._split.learn(examples)
-        self._leaves = tree_leaves(self._split.with_features(examples))
-        if any(leaf.dtype == torch.bfloat16 for leaf in self._leaves):
-            raise InputError(f"the head {self.head!r} gets bfloat16, which cannot be kept in files; give it float32")
         with ClippedGradients(self.model, self._loss, max_grad_norm=1.0) as engine:
             engine.check_independence(batch)
+        examples, _ = SyntheticExamples(0).draw(batch, CHECK_SIZE, None)
+        self._split.learn(examples)
+        leaves = tree_leaves(self._split.with_features(examples))
+        if any(leaf.dtype == torch.bfloat16 for leaf in leaves):
+            raise InputError(f"the head {self.head!r} gets bfloat16, which cannot be kept in files; give it float32")
+        self._leaves = leaves  # last: until all of it has passed, every call checks
 
     def _features_of(self, data: Any) -> Any:
         key = _guarded(lambda: self._key(data))
         kept = self._store.read(key)
-        if kept is None or not _guarded(lambda: self._still_right(data, kept)):
+        if kept is None or not _guarded(partial(self._still_right, data, kept)):
             count = len(data) if isinstance(data, Dataset | Tensor) else len(tree_leaves(data)[0])  # type: ignore[arg-type]
             shapes = [((count, *leaf.shape[1:]), leaf.cpu().numpy().dtype) for leaf in self._leaves]
             kept = self._store.write(key, shapes, lambda arrays: _guarded(lambda: self._fill(arrays, data)))
