@@ -8,7 +8,7 @@ resident set during a step, or that of the memory allocated on the GPU.
     python benchmarks/clipping.py                                   # the table at physical batch 64
     python benchmarks/clipping.py --batches 16 64 256 --figure docs/images/clipping.png --json
     python benchmarks/clipping.py --models vit-tiny "text encoder" "vit-tiny bitfit" "text bitfit" --batches 32
-    python benchmarks/clipping.py --models "text lora" "vit-tiny lora" --batches 16 --threads 1
+    python benchmarks/clipping.py --models "text lora" --batches 8 --threads 1 --counted
     python benchmarks/clipping.py --layers                          # is the strategy chosen for a layer the fastest one?
     python benchmarks/clipping.py --device cuda --out clipping.json
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import copy
 import ctypes
+import itertools
 import json
 import statistics
 import subprocess
@@ -31,6 +32,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from dp_microadam import ClippedGradients, models
 from dp_microadam.apps.experiments.measuring import add_options, deliver, wall_clock
@@ -220,6 +222,16 @@ def measure_peak_here(name: str, method: str, size: int, device: str) -> float:
     return memory_status("VmHWM") - before
 
 
+def count_peak_here(name: str, method: str, size: int) -> float:
+    """Most bytes that torch's allocator has given out at once during a step, without the model; the same in every run."""
+    step, batch = make_step(method, build(name, "cpu")), make_batch(MODELS[name][1], size, "cpu")
+    step(batch)  # ours checks independence here, once
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step(batch)
+    changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(change.nbytes() for change in sorted(changes, key=lambda event: event.start_ns())))
+
+
 def memory_status(key: str) -> float:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key):
@@ -230,7 +242,7 @@ def memory_status(key: str) -> float:
 def measure_peak(name: str, method: str, size: int, options: argparse.Namespace) -> float:
     """The median over fresh processes."""
     command = [sys.executable, __file__, "--peak-of", name, method, str(size), "--threads", str(options.threads)]
-    command += ["--device", options.device]
+    command += ["--device", options.device, *(["--counted"] if options.counted else [])]
     return statistics.median(
         float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(options.peak_repeats)
     )
@@ -348,6 +360,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", nargs="+", type=int, default=[64])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peak-repeats", type=int, default=3)
+    parser.add_argument("--counted", action="store_true", help="count what torch allocates on the CPU, not the resident set")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--layers", action="store_true", help="time the three strategies on single layers instead")
     parser.add_argument("--figure", type=Path, help="where to draw time and memory over the physical batch")
@@ -371,7 +384,10 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     if options.peak_of:
         name, method, size = options.peak_of
-        print(measure_peak_here(name, method, int(size), options.device))
+        counted = options.counted
+        print(
+            count_peak_here(name, method, int(size)) if counted else measure_peak_here(name, method, int(size), options.device)
+        )
         return
     if options.layers:
         results = measure_layers(options.batches[0], options.rounds, options.device)
