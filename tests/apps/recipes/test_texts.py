@@ -185,7 +185,7 @@ def test_weights_that_lack_a_tensor_are_refused_by_name(folders, tmp_path, kind)
 
     shutil.copytree(folders[kind], tmp_path / "model")
     weights = load_file(tmp_path / "model" / "model.safetensors")
-    removed = next(name for name in weights if name.endswith("1.mlp.up_proj.weight") or name.endswith("1.output.dense.weight"))
+    removed = next(name for name in weights if name.endswith(("1.mlp.up_proj.weight", "1.output.dense.weight")))
     del weights[removed]
     save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
     build = {"bert": lambda **o: text_classifier(2, **o), "llama": language_model}[kind]
