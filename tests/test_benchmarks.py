@@ -50,6 +50,7 @@ def test_a_benchmark_runs_and_writes_a_file_that_can_be_sent(name, tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.strip(), "it must say what it measures while it does"
     text = file.read_text(encoding="utf-8")
     found = json.loads(text)
     assert found["device"] == "cpu"

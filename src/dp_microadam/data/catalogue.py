@@ -61,6 +61,7 @@ _FASHION_MNIST = (
     "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
     "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
 )
+_UCI_ADULT = ("https://archive.ics.uci.edu/ml/machine-learning-databases/adult/",)
 _CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 _IMAGENET_STATISTICS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
@@ -187,6 +188,23 @@ _CATALOGUE: Mapping[str, KnownData] = {
         by_hand="ImageNet is given to registered users at https://image-net.org; unpack ILSVRC2012_img_train.tar and "
         "ILSVRC2012_img_val.tar into train/CLASS/*.JPEG and val/CLASS/*.JPEG",
     ),
+    "adult": KnownData(
+        "adult",
+        "32,561 + 16,281 people of a census, 14 columns, 2 classes",
+        2,
+        downloads=_downloads(
+            _UCI_ADULT,
+            {
+                "adult.data": "5b00264637dbfec36bdeaab5676b0b309ff9eb788d63554ca0a249491c86603d",
+                "adult.test": "a2a9044bc167a35b2361efbabec64e89d69ce82d9790d2980119aac5fd7e9c05",
+            },
+        ),
+        digests={
+            "adult.data": "sha256:5b00264637dbfec36bdeaab5676b0b309ff9eb788d63554ca0a249491c86603d",
+            "adult.test": "sha256:a2a9044bc167a35b2361efbabec64e89d69ce82d9790d2980119aac5fd7e9c05",
+        },
+        classes=("<=50K", ">50K"),
+    ),
     "image-folder": KnownData(
         "images",
         "your images in train/CLASS and val/CLASS, or in CLASS",
@@ -201,7 +219,7 @@ _CATALOGUE: Mapping[str, KnownData] = {
         "table",
         "your CSV or npz files",
         by_hand="table is your own data; put it into train.csv and test.csv, or train.npz and test.npz",
-        options=("label", "classes", "mean", "std", "user_column"),
+        options=("label", "classes", "mean", "std", "user_column", "header"),
     ),
 }
 
@@ -215,3 +233,8 @@ def known(name: str) -> KnownData:
     10
     """
     return _CATALOGUE[require_one_of("data", name, KNOWN_DATA)]
+
+
+def takes_columns(name: str) -> bool:
+    """Whether a recipe declares the columns of this data set."""
+    return known(name).kind in ("table", "adult")

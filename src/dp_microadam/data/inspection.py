@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
-from dp_microadam.data import cifar, idx, images, places, table
+from dp_microadam.data import adult, cifar, idx, images, places
 from dp_microadam.data.catalogue import KnownData, known
 from dp_microadam.data.contents import Reading
 from dp_microadam.data.dataset import TEST_FRACTION, TEST_SEED, split
 from dp_microadam.data.image_decoding import BIT_DEPTHS, used_bits
 from dp_microadam.data.image_listing import Listing, list_images
 from dp_microadam.data.image_users import ImageUsers
-from dp_microadam.data.sources import bit_depth_of, read_packaged, table_user
+from dp_microadam.data.sources import bit_depth_of, read_packaged
 from dp_microadam.data.users import refuse_shared_users
 from dp_microadam.errors import InputError
 
@@ -43,8 +43,11 @@ class Found:
     problem: str | None = None
 
 
-def inspect(name: str, folder: str | None = None) -> Found:
-    """Check a data set in ``folder`` or the default folders. Image files are listed but not decoded."""
+def inspect(name: str, folder: str | None = None, *, verify: bool = True) -> Found:
+    """Check a data set in ``folder`` or the default folders. Image files are listed but not decoded.
+
+    Without ``verify``, files may differ from the published ones, as with ``verify_data = false`` in a recipe.
+    """
     data = known(name)
     if data.num_classes is None and not folder:
         return Found(name, data.summary, "yours", problem=data.by_hand)
@@ -56,39 +59,39 @@ def inspect(name: str, folder: str | None = None) -> Found:
     except InputError as error:
         return Found(name, data.summary, "missing", problem=str(error))
     try:
-        verified = _verify(name, data, place)
+        verified = _verify(name, data, place, verify)
     except InputError as error:
         return Found(name, data.summary, "damaged", str(place), str(error))
     return Found(name, data.summary, "verified" if verified else "unverified", str(place))
 
 
-def _verify(name: str, data: KnownData, place: Path) -> bool:
+def _verify(name: str, data: KnownData, place: Path, verify: bool) -> bool:
     """Compare the files with published digests; False if there are none."""
     if data.kind == "images":
-        list_images(place, data.num_classes).require_in_order()
+        list_images(place, data.num_classes if verify else None).require_in_order()
         return False
     if data.kind == "table":
         return False
-    files = cifar.files_of(name, place) if data.kind == "cifar" else idx.files_of(place)
-    reading = Reading(name, dict(data.digests))
+    if data.kind == "adult":
+        files = adult.files_of(place)
+    else:
+        files = cifar.files_of(name, place) if data.kind == "cifar" else idx.files_of(place)
+    reading = Reading(name, dict(data.digests) if verify else {})
     for path in files:
         if path.name in data.digests:
             reading.require_published_file(path)
         else:  # compressed or otherwise named
             reading.content(path)
-    return True
+    return verify
 
 
-def user_problems(kind: str, place: Path, options: Mapping[str, Any]) -> Iterator[str]:
-    """All that is wrong with what ``options`` of a recipe say about the users of a table or of image files.
+def user_problems(place: Path, options: Mapping[str, Any]) -> Iterator[str]:
+    """All that is wrong with what ``options`` of a recipe say about the users of image files.
 
-    The sentences are for the owner of the data: they name rows and files, but never say how many examples a user has.
+    The sentences are for the owner of the data: they name files, but never say how many examples a user has.
     """
     try:
-        if kind == "images":
-            yield from _problems_of_images(list_images(place), options)
-        elif kind == "table" and (user := table_user(options)):
-            yield from table.user_problems(place, Reading("table"), options.get("label", "label"), user)
+        yield from _problems_of_images(list_images(place), options)
     except InputError as error:
         yield str(error)
 
@@ -105,8 +108,8 @@ def _problems_of_images(listing: Listing, options: Mapping[str, Any]) -> Iterato
             for index in lacking:
                 file = listing.folder / os.fsdecode(bytes(part.files[index]))
                 yield f"{file} has no user by {users.source}; it must have one"
-    for file in users.unused(file for part in listing.parts for file in part.files):
-        yield f"{users.source} names {file}, which is not in {listing.folder}; remove the line, or add the image"
+    for unused in users.unused(file for part in listing.parts for file in part.files):
+        yield f"{users.source} names {unused}, which is not in {listing.folder}; remove the line, or add the image"
     if len(found) == 2:
         refuse_shared_users(found[0], found[1][found[1] != ""], str(listing.folder))
 

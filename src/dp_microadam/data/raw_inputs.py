@@ -23,6 +23,7 @@ from dp_microadam.errors import InputError
 _KINDS = {
     "images": "dp_microadam.data.raw_images:RawImages",
     "table": "dp_microadam.data.raw_rows:RawRows",
+    "columns": "dp_microadam.data.raw_table:RawTable",
     "tensor": "dp_microadam.data.raw_inputs:RawTensor",
 }
 

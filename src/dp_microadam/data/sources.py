@@ -9,16 +9,19 @@ from typing import Any
 
 from torch import Tensor
 
-from dp_microadam.data import cifar, idx, images, places, table
+from dp_microadam.data import adult, cifar, idx, images, places, table
 from dp_microadam.data.arrays import Arrays
-from dp_microadam.data.catalogue import KnownData, known
+from dp_microadam.data.catalogue import KnownData, known, takes_columns
+from dp_microadam.data.columns import Columns
 from dp_microadam.data.contents import MEMORY_GIB, Reading
+from dp_microadam.data.csv_rows import Layout
 from dp_microadam.data.dataset import TEST_FRACTION, TEST_SEED, LabelledData, split
 from dp_microadam.data.image_decoding import BIT_DEPTHS
 from dp_microadam.data.image_users import ImageUsers
 from dp_microadam.data.raw_images import RawImages
 from dp_microadam.data.raw_inputs import RawInput, RawTensor
 from dp_microadam.data.raw_rows import RawRows
+from dp_microadam.data.raw_table import RawTable
 from dp_microadam.data.users import UserIds, refuse_shared_users, split_by_user
 from dp_microadam.errors import InputError
 from dp_microadam.validation import require_integer, require_positive
@@ -41,6 +44,7 @@ def load(
     image_size: int | None = None,
     verify: bool = True,
     memory_gib: float = MEMORY_GIB,
+    columns: Mapping[str, Mapping[str, Any]] | None = None,
     **options: Any,
 ) -> LabelledData:
     """Load the data set called ``name`` from ``folder``, or from the default folders.
@@ -49,7 +53,7 @@ def load(
     examples of it. If the options say whose each example is, it is a fraction or number of users, with all they have. The
     test part is the published one and does not depend on ``split_seed``. With ``verify``, files whose digests differ from the
     published ones are refused. Files larger than ``memory_gib`` are memory-mapped. Images are resized to ``image_size``.
-    ``options`` are those in the catalogue.
+    ``columns`` declares the columns of a table as ``[columns]`` of a recipe does; ``options`` are those in the catalogue.
 
     Raises:
         InputError: if the name is unknown, or its files are missing, damaged or not the published ones.
@@ -60,6 +64,7 @@ def load(
             raise InputError(f"data option {option} = {value!r} is unknown to {name}; it takes {data.options or 'none'}")
     if image_size is not None:
         require_integer("image_size", image_size, 1)
+    declared = declared_columns(name, columns, options)
 
     def divided(count: int, users: UserIds | None) -> tuple[Tensor, Tensor]:
         if users is not None:
@@ -70,7 +75,7 @@ def load(
         return _load_images(name, data, places.find(name, data, folder), image_size or images.SIZE, verify, divided, options)
     map_above = int(require_positive("data_memory_gib", memory_gib) * 2**30)
     reading = Reading(name, dict(data.digests) if verify else {}, map_above)
-    train, test, num_classes = _read_arrays(name, data, folder, reading, options)
+    train, test, num_classes = _read_arrays(name, data, folder, reading, declared, options)
     refuse_shared_users(train.users, test.users, name)
     training, validation = divided(len(train), train.users)
     shape = train.inputs[0].shape[1:]
@@ -88,7 +93,7 @@ def load(
         test=test.part(),
         test_users=test.users,
         classes=_class_names(data, options, num_classes),
-        raw=_raw_arrays(data, folder, options, train),
+        raw=_raw_arrays(data, folder, declared, options, train),
         **_users_of_parts(train.users, training, validation),
     )
 
@@ -100,17 +105,21 @@ def _class_names(data: KnownData, options: Mapping[str, Any], count: int) -> tup
     return data.classes if len(data.classes) == count else ()
 
 
-def _raw_arrays(data: KnownData, folder: str | None, options: Mapping[str, Any], arrays: Arrays) -> RawInput:
+def _raw_arrays(
+    data: KnownData, folder: str | None, columns: Columns | None, options: Mapping[str, Any], arrays: Arrays
+) -> RawInput:
     """What a deployed model takes: an image or a row as the arrays hold it; a row of a CSV file by the names of its columns."""
     shape = arrays.inputs[0].shape[1:]
     if len(shape) == 3:
         return RawImages(shape[0], shape[1:])
-    columns = table.columns_of(Path(folder).expanduser(), options.get("label", "label"), table_user(options)) if folder else ()
-    return RawRows(columns) if columns else RawTensor(shape, "float32")
+    if columns is not None:
+        return RawTable(columns.declared, adult.HEADER if data.kind == "adult" else tuple(options.get("header", ())))
+    names = table.columns_of(Path(folder).expanduser(), table_layout(columns, options)) if folder else ()
+    return RawRows(names) if names else RawTensor(shape, "float32")
 
 
 def _read_arrays(
-    name: str, data: KnownData, folder: str | None, reading: Reading, options: Mapping[str, Any]
+    name: str, data: KnownData, folder: str | None, reading: Reading, columns: Columns | None, options: Mapping[str, Any]
 ) -> tuple[Arrays, Arrays, int]:
     if data.package:
         if folder:
@@ -122,10 +131,47 @@ def _read_arrays(
         return *cifar.read(name, place, reading, **options), cifar.num_classes(name, **options)
     if data.kind == "idx":
         return *idx.read_folder(place, reading), 10
-    classes = _classes(options.get("classes"))
+    if data.kind == "adult":
+        parts = []
+        for part, problems in adult.read(place, reading, columns):
+            problems.refuse()
+            parts.append(part)
+        return parts[0], parts[1], len(adult.CLASSES)
+    layout = table_layout(columns, options)
+    return *table.read(place, reading, layout), layout.classes if isinstance(layout.classes, int) else len(layout.classes)
+
+
+def declared_columns(name: str, columns: Mapping[str, Mapping[str, Any]] | None, options: Mapping[str, Any]) -> Columns | None:
+    """The declared columns of a table; None if there are none.
+
+    Raises:
+        InputError: for declarations that cannot be used, or data that has no columns.
+    """
+    if not columns:
+        return None
+    if not takes_columns(name):
+        raise InputError(f"columns are declared, but data is {name!r}; they are for 'table' and 'adult', leave them out")
+    for option in ("mean", "std"):
+        if option in options:
+            raise InputError(f"data_options.{option} is {options[option]!r}, but [columns] gives ranges; leave one of them out")
+    return Columns.of(columns)
+
+
+def table_layout(columns: Columns | None, options: Mapping[str, Any]) -> Layout:
+    """What the options of a recipe say about a table.
+
+    Raises:
+        InputError: for an option that cannot be used.
+    """
+    header = options.get("header")
+    if header is not None and (not isinstance(header, list | tuple) or not all(isinstance(name, str) for name in header)):
+        raise InputError(f"data_options.header is {header!r}; it must be a list with the name of each column")
     label, user = options.get("label", "label"), table_user(options)
-    parts = table.read(place, reading, label=label, classes=classes, user=user)
-    return *parts, classes if isinstance(classes, int) else len(classes)
+    for key, name in (("label", label), ("user_column", user)):
+        if columns is not None and name in columns.columns:
+            raise InputError(f"columns.{name} is declared, but data_options.{key} is the same column; leave one of them out")
+    names = None if header is None else tuple(name.strip() for name in header)
+    return Layout(label, _classes(options.get("classes")), user, columns, names)
 
 
 def table_user(options: Mapping[str, Any]) -> str | None:

@@ -98,11 +98,12 @@ def export_run(
     loading: str = "",
     program: bool = True,
     check: Callable[[Path], str | None] | None = None,
+    group_size: int = 1,
 ) -> str | None:
     """Write weights, program, ``export.json``, model card and privacy statement of a trainer's model into a new folder.
 
     Averaged weights, if there are any, are those of the program. ``check`` is called with the unfinished folder; what it
-    returns is returned.
+    returns is returned. With a ``group_size`` the statement also has ε for a group.
 
     Raises:
         InputError: if ``output`` exists, or the model cannot be traced.
@@ -127,7 +128,7 @@ def export_run(
             save_program(deployed, deployment.example, folder / PROGRAM, raw.free if isinstance(raw, RawInput) else ())
         write_contract(contract, folder)
         # Anew from the ledger: what is published must not claim less than was spent.
-        trainer.write_privacy(folder)
+        trainer.write_privacy(folder, group_size)
         statement = (folder / STATEMENT_NAME).read_text(encoding="utf-8")
         measured = [line for line in trainer.record.metrics() if "diagnostics" in line]
         card = model_card(
@@ -143,14 +144,14 @@ def export_run(
         return check(folder) if check is not None else None
 
 
-def export_folder(run_dir: Path, output: Path) -> None:
+def export_folder(run_dir: Path, output: Path, group_size: int = 1) -> None:
     """Write weights, model card and privacy statement of a run that was started from Python, without its model.
 
     Raises:
         InputError: if ``output`` exists, or the run has no ledger.
     """
     _, content, _ = CheckpointFolder(run_dir / CHECKPOINTS).newest()
-    report = privacy_of(run_dir)
+    report = privacy_of(run_dir, group_size)
     statement = statement_in_words(report)
     with new_folder(output) as folder:
         save_weights(content["model"], folder / WEIGHTS)

@@ -9,7 +9,7 @@ from dp_microadam.apps.recipes.stated import recipe_of_run
 from dp_microadam.errors import InputError
 from dp_microadam.optimizers.micro_adam import MicroAdam
 
-SMALL = ["model=mlp", "model_options.hidden=[8]", "steps=200", "batch_size=16", "epsilon=20.0"]
+SMALL = ["method=dp-microadam", "model=mlp", "model_options.hidden=[8]", "steps=200", "batch_size=16", "epsilon=20.0"]
 
 
 def test_a_run_states_accountant_bands_and_bias_correction_and_reads_back_as_the_same_plan(tmp_path):
@@ -43,10 +43,10 @@ def test_another_method_forgets_options_that_the_file_gave_to_its_own():
     ("settings", "bands"),
     [
         ([], "auto"),
+        (["method=dp-microadam"], "auto"),
         (["method=dp-adam"], "auto"),
         (["bands=4"], 4),
         (["bands=least"], "least"),
-        (["method=dp-microadam"], "auto"),
         (["method=dp-microadam", "optimizer.quantize=false"], "auto"),
         (["method=dp-microadam", "optimizer.quantize=true"], 1),
         (["method=scale-then-privatize"], 1),

@@ -71,7 +71,8 @@ class Experiment:
             return [*data.notes, "no example is held out for validation: validation_fraction is 0"]
         unit, held_out, rest = "examples", size_of(data.validation), size_of(data.train) - len(self.canaries or ())
         if data.train_users is not None and data.validation_users is not None:
-            unit, held_out, rest = "users", count_users(data.validation_users), count_users(data.train_users)
+            unit = f"{recipe.unit_name or 'user'}s"
+            held_out, rest = count_users(data.validation_users), count_users(data.train_users)
         return [
             *data.notes,
             f"held out for validation, and not protected: {held_out:,} of {held_out + rest:,} {unit} of the training part, "
@@ -143,6 +144,7 @@ def assemble(
     own = data.train
     data, canaries = add_canaries(recipe, data)
     augment = _augmentation(recipe, data)
+    _refuse_named_examples(recipe, data)
     count = number_of_units(recipe, data)
     if recipe.plan is not None:
         refuse_unadvisable(recipe)
@@ -186,13 +188,14 @@ def assemble(
         run_dir=default_folder(recipe.name) if run_dir is None else run_dir,
         config=recipe.to_toml(),
         public=(
-            "normalization constants of the input",
+            "kinds, ranges and values of the columns" if recipe.columns else "normalization constants of the input",
             *_held_out_in_words(recipe, data),
             "number and names of the classes",
             *_weights_in_words(recipe),
             *([canaries_in_words(canaries)] if canaries is not None else []),
             *([f"the pretrained weights {pretrained!r}"] if (pretrained := recipe.model_options.get("pretrained")) else []),
         ),
+        unit_name=recipe.unit_name or "",
         num_workers=recipe.num_workers,
         noise_history=recipe.noise_history or "device",
         noise_memory_gib=recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB,
@@ -232,7 +235,7 @@ def _held_out_in_words(recipe: Recipe, data: LabelledData) -> list[str]:
     if not size_of(data.validation):
         return []
     share = recipe.validation_size or f"{recipe.validation_fraction:g}"
-    whole = recipe.data if data.train_users is None else f"the users of {recipe.data}"
+    whole = recipe.data if data.train_users is None else f"the {recipe.unit_name or 'user'}s of {recipe.data}"
     return [f"which {share} of {whole} {'are' if recipe.validation_size else 'is'} held out (split seed {recipe.split_seed})"]
 
 
@@ -273,6 +276,7 @@ def load_data(recipe: Recipe) -> LabelledData:
         image_size=recipe.image_size,
         verify=recipe.verify_data,
         memory_gib=recipe.data_memory_gib,
+        columns=recipe.columns,
         **recipe.data_options,
     )
 
@@ -318,6 +322,16 @@ def _model_shape(recipe: Recipe, data: LabelledData) -> tuple[int, int, int]:
     if recipe.model != "mlp":
         raise InputError(f"model is {recipe.model!r}, which takes images; for the rows of a table it must be 'mlp'")
     return 1, 1, data.example_shape[0]
+
+
+def _refuse_named_examples(recipe: Recipe, data: LabelledData) -> None:
+    """Refuse to call an example by the name of a unit that has several, if the data say whose each example is."""
+    users = data.train_users
+    if recipe.unit == "example" and recipe.unit_name and users is not None and count_users(users) < len(users):
+        raise InputError(
+            f"unit_name is {recipe.unit_name!r} and unit is 'example', but some have several examples; unit = 'user' with "
+            "examples_per_user protects each with all they have"
+        )
 
 
 def number_of_units(recipe: Recipe, data: LabelledData) -> int:

@@ -14,6 +14,8 @@ import tomli_w
 from dp_microadam.apps.recipes import checks, tuning, vocabulary
 from dp_microadam.apps.recipes.hints import hint_for_key, nearest, refuse_unknown_options
 from dp_microadam.apps.recipes.overrides import apply_override
+from dp_microadam.data.catalogue import takes_columns
+from dp_microadam.data.columns import declaration
 from dp_microadam.errors import InputError
 
 
@@ -90,6 +92,8 @@ class Recipe:
     """Whom the guarantee is for: one example, or one user with all their examples. With users, sizes count users."""
     examples_per_user: int | None = _key(checks.optional(checks.count), default=None)
     """For unit ``"user"``: the largest number of a user's examples that enter a step."""
+    unit_name: str | None = _key(checks.optional(checks.noun), default=None)
+    """What the unit is called in the privacy statement, such as patient. For unit ``"example"``: each has one example."""
     noise_history: str | None = _key(checks.optional(checks.one_of("device", "cpu")), default=None)
     """Where several bands keep the noise of the last steps: beside the model or in main memory. None: ``"device"``."""
     noise_memory_gib: float | None = _key(checks.optional(checks.positive), default=None)
@@ -137,6 +141,8 @@ class Recipe:
     """Decides which canaries take part. None: a new one for each run, which is kept in its configuration."""
 
     data_options: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
+    columns: dict[str, Any] = field(default_factory=dict, metadata={"check": declaration})
+    """What the columns of a table are: kinds, ranges and values, which are public."""
     model_options: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
     optimizer: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
     tune: dict[str, Any] = field(default_factory=dict, metadata={"check": tuning.table})
@@ -159,6 +165,8 @@ class Recipe:
             ("data_options", self.data_options, vocabulary.DATA_OPTIONS, self.data),
         ):
             refuse_unknown_options(table, given, known_options[owner], owner, [key.name for key in fields(self)])
+        if self.columns and not takes_columns(self.data):
+            raise InputError(f"columns are declared, but data is {self.data!r}; they are for tables, leave them out")
         self._refuse_canaries_out_of_place()
         self._refuse_unsolvable_budget()
         self._refuse_idle_coefficients()

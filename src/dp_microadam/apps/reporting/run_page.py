@@ -136,7 +136,7 @@ def _promise(run: Run) -> tuple[str, str]:
     spent = f"{round_up(run.epsilon)}"
     if not run.private:
         return "no ε", f"fixed seed; {spent} at δ = {run.privacy['delta']:g} without it"
-    return f"ε = {spent}", f"{'for a user, ' if run.unit == 'user' else ''}at δ = {run.privacy['delta']:g}"
+    return f"ε = {spent}", f"{run.whom}{', ' * bool(run.whom)}at δ = {run.privacy['delta']:g}"
 
 
 def _pictures(figures: Sequence[Figure], otherwise: str) -> str:

@@ -53,7 +53,7 @@ def epsilon_in_words(run: Run) -> Cell:
     if run.epsilon is None:
         return cell("none", "no clipping, no noise")
     if run.private:
-        return cell(round_up(run.epsilon), "for a user") if run.unit == "user" else cell(round_up(run.epsilon))
+        return cell(round_up(run.epsilon), run.whom) if run.whom else cell(round_up(run.epsilon))
     return cell("no guarantee", f"{round_up(run.epsilon)} with unpredictable randomness")
 
 

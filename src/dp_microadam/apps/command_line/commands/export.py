@@ -10,6 +10,7 @@ from typing import Any
 from dp_microadam.apps.command_line.commands.running import is_run_from_python, ledger_head, open_run, privacy_line
 from dp_microadam.apps.command_line.completers import complete_with, run_folders
 from dp_microadam.errors import InputError
+from dp_microadam.validation import require_integer
 
 _SHOWN_CLASSES = 20
 
@@ -25,15 +26,23 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     complete_with(run_folders, parser.add_argument("run_dir", type=Path, metavar="RUN", help="run folder"))
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write (default: RUN/export)")
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        default=1,
+        metavar="K",
+        help="the statement also says ε for somebody with up to K examples, or for K users together",
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
+    require_integer("group_size", options.group_size, 1)
     output: Path = options.output or options.run_dir / "export"
     if output.exists():
         raise InputError(f"output is {str(output)!r}, which exists already; name a new folder")
     if is_run_from_python(options.run_dir):
-        return _export_run_from_python(options.run_dir, output)
+        return _export_run_from_python(options.run_dir, output, options.group_size)
     from dp_microadam.apps.recipes.deploy import deployment_of, largest_difference
     from dp_microadam.training.deployment import export_run
     from dp_microadam.training.export import AVERAGED_WEIGHTS, PROGRAM, WEIGHTS
@@ -68,6 +77,7 @@ def run(options: argparse.Namespace) -> int:
         recipe_toml=recipe.to_toml(),
         loading=code,
         check=check,
+        group_size=options.group_size,
     )
     print(f"exported to {output}")
     print(checked)
@@ -84,11 +94,11 @@ def _recalls(classes: Sequence[str], recalls: Sequence[float | None]) -> dict[st
     return {f"recall of {name}": f"{100 * recall:.1f} %" for name, recall in worst}
 
 
-def _export_run_from_python(run_dir: Path, output: Path) -> int:
+def _export_run_from_python(run_dir: Path, output: Path, group_size: int) -> int:
     from dp_microadam.privacy.ledger import read_ledger
     from dp_microadam.training.deployment import export_folder
 
-    export_folder(run_dir, output)
+    export_folder(run_dir, output, group_size)
     print(f"exported to {output}: weights, model card and privacy statement")
     print(
         "without a program: the run was started from Python, and its model is there: trainer.export(folder, example) writes one"

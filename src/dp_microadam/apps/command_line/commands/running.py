@@ -177,7 +177,11 @@ def privacy_line(result: RunResult) -> str:
     from dp_microadam.privacy.ledger import read_ledger
     from dp_microadam.privacy.statement import round_up
 
-    whom = " for a user with all their examples" if read_ledger(result.run_dir).plan.unit == "user" else ""
+    record = read_ledger(result.run_dir)
+    name = record.settings.unit_name
+    whom = f" for a {name}" if name else ""
+    if record.plan.unit == "user":
+        whom = f" for a {name or 'user'} with all their examples"
     line = f"ε = {round_up(result.epsilon)}{whom} at δ = {result.delta:g}"
     return line if result.private else f"not private (fixed seed); the same run without a seed would spend {line}"
 
