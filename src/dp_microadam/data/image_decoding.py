@@ -110,7 +110,8 @@ def _as_seen(image: Image, bit_depth: int) -> Image:
 
 def _stored_bits(image: Image) -> int:
     """Bits per value in the file: 16 where Pillow unpacks 16-bit values or keeps them, 32 for other integers, else 8."""
-    unpacked = str(image.tile[0][3]) if image.tile else ""
+    tiles = getattr(image, "tile", None)  # of images read from a file
+    unpacked = str(tiles[0][3]) if tiles else ""
     if image.mode in _SIXTEEN_BITS or ";16" in unpacked:
         return 16
     if image.mode == "I":  # before Pillow 11, PNG's 16-bit values; netpbm's, which are scaled to 16 bits, in all versions

@@ -108,8 +108,8 @@ def _problems_of_images(listing: Listing, options: Mapping[str, Any]) -> Iterato
             for index in lacking:
                 file = listing.folder / os.fsdecode(bytes(part.files[index]))
                 yield f"{file} has no user by {users.source}; it must have one"
-    for file in users.unused(file for part in listing.parts for file in part.files):
-        yield f"{users.source} names {file}, which is not in {listing.folder}; remove the line, or add the image"
+    for unused in users.unused(file for part in listing.parts for file in part.files):
+        yield f"{users.source} names {unused}, which is not in {listing.folder}; remove the line, or add the image"
     if len(found) == 2:
         refuse_shared_users(found[0], found[1][found[1] != ""], str(listing.folder))
 

@@ -146,8 +146,8 @@ class PrivateHFTrainer(Trainer):
         self._per_example_loss = IsolatedLoss(per_example_loss or classification_loss)
         self._resumed_from: dict[str, Any] | None = None
         collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
-        given, unset = args.per_device_train_batch_size, _defaults_of(args).per_device_train_batch_size
-        step_options.setdefault("physical_batch_size", _PHYSICAL_BATCH_SIZE if given == unset else given)
+        at_once, unset = args.per_device_train_batch_size, _defaults_of(args).per_device_train_batch_size
+        step_options.setdefault("physical_batch_size", _PHYSICAL_BATCH_SIZE if at_once == unset else at_once)
         step_options.setdefault("num_workers", args.dataloader_num_workers)
         self.private_steps = PrivateSteps(
             plan,
