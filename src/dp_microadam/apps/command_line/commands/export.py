@@ -33,8 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Write a run's model into a new folder: weights as safetensors; the whole model as a program of "
         "torch.export that takes raw inputs; what it takes and the names of its classes as JSON; a model card; the "
         "privacy statement.",
-        epilog="examples:\n  dp-microadam export runs/mine --output digits-model\n"
-        "  dp-microadam predict digits-model photo.png",
+        epilog="example:\n  dp-microadam export runs/mine --output digits-model",
     )
     complete_with(run_folders, parser.add_argument("run_dir", type=Path, metavar="RUN", help="run folder"))
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write (default: RUN/export)")
