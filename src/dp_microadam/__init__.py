@@ -30,6 +30,9 @@ _HOMES = {
     "SearchResult": "dp_microadam.training.search",
     "PerExample": "dp_microadam.training.evaluation",
     "StepReport": "dp_microadam.training.run_result",
+    "RawInput": "dp_microadam.data.raw_inputs",
+    "RawImages": "dp_microadam.data.raw_images",
+    "RawRows": "dp_microadam.data.raw_rows",
     "MicroAdam": "dp_microadam.optimizers.micro_adam",
     "AdamBC": "dp_microadam.optimizers.adam_bc",
     "TensorAdam": "dp_microadam.optimizers.tensor_adam",
@@ -86,6 +89,9 @@ __all__ = [
     "SearchResult",
     "PerExample",
     "StepReport",
+    "RawInput",
+    "RawImages",
+    "RawRows",
     "MicroAdam",
     "AdamBC",
     "TensorAdam",
@@ -133,6 +139,9 @@ if TYPE_CHECKING:
     from dp_microadam.clipping.outer_product import Doubt
     from dp_microadam.clipping.per_example import per_example_gradients
     from dp_microadam.clipping.rule import GradientRows, LayerCall, LayerRule, PartsCall, UnchangedInput
+    from dp_microadam.data.raw_images import RawImages
+    from dp_microadam.data.raw_inputs import RawInput
+    from dp_microadam.data.raw_rows import RawRows
     from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError, PrivacyWarning
     from dp_microadam.optimizers.adam_bc import AdamBC
     from dp_microadam.optimizers.micro_adam import MicroAdam

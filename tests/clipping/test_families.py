@@ -178,7 +178,9 @@ def test_a_whole_wide_resnet_agrees_with_the_loop(assert_agrees, weight_standard
     assert_agrees(model, torch.randn(3, 3, 8, 8), strategies=OF_WHOLE_NETWORKS)
 
 
-@pytest.mark.parametrize(("build", "shape"), [(models.tanh_cnn, (1, 28, 28)), (models.small_cnn, (3, 32, 32))])
+@pytest.mark.parametrize(
+    ("build", "shape"), [(models.tanh_cnn, (1, 28, 28)), pytest.param(models.small_cnn, (3, 32, 32), marks=pytest.mark.slow)]
+)
 def test_the_small_networks_agree_with_the_loop(assert_agrees, build, shape):
     torch.manual_seed(0)
     assert_agrees(build(), torch.randn(3, *shape), strategies=OF_WHOLE_NETWORKS)

@@ -77,6 +77,12 @@ def take_calls(engine: ClippedGradients, count: int) -> None:
         engine.accumulate(features())
 
 
+def check_anew(engine: ClippedGradients, times: int) -> None:
+    for _ in range(times):
+        engine._checks.clear()
+        engine.accumulate(features())
+
+
 def mixup(x: Tensor) -> Tensor:
     return 0.7 * x + 0.3 * x[torch.randperm(len(x))]
 
@@ -89,18 +95,59 @@ SOMETIMES = {
 
 
 @pytest.mark.parametrize("kind", SOMETIMES)
-def test_mixing_at_random_is_refused_when_the_check_is_made_or_repeated(kind):
+def test_mixing_at_random_is_refused_when_the_check_is_made(kind):
     # A check misses it with probability below 7/12 for each of its three seeds with all replacements and 2/3 for each of 16
-    # more; two checks, at calls 1 and 16, with less than 1e-7.
-    engine = ClippedGradients(nn.Linear(5, 4), SOMETIMES[kind], max_grad_norm=1.0)
+    # more; two checks with less than 1e-7.
     with pytest.raises(InputError, match=r"mixes examples.*seed=\d+"):
-        take_calls(engine, 16)
+        check_anew(ClippedGradients(nn.Linear(5, 4), SOMETIMES[kind], max_grad_norm=1.0), times=2)
+
+
+BEGINS_LATER = {
+    "the mean of the batch": lambda x: x - x.mean(0),
+    "the largest number of the batch": lambda x: x / x.abs().max(),
+    "the number of examples": lambda x: x / len(x),
+    "other examples, in large batches": lambda x: x + x.flip(0) if len(x) > 9 else x,
+}
+
+
+@pytest.mark.parametrize("kind", BEGINS_LATER)
+def test_mixing_that_begins_later_is_refused_at_the_next_repetition(kind):
+    mixing = []
+    loss = on_inputs(lambda x: BEGINS_LATER[kind](x) if mixing else x)
+    engine = ClippedGradients(nn.Linear(5, 4), loss, max_grad_norm=1.0)
+    engine.check_independence(features(16))
+    take_calls(engine, 15)
+    mixing.append(True)
+    for _ in range(2):  # and it stays refused
+        with pytest.raises(InputError, match=r"mixes examples.*seed=\d+"):
+            engine.accumulate(features())
+
+
+def test_a_repetition_is_one_look_and_leaves_the_largest_size_checked():
+    sizes = []
+
+    def watched(model: nn.Module, batch: Batch) -> Tensor:
+        sizes.append(len(batch[0]))
+        return cross_entropy(model, batch)
+
+    engine = ClippedGradients(nn.Linear(5, 4), watched, max_grad_norm=1.0)
+    engine.check_independence(features(20))
+    whole = len(sizes)
+    take_calls(engine, 15)
+    sizes.clear()
+    engine.accumulate(features(7))
+    assert sorted(sizes) == [1, 3, 3, 3, 3, 3, 3, 7, 20, 20]  # the step itself is that of 7
+    assert len(sizes) < whole / 3
+    sizes.clear()
+    for count in (10, 19, 20):
+        engine.accumulate(features(count))
+    assert sizes == [10, 19, 20]
 
 
 def test_a_check_that_refused_can_be_repeated_by_its_seed():
     engine = ClippedGradients(nn.Linear(5, 4), SOMETIMES["by Python"], max_grad_norm=1.0)
     with pytest.raises(InputError) as refusal:
-        take_calls(engine, 16)
+        check_anew(engine, times=2)
     seed = int(str(refusal.value).rpartition("seed=")[2].strip("()"))
     for _ in range(3):
         with pytest.raises(InputError) as again:
@@ -278,6 +325,7 @@ def test_an_attribute_that_changes_by_itself_is_accepted():
     assert_accepted(Stamped(5, 4), cross_entropy, features())
 
 
+@pytest.mark.slow
 def test_dropout_and_random_depth_are_accepted_with_every_seed():
     class Skips(nn.Module):
         def __init__(self) -> None:

@@ -199,7 +199,7 @@ class TiedAutoencoder(nn.Module):
         return F.linear(torch.tanh(self.encode(images.flatten(1))), self.encode.weight.t())
 
 
-@pytest.mark.parametrize("make", [network, TiedAutoencoder])
+@pytest.mark.parametrize("make", [pytest.param(network, marks=pytest.mark.slow), TiedAutoencoder])
 def test_nothing_of_a_proof_or_a_step_waits_for_the_collection_of_cycles(make):
     model, examples = make(), torch.randn(5, 2, 6, 6)
     engine = ClippedGradients(model, loss, max_grad_norm=1.0)

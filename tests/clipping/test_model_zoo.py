@@ -62,7 +62,7 @@ def inputs(name: str) -> Tensor | dict[str, Tensor]:
 
 
 # Those that another of them differs from by little.
-SIMILAR = ("ViT eager", "DeiT", "RoBERTa")
+SIMILAR = ("ViT eager", "DeiT", "DeiT distilled", "RoBERTa", "BERT", "Swin")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SIMILAR)) for name in MODELS])

@@ -120,22 +120,6 @@ def test_a_check_that_is_repeated_has_the_size_of_padded_chunks():
         assert model.seen[-1] == 4
 
 
-def test_a_check_that_is_repeated_is_made_once_at_the_largest_size():
-    """Chunks of random sizes would otherwise grow past the checked size one by one, after every repetition."""
-    torch.manual_seed(0)
-    model = Views()
-    engine = ClippedGradients(model, loss, max_grad_norm=0.3)
-    engine.check_independence(batch_of(20))
-    for count in [15] * 15:
-        engine.accumulate(batch_of(count))
-    model.seen.clear()
-    sizes = (5, 7, 10, 16, 19, 20)  # the first is call 16
-    for count in sizes:
-        engine.accumulate(batch_of(count))
-    # At 20 there is the step itself, and of the check the batch and one with rows replaced.
-    assert [model.seen.count(count) for count in sizes] == [1, 1, 1, 1, 1, 3]
-
-
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 12))
 @examples(200)
 def test_padded_sizes_hold_the_examples_and_are_few(count, largest, sizes):

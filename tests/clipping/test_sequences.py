@@ -55,7 +55,7 @@ def test_multihead_attention_agrees_with_the_loop(
     ("mode", "norm_first"),
     [
         ("train", True),
-        ("eval", False),
+        pytest.param("eval", False, marks=pytest.mark.slow),
         pytest.param("train", False, marks=pytest.mark.slow),
         pytest.param("eval", True, marks=pytest.mark.slow),
     ],

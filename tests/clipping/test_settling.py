@@ -171,7 +171,14 @@ class Everything(nn.Module):
         return self.head(hidden[:, -1] + self.images(views).mean((2, 3)).view(len(x), 2, 8).sum(1))
 
 
-@pytest.mark.parametrize(("strategy", "clipping"), [(None, "per-layer"), ("ghost", "flat"), ("keep", "flat"), ("drop", "flat")])
+OF_A_CHUNK = [
+    (None, "per-layer"),
+    ("ghost", "flat"),
+    *(pytest.param(one, "flat", marks=pytest.mark.slow) for one in ("keep", "drop")),
+]
+
+
+@pytest.mark.parametrize(("strategy", "clipping"), OF_A_CHUNK)
 def test_nothing_in_a_chunk_waits_for_the_device(as_on_a_gpu, strategy, clipping):
     torch.manual_seed(0)
     engine = ClippedGradients(Everything(), cross_entropy, max_grad_norm=1.0, strategy=strategy, clipping=clipping)

@@ -64,6 +64,54 @@ def test_tied_embeddings_agree_with_the_loop(assert_agrees, functional):
     assert_agrees(Tied(functional), torch.randint(7, (4, 5)), strategies=STRATEGIES)
 
 
+class TiedOnce(nn.Module):
+    """A language model's table: looked up once, and the weight of the output layer."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.embedding, self.mix, self.head = nn.Embedding(50, 4), nn.Linear(4, 4), nn.Linear(4, 50, bias=bias)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.mix(self.embedding(ids)).sin())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_table_that_is_input_and_output_is_clipped_without_forming_its_gradients(assert_agrees, bias, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr("dp_microadam.clipping.passes.JointCall", None)  # which forms them
+    assert_agrees(TiedOnce(bias), torch.randint(50, (4, 5)), strategies=STRATEGIES)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_where_the_two_uses_of_a_table_cancel_its_gradient_is_formed(bias):
+    """λxᵀ + δ at the token looked up, with δ = −λx up to one part in 10⁵: what is left is below what Gram products resolve."""
+    torch.manual_seed(0)
+
+    class Cancelling(TiedOnce):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embedding(ids)
+            own = self.head(x.detach())[..., 0]  # λ is 1 at token 0, x its row
+            return own - (1 - 1e-5) * (x * x.detach()).sum(-1)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return 1e4 * model(batch).sum(1)
+
+    model, batch = Cancelling(bias), torch.zeros(3, 2, dtype=torch.long)
+    model.mix.requires_grad_(False)
+    with torch.no_grad():
+        model.head.weight.normal_(std=3.0)
+    engine = ClippedGradients(model, loss, max_grad_norm=1e-3)
+    norms = engine.accumulate(batch)
+    for example, norm in zip(batch, norms, strict=True):
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        gradients = torch.autograd.grad(loss(model, example.unsqueeze(0)).sum(), trainable)
+        expected = torch.cat([part.flatten() for part in gradients]).norm()
+        assert float(norm) == pytest.approx(float(expected), rel=1e-4)
+    total = torch.cat([part.flatten() for part in engine.sums.values()]).norm()
+    assert float(total) == pytest.approx(3e-3, rel=1e-4)
+
+
 class Bare(nn.Module):
     """What vision transformers add to their layers, and other ways to use a parameter."""
 

@@ -3,7 +3,6 @@
 import copy
 import importlib.util
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -115,7 +114,7 @@ def test_the_host_sees_step_numbers_and_no_training_loss(make, plan, tmp_path):
     trainer = make(callbacks=[spy], arguments={"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps"})
     result = trainer.train()
     assert all(batch == {"step": 0} for batch in spy.batches)
-    assert math.isnan(result.training_loss)
+    assert result.training_loss is None
     written = json.loads((tmp_path / "out" / f"checkpoint-{plan.steps}" / "trainer_state.json").read_text())["log_history"]
     names = {name for line in (*spy.logs, *written) for name in line} | result.metrics.keys()
     assert not {name for name in names if "loss" in name or "sample" in name or "tokens" in name} - {
@@ -146,6 +145,7 @@ def test_resuming_goes_on_with_the_ledger_and_lost_steps_stay_spent(make, plan, 
     assert result.metrics["epsilon"] == pytest.approx(plan.epsilon)
 
 
+@pytest.mark.slow
 def test_resuming_at_the_last_step_takes_none(make, plan, tmp_path):
     make(arguments={"save_strategy": "steps"}).train()
     result = make().train(resume_from_checkpoint=True)
@@ -170,6 +170,7 @@ def test_checkpoints_that_do_not_match_the_ledger_are_refused(make, tmp_path):
         make().train(resume_from_checkpoint=True)
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_same_folder_is_refused(make):
     make(arguments={"max_steps": 1}).train()
     with pytest.raises(InputError, match="has a ledger already"):
@@ -218,7 +219,7 @@ def fresh_accelerate():
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
-@pytest.mark.parametrize("where", ["arguments", "environment"])
+@pytest.mark.parametrize("where", ["arguments", pytest.param("environment", marks=pytest.mark.slow)])
 def test_mixed_precision_reaches_the_clipping_engine(make, monkeypatch, where):
     # Products of bfloat16 are not available on every processor: what is asked for is looked at, and nothing is computed.
     asked = {}
@@ -293,7 +294,7 @@ def test_two_processes_reach_the_weights_of_one(run_group, kind, alone):
         assert json.loads((folder / run / "privacy" / "privacy.json").read_text())["steps_done"] == worker.PLAN.steps
 
 
-@pytest.mark.parametrize("precision", [None, torch.float16], ids=str)
+@pytest.mark.parametrize("precision", [None, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
 def test_sums_with_gradient_checkpointing_and_autocast_are_those_of_single_examples(make, precision):
     """All examples are in the sample, and the noise is too small to see: one step of SGD shows the mean gradient."""
     bound, noise = 1e-3, 0.05
@@ -375,6 +376,7 @@ def test_a_failed_step_is_spent_and_the_run_can_be_resumed_in_the_same_process(m
     assert read_ledger(tmp_path / "out" / "privacy").steps == plan.steps
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_version_0_1_is_resumed(make, plan, tmp_path):
     make(arguments={"max_steps": 4, "save_strategy": "steps"}).train()
     checkpoint = tmp_path / "out" / "checkpoint-4"
@@ -519,6 +521,15 @@ def test_dropout_stays_on_after_an_evaluation(make):
 
     make(per_example_loss=loss, arguments={"eval_strategy": "steps", "eval_steps": 2}).train()
     assert all(modes)
+
+
+def test_the_host_s_default_batch_of_eight_counts_as_not_set(make):
+    def physical(**options):
+        return make(**options).private_steps._options["physical_batch_size"]
+
+    assert physical() == 32
+    assert physical(arguments={"per_device_train_batch_size": 16}) == 16
+    assert physical(physical_batch_size=8) == 8
 
 
 def test_noise_is_not_clipped_by_the_host(make):

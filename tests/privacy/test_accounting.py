@@ -338,6 +338,7 @@ def test_impossible_deltas_are_refused(delta):
         epsilon([PAPER], delta)
 
 
+@pytest.mark.slow
 def test_planning_and_accounting_import_no_torch():
     code = "import sys, dp_microadam.privacy.plan, dp_microadam.privacy.accounting; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -71,6 +71,7 @@ def test_c_times_what_a_run_publishes_is_white_however_many_processes_make_the_n
     require_white(whitened(first, plan.noise_coefficients) * plan.batch_size / plan.noise_multiplier)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES[1:])
 def test_a_seeded_run_of_several_processes_is_that_of_one(left, size, tmp_path):
     alone = worker.seeded(tmp_path / "alone", Ranks())

@@ -116,6 +116,7 @@ def test_ctrl_c_writes_a_checkpoint_and_says_how_to_resume(tmp_path):
     assert position == read_ledger(run).steps >= 9
 
 
+@pytest.mark.slow
 def test_a_second_process_on_the_same_run_is_refused(tmp_path, capsys):
     recipe, run = tmp_path / "crash.toml", tmp_path / "run"
     recipe.write_text(RECIPE.replace(f"steps = {STEPS}", "steps = 100000"))
@@ -153,10 +154,8 @@ main(sys.argv[2:])
 """
 
 
-_SLOW = [pytest.param(moment, marks=pytest.mark.slow) for moment in ("the ledger", "privacy.json", "run.json")]
-
-
-@pytest.mark.parametrize("moment", ["config.toml", pytest.param("the first checkpoint", marks=pytest.mark.slow), *_SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["config.toml", "the first checkpoint", "the ledger", "privacy.json", "run.json"])
 def test_a_run_killed_before_its_first_checkpoint_is_begun_again_in_its_folder(tmp_path, capsys, moment):
     recipe, run = tmp_path / "crash.toml", tmp_path / "run"
     recipe.write_text(RECIPE.replace(f"steps = {STEPS}", "steps = 3"))

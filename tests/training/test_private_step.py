@@ -1,9 +1,12 @@
 """The private step that trainer, adapters and people's own loops share."""
 
 import copy
+import errno
 import json
+import os
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import pytest
@@ -133,6 +136,75 @@ def test_no_example_of_a_step_is_read_before_that_step_is_recorded(make, tmp_pat
         step.take()
     recorded = [int(line) for line in seen.read_text().split()]
     assert recorded == [number for number in (1, 2, 3, 4) for _ in range(EXAMPLES)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_leaves_a_step_before_the_ledger_is_on_the_disk(make, monkeypatch, fails):
+    """The file is synced while gradients are computed; neither means nor an error get out before."""
+    step = make()
+    step.begin()
+    begun, go_on, real = threading.Event(), threading.Event(), os.fsync
+
+    def slow(file):
+        begun.set()
+        assert go_on.wait(60)
+        real(file)
+
+    if fails:
+        monkeypatch.setattr(step._engines.current, "_loss", lambda model, batch: 1 / 0)
+    monkeypatch.setattr(os, "fsync", slow)
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(step.take)
+        assert begun.wait(60)
+        assert not wait([taken], timeout=0.5).done
+        go_on.set()
+        assert (taken.exception() is not None) == fails
+
+
+def test_a_step_whose_record_cannot_be_synced_gives_nothing(make, monkeypatch):
+    step = make()
+    step.begin()
+
+    def full(file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(PrivacyError, match=r"step 0 is not taken: .*No space left"):
+        step.take()
+    assert step.position == 1
+    with pytest.raises(PrivacyError, match="not open"):
+        step.take()
+
+
+@pytest.mark.parametrize(
+    "stage", ["its examples were read", "augment or prepare was applied", "per_example_loss or its gradients were computed"]
+)
+def test_a_message_that_is_withheld_says_at_which_stage_and_how_to_see_it(make, stage):
+    failing = []
+
+    def fail(value):
+        if failing:
+            raise ValueError("private text 17")
+        return value
+
+    step = make(
+        data=Rows(fail if "read" in stage else lambda index: None),
+        prepare=fail if "prepare" in stage else None,
+        per_example_loss=(lambda model, batch: fail(loss(model, batch))) if "loss" in stage else loss,
+        **whole_batch(),
+    )
+    step.begin()
+    failing.append(True)
+    with pytest.raises(PrivacyError, match=rf"\(ValueError\) while {stage}.* withheld; to see it, .*made-up") as caught:
+        step.take()
+    assert "private text" not in str(caught.value)
+
+
+def test_the_check_is_repeated_where_the_expected_number_of_passes_is_a_power_of_two(make):
+    """The number of passes that samples took is private: steps alone decide. Three in a step are expected here."""
+    step = make(physical_batch_size=8, plan=plan_of(batch_size=20, steps=200))
+    looks = [index for index in range(200) if step._looks_again(index)]
+    assert looks == [5, 10, 21, 42, 85, 170]  # passes 16 to 18, 31 to 33, 64 to 66, …
 
 
 def test_a_loop_of_one_s_own_is_resumed_from_its_checkpoint(make, tmp_path):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dp_microadam.clipping.batches import batch_size, detached, padded, padded_size, require_weights, signature
 from dp_microadam.clipping.clip_check import check_clip
 from dp_microadam.clipping.families import observe, refuse_batch_statistics, refuse_torchscript
-from dp_microadam.clipping.independence import check_independence, check_independence_at_size
+from dp_microadam.clipping.independence import check_independence, check_independence_again, check_independence_at_size
 from dp_microadam.clipping.layer_bounds import blocks_of, layer_bounds, layer_of
 from dp_microadam.clipping.losses import PerExampleLoss, losses_of
 from dp_microadam.clipping.model_state import StateSnapshot
@@ -34,6 +34,9 @@ from dp_microadam.validation import require_integer, require_one_of
 # Squares of smaller numbers may vanish in float32, and with them the norm that is to be compared with the bound.
 _SMALLEST_NORM = 1e-12
 
+FIRST_REPETITION = 16
+"""The first call, and power of two, at which a look is taken again."""
+
 # Into so many sizes a GPU's chunks are padded. With one size, the last chunk of a step would cost as much as a full one; with
 # eight, padding adds a sixteenth of a chunk on average.
 _SIZES_ON_GPU = 8
@@ -41,12 +44,16 @@ _SIZES_ON_GPU = 8
 
 @dataclass
 class _Checked:
-    """What the check learned about the model, how its examples were drawn, and which sizes of batches and units it covers."""
+    """What the check learned about the model, how its examples were drawn, and which sizes of batches and units it covers.
+
+    ``due`` says that a look must be taken again before the next pass.
+    """
 
     observed: Observed
     source: SyntheticExamples
     largest: int
     per_unit: set[int]
+    due: bool = False
 
 
 class ClippedGradients:
@@ -96,6 +103,8 @@ class ClippedGradients:
             largest seen. 1 gives all chunks the same shape, as CUDA graphs need; 0 turns it off. Kernels are chosen and memory
             is laid out anew for every shape on a GPU, where the default is 8; on the CPU, where rows cost more than
             shapes, it is 0.
+        repeat_check: take a look again at calls 16, 32, 64, …, in case the model begins to mix examples later. False if the
+            caller decides when, by :meth:`check_again`: the number of calls is private where chunks follow from samples.
         way: the old name of ``strategy``, deprecated.
 
     >>> model = nn.Linear(3, 2)
@@ -120,6 +129,7 @@ class ClippedGradients:
         tensor_cores: bool = False,
         synthetic_batch: Any = None,
         padded_sizes: int | None = None,
+        repeat_check: bool = True,
         way: str | None = None,
     ) -> None:
         if not (math.isfinite(max_grad_norm) and max_grad_norm >= _SMALLEST_NORM):
@@ -153,6 +163,7 @@ class ClippedGradients:
         # By structure of the batch and modes of the modules.
         self._checks: dict[Any, _Checked] = {}
         self._calls = 0
+        self._repeats = repeat_check
         self._sums: dict[str, Tensor] = {}
         self._scale: dict[str, Tensor] = {}
         self._row_masks: dict[str, Tensor] = {}
@@ -252,8 +263,8 @@ class ClippedGradients:
         batch = detached(batch)
         with torch.enable_grad():
             self._calls += 1
-            if self._calls >= 16 and self._calls.bit_count() == 1:
-                self._checks.clear()  # a model may begin to mix examples later: check again at calls 16, 32, 64, …
+            if self._repeats and self._calls >= FIRST_REPETITION and self._calls.bit_count() == 1:
+                self.check_again()
             size = self._size_for(batch, count, per_unit)
             batch = batch if size == count else padded(batch, size)
             if weights is not None and size > count:
@@ -312,6 +323,14 @@ class ClippedGradients:
             for per_unit in rows_per_unit:
                 self._checked_model(detached(batch), count, per_unit=per_unit)
 
+    def check_again(self) -> None:
+        """Take a look again at the next ``accumulate``, on new synthetic examples: a model may begin to mix examples later.
+
+        A look is a small part of the check (``check_independence_again``), and sizes that were checked stay so.
+        """
+        for checked in self._checks.values():
+            checked.due = True
+
     def prove(self, batch: Any, seed: int | None = None) -> None:
         """The old name of :meth:`check_independence`, deprecated."""
         warnings.warn("ClippedGradients.prove is deprecated; call check_independence", DeprecationWarning, stacklevel=2)
@@ -356,8 +375,13 @@ class ClippedGradients:
             check_clip(self, observed, batch, self._synthetic_batch, self._precision)
             self._checks[key] = _Checked(observed, source, CHECK_SIZE, {1})
         checked = self._checks[key]
-        # As large as any so far: after a repetition, chunks would grow past the checked size one by one.
         size = max(count, self._largest.get(signature(batch), 0))
+        if checked.due:
+            sized = batch if size == count else padded(batch, size)
+            check_independence_again(
+                self._model, self._loss, checked.observed, sized, self._synthetic_batch, self._precision, checked.source
+            )
+            checked.due = False
         if count > checked.largest:
             sized = batch if size == count else padded(batch, size)
             check_independence_at_size(

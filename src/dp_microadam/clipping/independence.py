@@ -42,14 +42,14 @@ The check can miss the following, which is outside the guarantee (docs/clipping.
 - mixing on some inputs only: values beyond those tried (a threshold above a million; one class, token or pixel among many;
   integers below 0, such as labels to ignore), sizes between three and the largest tried (a model that mixes batches
   of exactly 17), other lengths of the dimensions that are not the batch's;
-- mixing that begins later, after a number of calls or by a switch from outside: the engine repeats the check at calls
-  16, 32, 64, …, so that it is refused then, but steps taken before were not bounded;
+- mixing that begins later, after a number of calls or by a switch from outside: :func:`check_independence_again` takes a look
+  at calls 16, 32, 64, …, so that it is refused then, but steps taken before were not bounded;
 - mixing where numbers are missing, if it shows in gradients only, or if the model raises an exception on such numbers in the
   check and not in a step;
 - a layer with room for a part of the batch, if everything that takes part in the check goes where the same room is;
 - mixing weaker than the tolerances above;
 - mixing by random draws that none of about 20 seeds gives, in the forward pass, or that none of four gives, in the backward
-  pass only; every repetition has new seeds;
+  pass only; every repetition has a new one;
 - files, global variables and attributes of objects other than the model in which examples are stored without being used.
 
 Randomness: all compared passes start from one seed (of torch, ``random`` and NumPy). Every check takes a new one from the
@@ -65,6 +65,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ from dp_microadam.clipping.mixing_check import (
     check_special_values,
 )
 from dp_microadam.clipping.module_attributes import put_back_tensors
-from dp_microadam.clipping.no_side_effects import no_side_effects
+from dp_microadam.clipping.no_side_effects import SeedAll, no_side_effects
 from dp_microadam.clipping.precision import full_precision
 from dp_microadam.clipping.recording import Observed
 from dp_microadam.clipping.special_values import rows_needed
@@ -106,6 +107,7 @@ _ALL_BUT_ONE = [torch.tensor(rows) for rows in ([1, 2], [0, 2], [0, 1])]
 _EACH = [torch.tensor([row]) for row in range(CHECK_SIZE)]
 _ONE_OR_TWO = Neighbours(replaced=_EACH, removed=_EACH + _ALL_BUT_ONE)
 _ALONE = Neighbours(replaced=[], removed=_ALL_BUT_ONE)
+_EACH_AND_ALONE = Neighbours(replaced=_EACH, removed=_ALL_BUT_ONE[:1])
 _SECOND_ALONE = Neighbours(replaced=[], removed=_ALL_BUT_ONE[1:2])
 
 
@@ -200,34 +202,85 @@ def check_independence_at_size(
     rounding, in a Wide-ResNet by half a percent.
     """
     source = SyntheticExamples(new_seed()) if source is None else source
+    with _unobtrusive(model, observed, source.seed) as seed_all:
+        checked = CheckedModel(model, per_example_loss, observed, seed_all, precision)
+        # Losses of random examples may not be finite; those of seed 0, which check_independence accepted, come last.
+        for attempt in (source, SyntheticExamples(0)):
+            if _unmixed_at_size(checked, batch, synthetic_batch, attempt, required=attempt.seed == 0):
+                return
+
+
+def check_independence_again(
+    model: nn.Module,
+    per_example_loss: PerExampleLoss,
+    observed: Observed,
+    batch: Any,
+    synthetic_batch: Any,
+    precision: float,
+    source: SyntheticExamples,
+) -> None:
+    """Raise :class:`InputError` if examples interact by now, or if a parameter is used where it is not observed by now.
+
+    A look at a model that was checked before, with a new seed, for what changes with time: a layer that mixes after a number
+    of calls, a switch from outside, weights that have moved. It takes five forward and backward passes of one to three examples
+    and compares their gradients with autograd's in two more, in the model's own precision. Two passes of the size of ``batch``
+    replace the first example, the last and up to four between. What :func:`check_independence` knows to do besides (values of
+    other scales, NaN, equal examples, further seeds) is not repeated.
+
+    A difference is looked at again in double precision, if the model has it. Examples that the model does not accept are
+    passed over.
+    """
+    source = replace(source, seed=new_seed())
+    simple, _ = SyntheticExamples(0).draw(batch, CHECK_SIZE, synthetic_batch)
+    with _unobtrusive(model, observed, source.seed) as seed_all:
+        checked = CheckedModel(model, per_example_loss, observed, seed_all, precision)
+        checked.seed = source.seed
+        examples, others = source.draw(batch, CHECK_SIZE, synthetic_batch)
+        _unmixed(checked, examples, others, _EACH_AND_ALONE, source.magnitude, required=False)
+        check_gradients_against_autograd(checked, simple)
+        if batch_size(batch) > CHECK_SIZE:
+            _unmixed_at_size(checked, batch, synthetic_batch, source, removed=False, required=False)
+
+
+def _unmixed_at_size(
+    checked: CheckedModel, batch: Any, synthetic_batch: Any, source: SyntheticExamples, *, required: bool, removed: bool = True
+) -> bool:
+    """Whether the model accepted examples in a batch of this size; raises unless they did not interact in it."""
     count = batch_size(batch)
     quarter = count // 4
     copies = min(_COPIES_REPLACED, max(1, quarter))
     rows = torch.tensor([0, *range(quarter, quarter + copies), count - 1])
-    # A batch of this size must leave no trace in the model either: realised sizes are private.
+    examples, others = source.draw(batch, count, synthetic_batch)
+    checked.seed = source.seed
+    neighbours = Neighbours(replaced=[rows], removed=[rows] if removed else [])
+    return _unmixed(checked, repeat_example(examples, quarter, count), others, neighbours, source.magnitude, required=required)
+
+
+def _unmixed(
+    checked: CheckedModel, examples: Any, others: Any, neighbours: Neighbours, scale: float, *, required: bool
+) -> bool:
+    """Whether the model accepted the examples; raises if they interact, also in double precision where the model has it."""
+    try:
+        found = check_no_mixing(checked, examples, others, neighbours, scale, required=required)
+    except InteractionError:
+        exact, cast = precise_copy(checked, examples)
+        if exact is checked:
+            raise
+        exact.seed = checked.seed
+        found = check_no_mixing(exact, cast(examples), cast(others), neighbours, scale, required=required)
+    return found is not None
+
+
+@contextmanager
+def _unobtrusive(model: nn.Module, observed: Observed, seed: int) -> Iterator[SeedAll]:
+    """Passes within the block leave no trace in the model: realised sizes of batches are private. Refusals name the seed."""
     with (
         put_back_tensors(model, observed.caches),
         full_precision(device_of(model)),
         no_side_effects(model) as seed_all,
-        _seed_in_refusals(source.seed),
+        _seed_in_refusals(seed),
     ):
-        checked = CheckedModel(model, per_example_loss, observed, seed_all, precision)
-        # Losses of random examples may not be finite; those of seed 0, which check_independence accepted, come last.
-        for attempt in (source, SyntheticExamples(0)):
-            examples, others = attempt.draw(batch, count, synthetic_batch)
-            checked.seed = attempt.seed
-            neighbours = Neighbours(replaced=[rows], removed=[rows])
-            last = attempt.seed == 0
-            examples = repeat_example(examples, quarter, count)
-            try:
-                found = check_no_mixing(checked, examples, others, neighbours, attempt.magnitude, required=last)
-            except InteractionError:
-                exact, cast = precise_copy(checked, examples)
-                if exact is checked:
-                    raise
-                found = check_no_mixing(exact, cast(examples), cast(others), neighbours, attempt.magnitude, required=last)
-            if found is not None:
-                return
+        yield seed_all
 
 
 def device_of(model: nn.Module) -> torch.device:

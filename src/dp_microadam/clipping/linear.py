@@ -99,6 +99,11 @@ class LinearCall(PartsCall):
             found["weight"] = deltas.transpose(1, 2) @ self._positions(self._inputs.read())[examples]
         return found
 
+    def factors(self, output_gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """a and δ of the weight, (examples, positions, features)."""
+        assert self._inputs is not None, "the weight is trained"
+        return self._positions(self._inputs.read()), self._positions(at_least_float32(output_gradient))
+
     @classmethod
     def joined(cls, calls: Sequence[tuple[LayerCall, Tensor]]) -> tuple[LayerCall, Tensor] | None:
         """Positions of all calls side by side: Σ over calls of Σₜ δₜaₜᵀ is one sum over more positions."""

@@ -54,7 +54,7 @@ def check_no_mixing(
         kept = without(rows, count)
         _refuse_difference(checked, before, after, kept, kept, scale, "replacing")
     random, used_random = before.used_torch_random, before.used_random
-    if random:
+    if random and neighbours.removed:
         before = checked.run(batch, identical_rows=True)
     for rows in neighbours.removed:
         kept = without(rows, count)

@@ -14,6 +14,7 @@ from dp_microadam.clipping.joint import JointCall, PendingUse, group_by_paramete
 from dp_microadam.clipping.outer_product import Doubt
 from dp_microadam.clipping.precision import full_precision
 from dp_microadam.clipping.recording import Observed, OutputGradientHook, Recording, Use
+from dp_microadam.clipping.tied import tied_call
 from dp_microadam.errors import InputError
 
 
@@ -116,5 +117,9 @@ def _joint_part(members: list[PendingUse], scales: Mapping[str, Tensor], count: 
     if len(members) == 1 and scales.keys().isdisjoint(names):
         use = members[0].use
         return Part(use.call, use.names, _one_each(use, use.call.squared_norms(members[0].gradient), count))
+    tied = tied_call(members) if scales.keys().isdisjoint(names) else None
+    if tied is not None:
+        call, use = tied
+        return Part(call, use.names, _one_each(use, call.squared_norms(), count))
     joint = JointCall(members, scales, count)
     return Part(joint, names, joint.squared_norms())

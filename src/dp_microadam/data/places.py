@@ -65,7 +65,7 @@ def wanted_files(data: KnownData) -> str:
     if data.downloads:
         return " and ".join(download.name for download in data.downloads)
     tables = {"table": "train.csv and test.csv (or .npz)", "text": "train.csv and test.csv (or .jsonl)"}
-    return tables.get(data.kind, "train/CLASS/*.jpg and val/CLASS/*.jpg")
+    return tables.get(data.kind, "train/CLASS/*.jpg and val/CLASS/*.jpg, or CLASS/*.jpg")
 
 
 def how_to_get(name: str, data: KnownData) -> str:

@@ -18,15 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dp_microadam.data.contents import Reading
-from dp_microadam.data.dataset import split
+from dp_microadam.data.dataset import TEST_FRACTION, TEST_SEED, split
 from dp_microadam.data.users import UserIds, as_ids, refuse_shared_users, split_by_user
 from dp_microadam.errors import InputError
 
 ENDINGS = (".csv", ".jsonl")
-
-_TEST_FRACTION = 0.2
-_TEST_SEED = 0
-"""Fixed, so that the test part of a single file does not depend on the split into training and validation."""
 
 _LONGEST_FIELD = 2**31 - 1
 """Of a CSV file, in characters. Python's own limit is 131,072, which a long document exceeds."""
@@ -93,9 +89,9 @@ def read(place: Path, reading: Reading, columns: Columns) -> tuple[Texts, Texts]
         return parts[0], parts[1]
     whole = parts[0]
     if whole.users is None:
-        training, test = split(len(whole.texts), _TEST_FRACTION, _TEST_SEED)
+        training, test = split(len(whole.texts), TEST_FRACTION, TEST_SEED)
     else:
-        training, test = split_by_user(whole.users, _TEST_FRACTION, _TEST_SEED)
+        training, test = split_by_user(whole.users, TEST_FRACTION, TEST_SEED)
     return whole.part(training.numpy()), whole.part(test.numpy())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
@@ -13,12 +12,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
-from dp_microadam.errors import InputError, PrivacyError, UnreadableExample
+from dp_microadam.errors import InputError, PrivacyError
+from dp_microadam.integrations.collated_alone import CollatedAlone
 from dp_microadam.integrations.isolated_metrics import IsolatedLoss
 from dp_microadam.integrations.private_steps import USER_OPTIONS, PrivateSteps
 from dp_microadam.optimizers.micro_adam import MicroAdam
+from dp_microadam.privacy.ledger_record import RUN_INSIDE
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.training.evaluation import PerExample
 from dp_microadam.training.held_out import share_examples
@@ -71,8 +71,12 @@ _WHY_NOT = {
     "auto_find_batch_size": "a batch that is tried again is spent twice; choose per_device_train_batch_size yourself",
     "include_num_input_tokens_seen": "how many tokens a step saw is private; leave it at 'no'",
     "skip_memory_metrics": "memory in use tells how large batches were, which is private; leave it True",
+    "torch_compile": "layers are observed one by one, so that nothing could be fused; leave it False",
     "optim": "the optimizer is MicroAdam; give another by optimizers=(optimizer, None), or by method",
 }
+
+_PHYSICAL_BATCH_SIZE = 32
+"""In place of the host's default of 8, which would cut the large batches of private runs into many slow chunks."""
 
 _AUTOCAST = {"no": None, "bf16": torch.bfloat16}
 """Mixed precisions of accelerate that private steps have."""
@@ -85,9 +89,10 @@ class PrivateHFTrainer(Trainer):
     """``transformers.Trainer`` whose training steps are private: (ε, δ) as ``plan`` says.
 
     ``max_steps``, unless given, is the plan's number of steps; an epoch is as many as take each example once on average.
-    ``per_device_train_batch_size`` only says how many examples go through the model at once. Without a method, and without an
-    optimizer in ``optimizers``, the optimizer is :class:`MicroAdam`, with its own learning rate unless ``args.learning_rate``
-    is set. The training loss is private: it is neither computed nor logged, and is NaN in what :meth:`train` returns.
+    ``per_device_train_batch_size`` only says how many examples go through the model at once. Its default of 8, which is slow,
+    counts as not set: 32 go through then. Without a method, and without an optimizer in ``optimizers``, the optimizer is
+    :class:`MicroAdam`, with its own learning rate unless ``args.learning_rate`` is set. The training loss is private: it is
+    neither computed nor logged, and is None in what :meth:`train` returns.
     ``grad_norm`` is that of the privatized gradient. Under ``torchrun`` all processes train one model, and rank 0 keeps the
     ledger. ``args.bf16`` and ``args.gradient_checkpointing`` work as ever; norms, sums and noise are float32.
 
@@ -98,7 +103,8 @@ class PrivateHFTrainer(Trainer):
             models, and :func:`causal_language_loss` serves for language models.
         run_dir: of the ledger and the privacy statement; ``privacy`` in ``args.output_dir`` by default.
         options: those of :class:`PrivateSteps`, such as ``users``, ``max_grad_norm`` or ``clipping_options``, and those of
-            ``transformers.Trainer``. ``prepare`` and ``augment`` are applied to training batches only.
+            ``transformers.Trainer``. ``prepare`` and ``augment`` are applied to training batches only. ``physical_batch_size``
+            goes before ``per_device_train_batch_size``.
 
     Settings that would break the guarantee, or would not be used, are refused.
 
@@ -140,12 +146,13 @@ class PrivateHFTrainer(Trainer):
         self._per_example_loss = IsolatedLoss(per_example_loss or classification_loss)
         self._resumed_from: dict[str, Any] | None = None
         collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
-        step_options.setdefault("physical_batch_size", args.per_device_train_batch_size)
+        at_once, unset = args.per_device_train_batch_size, _defaults_of(args).per_device_train_batch_size
+        step_options.setdefault("physical_batch_size", _PHYSICAL_BATCH_SIZE if at_once == unset else at_once)
         step_options.setdefault("num_workers", args.dataloader_num_workers)
         self.private_steps = PrivateSteps(
             plan,
-            _CollatedAlone(self.train_dataset, collate),
-            run_dir=Path(str(args.output_dir), "privacy") if run_dir is None else run_dir,
+            CollatedAlone(self.train_dataset, collate),
+            run_dir=Path(str(args.output_dir), RUN_INSIDE) if run_dir is None else run_dir,
             **step_options,
         )
 
@@ -173,7 +180,7 @@ class PrivateHFTrainer(Trainer):
                 "epsilon": self.private_steps.epsilon(),
                 "delta": self.private_steps.plan.delta,
             }
-            return TrainOutput(result.global_step, math.nan, metrics)
+            return TrainOutput(result.global_step, cast(float, None), metrics)
         finally:
             self.private_steps.close()
             self.is_in_train = False
@@ -307,34 +314,6 @@ def causal_language_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     labels = batch["labels"][:, 1:]
     losses = nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=-100)
     return losses.sum(1) / (labels != -100).sum(1).clamp(min=1)
-
-
-class _CollatedAlone(Dataset[dict[str, Tensor]]):
-    """Each example as the collator makes it by itself: a batch is then a stack of what does not depend on other examples."""
-
-    def __init__(self, data: Any, collate: Any) -> None:
-        self.data = data
-        self.collate = collate
-        self._shapes: dict[str, torch.Size] = {}
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        batch = dict(self.collate([self.data[index]]))
-        example = {name: value[0] for name, value in batch.items() if isinstance(value, Tensor) and len(value) == 1}
-        if example.keys() != batch.keys():
-            raise UnreadableExample(
-                "data_collator gives something else than tensors with one row per example; it must give those alone"
-            )
-        shapes = {name: value.shape for name, value in example.items()}
-        self._shapes = self._shapes or shapes
-        if shapes != self._shapes:
-            raise UnreadableExample(
-                "train_dataset has examples of different lengths, and padding to the longest of a batch would make an example "
-                "depend on others; pad all to one length, as padding='max_length' does"
-            )
-        return example
 
 
 class _StepNumbers:

@@ -102,8 +102,14 @@ def _hugging_face(
     lora_alpha: float | None = None,
     lora_targets: str | Sequence[str] = (),
 ) -> nn.Module:
-    lora = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "lora_targets": lora_targets}
-    return text_classifier(num_classes, pretrained=pretrained, trainable=trainable, **lora)
+    return text_classifier(
+        num_classes,
+        pretrained=pretrained,
+        trainable=trainable,
+        lora_rank=lora_rank,
+        lora_alpha=lora_alpha,
+        lora_targets=lora_targets,
+    )
 
 
 def _hugging_face_causal(

@@ -67,9 +67,9 @@ class TensorAdam(ExactStateOptimizer):
         second = state["second_moment"].lerp_(_mean_square(gradient), 1 - beta)
         if group["weight_decay"] != 0:
             param.mul_(1 - rate * group["weight_decay"])
-        scale = (second / (1 - beta ** int(state["step"]))).sqrt_().add_(group["eps"]).reciprocal_().mul_(rate)
+        root = (second / (1 - beta ** int(state["step"]))).sqrt_().add_(group["eps"]).squeeze(0)
         own, given = local_shard(param), local_shard(gradient)
-        own.sub_(given * scale.to(given.dtype))
+        own.sub_(given * (rate / root))
 
     def state_bytes(self) -> int:
         """Size of the optimizer state in this process, in bytes."""

@@ -1,10 +1,10 @@
 """The privacy ledger of a run: a file that records how much privacy has been spent, even if the process crashes.
 
 The file has one JSON object per line: first the plan and the settings of the run, then one line per step. A step's line is
-appended and synced to disk *before* the step's result is used, so a step that was recorded and then lost in a crash stays
-spent. ε is computed from these lines and from nothing else. Each line carries a hash of all lines up to it
-(``ledger_lines.py``), so that an edited ledger is refused and copies of one run are recognised. ``ledger_record.py`` reads
-ledgers; this module writes them.
+appended *before* anything of the step is drawn, and synced to disk before the step's result is used, so a step that was
+recorded and then lost in a crash stays spent. ε is computed from these lines and from nothing else. Each line carries a hash
+of all lines up to it (``ledger_lines.py``), so that an edited ledger is refused and copies of one run are recognised.
+``ledger_record.py`` reads ledgers; this module writes them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -70,9 +71,10 @@ class PrivacyLedger:
     ...     ledger.steps, ledger.remaining
     (1, 99)
 
-    Formal guarantees: when :meth:`record_step` returns, the step is on disk; it never records more than the plan's steps; no
-    second process can append to the same file meanwhile. A killed process leaves at worst an incomplete line, which counts as
-    a step. If anything else writes to, replaces or removes the file, no further step is recorded. Assumes a file system
+    Formal guarantees: when :meth:`record_step` returns, the step is on disk; with ``wait=False`` it is in the file, where a
+    killed process leaves it, and on disk when :meth:`wait_until_synced` returns. It never records more than the plan's steps;
+    no second process can append to the same file meanwhile. A killed process leaves at worst an incomplete line, which counts
+    as a step. If anything else writes to, replaces or removes the file, no further step is recorded. Assumes a file system
     whose fsync and flock work as specified.
     """
 
@@ -91,6 +93,8 @@ class PrivacyLedger:
                 reason = f"cannot be locked ({error.strerror}); put the run's folder on a file system with locks"
             raise PrivacyError(f"{path} {reason}") from None
         self._closed = False
+        self._syncing: Future[None] | None = None
+        self._syncer = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         _close_in_forked_children(self)
         try:
             self._identity = _identity(path)
@@ -170,11 +174,13 @@ class PrivacyLedger:
         """The hash of all lines so far; a ledger that contains this hash has all of them."""
         return self._head
 
-    def record_step(self, phase: str | None = None, *, processes: int = 1) -> int:
+    def record_step(self, phase: str | None = None, *, processes: int = 1, wait: bool = True) -> int:
         """Record one more step as spent, and return its number once the record is on disk.
 
         ``phase`` is the name of the phase the step belongs to, for runs with several phases under one plan. ``processes`` is
-        the world size: how many processes take the step together.
+        the world size: how many processes take the step together. With ``wait=False`` it returns once the record is written,
+        and another thread syncs it, which takes milliseconds on many disks; call :meth:`wait_until_synced` before anything of
+        the step leaves the process.
 
         Raises:
             PrivacyError: if all steps of the plan are spent, or the file cannot be written. The step must not be taken then.
@@ -188,6 +194,7 @@ class PrivacyLedger:
                 f"all {self.plan.steps} steps of the plan are spent; one more would exceed its epsilon, so stop here or "
                 "solve a new plan"
             )
+        self.wait_until_synced()  # of a step before, which failed
         step = self._steps
         event = self._marked(planned_event(self.plan, step))
         if phase is not None:
@@ -198,14 +205,35 @@ class PrivacyLedger:
         line, head = chained_line(event, self._head)
         try:
             self._refuse_foreign_changes(step)
-            self._append(line)
+            self._write(line)
             self._head = head
         except OSError as error:
-            self.close()
-            raise PrivacyError(
-                f"{self.path} cannot be written, so step {step} is not taken: {error}; free disk space, then resume the run"
-            ) from error
+            raise self._not_taken(step, error) from error
+        self._syncing = self._syncer.submit(os.fsync, self._file)
+        if wait:
+            self.wait_until_synced()
         return step
+
+    def wait_until_synced(self) -> None:
+        """Return once the last recorded step is on disk.
+
+        Raises:
+            PrivacyError: if it cannot be written there. Its result must not be used then.
+        """
+        if self._syncing is None:
+            return
+        try:
+            self._syncing.result()
+        except OSError as error:
+            self._syncing = None
+            raise self._not_taken(self._steps - 1, error) from error
+        self._syncing = None
+
+    def _not_taken(self, step: int, error: OSError) -> PrivacyError:
+        self.close()
+        return PrivacyError(
+            f"{self.path} cannot be written, so step {step} is not taken: {error}; free disk space, then resume the run"
+        )
 
     def epsilon(self, delta: float | None = None, accountant: str | None = None) -> float:
         """ε of all steps recorded so far, computed from the file."""
@@ -219,6 +247,7 @@ class PrivacyLedger:
         """Close and unlock the file. Closing twice is allowed."""
         if not self._closed:
             self._closed = True
+            self._syncer.shutdown()  # which waits for a sync that is under way
             os.close(self._file)
 
     def __enter__(self) -> PrivacyLedger:
@@ -257,9 +286,12 @@ class PrivacyLedger:
         return not whole
 
     def _append(self, line: bytes) -> None:
+        self._write(line)
+        os.fsync(self._file)
+
+    def _write(self, line: bytes) -> None:
         while line:
             line = line[os.write(self._file, line) :]
-        os.fsync(self._file)
         self._identity = _identity(self.path)
 
 
@@ -340,8 +372,9 @@ def _close_in_forked_children(ledger: PrivacyLedger) -> None:
 
     def close_inherited() -> None:
         inherited = reference()
-        if inherited is not None:
-            inherited.close()
+        if inherited is not None and not inherited._closed:
+            inherited._closed = True
+            os.close(inherited._file)  # the thread that syncs is not there
 
     os.register_at_fork(after_in_child=close_inherited)
 

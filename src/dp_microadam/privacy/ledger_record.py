@@ -36,6 +36,8 @@ if TYPE_CHECKING:  # it needs torch, which reading a ledger does not
     from dp_microadam.privacy.randomness import Randomness
 
 LEDGER_NAME = "ledger.jsonl"
+RUN_INSIDE = "privacy"
+"""The folder of a run inside an output folder of another library's."""
 FORMAT, _WITHOUT_CHAIN = 2, 1
 # The best of several runs: of another format, because a version that knew no selection would read it as a single run.
 FORMAT_OF_SELECTIONS = 3
@@ -52,7 +54,8 @@ class RunSettings:
     """What a run declares besides its plan, as recorded in the ledger and in the privacy statement.
 
     ``private`` and ``randomness`` come from :class:`~dp_microadam.privacy.randomness.Randomness`, ``sensitivity``
-    from the object that clips. ``public`` lists what the run uses without protection, besides the fields of the plan.
+    from the object that clips. ``unit_name`` is what a unit is called in the statement, such as patient; empty: example or
+    user. ``public`` lists what the run uses without protection, besides the fields of the plan.
     """
 
     private: bool
@@ -60,6 +63,7 @@ class RunSettings:
     sensitivity: float
     clipping: str = "the gradient of each example, all trainable parameters together, in L2 norm"
     unit: str = "one training example"
+    unit_name: str = ""
     public: tuple[str, ...] = ("normalization constants of the input", "clipping norm")
 
     def __post_init__(self) -> None:
@@ -130,9 +134,16 @@ class LedgerRecord:
         return epsilon(self.spent, self.plan.delta if delta is None else delta, accountant or self.plan.accountant)
 
 
-def ledger_path(run: str | os.PathLike[str]) -> Path:
-    """The path of the ledger in a run folder; the path of a ledger file is returned as it is."""
+def run_folder(run: str | os.PathLike[str]) -> Path:
+    """The folder itself, or ``privacy`` inside it if the ledger is there, as in an output folder of Hugging Face."""
     path = Path(run)
+    inside = path / RUN_INSIDE
+    return inside if (inside / LEDGER_NAME).is_file() and not (path / LEDGER_NAME).is_file() else path
+
+
+def ledger_path(run: str | os.PathLike[str]) -> Path:
+    """The path of the ledger in a run folder, or in an output folder of Hugging Face; a ledger file is returned as it is."""
+    path = run_folder(run)
     path = path / LEDGER_NAME if path.is_dir() else path
     if not path.is_file():
         raise InputError(f"run is {str(run)!r}; it must be a run folder with a {LEDGER_NAME}, or such a file")

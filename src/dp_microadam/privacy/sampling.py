@@ -300,9 +300,18 @@ class Chunks(Dataset[Any]):
         except StopIteration:  # which a loader takes for the end of the data
             sentence = "an example could not be read (StopIteration); the Dataset must return one for every index"
             return _about_an_example(InputError(sentence))
+        except RuntimeError:
+            if self.collate_fn is not default_collate or len({_shapes_in(example) for example in examples}) == 1:
+                raise
+            return InputError(
+                "examples have different shapes, so that they cannot be stacked; pass loader_options={'collate_fn': …} with a "
+                "function that pads all to one length, whatever the batch"
+            )
         return self._refusal(examples, batch) or batch if self.alone else batch
 
     def _refusal(self, examples: list[Any], batch: Any) -> InputError | None:
+        if any(leaf.is_nested for leaf in _tensors_with_rows(batch)):
+            return InputError("collate_fn returns a nested tensor, whose rows cannot be told apart; pad all to one length")
         if any(len(leaf) > len(examples) for leaf in _tensors_with_rows(batch)):
             return InputError(
                 "collate_fn returns more rows than it is given examples; it must return one row for each, and treat each by "
@@ -349,6 +358,10 @@ def _about_an_example(error: DPMicroAdamError) -> DPMicroAdamError:
 
 def _tensors_with_rows(batch: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+
+
+def _shapes_in(example: Any) -> tuple[torch.Size, ...]:
+    return tuple(leaf.shape for leaf in tree_leaves(example) if isinstance(leaf, Tensor | np.ndarray))
 
 
 def _tensors_of(data: Any) -> list[Tensor] | None:

@@ -18,15 +18,20 @@ from dp_microadam.training.training_data import moved
 class ModelUpdate:
     """Updates a model with a method, a schedule of the learning rate and a moving average of the weights.
 
-    All of it is post-processing of the means it is given.
+    All of it is post-processing of the means it is given. ``steps`` is how many there will be, for schedules that end.
     """
 
     def __init__(
-        self, model: nn.Module, method: Method, schedule: Schedule | LRScheduler | None = None, ema_decay: float = 0.0
+        self,
+        model: nn.Module,
+        method: Method,
+        schedule: Schedule | LRScheduler | None = None,
+        ema_decay: float = 0.0,
+        steps: int | None = None,
     ) -> None:
         self.model = model
         self.method = method
-        self.rates = LearningRates(method.optimizer, schedule)
+        self.rates = LearningRates(method.optimizer, schedule, steps)
         self.average = WeightAverage(model, ema_decay) if ema_decay else None
 
     def apply(self, means: dict[str, Tensor], updates: int) -> None:

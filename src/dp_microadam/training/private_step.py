@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dp_microadam.clipping.engine import ClippedGradients
+from dp_microadam.clipping.engine import FIRST_REPETITION, ClippedGradients
 from dp_microadam.clipping.row_norms import ClippedRowNorms
 from dp_microadam.clipping.transform_check import check_transform
 from dp_microadam.errors import InputError, PrivacyError
@@ -21,7 +22,7 @@ from dp_microadam.privacy.band_choice import DEFAULT_NOISE_MEMORY_GIB, refuse_me
 from dp_microadam.privacy.ledger import LEDGER_NAME, PrivacyLedger, RunSettings, read_ledger
 from dp_microadam.privacy.mechanism import GaussianMechanism
 from dp_microadam.privacy.plan import PrivacyPlan
-from dp_microadam.privacy.statement import round_up, statement_in_words, write_privacy_report
+from dp_microadam.privacy.statement import round_up, statement_in_words, unit_in_words, write_privacy_report
 from dp_microadam.privacy.units import widths
 from dp_microadam.training.gradients import GradientSums
 from dp_microadam.training.method import ROW_NORMS, Method, Phase, phase_at, phases_from
@@ -71,6 +72,8 @@ class PrivateStep(TrainingStep):
             ``prefetch_factor``. ``collate_fn`` must treat each example independently; only its number of rows is checked.
         max_steps: stop before the plan's last step.
         public: what else the run declares public, in words; part of the privacy statement, cannot change on resume.
+        unit_name: what a unit is called in the statement, such as ``"patient"``. If the plan's unit is the example it says that
+            there is one example of each.
         noise_history: where a plan with bands keeps the noise of the last steps: ``"device"``, beside the model, or ``"cpu"``.
         noise_memory_gib: the largest size of that noise; a plan that needs more is refused.
         secure: draw noise and samples from a cryptographic generator.
@@ -108,17 +111,21 @@ class PrivateStep(TrainingStep):
     def take(self) -> dict[str, Tensor]:
         """Spend the next step and return its privatized mean gradient, by parameter name.
 
-        The step is recorded on disk before anything is sampled. A step that fails is spent too.
+        The step is written to the ledger before anything is sampled, and on disk before this returns or raises. A step that
+        fails is spent too.
 
         Raises:
             PrivacyError: if all steps of the plan are spent, or if processing training examples failed; the original error
                 message may be private and is withheld.
         """
-        with self._one_at_a_time(), self._forgetting_noise_on_failure():
+        with self._one_at_a_time(), self._synced_at_the_end(), self._forgetting_noise_on_failure():
             index = self.ranks.from_main(self._record)
             self._prepare_query(index)
+            if self._looks_again(index):
+                self._engines.current.check_again()  # type: ignore[attr-defined]
             with self.ranks.together():
                 sums = self._sums(index)
+                self._wait_for_ledger()
                 noisy_sums = self._mechanism.add_noise(sums, step=index)
             self.ranks.sum_(noisy_sums)
             means = self._mechanism.mean(noisy_sums, like=sums)
@@ -147,6 +154,20 @@ class PrivateStep(TrainingStep):
     def noise_memory(self) -> int:
         """Bytes of the noise that this process keeps for the next steps; 0 unless the plan has bands and a step was taken."""
         return self._mechanism.noise_memory
+
+    @property
+    def looks_again(self) -> bool:
+        return self._looks_again(self.position)
+
+    def _looks_again(self, index: int) -> bool:
+        """Whether the independence check is repeated in step ``index``: where the *expected* number of passes becomes 16, 32, …
+
+        The number of passes that samples took is private, and a look shows on the clock.
+        """
+        examples = self.plan.batch_size * (self.plan.examples_per_user or 1)
+        passes = math.ceil(examples / self.ranks.world_size / self.loading.physical_batch_size)
+        before, after = index * passes, (index + 1) * passes
+        return index > 0 and after >= FIRST_REPETITION and before.bit_length() < after.bit_length()
 
     def _set_up_noise(self) -> None:
         self._taking = threading.Lock()
@@ -228,12 +249,15 @@ class PrivateStep(TrainingStep):
         spent = int(state["steps_spent"])
         self.resume(spent, int(state.get("updates", spent)), state.get("ledger_head"))
 
-    def write_privacy(self, folder: str | Path | None = None) -> None:
-        """Write ``privacy.json`` and ``privacy.txt`` for the steps spent so far into ``folder``, by default ``run_dir``."""
+    def write_privacy(self, folder: str | Path | None = None, group_size: int = 1) -> None:
+        """Write ``privacy.json`` and ``privacy.txt`` for the steps spent so far into ``folder``, by default ``run_dir``.
+
+        With a ``group_size`` they also say ε for somebody with up to so many examples, or for so many users together.
+        """
         if self.ranks.main:
             if self._training_measures:
                 note_private_metrics(self.run_dir)
-            report = privacy_of(self.run_dir)
+            report = privacy_of(self.run_dir, group_size)
             write_privacy_report(self.run_dir if folder is None else folder, report, statement_in_words(report))
 
     def close(self) -> None:
@@ -269,6 +293,18 @@ class PrivateStep(TrainingStep):
             self._taking.release()
 
     @contextmanager
+    def _synced_at_the_end(self) -> Iterator[None]:
+        """The ledger syncs its file while gradients are computed; whatever leaves the block, an error too, waits for it."""
+        try:
+            yield
+        finally:
+            self._wait_for_ledger()
+
+    def _wait_for_ledger(self) -> None:
+        if self._ledger is not None:
+            self._ledger.wait_until_synced()
+
+    @contextmanager
     def _forgetting_noise_on_failure(self) -> Iterator[None]:
         """A step that fails, fails on all ranks, but some may have drawn its noise: all of them begin a new chain."""
         try:
@@ -284,7 +320,7 @@ class PrivateStep(TrainingStep):
         if self.last_step < self.plan.steps and not self.remaining:
             raise InputError(f"max_steps is {self.last_step}, and that many steps are taken; make a step with a larger one")
         phase = phase_at(self.phases, self.updates).name if len(self.phases) > 1 else None
-        index = self._ledger.record_step(phase, processes=self.ranks.world_size)
+        index = self._ledger.record_step(phase, processes=self.ranks.world_size, wait=False)
         if index != self.position:
             raise PrivacyError(f"the ledger is at step {index}, but the run is at step {self.position}; they must agree")
         return index
@@ -299,11 +335,12 @@ class PrivateStep(TrainingStep):
     def _settings(self) -> RunSettings:
         clipped, own = (Method.clipped, ()) if self._method is None else (self._method.clipped, self._method.public)
         public = ("clipping norm", *self._options.get("public", PUBLIC), *own, *phases_in_words(self.phases))
-        if self.plan.unit == "example":
-            return RunSettings.of_run(self._randomness, self.sensitivity, clipped, self._clipping, public)
-        clipped = clipped.replace("the gradient of each example", "the mean gradient of each user's examples", 1)
+        name = self._options.get("unit_name", "")
+        if self.plan.unit == "user":
+            whose = f"the mean gradient of each {name or 'user'}'s examples"
+            clipped = clipped.replace("the gradient of each example", whose, 1)
         settings = RunSettings.of_run(self._randomness, self.sensitivity, clipped, self._clipping, public)
-        return replace(settings, unit="one user with all their training examples")
+        return replace(settings, unit=unit_in_words(self.plan.unit, name), unit_name=name)
 
     @property
     def _clipping(self) -> str:
@@ -316,7 +353,8 @@ class PrivateStep(TrainingStep):
         engine = ClippedRowNorms if phase.query == ROW_NORMS else ClippedGradients
         further = self._options.get("clipping_options", {})
         bound = self._options.get("max_grad_norm", 1.0)
-        return engine(self.model, self._loss, max_grad_norm=bound, clipping=self._clipping, **further)
+        options = {"clipping": self._clipping, "repeat_check": False, **further}
+        return engine(self.model, self._loss, max_grad_norm=bound, **options)
 
     def _check_model(self, data: TrainingData) -> None:
         refuse_repeats(data.data)
@@ -335,7 +373,7 @@ class PrivateStep(TrainingStep):
             return self._transformed(batch)
 
     def _guarded(self, work: Callable[[], Result]) -> Result:
-        return work() if self._training_measures else withheld(work, "try the model on made-up examples")
+        return work() if self._training_measures else withheld(work)
 
     def _rules(self) -> tuple[Any, ...]:
         return (*super()._rules(), self.sensitivity, self._clipping)

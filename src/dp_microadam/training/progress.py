@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -47,7 +48,7 @@ class Progress:
         self._bar = Bar(
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(),
+            BarColumn(bar_width=20),  # so that the rest fits beside it on 80 columns
             TextColumn("{task.fields[spent]} · {task.fields[rate]}"),
             TimeRemainingColumn(),
             TextColumn("left"),
@@ -68,6 +69,12 @@ class Progress:
         else:
             left = (self._total - done) * (now - self._begin) / max(1, done - self._first)
             self.say(f"step {done} of {self._total} · {self._spent(done)} · {self._rate_in_words()} · {clock(left)} left")
+
+    def note(self, text: str) -> None:
+        """Show beside the bar, in place of the rate, what the next step does besides, until that step is done."""
+        if self._bar:
+            self._bar.update(self._task, rate=text, refresh=True)
+            self._last = -math.inf  # so that the next advance shows the rate again
 
     def say(self, text: str) -> None:
         """Print one line for the user."""

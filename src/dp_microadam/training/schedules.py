@@ -64,17 +64,30 @@ class LearningRates:
     stepped after each optimizer step; or None, which leaves the rates unchanged.
 
     Raises:
-        InputError: for a torch scheduler of another optimizer, for one that needs a loss, or if the optimizer has a torch
-            scheduler that was not passed as ``schedule``.
+        InputError: for a torch scheduler of another optimizer, for one that needs a loss or ends before ``steps``, for anything
+            else that is no schedule, or if the optimizer has a torch scheduler that was not passed as ``schedule``.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule | LRScheduler | None) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, schedule: Schedule | LRScheduler | None, steps: int | None = None
+    ) -> None:
+        if schedule is not None and not isinstance(schedule, Schedule | LRScheduler):
+            raise InputError(
+                f"schedule is a {type(schedule).__name__}; it must be a Schedule, or a torch scheduler of the optimizer, as "
+                "LambdaLR(optimizer, function) is"
+            )
         if isinstance(schedule, ReduceLROnPlateau):
             raise InputError("schedule is a ReduceLROnPlateau, which needs a loss; use a schedule that depends on steps alone")
         if isinstance(schedule, LRScheduler):
             if schedule.optimizer is not optimizer:
                 raise InputError(
                     f"schedule is a {type(schedule).__name__} of another optimizer; make one for the optimizer that trains"
+                )
+            last = getattr(schedule, "total_steps", None)
+            if last is not None and steps is not None and last < steps:
+                raise InputError(
+                    f"schedule is a {type(schedule).__name__} of {last} steps and cannot go on after them; make it for the "
+                    f"{steps} steps of the run"
                 )
         elif any("initial_lr" in group for group in optimizer.param_groups):
             raise InputError(

@@ -26,6 +26,12 @@ def next_token_hits(model: nn.Module, batch: Batch) -> Tensor:
     return hits.sum(1) / counted.sum(1).clamp(min=1)
 
 
+def document_hits(model: nn.Module, batch: Batch) -> Tensor:
+    """The number of each document's tokens that are the most likely one."""
+    scores, targets, counted = _shifted(model, batch[0])
+    return ((scores.argmax(-1) == targets) & counted).sum(1)
+
+
 def document_nats(model: nn.Module, batch: Batch) -> Tensor:
     """The sum of each document's cross-entropies; with :func:`document_tokens` it gives the perplexity."""
     return _token_losses(model, batch[0])[0].sum(1)

@@ -24,6 +24,7 @@ from dp_microadam.privacy.units import Units, WeightedRows
 from dp_microadam.training.evaluation import batches
 from dp_microadam.training.prefetch import copied_ahead, pinned
 from dp_microadam.training.torch_randomness import UnpredictableWorker, forked_torch, seeded_torch, unpredictable_torch
+from dp_microadam.training.withheld import READING, TRANSFORMS, at_stage, read_at_stage
 from dp_microadam.validation import require_integer
 
 _NOT_A_LOADERS_CHOICE = {
@@ -69,8 +70,9 @@ class Loading:
 
     def transformed(self, batch: Any, model: nn.Module) -> Any:
         """A training batch on the model's device, augmented and prepared."""
-        batch = moved(batch, model)
-        return self.prepared(self.augment(batch) if self.augment else batch)
+        with at_stage(TRANSFORMS):
+            batch = moved(batch, model)
+            return self.prepared(self.augment(batch) if self.augment else batch)
 
     @property
     def transforms(self) -> str:
@@ -135,7 +137,7 @@ class TrainingData:
         most = self._sampler_from(0).dataset_size * (1 if self._units is None else self._units.most)
         count = min(self._loading.physical_batch_size, most)
         rows = torch.arange(count) if self._units is None else self._units.some_examples(count)
-        with forked_torch(self._model):
+        with forked_torch(self._model), at_stage(READING):
             if isinstance(self.data, Dataset):
                 found = Chunks(self.data, self._options["collate_fn"], alone=count)[rows]
                 if isinstance(found, DPMicroAdamError):
@@ -156,7 +158,7 @@ class TrainingData:
         if step.index != index:
             raise PrivacyError(f"the sampler is at step {step.index}, but the ledger is at step {index}; they must agree")
         with self._loading.stream(self._model, index, self._rank):
-            yield map(self._transformed, self._copied(step.chunks))
+            yield map(self._transformed, read_at_stage(READING, self._copied(step.chunks)))
 
     def _transformed(self, chunk: Any) -> PhysicalBatch:
         if not isinstance(chunk, WeightedRows):

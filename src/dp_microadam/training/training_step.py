@@ -27,6 +27,7 @@ from dp_microadam.training.masked_rows import scatter_rows, selected_rows
 from dp_microadam.training.method import Method, Phase, Steps, phase_at
 from dp_microadam.training.rate_units import RunNoise
 from dp_microadam.training.training_data import Loading, TrainingData
+from dp_microadam.training.withheld import LOSS, at_stage
 from dp_microadam.validation import require_integer
 
 Result = TypeVar("Result")
@@ -48,6 +49,7 @@ class StepOptions(TypedDict, total=False):
     loader_options: Mapping[str, Any]
     max_steps: int | None
     public: Iterable[str]
+    unit_name: str
     noise_history: str
     noise_memory_gib: float
     secure: bool
@@ -158,6 +160,11 @@ class TrainingStep(ABC):
         return None if self.privacy is None else self.privacy.delta
 
     @property
+    def looks_again(self) -> bool:
+        """Whether the next step repeats a part of the independence check, and takes longer for it."""
+        return False
+
+    @property
     @abstractmethod
     def begun(self) -> bool:
         """Whether steps can be taken."""
@@ -192,7 +199,7 @@ class TrainingStep(ABC):
         """Set the position from a checkpoint without opening the ledger, so that another process can keep training."""
 
     @abstractmethod
-    def write_privacy(self, folder: str | Path | None = None) -> None:
+    def write_privacy(self, folder: str | Path | None = None, group_size: int = 1) -> None:
         """Write ``privacy.json`` and ``privacy.txt`` for the steps taken so far into ``folder``, by default ``run_dir``."""
 
     @abstractmethod
@@ -333,7 +340,8 @@ class TrainingStep(ABC):
         count = 0
         with data.step(index) as chunks:
             for examples, weights in chunks:
-                self._engines.current.accumulate(examples, weights)
+                with at_stage(LOSS):
+                    self._engines.current.accumulate(examples, weights)
                 for number, values in enumerate(self._measured(examples)):
                     values = values if weights is None else (values.view_as(weights) * weights).sum(1)
                     totals[number] += float(values.sum())

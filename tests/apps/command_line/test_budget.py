@@ -9,6 +9,7 @@ import pytest
 
 from dp_microadam import PrivacyLedger, PrivacyPlan
 from dp_microadam.apps.command_line.cli import main
+from dp_microadam.apps.reporting.run import Run
 from dp_microadam.privacy.accounting import SubsampledGaussian, epsilon, group_epsilon
 from dp_microadam.privacy.ledger import LEDGER_NAME, RunSettings, read_ledger
 from dp_microadam.privacy.statement import write_privacy_files
@@ -44,6 +45,19 @@ def test_one_run_alone_is_what_it_says_itself(tmp_path, capsys):
     run = make(tmp_path / "run")
     assert main(["budget", run, "--accountant", "pld", "--delta", "1e-6"]) == 0
     assert f"{read_ledger(run).epsilon(1e-6, 'pld'):.2f}" in capsys.readouterr().out
+
+
+def test_an_output_folder_of_hugging_face_stands_for_the_run_inside_it(tmp_path, capsys):
+    inside = make(tmp_path / "out" / "privacy")
+    write_privacy_files(tmp_path / "out", read_ledger(inside))  # as save_model leaves it
+    printed = []
+    for folder in (inside, str(tmp_path / "out")):
+        assert main(["budget", folder, "--json"]) == 0
+        printed.append(json.loads(capsys.readouterr().out)["epsilon"])
+    assert printed[0] == printed[1]
+    assert main(["report", str(tmp_path / "out"), "--page-only"]) == 0
+    assert (tmp_path / "out" / "report.html").is_file()
+    assert Run.read(tmp_path / "out").name == "out"
 
 
 def test_a_run_that_is_not_private_makes_the_whole_not_private(tmp_path, capsys):

@@ -81,6 +81,7 @@ def test_measured_strategies_are_printed_and_written_to_a_file_that_can_be_sent(
     assert f"/{getpass.getuser()}" not in text
 
 
+@pytest.mark.slow
 def test_on_a_cpu_nothing_is_measured_unless_asked_for(capsys):
     assert main(["doctor", "--seconds", "0.01", "--json"]) == 0
     strategies = json.loads(capsys.readouterr().out)["strategies"]

@@ -58,6 +58,7 @@ def test_pld_decides_by_default(capsys):
     assert printed["epsilon"] <= 8
 
 
+@pytest.mark.slow
 def test_what_pld_cannot_count_is_left_out(capsys):
     assert main(["plan", *CIFAR, "--epsilon", "8", "--noise-multiplier", "30000", "--accountant", "rdp", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["accountants"]["pld"] == {"epsilon": None, "steps_allowed": None}
@@ -75,9 +76,10 @@ def test_what_pld_cannot_count_is_left_out(capsys):
         (["--dataset-size", "10", "--batch-size", "11", "--delta", "1e-5", "--epsilon", "1", "--steps", "5"], "is 11"),
         ([*CIFAR, "--epsilon", "0.0001", "--steps", "5", "--accountant", "rdp"], "no noise_multiplier"),
         ([], "dataset_size is not given; a plan needs --dataset-size, or the name of a recipe"),
-        (["--dataset-size", "100", "--delta", "1e-5", "--epsilon", "8", "--advise"], "examples is not given"),
+        (["--dataset-size", "100", "--delta", "1e-5", "--epsilon", "8", "--advise"], "parameters is not given; advice needs"),
+        ([*CIFAR[:2], *CIFAR[4:], "--epsilon", "8", "--advise", "--parameters", "9"], "examples is not given"),
         ([*CIFAR, "--epsilon", "8", "--steps", "9", "--minutes", "3"], "--minutes is for the plan of a recipe"),
-        ([*CIFAR, "--epsilon", "8", "--advise", "--examples", "9", "--bands", "4"], "bands is 4, but --advise chooses"),
+        ([*CIFAR, "--epsilon", "8", "--advise", "--parameters", "9", "--bands", "4"], "bands is 4, but --advise chooses"),
         (["demo", "--steps", "9"], "steps is given beside the recipe 'demo'; set it there: --set steps=…"),
         (["demo", "--minutes", "9"], "minutes is 9.0, which is for --advise"),
         (["demo", "--set", "method=non-private"], "method is 'non-private'; a plan is for a single private run"),
@@ -152,6 +154,7 @@ def test_bands_are_automatic_once_the_size_of_the_model_is_given(capsys):
 
 def test_advice_is_a_plan_that_can_be_afforded(capsys):
     arguments = ["--advise", "--dataset-size", "20000", "--delta", "1e-5", "--epsilon", "3", "--examples", "100000"]
+    arguments += ["--parameters", "1000", "--bands", "1"]
     assert main(["plan", *arguments, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["batch_size"] * printed["steps"] <= 100_000

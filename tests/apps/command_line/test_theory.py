@@ -60,6 +60,7 @@ def test_zero_noise_is_the_non_private_limit(capsys):
     assert report["corrected"]["terms"]["noise"] == report["corrected"]["terms"]["rare noise"] == 0
 
 
+@pytest.mark.slow
 def test_without_a_run_it_answers_without_torch():
     program = (
         "import sys; from dp_microadam.apps.command_line.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"

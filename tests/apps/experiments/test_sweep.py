@@ -63,6 +63,7 @@ def results(out):
     return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_failed_run_is_named_and_the_others_finish(swept):
     out, said = swept
     assert [line["cell"]["method"] for line in results(out)] == ["DP-SGD"]
@@ -80,6 +81,7 @@ def test_the_same_command_tries_a_failed_run_again(swept, study, capsys):
     assert results(out) == before
 
 
+@pytest.mark.slow
 def test_a_result_says_how_private_by_what_and_how_it_came_about(swept):
     out, _ = swept
     [line] = results(out)
@@ -91,6 +93,7 @@ def test_a_result_says_how_private_by_what_and_how_it_came_about(swept):
     assert (out / line["folder"] / "ledger.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_result_has_the_accuracy_of_averaged_and_of_last_weights(swept, capsys):
     out, _ = swept
     [line] = results(out)[:1]
@@ -100,6 +103,7 @@ def test_a_result_has_the_accuracy_of_averaged_and_of_last_weights(swept, capsys
     assert line["final_weights"] != line["value"]  # the average still has much of the weights it began with
 
 
+@pytest.mark.slow
 def test_tables_and_figures_are_written(swept):
     out, _ = swept
     suffixes = {path.suffix for path in out.rglob("*") if "runs" not in path.parts}
@@ -128,6 +132,7 @@ def test_a_torn_line_is_collected_again(swept, study):
     (out / "results.jsonl").write_text(before)
 
 
+@pytest.mark.slow
 def test_two_sweeps_in_one_folder_are_refused(swept, study, capsys):
     out, _ = swept
     with SweepFolder(out).locked():

@@ -83,7 +83,9 @@ def test_the_plan_on_the_command_line_shows_the_noise_in_the_weights(capsys):
     (("bands=4", "optimizer.quantize=true"), True),
 ])  # fmt: skip
 def test_with_bands_the_residual_is_kept_in_float32_unless_the_recipe_says_otherwise(tmp_path, settings, quantized):
-    made = assemble(load_recipe("demo", ["model=mlp", "steps=60", *settings]), tmp_path / "run", show_progress=False)
+    made = assemble(
+        load_recipe("demo", ["method=dp-microadam", "model=mlp", "steps=60", *settings]), tmp_path / "run", show_progress=False
+    )
     assert made.trainer.method.optimizer.param_groups[0]["quantize"] is quantized
     assert made.recipe.optimizer.get("quantize", True) is quantized  # which is what the run's folder says
 

@@ -76,7 +76,8 @@ WAYS = ([], ["multiplicity=2"], ["data_memory_gib=1e-6"], ["crop_padding=0", "re
     ("network", "more"),
     [
         (SMALL_NETWORK, []),
-        *((PERCEPTRON, more) for more in WAYS[1:]),
+        (PERCEPTRON, WAYS[-1]),
+        *(pytest.param(PERCEPTRON, more, marks=pytest.mark.slow) for more in WAYS[1:-1]),
         *(pytest.param(SMALL_NETWORK, more, marks=pytest.mark.slow) for more in WAYS[1:]),
     ],
 )
@@ -87,7 +88,7 @@ def test_the_cifar10_recipe_trains_on_files_of_its_format(cifar10, tmp_path, cap
     assert 0 <= result["test_accuracy"] <= 1
 
 
-@pytest.mark.parametrize(("workers", "network"), [(0, SMALL_NETWORK), (1, PERCEPTRON)])
+@pytest.mark.parametrize(("workers", "network"), [pytest.param(0, SMALL_NETWORK, marks=pytest.mark.slow), (1, PERCEPTRON)])
 def test_the_imagenet_recipe_trains_on_a_folder_of_images_decoded_in_workers(image_folder, tmp_path, capsys, workers, network):
     overrides = [f"data_folder={image_folder}", "verify_data=false", f"num_workers={workers}", "validation_size=4"]
     result = train("imagenet", [*overrides, *network, "image_size=16", "delta=1e-5"], tmp_path / "run", capsys)

@@ -9,11 +9,11 @@ from dp_microadam.apps.recipes.stated import recipe_of_run
 from dp_microadam.errors import InputError
 from dp_microadam.optimizers.micro_adam import MicroAdam
 
-SMALL = ["model=mlp", "model_options.hidden=[8]", "steps=200", "batch_size=16", "epsilon=20.0"]
+SMALL = ["method=dp-microadam", "model=mlp", "model_options.hidden=[8]", "steps=200", "batch_size=16", "epsilon=20.0"]
 
 
 def test_a_run_states_accountant_bands_and_bias_correction_and_reads_back_as_the_same_plan(tmp_path):
-    made = assemble(load_recipe("demo", SMALL), tmp_path / "run", show_progress=False)
+    made = assemble(load_recipe("demo", [*SMALL, "method=dp-microadam"]), tmp_path / "run", show_progress=False)
     again = recipe_of_run(made.recipe.to_toml())
     assert (again.accountant, again.bands, again.optimizer["bias_correction"]) == ("pld", made.trainer.plan.bands, "steady")
     assert made.trainer.plan.bands > 1
@@ -22,7 +22,7 @@ def test_a_run_states_accountant_bands_and_bias_correction_and_reads_back_as_the
 
 
 def test_a_folder_of_version_0_1_keeps_its_accountant_bands_and_bias_correction():
-    written = load_recipe("demo", [*SMALL, "accountant=rdp"]).to_toml()
+    written = load_recipe("demo", [*SMALL, "method=dp-microadam", "accountant=rdp"]).to_toml()
     assert "bands" not in written
     assert "bias_correction" not in written
     recipe = recipe_of_run(written)
@@ -43,11 +43,12 @@ def test_another_method_forgets_options_that_the_file_gave_to_its_own():
     ("settings", "bands"),
     [
         ([], "auto"),
+        (["method=dp-microadam"], "auto"),
         (["method=dp-adam"], "auto"),
         (["bands=4"], 4),
         (["bands=least"], "least"),
-        (["optimizer.quantize=false"], "auto"),
-        (["optimizer.quantize=true"], 1),
+        (["method=dp-microadam", "optimizer.quantize=false"], "auto"),
+        (["method=dp-microadam", "optimizer.quantize=true"], 1),
         (["method=scale-then-privatize"], 1),
         (["method=sparta"], 1),
         (["method=dp-adambc"], 1),

@@ -49,7 +49,7 @@ _FIRST_KEYS = (
     *("data_options", "model_options", "optimizer"),
 )
 _FIRST_BANDS, _FIRST_BIAS_CORRECTION = 1, "paper"
-_FIRST_NAMES_OF_BANDS = {"least": "auto", "auto": "few", None: "few"}
+_FIRST_NAMES_OF_BANDS: dict[int | str | None, str] = {"least": "auto", "auto": "few", None: "few"}
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from dataclasses import replace
 
 from dp_microadam.apps.recipes.recipe import Recipe
 from dp_microadam.errors import InputError
-from dp_microadam.methods.table import METHODS
 from dp_microadam.privacy.advice import Proposal, advise, best
 from dp_microadam.privacy.band_choice import DEFAULT_NOISE_MEMORY_GIB
+
+_GAIN_FROM_BANDS = ("dp-walk", "dp-microadam", "dp-sgd", "dp-adam", "dp-adamw")
 
 
 def bands_of(recipe: Recipe) -> int | str:
@@ -22,7 +23,7 @@ def bands_of(recipe: Recipe) -> int | str:
     """
     if recipe.bands is not None and recipe.bands != "auto":
         return recipe.bands
-    gains = METHODS[recipe.algorithm].optimizer is not None and not recipe.optimizer.get("quantize", False)
+    gains = recipe.algorithm in _GAIN_FROM_BANDS and not recipe.optimizer.get("quantize", False)
     return "auto" if gains and not recipe.tune else 1
 
 
@@ -54,7 +55,9 @@ def with_advice(
         epsilon=recipe.epsilon,
         delta=recipe.delta,
         steps_for=steps_for,
-        parameters=parameters if bands_of(recipe) == "auto" else None,
+        parameters=parameters,
+        bands=bands_of(recipe) == "auto",
+        fixed_rate=recipe.resolved_lr_unit != "walk",
         noise_memory_gib=noise_memory_of(recipe),
         accountant=recipe.resolved_accountant,
     )

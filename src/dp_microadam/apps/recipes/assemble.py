@@ -2,121 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from dp_microadam import models
 from dp_microadam.apps.recipes.advice import bands_of, noise_memory_of, refuse_unadvisable, with_advice
-from dp_microadam.apps.recipes.canaries import Canaries, add_canaries, canaries_in_words, with_canary_key
+from dp_microadam.apps.recipes.canaries import add_canaries, canaries_in_words, with_canary_key
+from dp_microadam.apps.recipes.experiment import Experiment
 from dp_microadam.apps.recipes.kept_features import features_of
-from dp_microadam.apps.recipes.language import LanguageFigures, language_figures
 from dp_microadam.apps.recipes.public_part import public_examples
 from dp_microadam.apps.recipes.recipe import Recipe
 from dp_microadam.apps.recipes.stated import stated
 from dp_microadam.apps.recipes.texts import text_arguments, texts_in_words
 from dp_microadam.apps.recipes.vocabulary import OPTIMIZER_OPTIONS
 from dp_microadam.data.augmentation import Augmentation
-from dp_microadam.data.dataset import Examples, LabelledData, size_of
+from dp_microadam.data.dataset import LabelledData, size_of
 from dp_microadam.data.images import ImageFolder
 from dp_microadam.data.preparation import Preparation
 from dp_microadam.data.sources import load
 from dp_microadam.data.users import count_users
 from dp_microadam.errors import InputError
 from dp_microadam.methods.registry import build, refuse_bad_options
-from dp_microadam.models.hugging_face import TextModel
 from dp_microadam.privacy.band_choice import DEFAULT_NOISE_MEMORY_GIB
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.selection_plan import SelectionPlan
 from dp_microadam.training.distributed import Ranks, ranks_here
-from dp_microadam.training.evaluation import PerExample, class_hits, class_loss, evaluate, over_views, weighted_class_loss
-from dp_microadam.training.frozen_features import FrozenFeatures
+from dp_microadam.training.evaluation import (
+    PerExample,
+    class_hits,
+    class_loss,
+    over_views,
+    weighted_class_loss,
+)
 from dp_microadam.training.method import Method
 from dp_microadam.training.run_folder import default_folder
 from dp_microadam.training.schedules import Schedule
 from dp_microadam.training.token_losses import next_token_hits, next_token_loss
-from dp_microadam.training.trainer import PrivateTrainer, RunResult, UnprotectedPlan
-
-
-@dataclass
-class Experiment:
-    """A recipe with its data, model and trainer, ready to train."""
-
-    recipe: Recipe
-    data: LabelledData
-    model: nn.Module
-    trainer: PrivateTrainer
-    canaries: Canaries | None = None
-    features: FrozenFeatures | None = None
-    language_before: LanguageFigures | None = None
-    """Figures of a language model before its first step."""
-
-    def fit(self) -> RunResult:
-        """Train on the training part, with validation on the part held out of it."""
-        if self.trainer.step.updates == 0:
-            self.language_before = self.language_figures()
-        train, validation = self._inputs(training_part(self.recipe, self.data), self.data.validation)
-        return self.trainer.fit(train, validation, **users_of(self.recipe, self.data))
-
-    def training_part(self) -> Examples:
-        """The training examples, or the features of them that the trainer takes."""
-        return self._inputs(training_part(self.recipe, self.data))[0]
-
-    def _inputs(self, *parts: Examples) -> Sequence[Examples]:
-        if self.features is None:
-            return parts
-        with self.trainer.ranks.one_per_machine_first():
-            return self.features.of(*parts)
-
-    def test_accuracy(self) -> tuple[float, str]:
-        """Accuracy on the test set, and which weights it belongs to: averaged ones if the recipe keeps an average."""
-        with self.best_weights() as weights:
-            return self._accuracy(), weights
-
-    @contextmanager
-    def best_weights(self) -> Iterator[str]:
-        """The model has averaged weights inside, if the recipe keeps an average; yields which weights these are."""
-        average = self.trainer.average
-        if average is None:
-            yield "final weights"
-            return
-        with average.in_place_of(self.model):
-            yield "averaged weights"
-
-    def language_figures(self) -> LanguageFigures | None:
-        """Perplexity on the test texts and a sample, of a language model; None for other models."""
-        if not isinstance(self.model, TextModel) or not self.recipe.predicts_tokens:
-            return None
-        with self.best_weights():
-            return language_figures(self.recipe, self.model, self._means)
-
-    def final_weights_accuracy(self) -> float | None:
-        """Accuracy on the test set of the weights after the last step, if the recipe also keeps an average; else None."""
-        return None if self.trainer.average is None else self._accuracy()
-
-    def _accuracy(self) -> float:
-        return self._means({"accuracy": _hits(self.recipe)})["accuracy"]
-
-    def _means(self, measures: Mapping[str, PerExample]) -> dict[str, float]:
-        """Means of measures over the test set."""
-        device = next(self.model.parameters()).device
-        prepare = Preparation(self.data) if self.features is None else _unchanged
-        on = _unchanged if self.features is None else self.features.on
-        return evaluate(
-            self.model,
-            self._inputs(self.data.test)[0],
-            {name: on(measure) for name, measure in measures.items()},
-            prepare=lambda batch: prepare(tree_map(lambda leaf: leaf.to(device), batch)),
-            num_workers=self.recipe.num_workers,
-            ranks=self.trainer.ranks,
-        )
+from dp_microadam.training.trainer import PrivateTrainer, UnprotectedPlan
 
 
 def assemble(
@@ -146,6 +72,7 @@ def assemble(
     own = data.train
     data, canaries = add_canaries(recipe, data)
     augment = _augmentation(recipe, data)
+    _refuse_named_examples(recipe, data)
     count = number_of_units(recipe, data)
     if recipe.plan is not None:
         refuse_unadvisable(recipe)
@@ -194,15 +121,14 @@ def assemble(
         run_dir=default_folder(recipe.name) if run_dir is None else run_dir,
         config=recipe.to_toml(),
         public=(
-            *(texts_in_words(recipe) or ["normalization constants of the input"]),
-            f"which {recipe.validation_size or f'{recipe.validation_fraction:g}'} of "
-            f"{recipe.data if data.train_users is None else f'the users of {recipe.data}'} "
-            f"{'are' if recipe.validation_size else 'is'} held out (split seed {recipe.split_seed})",
-            *(["number and names of the classes"] if not recipe.predicts_tokens else []),
+            *(texts_in_words(recipe) or [_inputs_in_words(recipe)]),
+            *_held_out_in_words(recipe, data),
+            *([] if recipe.predicts_tokens else ["number and names of the classes"]),
             *_weights_in_words(recipe),
             *([canaries_in_words(canaries)] if canaries is not None else []),
             *([f"the pretrained weights {pretrained!r}"] if (pretrained := recipe.model_options.get("pretrained")) else []),
         ),
+        unit_name=recipe.unit_name or "",
         num_workers=recipe.num_workers,
         noise_history=recipe.noise_history or "device",
         noise_memory_gib=recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB,
@@ -215,10 +141,6 @@ def assemble(
     return Experiment(recipe, data, model, trainer, canaries, features)
 
 
-def _unchanged(value: Any) -> Any:
-    return value
-
-
 def _with_exact_residual(recipe: Recipe) -> Recipe:
     """The recipe with MicroAdam's residual in float32, unless it says how the residual is kept; for correlated noise.
 
@@ -229,6 +151,10 @@ def _with_exact_residual(recipe: Recipe) -> Recipe:
     if recipe.algorithm != "dp-microadam" or "quantize" in recipe.optimizer:
         return recipe
     return replace(recipe, optimizer={**recipe.optimizer, "quantize": False})
+
+
+def _inputs_in_words(recipe: Recipe) -> str:
+    return "kinds, ranges and values of the columns" if recipe.columns else "normalization constants of the input"
 
 
 def _hits(recipe: Recipe) -> PerExample:
@@ -248,23 +174,18 @@ def _loss(recipe: Recipe, data: LabelledData) -> PerExample:
     return weighted_class_loss(recipe.class_weights)
 
 
+def _held_out_in_words(recipe: Recipe, data: LabelledData) -> list[str]:
+    if not size_of(data.validation):
+        return []
+    share = recipe.validation_size or f"{recipe.validation_fraction:g}"
+    whole = recipe.data if data.train_users is None else f"the {recipe.unit_name or 'user'}s of {recipe.data}"
+    return [f"which {share} of {whole} {'are' if recipe.validation_size else 'is'} held out (split seed {recipe.split_seed})"]
+
+
 def _weights_in_words(recipe: Recipe) -> list[str]:
     if recipe.class_weights is None:
         return []
     return [f"weights of the classes in the loss ({', '.join(f'{weight:g}' for weight in recipe.class_weights)})"]
-
-
-def training_part(recipe: Recipe, data: LabelledData) -> Examples:
-    """The training examples. Random crops of image files, which differ in size, are cut right after decoding."""
-    if isinstance(data.train, ImageFolder) and recipe.resized_crop:
-        return data.train.random_crops(recipe.multiplicity)
-    return data.train
-
-
-def users_of(recipe: Recipe, data: LabelledData) -> dict[str, Any]:
-    """Whose the examples are, as arguments of ``fit``; none unless the recipe's unit is the user."""
-    known = {"users": data.train_users, "validation_users": data.validation_users}
-    return known if recipe.unit == "user" else {}
 
 
 def _method(recipe: Recipe, model: nn.Module, data: LabelledData) -> Method:
@@ -286,6 +207,7 @@ def load_data(recipe: Recipe) -> LabelledData:
         verify=recipe.verify_data,
         memory_gib=recipe.data_memory_gib,
         **text_arguments(recipe),
+        columns=recipe.columns,
         **recipe.data_options,
     )
 
@@ -333,6 +255,16 @@ def _model_shape(recipe: Recipe, data: LabelledData) -> tuple[int, ...]:
     if recipe.model != "mlp":
         raise InputError(f"model is {recipe.model!r}, which takes images; for the rows of a table it must be 'mlp'")
     return 1, 1, data.example_shape[0]
+
+
+def _refuse_named_examples(recipe: Recipe, data: LabelledData) -> None:
+    """Refuse to call an example by the name of a unit that has several, if the data say whose each example is."""
+    users = data.train_users
+    if recipe.unit == "example" and recipe.unit_name and users is not None and count_users(users) < len(users):
+        raise InputError(
+            f"unit_name is {recipe.unit_name!r} and unit is 'example', but some have several examples; unit = 'user' with "
+            "examples_per_user protects each with all they have"
+        )
 
 
 def number_of_units(recipe: Recipe, data: LabelledData) -> int:

@@ -98,6 +98,14 @@ def name(key: str, value: Any) -> str:
     return value
 
 
+def noun(key: str, value: Any) -> str:
+    """A short name for something, such as patient: letters, spaces and hyphens."""
+    words = text(key, value)
+    if not words or len(words) > 40 or not words.replace(" ", "").replace("-", "").isalpha() or words != words.strip():
+        raise InputError(f"{key} is {value!r}; it must be a noun such as patient, of at most 40 letters, spaces and hyphens")
+    return words
+
+
 def canary_count(key: str, value: Any) -> int:
     """At least 100: fewer canaries can show next to nothing."""
     return require_integer(key, value, 100, _LARGEST_INTEGER)

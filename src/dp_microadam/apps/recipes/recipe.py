@@ -15,6 +15,8 @@ from dp_microadam.apps.recipes import checks, texts, tuning, vocabulary
 from dp_microadam.apps.recipes.hints import hint_for_key, nearest, refuse_unknown_options
 from dp_microadam.apps.recipes.kept_features import refuse_changing_features
 from dp_microadam.apps.recipes.overrides import apply_override
+from dp_microadam.data.catalogue import takes_columns
+from dp_microadam.data.columns import declaration
 from dp_microadam.errors import InputError
 
 
@@ -51,8 +53,8 @@ class Recipe:
     """Files larger than this are memory-mapped instead of read."""
     num_workers: int = _key(checks.count_or_zero, default=0)
     """Worker processes that load and decode data that is not in memory."""
-    validation_fraction: float = _key(checks.inside_unit_interval, default=0.1)
-    """Fraction of the training part held out for validation; not protected by the guarantee."""
+    validation_fraction: float = _key(checks.below_one, default=0.1)
+    """Fraction of the training part held out for validation; not protected by the guarantee. 0: none is held out."""
     validation_size: int | None = _key(checks.optional(checks.count), default=None)
     """Number of held-out examples, instead of a fraction."""
     split_seed: int = _key(checks.seed, default=0)
@@ -93,6 +95,8 @@ class Recipe:
     """Whom the guarantee is for: one example, or one user with all their examples. With users, sizes count users."""
     examples_per_user: int | None = _key(checks.optional(checks.count), default=None)
     """For unit ``"user"``: the largest number of a user's examples that enter a step."""
+    unit_name: str | None = _key(checks.optional(checks.noun), default=None)
+    """What the unit is called in the privacy statement, such as patient. For unit ``"example"``: each has one example."""
     noise_history: str | None = _key(checks.optional(checks.one_of("device", "cpu")), default=None)
     """Where several bands keep the noise of the last steps: beside the model or in main memory. None: ``"device"``."""
     noise_memory_gib: float | None = _key(checks.optional(checks.positive), default=None)
@@ -140,6 +144,8 @@ class Recipe:
     """Decides which canaries take part. None: a new one for each run, which is kept in its configuration."""
 
     data_options: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
+    columns: dict[str, Any] = field(default_factory=dict, metadata={"check": declaration})
+    """What the columns of a table are: kinds, ranges and values, which are public."""
     model_options: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
     optimizer: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
     tune: dict[str, Any] = field(default_factory=dict, metadata={"check": tuning.table})
@@ -163,6 +169,8 @@ class Recipe:
             ("data_options", self.data_options, vocabulary.DATA_OPTIONS, self.data),
         ):
             refuse_unknown_options(table, given, known_options[owner], owner, [key.name for key in fields(self)])
+        if self.columns and not takes_columns(self.data):
+            raise InputError(f"columns are declared, but data is {self.data!r}; they are for tables, leave them out")
         refuse_changing_features(self)
         self._refuse_canaries_out_of_place()
         self._refuse_unsolvable_budget()

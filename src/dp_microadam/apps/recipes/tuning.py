@@ -115,6 +115,8 @@ def refuse_unsearchable(recipe: Recipe) -> None:
     Raises:
         InputError: if not.
     """
+    if recipe.tune and recipe.validation_fraction == 0 and recipe.validation_size is None:
+        raise InputError("validation_fraction is 0, but a search compares runs on held-out examples; it must be above 0")
     if not recipe.tune:
         raise InputError(
             f"recipe {recipe.name!r} has no [tune] table; name there what to choose among, as in --set tune.expected_runs=10 "

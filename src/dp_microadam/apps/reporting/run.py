@@ -14,7 +14,8 @@ from dp_microadam.apps.reporting.formats import is_number
 from dp_microadam.apps.reporting.palette import method_name
 from dp_microadam.errors import InputError
 from dp_microadam.privacy.ledger import LEDGER_NAME, LedgerRecord, read_ledger
-from dp_microadam.privacy.statement import PRIVACY_NAME, STATEMENT_NAME, unit_of
+from dp_microadam.privacy.ledger_record import RUN_INSIDE, run_folder
+from dp_microadam.privacy.statement import PRIVACY_NAME, STATEMENT_NAME, called, unit_of
 from dp_microadam.training.run_folder import (
     ADAM_STATE,
     CONFIG,
@@ -73,19 +74,19 @@ class Run:
     words: str
 
     @classmethod
-    def read(cls, folder: str | Path) -> Run:
-        """Read a run folder.
+    def read(cls, folder: str | Path, group_size: int = 1) -> Run:
+        """Read a run folder. Its privacy statement has ε for a group of ``group_size`` if that is above 1.
 
         Raises:
             InputError: if ``folder`` is not a run folder, or its files cannot be parsed.
         """
-        path = Path(folder)
+        path = run_folder(folder)
         if not (path / LEDGER_NAME).is_file() and not (path / PRIVACY_NAME).is_file():
             raise InputError(
                 f"run is {str(folder)!r}; it must be a run folder, with a {LEDGER_NAME} or {PRIVACY_NAME}, or a sweep folder"
             )
         ledger = read_ledger(path) if (path / LEDGER_NAME).is_file() else None
-        privacy = _json(path / PRIVACY_NAME) if ledger is None else privacy_of(path)
+        privacy = _json(path / PRIVACY_NAME) if ledger is None else privacy_of(path, group_size)
         settings = _settings(path / CONFIG)
         statistics, lines = _json(path / STATISTICS), read_metrics(path)
         words = path / STATEMENT_NAME
@@ -106,7 +107,8 @@ class Run:
 
     @property
     def name(self) -> str:
-        return self.folder.resolve().name
+        path = self.folder.resolve()
+        return path.parent.name if path.name == RUN_INSIDE else path.name
 
     @property
     def method(self) -> str:
@@ -142,6 +144,12 @@ class Run:
     def unit(self) -> str:
         """Whom ε is for, and what batches count: ``"example"`` or ``"user"``."""
         return unit_of(self.privacy)
+
+    @property
+    def whom(self) -> str:
+        """``"for a user"``, or what a user or example is called; empty for examples without a name."""
+        name = called(self.privacy)
+        return "" if name == "example" else f"for a {name}"
 
     @property
     def steps(self) -> int:

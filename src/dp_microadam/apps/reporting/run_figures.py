@@ -124,7 +124,7 @@ def _epsilon(runs: Sequence[Run]) -> Figure | None:
     planned = max(run.steps_planned for run, points in zip(runs, spent, strict=True) if points)
     axes.set_xlim(0, planned * 1.02)
     _steps(axes)
-    axes.set_ylabel("ε spent (no unit)")
+    axes.set_ylabel("ε spent")
     add_legend(figure)
     return one_panel("epsilon-over-steps", "ε over steps, and the budget", figure)
 
@@ -165,7 +165,7 @@ def _set_y_scale(axes: Any, largest: Sequence[float]) -> None:
 
 def _learning_rate(runs: Sequence[Run]) -> Figure | None:
     return _over_steps(
-        runs, lambda run: run.series("learning_rate"), "learning-rate", "Learning rate over steps", "learning rate (no unit)"
+        runs, lambda run: run.series("learning_rate"), "learning-rate", "Learning rate over steps", "learning rate"
     )
 
 

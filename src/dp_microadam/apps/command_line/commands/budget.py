@@ -94,13 +94,12 @@ def run(options: argparse.Namespace) -> int:
 
 def _refuse_unprotected(run: str) -> None:
     """Raise InputError for a run without clipping and noise, which has no ledger."""
-    from pathlib import Path
-
     from dp_microadam.errors import InputError
     from dp_microadam.privacy.ledger import LEDGER_NAME
+    from dp_microadam.privacy.ledger_record import run_folder
     from dp_microadam.privacy.statement import PRIVACY_NAME
 
-    folder = Path(run)
+    folder = run_folder(run)
     if not (folder / PRIVACY_NAME).is_file() or (folder / LEDGER_NAME).exists():
         return
     try:

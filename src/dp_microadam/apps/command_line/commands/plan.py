@@ -58,6 +58,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--examples-per-user", type=int, metavar="K", help="with users: the largest number of a user's examples in a step"
     )
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        metavar="K",
+        help="ε is for somebody with up to K examples, or for K users together; of a recipe, it is shown beside",
+    )
     parser.add_argument("--parameters", type=int, metavar="P", help="number of trainable parameters, for the memory of bands")
     parser.add_argument(
         "--noise-memory-gib", type=float, metavar="G", help="memory that bands may take, if P is given (default: 2)"
@@ -103,6 +109,7 @@ class _Planned:
 
 def run(options: argparse.Namespace) -> int:
     from dp_microadam.apps.command_line.commands import plan_tables
+    from dp_microadam.privacy.accounting import group_epsilon
     from dp_microadam.privacy.meaning import meaning
 
     planned = _from_numbers(options) if options.recipe is None else _from_recipe(options)
@@ -111,16 +118,20 @@ def run(options: argparse.Namespace) -> int:
     bands = _band_rows(plan, limit, planned.parameters, planned.memory_gib)
     if options.picture is not None:
         plan_tables.draw(plan, options.picture)
-    told = meaning([plan.spent_after(plan.steps)], plan.delta)
+    spent = [plan.spent_after(plan.steps)]
+    told = meaning(spent, plan.delta)
+    group: dict[str, Any] = {}
+    if options.group_size is not None:
+        group = {"group_size": options.group_size, "group_epsilon": group_epsilon(spent, plan.delta, options.group_size)}
     if options.json:
         weights = {} if workload is None else {"weight_noise": plan.weight_noise(**workload)}
         proposals = {"proposals": [asdict(one) for one in planned.proposals]} if planned.proposals else {}
-        report = {"accountants": views, "meaning": told, "bands_table": bands, **weights, **proposals}
+        report = {**group, "accountants": views, "meaning": told, "bands_table": bands, **weights, **proposals}
         print(json.dumps({**plan.to_dict(), **report}))
         return 0
     if planned.chosen is not None:
         plan_tables.print_proposals(planned.proposals, planned.chosen)
-    plan_tables.print_tables(plan, limit, views)
+    plan_tables.print_tables(plan, limit, views, group)
     plan_tables.print_meaning(told)
     plan_tables.print_bands(plan, bands, sized=planned.parameters is not None)
     if workload is not None:
@@ -137,20 +148,22 @@ def _from_numbers(options: argparse.Namespace) -> _Planned:
     from dp_microadam.errors import InputError
     from dp_microadam.privacy.advice import best
     from dp_microadam.privacy.band_choice import DEFAULT_NOISE_MEMORY_GIB
-    from dp_microadam.privacy.plan import PrivacyPlan
+    from dp_microadam.privacy.group_plan import solve_for_group
 
     for name in ("overrides", "minutes"):
         if getattr(options, name):
             raise InputError(f"--{'set' if name == 'overrides' else name} is for the plan of a recipe; name the recipe as well")
-    needed = ("dataset_size", "delta", "epsilon") if options.advise else ("dataset_size", "batch_size", "delta")
+    needed = ("dataset_size", "delta", "epsilon", "parameters") if options.advise else ("dataset_size", "batch_size", "delta")
     for name in needed:
         if getattr(options, name) is None:
-            raise InputError(f"{name} is not given; a plan needs --{name.replace('_', '-')}, or the name of a recipe")
+            what = "advice" if options.advise else "a plan"
+            raise InputError(f"{name} is not given; {what} needs --{name.replace('_', '-')}, or the name of a recipe")
     bands = options.bands or "auto"
     memory = DEFAULT_NOISE_MEMORY_GIB if options.noise_memory_gib is None else options.noise_memory_gib
     proposals = _proposals(options, bands, memory) if options.advise else ()
     chosen = best(proposals) if proposals else None
-    plan = PrivacyPlan.solve(
+    plan = solve_for_group(
+        1 if options.group_size is None else options.group_size,
         dataset_size=options.dataset_size,
         batch_size=options.batch_size if chosen is None else chosen.batch_size,
         delta=options.delta,
@@ -167,7 +180,7 @@ def _from_numbers(options: argparse.Namespace) -> _Planned:
     )
     workload = _workload(options, plan)
     plan = plan if workload is None else plan.optimised_for(**workload)
-    limit = plan.epsilon if options.epsilon is None else options.epsilon
+    limit = plan.epsilon if options.epsilon is None or options.group_size is not None else options.epsilon
     return _Planned(plan, limit, options.parameters, memory, workload, proposals, chosen)
 
 
@@ -175,7 +188,7 @@ def _proposals(options: argparse.Namespace, bands: str, memory_gib: float) -> tu
     from dp_microadam.errors import InputError
     from dp_microadam.privacy.advice import advise
 
-    for name in ("noise_multiplier", "max_batch_size"):
+    for name in ("noise_multiplier", "max_batch_size", "group_size"):
         if getattr(options, name) is not None:
             raise InputError(f"{name} is {getattr(options, name)}, but --advise chooses batch size and noise; leave one out")
     if bands not in ("auto", "1"):
@@ -190,7 +203,8 @@ def _proposals(options: argparse.Namespace, bands: str, memory_gib: float) -> tu
         epsilon=options.epsilon,
         delta=options.delta,
         steps_for=lambda batch_size: affordable / batch_size,
-        parameters=options.parameters if bands == "auto" else None,
+        parameters=options.parameters,
+        bands=bands == "auto",
         noise_memory_gib=memory_gib,
         accountant=options.accountant or "pld",
     )
@@ -295,13 +309,7 @@ def _view(plan: PrivacyPlan, limit: float, accountant: str) -> dict[str, Any]:
 def _band_rows(plan: PrivacyPlan, limit: float, parameters: int | None, memory_gib: float) -> list[dict[str, Any]]:
     """What other numbers of bands would give for the same ε and steps; the plan's own number is among them."""
     from dp_microadam.errors import InputError
-    from dp_microadam.privacy.band_choice import (
-        MOST_AUTOMATIC_BANDS,
-        automatic_bands,
-        band_table,
-        most_bands,
-        noise_memory,
-    )
+    from dp_microadam.privacy.band_choice import automatic_bands, band_table, most_automatic_bands, noise_memory
 
     try:
         table = band_table(
@@ -316,7 +324,7 @@ def _band_rows(plan: PrivacyPlan, limit: float, parameters: int | None, memory_g
         )
     except (InputError, LookupError):  # as above
         return []
-    most = min(MOST_AUTOMATIC_BANDS, MOST_AUTOMATIC_BANDS if parameters is None else most_bands(parameters, memory_gib))
+    most = most_automatic_bands(plan.steps, 1 if parameters is None else parameters, memory_gib)
     automatic = automatic_bands(tuple(choice for choice in table if choice.bands <= most))
     return [
         {

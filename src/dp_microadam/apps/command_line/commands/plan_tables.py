@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,14 @@ if TYPE_CHECKING:
     from dp_microadam.privacy.plan import PrivacyPlan
 
 
-def print_tables(plan: PrivacyPlan, limit: float, views: dict[str, dict[str, Any]]) -> None:
+def _group_row(group: Mapping[str, Any], users: bool) -> tuple[str, str]:
+    from dp_microadam.privacy.statement import round_up
+
+    whom = f"{group['group_size']} users together" if users else f"somebody with up to {group['group_size']} examples"
+    return f"ε for {whom}", round_up(group["group_epsilon"], 4)
+
+
+def print_tables(plan: PrivacyPlan, limit: float, views: dict[str, dict[str, Any]], group: Mapping[str, Any]) -> None:
     """The plan, and what both accountants say of it."""
     from rich.console import Console
     from rich.table import Table
@@ -30,7 +37,8 @@ def print_tables(plan: PrivacyPlan, limit: float, views: dict[str, dict[str, Any
         ("noise multiplier", f"{plan.noise_multiplier:g}"),
         ("steps", f"{plan.steps}"),
         ("epochs", f"{plan.steps * plan.batch_size / plan.dataset_size:.1f}"),
-        ("ε for a user" if users else "ε", round_up(plan.epsilon, 4)),
+        *((_group_row(group, users),) if group else ()),
+        ("ε for a user" if users else "ε for one example" if group else "ε", round_up(plan.epsilon, 4)),
         ("δ", f"{plan.delta:g}"),
         ("accountant", plan.accountant),
         *((("bands of correlated noise", f"{plan.bands}"),) if plan.bands > 1 else ()),
@@ -48,6 +56,9 @@ def print_tables(plan: PrivacyPlan, limit: float, views: dict[str, dict[str, Any
         )
     console = Console(highlight=False)
     console.print(facts)
+    if group:
+        keys = f"noise_multiplier = {plan.noise_multiplier:g}, steps = {plan.steps}, bands = {plan.bands}"
+        console.print(f"in a recipe: {keys}, and no epsilon", soft_wrap=True)
     console.print(both)
 
 
