@@ -10,7 +10,6 @@ resident set during a step, or that of the memory allocated on the GPU.
     python benchmarks/clipping.py --models vit-tiny "text encoder" "vit-tiny bitfit" "text bitfit" --batches 32
     python benchmarks/clipping.py --models "text lora" --batches 8 --threads 1 --counted
     python benchmarks/clipping.py --layers                          # is the strategy chosen for a layer the fastest one?
-    python benchmarks/clipping.py --device cuda --out clipping.json
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ def per_example_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def make_step(method: str, model: nn.Module) -> Callable[[tuple[Tensor, Tensor]], None]:
     """One step's gradient by this method, thrown away at the end."""
     if method == "non-private":
-        return lambda batch: _ordinary_step(model, batch)
+        return lambda batch: per_example_loss(model, batch).mean().backward() or model.zero_grad(set_to_none=True)
     if method == "ours":
         engine = ClippedGradients(model, per_example_loss, max_grad_norm=MAX_GRAD_NORM)
 
@@ -111,11 +110,6 @@ def make_step(method: str, model: nn.Module) -> Callable[[tuple[Tensor, Tensor]]
     if method == "opacus ghost":
         return _opacus_ghost(model)
     return _opacus_samples(model, functorch=method == "opacus functorch")
-
-
-def _ordinary_step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
-    per_example_loss(model, batch).mean().backward()
-    model.zero_grad(set_to_none=True)
 
 
 def _opacus_samples(model: nn.Module, functorch: bool) -> Callable[[tuple[Tensor, Tensor]], None]:
@@ -222,9 +216,9 @@ def measure_peak_here(name: str, method: str, size: int, device: str) -> float:
     return memory_status("VmHWM") - before
 
 
-def count_peak_here(name: str, method: str, size: int) -> float:
+def count_peak_here(name: str, method: str, size: int, device: str) -> float:
     """Most bytes that torch's allocator has given out at once during a step, without the model; the same in every run."""
-    step, batch = make_step(method, build(name, "cpu")), make_batch(MODELS[name][1], size, "cpu")
+    step, batch = make_step(method, build(name, device)), make_batch(MODELS[name][1], size, device)
     step(batch)  # ours checks independence here, once
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step(batch)
@@ -343,12 +337,9 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
             axis.set_xticks(sorted({row["batch"] for row in results}))
             axis.xaxis.set_major_formatter("{x:.0f}")
             axis.grid(True, which="both", alpha=0.25)
-            if column == 0:
-                axis.set_ylabel(label)
-            if line == 0:
-                axis.set_title(name)
-            else:
-                axis.set_xlabel("physical batch")
+            axis.set_ylabel("" if column else label)
+            axis.set_title("" if line else name)
+            axis.set_xlabel("physical batch" if line else "")
     axes[0][0].legend(fontsize=8)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -386,10 +377,8 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     if options.peak_of:
         name, method, size = options.peak_of
-        counted = options.counted
-        print(
-            count_peak_here(name, method, int(size)) if counted else measure_peak_here(name, method, int(size), options.device)
-        )
+        peak = count_peak_here if options.counted else measure_peak_here
+        print(peak(name, method, int(size), options.device))
         return
     if options.layers:
         results = measure_layers(options.batches[0], options.rounds, options.device)

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,8 +32,6 @@ from dp_microadam.training.torch_randomness import forked_torch
 from dp_microadam.training.training_data import moved
 from dp_microadam.training.withheld import withheld
 from dp_microadam.validation import require_integer
-
-Result = TypeVar("Result")
 
 _FORMAT = b"features of a frozen part, 1\n"
 
@@ -133,7 +131,7 @@ class FrozenFeatures:
             )
         if self._prepare is not None:
             check_transform(self._prepared, raw, self.model, what="prepare")
-        batch = _guarded(lambda: self._prepared(raw))
+        batch = withheld(lambda: self._prepared(raw))
         with ClippedGradients(self.model, self._loss, max_grad_norm=1.0) as engine:
             engine.check_independence(batch)
         examples, _ = SyntheticExamples(0).draw(batch, CHECK_SIZE, None)
@@ -144,12 +142,12 @@ class FrozenFeatures:
         self._leaves = leaves  # last: until all of it has passed, every call checks
 
     def _features_of(self, data: Any) -> Any:
-        key = _guarded(lambda: self._key(data))
+        key = withheld(lambda: self._key(data))
         kept = self._store.read(key)
-        if kept is None or not _guarded(partial(self._still_right, data, kept)):
+        if kept is None or not withheld(partial(self._still_right, data, kept)):
             count = len(data) if isinstance(data, Dataset | Tensor) else len(tree_leaves(data)[0])  # type: ignore[arg-type]
             shapes = [((count, *leaf.shape[1:]), leaf.cpu().numpy().dtype) for leaf in self._leaves]
-            kept = self._store.write(key, shapes, lambda arrays: _guarded(lambda: self._fill(arrays, data)))
+            kept = self._store.write(key, shapes, lambda arrays: withheld(lambda: self._fill(arrays, data)))
         return tree_unflatten([torch.from_numpy(array) for array in kept], self._split.structure)
 
     def _fill(self, arrays: Arrays, data: Any) -> None:
@@ -186,15 +184,11 @@ class FrozenFeatures:
         return digest.hexdigest()
 
     def _first(self, data: Any, count: int) -> Any:
-        return _guarded(lambda: next(batches(data, count)))
+        return withheld(lambda: next(batches(data, count)))
 
     def _prepared(self, raw: Any) -> Any:
         batch = moved(raw, self.model)
         return batch if self._prepare is None else self._prepare(batch)
-
-
-def _guarded(work: Callable[[], Result]) -> Result:
-    return withheld(work, "try the model on made-up examples")
 
 
 def _add(digest: Any, name: str, value: Any) -> None:

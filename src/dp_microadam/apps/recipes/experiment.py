@@ -119,8 +119,9 @@ class Experiment:
             found = self._means({"hits": document_hits, "tokens": document_tokens})
             documents = size_of(self.data.test)
             return ClassCounts((round(found["hits"] * documents),), (round(found["tokens"] * documents),))
+        (test,) = self._inputs(self.data.test)
         on = None if self.features is None else self.features.on
-        return count_hits(self.model, *self._inputs(self.data.test), self.data.num_classes, on=on, **self._evaluation())
+        return count_hits(self.model, test, self.data.num_classes, on=on, **self._evaluation())
 
     def _means(self, measures: Mapping[str, PerExample]) -> dict[str, float]:
         """Means of measures over the test set."""
