@@ -37,6 +37,8 @@ COMMANDS = {
     "methods": ["--state", "--methods", "dp-microadam"],
     "users": ["--models", "mlp", "--users", "4", "--most", "2", "--physical-batch", "4", "--rounds", "1"],
     "optimizer": ["--models", "wrn-16-4", "--rounds", "1", "--optimizers", "AdamW foreach", "AdamW fused", "MicroAdam"],
+    "frozen_features": ["made-up", "--examples", "64", "16", "--seeds", "1"],
+    "finetune_parts": ["made-up", "--examples", "64", "16", "--epsilons", "8", "--steps", "2", "--batch", "8"],
     "distributed": ["--batch", "2", "--physical-batch", "2", "--steps", "1", "--rounds", "1"],
 }
 
@@ -62,7 +64,7 @@ def test_a_benchmark_runs_and_writes_a_file_that_can_be_sent(name, tmp_path):
 
 def test_every_benchmark_that_times_torch_is_among_them():
     """Clocks are read by the shared functions, which wait for the device."""
-    without_device = {"audit_power", "pld_error", "results_page", "against_commit", "kernel_resources", "opacus_adam"}
+    without_device = {"audit_power", "pld_error", "results_page", "against_commit", "kernel_resources", "opacus_adam", "leak"}
     scripts = {path.stem for path in BENCHMARKS.glob("*.py")}
     assert scripts - without_device == {name.split()[0] for name in COMMANDS}
     for name in scripts - without_device:

@@ -13,7 +13,7 @@ _LINE_SECONDS = 15.0
 
 
 class Progress:
-    """Shows steps done, ε spent, expected images (or what is ``counted``) per second and time left.
+    """Shows steps done, ε spent, expected examples (or what is ``counted``) per second and time left.
 
     The rate is the *expected* batch size times steps per second: the realised batch size is private.
     """
@@ -26,7 +26,7 @@ class Progress:
         spent: Callable[[int], str],
         *,
         shown: bool = True,
-        counted: str = "images",
+        counted: str = "examples",
     ) -> None:
         self._total = total
         self._first = self._done = done
@@ -108,3 +108,16 @@ def clock(seconds: float) -> str:
     """
     whole = int(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+class Fraction:
+    """Says every few seconds on standard error what part of a piece of work is done."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._last = time.monotonic()
+
+    def tell(self, done: float) -> None:
+        if time.monotonic() - self._last >= _LINE_SECONDS:
+            self._last = time.monotonic()
+            print(f"{self._what}: {100 * done:.0f} %", file=sys.stderr, flush=True)

@@ -11,8 +11,9 @@ from typing import Any
 
 import tomli_w
 
-from dp_microadam.apps.recipes import checks, tuning, vocabulary
+from dp_microadam.apps.recipes import checks, texts, tuning, vocabulary
 from dp_microadam.apps.recipes.hints import hint_for_key, nearest, refuse_unknown_options
+from dp_microadam.apps.recipes.kept_features import refuse_changing_features
 from dp_microadam.apps.recipes.overrides import apply_override
 from dp_microadam.data.catalogue import takes_columns
 from dp_microadam.data.columns import declaration
@@ -70,6 +71,8 @@ class Recipe:
     """Augmented views per training image; their gradients are averaged before clipping (augmentation multiplicity)."""
 
     model: str = _key(checks.one_of(*vocabulary.MODELS))
+    cache_features: bool = _key(checks.flag, default=False)
+    """Compute what comes before the head once for each example, and keep it, if ``model_options.trainable`` is ``"head"``."""
 
     epsilon: float | None = _key(checks.optional(checks.positive), default=None)
     noise_multiplier: float | None = _key(checks.optional(checks.positive), default=None)
@@ -159,6 +162,7 @@ class Recipe:
             raise InputError(
                 f"base is {self.base!r}, but method is {self.method!r}; leave it out, it is only for method 'non-private'"
             )
+        texts.refuse_misfits(self)
         for table, given, known_options, owner in (
             ("optimizer", self.optimizer, vocabulary.OPTIMIZER_OPTIONS, self.algorithm),
             ("model_options", self.model_options, vocabulary.MODEL_OPTIONS, self.model),
@@ -167,6 +171,7 @@ class Recipe:
             refuse_unknown_options(table, given, known_options[owner], owner, [key.name for key in fields(self)])
         if self.columns and not takes_columns(self.data):
             raise InputError(f"columns are declared, but data is {self.data!r}; they are for tables, leave them out")
+        refuse_changing_features(self)
         self._refuse_canaries_out_of_place()
         self._refuse_unsolvable_budget()
         self._refuse_idle_coefficients()
@@ -181,6 +186,11 @@ class Recipe:
     def protected(self) -> bool:
         """Whether the run clips and adds noise."""
         return self.method != vocabulary.NON_PRIVATE
+
+    @property
+    def predicts_tokens(self) -> bool:
+        """Whether the model is a language model, whose texts need no labels."""
+        return self.model == vocabulary.LANGUAGE_MODEL
 
     @property
     def algorithm(self) -> str:
