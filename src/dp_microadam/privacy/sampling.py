@@ -361,7 +361,7 @@ def _tensors_with_rows(batch: Any) -> list[Tensor]:
 
 
 def _shapes_in(example: Any) -> tuple[torch.Size, ...]:
-    return tuple(leaf.shape for leaf in tree_leaves(example) if isinstance(leaf, Tensor | np.ndarray))  # type: ignore[misc]
+    return tuple(leaf.shape for leaf in tree_leaves(example) if isinstance(leaf, Tensor | np.ndarray))
 
 
 def _tensors_of(data: Any) -> list[Tensor] | None:
