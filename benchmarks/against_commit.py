@@ -76,9 +76,19 @@ def main() -> None:
         before = Path(folder) / "before"
         subprocess.run(["git", "worktree", "add", "-q", "--detach", before, options.revision], cwd=ROOT, check=True)
         try:
-            rounds = [(measure(before), measure(ROOT)) for _ in range(options.rounds)]
+            rounds = []
+            for number in range(options.rounds):
+                print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
+                rounds.append((measure(before), measure(ROOT)))
+                if number == 0:
+                    show(rounds)
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", before], cwd=ROOT, check=True)
+    show(rounds)
+
+
+def show(rounds: list[tuple[dict[str, float], dict[str, float]]]) -> None:
+    print(f"median of {len(rounds)} rounds" if len(rounds) > 1 else "one round", flush=True)
     for name in rounds[0][0]:
         old, new = (statistics.median(pair[side][name] for pair in rounds) for side in (0, 1))
         print(f"{name:42} {1e3 * old:8.2f} ms before  {1e3 * new:8.2f} ms now  {new / old:.2f}×")

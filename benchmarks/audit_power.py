@@ -29,6 +29,7 @@ from dp_microadam.apps.audit.probes import COMPOSITION, NOISE, SAMPLING, Experim
 from dp_microadam.apps.audit.sampling_checks import sampler_plan
 from dp_microadam.apps.audit.suite import PROFILES
 from dp_microadam.apps.audit.two_world import DIRECTIONS, TARGET, audit_two_worlds
+from dp_microadam.apps.experiments.measuring import tell
 
 Worlds = tuple[NDArray[np.float64], NDArray[np.float64]]
 RNG = np.random.default_rng(0)
@@ -139,6 +140,7 @@ def print_power_of_checks() -> None:
 
 def print_cost_of_checks() -> None:
     """Processor time of each part of the quick profile, after all of it has run once and everything is loaded and compiled."""
+    tell("all checks of the quick profile, twice")
     check_mechanisms(PROFILES["quick"].checks)
     marks: list[tuple[str, float]] = []
 
@@ -158,9 +160,11 @@ def main() -> None:
     parser.add_argument("--audits", type=int, default=1000, help="audits per case")
     audits = parser.parse_args().audits
     print(
-        f"{'case':<32}{'probe':<16}{'repetitions':>11}{'claim':>7}{'mean':>7}{'least':>7}{'most':>7}{'sd':>7}{'(mean-claim)/sd':>17}"
+        f"{'case':<32}{'probe':<16}{'repetitions':>11}{'claim':>7}{'mean':>7}{'least':>7}{'most':>7}{'sd':>7}{'(mean-claim)/sd':>17}",
+        flush=True,
     )
     for name, experiment, probe_name, repetitions, worlds in CASES:
+        tell(f"{audits} audits of {name}, {probe_name}")
         (probe,) = (probe for probe in experiment.probes if probe.name == probe_name)
         claim = experiment.claim(probe)
         bounds = np.array(
@@ -168,7 +172,7 @@ def main() -> None:
         )
         figures = f"{claim:>7.2f}{bounds.mean():>7.2f}{bounds.min():>7.2f}{bounds.max():>7.2f}{bounds.std():>7.3f}"
         distance = (bounds.mean() - claim) / max(bounds.std(), 1e-9)
-        print(f"{name:<32}{probe_name:<16}{repetitions:>11}{figures}{distance:>17.1f}")
+        print(f"{name:<32}{probe_name:<16}{repetitions:>11}{figures}{distance:>17.1f}", flush=True)
     print_power_of_checks()
     print_cost_of_checks()
 

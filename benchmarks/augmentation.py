@@ -16,7 +16,7 @@ import statistics
 import torch
 
 from dp_microadam import ClippedGradients
-from dp_microadam.apps.experiments.measuring import add_options, deliver, seconds
+from dp_microadam.apps.experiments.measuring import add_options, deliver, seconds, tell
 from dp_microadam.data import Augmentation, LabelledData, Preparation
 from dp_microadam.models import wide_resnet
 from dp_microadam.training.evaluation import class_loss, over_views
@@ -46,6 +46,7 @@ def measure(batch: int, rounds: int, device: str) -> dict[str, dict[str, float]]
 
     found: dict[str, dict[str, float]] = {}
     for name, way in WAYS.items():
+        tell(f"{name}: {rounds} rounds")
         ready = prepare(way(raw))
         engine.accumulate(ready)  # what happens once per shape, above all the independence check, is not part of a step
         augmented(way, 2)
@@ -60,6 +61,7 @@ def measure(batch: int, rounds: int, device: str) -> dict[str, dict[str, float]]
             "gradients": statistics.median(step for _, step in pairs),
             "share": statistics.median(cost / (cost + step) for cost, step in pairs),
         }
+        tell(f"{name}: {100 * found[name]['share']:.2f} % of a step")
     return found
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from dp_microadam import ClippedGradients, GaussianMechanism, MicroAdam, PrivacyPlan, Randomness
-from dp_microadam.apps.experiments.measuring import add_options, deliver, wall_clock, work_clock
+from dp_microadam.apps.experiments.measuring import add_options, deliver, tell, wall_clock, work_clock
 from dp_microadam.models import wide_resnet
 from dp_microadam.training.evaluation import class_loss
 from dp_microadam.training.gradients import set_gradients
@@ -48,12 +48,14 @@ def measure(batch: int, physical_batch: int, bands: Sequence[int], rounds: int, 
 
     found: dict[str, dict[str, list[float]]] = {clock: defaultdict(list) for clock in CLOCKS}
     for number in range(rounds):
+        tell(f"round {number + 1} of {rounds}")
         turn = number % len(bands)
         for name, work in [("passes", passes), *((str(count), finish[count]) for count in (*bands[turn:], *bands[:turn]))]:
             begin = {clock: read(device) for clock, read in CLOCKS.items()}
             work()
             for clock, read in CLOCKS.items():
                 found[clock][name].append(read(device) - begin[clock])
+        tell(", ".join(f"{name} {values[-1]:.3f} s" for name, values in next(iter(found.values())).items()))
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "seconds": {clock: {name: statistics.median(values) for name, values in by.items()} for clock, by in found.items()},

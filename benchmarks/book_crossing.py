@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dp_microadam import PrivacyPlan, PrivateTrainer
-from dp_microadam.apps.experiments.measuring import add_options, deliver, seconds
+from dp_microadam.apps.experiments.measuring import add_options, deliver, seconds, tell
 from dp_microadam.apps.reporting.figures import canvas, save_png
 from dp_microadam.apps.reporting.palette import FAINT, STYLES
 from dp_microadam.data.users import split_by_user
@@ -171,6 +171,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             found: list[tuple[float, float]] = []
             taken = 0.0
             for seed in range(options.seeds):
+                tell(f"ε = {limit:g}, {way}, run {seed + 1} of {options.seeds}")
                 kept = train if way == "users" else capped(train, 1 if way == "one kept" else options.most, seed)
                 plan = plan_for(way, kept, limit, options)
                 run = partial(accuracies, plan, kept, test, seed, options)

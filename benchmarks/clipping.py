@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_microadam import ClippedGradients, models
-from dp_microadam.apps.experiments.measuring import add_options, deliver, wall_clock
+from dp_microadam.apps.experiments.measuring import add_options, deliver, tell, wall_clock
 from dp_microadam.apps.experiments.strategy_times import measure_strategies
 
 
@@ -243,8 +243,10 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
     results = []
     for name in options.models:
         for size in options.batches:
+            tell(f"{name}, batch {size}: time of {len(options.methods)} methods, {options.rounds} rounds")
             methods = [method for method in options.methods if works(name, method, options.device)]
             times = measure_times(name, methods, size, options.rounds, options.device)
+            tell("; ".join(f"{method} {times[method]['ratio']:.2f}×" for method in methods) + "; now their memory")
             peaks = {method: measure_peak(name, method, size, options) for method in methods}
             for method in methods:
                 row = {"model": name, "batch": size, "method": method, **times[method], "peak_bytes": peaks[method]}

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 
 from dp_microadam import ClippedGradients, GaussianMechanism, MicroAdam, Randomness, models
-from dp_microadam.apps.experiments.measuring import add_options, deliver, seconds
+from dp_microadam.apps.experiments.measuring import add_options, deliver, seconds, tell
 from dp_microadam.training.diagnostics import MicroAdamDiagnostics
 from dp_microadam.training.evaluation import class_loss
 
@@ -70,6 +70,7 @@ def main() -> None:
     add_options(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    tell(f"{options.model}: {options.rounds} rounds of {options.every} optimizer steps, with and without diagnostics")
     model = models.build(options.model, 10, SHAPES[options.model]).to(options.device)
     sets = []
     for watched in (False, True):
@@ -80,6 +81,7 @@ def main() -> None:
     plain, watched_times = zip(*([measure() for measure in sets] for _ in range(options.rounds)), strict=True)
     optimizer_seconds = statistics.median(plain) / options.every
     extra = (statistics.median(watched_times) - statistics.median(plain)) / options.every
+    tell(f"{1e3 * extra:.3f} ms more for a step; now {options.rounds} private training steps")
     take = training_step(model, SHAPES[options.model], options.batch_size, options.device)
     take()
     training_seconds = statistics.median(seconds(take, options.device) for _ in range(options.rounds))

@@ -35,7 +35,7 @@ import torch
 from torch import distributed as dist
 
 from dp_microadam import GaussianMechanism, MicroAdam, PrivacyLedger, PrivacyPlan, PrivateTrainer, Randomness
-from dp_microadam.apps.experiments.measuring import add_options, deliver, seconds, wall_clock
+from dp_microadam.apps.experiments.measuring import add_options, deliver, seconds, tell, wall_clock
 from dp_microadam.models import wide_resnet
 from dp_microadam.privacy.ledger import RunSettings
 from dp_microadam.training.distributed import Ranks, TorchRanks, checksum
@@ -156,7 +156,7 @@ def run_group(size: int, options: argparse.Namespace) -> list[dict[str, Any]]:
         return [json.loads(answer) for answer in answers]
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace, by_itself: dict[str, float]) -> dict[str, Any]:
     times: dict[int, list[list[float]]] = {1: [], 2: []}
     processor: dict[int, list[float]] = {1: [], 2: []}
     traffic = []
@@ -167,7 +167,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             processor[size] += [step[1] for answer in answers for step in answer["steps"]]
             traffic += [step[2] / size for step in answers[0]["steps"]] if size == 2 else []
             shown = [f"{step[0]:.2f} ({step[1]:.2f})" for answer in answers for step in answer["steps"]]
-            print(f"round {number + 1}, {size}: {', '.join(shown)} s of wall clock (processor)", file=sys.stderr, flush=True)
+            tell(f"round {number + 1}, {size}: {', '.join(shown)} s of wall clock (processor)")
     wall = {size: statistics.median(second for run in runs for second in run) for size, runs in times.items()}
     used = {size: statistics.median(values) for size, values in processor.items()}
     gradient = 4 * sum(param.numel() for param in wide_resnet(depth=16, width=4).parameters())
@@ -180,7 +180,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "efficiency by processor time": used[1] / used[2],
         "bytes sent per process and step": statistics.median(traffic),
         "bytes of a gradient": gradient,
-        "alone": alone(5 * options.rounds, options.device),
+        "alone": by_itself,
     }
 
 
@@ -212,11 +212,15 @@ def _largest_of(size: int) -> float:
     return statistics.NormalDist().inv_cdf((size - 0.375) / (size + 0.25)) if size > 1 else 0.0
 
 
-def show(report: dict[str, Any], projected: dict[str, dict[int, dict[str, float]]]) -> None:
+def show(report: dict[str, Any]) -> None:
+    print()
     for name, value in report.items():
         print(f"{name}: {value}")
     print(f"traffic over the gradient's size: {report['bytes sent per process and step'] / report['bytes of a gradient']:.2f}")
-    print("\nprojection, assuming " + ", ".join(f"{name} {value:g}" for name, value in ASSUMED.items()))
+
+
+def show_projection(projected: dict[str, dict[int, dict[str, float]]]) -> None:
+    print("projection, assuming " + ", ".join(f"{name} {value:g}" for name, value in ASSUMED.items()))
     for model, sizes in projected.items():
         names = list(next(iter(sizes.values())))
         print(f"\n{model}\n\n| GPUs | " + " | ".join(names) + " | step | efficiency |")
@@ -232,7 +236,7 @@ def show(report: dict[str, Any], projected: dict[str, dict[int, dict[str, float]
             f"\nper GPU {17 * parameters / 1e9:.1f} GB beside activations, hosts {4 * parameters / 1e9:.1f} GB of noise in all"
         )
         sent = ", ".join(f"{size}: {2 * (size - 1) / size * 4 * parameters / 1e9:.2f}" for size in sizes)
-        print(f"GB sent per GPU and step, by GPUs: {sent}")
+        print(f"GB sent per GPU and step, by GPUs: {sent}", flush=True)
 
 
 def draw(projected: dict[str, dict[int, dict[str, float]]], path: Path) -> None:
@@ -278,13 +282,18 @@ def main() -> None:
     if options.device == "cuda" and torch.cuda.device_count() < 2:
         parser.error("--device is cuda, but there are fewer than two GPUs; use --device cpu")
     torch.set_num_threads(1)
-    report = measure(options)
-    projected = project(report["alone"])
+    tell("noise, optimizer and ledger of one process")
+    by_itself = alone(5 * options.rounds, options.device)
+    projected = project(by_itself)
+    if not options.json:
+        show_projection(projected)
+    tell(f"now {options.rounds} rounds of one process and of two")
+    report = measure(options, by_itself)
     deliver(options, "distributed", {**report, "assumed": ASSUMED, "projected": projected})
     if options.json:
         print(json.dumps({**report, "assumed": ASSUMED, "projected": projected}))
     else:
-        show(report, projected)
+        show(report)
     if options.picture:
         draw(projected, options.picture)
 

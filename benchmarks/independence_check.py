@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_microadam import ClippedGradients, models
-from dp_microadam.apps.experiments.measuring import add_options, deliver, seconds
+from dp_microadam.apps.experiments.measuring import add_options, deliver, seconds, tell
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -28,8 +28,11 @@ def main() -> None:
     torch.manual_seed(0)
     inputs, labels = torch.randn(64, 3, 32, 32).to(device), torch.randint(10, (64,)).to(device)
     engine = ClippedGradients(models.wide_resnet(16, 4).to(device), loss, max_grad_norm=1.0)
+    tell("WRN-16-4: the independence check, with three examples")
     first = seconds(lambda: engine.check_independence((inputs[:3], labels[:3])), device)
+    tell(f"{first:.1f} s; now at the size of the batch")
     size = seconds(lambda: engine.check_independence((inputs, labels)), device)
+    tell(f"{size:.1f} s; now three steps")
     step = statistics.median(seconds(lambda: engine.accumulate((inputs, labels)), device) for _ in range(3))
     print(f"WRN-16-4, batch 64: independence check {first:.1f} s, at the batch's size {size:.1f} s more; a step {step:.1f} s")
     deliver(options, "independence check, WRN-16-4, batch 64", {"check": first, "at_size": size, "step": step})

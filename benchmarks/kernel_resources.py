@@ -258,6 +258,7 @@ def main() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":  # started below: Triton decides when it is imported
         print(json.dumps(traffic()))
         return
+    print(f"compiling for {', '.join(f'sm_{target}' for target in options.targets)}", file=sys.stderr, flush=True)
     rows = []
     for row in measurements(options.targets, options.variants or list(variants())):
         rows.append(row)

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from dp_microadam import ClippedGradients, GaussianMechanism
-from dp_microadam.apps.experiments.measuring import add_options, deliver, wall_clock
+from dp_microadam.apps.experiments.measuring import add_options, deliver, tell, wall_clock
 from dp_microadam.methods.registry import build
 from dp_microadam.models import wide_resnet
 from dp_microadam.training.gradients import set_gradients
@@ -153,10 +153,14 @@ def measure_times(methods: list[str], physical: int, logical: int, rounds: int, 
     steps = {method: make(method, logical, device) for method in methods}
     seconds: dict[str, list[tuple[float, float]]] = {method: [] for method in methods}
     for method in methods:  # independence checks and compilation
+        tell(f"{method}: first steps")
         for _ in range(2):
+            begin = wall_clock(device)
             steps[method].chunk(batch)
             steps[method].finish()
-    for _ in range(rounds):
+        tell(f"{method}: about {wall_clock(device) - begin:.2f} s for {physical} examples")
+    for number in range(rounds):
+        tell(f"round {number + 1} of {rounds}")
         for method in methods:
             begin = wall_clock(device)
             steps[method].chunk(batch)
@@ -232,6 +236,7 @@ def main() -> None:
     times: dict[str, dict[str, float]] = {}
     if not options.peaks_only:
         times = measure_times(options.methods, options.physical_batch, options.batch, options.rounds, options.device)
+    tell("memory of each method, in a process of its own")
     rows = [{"method": m, **times.get(m, {}), "peak_bytes": measure_peak(m, options)} for m in options.methods]
     deliver(options, "method cost", {"batch": options.batch, "physical_batch": options.physical_batch, "methods": rows})
     if options.json:

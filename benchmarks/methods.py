@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from dp_microadam.apps.experiments.measuring import add_options, deliver
+from dp_microadam.apps.experiments.measuring import add_options, deliver, tell
 from dp_microadam.apps.recipes.assemble import assemble
 from dp_microadam.apps.recipes.recipe import load_recipe
 from dp_microadam.apps.recipes.vocabulary import DEFAULT_LEARNING_RATES
@@ -124,8 +124,11 @@ def main() -> None:
     parser.add_argument("--data-folder", default="")
     add_options(parser)
     options = parser.parse_args()
+    if not options.state and not options.train:
+        parser.error("nothing to measure; give --state, --train or both")
     results: list[dict[str, object]] = []
     for name in options.methods:
+        tell(name)
         if options.state:
             results.append({"method": name, "bytes_per_parameter": round(state_bytes(name, options.device), 3)})
             print(json.dumps(results[-1]), flush=True)

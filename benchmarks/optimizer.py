@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from dp_microadam import MicroAdam
-from dp_microadam.apps.experiments.measuring import add_options, deliver, wall_clock
+from dp_microadam.apps.experiments.measuring import add_options, deliver, tell, wall_clock
 
 Shapes = list[tuple[int, ...]]
 Optimizers = dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]]
@@ -205,7 +205,9 @@ def report(model: str, chosen: Optimizers, options: argparse.Namespace) -> dict[
     shapes = MODELS[model]()
     count = sum(torch.Size(shape).numel() for shape in shapes)
     largest = max(torch.Size(shape).numel() for shape in shapes)
+    tell(f"{model}: {len(chosen)} optimizers take turns, {options.rounds} rounds")
     times, sizes = measure_times(model, chosen, options.rounds, options.device)
+    tell("; ".join(f"{name} {1e3 * statistics.median(wall):.1f} ms" for name, (wall, _) in times.items()))
     rows = []
     for name, (wall, processor) in times.items():
         scratch = None if options.no_scratch else measure_scratch_apart(model, name, options.device)

@@ -191,7 +191,12 @@ def main() -> int:
     least: dict[str, tuple[float, object]] = {}
     counts: dict[str, int] = {}
     slowest, wrong = 0.0, 0
+    told = -math.inf
     for number in range(arguments.points):
+        if time.perf_counter() - told > 5:
+            told = time.perf_counter()
+            largest = max((error for error, _ in worst.values()), default=0.0)
+            print(f"{number} of {arguments.points} points; too high by at most {largest:.2e}", file=sys.stderr, flush=True)
         rate = 1.0 if number % 5 == 0 else 10 ** draw.uniform(-6, -0.01)
         sigma = 10 ** draw.uniform(math.log10(0.3), 2)
         steps = 1 if number % 5 == 1 else round(10 ** draw.uniform(0, 6))

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from dp_microadam import GaussianMechanism, PoissonSampler, PrivacyLedger, PrivacyPlan, Randomness
-from dp_microadam.apps.experiments.measuring import add_options, deliver, seconds, wall_clock
+from dp_microadam.apps.experiments.measuring import add_options, deliver, seconds, tell, wall_clock
 from dp_microadam.privacy.ledger import RunSettings
 
 
@@ -26,6 +26,7 @@ def main() -> None:
     add_options(parser)
     options = parser.parse_args()
     found: dict[str, float] = {}
+    tell("noise, samples and the ledger; a line each")
     plan = PrivacyPlan.solve(dataset_size=45_000, batch_size=4096, delta=1e-5, epsilon=8.0, noise_multiplier=3.0)
     for secure in (False, True):
         kind = "secure" if secure else "statistical"
@@ -34,7 +35,7 @@ def main() -> None:
             drawing = median_seconds(lambda source=source, count=count: source.normals("noise", 0, count), repeats)
             rate = 4 * count / drawing / 1e6
             found[f"{kind}, {count:,} normal numbers"] = drawing
-            print(f"{kind:<12} {count:>11,} normal numbers  {1e3 * drawing:8.1f} ms  {rate:6.0f} MB/s of float32")
+            print(f"{kind:<12} {count:>11,} normal numbers  {1e3 * drawing:8.1f} ms  {rate:6.0f} MB/s of float32", flush=True)
         mechanism = GaussianMechanism.from_plan(plan, 1.0, randomness=Randomness.from_entropy(secure=secure))
         sums = {f"layer {i}": torch.zeros(50_000, device=options.device) for i in range(55)}
         steps = iter(range(100))

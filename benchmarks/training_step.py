@@ -14,8 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from dp_microadam import ClippedGradients, GaussianMechanism, MicroAdam, PoissonSampler, PrivacyLedger, PrivacyPlan, Randomness
-from dp_microadam.apps.experiments.measuring import add_options, deliver, wall_clock
+from dp_microadam.apps.experiments.measuring import add_options, deliver, tell, wall_clock
 from dp_microadam.data import Augmentation
 from dp_microadam.models import wide_resnet
 from dp_microadam.privacy.ledger import RunSettings
@@ -33,6 +33,8 @@ from dp_microadam.training.evaluation import class_loss
 from dp_microadam.training.gradients import set_gradients
 
 CLIPPING = "forward, backward, clipping"
+FIRST_LOOK = 256
+"""The expected batch of a first table, which takes seconds."""
 
 
 def measure(batch: int, physical_batch: int, steps: int, device: str) -> dict[str, float]:
@@ -59,6 +61,7 @@ def measure(batch: int, physical_batch: int, steps: int, device: str) -> dict[st
         yield
         spent[name] += wall_clock(device) - begin
 
+    tell("independence check and compilation")
     # What happens once — independence checks, compilation, the optimizer's state — is not part of a step.
     engine.accumulate((images[:2].float().to(device), labels[:2].to(device)))
     engine.reset()
@@ -68,12 +71,16 @@ def measure(batch: int, physical_batch: int, steps: int, device: str) -> dict[st
         source = sampler.load((images, labels))
         for number in range(steps):
             spent.clear()
+            told = time.perf_counter()
             with timed("sampling and fetching"):
                 step = next(source)
                 chunks = iter(step.chunks)
             while True:
                 with timed("sampling and fetching"):
                     chunk = next(chunks, None)
+                if time.perf_counter() - told > 5:
+                    told = time.perf_counter()
+                    tell(f"step {number + 1} of {steps}: {sum(spent.values()):.1f} s so far")
                 if chunk is None:
                     break
                 with timed("moving to the device"):
@@ -95,7 +102,7 @@ def measure(batch: int, physical_batch: int, steps: int, device: str) -> dict[st
                 average.update(model, number + 1)
             for name, seconds in spent.items():
                 parts[name].append(seconds)
-            print(f"step {number + 1} of {steps}: {sum(spent.values()):.1f} s", file=sys.stderr, flush=True)
+            tell(f"step {number + 1} of {steps}: {sum(spent.values()):.1f} s")
     return {name: statistics.median(values) for name, values in parts.items()}
 
 
@@ -137,6 +144,10 @@ def main() -> None:
     parser.add_argument("--picture", type=Path)
     add_options(parser)
     options = parser.parse_args()
+    if options.batch > FIRST_LOOK and not options.json:
+        tell(f"a first look, with an expected batch of {FIRST_LOOK}")
+        show(measure(FIRST_LOOK, options.physical_batch, 1, options.device))
+        tell(f"now with an expected batch of {options.batch}")
     parts = measure(options.batch, options.physical_batch, options.steps, options.device)
     deliver(options, "training step", {"batch": options.batch, "physical_batch": options.physical_batch, "seconds": parts})
     if options.json:

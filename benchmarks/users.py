@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_microadam import ClippedGradients, Randomness
-from dp_microadam.apps.experiments.measuring import add_options, deliver, seconds
+from dp_microadam.apps.experiments.measuring import add_options, deliver, seconds, tell
 from dp_microadam.models import mlp, small_cnn, tanh_cnn, wide_resnet
 from dp_microadam.privacy.units import Units, widths
 
@@ -110,10 +110,11 @@ def main() -> None:
     options = parser.parse_args()
     found = {}
     for name in options.models:
+        tell(f"{name}: {_WARM_UP + options.rounds} rounds")
         found[name] = measure(name, options)
         print(name)
         for what, value in found[name].items():
-            print(f"    {what:<40} {value:.3g}")
+            print(f"    {what:<40} {value:.3g}", flush=True)
     deliver(options, "users", found)
 
 

@@ -17,6 +17,7 @@ COMMANDS = {
     "clipping --layers": ["--layers", "--batches", "1", "--rounds", "1"],
     "training_step": ["--batch", "8", "--physical-batch", "4", "--steps", "1"],
     "privacy_overhead": [],
+    "advise": ["--data", "digits", "--batches", "64", "--examples", "256"],
     "bands": ["--batch", "2", "--physical-batch", "1", "--bands", "2", "--rounds", "1"],
     "independence_check": [],
     "augmentation": ["--batch", "2", "--rounds", "1"],
@@ -49,6 +50,7 @@ def test_a_benchmark_runs_and_writes_a_file_that_can_be_sent(name, tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.strip(), "it must say what it measures while it does"
     text = file.read_text(encoding="utf-8")
     found = json.loads(text)
     assert found["device"] == "cpu"
@@ -60,7 +62,7 @@ def test_a_benchmark_runs_and_writes_a_file_that_can_be_sent(name, tmp_path):
 
 def test_every_benchmark_that_times_torch_is_among_them():
     """Clocks are read by the shared functions, which wait for the device."""
-    without_device = {"audit_power", "pld_error", "results_page", "against_commit", "kernel_resources"}
+    without_device = {"audit_power", "pld_error", "results_page", "against_commit", "kernel_resources", "opacus_adam", "leak"}
     scripts = {path.stem for path in BENCHMARKS.glob("*.py")}
     assert scripts - without_device == {name.split()[0] for name in COMMANDS}
     for name in scripts - without_device:

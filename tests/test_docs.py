@@ -1,15 +1,19 @@
 """What the documents say is true: the tests they name exist, every page is in the navigation, and the site builds."""
 
+import html
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
 from dp_microadam.methods.table import METHODS
 
 ROOT = Path(__file__).parents[1]
+reference = runpy.run_path(str(ROOT / "docs" / "reference.py"))
 PAGES = sorted((ROOT / "docs").glob("**/*.md"))
 NAMED = re.compile(r"(tests/[\w/]+\.py)::(test_\w+)")
 
@@ -37,10 +41,28 @@ def test_the_site_builds_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    reference = (tmp_path / "site" / "api.html").read_text(encoding="utf-8")
-    assert "Formal guarantees" in reference
-    assert ":class:" not in reference
-    assert all(f'"{name}"' in reference for name in METHODS), "the table of methods"
+    shown = (tmp_path / "site" / "api.html").read_text(encoding="utf-8")
+    assert "Formal guarantees" in shown
+    assert ":class:" not in shown
+    assert all(f'"{name}"' in shown for name in METHODS), "the table of methods"
+    assert dead_ends(tmp_path / "site") == []
+
+
+def dead_ends(site: Path) -> list[str]:
+    """Links of the pages as they are shown, of pictures and raw HTML too, that lead to no file or no place in it."""
+    pages = {page: page.read_text(encoding="utf-8") for page in site.rglob("*.html") if page.name != "404.html"}
+    places = {page: set(re.findall(r'(?:id|name)="([^"]+)"', text)) for page, text in pages.items()}
+    found = []
+    for page, text in pages.items():
+        for link in dict.fromkeys(re.findall(r'(?:href|src)="([^"]*)"', text)):
+            target = html.unescape(unquote(link))
+            if re.match(r"\w+:", target):
+                continue  # elsewhere
+            path, _, place = target.partition("#")
+            file = (page.parent / path.partition("?")[0]).resolve() if path else page
+            if not file.exists() or (place and file in places and place not in places[file]):
+                found.append(f"{page.relative_to(site)}: {link}")
+    return found
 
 
 def test_no_document_holds_the_marks_of_a_merge():
@@ -51,12 +73,17 @@ def test_no_document_holds_the_marks_of_a_merge():
 def test_every_public_name_is_in_the_reference():
     import dp_microadam
 
-    named = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
-    shown = {name.rpartition(".")[2] for name in named}
+    shown = {name for name, _, _ in reference["ROW"].findall(reference["PAGE"].read_text(encoding="utf-8"))}
     of_the_table = {name.replace("-", "_") for name in METHODS}
     for name in dp_microadam.__all__:
         inside = getattr(getattr(dp_microadam, name), "__all__", None)  # of a module
         assert set(inside or [name]) <= shown | of_the_table | {"__version__"}, name
+
+
+def test_the_reference_says_what_the_docstrings_say():
+    page = reference["PAGE"].read_text(encoding="utf-8")
+    assert page == reference["with_current_sentences"](page), "run python docs/reference.py"
+    assert ":::" not in page, "directives mean nothing to a reader of the repository"
 
 
 def test_every_way_to_lose_the_guarantee_has_its_row():

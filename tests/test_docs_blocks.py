@@ -5,6 +5,7 @@ one. `make test-all` runs every page as it stands. A block of text is the output
 must appear, whatever the numbers; in a block marked ``.exact`` the numbers must be these. ``…`` stands for anything.
 """
 
+import ast
 import contextlib
 import doctest
 import io
@@ -43,11 +44,12 @@ ONLY_PARSED = {
     r"dp-microadam reproduce": "takes hours; tests/experiments runs a small study",
     r"dp-microadam data get": "needs a network; tests/apps/command_line/test_data.py runs it against a server of its own",
     r"dp-microadam data check imagenet": "needs ImageNet, which nobody may pass on",
-    r"dp-microadam data check my\.toml": "stands for a file of the reader's own",
+    r"dp-microadam data check my\.(toml|csv)": "stands for a file of the reader's own",
+    r"dp-microadam train (sms-spam|imdb|language-model)": "needs a pretrained model; tests/apps/recipes/test_texts.py",
     r"dp-microadam train (cifar|fashion)": "needs files that must be downloaded first; tests/recipes runs such recipes",
     r"dp-microadam train +#": "the demo, which tests/apps/command_line/test_cli_runs.py runs",
     r"dp-microadam train my\.toml": "stands for a file of the reader's own",
-    r"dp-microadam (resume|evaluate|export|budget) runs/mine": "a run of the reader's own; test_cli_runs.py has one",
+    r"dp-microadam (resume|evaluate|export|predict|budget) runs/mine": "a run of the reader's own; test_cli_runs.py has one",
     r"dp-microadam train .*--set data=small-digits": "run on the patched tree by tests/test_docs_diffs.py",
 }
 """Commands whose options must be accepted, and whose recipe must be one, but which are not run, and why."""
@@ -56,11 +58,13 @@ NOT_PYTHON = {
     'models.deit("tiny", num_classes=10, pretrained="facebook/': "fetches weights from the hub",
     "trainer = PrivateHFTrainer(model, args": "an excerpt of examples/text_classification.py, run by tests/test_examples.py",
     "class Model(PrivateLightningModule)": "an excerpt of examples/lightning_digits.py, run by tests/test_examples.py",
+    'pipeline("text-classification", "spam-filter")': "needs what the page exports; test_texts.py loads such",
+    "models.with_lora(model, rank=8)": "needs a pretrained model; tests/integrations/test_hugging_face.py trains adapters",
     "record = ledger_from_opacus(": "an excerpt of what tests/integrations/test_opacus.py runs",
 }
 """Python blocks that are compiled and not run, by something in them, and why."""
 
-ONLY_WHOLE = ("finetune_text.md", "finetune_vit.md", "tutorial.md")
+ONLY_WHOLE = ("finetune_vit.md", "tutorial.md")
 """Pages that take long even when shortened: in `make test-all` only."""
 
 
@@ -225,6 +229,22 @@ def test_every_block_of_a_page_runs(page, tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", PAGES)
 def test_every_page_runs_as_it_stands(page, tmp_path, monkeypatch):
     work_through(PAGES[page], tmp_path, monkeypatch, whole=True)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_imports_what_it_uses(page):
+    """A reader copies one block: what an earlier one of the page imported is imported again. Variables may be from before."""
+    imported: set[str] = set()
+    for block in blocks_of(PAGES[page]):
+        if block.language not in ("python", "pycon"):
+            continue
+        examples = doctest.DocTestParser().get_examples(block.code)
+        tree = ast.parse(block.code if block.language == "python" else "".join(example.source for example in examples))
+        found = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+        own = {(name.asname or name.name).partition(".")[0] for node in found for name in node.names}
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        assert not used & imported - own, block.place
+        imported |= own
 
 
 def test_a_block_that_no_test_runs_is_noticed(tmp_path):

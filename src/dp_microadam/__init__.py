@@ -21,6 +21,7 @@ _HOMES = {
     "StepOptions": "dp_microadam.training.training_step",
     "Method": "dp_microadam.training.method",
     "Phase": "dp_microadam.training.method",
+    "RunNoise": "dp_microadam.training.rate_units",
     "Schedule": "dp_microadam.training.schedules",
     "Ranks": "dp_microadam.training.distributed",
     "RunResult": "dp_microadam.training.run_result",
@@ -28,8 +29,12 @@ _HOMES = {
     "SearchResult": "dp_microadam.training.search",
     "PerExample": "dp_microadam.training.evaluation",
     "StepReport": "dp_microadam.training.run_result",
+    "RawInput": "dp_microadam.data.raw_inputs",
+    "RawImages": "dp_microadam.data.raw_images",
+    "RawRows": "dp_microadam.data.raw_rows",
     "MicroAdam": "dp_microadam.optimizers.micro_adam",
     "AdamBC": "dp_microadam.optimizers.adam_bc",
+    "TensorAdam": "dp_microadam.optimizers.tensor_adam",
     "ClippedGradients": "dp_microadam.clipping.engine",
     "replace_batchnorm": "dp_microadam.clipping.batchnorm",
     "register_rule": "dp_microadam.clipping.families",
@@ -74,6 +79,7 @@ __all__ = [
     "StepOptions",
     "Method",
     "Phase",
+    "RunNoise",
     "Schedule",
     "Ranks",
     "RunResult",
@@ -81,8 +87,12 @@ __all__ = [
     "SearchResult",
     "PerExample",
     "StepReport",
+    "RawInput",
+    "RawImages",
+    "RawRows",
     "MicroAdam",
     "AdamBC",
+    "TensorAdam",
     "ClippedGradients",
     "replace_batchnorm",
     "register_rule",
@@ -127,9 +137,13 @@ if TYPE_CHECKING:
     from dp_microadam.clipping.outer_product import Doubt
     from dp_microadam.clipping.per_example import per_example_gradients
     from dp_microadam.clipping.rule import GradientRows, LayerCall, LayerRule, PartsCall, UnchangedInput
+    from dp_microadam.data.raw_images import RawImages
+    from dp_microadam.data.raw_inputs import RawInput
+    from dp_microadam.data.raw_rows import RawRows
     from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError, PrivacyWarning
     from dp_microadam.optimizers.adam_bc import AdamBC
     from dp_microadam.optimizers.micro_adam import MicroAdam
+    from dp_microadam.optimizers.tensor_adam import TensorAdam
     from dp_microadam.privacy.accounting import Spent, SubsampledGaussian
     from dp_microadam.privacy.correlated_noise import CorrelatedNoise
     from dp_microadam.privacy.ledger import LedgerRecord, PrivacyLedger, RunSettings, read_ledger
@@ -146,6 +160,7 @@ if TYPE_CHECKING:
     from dp_microadam.training.method import Method, Phase
     from dp_microadam.training.plain_step import PlainStep, UnprotectedPlan
     from dp_microadam.training.private_step import PrivateStep
+    from dp_microadam.training.rate_units import RunNoise
     from dp_microadam.training.run_result import RunResult, StepReport
     from dp_microadam.training.schedules import Schedule
     from dp_microadam.training.search import PrivateSearch, SearchResult

@@ -7,7 +7,8 @@ from dp_microadam.apps.recipes import Recipe
 from dp_microadam.apps.recipes.assemble import assemble
 from dp_microadam.data.catalogue import KNOWN_DATA
 from dp_microadam.data.contents import MEMORY_GIB
-from dp_microadam.data.images import EXTENSIONS, SIZE
+from dp_microadam.data.image_decoding import EXTENSIONS
+from dp_microadam.data.images import SIZE
 from dp_microadam.data.places import FOLDER_VARIABLE, usual_folders
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text("utf-8")
@@ -22,9 +23,12 @@ def test_every_data_set_is_explained():
 def test_the_recipe_shown_trains_on_such_a_table(tmp_path):
     (shown,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     table = tmp_path / "patients.csv"
-    table.write_text(
-        "age,height,outcome\n" + "".join(f"{20 + n % 60},1.{n % 90:02d},{('healthy', 'ill')[n % 2]}\n" for n in range(500))
+    people = (
+        f"{20 + n % 60},{n if n % 5 else ''},{('never', '?')[n % 2]},{('north', 'east')[n % 2]},2020-02-{1 + n % 28:02d},{n},"
+        f"{('healthy', 'ill')[n % 2]}\n"
+        for n in range(500)
     )
+    table.write_text("age,income,smoker,region,admitted,record,outcome\n" + "".join(people))
     recipe = Recipe.from_toml(shown.replace("patients.csv", str(table)).replace("steps = 500", "steps = 2"))
     assert assemble(recipe, tmp_path / "run", show_progress=False).fit().steps_done == 2
 
@@ -33,7 +37,7 @@ def test_numbers_and_places_are_those_of_the_code(monkeypatch):
     assert f"{MEMORY_GIB:g} GiB by default" in PAGE
     assert Recipe.__dataclass_fields__["data_memory_gib"].default == MEMORY_GIB
     assert f"`image_size` ({SIZE})" in PAGE
-    for ending in {ending.removeprefix(".") for ending in EXTENSIONS} - {"jpeg", "tif"}:
+    for ending in {ending.removeprefix(".") for ending in EXTENSIONS} - {"jpeg", "jfif", "tif"}:
         assert ending in PAGE
     monkeypatch.setenv(FOLDER_VARIABLE, "/mine")
     monkeypatch.delenv("XDG_DATA_HOME", raising=False)

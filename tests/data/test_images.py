@@ -54,8 +54,7 @@ def test_evaluation_resizes_the_shorter_side_to_256_and_takes_the_centre_of_224(
         for name in ("a", "b"):
             (tmp_path / part / name).mkdir(parents=True)
             Image.fromarray(pixels).save(tmp_path / part / name / "one.png")
-    _, test, _ = read_folder(tmp_path, 224, None)
-    image, _ = test[0]
+    image, _ = read_folder(tmp_path, 224, None).test[0]
     assert image.shape == (3, 224, 224)
     scale = 256 / min(size)
     for channel, length in ((0, height), (1, width)):
@@ -99,19 +98,91 @@ def test_files_are_told_by_their_ending_whatever_its_case(tmp_path, suffix):
 def test_grey_and_transparent_images_become_three_channels(tmp_path):
     write(tmp_path)
     Image.fromarray(np.full((30, 30), 7, np.uint8)).save(tmp_path / "val" / "ant" / "000.png")
-    Image.fromarray(np.full((30, 30, 4), 9, np.uint8)).save(tmp_path / "val" / "ant" / "001.png")
+    Image.fromarray(np.full((30, 30, 4), 0, np.uint8)).save(tmp_path / "val" / "ant" / "001.png")
     test = data.load("image-folder", str(tmp_path), image_size=8).test
     assert (test[0][0] == 7).all()
-    assert test[1][0].shape == (3, 8, 8)
+    assert (test[1][0] == 255).all()
+
+
+def test_x_rays_are_scaled_by_the_bit_depth_of_the_recipe(tmp_path):
+    write(tmp_path)
+    Image.fromarray(np.full((30, 30), 2048, np.uint16)).save(tmp_path / "val" / "ant" / "000.png")
+    assert (data.load("image-folder", str(tmp_path), image_size=8, bit_depth=12).test[0][0] == 128).all()
+    with pytest.raises(InputError, match="bit_depth is 8"):
+        data.load("image-folder", str(tmp_path), bit_depth=8)
 
 
 def test_a_folder_called_test_serves_as_val(tmp_path):
     assert len(data.load("image-folder", str(write(tmp_path, test="test")), image_size=8).test) == 6
 
 
-def test_hidden_files_are_no_images(tmp_path):
-    (write(tmp_path) / "train" / "ant" / ".DS_Store").write_bytes(b"x")
-    assert len(data.load("image-folder", str(tmp_path)).validation) == 2
+def test_files_that_are_no_images_by_their_names_are_passed_over_and_counted(tmp_path):
+    write(tmp_path)
+    for name in (".DS_Store", "Thumbs.db", "notes.txt", "more.txt", "._000.png"):
+        (tmp_path / "train" / "ant" / name).write_bytes(b"x")
+    (tmp_path / "train" / ".ipynb_checkpoints").mkdir()
+    loaded = data.load("image-folder", str(tmp_path))
+    assert (len(loaded.train) + len(loaded.validation), len(loaded.test)) == (24, 6)
+    assert loaded.classes == ("ant", "bee")
+    (note,) = loaded.notes
+    assert note.startswith("passed over 6 files that are no images by their names: ")
+    for kind in ("2 *.txt", "1 Thumbs.db", "1 .DS_Store"):
+        assert kind in note
+
+
+def plain(root, users=10):
+    """Images in class folders alone; the name tells whose each is."""
+    write(root / "parts")
+    for number, file in enumerate(sorted((root / "parts" / "train").rglob("*.png"))):
+        folder = root / "plain" / file.parent.name
+        folder.mkdir(parents=True, exist_ok=True)
+        file.rename(folder / f"p{number % users}-{number}.png")
+    return root / "plain"
+
+
+def test_a_folder_of_classes_alone_is_split_with_public_seeds(tmp_path):
+    folder = str(plain(tmp_path))
+    loaded = data.load("image-folder", folder, image_size=8)
+    parts = [{part.path(i) for i in range(len(part))} for part in (loaded.train, loaded.validation, loaded.test)]
+    assert [len(part) for part in parts] == [17, 2, 5]
+    assert len(set().union(*parts)) == 24
+    other = data.load("image-folder", folder, image_size=8, split_seed=1)
+    assert [other.test.path(i) for i in range(5)] == [loaded.test.path(i) for i in range(5)]
+    assert loaded.classes == ("ant", "bee")
+
+
+def test_no_split_of_a_folder_of_classes_goes_through_a_user(tmp_path):
+    loaded = data.load("image-folder", str(plain(tmp_path)), image_size=8, user_pattern=r"(p\d+)-\d+\.png")
+    users = [set(ids) for ids in (loaded.train_users, loaded.validation_users, loaded.test_users)]
+    assert [len(ids) for ids in users] == [7, 1, 2]
+    assert not users[0] & users[1] | users[0] & users[2] | users[1] & users[2]
+    for part, ids in ((loaded.train, loaded.train_users), (loaded.test, loaded.test_users)):
+        assert [part.path(i).name.partition("-")[0] for i in range(len(part))] == list(ids)
+
+
+def test_a_class_may_be_called_train(tmp_path):
+    folder = plain(tmp_path)
+    (folder / "bee").rename(folder / "train")
+    assert data.load("image-folder", str(folder), image_size=8).classes == ("ant", "train")
+
+
+def test_a_fraction_of_0_holds_nothing_out(tmp_path):
+    loaded = data.load("image-folder", str(write(tmp_path)), image_size=8, validation_fraction=0)
+    assert (len(loaded.train), len(loaded.validation)) == (24, 0)
+
+
+def test_all_problems_of_a_folder_are_listed_at_once(tmp_path):
+    write(tmp_path)
+    (tmp_path / "train" / "stray.png").write_bytes(b"x")
+    (tmp_path / "train" / "ant" / "scan.dcm").write_bytes(b"x")
+    (tmp_path / "val" / "bee" / "inner").mkdir()
+    (tmp_path / "val" / "cat").mkdir()
+    with pytest.raises(InputError) as refusal:
+        data.load("image-folder", str(tmp_path))
+    first, *listed = str(refusal.value).splitlines()
+    assert first == f"{tmp_path} has 4 problems:"
+    for name, line in zip(("stray.png", "cat", "scan.dcm", "inner"), listed, strict=True):
+        assert name in line
 
 
 def wrong_folders():
@@ -119,7 +190,7 @@ def wrong_folders():
         return lambda root: os.rename(root / part, root / f"{part}-gone")
 
     def foreign(root):
-        (root / "train" / "ant" / "notes.txt").write_text("x")
+        (root / "train" / "ant" / "scan.DCM").write_text("x")
 
     def new_class(root):
         (root / "val" / "cat").mkdir()
@@ -131,7 +202,7 @@ def wrong_folders():
     return [
         (without("train"), "lacks the folder train"),
         (without("val"), "lacks the folder val"),
-        (foreign, "notes.txt is not an image by its name"),
+        (foreign, "scan.DCM is in a format that is not read"),
         (new_class, "cat is a class that .*train does not have"),
         (empty, "val holds no images"),
     ]

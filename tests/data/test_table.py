@@ -113,11 +113,13 @@ WRONG_TABLES = [
     ("outcome\nill\n", "one column 'outcome' and others"),
     ("a,outcome\n", "holds no examples"),
     (f"a,outcome\n1,{SECRET}\n", "a label that is not among classes"),
-    (f"a,outcome\nx{SECRET},ill\n", "not a table of numbers"),
-    (f"a,outcome\n1,ill\n{SECRET}\n", "not a table of numbers"),
-    ("a,outcome\nnan,ill\n", "missing or infinite numbers"),
-    ("a,outcome\n,ill\n", "not a table of numbers"),
-    ("a,outcome\ninf,ill\n", "missing or infinite numbers"),
+    (f"a,outcome\nx{SECRET},ill\n", "a cell in column 'a' that is not a finite number"),
+    (f"a,outcome\n1,ill\n{SECRET}\n", "a row that does not have 2 cells"),
+    ("a,outcome\nnan,ill\n", "a cell in column 'a' that is not a finite number"),
+    ("a,outcome\n,ill\n", "a cell in column 'a' that is empty"),
+    ("a,outcome\ninf,ill\n", "a cell in column 'a' that is not a finite number"),
+    ("a,a,outcome\n1,2,ill\n", "names the column 'a' twice"),
+    ("a;outcome\n1;ill\n", "separated by semicolons or tabs; they must be separated by commas"),
 ]
 
 

@@ -97,11 +97,11 @@ def test_a_test_file_may_lack_the_column_of_users(tmp_path):
     [
         (csv(), csv(), "examples of the same user in the training part and in the test part"),
         (csv(header="person,age,outcome"), None, "must have one column 'patient' and others; data_options.user_column"),
-        (csv(header="patient,patient,outcome"), None, "must have one column 'patient' and others"),
-        (csv([*ROWS, ("", 3, "ill")]), None, "rows without a user in column 'patient'; .* dp-microadam data check RECIPE"),
-        (csv([*ROWS, (" ", 3, "ill")]), None, "rows without a user"),
-        (csv([*ROWS, ("NaN", 3, "ill")]), None, "rows without a user"),
-        (csv([*ROWS, ("p1", "old", "ill")]), None, "only column 'outcome' may hold text, and column 'patient'"),
+        (csv(header="patient,patient,outcome"), None, "names the column 'patient' twice"),
+        (csv([*ROWS, ("", 3, "ill")]), None, "in column 'patient' that names no user; .*dp-microadam data check RECIPE"),
+        (csv([*ROWS, (" ", 3, "ill")]), None, "names no user"),
+        (csv([*ROWS, ("NaN", 3, "ill")]), None, "names no user"),
+        (csv([*ROWS, ("p1", "old", "ill")]), None, "a cell in column 'age' that is not a finite number"),
     ],
 )
 def test_users_of_a_table_that_cannot_be_used_are_one_sentence(tmp_path, train, test, message):
@@ -122,7 +122,7 @@ def test_a_column_of_users_that_is_none_is_refused(tmp_path, column):
 @pytest.mark.parametrize("users", [np.arange(59), np.ones((60, 2)), np.ones(60, bool), np.full(60, np.nan)])
 def test_users_of_an_npz_file_that_cannot_be_used_are_one_sentence(tmp_path, users):
     np.savez(tmp_path / "all.npz", inputs=np.ones((60, 2), np.float32), outcome=["ill"] * 60, patient=users)
-    with pytest.raises(InputError, match=r"one name or number per label|rows without a user"):
+    with pytest.raises(InputError, match=r"one name or number per label|names no user"):
         load_table(tmp_path / "all.npz")
 
 

@@ -132,7 +132,7 @@ def test_dp_microadam(check, private):
                 )
                 problem.weights[name] -= (LR * first / (np.sqrt(second) + 1e-8)).reshape(gradient.shape)
 
-    options = {"density": 0.5, "window": 2, "quantize": False, "window_dtype": torch.float32}
+    options = {"density": 0.5, "window": 2, "quantize": False, "window_dtype": torch.float32, "bias_correction": "paper"}
     check(lambda model: dp_microadam(model, lr=LR, **options), by_hand, steps=4, private=private, tolerance=2e-6)
 
 
@@ -162,7 +162,8 @@ def test_scale_then_privatize_with_adam(check, private):
 @with_and_without_privacy
 def test_scale_then_privatize_with_microadam(check, private):
     # MicroAdam at full density, without error and with a long window: its moments are sums over all rows so far.
-    options = {"base_optimizer": "microadam", "density": 1.0, "window": 10, "window_dtype": torch.float32}
+    exact = {"density": 1.0, "window": 10, "window_dtype": torch.float32, "bias_correction": "paper"}
+    options = {"base_optimizer": "microadam", **exact}
     check(
         lambda model: scale_then_privatize(model, lr=LR, scale_eps=0.05, **options),
         adam_on_scaled_gradients(steps=3, eps=0.05),
@@ -310,7 +311,7 @@ def test_sparta(check, private, scores, rows_only):
 
 @with_and_without_privacy
 def test_microadam_at_full_density_with_a_long_exact_window_is_adam(hand, tmp_path, private):
-    options = {"density": 1.0, "window": 20, "window_dtype": "float32"}
+    options = {"density": 1.0, "window": 20, "window_dtype": "float32", "bias_correction": "paper"}
     ours = hand.train(lambda model: build("dp-microadam", model, LR, options), tmp_path / "ours", steps=12, private=private)
     adam = hand.train(lambda model: dp_adam(model, lr=LR), tmp_path / "adam", steps=12, private=private)
     for run in (ours, adam):

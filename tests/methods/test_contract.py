@@ -15,6 +15,7 @@ from dp_microadam.methods.table import METHODS
 STP = "scale-then-privatize"
 VARIANTS = {
     # name: method, options on the tiny problem, and for training: more options and a learning rate for 200 steps
+    "dp-walk": ("dp-walk", {}, {}, 2.0),
     "dp-microadam": ("dp-microadam", {}, {}, 3e-3),
     "dense error": ("dp-microadam", {"quantize": False}, {}, 3e-3),
     "no error feedback": ("dp-microadam", {"error_feedback": False}, {}, 3e-3),
@@ -41,7 +42,17 @@ VARIANTS = {
     "sparta, rows only": ("sparta", {"keep": 0.3, "rows_only": True}, {"scoring_epochs": 0.5}, 0.5),
 }
 ON_DIGITS = [
-    *("dp-microadam", "density 0.1 %", "density 100 %", "dp-sgd", "momentum", "dp-adam", "dp-adambc", "scaled, Adam"),
+    *(
+        "dp-walk",
+        "dp-microadam",
+        "density 0.1 %",
+        "density 100 %",
+        "dp-sgd",
+        "momentum",
+        "dp-adam",
+        "dp-adambc",
+        "scaled, Adam",
+    ),
     *("scaled, MicroAdam", "delayed", "public", "dp-bitfit", "sparta, sum", "sparta, norms"),
 ]
 every_variant = pytest.mark.parametrize("variant", VARIANTS)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from dp_microadam import InputError, MicroAdam
+from dp_microadam import InputError, MicroAdam, TensorAdam
 
 OPTIONS = {
     "block": {"density": 0.1, "block_size": 64, "bucket_size": 16, "rounding": "stochastic", "seed": 3, "weight_decay": 0.01},
@@ -189,12 +189,27 @@ def behind_opacus():
     return {"moved": moved, "steps": taken, "bytes": optimizer.state_bytes(), "after": after}
 
 
+def tensor_adam():
+    """What TensorAdam makes of the divided model, put together, and of the whole one."""
+    model, whole = sharded(), network()
+    optimizers = TensorAdam(model.parameters(), lr=0.1), TensorAdam(whole.parameters(), lr=0.1)
+    for step in range(5):
+        give(model, step)
+        for param, gradient in zip(whole.parameters(), gradients(whole, step), strict=True):
+            param.grad = gradient
+        for optimizer in optimizers:
+            optimizer.step()
+    together = [param.full_tensor().detach() for param in model.parameters()]
+    return {"divided": together, "whole": [param.detach() for param in whole.parameters()]}
+
+
 def main(folder, foreign):
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     found = {name: steps(options) for name, options in OPTIONS.items()}
     found["checkpoint"] = saved_and_loaded(folder / "checkpoint")
     found["opacus"] = behind_opacus()
+    found["tensor adam"] = tensor_adam()
     found["large"] = bytes_of_a_large_layer()
     found["refusals"] = {"state of one process": refusal_of_a_whole_state()}
     if foreign is not None:

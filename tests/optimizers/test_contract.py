@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from dp_microadam import AdamBC, MicroAdam
+from dp_microadam import AdamBC, MicroAdam, TensorAdam
 from dp_microadam.optimizers.analytical_view import NoisyMicroAdam
 from dp_microadam.optimizers.micro_adam_reference import MicroAdamReference
 
@@ -31,9 +31,10 @@ OPTIMIZERS = {
     "SGD with momentum": dense(torch.optim.SGD, momentum=0.9),
     "Adam": dense(torch.optim.Adam),
     "AdamW": dense(torch.optim.AdamW, weight_decay=0.0),
+    "TensorAdam": dense(TensorAdam),
     "reference": lambda params, **more: MicroAdamReference(params, **more),
 }
-DENSE = ("AdamBC", "SGD", "SGD with momentum", "Adam", "AdamW")
+DENSE = ("AdamBC", "SGD", "SGD with momentum", "Adam", "AdamW", "TensorAdam")
 TRAINABLE = {name: make for name, make in OPTIMIZERS.items() if name != "reference"}
 every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 every_trainable = pytest.mark.parametrize("make", TRAINABLE.values(), ids=TRAINABLE)
@@ -255,7 +256,7 @@ def test_float64_parameters_keep_their_precision():
     param = torch.nn.Parameter(torch.full((10,), 1.0, dtype=torch.float64) + 1e-12)
     param.grad = torch.zeros(10, dtype=torch.float64)
     param.grad[0] = 1.0
-    MicroAdam([param], lr=1e-3).step()
+    MicroAdam([param], lr=1e-3, bias_correction="paper").step()
     assert (param[1:] == 1.0 + 1e-12).all()
     assert float(param[0]) == pytest.approx(1.0 - 1e-3, abs=1e-9)
 

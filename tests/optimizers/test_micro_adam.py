@@ -201,7 +201,8 @@ def test_at_full_density_with_a_long_exact_window_it_is_adam(fused):
     ours = torch.nn.Parameter(torch.randn(257))
     theirs = torch.nn.Parameter(ours.detach().clone())
     settings_of_adam = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8}
-    optimizer = MicroAdam([ours], **settings_of_adam, density=1.0, window=30, window_dtype=torch.float32, fused=fused)
+    exact = {"density": 1.0, "window": 30, "window_dtype": torch.float32, "bias_correction": "paper"}
+    optimizer = MicroAdam([ours], **settings_of_adam, **exact, fused=fused)
     adam = torch.optim.Adam([theirs], **settings_of_adam)
     for _ in range(30):
         ours.grad = torch.randn(257)
@@ -216,7 +217,8 @@ def test_weight_decay_is_adamw_s(fused):
     torch.manual_seed(1)
     ours = torch.nn.Parameter(torch.randn(50))
     theirs = torch.nn.Parameter(ours.detach().clone())
-    optimizer = MicroAdam([ours], lr=0.1, weight_decay=0.2, density=1.0, window_dtype=torch.float32, fused=fused)
+    exact = {"density": 1.0, "window_dtype": torch.float32, "bias_correction": "paper"}
+    optimizer = MicroAdam([ours], lr=0.1, weight_decay=0.2, **exact, fused=fused)
     adamw = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.2)
     for _ in range(10):
         ours.grad = torch.randn(50)
@@ -444,7 +446,8 @@ def test_the_second_moment_is_what_the_step_divides_by(fused):
     # One gradient, no error: v̂ is its square where it was selected, and zero elsewhere; then both rows of the window count.
     torch.manual_seed(0)
     param = torch.nn.Parameter(torch.zeros(70_000))
-    optimizer = MicroAdam([param], density=0.01, window=3, window_dtype=torch.float32, error_feedback=False, fused=fused)
+    exact = {"window": 3, "window_dtype": torch.float32, "bias_correction": "paper"}
+    optimizer = MicroAdam([param], density=0.01, **exact, error_feedback=False, fused=fused)
     assert optimizer.second_moment(param) is None
     rows = []
     for _ in range(2):

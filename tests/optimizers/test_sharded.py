@@ -90,6 +90,12 @@ def test_a_distributed_checkpoint_brings_the_state_back_to_the_bit(left):
         assert all(torch.equal(one, other) for one, other in zip(went_on, loaded, strict=True))
 
 
+def test_tensor_adam_does_not_depend_on_how_many_processes_share_the_model(left):
+    for found in left:
+        for divided, whole in zip(*found["tensor adam"].values(), strict=True):
+            torch.testing.assert_close(divided, whole, rtol=1e-6, atol=1e-7)
+
+
 def test_the_state_of_one_process_is_refused_by_several(left):
     for found in left:
         assert "the world size" in found["refusals"]["state of one process"]

@@ -274,7 +274,8 @@ def test_a_saved_state_that_is_not_contiguous_is_loaded_in_order():
 
 @pytest.mark.parametrize("option", ["bias_correction", "rounding", "seed", "fused", "error_feedback"])
 def test_options_that_an_old_checkpoint_or_pickle_lacks_are_filled_in(option):
-    (one, first), (other, second) = trained(fused=None), trained(fused=None)
+    # What the first version that had the option did without it.
+    (one, first), (other, second) = (trained(fused=None, bias_correction="paper") for _ in range(2))
     buffer = io.BytesIO()
     saved = first.state_dict()
     del saved["param_groups"][0][option]

@@ -25,6 +25,7 @@ from dp_microadam.privacy.accounting import (
     epsilon,
     first_non_negative,
     group_epsilon,
+    least_noise_multiplier,
     rdp_of_one_step,
 )
 
@@ -65,13 +66,13 @@ def test_rdp_agrees_with_opacus(part):
 
     opacus = OpacusAccountant()
     opacus.history = [(part.noise_multiplier, part.sample_rate, part.steps)]
-    assert epsilon([part], 1e-5) == pytest.approx(opacus.get_epsilon(1e-5), rel=1e-7)
+    assert epsilon([part], 1e-5, "rdp") == pytest.approx(opacus.get_epsilon(1e-5), rel=1e-7)
 
 
 def test_dp_accounting_reads_slightly_high_beside_the_exact_series():
     other = RdpAccountant(orders=ORDERS)
     other.compose(as_dp_event([PAPER]))
-    ours = epsilon([PAPER], 1e-5)
+    ours = epsilon([PAPER], 1e-5, "rdp")
     assert ours <= other.get_epsilon(1e-5) <= ours * 1.001
 
 
@@ -115,17 +116,26 @@ def test_rdp_is_finite_positive_and_grows_with_the_order(sample_rate, noise_mult
     delta=st.floats(1e-9, 0.1),
 )
 def test_more_steps_less_noise_more_sampling_never_spend_less(sample_rate, noise_multiplier, steps, delta):
-    spent = epsilon([SubsampledGaussian(sample_rate, noise_multiplier, steps)], delta)
+    spent = epsilon([SubsampledGaussian(sample_rate, noise_multiplier, steps)], delta, "rdp")
     slack = 1 - 1e-9
-    assert epsilon([SubsampledGaussian(sample_rate, noise_multiplier, steps + 1)], delta) >= spent * slack
-    assert epsilon([SubsampledGaussian(sample_rate, noise_multiplier * 0.9, steps)], delta) >= spent * slack
-    assert epsilon([SubsampledGaussian(min(1.0, sample_rate * 1.1), noise_multiplier, steps)], delta) >= spent * slack
-    assert epsilon([SubsampledGaussian(sample_rate, noise_multiplier, steps)], delta / 2) >= spent * slack
+    assert epsilon([SubsampledGaussian(sample_rate, noise_multiplier, steps + 1)], delta, "rdp") >= spent * slack
+    assert epsilon([SubsampledGaussian(sample_rate, noise_multiplier * 0.9, steps)], delta, "rdp") >= spent * slack
+    assert epsilon([SubsampledGaussian(min(1.0, sample_rate * 1.1), noise_multiplier, steps)], delta, "rdp") >= spent * slack
+    assert epsilon([SubsampledGaussian(sample_rate, noise_multiplier, steps)], delta / 2, "rdp") >= spent * slack
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+@pytest.mark.parametrize(("rate", "steps", "limit"), [(64 / 54_000, 1000, 3.0), (0.02, 2000, 1.0), (1.0, 1, 8.0)])
+def test_a_rough_noise_multiplier_keeps_the_limit_and_is_at_most_a_percent_above_the_least(accountant, rate, steps, limit):
+    least = least_noise_multiplier(rate, steps, limit, 1e-5, accountant)
+    rough = least_noise_multiplier(rate, steps, limit, 1e-5, accountant, exact=False)
+    assert least <= rough <= 1.01 * least
+    assert epsilon([SubsampledGaussian(rate, rough, steps)], 1e-5, accountant) <= limit
 
 
 def test_pld_of_the_paper_is_below_rdp():
     assert epsilon([PAPER], 1e-5, "pld") == pytest.approx(7.42, abs=0.01)
-    assert epsilon([PAPER], 1e-5) == pytest.approx(8.0, abs=0.001)
+    assert epsilon([PAPER], 1e-5, "rdp") == pytest.approx(8.0, abs=0.001)
 
 
 def epsilon_where(delta_of, delta: float) -> float:

@@ -14,6 +14,7 @@ from thoroughness import examples
 from dp_microadam import InputError, PrivacyPlan
 from dp_microadam.errors import PrivacyWarning
 from dp_microadam.privacy.accounting import NOISE_RESOLUTION, SubsampledGaussian, epsilon
+from dp_microadam.privacy.band_choice import band_table
 
 CIFAR = {"dataset_size": 45_000, "batch_size": 4096, "delta": 1e-5}
 IMAGENET = {"dataset_size": 1_271_167, "batch_size": 16_384, "delta": 8e-7}
@@ -31,7 +32,7 @@ IMAGENET = {"dataset_size": 1_271_167, "batch_size": 16_384, "delta": 8e-7}
     ],
 )
 def test_the_paper_is_reproduced(setting, noise_multiplier, steps):
-    plan = PrivacyPlan.solve(**setting, epsilon=8, noise_multiplier=noise_multiplier)
+    plan = PrivacyPlan.solve(**setting, epsilon=8, noise_multiplier=noise_multiplier, accountant="rdp")
     assert plan.steps == steps
     assert plan.epsilon <= 8 < plan.epsilon_after(steps + 1)
 
@@ -46,8 +47,8 @@ def test_the_paper_is_reproduced(setting, noise_multiplier, steps):
 def test_solved_steps_never_exceed_the_target_and_one_more_would(dataset_size, share, noise_multiplier, target):
     setting = {"dataset_size": dataset_size, "batch_size": max(1, int(share * dataset_size)), "delta": 1e-8}
     one_step = SubsampledGaussian(setting["batch_size"] / dataset_size, noise_multiplier, 1)
-    assume(epsilon([one_step], setting["delta"]) <= target)
-    plan = PrivacyPlan.solve(**setting, epsilon=target, noise_multiplier=noise_multiplier)
+    assume(epsilon([one_step], setting["delta"], "rdp") <= target)
+    plan = PrivacyPlan.solve(**setting, epsilon=target, noise_multiplier=noise_multiplier, accountant="rdp")
     assert plan.epsilon <= target < plan.epsilon_after(plan.steps + 1)
 
 
@@ -61,7 +62,8 @@ def test_solved_noise_never_exceeds_the_target_and_less_would(accountant, target
 
 
 def test_solved_steps_by_pld_never_exceed_the_target_and_one_more_would():
-    plan = PrivacyPlan.solve(**CIFAR, epsilon=8, noise_multiplier=3, accountant="pld")
+    plan = PrivacyPlan.solve(**CIFAR, epsilon=8, noise_multiplier=3)
+    assert plan.accountant == "pld"
     assert plan.epsilon <= 8 < plan.epsilon_after(plan.steps + 1)
     assert plan.steps > 2480
 
@@ -129,9 +131,9 @@ TWO = {"epsilon": 8.0, "noise_multiplier": 3.0}
         ({**CIFAR, **TWO, "accountant": "moments"}, "accountant is 'moments'"),
         ({**CIFAR, **TWO, "steps": 5}, "exactly two of"),
         ({**CIFAR, "epsilon": 8.0}, "exactly two of"),
-        ({**CIFAR, "epsilon": 0.001, "steps": 5}, "no noise_multiplier up to"),
+        ({**CIFAR, "epsilon": 0.001, "steps": 5, "accountant": "rdp"}, "no noise_multiplier up to"),
         ({**CIFAR, "epsilon": 8.0, "noise_multiplier": 0.3}, "noise_multiplier 0.3 spends epsilon"),
-        ({**CIFAR, "epsilon": 8.0, "noise_multiplier": 1e5, "accountant": "pld"}, "never runs out"),
+        ({**CIFAR, "epsilon": 8.0, "noise_multiplier": 1e5}, "never runs out"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence_that_names_the_value(arguments, message):
@@ -164,7 +166,7 @@ SMALL = {"dataset_size": 1000, "batch_size": 10, "delta": 1e-5}
         ({"bands": -3}, "bands is -3; it must be"),
         ({"bands": 2.5}, "bands is 2.5; it must be a whole number"),
         ({"bands": True}, "bands is True; it must be a whole number"),
-        ({"bands": "many"}, "bands is 'many'; it must be a whole number of at least 1, or 'auto'"),
+        ({"bands": "many"}, "bands is 'many'; it must be a whole number of at least 1, 'auto' or 'least'"),
         ({"bands": 1001}, "bands is 1001, more groups than the 1000 examples of the dataset"),
         ({"bands": 101}, "bands is 101, but a group of 1000/101 examples cannot give an expected batch of 10"),
         ({"bands": 60}, "bands is 60, more than the 50 steps"),
@@ -188,19 +190,41 @@ def test_bands_that_cannot_be_get_one_sentence(options, sentence):
     assert "\n" not in str(error.value)
 
 
-def test_auto_needs_what_it_compares_at():
-    with pytest.raises(InputError, match="bands is 'auto', which compares the noise at the same epsilon and steps"):
-        PrivacyPlan.solve(**SMALL, epsilon=3.0, noise_multiplier=1.0, bands="auto")
+def test_least_needs_what_it_compares_at():
+    with pytest.raises(InputError, match="bands is 'least', which compares the noise at the same epsilon and steps"):
+        PrivacyPlan.solve(**SMALL, epsilon=3.0, noise_multiplier=1.0, bands="least")
 
 
-def test_auto_stays_within_the_memory():
+def test_bands_are_automatic_only_where_epsilon_steps_and_the_size_of_the_model_are_known():
+    several = PrivacyPlan.solve(**SMALL, epsilon=8.0, steps=400, parameters=1000)
+    assert several.bands > 1
+    assert PrivacyPlan.solve(**SMALL, epsilon=8.0, steps=400) == PrivacyPlan.solve(**SMALL, epsilon=8.0, steps=400, bands=1)
+    for two in ({"epsilon": 8.0, "noise_multiplier": 1.0}, {"noise_multiplier": 1.0, "steps": 400}):
+        assert PrivacyPlan.solve(**SMALL, **two, parameters=1000).bands == 1
+
+
+def test_automatic_bands_are_at_most_sixteen_and_stay_within_the_memory():
     setting = {**SMALL, "epsilon": 8.0, "steps": 400}
-    free = PrivacyPlan.solve(**setting, bands="auto")
-    assert free.bands >= 16
-    limited = PrivacyPlan.solve(**setting, bands="auto", parameters=10**8, noise_memory_gib=2.0)
+    assert PrivacyPlan.solve(**setting, bands="least").bands > 16
+    assert PrivacyPlan.solve(**setting, parameters=1000).bands <= 16
+    limited = PrivacyPlan.solve(**setting, bands="least", parameters=10**8, noise_memory_gib=2.0)
     assert limited.bands == 1 + 2 * 2**30 // (4 * 10**8) == 6
     assert limited.noise_memory(10**8) == 5 * 4 * 10**8 <= 2 * 2**30
-    assert PrivacyPlan.solve(**setting, bands="auto", parameters=10**9, noise_memory_gib=1.0).bands == 1
+    assert 1 < PrivacyPlan.solve(**setting, parameters=10**8).bands <= 6
+    assert PrivacyPlan.solve(**setting, parameters=10**9, noise_memory_gib=1.0).bands == 1
+
+
+@pytest.mark.parametrize(("batch_size", "target"), [(10, 8.0), (40, 8.0), (100, 3.0), (20, 0.5)])
+def test_automatic_bands_leave_at_most_eight_tenths_of_the_noise_or_are_one(batch_size, target):
+    setting = {**SMALL, "batch_size": batch_size, "epsilon": target, "steps": 100}
+    plan, one = PrivacyPlan.solve(**setting, parameters=1000), PrivacyPlan.solve(**setting, bands=1)
+    noise = plan.noise_multiplier / one.noise_multiplier * plan.noise_ratios.running_sum
+    assert plan == one or noise < 0.805  # the choice knows noise multipliers to half a percent
+    table = band_table(**setting, most=10)  # for each ten steps one
+    least = min(choice.running_sum for choice in table)
+    assert (plan.bands > 1) == (least < 0.8) or abs(least - 0.8) < 0.005
+    if plan.bands > 1:
+        assert noise < 1.11 * least
 
 
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])

@@ -63,12 +63,12 @@ def as_dp_accounting_sees(part):
 )
 def test_ten_expected_runs_of_the_papers_plan_cost_what_was_published_or_less(distribution, published, exact):
     """The published numbers are those of dp-accounting's divergences of one run. Ours are exact, and give a smaller ε."""
-    assert f"{epsilon([best_of(as_dp_accounting_sees(PAPER), distribution)], 1e-5):.3f}" == published
-    assert f"{epsilon([best_of(PAPER, distribution)], 1e-5):.3f}" == exact
+    assert f"{epsilon([best_of(as_dp_accounting_sees(PAPER), distribution)], 1e-5, 'rdp'):.3f}" == published
+    assert f"{epsilon([best_of(PAPER, distribution)], 1e-5, 'rdp'):.3f}" == exact
 
 
 def test_ten_runs_whose_results_are_all_published_cost_far_more():
-    assert f"{epsilon([PAPER] * 10, 1e-5):.3f}" == "34.237"
+    assert f"{epsilon([PAPER] * 10, 1e-5, 'rdp'):.3f}" == "34.237"
 
 
 @pytest.mark.parametrize("shape", [0.0, 0.3, 1.0, 4.0])
@@ -160,7 +160,7 @@ def test_no_selection_diverges_more_than_its_bound(shape, mean, outcomes):
 
 def test_a_divergence_that_cannot_be_computed_is_no_bound():
     nothing_known = SelectedRun((Measured((math.nan,) * len(ORDERS)),), Repetitions(10))
-    assert epsilon([nothing_known], 1e-5) == math.inf
+    assert epsilon([nothing_known], 1e-5, "rdp") == math.inf
 
 
 @pytest.mark.parametrize("distribution", ["geometric", pytest.param("logarithmic", marks=pytest.mark.slow)])
@@ -170,7 +170,7 @@ def test_the_noise_solved_for_is_the_least_that_keeps_the_search_within_epsilon(
     alone = plan.single_run_of_same_epsilon
     assert alone.noise_multiplier < plan.noise_multiplier
     assert alone.epsilon <= plan.epsilon < replace(alone, noise_multiplier=round(alone.noise_multiplier - 1e-4, 4)).epsilon
-    assert plan.single_run == PrivacyPlan(**SMALL, noise_multiplier=plan.noise_multiplier, steps=300)
+    assert plan.single_run == PrivacyPlan(**SMALL, noise_multiplier=plan.noise_multiplier, steps=300, accountant="rdp")
 
 
 @pytest.mark.parametrize("bands", [1, 4])
@@ -195,7 +195,7 @@ def test_a_search_may_be_planned_from_noise_and_steps():
         ({"expected_runs": 2000}, "expected_runs is 2000; it must lie in (1, 1000]"),
         ({"distribution": "poisson"}, "distribution is 'poisson'; it must be one of 'geometric', 'logarithmic'"),
         ({"accountant": "pld"}, "accountant is 'pld'; for a selection among runs it must be 'rdp'"),
-        ({"bands": "auto"}, "bands is 'auto', which compares single runs; for a selection among runs it must be a number"),
+        ({"bands": "least"}, "bands is 'least', which compares single runs; for a selection among runs it must be a number"),
         pytest.param(
             {"epsilon": 0.01},
             "no noise_multiplier up to 100000 keeps the best of 10 expected runs within epsilon 0.01",
@@ -243,9 +243,9 @@ def test_copies_of_a_selected_run_count_once_and_other_runs_add_up(tmp_path):
     plan = SelectionPlan(**SMALL, noise_multiplier=2.0, steps=30, expected_runs=8)
     search = recorded(tmp_path / "search", plan, 30)
     other = recorded(tmp_path / "other", PrivacyPlan(**SMALL, noise_multiplier=2.0, steps=20), 20)
-    assert epsilon(spent_together([search, search]), 1e-5) == plan.epsilon
-    together = epsilon(spent_together([search, other]), 1e-5)
-    assert together == epsilon([plan.spent_after(30), other.plan.spent_after(20)], 1e-5) > plan.epsilon
+    assert epsilon(spent_together([search, search]), 1e-5, "rdp") == plan.epsilon
+    together = epsilon(spent_together([search, other]), 1e-5, "rdp")
+    assert together == epsilon([plan.spent_after(30), other.plan.spent_after(20)], 1e-5, "rdp") > plan.epsilon
 
 
 def test_the_statement_says_that_epsilon_covers_the_selection(tmp_path):

@@ -31,7 +31,7 @@ def test_the_report_says_what_was_spent_and_what_was_planned(tmp_path):
     assert report["private"] is True
     assert report["epsilon"] == PLAN.epsilon_after(30) < report["epsilon_planned"] == PLAN.epsilon
     assert (report["steps_done"], report["steps_planned"]) == (30, 50)
-    assert (report["delta"], report["accountant"]) == (1e-5, "rdp")
+    assert (report["delta"], report["accountant"]) == (1e-5, "pld")
     assert report["noise"]["deviation_of_the_sum"] == pytest.approx(1.5 * 0.7)
 
 
@@ -43,7 +43,7 @@ def test_the_words_cover_everything_an_officer_asks(tmp_path):
         f"{round_up(PLAN.epsilon)} at δ = 1e-05",
         "Unit of privacy:       one training example",
         "with one unit added or removed",
-        "Rényi",
+        "privacy loss distribution, discretised and rounded from above",
         "each of 60000 examples in each step with probability 0.00853333, independently; 512 expected",
         "one example changes the sum by at most 0.7",
         "Gaussian, 1.5 times that bound",

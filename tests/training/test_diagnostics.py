@@ -12,7 +12,14 @@ from dp_microadam.optimizers.micro_adam_reference import MicroAdamReference
 from dp_microadam.training.diagnostics import MicroAdamDiagnostics
 
 SHAPES = ((40, 30), (7,), (300,))
-OPTIONS = {"lr": 1e-2, "eps": 1e-3, "density": 0.05, "block_size": 128, "window_dtype": torch.float32}
+OPTIONS = {
+    "bias_correction": "paper",
+    "lr": 1e-2,
+    "eps": 1e-3,
+    "density": 0.05,
+    "block_size": 128,
+    "window_dtype": torch.float32,
+}
 
 
 def parameters():

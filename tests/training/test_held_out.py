@@ -159,7 +159,7 @@ APART = {
     ),
     "parts of a Dataset inside": (kept(inner=Subset(DATA, [1, 2])), kept(inner=Subset(DATA, [3, 4]))),
     "images of two folders": tuple(
-        ImageFolder(Path("/data", part), np.array([b"cat/1.jpg", b"dog/1.jpg"]), np.array([0, 1]), 8)
+        ImageFolder(Path("/data"), np.array([f"{part}/{name}/1.jpg".encode() for name in ("cat", "dog")]), np.array([0, 1]), 8)
         for part in ("train", "val")
     ),
 }

@@ -16,7 +16,7 @@ from dp_microadam.privacy.ledger import read_ledger
 
 WRITTEN = Path(__file__).parent / "version_0_1"
 
-PLAN = PrivacyPlan.solve(dataset_size=60, batch_size=12, delta=1e-3, noise_multiplier=1.0, steps=12)
+PLAN = PrivacyPlan.solve(dataset_size=60, batch_size=12, delta=1e-3, noise_multiplier=1.0, steps=12, accountant="rdp")
 
 
 def examples():

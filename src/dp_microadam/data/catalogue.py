@@ -43,9 +43,14 @@ class KnownData:
     """Name of the pip package that contains the data, if any."""
     reader: str = ""
     """For data in a pip package: the function that returns training and test part as arrays, ``module:function``."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes, if they are not numbers."""
     options: tuple[str, ...] = ()
     """Keys that a recipe may set under ``data_options``."""
 
+
+TEXT_OPTIONS = ("text", "label", "user_column", "max_length")
+"""Options of texts: names of columns, and the tokens after which texts are cut."""
 
 IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
@@ -59,6 +64,8 @@ _FASHION_MNIST = (
     "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
     "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
 )
+_UCI_ADULT = ("https://archive.ics.uci.edu/ml/machine-learning-databases/adult/",)
+_CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 _IMAGENET_STATISTICS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
@@ -126,6 +133,7 @@ _CATALOGUE: Mapping[str, KnownData] = {
             "t10k-images-idx3-ubyte": "sha256:5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
             "t10k-labels-idx1-ubyte": "sha256:0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
         },
+        classes=_CLOTHES,
     ),
     "cifar10": KnownData(
         "cifar",
@@ -152,6 +160,7 @@ _CATALOGUE: Mapping[str, KnownData] = {
             "data_batch_5": "md5:482c414d41f54cd18b22e5b47cb7c3cb",
             "test_batch": "md5:40351d587109b95175f43aff81a1287e",
         },
+        classes=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
     ),
     "cifar100": KnownData(
         "cifar",
@@ -182,21 +191,62 @@ _CATALOGUE: Mapping[str, KnownData] = {
         by_hand="ImageNet is given to registered users at https://image-net.org; unpack ILSVRC2012_img_train.tar and "
         "ILSVRC2012_img_val.tar into train/CLASS/*.JPEG and val/CLASS/*.JPEG",
     ),
+    "adult": KnownData(
+        "adult",
+        "32,561 + 16,281 people of a census, 14 columns, 2 classes",
+        2,
+        downloads=_downloads(
+            _UCI_ADULT,
+            {
+                "adult.data": "5b00264637dbfec36bdeaab5676b0b309ff9eb788d63554ca0a249491c86603d",
+                "adult.test": "a2a9044bc167a35b2361efbabec64e89d69ce82d9790d2980119aac5fd7e9c05",
+            },
+        ),
+        digests={
+            "adult.data": "sha256:5b00264637dbfec36bdeaab5676b0b309ff9eb788d63554ca0a249491c86603d",
+            "adult.test": "sha256:a2a9044bc167a35b2361efbabec64e89d69ce82d9790d2980119aac5fd7e9c05",
+        },
+        classes=("<=50K", ">50K"),
+    ),
     "image-folder": KnownData(
         "images",
-        "your images in train/CLASS and val/CLASS",
+        "your images in train/CLASS and val/CLASS, or in CLASS",
         None,
         None,
         (),
         *_IMAGENET_STATISTICS,
-        by_hand="image-folder is your own data; put it into train/CLASS/*.jpg and val/CLASS/*.jpg",
-        options=("mean", "std", "user_table", "user_pattern"),
+        by_hand="image-folder is your own data; put it into train/CLASS/*.jpg and val/CLASS/*.jpg, or into CLASS/*.jpg",
+        options=("mean", "std", "bit_depth", "user_table", "user_pattern"),
     ),
     "table": KnownData(
         "table",
         "your CSV or npz files",
         by_hand="table is your own data; put it into train.csv and test.csv, or train.npz and test.npz",
-        options=("label", "classes", "mean", "std", "user_column"),
+        options=("label", "classes", "mean", "std", "user_column", "header"),
+    ),
+    "sms-spam": KnownData(
+        "text",
+        "4,534 text messages, spam or not",
+        2,
+        by_hand="sms-spam is the SMS Spam Collection of Almeida and Hidalgo (https://doi.org/10.24432/C5CC84); remove repeated "
+        "messages, and put the rest into train.csv and test.csv with the columns text and label (ham or spam)",
+        options=TEXT_OPTIONS,
+        classes=("ham", "spam"),
+    ),
+    "imdb": KnownData(
+        "text",
+        "49,582 reviews of films, good or bad",
+        2,
+        by_hand="imdb is the Large Movie Review Dataset of Maas et al. (https://ai.stanford.edu/~amaas/data/sentiment); remove "
+        "repeated reviews, and put the rest into train.csv and test.csv with the columns text and label (0 bad, 1 good)",
+        options=TEXT_OPTIONS,
+        classes=("0", "1"),
+    ),
+    "text-table": KnownData(
+        "text",
+        "your texts in CSV or JSON-lines files",
+        by_hand="text-table is your own data; put it into train.csv and test.csv, or train.jsonl and test.jsonl",
+        options=(*TEXT_OPTIONS, "classes"),
     ),
 }
 
@@ -210,3 +260,8 @@ def known(name: str) -> KnownData:
     10
     """
     return _CATALOGUE[require_one_of("data", name, KNOWN_DATA)]
+
+
+def takes_columns(name: str) -> bool:
+    """Whether a recipe declares the columns of this data set."""
+    return known(name).kind in ("table", "adult")

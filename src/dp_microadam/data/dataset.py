@@ -11,11 +11,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from dp_microadam.data.raw_inputs import RawInput
 from dp_microadam.errors import InputError
-from dp_microadam.validation import require_in_open, require_integer
+from dp_microadam.validation import require_in_closed_open, require_integer
 
 Examples = tuple[Tensor, Tensor] | Dataset[Any]
 """Inputs and labels (int64 [N]) as tensors in memory, or a map-style Dataset of such pairs."""
+
+TEST_FRACTION, TEST_SEED = 0.2, 0
+"""The test part of data that come without one. Fixed, so that it does not depend on the split into training and validation."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +45,18 @@ class LabelledData:
     test_users: NDArray[np.str_] | None = None
     held_out_rows: Tensor | None = None
     """With users: positions of the validation examples before training and validation part were divided."""
+    tokens: bool = False
+    """Whether inputs are tokens of texts, which only the model prepares further."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes, which are public; numbers if none are given."""
+    raw: RawInput | None = None
+    """How files become examples like these, for a deployed model."""
+    notes: tuple[str, ...] = ()
+    """What the owner of the data should know about them."""
+
+    def __post_init__(self) -> None:
+        if not self.classes:
+            object.__setattr__(self, "classes", tuple(str(number) for number in range(self.num_classes)))
 
     @property
     def images(self) -> bool:
@@ -56,7 +72,7 @@ def size_of(examples: Examples) -> int:
 def split(count: int, fraction: float, seed: int, *, size: int | None = None, of: str = "examples") -> tuple[Tensor, Tensor]:
     """Split ``count`` examples at random into a remaining and a held-out part of ``fraction`` (or ``size``); returns indices.
 
-    ``of`` says what is divided, for messages.
+    A fraction of 0 holds out none. ``of`` says what is divided, for messages.
 
     Formal guarantees: the split depends only on ``count`` and the public ``seed``, not on the content of the examples. The
     privacy guarantee of a training run covers the first part: adding or removing one of its examples, for a fixed split.
@@ -65,10 +81,10 @@ def split(count: int, fraction: float, seed: int, *, size: int | None = None, of
     >>> len(rest), len(held_out), sorted([*rest.tolist(), *held_out.tolist()]) == list(range(10))
     (8, 2, True)
     """
-    require_in_open("validation_fraction", fraction, 0, 1)
+    require_in_closed_open("validation_fraction", fraction, 0, 1)
     require_integer("split_seed", seed, 0)
     held_out = round(count * fraction) if size is None else require_integer("validation_size", size, 1)
-    if not 0 < held_out < count:
+    if not (0 < held_out < count or (fraction == 0 < count and size is None)):
         given = f"validation_fraction is {fraction}" if size is None else f"validation_size is {size}"
         raise InputError(f"{given}; of {count} {of} it must leave at least one in each part")
     order = torch.from_numpy(np.random.default_rng(seed).permutation(count))

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
-from dp_microadam.data import cifar, idx, images, places, table
+from dp_microadam.data import adult, cifar, idx, images, places, text
 from dp_microadam.data.catalogue import KnownData, known
 from dp_microadam.data.contents import Reading
+from dp_microadam.data.dataset import TEST_FRACTION, TEST_SEED, split
+from dp_microadam.data.image_decoding import BIT_DEPTHS, used_bits
+from dp_microadam.data.image_listing import Listing, list_images
 from dp_microadam.data.image_users import ImageUsers
-from dp_microadam.data.sources import read_packaged, table_user
+from dp_microadam.data.sources import bit_depth_of, read_packaged, text_columns
 from dp_microadam.data.users import refuse_shared_users
 from dp_microadam.errors import InputError
+
+_LOOKED_AT = 200
+"""Images of a folder whose bits are counted."""
+_DARK = 14
+"""Bits below which 16-bit images are likely to have another depth."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +43,11 @@ class Found:
     problem: str | None = None
 
 
-def inspect(name: str, folder: str | None = None) -> Found:
-    """Check a data set in ``folder`` or the default folders. Image files are listed but not decoded."""
+def inspect(name: str, folder: str | None = None, *, verify: bool = True) -> Found:
+    """Check a data set in ``folder`` or the default folders. Image files are listed but not decoded.
+
+    Without ``verify``, files may differ from the published ones, as with ``verify_data = false`` in a recipe.
+    """
     data = known(name)
     if data.num_classes is None and not folder:
         return Found(name, data.summary, "yours", problem=data.by_hand)
@@ -47,72 +59,128 @@ def inspect(name: str, folder: str | None = None) -> Found:
     except InputError as error:
         return Found(name, data.summary, "missing", problem=str(error))
     try:
-        verified = _verify(name, data, place)
+        verified = _verify(name, data, place, verify)
     except InputError as error:
         return Found(name, data.summary, "damaged", str(place), str(error))
     return Found(name, data.summary, "verified" if verified else "unverified", str(place))
 
 
-def _verify(name: str, data: KnownData, place: Path) -> bool:
+def _verify(name: str, data: KnownData, place: Path, verify: bool) -> bool:
     """Compare the files with published digests; False if there are none."""
     if data.kind == "images":
-        images.read_folder(place, images.SIZE, data.num_classes)
+        list_images(place, data.num_classes if verify else None).require_in_order()
+        return False
+    if data.kind == "text":
+        text.files_of(place)
         return False
     if data.kind == "table":
         return False
-    files = cifar.files_of(name, place) if data.kind == "cifar" else idx.files_of(place)
-    reading = Reading(name, dict(data.digests))
+    if data.kind == "adult":
+        files = adult.files_of(place)
+    else:
+        files = cifar.files_of(name, place) if data.kind == "cifar" else idx.files_of(place)
+    reading = Reading(name, dict(data.digests) if verify else {})
     for path in files:
         if path.name in data.digests:
             reading.require_published_file(path)
         else:  # compressed or otherwise named
             reading.content(path)
-    return True
+    return verify
 
 
-def user_problems(kind: str, place: Path, options: Mapping[str, Any]) -> Iterator[str]:
-    """All that is wrong with what ``options`` of a recipe say about the users of a table or of image files.
+def user_problems(place: Path, options: Mapping[str, Any]) -> Iterator[str]:
+    """All that is wrong with what ``options`` of a recipe say about the users of image files.
 
-    The sentences are for the owner of the data: they name rows and files, but never say how many examples a user has.
+    The sentences are for the owner of the data: they name files, but never say how many examples a user has.
     """
     try:
-        if kind == "images":
-            yield from _problems_of_images(place, options)
-        elif kind == "table" and (user := table_user(options)):
-            yield from table.user_problems(place, Reading("table"), options.get("label", "label"), user)
+        yield from _problems_of_images(list_images(place), options)
     except InputError as error:
         yield str(error)
 
 
-def _problems_of_images(place: Path, options: Mapping[str, Any]) -> Iterator[str]:
-    users = ImageUsers.of(place, options)
+def _problems_of_images(listing: Listing, options: Mapping[str, Any]) -> Iterator[str]:
+    users = ImageUsers.of(listing.folder, options)
     if users is None:
         return
     yield from users.problems
-    train, test, _ = images.read_folder(place, images.SIZE, None)
-    found = [users.of_files(part.example_ids()) for part in (train, test)]
-    for part, ids in zip((train, test), found, strict=True):
+    found = [users.of_files(part.files) for part in listing.parts]
+    for number, (part, ids) in enumerate(zip(listing.parts, found, strict=True)):
         lacking = np.flatnonzero(ids == "")
-        if part is train or len(lacking) < len(ids):
-            yield from (f"{part.path(int(index))} has no user by {users.source}; it must have one" for index in lacking)
-    for file in users.unused((*train.example_ids(), *test.example_ids())):
-        yield f"{users.source} names {file}, which is not in {place}; remove the line, or add the image"
-    refuse_shared_users(found[0], found[1][found[1] != ""], str(place))
+        if number == 0 or len(lacking) < len(ids):
+            for index in lacking:
+                file = listing.folder / os.fsdecode(bytes(part.files[index]))
+                yield f"{file} has no user by {users.source}; it must have one"
+    for unused in users.unused(file for part in listing.parts for file in part.files):
+        yield f"{users.source} names {unused}, which is not in {listing.folder}; remove the line, or add the image"
+    if len(found) == 2:
+        refuse_shared_users(found[0], found[1][found[1] != ""], str(listing.folder))
 
 
-def undecodable(folder: Path, workers: int, progress: Callable[[int, int], None]) -> Iterator[str]:
-    """Decode every image below ``folder`` and yield an error message for each that cannot be decoded.
+def text_problems(name: str, place: Path, options: Mapping[str, Any], *, labelled: bool) -> Iterator[str]:
+    """All that is wrong with the texts of a data set, by line; for the owner of the data."""
+    data = known(name)
+    try:
+        if labelled and not data.classes and "classes" not in options:  # without a recipe nobody knows the classes
+            columns = replace(text_columns(data, options, labelled=False), label=options.get("label"))
+        else:
+            columns = text_columns(data, options, labelled=labelled)
+        yield from text.problems(place, Reading(name), columns)
+    except InputError as error:
+        yield str(error)
+
+
+def image_problems(
+    name: str, place: Path, options: Mapping[str, Any], workers: int, progress: Callable[[int, int], None]
+) -> Iterator[str]:
+    """All that is wrong with a folder of images: its layout, and every file that cannot be decoded.
 
     ``progress`` is called with the number of images done and the total.
     """
-    train, test, _ = images.read_folder(folder, images.SIZE, None)
-    done, total = 0, len(train) + len(test)
-    for part in (train, test):
-        for problem in DataLoader(_Problems(part), batch_size=None, num_workers=workers):
+    images.require_pillow()
+    listing = list_images(place, known(name).num_classes)
+    yield from listing.problems
+    done, total = 0, sum(len(part.files) for part in listing.parts)
+    for part in listing.parts:
+        folder = images.ImageFolder(place, part.files, part.labels, images.SIZE, bit_depth_of(options))
+        for problem in DataLoader(_Problems(folder), batch_size=None, num_workers=workers):
             done += 1
             progress(done, total)
             if problem:
                 yield problem
+
+
+def image_summary(place: Path, options: Mapping[str, Any]) -> list[str]:
+    """What a folder of images that is in order holds: its classes, its parts, and what was passed over.
+
+    Where users are known, how many images they have together is private, and not said.
+    """
+    listing = list_images(place)
+    shown = ", ".join(listing.classes[:10]) + (", …" if len(listing.classes) > 10 else "")
+    lines = [f"{len(listing.classes)} classes: {shown}"]
+    if ImageUsers.of(place, options) is None:
+        counts = [len(part.files) for part in listing.parts]
+        if len(counts) == 2:
+            lines.append(f"{counts[0]:,} images to train on, before a part of them is held out, and {counts[1]:,} to test on")
+        else:
+            training, test = split(counts[0], TEST_FRACTION, TEST_SEED)
+            lines.append(
+                f"{counts[0]:,} images without a test part of their own: a fifth, {len(test):,}, is split off to test on, "
+                f"which leaves {len(training):,} to train on, before a part of them is held out"
+            )
+    return [*lines, *([listing.note] if listing.note else []), *_bit_depth_hint(listing, bit_depth_of(options))]
+
+
+def _bit_depth_hint(listing: Listing, declared: int) -> Iterator[str]:
+    files = [file for part in listing.parts for file in part.files]
+    some = files[:: max(1, len(files) // _LOOKED_AT)]
+    used = max((used_bits(listing.folder / os.fsdecode(bytes(file))) for file in some), default=0)
+    if 0 < used <= _DARK and used < declared:
+        bits = max(used, BIT_DEPTHS.start)
+        yield (
+            f"the 16-bit images among {len(some)} that were looked at use {used} bits, and would be dark: if the device that "
+            f"made them writes {bits} bits, declare data_options.bit_depth = {bits}"
+        )
 
 
 class _Problems(Dataset[str]):

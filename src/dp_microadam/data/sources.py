@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from dp_microadam.data import cifar, idx, images, places, table
+from dp_microadam.data import adult, cifar, idx, images, places, table, text
 from dp_microadam.data.arrays import Arrays
-from dp_microadam.data.catalogue import KnownData, known
+from dp_microadam.data.catalogue import KnownData, known, takes_columns
+from dp_microadam.data.columns import Columns
 from dp_microadam.data.contents import MEMORY_GIB, Reading
-from dp_microadam.data.dataset import LabelledData, split
+from dp_microadam.data.csv_rows import Layout
+from dp_microadam.data.dataset import TEST_FRACTION, TEST_SEED, LabelledData, split
+from dp_microadam.data.image_decoding import BIT_DEPTHS
 from dp_microadam.data.image_users import ImageUsers
+from dp_microadam.data.raw_images import RawImages
+from dp_microadam.data.raw_inputs import RawInput, RawTensor
+from dp_microadam.data.raw_rows import RawRows
+from dp_microadam.data.raw_table import RawTable
 from dp_microadam.data.users import UserIds, refuse_shared_users, split_by_user
 from dp_microadam.errors import InputError
 from dp_microadam.validation import require_integer, require_positive
@@ -37,15 +45,19 @@ def load(
     image_size: int | None = None,
     verify: bool = True,
     memory_gib: float = MEMORY_GIB,
+    columns: Mapping[str, Mapping[str, Any]] | None = None,
+    encode: Callable[[Sequence[str]], Tensor] | None = None,
+    labelled: bool = True,
     **options: Any,
 ) -> LabelledData:
     """Load the data set called ``name`` from ``folder``, or from the default folders.
 
-    The validation part is ``validation_fraction`` of the published training part, or ``validation_size`` examples of it. If
-    the options say whose each example is, it is a fraction or number of users, with all they have. The
+    The validation part is ``validation_fraction`` of the published training part, which may be 0, or ``validation_size``
+    examples of it. If the options say whose each example is, it is a fraction or number of users, with all they have. The
     test part is the published one and does not depend on ``split_seed``. With ``verify``, files whose digests differ from the
     published ones are refused. Files larger than ``memory_gib`` are memory-mapped. Images are resized to ``image_size``.
-    ``options`` are those in the catalogue.
+    ``columns`` declares the columns of a table as ``[columns]`` of a recipe does; ``options`` are those in the catalogue.
+    Texts become tokens [N, length] by ``encode``; labels of texts are not read unless ``labelled``.
 
     Raises:
         InputError: if the name is unknown, or its files are missing, damaged or not the published ones.
@@ -56,6 +68,7 @@ def load(
             raise InputError(f"data option {option} = {value!r} is unknown to {name}; it takes {data.options or 'none'}")
     if image_size is not None:
         require_integer("image_size", image_size, 1)
+    declared = declared_columns(name, columns, options)
 
     def divided(count: int, users: UserIds | None) -> tuple[Tensor, Tensor]:
         if users is not None:
@@ -66,7 +79,12 @@ def load(
         return _load_images(name, data, places.find(name, data, folder), image_size or images.SIZE, verify, divided, options)
     map_above = int(require_positive("data_memory_gib", memory_gib) * 2**30)
     reading = Reading(name, dict(data.digests) if verify else {}, map_above)
-    train, test, num_classes = _read_arrays(name, data, folder, reading, options)
+    if data.kind == "text":
+        if encode is None:
+            raise InputError(f"data is {name!r}, which are texts; encode must be given, which turns them into tokens")
+        of_texts = text_columns(data, options, labelled=labelled)
+        return _load_texts(name, text.read(places.find(name, data, folder), reading, of_texts), encode, of_texts, divided)
+    train, test, num_classes = _read_arrays(name, data, folder, reading, declared, options)
     refuse_shared_users(train.users, test.users, name)
     training, validation = divided(len(train), train.users)
     shape = train.inputs[0].shape[1:]
@@ -83,12 +101,34 @@ def load(
         validation=train.part(validation),
         test=test.part(),
         test_users=test.users,
+        classes=_class_names(data, options, num_classes),
+        raw=_raw_arrays(data, folder, declared, options, train),
         **_users_of_parts(train.users, training, validation),
     )
 
 
+def _class_names(data: KnownData, options: Mapping[str, Any], count: int) -> tuple[str, ...]:
+    given = options.get("classes")
+    if isinstance(given, list | tuple):
+        return tuple(given)
+    return data.classes if len(data.classes) == count else ()
+
+
+def _raw_arrays(
+    data: KnownData, folder: str | None, columns: Columns | None, options: Mapping[str, Any], arrays: Arrays
+) -> RawInput:
+    """What a deployed model takes: an image or a row as the arrays hold it; a row of a CSV file by the names of its columns."""
+    shape = arrays.inputs[0].shape[1:]
+    if len(shape) == 3:
+        return RawImages(shape[0], shape[1:])
+    if columns is not None:
+        return RawTable(columns.declared, adult.HEADER if data.kind == "adult" else tuple(options.get("header", ())))
+    names = table.columns_of(Path(folder).expanduser(), table_layout(columns, options)) if folder else ()
+    return RawRows(names) if names else RawTensor(shape, "float32")
+
+
 def _read_arrays(
-    name: str, data: KnownData, folder: str | None, reading: Reading, options: Mapping[str, Any]
+    name: str, data: KnownData, folder: str | None, reading: Reading, columns: Columns | None, options: Mapping[str, Any]
 ) -> tuple[Arrays, Arrays, int]:
     if data.package:
         if folder:
@@ -100,10 +140,84 @@ def _read_arrays(
         return *cifar.read(name, place, reading, **options), cifar.num_classes(name, **options)
     if data.kind == "idx":
         return *idx.read_folder(place, reading), 10
-    classes = _classes(options.get("classes"))
+    if data.kind == "adult":
+        parts = []
+        for part, problems in adult.read(place, reading, columns):
+            problems.refuse()
+            parts.append(part)
+        return parts[0], parts[1], len(adult.CLASSES)
+    layout = table_layout(columns, options)
+    return *table.read(place, reading, layout), layout.classes if isinstance(layout.classes, int) else len(layout.classes)
+
+
+def declared_columns(name: str, columns: Mapping[str, Mapping[str, Any]] | None, options: Mapping[str, Any]) -> Columns | None:
+    """The declared columns of a table; None if there are none.
+
+    Raises:
+        InputError: for declarations that cannot be used, or data that has no columns.
+    """
+    if not columns:
+        return None
+    if not takes_columns(name):
+        raise InputError(f"columns are declared, but data is {name!r}; they are for 'table' and 'adult', leave them out")
+    for option in ("mean", "std"):
+        if option in options:
+            raise InputError(f"data_options.{option} is {options[option]!r}, but [columns] gives ranges; leave one of them out")
+    return Columns.of(columns)
+
+
+def table_layout(columns: Columns | None, options: Mapping[str, Any]) -> Layout:
+    """What the options of a recipe say about a table.
+
+    Raises:
+        InputError: for an option that cannot be used.
+    """
+    header = options.get("header")
+    if header is not None and (not isinstance(header, list | tuple) or not all(isinstance(name, str) for name in header)):
+        raise InputError(f"data_options.header is {header!r}; it must be a list with the name of each column")
     label, user = options.get("label", "label"), table_user(options)
-    parts = table.read(place, reading, label=label, classes=classes, user=user)
-    return *parts, classes if isinstance(classes, int) else len(classes)
+    for key, name in (("label", label), ("user_column", user)):
+        if columns is not None and name in columns.columns:
+            raise InputError(f"columns.{name} is declared, but data_options.{key} is the same column; leave one of them out")
+    names = None if header is None else tuple(name.strip() for name in header)
+    return Layout(label, _classes(options.get("classes")), user, columns, names)
+
+
+def text_columns(data: KnownData, options: Mapping[str, Any], *, labelled: bool = True) -> text.Columns:
+    """The columns of texts that a recipe's ``options`` name, and the classes: those of the data set, or those given."""
+    names = {"text": options.get("text", "text"), "user_column": options.get("user_column")}
+    if labelled:
+        names["label"] = options.get("label", "label")
+    for option, name in names.items():
+        if name is not None and (not isinstance(name, str) or not name or list(names.values()).count(name) > 1):
+            raise InputError(f"data_options.{option} is {name!r}; it must be the name of a column, another for each")
+    classes = text.class_names(data.classes or _classes(options.get("classes"))) if labelled else ()
+    return text.Columns(names["text"], names.get("label"), names["user_column"], classes)
+
+
+def _load_texts(
+    name: str,
+    parts: tuple[text.Texts, text.Texts],
+    encode: Callable[[Sequence[str]], Tensor],
+    columns: text.Columns,
+    divided: Any,
+) -> LabelledData:
+    (train, train_labels), (test, test_labels) = ((encode(part.texts), torch.from_numpy(part.labels)) for part in parts)
+    training, validation = divided(len(train), parts[0].users)
+    return LabelledData(
+        name,
+        max(1, len(columns.classes)),
+        tuple(train.shape[1:]),
+        (),
+        (),
+        train=(train[training], train_labels[training]),
+        validation=(train[validation], train_labels[validation]),
+        test=(test, test_labels),
+        test_users=parts[1].users,
+        tokens=True,
+        classes=tuple(columns.classes),
+        **_users_of_parts(parts[0].users, training, validation),
+    )
 
 
 def table_user(options: Mapping[str, Any]) -> str | None:
@@ -118,15 +232,23 @@ def _load_images(
     name: str, data: KnownData, folder: Path, size: int, verify: bool, divided: Any, options: Mapping[str, Any]
 ) -> LabelledData:
     users = ImageUsers.of(folder, options)
-    train, test, num_classes = images.read_folder(folder, size, data.num_classes if verify else None)
+    bit_depth = bit_depth_of(options)
+    found = images.read_folder(folder, size, data.num_classes if verify else None, bit_depth)
+    train, test = found.train, found.test
     train_users = None if users is None else _users_of_images(users, train)
-    test_users = None if users is None else _users_of_images(users, test, may_lack_all=True)
+    notes = found.notes
+    if test is None:
+        train, test, train_users, test_users = _test_part_of(train, train_users)
+        counted = "images" if users is None else "users"
+        notes += (f"{folder} has no test part of its own: a fifth of its {counted} is set aside for tests, and not protected",)
+    else:
+        test_users = None if users is None else _users_of_images(users, test, may_lack_all=True)
     refuse_shared_users(train_users, test_users, str(folder))
     training, validation = divided(len(train), train_users)
     mean, std = _constants(data, options, 3)
     return LabelledData(
         name,
-        num_classes,
+        len(found.classes),
         (3, size, size),
         mean,
         std,
@@ -134,8 +256,27 @@ def _load_images(
         validation=train.part(validation),
         test=test,
         test_users=test_users,
+        classes=found.classes,
+        raw=RawImages.of_any_size(size, bit_depth),
+        notes=notes,
         **_users_of_parts(train_users, training, validation),
     )
+
+
+def _test_part_of(
+    whole: images.ImageFolder, users: UserIds | None
+) -> tuple[images.ImageFolder, images.ImageFolder, UserIds | None, UserIds | None]:
+    """Training and test part, and the users of both: a fifth of the images of a folder without parts, or of their users."""
+    if users is None:
+        training, test = split(len(whole), TEST_FRACTION, TEST_SEED)
+        return whole.part(training), whole.part(test), None, None
+    training, test = split_by_user(users, TEST_FRACTION, TEST_SEED)
+    return whole.part(training), whole.part(test), users[training.numpy()], users[test.numpy()]
+
+
+def bit_depth_of(options: Mapping[str, Any]) -> int:
+    """The bit depth of 16-bit grey values: as declared, else 16."""
+    return require_integer("data_options.bit_depth", options.get("bit_depth", 16), BIT_DEPTHS.start, BIT_DEPTHS.stop - 1)
 
 
 def _users_of_images(users: ImageUsers, part: images.ImageFolder, *, may_lack_all: bool = False) -> UserIds | None:
@@ -147,7 +288,7 @@ def _users_of_images(users: ImageUsers, part: images.ImageFolder, *, may_lack_al
         return None
     if (found == "").any():
         raise InputError(
-            f"{part.folder} has images without a user by {users.source}; every image must have one, find them with "
+            f"{part.place} has images without a user by {users.source}; every image must have one, find them with "
             "dp-microadam data check RECIPE"
         )
     return found

@@ -1,16 +1,14 @@
-"""Reader for tables with labels: CSV files with a header, or npz files with an array of labels and one of inputs.
+"""Reader for tables with labels: CSV files, or npz files with an array of labels and one of inputs.
 
-A column, or a third array, may say whose each example is. The classes and the constants for normalization are public: they are
-given by the user, never taken from the data.
+A column, or a third array, may say whose each example is. The classes, the constants for normalization, and what is declared
+about columns are public: they are given by the user, never taken from the data.
 """
 
 from __future__ import annotations
 
-import csv
-import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +18,10 @@ from numpy.typing import NDArray
 
 from dp_microadam.data.arrays import Arrays
 from dp_microadam.data.contents import Reading, too_large
-from dp_microadam.data.dataset import split
+from dp_microadam.data.csv_rows import CsvFile, Layout, Problems, blocks, input_columns, read_rows
+from dp_microadam.data.dataset import TEST_FRACTION, TEST_SEED, split
 from dp_microadam.data.users import UserIds, as_ids, refuse_shared_users, split_by_user
 from dp_microadam.errors import InputError
-
-_TEST_FRACTION = 0.2
-_TEST_SEED = 0
-"""Fixed, so that the test part of a single file does not depend on the split into training and validation."""
 
 
 def files_of(place: Path) -> list[Path]:
@@ -46,72 +41,97 @@ def files_of(place: Path) -> list[Path]:
     return found
 
 
-def read(
-    place: Path, reading: Reading, *, label: str, classes: int | Sequence[str], user: str | None = None
-) -> tuple[Arrays, Arrays]:
-    """Read the training and the test part; a fifth of a single file is the test part, or of its users if ``user`` is given.
+def read(place: Path, reading: Reading, layout: Layout) -> tuple[Arrays, Arrays]:
+    """Read the training and the test part; a fifth of a single file is the test part, or of its users if they are known.
 
-    ``user`` names the column of users, which is not an input. A test file may lack it.
+    A test file may lack the column of users.
 
     Raises:
         InputError: naming the file, if it cannot be read or is not valid. Messages never contain values of the data.
     """
-    parts = [_read_file(path, reading, label, classes, user, part) for part, path in enumerate(files_of(place))]
+    parts = []
+    for part, path in enumerate(files_of(place)):
+        found, problems = read_file(path, reading, layout, may_lack_users=part > 0)
+        problems.refuse()
+        parts.append(found)
     if len(parts) == 1:
         whole = parts[0]
         if isinstance(whole.inputs[0], np.memmap):
             raise InputError(f"{place} is memory-mapped; give a folder with train.npz and test.npz for data of this size")
         if whole.users is None:
-            training, test = split(len(whole), _TEST_FRACTION, _TEST_SEED)
+            training, test = split(len(whole), TEST_FRACTION, TEST_SEED)
         else:
-            training, test = split_by_user(whole.users, _TEST_FRACTION, _TEST_SEED)
+            training, test = split_by_user(whole.users, TEST_FRACTION, TEST_SEED)
         return _rows_of(whole, training.numpy()), _rows_of(whole, test.numpy())
     if parts[0].inputs[0].shape[1:] != parts[1].inputs[0].shape[1:]:
         raise InputError(f"{place} holds training and test data of different shapes; both must have the same columns")
     return parts[0], parts[1]
 
 
-def user_problems(place: Path, reading: Reading, label: str, user: str) -> Iterator[str]:
-    """A sentence for each row without a user, and for users of both parts; for the owner of the data, as it names the rows."""
-    found: list[UserIds | None] = []
+def columns_of(place: Path, layout: Layout) -> tuple[str, ...]:
+    """Names of the inputs: the columns of a CSV file in their order; none for npz files, whose columns have no names."""
+    path = files_of(place)[0]
+    if path.suffix.lower() != ".csv":
+        return ()
+    file = CsvFile(path, layout)
+    return tuple(input_columns(file, next(blocks(file, Problems(path))).at))
+
+
+def problems_of(place: Path, reading: Reading, layout: Layout) -> Iterator[str]:
+    """A sentence for everything that is wrong with the rows of each file; for the owner of the data, as it names lines."""
+    users: list[UserIds | None] = []
     for part, path in enumerate(files_of(place)):
         try:
-            _, _, ids = _reader_of(path)(path, reading, label, user, part > 0)
+            found, problems = read_file(path, reading, layout, may_lack_users=part > 0)
         except InputError as error:
-            ids = None
             yield str(error)
-        users = None if ids is None else as_ids(ids)
-        for row in () if users is None else np.flatnonzero(users == ""):
-            yield f"{path} has no user in row {row + 1} of column {user!r}; every row must name its user"
-        found.append(None if users is None else users[users != ""])
-    if len(found) == 2:
-        refuse_shared_users(found[0], found[1], str(place))
+            continue
+        yield from problems.sentences()
+        users.append(None if found.users is None else found.users[found.users != ""])
+    if len(users) == 2:
+        try:
+            refuse_shared_users(users[0], users[1], str(place))
+        except InputError as error:
+            yield str(error)
 
 
-def _rows_of(whole: Arrays, rows: NDArray[np.int64]) -> Arrays:
-    return Arrays([whole.inputs[0][rows]], whole.labels[rows], None if whole.users is None else whole.users[rows])
+def read_file(path: Path, reading: Reading, layout: Layout, *, may_lack_users: bool) -> tuple[Arrays, Problems]:
+    """The examples of one file, and what is wrong with its cells.
 
-
-def _reader_of(path: Path) -> Callable[[Path, Reading, str, str | None, bool], _Columns]:
-    reader = {".csv": _read_csv, ".npz": _read_npz}.get(path.suffix.lower())
-    if reader is None:
+    Raises:
+        InputError: for what is wrong with the file as a whole.
+    """
+    if path.suffix.lower() == ".csv":
+        return read_csv(CsvFile(path, layout, may_lack_users), reading)
+    if path.suffix.lower() != ".npz":
         raise InputError(f"data_folder is {str(path)!r}; a table must be a .csv or .npz file, or a folder of them")
-    return reader
-
-
-def _read_file(path: Path, reading: Reading, label: str, classes: int | Sequence[str], user: str | None, part: int) -> Arrays:
-    inputs, names, ids = _reader_of(path)(path, reading, label, user, part > 0)
+    if layout.columns is not None or layout.header is not None:
+        raise InputError(f"{path} holds arrays of numbers; [columns] and data_options.header are for CSV files, leave them out")
+    inputs, names, ids = _read_npz(path, reading, layout.label, layout.user, may_lack_users)
     if not len(names):
         raise InputError(f"{path} holds no examples; it must have at least one")
     if inputs.dtype != np.uint8 and not _all_finite(inputs):
         raise InputError(f"{path} holds missing or infinite numbers; every input must be a finite number")
+    problems = Problems(path, "row")
     users = None if ids is None else as_ids(ids)
     if users is not None and (users == "").any():
+        nobody = [int(row) + 1 for row in np.flatnonzero(users == "")]
+        problems.add(str(layout.user), "names no user", "every row must name its user", nobody)
+    return Arrays([inputs], _labels(path, names, layout.classes), users), problems
+
+
+def read_csv(file: CsvFile, reading: Reading) -> tuple[Arrays, Problems]:
+    """The examples of a CSV file, and what is wrong with its cells; refused if it is larger than what may be kept in memory."""
+    if file.path.is_file() and file.path.stat().st_size > reading.map_above:
         raise InputError(
-            f"{path} has rows without a user in column {user!r}; every row must name its user, find them with "
-            "dp-microadam data check RECIPE"
+            f"{file.path} is larger than data_memory_gib = {reading.map_above / 2**30:g}, and text cannot be memory-mapped; "
+            "save it as npz"
         )
-    return Arrays([inputs], _labels(path, names, classes), users)
+    return read_rows(file)
+
+
+def _rows_of(whole: Arrays, rows: NDArray[np.int64]) -> Arrays:
+    return Arrays([whole.inputs[0][rows]], whole.labels[rows], None if whole.users is None else whole.users[rows])
 
 
 def _labels(path: Path, given: NDArray[Any], classes: int | Sequence[str]) -> NDArray[np.int64]:
@@ -134,52 +154,6 @@ def _labels(path: Path, given: NDArray[Any], classes: int | Sequence[str]) -> ND
 
 _Columns = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]
 """Inputs, labels, and users if there is a column of them."""
-
-
-def _read_csv(path: Path, reading: Reading, label: str, user: str | None, may_lack_users: bool) -> _Columns:
-    try:
-        if path.stat().st_size > reading.map_above:
-            raise InputError(
-                f"{path} is larger than data_memory_gib = {reading.map_above / 2**30:g}, and text cannot be memory-mapped; "
-                "save it as npz"
-            )
-        column, users_at, others = _columns(path, label, user, may_lack_users)
-        inputs = _load_columns(path, np.float32, others)
-        names = _load_columns(path, np.str_, [column])[:, 0]
-        users = None if users_at is None else _load_columns(path, np.str_, [users_at])[:, 0]
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
-    except InputError:
-        raise
-    except (ValueError, csv.Error):
-        raise InputError(
-            f"{path} is not a table of numbers with the same columns in every row; only column {label!r} may hold text"
-            + (f", and column {user!r}" if user else "")
-        ) from None
-    return inputs, names, users
-
-
-def _columns(path: Path, label: str, user: str | None, may_lack_users: bool) -> tuple[int, int | None, list[int]]:
-    with path.open(newline="", encoding="utf-8-sig") as stream:
-        header = [name.strip() for name in next(csv.reader(stream), [])]
-    if header.count(label) != 1 or len(header) < 2:
-        raise InputError(f"{path} must have one column {label!r} and others; data_options.label names the column of labels")
-    if user is None or (may_lack_users and user not in header):
-        users_at = None
-    else:
-        if header.count(user) != 1 or len(header) < 3:
-            raise InputError(f"{path} must have one column {user!r} and others; data_options.user_column names that of users")
-        users_at = header.index(user)
-    column = header.index(label)
-    return column, users_at, [index for index in range(len(header)) if index not in (column, users_at)]
-
-
-def _load_columns(path: Path, kind: type, columns: list[int]) -> NDArray[Any]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an empty table is refused with a sentence later
-        return np.loadtxt(
-            path, kind, comments=None, delimiter=",", skiprows=1, usecols=columns, ndmin=2, encoding="utf-8-sig", quotechar='"'
-        )
 
 
 def _read_npz(path: Path, reading: Reading, label: str, user: str | None, may_lack_users: bool) -> _Columns:

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from dp_microadam.errors import InputError, PrivacyError
-from dp_microadam.privacy.accounting import SubsampledGaussian
+from dp_microadam.privacy.accounting import DEFAULT_ACCOUNTANT, SubsampledGaussian
 from dp_microadam.privacy.ledger import LedgerRecord, RunSettings, read_ledger, write_past_steps
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.statement import write_privacy_files
@@ -139,7 +139,7 @@ def ledger_from_opacus(
     *,
     delta: float,
     run_dir: str | os.PathLike[str],
-    accountant: str = "rdp",
+    accountant: str = DEFAULT_ACCOUNTANT,
 ) -> LedgerRecord:
     """Write our ledger and privacy statement of a model that was trained with Opacus into the new folder ``run_dir``.
 

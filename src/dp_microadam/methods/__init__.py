@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dp_microadam.methods.scale_sources import PublicExamples
     from dp_microadam.methods.scale_then_privatize import scale_then_privatize
     from dp_microadam.methods.sparta import sparta
+    from dp_microadam.methods.walk import dp_walk
     from dp_microadam.training.method import Method
 
     dp_microadam: Callable[..., Method]
@@ -35,6 +36,7 @@ __all__ = [
     "dp_bitfit",
     "dp_microadam",
     "dp_sgd",
+    "dp_walk",
     "scale_then_privatize",
     "sparta",
 ]

@@ -13,6 +13,7 @@ from dp_microadam.methods import table
 from dp_microadam.methods.scale_sources import PublicExamples
 from dp_microadam.methods.step_optimizers import at_path, make_optimizer, trainable
 from dp_microadam.training.method import Method
+from dp_microadam.training.rate_units import RunNoise
 from dp_microadam.validation import require_integer, require_one_of
 
 
@@ -33,8 +34,8 @@ def builder_of(name: str) -> Callable[..., Method]:
     return build_method
 
 
-def build(name: str, model: nn.Module, lr: float, options: Mapping[str, Any]) -> Method:
-    """Build the method called ``name`` for ``model``, with the options of a recipe.
+def build(name: str, model: nn.Module, lr: float, options: Mapping[str, Any], lr_unit: str | None = None) -> Method:
+    """Build the method called ``name`` for ``model``, with the options of a recipe; ``lr_unit`` None is the method's own.
 
     >>> build("dp-sgd", nn.Linear(2, 2), 4.0, {"momentum": 0.9}).optimizer.defaults["momentum"]
     0.9
@@ -44,15 +45,18 @@ def build(name: str, model: nn.Module, lr: float, options: Mapping[str, Any]) ->
     """
     require_one_of("method", name, tuple(table.METHODS))
     try:
-        return builder_of(name)(model, lr=lr, **{option: _value(value) for option, value in options.items()})
+        method = builder_of(name)(model, lr=lr, **{option: _value(value) for option, value in options.items()})
     except TypeError as error:
         given = ", ".join(f"{option} = {value!r}" for option, value in options.items())
         raise InputError(
             f"{name} does not accept {given} ({error}); give options and values that its signature takes"
         ) from None
+    if lr_unit is not None and lr_unit != table.METHODS[name].lr_unit:
+        method.set_lr_unit(lr_unit)
+    return method
 
 
-def refuse_bad_options(name: str, lr: float, options: Mapping[str, Any]) -> None:
+def refuse_bad_options(name: str, lr: float, options: Mapping[str, Any], lr_unit: str | None = None) -> None:
     """Raise what :func:`build` would raise for these options on any model, before data is read or a model is built."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     options = {option: value for option, value in options.items() if option != "head"}
@@ -60,7 +64,7 @@ def refuse_bad_options(name: str, lr: float, options: Mapping[str, Any]) -> None
         _refuse_bad_public(options["public"])
         options["public"] = PublicExamples(torch.zeros(1, 2), lambda model, batch: model(batch).sum(1))
     with torch.random.fork_rng(devices=[]):
-        build(name, model, lr, options)
+        build(name, model, lr, options, lr_unit).measure(RunNoise(1.0, 1.0))
 
 
 def _refuse_bad_public(chosen: Any) -> None:

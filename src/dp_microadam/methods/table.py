@@ -20,7 +20,7 @@ class OptimizerEntry:
 
 @dataclass(frozen=True)
 class MethodEntry:
-    """A method: a one-sentence summary, its default learning rate in recipes, and how it is built.
+    """A method: a one-sentence summary, its default learning rate and its unit in recipes, and how it is built.
 
     With ``optimizer`` the method is that optimizer alone, with its options. Otherwise ``path`` is a function that builds the
     method for a model, ``options`` are its own options, and ``base_optimizers`` lists those it can use, whose options it
@@ -33,6 +33,7 @@ class MethodEntry:
     path: str | None = None
     options: tuple[str, ...] = ()
     base_optimizers: tuple[str, ...] = ()
+    lr_unit: str = "absolute"
 
     @property
     def all_options(self) -> tuple[str, ...]:
@@ -66,11 +67,19 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
     "adamw": OptimizerEntry("torch.optim:AdamW", _ADAM_OPTIONS),
     "adambc": OptimizerEntry("dp_microadam.optimizers.adam_bc:AdamBC", ("floor", "betas", "weight_decay")),
     "microadam": OptimizerEntry("dp_microadam.optimizers.micro_adam:MicroAdam", _MICRO_ADAM_OPTIONS),
+    "tensor-adam": OptimizerEntry("dp_microadam.optimizers.tensor_adam:TensorAdam", ("beta", "eps", "weight_decay")),
 }
 
 _ANY = ("sgd", "adam", "adamw", "microadam")
 
 METHODS: Mapping[str, MethodEntry] = {
+    "dp-walk": MethodEntry(
+        "steps proportional to the privatized gradient, with the learning rate that follows from the plan",
+        2.0,
+        path="dp_microadam.methods.walk:dp_walk",
+        base_optimizers=("tensor-adam",),
+        lr_unit="walk",
+    ),
     "dp-microadam": MethodEntry("MicroAdam on privatized gradients", 1e-3, optimizer="microadam"),
     "dp-sgd": MethodEntry("p ← p − lr·g̃ (Abadi et al., 2016), by torch's SGD", 4.0, optimizer="sgd"),
     "dp-adam": MethodEntry("torch's Adam on privatized gradients", 1e-3, optimizer="adam"),

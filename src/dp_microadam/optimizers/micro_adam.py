@@ -94,7 +94,8 @@ class MicroAdam(ExactStateOptimizer):
         window_dtype: ``torch.bfloat16``, or ``torch.float32`` for exact comparisons.
         bias_correction: ``"paper"`` divides by 1 − βᵗ although the window forgets, so v̂ settles near ``window``·(1 − β₂) of its
             dense value and steps grow over the first few thousand; ``"steady"`` takes steps of that final size from the
-            start; ``"window"`` divides by 1 − β^min(t, window), which needs 6.5 times the learning rate.
+            start, which suits short runs; ``"window"`` divides by 1 − β^min(t, window), which needs 6.5 times the learning
+            rate.
         rounding: rounding of the 4-bit residual, ``"nearest"`` (Algorithm 2) or ``"stochastic"`` (the paper's appendix).
         seed: seed of stochastic rounding. By default it is drawn from torch's generator, but only if a group uses stochastic
             rounding. Random numbers are a function of seed, parameter, step and coordinate, so they are the same after loading
@@ -135,7 +136,7 @@ class MicroAdam(ExactStateOptimizer):
         block_size: int = MAX_BLOCK_SIZE,
         bucket_size: int = 128,
         window_dtype: torch.dtype = torch.bfloat16,
-        bias_correction: str = "paper",
+        bias_correction: str = "steady",
         rounding: str = "nearest",
         seed: int | None = None,
         fused: bool | None = None,
@@ -182,9 +183,9 @@ class MicroAdam(ExactStateOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # States of earlier versions lack newer options; their defaults are what those versions did.
+        # States of earlier versions lack newer options.
         for options in (self.defaults, *self.param_groups):
-            for name, value in _DEFAULT_OPTIONS.items():
+            for name, value in _OF_EARLIER_VERSIONS.items():
                 options.setdefault(name, value)
         if "_lock" not in self.__dict__:  # unpickled, not loaded
             self._lock = threading.RLock()
@@ -204,7 +205,7 @@ class MicroAdam(ExactStateOptimizer):
                     f"group {number} of the state to load has neither density nor window, so it is from another optimizer; "
                     "load the state of a MicroAdam, or start with a new one"
                 )
-            options = {**_DEFAULT_OPTIONS, **given}
+            options = {**_OF_EARLIER_VERSIONS, **given}
             validate_options(options)
             form = StateFormat.of(options)
             # A different number of parameters is refused by the base class.
@@ -412,7 +413,7 @@ class MicroAdam(ExactStateOptimizer):
 
     def _valid_form(self, number: int, group: dict[str, Any]) -> StateFormat:
         """The state format of a group. Its options are validated here, since they can be set at any time after construction."""
-        options = (float(group["lr"]), *[group[name] for name in _DEFAULT_OPTIONS if name != "lr"])
+        options = (float(group["lr"]), *[group[name] for name in _OF_EARLIER_VERSIONS if name != "lr"])
         known = self._valid.get(number)
         if known is None or known[0] != options:
             validate_options(group)
@@ -429,8 +430,8 @@ class MicroAdam(ExactStateOptimizer):
         return f"parameter {position} of group {number} (shape {tuple(param.shape)})"
 
 
-_DEFAULT_OPTIONS = {
+_OF_EARLIER_VERSIONS = {
     name: parameter.default
     for name, parameter in inspect.signature(MicroAdam.__init__).parameters.items()
     if name not in ("self", "params")
-}
+} | {"bias_correction": "paper"}

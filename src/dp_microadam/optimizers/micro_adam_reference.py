@@ -41,7 +41,7 @@ class MicroAdamReference(torch.optim.Optimizer):
         block_size: int = 32_768,
         bucket_size: int = 128,
         window_dtype: torch.dtype = torch.bfloat16,
-        bias_correction: str = "paper",
+        bias_correction: str = "steady",
         rounding: str = "nearest",
         seed: int = 0,
     ) -> None:

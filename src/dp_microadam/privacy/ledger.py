@@ -383,7 +383,8 @@ def _require_same(path: Path, what: str, recorded: Mapping[str, Any], given: Map
     for name, value in recorded.items():
         if given[name] != value:
             raise PrivacyError(
-                f"{path} began with {what} {name} = {value!r} and cannot continue with {given[name]!r}; start a new run instead"
+                f"{path} began with {what} {name} = {value!r} and cannot continue with {given[name]!r}; give it {value!r} "
+                "again, or start a new run"
             )
 
 

@@ -54,7 +54,8 @@ class RunSettings:
     """What a run declares besides its plan, as recorded in the ledger and in the privacy statement.
 
     ``private`` and ``randomness`` come from :class:`~dp_microadam.privacy.randomness.Randomness`, ``sensitivity``
-    from the object that clips. ``public`` lists what the run uses without protection, besides the fields of the plan.
+    from the object that clips. ``unit_name`` is what a unit is called in the statement, such as patient; empty: example or
+    user. ``public`` lists what the run uses without protection, besides the fields of the plan.
     """
 
     private: bool
@@ -62,6 +63,7 @@ class RunSettings:
     sensitivity: float
     clipping: str = "the gradient of each example, all trainable parameters together, in L2 norm"
     unit: str = "one training example"
+    unit_name: str = ""
     public: tuple[str, ...] = ("normalization constants of the input", "clipping norm")
 
     def __post_init__(self) -> None:

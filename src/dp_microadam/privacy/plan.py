@@ -16,6 +16,7 @@ from typing import Any
 from dp_microadam.errors import InputError, PrivacyWarning
 from dp_microadam.privacy.accounting import (
     ACCOUNTANTS,
+    DEFAULT_ACCOUNTANT,
     LARGEST_NOISE_MULTIPLIER,
     Spent,
     SubsampledGaussian,
@@ -23,9 +24,7 @@ from dp_microadam.privacy.accounting import (
 )
 from dp_microadam.privacy.band_choice import (
     DEFAULT_NOISE_MEMORY_GIB,
-    band_table,
-    best_bands,
-    most_bands,
+    choose_bands,
     noise_memory,
     refuse_bands,
     refuse_memory,
@@ -41,6 +40,7 @@ from dp_microadam.privacy.banded import (
 from dp_microadam.privacy.renyi import SMALLEST_NOISE_MULTIPLIER
 from dp_microadam.privacy.solving import solve_noise, solve_steps
 from dp_microadam.privacy.truncated import Cap, cap_of, require_room
+from dp_microadam.privacy.walk import DISTANCE, walk_scale
 from dp_microadam.validation import require_in_open, require_integer, require_one_of, require_positive
 
 UNITS = ("example", "user")
@@ -77,7 +77,7 @@ class PrivacyPlan:
 
     >>> plan = PrivacyPlan.solve(dataset_size=45_000, batch_size=4096, delta=1e-5, epsilon=8.0, noise_multiplier=3.0)
     >>> plan.steps
-    2480
+    2813
     >>> plan.epsilon <= 8.0 < plan.epsilon_after(plan.steps + 1)
     True
     """
@@ -87,7 +87,7 @@ class PrivacyPlan:
     noise_multiplier: float
     steps: int
     delta: float
-    accountant: str = "rdp"
+    accountant: str = DEFAULT_ACCOUNTANT
     bands: int = 1
     coefficients: tuple[float, ...] = ()
     unit: str = "example"
@@ -122,8 +122,8 @@ class PrivacyPlan:
         epsilon: float | None = None,
         noise_multiplier: float | None = None,
         steps: int | None = None,
-        accountant: str = "rdp",
-        bands: int | str = 1,
+        accountant: str = DEFAULT_ACCOUNTANT,
+        bands: int | str = "auto",
         coefficients: Sequence[float] = (),
         parameters: int | None = None,
         noise_memory_gib: float = DEFAULT_NOISE_MEMORY_GIB,
@@ -136,9 +136,13 @@ class PrivacyPlan:
         The solved number of steps is the largest that fits, and at least one. The solved noise multiplier is the smallest
         that fits, rounded up to a multiple of 0.0001. The plan's ε never exceeds ``epsilon``.
 
-        ``bands="auto"`` takes the number with the least predicted noise in the running sum, of 1, 2, 4, 8, … and the largest
-        possible one; it needs ``epsilon`` and ``steps``. With the number of trainable ``parameters``, the noise that is kept
-        between steps is limited to ``noise_memory_gib``. ``coefficients`` as
+        ``accountant="pld"`` is tighter than ``"rdp"``, which the paper used; both are upper bounds.
+
+        ``bands="auto"`` takes up to 16 bands if these leave at most 0.8 of one band's noise in the running sum, as few as are
+        nearly as good. That depends on ``epsilon`` and ``steps``, and bands keep noise between steps, 4·(bands − 1) bytes for
+        each parameter: it is one band unless both are given, and the number of trainable ``parameters``. ``"least"`` is the
+        number with the least predicted noise of 1, 2, 4, 8, … and the largest possible one. With ``parameters``, the noise that
+        is kept is limited to ``noise_memory_gib``. ``coefficients`` as
         :func:`~dp_microadam.privacy.banded.optimised_coefficients` returns them replace the banded square root.
 
         ``unit="user"`` needs ``examples_per_user``; dataset and batch size then count users, and ε is for one user. With
@@ -171,8 +175,18 @@ class PrivacyPlan:
             )
 
         if isinstance(bands, str):
-            most = None if parameters is None else most_bands(require_integer("parameters", parameters, 1), noise_memory_gib)
-            bands = _choose_bands(bands, dataset_size, batch_size, steps, epsilon, delta, accountant, most, max_batch_size)
+            bands = choose_bands(
+                bands,
+                parameters,
+                noise_memory_gib,
+                steps=steps,
+                epsilon=epsilon,
+                dataset_size=dataset_size,
+                batch_size=batch_size,
+                delta=delta,
+                accountant=accountant,
+                max_batch_size=max_batch_size,
+            )
         refuse_bands(bands, dataset_size, batch_size)
         if parameters is not None:
             refuse_memory(bands, parameters, noise_memory_gib)
@@ -280,6 +294,26 @@ class PrivacyPlan:
         independent = self.noise_multiplier * require_positive("sensitivity", sensitivity) / self.batch_size
         return independent * self.noise_ratios.single_step
 
+    def noise_walk(self, sensitivity: float = 1.0) -> float:
+        """Standard deviation of the noise in each coordinate of the sum of all means, as correlated noise leaves it.
+
+        SGD with learning rate η adds a random walk of η times this to every weight by the end of the run.
+        """
+        independent = self.noise_multiplier * require_positive("sensitivity", sensitivity) / self.batch_size
+        return independent * math.sqrt(self.steps) * self.noise_ratios.running_sum
+
+    def learning_rate(self, parameters: int, sensitivity: float = 1.0) -> float:
+        """The learning rate of SGD for which noise alone takes the weights as far as ``walk.py`` says is best.
+
+        ``parameters`` is the number of trainable parameters, ``sensitivity`` the clipping norm. For loops of one's own; methods
+        with ``lr_unit="walk"`` have it without being asked.
+
+        >>> plan = PrivacyPlan(45_000, 4_096, 3.0, 2_480, 1e-5)
+        >>> round(plan.learning_rate(2_750_000), 2)
+        1.35
+        """
+        return DISTANCE * walk_scale(parameters) / self.noise_walk(sensitivity)
+
     def to_dict(self) -> dict[str, Any]:
         """All fields, sample rate and ε, for JSON; bands, coefficients and the unit only where they are not the usual ones."""
         values = asdict(self)
@@ -352,34 +386,3 @@ def _checked_coefficients(coefficients: Sequence[float], bands: int) -> tuple[fl
             f"coefficients has norm {norm:.6g} and begins with {values[0]:g}; the norm must be at most 1, the first above 0"
         )
     return values
-
-
-def _choose_bands(
-    word: str,
-    dataset_size: int,
-    batch_size: int,
-    steps: int | None,
-    epsilon: float | None,
-    delta: float,
-    accountant: str,
-    most: int | None,
-    max_batch_size: int | None,
-) -> int:
-    if word != "auto":
-        raise InputError(f"bands is {word!r}; it must be a whole number of at least 1, or 'auto'")
-    if steps is None or epsilon is None:
-        raise InputError("bands is 'auto', which compares the noise at the same epsilon and steps; both must be given")
-    try:
-        table = band_table(
-            dataset_size=dataset_size,
-            batch_size=batch_size,
-            steps=steps,
-            epsilon=epsilon,
-            delta=delta,
-            accountant=accountant,
-            most=most,
-            max_batch_size=max_batch_size,
-        )
-    except LookupError:
-        return 1  # for which solving then says what is out of reach
-    return best_bands(table)

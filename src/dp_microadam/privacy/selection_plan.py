@@ -51,6 +51,7 @@ class SelectionPlan(PrivacyPlan):
     True
     """
 
+    accountant: str = "rdp"
     expected_runs: float = field(kw_only=True)
     runs_shape: float = field(kw_only=True, default=DISTRIBUTIONS["geometric"])
 
@@ -70,14 +71,17 @@ class SelectionPlan(PrivacyPlan):
 
         ``epsilon`` is that of the whole search; noise multiplier and steps are those of each run. ``distribution`` is
         ``"geometric"`` or ``"logarithmic"``. The other ``options`` are those of :meth:`~dp_microadam.PrivacyPlan.solve`, except
-        that ``bands`` is a number. Noise is the least that fits, rounded up to a multiple of 0.0001; steps are the most.
+        that the accountant is ``"rdp"``, since selections are known by Rényi divergences alone, and that automatic ``bands``
+        are one. Noise is the least that fits, rounded up to a multiple of 0.0001; steps are the most.
 
         Raises:
             InputError: for a value out of range, or if no plan exists.
         """
         shape = DISTRIBUTIONS[require_one_of("distribution", distribution, tuple(DISTRIBUTIONS))]
-        if options.get("bands", 1) == "auto":
-            raise InputError("bands is 'auto', which compares single runs; for a selection among runs it must be a number")
+        if options.get("bands") == "least":
+            raise InputError("bands is 'least', which compares single runs; for a selection among runs it must be a number")
+        bands = options.pop("bands", "auto")
+        options = {"accountant": "rdp", **options, "bands": 1 if bands == "auto" else bands}
         # For one run alone first: that refuses bad options in the words of a plan, and is where solving starts.
         plan = cls.around(PrivacyPlan.solve(**options), expected_runs, shape)
         limit = options.get("epsilon")

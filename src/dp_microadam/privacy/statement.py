@@ -92,11 +92,13 @@ def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, An
         "public_by_declaration": ["all fields of the plan", *settings.public],
         "outside_the_guarantee": list(OUTSIDE_THE_GUARANTEE),
     }
+    if settings.unit_name:
+        report["unit_name"] = settings.unit_name
     if plan.unit == "user":
-        report["neighbouring_relation"] = NEIGHBOURS_OF_USERS
         report["sampling"]["examples_per_user"] = plan.examples_per_user
+        report["neighbouring_relation"] = NEIGHBOURS_OF_USERS.replace("user", called(report))
         report["outside_the_guarantee"] = [
-            item.replace("number of training examples", "number of users") for item in OUTSIDE_THE_GUARANTEE
+            item.replace("number of training examples", f"number of {called(report)}s") for item in OUTSIDE_THE_GUARANTEE
         ]
     if plan.bands > 1:
         report["neighbouring_relation"] += ", while all others keep their numbers and so their groups"
@@ -153,7 +155,7 @@ def statement_in_words(report: dict[str, Any]) -> str:
 def statement_parts(report: dict[str, Any]) -> tuple[str, list[tuple[str, str]], list[str]]:
     """The statement in its parts: the claim, the facts behind it by name, and what is outside the guarantee."""
     sampling, noise, clipping = report["sampling"], report["noise"], report["clipping"]
-    unit = unit_of(report)
+    unit = called(report)
     claim = f"({round_up(report['epsilon'])}, {report['delta']:g})"
     if report["private"]:
         opening = (
@@ -170,7 +172,7 @@ def statement_parts(report: dict[str, Any]) -> tuple[str, list[tuple[str, str]],
         (
             "ε, δ",
             f"{round_up(report['epsilon'])} at δ = {report['delta']:g}"
-            + (", for a user" if unit == "user" else "")
+            + (f", for a {unit}" if unit != "example" else "")
             + ", for the steps done",
         ),
         ("Unit of privacy", report["unit"]),
@@ -214,6 +216,22 @@ def unit_of(report: Mapping[str, Any]) -> str:
     return "user" if "examples_per_user" in report.get("sampling", {}) else "example"
 
 
+def called(report: Mapping[str, Any]) -> str:
+    """What a unit of a privacy report is called: its name, or else ``"example"`` or ``"user"``."""
+    return str(report.get("unit_name") or unit_of(report))
+
+
+def unit_in_words(unit: str, name: str) -> str:
+    """The unit of privacy of a run: an example or a user, that has a ``name`` or none.
+
+    >>> unit_in_words("example", "patient"), unit_in_words("user", "patient")
+    ('one patient (one training example each)', 'one patient with all their training examples')
+    """
+    if unit == "user":
+        return f"one {name or 'user'} with all their training examples"
+    return f"one {name} (one training example each)" if name else "one training example"
+
+
 def _sampling_in_words(sampling: Mapping[str, Any], unit: str) -> str:
     rest = f"with probability {sampling['sample_rate']:.6g}, independently; {sampling['expected_batch_size']} expected per step"
     size, groups = sampling["dataset_size"], sampling.get("groups", 1)
@@ -244,7 +262,7 @@ def _correlation_in_words(report: Mapping[str, Any]) -> str:
     noise, composition = report["noise"], report["composition"]
     return (
         f"{noise['bands']} bands, {noise['coefficients']}: the noise of a step partly takes back that of the last "
-        f"{noise['bands'] - 1}; no {unit_of(report)} is in two steps closer than {noise['bands']}, so ε is that of "
+        f"{noise['bands'] - 1}; no {called(report)} is in two steps closer than {noise['bands']}, so ε is that of "
         f"{composition['steps']} steps with probability {composition['sample_rate']:.6g} and independent noise of "
         f"{composition['noise_multiplier']:g} times the bound"
     )
@@ -258,7 +276,7 @@ def _processes_in_words(report: dict[str, Any]) -> str:
         numbers = f"all steps by {next(iter(taken))} together"
     else:
         numbers = "; ".join(f"{steps} steps by {count}" for count, steps in taken.items())
-    return f"{numbers}, each with its share of the {unit_of(report)}s and of the noise; they trust each other"
+    return f"{numbers}, each with its share of the {called(report)}s and of the noise; they trust each other"
 
 
 def _factor(epsilon: float) -> str:
@@ -271,14 +289,14 @@ def _factor(epsilon: float) -> str:
 
 
 def _groups_in_words(report: dict[str, Any]) -> str:
-    size, users = report["group_size"], unit_of(report) == "user"
-    if size == 1 and users:
-        return "not computed; several users together, such as a family, are protected less, set a group size to see how much"
+    size, name = report["group_size"], called(report)
+    if size == 1 and name != "example":
+        return f"not computed; several {name}s together, such as a family, are protected less, set a group size to see how much"
     if size == 1:
         return "not computed; a person with several examples is protected less, set a group size to see how much"
     epsilon = round_up(report["group_epsilon"])
     how = "general group privacy" if {"composition", "selection"} & report.keys() else "privacy loss distribution"
-    group = f"up to {size} users together" if users else f"a person with up to {size} examples"
+    group = f"up to {size} {name}s together" if name != "example" else f"a person with up to {size} examples"
     return f"{group}: ε = {epsilon} at δ = {report['delta']:g}, by {how}"
 
 

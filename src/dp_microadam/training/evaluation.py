@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -103,6 +104,53 @@ def evaluate(
             module.training = mode
     *sums, whole = ranks.total([*totals.values(), count])
     return {name: total / max(1, whole) for name, total in zip(totals, sums, strict=True)}
+
+
+@dataclass(frozen=True)
+class ClassCounts:
+    """How many examples of each class there are, and how many of them were predicted right."""
+
+    hits: tuple[int, ...]
+    examples: tuple[int, ...]
+
+    @property
+    def accuracy(self) -> float:
+        return sum(self.hits) / max(1, sum(self.examples))
+
+    @property
+    def recalls(self) -> list[float | None]:
+        """Of each class, the fraction that was predicted right; None for a class without examples."""
+        return [hit / count if count else None for hit, count in zip(self.hits, self.examples, strict=True)]
+
+    @property
+    def majority(self) -> float:
+        """The accuracy of always predicting the most frequent class."""
+        return max(self.examples, default=0) / max(1, sum(self.examples))
+
+
+def count_hits(
+    model: nn.Module,
+    data: Any,
+    num_classes: int,
+    *,
+    prepare: Callable[[Any], Any],
+    num_workers: int = 0,
+    ranks: Ranks | None = None,
+) -> ClassCounts:
+    """Count, class by class, the examples of ``data``, batches of (inputs, labels), that the model predicts right."""
+    totals = torch.zeros(2, num_classes, dtype=torch.float64)
+
+    def hits(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        right = class_hits(model, batch)
+        labels = batch[1].cpu()
+        totals[0].index_add_(0, labels, right.cpu().double())
+        totals[1].index_add_(0, labels, torch.ones(len(labels), dtype=torch.float64))
+        return right
+
+    evaluate(model, data, {"accuracy": hits}, prepare=prepare, num_workers=num_workers, ranks=ranks)
+    whole = (Ranks() if ranks is None else ranks).total(totals.flatten().tolist())
+    counts = [round(number) for number in whole]
+    return ClassCounts(tuple(counts[:num_classes]), tuple(counts[num_classes:]))
 
 
 def batches(data: Any, batch_size: int, num_workers: int = 0, *, ranks: Ranks | None = None) -> Iterator[Any]:

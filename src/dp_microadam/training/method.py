@@ -16,8 +16,8 @@ from dp_microadam.errors import InputError
 from dp_microadam.optimizers.micro_adam import MicroAdam
 from dp_microadam.training.gradients import set_gradients
 from dp_microadam.training.masked_rows import freeze_other_rows
-
-_DIVIDE_BY_GRADIENT_SIZE = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop)
+from dp_microadam.training.rate_units import ABSOLUTE, DIVIDE_BY_GRADIENT_SIZE, LR_UNITS, WALK, RunNoise, walk_factor
+from dp_microadam.validation import require_one_of
 
 GRADIENTS = "gradients"
 ROW_NORMS = "row norms"
@@ -124,9 +124,17 @@ class Method:
     rate_for_noise = 1.0
     """By which the learning rate is multiplied in a run with correlated noise; :meth:`correlate` sets it."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, procedure: Method | None = None) -> None:
-        """``procedure`` is deprecated: the hooks are methods of a subclass of this class."""
+    run_noise: RunNoise | None = None
+    """The noise of the run, from :meth:`measure` on."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, procedure: Method | None = None, *, lr_unit: str = ABSOLUTE) -> None:
+        """With ``lr_unit="walk"`` the optimizer's learning rates are distances that the noise of the run may walk, relative to
+        the fourth root of the number of parameters (``privacy/walk.py``); 2 is a good one. It is kept in the optimizer's
+        parameter groups. ``procedure`` is deprecated: the hooks are methods of a subclass of this class.
+        """
         self.optimizer = optimizer
+        if lr_unit != ABSOLUTE:
+            self.set_lr_unit(lr_unit)
         if procedure is not None:
             warnings.warn(_SUBCLASS, DeprecationWarning, stacklevel=2)
             procedure.optimizer = optimizer
@@ -161,7 +169,8 @@ class Method:
     @property
     def learning_rate(self) -> float:
         """The current learning rate of the optimizer's first parameter group."""
-        return float(self.optimizer.param_groups[0]["lr"]) * self.phase.rate * self.rate_for_noise
+        first = self.optimizer.param_groups[0]
+        return float(first["lr"]) * self._rate_factor(first)
 
     def phases(self, plan: Steps) -> tuple[Phase, ...]:
         """The phases of a run; their steps add up to the plan's."""
@@ -181,7 +190,30 @@ class Method:
         if isinstance(self.optimizer, MicroAdam):
             self.rate_for_noise = math.sqrt(growth)
         else:
-            self.rate_for_noise = growth if isinstance(self.optimizer, _DIVIDE_BY_GRADIENT_SIZE) else 1.0
+            self.rate_for_noise = growth if isinstance(self.optimizer, DIVIDE_BY_GRADIENT_SIZE) else 1.0
+
+    def set_lr_unit(self, unit: str) -> None:
+        """Say what the optimizer's learning rates are: ``"absolute"``, or ``"walk"``."""
+        require_one_of("lr_unit", unit, LR_UNITS)
+        for group in self.optimizer.param_groups:
+            group["lr_unit"] = unit
+
+    def measure(self, noise: RunNoise) -> None:
+        """Called once with the noise of the run, by which learning rates of unit ``"walk"`` are measured."""
+        self.run_noise = noise
+        for group in self.optimizer.param_groups:
+            self._rate_factor(group)  # refuses what has no such unit before a step is spent
+
+    def _rate_factor(self, group: Mapping[str, Any]) -> float:
+        """By which the learning rate of a parameter group is multiplied in this phase."""
+        if group.get("lr_unit", ABSOLUTE) != WALK:
+            return self.phase.rate * self.rate_for_noise
+        if self.run_noise is None:
+            raise InputError(
+                "lr_unit is 'walk', but no run has begun by whose noise it is measured; take steps with PrivateStep"
+            )
+        trained = sum(p.numel() for part in self.optimizer.param_groups for p in part["params"] if p.requires_grad)
+        return self.phase.rate * walk_factor(self.optimizer, self.run_noise, max(1, trained))
 
     def refuse_data(self, train: Any) -> None:
         """Raise an InputError if the method cannot be used with this training data. Must not read its examples."""
@@ -247,17 +279,16 @@ class Method:
         """Within the block the optimizer has the learning rates of the phase, and rows that do not train are kept unchanged."""
         groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
-        factor = self.phase.rate * self.rate_for_noise
-        if factor != 1.0:
-            for group in groups:
+        for group in groups:
+            factor = self._rate_factor(group)
+            if factor != 1.0:  # a rate that is a tensor stays one
                 group["lr"] = float(group["lr"]) * factor
         try:
             with freeze_other_rows(model, self.row_masks()):
                 yield
         finally:
-            if factor != 1.0:
-                for group, rate in zip(groups, rates, strict=True):
-                    group["lr"] = rate
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
 
     def hooked(self, model: nn.Module) -> AbstractContextManager[None]:
         """Within the block every call of ``optimizer.step()``, from anywhere, runs inside :meth:`around_step`."""

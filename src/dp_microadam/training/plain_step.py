@@ -104,7 +104,7 @@ class PlainStep(TrainingStep):
     def peek(self, position: int, updates: int) -> None:
         self._continue_at(position, updates)
 
-    def write_privacy(self, folder: str | Path | None = None) -> None:
+    def write_privacy(self, folder: str | Path | None = None, group_size: int = 1) -> None:
         """Write a statement that nothing is guaranteed into ``folder``, by default ``run_dir``."""
         report = {
             "private": False,

@@ -22,7 +22,7 @@ from dp_microadam.privacy.band_choice import DEFAULT_NOISE_MEMORY_GIB, refuse_me
 from dp_microadam.privacy.ledger import LEDGER_NAME, PrivacyLedger, RunSettings, read_ledger
 from dp_microadam.privacy.mechanism import GaussianMechanism
 from dp_microadam.privacy.plan import PrivacyPlan
-from dp_microadam.privacy.statement import round_up, statement_in_words, write_privacy_report
+from dp_microadam.privacy.statement import round_up, statement_in_words, unit_in_words, write_privacy_report
 from dp_microadam.privacy.units import widths
 from dp_microadam.training.gradients import GradientSums
 from dp_microadam.training.method import ROW_NORMS, Method, Phase, phase_at, phases_from
@@ -72,6 +72,8 @@ class PrivateStep(TrainingStep):
             ``prefetch_factor``. ``collate_fn`` must treat each example independently; only its number of rows is checked.
         max_steps: stop before the plan's last step.
         public: what else the run declares public, in words; part of the privacy statement, cannot change on resume.
+        unit_name: what a unit is called in the statement, such as ``"patient"``. If the plan's unit is the example it says that
+            there is one example of each.
         noise_history: where a plan with bands keeps the noise of the last steps: ``"device"``, beside the model, or ``"cpu"``.
         noise_memory_gib: the largest size of that noise; a plan that needs more is refused.
         secure: draw noise and samples from a cryptographic generator.
@@ -247,12 +249,15 @@ class PrivateStep(TrainingStep):
         spent = int(state["steps_spent"])
         self.resume(spent, int(state.get("updates", spent)), state.get("ledger_head"))
 
-    def write_privacy(self, folder: str | Path | None = None) -> None:
-        """Write ``privacy.json`` and ``privacy.txt`` for the steps spent so far into ``folder``, by default ``run_dir``."""
+    def write_privacy(self, folder: str | Path | None = None, group_size: int = 1) -> None:
+        """Write ``privacy.json`` and ``privacy.txt`` for the steps spent so far into ``folder``, by default ``run_dir``.
+
+        With a ``group_size`` they also say ε for somebody with up to so many examples, or for so many users together.
+        """
         if self.ranks.main:
             if self._training_measures:
                 note_private_metrics(self.run_dir)
-            report = privacy_of(self.run_dir)
+            report = privacy_of(self.run_dir, group_size)
             write_privacy_report(self.run_dir if folder is None else folder, report, statement_in_words(report))
 
     def close(self) -> None:
@@ -330,11 +335,12 @@ class PrivateStep(TrainingStep):
     def _settings(self) -> RunSettings:
         clipped, own = (Method.clipped, ()) if self._method is None else (self._method.clipped, self._method.public)
         public = ("clipping norm", *self._options.get("public", PUBLIC), *own, *phases_in_words(self.phases))
-        if self.plan.unit == "example":
-            return RunSettings.of_run(self._randomness, self.sensitivity, clipped, self._clipping, public)
-        clipped = clipped.replace("the gradient of each example", "the mean gradient of each user's examples", 1)
+        name = self._options.get("unit_name", "")
+        if self.plan.unit == "user":
+            whose = f"the mean gradient of each {name or 'user'}'s examples"
+            clipped = clipped.replace("the gradient of each example", whose, 1)
         settings = RunSettings.of_run(self._randomness, self.sensitivity, clipped, self._clipping, public)
-        return replace(settings, unit="one user with all their training examples")
+        return replace(settings, unit=unit_in_words(self.plan.unit, name), unit_name=name)
 
     @property
     def _clipping(self) -> str:

@@ -94,9 +94,9 @@ def how_to_go_on(path: Path) -> str:
     return f"dp-microadam resume {path}" if (path / CONFIG).is_file() else f"trainer.resume({str(path)!r}).fit(data)"
 
 
-def privacy_of(path: Path) -> dict[str, Any]:
-    """The current privacy report of the run in this folder, computed from its ledger."""
-    report = privacy_report(read_ledger(path))
+def privacy_of(path: Path, group_size: int = 1) -> dict[str, Any]:
+    """The current privacy report of the run in this folder, computed from its ledger; with ε for a group, if it has a size."""
+    report = privacy_report(read_ledger(path), group_size=group_size)
     if (path / PRIVATE_METRICS_SHOWN).exists():
         report["outside_the_guarantee"].append(
             "loss and accuracy on training batches, which this run showed; they also reveal how large the batches were"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
+from dp_microadam.data.raw_inputs import RawInput
 from dp_microadam.errors import InputError
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.training.deprecated import as_in_version_0_1
@@ -59,7 +60,7 @@ class PrivateTrainer:
             them. All of that is outside the guarantee.
         step_options: options of :class:`~dp_microadam.PrivateStep`: ``max_grad_norm``, ``clipping``, ``clipping_options``,
             ``physical_batch_size``, ``prepare`` (for evaluation too), ``augment``, ``num_workers``, ``loader_options``,
-            ``max_steps``, ``public``, ``noise_history``, ``noise_memory_gib``, ``secure``, ``seed``, ``ranks``.
+            ``max_steps``, ``public``, ``unit_name``, ``noise_history``, ``noise_memory_gib``, ``secure``, ``seed``, ``ranks``.
 
     Formal guarantees: those of :class:`~dp_microadam.PrivateStep`, for everything the run writes or shows, if ``private`` is
     True and ``seed`` None: weights, averages, checkpoints, logs, and metrics on validation data that is not part of the
@@ -188,7 +189,7 @@ class PrivateTrainer:
             self.plan.batch_size,
             self.step.describe_spent,
             shown=self.show_progress,
-            counted="users" if self.plan.unit == "user" else "images",
+            counted="users" if self.plan.unit == "user" else "examples",
         )
         for warning in self.step.warnings:
             progress.say(warning)
@@ -277,9 +278,34 @@ class PrivateTrainer:
         self.step.peek(position, content["updates"])
         return self.result()
 
-    def write_privacy(self, folder: Path | None = None) -> None:
-        """Write ``privacy.json`` and ``privacy.txt`` for the steps recorded so far."""
-        self.step.write_privacy(folder)
+    def export(
+        self,
+        output: str | Path,
+        raw: RawInput | Tensor | tuple[Tensor, ...],
+        *,
+        prepare: Callable[[Tensor], Tensor] | None = None,
+        classes: Sequence[str] = (),
+        name: str | None = None,
+        program: bool = True,
+    ) -> Path:
+        """Write the model into a new folder: weights, a program for deployment, model card, privacy statement.
+
+        ``raw`` is what the program takes: an example batch of it, or a :class:`~dp_microadam.RawInput` such as
+        ``RawImages``, which ``dp-microadam predict`` can read from files. ``prepare`` turns a batch of it into the model's
+        input. With ``classes``, the names of the model's outputs, the program returns probabilities. ``program=False`` leaves
+        the program out, for models that ``torch.export`` cannot trace. Call it after :meth:`fit` or :meth:`peek`.
+        """
+        from dp_microadam.training.deployment import Deployment, export_run
+
+        metrics = {**self._last_metrics, "steps": self.step.updates}
+        deployment = Deployment.of(raw, prepare, classes)
+        named = name or self.record.path.name
+        self.ranks.from_main(lambda: export_run(self, Path(output), deployment, name=named, metrics=metrics, program=program))
+        return Path(output)
+
+    def write_privacy(self, folder: Path | None = None, group_size: int = 1) -> None:
+        """Write ``privacy.json`` and ``privacy.txt`` for the steps recorded so far, with ε for a group if it has a size."""
+        self.step.write_privacy(folder, group_size)
 
     def _record_in(self, folder: Path) -> RunRecord:
         return RunRecord(folder, keep_checkpoints=self._keep_checkpoints, writes=self.ranks.main)

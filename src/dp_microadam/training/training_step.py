@@ -25,6 +25,7 @@ from dp_microadam.training.gradients import GradientSums
 from dp_microadam.training.held_out import share_examples
 from dp_microadam.training.masked_rows import scatter_rows, selected_rows
 from dp_microadam.training.method import Method, Phase, Steps, phase_at
+from dp_microadam.training.rate_units import RunNoise
 from dp_microadam.training.training_data import Loading, TrainingData
 from dp_microadam.training.withheld import LOSS, at_stage
 from dp_microadam.validation import require_integer
@@ -48,6 +49,7 @@ class StepOptions(TypedDict, total=False):
     loader_options: Mapping[str, Any]
     max_steps: int | None
     public: Iterable[str]
+    unit_name: str
     noise_history: str
     noise_memory_gib: float
     secure: bool
@@ -102,6 +104,7 @@ class TrainingStep(ABC):
         if method is not None:
             method.calibrate(self.noise_deviation)
             method.correlate(1.0 if self.privacy is None else self.privacy.single_step_growth)
+            method.measure(self._run_noise())
             method.enter(self.phase)
         if train is not None:
             self.attach(train, users)
@@ -115,6 +118,12 @@ class TrainingStep(ABC):
     @abstractmethod
     def noise_deviation(self) -> float:
         """Noise standard deviation of each coordinate of a mean."""
+
+    def _run_noise(self) -> RunNoise:
+        if self.privacy is None:
+            return RunNoise(0.0, self.plan.steps)
+        ratios = self.privacy.noise_ratios
+        return RunNoise(self.noise_deviation, self.plan.steps * (ratios.running_sum / ratios.single_step) ** 2)
 
     @property
     def noise_memory(self) -> int:
@@ -190,7 +199,7 @@ class TrainingStep(ABC):
         """Set the position from a checkpoint without opening the ledger, so that another process can keep training."""
 
     @abstractmethod
-    def write_privacy(self, folder: str | Path | None = None) -> None:
+    def write_privacy(self, folder: str | Path | None = None, group_size: int = 1) -> None:
         """Write ``privacy.json`` and ``privacy.txt`` for the steps taken so far into ``folder``, by default ``run_dir``."""
 
     @abstractmethod

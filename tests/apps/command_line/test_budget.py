@@ -33,8 +33,8 @@ def test_runs_with_different_sampling_and_noise_compose_to_one_epsilon(tmp_path,
     printed = json.loads(shown.out)
     spent = [*read_ledger(first).spent, *read_ledger(second).spent]
     assert printed["private"] is True
-    assert printed["epsilon"] == printed["accountants"]["rdp"]["epsilon"] == epsilon(spent, 1e-5)
-    assert printed["accountants"]["pld"]["epsilon"] == epsilon(spent, 1e-5, "pld")
+    assert printed["epsilon"] == printed["accountants"]["pld"]["epsilon"] == epsilon(spent, 1e-5)
+    assert printed["accountants"]["rdp"]["epsilon"] == epsilon(spent, 1e-5, "rdp")
     assert printed["group_epsilon"] == group_epsilon(spent, 1e-5, 3)
     assert printed["steps_done"] == 100
     alone = [run["epsilon"] for run in printed["runs"]]

@@ -91,7 +91,8 @@ def test_exported_weights_load_in_plain_pytorch_by_the_card_s_own_code(finished_
     output = tmp_path / "export"
     assert main(["export", str(finished_run), "--output", str(output)]) == 0
     weights = {"model.safetensors", "model_ema.safetensors"}
-    assert {path.name for path in output.iterdir()} == weights | {"README.md", "privacy.json", "privacy.txt"}
+    others = {"README.md", "export.json", "model.pt2", "privacy.json", "privacy.txt"}
+    assert {path.name for path in output.iterdir()} == weights | others
     digits = data.load("digits", None)
     model = models.build("mlp", 10, (1, 28, 28))
     model.load_state_dict(load_file(output / "model_ema.safetensors"))
@@ -108,7 +109,7 @@ def test_exported_weights_load_in_plain_pytorch_by_the_card_s_own_code(finished_
     assert re.search(r"μ ≤ \d\.\d\d, for attacks with error rates of at least", card)
     assert re.search(r"ε = [\d.]+ at δ = 1e-05 if one unit is exchanged for another", card)
     assert "test accuracy" in card
-    (code,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
+    _, code = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
     monkeypatch.chdir(output)
     built: dict = {}
     exec(code, built)

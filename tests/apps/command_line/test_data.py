@@ -126,6 +126,8 @@ def known_sha256(name):
         (["get", "table"], "your own data"),
         (["check", "svhn"], "it must be one of"),
         (["check", "mnist", "--workers", "-1"], "workers"),
+        (["check", "mine.csv"], "add --suggest"),
+        (["check", "mine.csv", "--suggest"], "is not a CSV file"),
     ],
 )
 def test_bad_input_gets_one_sentence_and_exit_code_2(arguments, message, capsys):
@@ -177,6 +179,38 @@ def test_check_decodes_every_image_and_names_the_damaged_ones(tmp_path, capsys, 
     assert len(problems) == 2
     assert str(tmp_path / "train" / "b" / "1.png") in problems[0]
     assert str(tmp_path / "val" / "a" / "2.png") in problems[1]
+
+
+def test_check_and_train_name_the_same_problems_all_at_once(tmp_path, capsys):
+    for part in ("train", "val"):
+        for name in ("a", "b"):
+            (tmp_path / part / name).mkdir(parents=True)
+            Image.new("RGB", (9, 9)).save(tmp_path / part / name / "1.png")
+    (tmp_path / "train" / "a" / "scan.dcm").write_bytes(b"x")
+    (tmp_path / "val" / "c").mkdir()
+    (tmp_path / "train" / "b" / "1.png").write_bytes(b"damaged")
+    assert main(["data", "check", "image-folder", "--folder", str(tmp_path), "--json"]) == 1
+    checked = json.loads(capsys.readouterr().out)["problems"]
+    assert [problem.partition(" ")[0].rpartition("/")[2] for problem in checked] == ["c", "scan.dcm", "1.png"]
+    settings = [f"data_folder={tmp_path}", "data=image-folder", "model=small-cnn", "image_size=8"]
+    changes = [word for one in settings for word in ("--set", one)]
+    assert main(["train", "demo", *changes, "--run-dir", str(tmp_path / "run")]) == 2
+    refused = capsys.readouterr().err
+    assert all(problem in refused for problem in checked[:2])  # what must be decoded to be seen shows at the first use
+
+
+def test_check_says_what_a_folder_holds_and_asks_about_dark_x_rays(tmp_path, capsys):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "Thumbs.db").write_bytes(b"x")
+        for number in range(5):
+            Image.fromarray(np.full((9, 9), 4000, np.uint16)).save(tmp_path / name / f"{number}.png")
+    assert main(["data", "check", "image-folder", "--folder", str(tmp_path)]) == 0
+    _, classes, parts, passed_over, depth = capsys.readouterr().out.splitlines()
+    assert classes == "2 classes: a, b"
+    assert "10 images without a test part of their own: a fifth, 2, is split off" in parts
+    assert passed_over == "passed over 2 files that are no images by their names: 2 Thumbs.db"
+    assert "declare data_options.bit_depth = 12" in depth
 
 
 @pytest.fixture
@@ -247,10 +281,64 @@ def test_check_of_a_recipe_names_the_rows_of_a_table_without_a_user(tmp_path, ca
     (tmp_path / "train.csv").write_text("patient,x,label\na,1,0\n,2,1\na,3,0\n ,4,1\nb,5,1\n")
     (tmp_path / "test.csv").write_text("patient,x,label\nc,1,0\nb,2,1\n")
     assert [problem.partition(";")[0] for problem in checked(recipe, capsys)] == [
-        f"{tmp_path}/train.csv has no user in row 2 of column 'patient'",
-        f"{tmp_path}/train.csv has no user in row 4 of column 'patient'",
+        f"{tmp_path}/train.csv has in lines 3, 5 a cell in column 'patient' that names no user",
         f"{tmp_path} {SHARED}",
     ]
     (tmp_path / "train.csv").write_text("person,x,label\na,1,0\n")
     (tmp_path / "test.csv").write_text("patient,x,label\n,1,0\n")
     assert len(checked(recipe, capsys)) == 2
+
+
+def test_a_suggested_recipe_passes_the_check_and_says_what_must_be_public(tmp_path, capsys):
+    table, recipe = tmp_path / "mine.csv", tmp_path / "mine.toml"
+    table.write_text(
+        "patient id,age,since,smokes,note,ill\n"
+        + "".join(
+            f"{n},{n % 60 + 20},{n % 28 + 1:02d}.03.2021,{('yes', '?', 'no')[n % 3]},said {n},{n % 2}\n" for n in range(100)
+        )
+        + "100,33,01.03.2021,seldom,said nothing,0\n"
+    )
+    assert main(["data", "check", str(table), "--suggest"]) == 0
+    written = capsys.readouterr().out
+    assert written.startswith(f"# A first declaration of {table}. PRIVATE: it was written from the rows")
+    for line in (
+        '"patient id" = { kind = "ignored" }  # a different number in every row',
+        'age = { kind = "number", range = [20.0, 80.0] }  # public? the limits',
+        'since = { kind = "date", range = ["2021-01-01", "2021-12-31"], format = "%d.%m.%Y" }  # public? the years',
+        'smokes = { kind = "category", values = ["no", "yes"], other = true, missing = ["?"] }  # public? the values; values '
+        "of fewer than 10 rows are left out",
+        'note = { kind = "ignored" }  # text with too many values, or with too few rows for each',
+        'classes = ["0", "1"]  # public? all classes there may be',
+    ):
+        assert line in written.splitlines()
+    assert "seldom" not in written  # one person's answer
+    recipe.write_text(written)
+    assert checked(recipe, capsys) == []
+    assert main(["data", "check", str(table), "--suggest", "--label", "pulse"]) == 2
+    assert "has no column 'pulse'" in capsys.readouterr().err
+
+
+def test_check_of_a_table_says_what_training_would_and_keeps_notes_for_the_owner(tmp_path, capsys):
+    table, recipe = tmp_path / "mine.csv", tmp_path / "mine.toml"
+    table.write_text("x,label\n" + "".join(f"{1000 * n},{n % 2}\n" for n in range(40)))
+    recipe.write_text(
+        f'data = "table"\ndata_folder = "{table}"\nmodel = "mlp"\nepsilon = 3.0\nsteps = 1\nbatch_size = 2\n'
+        "[data_options]\nclasses = 2\n"
+    )
+    assert main(["data", "check", str(recipe)]) == 0
+    out = capsys.readouterr().out
+    assert "note: column 'x' is not scaled" in out
+    assert "note: this is for the owner of the data" in out
+    assert main(["train", str(recipe), "--quiet", "--run-dir", str(tmp_path / "run")]) == 0
+    out = capsys.readouterr().out
+    assert "numbers of the table are taken as they are" in out  # said of every recipe without ranges, whatever is in the file
+    assert "'x'" not in out
+    table.write_text(table.read_text() + "1,2\n,1\n")
+    assert [problem.partition(" has in ")[2].partition(";")[0] for problem in checked(recipe, capsys)] == [
+        "line 43 a cell in column 'x' that is empty",
+        "line 42 a cell in column 'label' that is an invalid label",
+    ]
+    assert main(["train", str(recipe), "--run-dir", str(tmp_path / "other")]) == 2
+    assert "in column 'x' that is empty" in capsys.readouterr().err
+    assert main(["data", "check", "table", "--folder", str(table)]) == 2
+    assert "checked with its recipe" in capsys.readouterr().err

@@ -15,7 +15,7 @@ CIFAR = ["--dataset-size", "45000", "--batch-size", "4096", "--delta", "1e-5"]
 
 
 def test_the_table_shows_both_accountants(capsys):
-    assert main(["plan", *CIFAR, "--epsilon", "8", "--noise-multiplier", "3"]) == 0
+    assert main(["plan", *CIFAR, "--epsilon", "8", "--noise-multiplier", "3", "--accountant", "rdp"]) == 0
     shown = capsys.readouterr()
     assert "2480" in shown.out
     rows = {row.split("│")[1].strip(): row for row in shown.out.splitlines() if row.count("│") == 4}
@@ -32,8 +32,8 @@ def test_json_has_the_plans_fields_at_top_level_and_nothing_else_on_stdout(capsy
     plan = PrivacyPlan.solve(dataset_size=45_000, batch_size=4096, delta=1e-5, epsilon=8, steps=1000)
     assert {name: printed[name] for name in plan.to_dict()} == plan.to_dict()
     pld, rdp = printed["accountants"]["pld"], printed["accountants"]["rdp"]
-    assert pld["epsilon"] < rdp["epsilon"] == plan.epsilon
-    assert pld["steps_allowed"] > rdp["steps_allowed"] >= 1000
+    assert plan.epsilon == pld["epsilon"] < rdp["epsilon"]
+    assert pld["steps_allowed"] >= 1000 > rdp["steps_allowed"]
 
 
 def test_the_plan_says_what_attackers_reach_mu_and_replacing(capsys):
@@ -50,8 +50,8 @@ def test_the_plan_says_what_attackers_reach_mu_and_replacing(capsys):
     assert f"ε = {round_up(told['replace_one_epsilon'], 4)} if one example is replaced by another, " in shown
 
 
-def test_pld_can_decide(capsys):
-    assert main(["plan", *CIFAR, "--epsilon", "8", "--noise-multiplier", "3", "--accountant", "pld", "--json"]) == 0
+def test_pld_decides_by_default(capsys):
+    assert main(["plan", *CIFAR, "--epsilon", "8", "--noise-multiplier", "3", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["accountant"] == "pld"
     assert printed["steps"] == printed["accountants"]["pld"]["steps_allowed"] > 2480
@@ -60,7 +60,7 @@ def test_pld_can_decide(capsys):
 
 @pytest.mark.slow
 def test_what_pld_cannot_count_is_left_out(capsys):
-    assert main(["plan", *CIFAR, "--epsilon", "8", "--noise-multiplier", "30000", "--json"]) == 0
+    assert main(["plan", *CIFAR, "--epsilon", "8", "--noise-multiplier", "30000", "--accountant", "rdp", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["accountants"]["pld"] == {"epsilon": None, "steps_allowed": None}
 
 
@@ -74,7 +74,15 @@ def test_what_pld_cannot_count_is_left_out(capsys):
         ([*CIFAR, "--noise-multiplier", "1", "--steps", "0"], "steps is 0"),
         ([*CIFAR[:-1], "1", "--noise-multiplier", "1", "--steps", "5"], "delta is 1.0"),
         (["--dataset-size", "10", "--batch-size", "11", "--delta", "1e-5", "--epsilon", "1", "--steps", "5"], "is 11"),
-        ([*CIFAR, "--epsilon", "0.0001", "--steps", "5"], "no noise_multiplier"),
+        ([*CIFAR, "--epsilon", "0.0001", "--steps", "5", "--accountant", "rdp"], "no noise_multiplier"),
+        ([], "dataset_size is not given; a plan needs --dataset-size, or the name of a recipe"),
+        (["--dataset-size", "100", "--delta", "1e-5", "--epsilon", "8", "--advise"], "parameters is not given; advice needs"),
+        ([*CIFAR[:2], *CIFAR[4:], "--epsilon", "8", "--advise", "--parameters", "9"], "examples is not given"),
+        ([*CIFAR, "--epsilon", "8", "--steps", "9", "--minutes", "3"], "--minutes is for the plan of a recipe"),
+        ([*CIFAR, "--epsilon", "8", "--advise", "--parameters", "9", "--bands", "4"], "bands is 4, but --advise chooses"),
+        (["demo", "--steps", "9"], "steps is given beside the recipe 'demo'; set it there: --set steps=…"),
+        (["demo", "--minutes", "9"], "minutes is 9.0, which is for --advise"),
+        (["demo", "--set", "method=non-private"], "method is 'non-private'; a plan is for a single private run"),
         ([*CIFAR, "--epsilon", "1", "--noise-multiplier", "0.1"], "spends epsilon"),
         ([*CIFAR, "--epsilon", "1"], "exactly two"),
         ([*CIFAR, "--epsilon", "8", "--steps", "100", "--bands", "0"], "bands is 0"),
@@ -95,7 +103,7 @@ def test_bad_input_gets_one_sentence_and_exit_code_2(capsys, arguments, named):
     assert shown.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["plan"], ["plan", *CIFAR, "--epsilon", "eight", "--steps", "5"]])
+@pytest.mark.parametrize("arguments", [["plan", "--advice"], ["plan", *CIFAR, "--epsilon", "eight", "--steps", "5"]])
 def test_what_the_parser_refuses_gets_one_sentence_and_exit_code_2_too(capsys, arguments):
     with pytest.raises(SystemExit) as stop:
         main(arguments)
@@ -126,13 +134,48 @@ SMALL_BATCHES = ["--dataset-size", "54000", "--batch-size", "256", "--delta", "1
 
 
 def test_the_table_of_bands_shows_noise_multiplier_noise_of_the_sum_and_memory(capsys):
-    assert main(["plan", *SMALL_BATCHES, "--bands", "auto", "--parameters", "26010"]) == 0
+    assert main(["plan", *SMALL_BATCHES, "--accountant", "rdp", "--bands", "least", "--parameters", "26010"]) == 0
     shown = capsys.readouterr().out
     rows = [[cell.strip() for cell in row.split("│")[1:-1]] for row in shown.splitlines() if row.count("│") == 6]
-    assert [row[0] for row in rows] == ["1", "2", "4", "8", "16* least", "32", "64", "128", "210"]
+    assert [row[0] for row in rows] == ["1", "2", "4", "8 auto", "16* least", "32", "64", "128", "210"]
     assert rows[0] == ["1", "0.7505", "1.000", "1.000", "none"]
     assert rows[4][1:] == ["1.5799", "0.664", "3.336", f"{15 * 4 * 26010 / 2**20:.1f} MiB"]
     assert "in each of 16 groups" in shown
+
+
+def test_bands_are_automatic_once_the_size_of_the_model_is_given(capsys):
+    assert main(["plan", *SMALL_BATCHES, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert "bands" not in printed
+    automatic = next(row["bands"] for row in printed["bands_table"] if row["automatic"])
+    assert main(["plan", *SMALL_BATCHES, "--parameters", "26010", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bands"] == automatic > 1
+
+
+def test_advice_is_a_plan_that_can_be_afforded(capsys):
+    arguments = ["--advise", "--dataset-size", "20000", "--delta", "1e-5", "--epsilon", "3", "--examples", "100000"]
+    arguments += ["--parameters", "1000", "--bands", "1"]
+    assert main(["plan", *arguments, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["batch_size"] * printed["steps"] <= 100_000
+    assert printed["epsilon"] <= 3
+    chosen = min(printed["proposals"], key=lambda one: one["score"])
+    assert abs(chosen["score"] - next(p["score"] for p in printed["proposals"] if p["steps"] == printed["steps"])) <= 0.03
+    assert main(["plan", *arguments]) == 0
+    assert f"batch_size = {printed['batch_size']}\nsteps = {printed['steps']}\nbands = 1" in capsys.readouterr().out
+
+
+def test_the_plan_of_a_recipe_is_the_one_it_trains_with(capsys):
+    settings = ["model=mlp", "model_options.hidden=[8]", "steps=200", "batch_size=16", "epsilon=20.0"]
+    overrides = [word for setting in settings for word in ("--set", setting)]
+    assert main(["plan", "demo", *overrides, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    parameters = 28 * 28 * 8 + 8 + 8 * 10 + 10
+    plan = PrivacyPlan.solve(dataset_size=3600, batch_size=16, delta=1e-5, epsilon=20.0, steps=200, parameters=parameters)
+    assert plan.bands > 1
+    assert {name: printed[name] for name in plan.to_dict()} == plan.to_dict()
+    assert main(["plan", "demo", *overrides, "--advise", "--minutes", "0.05", "--json"]) == 0
+    assert "proposals" in json.loads(capsys.readouterr().out)
 
 
 def test_json_has_bands_and_their_table(capsys):
@@ -143,7 +186,7 @@ def test_json_has_bands_and_their_table(capsys):
     own = next(row for row in printed["bands_table"] if row["bands"] == 12)
     assert own["noise_multiplier"] == plan.noise_multiplier
     assert own["memory_vectors"] == 11
-    assert printed["accountants"]["rdp"]["steps_allowed"] >= 2000
+    assert printed["accountants"]["pld"]["steps_allowed"] >= 2000
 
 
 def test_a_plan_for_users_says_whom_its_epsilon_is_for(capsys):

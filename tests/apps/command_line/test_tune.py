@@ -176,7 +176,7 @@ def test_bad_input_gets_one_sentence_and_exit_code_2(recipe, change, sentence, c
     ("change", "sentence"),
     [
         ("accountant=pld", "accountant is 'pld'; for a selection among runs it must be 'rdp'"),
-        ("bands=auto", "bands is 'auto', which compares single runs"),
+        ("bands=least", "bands is 'least', which compares single runs"),
         ("epsilon=0.001", "no noise_multiplier up to 100000 keeps"),
     ],
 )

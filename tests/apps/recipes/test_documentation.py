@@ -25,7 +25,7 @@ def test_the_default_shown_is_the_default(key):
 
 def test_the_recipe_shown_is_one():
     (shown,) = re.findall(r"```toml\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
-    assert Recipe.from_toml(shown).optimizer == {"density": 0.02}
+    assert Recipe.from_toml(shown).optimizer == {"weight_decay": 0.01}
 
 
 def test_every_word_of_the_vocabulary_and_every_recipe_is_mentioned():

@@ -35,10 +35,11 @@ def test_recipes_in_the_box_are_private_and_can_be_compared_with_their_non_priva
     assert not load_recipe(name, ["method=non-private"]).private
 
 
-def test_the_demo_and_fashion_mnist_use_dp_microadam_at_its_defaults():
+def test_the_demo_and_fashion_mnist_leave_everything_at_its_defaults():
     for name in ("demo", "fashion-mnist"):
         recipe = load_recipe(name)
-        assert (recipe.method, recipe.optimizer, recipe.resolved_learning_rate) == ("dp-microadam", {}, 1e-3)
+        assert (recipe.method, recipe.optimizer, recipe.resolved_learning_rate) == ("dp-walk", {}, 2.0)
+        assert (recipe.resolved_lr_unit, recipe.resolved_ema_decay) == ("walk", 0.99)
         assert (recipe.max_grad_norm, recipe.secure, recipe.seed) == (1.0, False, None)
 
 
@@ -58,6 +59,7 @@ def test_steps_of_the_large_recipes_are_what_the_noise_of_the_paper_allows(name,
 
     recipe = load_recipe(name)
     budget = {"dataset_size": size, "batch_size": recipe.batch_size, "delta": recipe.delta, "epsilon": recipe.epsilon}
+    budget["accountant"] = recipe.accountant
     assert PrivacyPlan.solve(**budget, noise_multiplier=noise).steps == recipe.steps
     assert PrivacyPlan.solve(**budget, steps=recipe.steps).noise_multiplier == pytest.approx(noise, rel=1e-4)
 
@@ -68,7 +70,8 @@ def test_the_recipes_of_the_paper_have_its_settings():
     assert (imagenet.model, imagenet.batch_size, imagenet.delta) == ("wide-resnet", 16_384, 8e-7)
     assert (imagenet.validation_size, imagenet.ema_decay, imagenet.resized_crop) == (10_000, 0.99999, True)
     for recipe in (cifar, imagenet):
-        assert (recipe.resolved_learning_rate, recipe.max_grad_norm, recipe.optimizer) == (1e-3, 1.0, {})
+        assert (recipe.method, recipe.resolved_learning_rate, recipe.max_grad_norm) == ("dp-microadam", 1e-3, 1.0)
+        assert (recipe.accountant, recipe.bands, recipe.optimizer) == ("rdp", 1, {"bias_correction": "paper"})
 
 
 def test_options_of_the_data_are_checked():
@@ -106,8 +109,9 @@ def test_an_unknown_key_is_refused_with_its_value_and_the_nearest_known_key(key,
     [
         ("optimizer.lr=0.1", "the learning rate is the recipe's own key learning_rate"),
         ("optimizer.batch_size=3", "batch_size is a key of the recipe itself"),
-        ("optimizer.densty=0.1", "the nearest known option of dp-microadam is density"),
-        ("optimizer.xyz=1", "known options of dp-microadam are betas, eps, weight_decay, density"),
+        ("optimizer.weight_deca=0.1", "the nearest known option of dp-walk is weight_decay"),
+        ("optimizer.xyz=1", "known options of dp-walk are beta, eps, weight_decay"),
+        ("optimizer.density=0.1", "it is an option of dp-microadam: add method = 'dp-microadam'"),
         ("model_options.depth=3", "tanh-cnn has no options"),
         ("density=0.1", "it is an option, optimizer.density"),
         ("xyz=1", "known keys are name, method, base"),
@@ -164,6 +168,7 @@ WRONG_VALUES = [
     ("accountant", "moments"),
     ("band_coefficients", "best"),
     ("band_momentum", 1.0),
+    ("plan", "best"),
     ("bands", 0),
     ("bands", 2.0),
     ("bands", "all"),
@@ -182,6 +187,7 @@ WRONG_VALUES = [
     ("max_grad_norm", 0.0),
     ("clipping", "layer"),
     ("learning_rate", -1.0),
+    ("lr_unit", "steps"),
     ("schedule", "step"),
     ("warmup", 1.0),
     ("warmup", -0.1),
@@ -264,15 +270,25 @@ def test_a_fixed_seed_makes_a_recipe_not_private():
 
 def test_learning_rates_default_by_method():
     rates = {method: make(method=method).resolved_learning_rate for method in vocabulary.METHODS}
-    assert rates.pop("dp-sgd") == 4.0
+    assert (rates.pop("dp-sgd"), rates.pop("dp-walk")) == (4.0, 2.0)
     assert set(rates.values()) == {1e-3}
     assert make(method="non-private", base="dp-sgd").resolved_learning_rate == 0.1
     assert make(method="dp-sgd", learning_rate=1).resolved_learning_rate == 1.0
 
 
+def test_the_unit_of_a_learning_rate_and_its_default():
+    units = {method: make(method=method).resolved_lr_unit for method in vocabulary.METHODS}
+    assert units.pop("dp-walk") == "walk"
+    assert set(units.values()) == {"absolute"}
+    walking = make(method="dp-sgd", lr_unit="walk")
+    assert (walking.resolved_lr_unit, walking.resolved_learning_rate, walking.resolved_ema_decay) == ("walk", 2.0, 0.0)
+    assert make(learning_rate=0.5).resolved_lr_unit == "walk"
+    assert make(lr_unit="absolute", learning_rate=1e-3).resolved_lr_unit == "absolute"
+
+
 def test_options_are_checked_against_the_method_and_the_model():
     with pytest.raises(InputError, match=r"optimizer.densty = 0.05 is unknown; .* of dp-microadam is density"):
-        make(optimizer={"densty": 0.05})
+        make(method="dp-microadam", optimizer={"densty": 0.05})
     with pytest.raises(InputError, match=r"optimizer.density = 0.05 is unknown; .* of dp-sgd"):
         make(method="dp-sgd", optimizer={"density": 0.05})
     with pytest.raises(InputError, match=r"model_options.hiden = 3 is unknown; .* of mlp is hidden"):
@@ -280,7 +296,7 @@ def test_options_are_checked_against_the_method_and_the_model():
     with pytest.raises(InputError, match="tanh-cnn has no options"):
         make(model="tanh-cnn", model_options={"width": 3})
     with pytest.raises(InputError, match=r"optimizer.betas is \[\[0.9\]\]; it must be"):
-        make(optimizer={"betas": [[0.9]]})
+        make(method="dp-microadam", optimizer={"betas": [[0.9]]})
 
 
 def test_a_non_private_run_takes_the_options_of_its_base():
@@ -296,12 +312,13 @@ def test_a_non_private_run_takes_the_options_of_its_base():
 def test_methods_and_their_options_of_the_vocabulary_are_those_of_the_code():
     import torch
 
-    from dp_microadam import MicroAdam
+    from dp_microadam import MicroAdam, TensorAdam
     from dp_microadam.methods.registry import builder_of
     from dp_microadam.optimizers.adam_bc import AdamBC
 
     base_optimizer = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, MicroAdam]
     optimizers = {
+        "dp-walk": [TensorAdam],
         "dp-microadam": [MicroAdam],
         "dp-sgd": [torch.optim.SGD],
         "dp-adam": [torch.optim.Adam],
@@ -336,10 +353,11 @@ options = {
 recipes = st.builds(
     Recipe,
     name=st.text(st.characters(exclude_categories=("C", "Z"), exclude_characters="/\\."), min_size=1, max_size=100),
-    data=st.sampled_from(vocabulary.DATA_SETS),
+    data=st.sampled_from([name for name in vocabulary.DATA_SETS if name not in vocabulary.TEXT_SETS]),
     data_folder=st.text(),
     model=st.just("mlp"),
     model_options=st.fixed_dictionaries({}, optional={"hidden": st.lists(st.integers(1, 512)) | st.integers(1, 9)}),
+    method=st.just("dp-microadam"),
     optimizer=st.fixed_dictionaries({}, optional=options),
     epsilon=st.floats(1e-300, 1e300),
     steps=st.integers(1, 10**12),
@@ -396,7 +414,7 @@ def test_none_takes_a_key_or_an_option_back(tmp_path):
     recipe = load_recipe("demo", ["steps=none", "noise_multiplier=2.0"])
     assert (recipe.steps, recipe.noise_multiplier) == (None, 2.0)
     path = tmp_path / "mine.toml"
-    path.write_text(make(optimizer={"density": 0.5, "window": 3}).to_toml())
+    path.write_text(make(method="dp-microadam", optimizer={"density": 0.5, "window": 3}).to_toml())
     assert load_recipe(str(path), ["optimizer.density=none"]).optimizer == {"window": 3}
     assert load_recipe(str(path), ["optimizer={}"]).optimizer == {}
     with pytest.raises(InputError, match="batch_size is 'none'"):
@@ -442,7 +460,7 @@ def test_a_recipe_that_does_not_exist_is_refused_with_the_nearest(tmp_path):
 
 
 def test_the_written_recipe_is_flat_keys_and_then_tables():
-    written = make(optimizer={"window": 3}, model_options={"hidden": [5, 4]}).to_toml()
+    written = make(method="dp-microadam", optimizer={"window": 3}, model_options={"hidden": [5, 4]}).to_toml()
     parsed = tomllib.loads(written)
     assert parsed["optimizer"] == {"window": 3}
     assert parsed["model_options"] == {"hidden": [5, 4]}

@@ -15,7 +15,8 @@ from dp_microadam.apps.reporting.report import write_report
 pytestmark = pytest.mark.browser
 
 QUICK = ["--set", "model=mlp", "--set", "batch_size=64", "--set", "steps=12", "--set", "evaluate_every=4", "--quiet"]
-RUN_SECTIONS = ["summary", "learning", "budget", "course", "memory", "diagnostics", "privacy", "audit", "settings"]
+REST = ["learning", "budget", "course", "memory", "diagnostics", "audit", "settings"]
+SECTIONS = {"run": ["privacy", "accuracy", "summary", *REST], "several": ["summary", "privacy", "accuracy", *REST]}
 SWEEP_SECTIONS = [f"sigma-sweep-{part}" for part in ("about", "results", "figures", "privacy", "details")]
 NOISE = "noise multiplier σ"
 
@@ -52,7 +53,11 @@ def pages(tmp_path_factory):
     """The page of a run with an audit, of several runs, and of a sweep."""
     here = tmp_path_factory.mktemp("pages")
     names = ("run", "a-run-with-a-name-that-is-really-quite-long-20261116-1", "unprotected")
-    for name, more in zip(names, (["ema_decay=0.9", "diagnostics_every=6"], ["seed=1"], ["method=non-private"]), strict=True):
+    for name, more in zip(
+        names,
+        (["method=dp-microadam", "ema_decay=0.9", "diagnostics_every=6"], ["seed=1"], ["method=non-private"]),
+        strict=True,
+    ):
         changes = [part for one in more for part in ("--set", one)]
         assert main(["train", "demo", *QUICK, *changes, "--run-dir", str(here / name)]) == 0
     audit = ["audit", "--canaries", "400", "--repetitions", "100", "--quiet", "--confidence", "0.9999999"]
@@ -70,7 +75,7 @@ def pages(tmp_path_factory):
 def test_every_section_is_there_and_nothing_overflows(pages, browser, tmp_path, kind, width):
     picture = tmp_path / "page.png"
     seen = browser.look(pages[kind], width, picture=picture)
-    assert list(seen["sections"]) == (SWEEP_SECTIONS if kind == "sweep" else RUN_SECTIONS)
+    assert list(seen["sections"]) == SECTIONS.get(kind, SWEEP_SECTIONS)
     assert min(seen["sections"].values()) > 80
     assert seen["width"] == width
     assert seen["outside"] == []

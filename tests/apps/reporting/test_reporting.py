@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from dp_microadam.apps.reporting.curves import draw_curves
-from dp_microadam.apps.reporting.model_card import model_card
 from dp_microadam.errors import DPMicroAdamError
+from dp_microadam.training.model_card import model_card
 
 pytest.importorskip("matplotlib")
 

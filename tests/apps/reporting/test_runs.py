@@ -40,8 +40,9 @@ def train(folder, *settings, steps=12, show=()):
 def runs(tmp_path_factory):
     """A folder with one run of each kind."""
     here = tmp_path_factory.mktemp("runs")
-    train(here / "private", "ema_decay=0.9", "diagnostics_every=6", "schedule=linear", show=("--show-private-metrics",))
-    train(here / "seeded", "seed=1", "max_steps=8")
+    own = ("method=dp-microadam", "bands=1", "ema_decay=0.9", "diagnostics_every=6", "schedule=linear")
+    train(here / "private", *own, show=("--show-private-metrics",))
+    train(here / "seeded", "method=dp-microadam", "seed=1", "max_steps=8")
     train(here / "unprotected", "method=non-private")
     train(here / "sgd", "method=dp-sgd")
     return here
@@ -80,7 +81,7 @@ def page_of(tmp_path, *folders):
     return Text(page.read_text(encoding="utf-8"))
 
 
-SECTIONS = ["summary", "learning", "budget", "course", "memory", "diagnostics", "privacy", "settings"]
+SECTIONS = ["privacy", "accuracy", "summary", "learning", "budget", "course", "memory", "diagnostics", "settings"]
 
 
 def test_the_page_of_a_run_has_every_section(runs, tmp_path):
@@ -93,6 +94,14 @@ def test_the_page_of_a_run_has_every_section(runs, tmp_path):
     assert 7.5 < ledger.epsilon() <= 8.0
     assert "ε = 8.00" in page.text
     assert "PRIVATE. Training was (8.00, 1e-05)-differentially private for one training example" in page.text
+    recall = json.loads((runs / "private" / "test.json").read_text())["recall"]
+    assert list(recall) == [str(digit) for digit in range(10)]
+    for value in recall.values():
+        assert f"{100 * value:.1f}" in page.text
+    assert "for always naming the most frequent class" in page.text
+    assert "1,000 test examples, 10 classes" in page.text
+    assert "Trained on 3,600 examples" in " ".join(page.text.split())
+    assert "no unit" not in page.text
     assert "joint contraction" in page.text
     assert "the choice of hyperparameters by looking at earlier runs" in page.text
 
@@ -291,7 +300,7 @@ def test_a_run_begun_from_python_is_reported(tmp_path):
     trainer.fit((images[:150], labels[:150]), validation=(images[150:], labels[150:]))
     page = page_of(tmp_path, tmp_path / "run")
     assert "DP-MicroAdam" in page.text
-    assert "accuracy was not measured" in page.text
+    assert "Accuracy was not measured" in page.text
     assert "settings" not in page.sections
     assert "Validation loss over steps" in page.text
 

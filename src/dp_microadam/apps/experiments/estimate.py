@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import Subset
 
 from dp_microadam.apps.experiments.study import Cell
-from dp_microadam.apps.recipes.assemble import assemble, load_data, plan_of
+from dp_microadam.apps.recipes.assemble import assemble, load_data, number_of_units, plan_of
 from dp_microadam.apps.recipes.recipe import Recipe
 from dp_microadam.data import places
 from dp_microadam.data.catalogue import known
@@ -92,7 +92,7 @@ class CostEstimator:
         kind = _kind(recipe)
         if kind not in self._measured:
             self._tell(f"measuring {cell.description}")
-            self._measured[kind] = self._measure(recipe)
+            self._measured[kind] = self.measure(recipe)
         found = self._measured[kind]
         steps = plan_of(recipe, found.dataset_size).steps if recipe.steps is None else recipe.steps
         steps = steps if recipe.max_steps is None else min(steps, recipe.max_steps)
@@ -108,8 +108,9 @@ class CostEstimator:
         count = min(recipe.batch_size, size_of(data.train))
         return self._fit_line(recipe, replace(data, train=_made_up(data.train, count)), size_of(data.train))
 
-    def _measure(self, recipe: Recipe) -> StepTime:
-        return self._fit_line(recipe, *self._data(recipe))
+    def measure(self, recipe: Recipe) -> StepTime:
+        """Measure the steps of a recipe, on its own data or, where these are missing, on random images."""
+        return self._fit_line(recipe, *data_or_stand_in(recipe, self._tell))
 
     def _fit_line(self, recipe: Recipe, data: LabelledData, dataset_size: int) -> StepTime:
         """Fit a line through the median step times with one and with three physical batches.
@@ -129,16 +130,17 @@ class CostEstimator:
         per_example = max(0.0, more - seconds) / (large - small)
         return StepTime(max(0.0, seconds - per_example * small), per_example, dataset_size)
 
-    def _data(self, recipe: Recipe) -> tuple[LabelledData, int]:
-        """Data for the measurement, and the number of training examples of the recipe."""
-        published = known(recipe.data)
-        if published.train_size is None or places.is_here(recipe.data, published, recipe.data_folder or None):
-            data = load_data(recipe)
-            return data, size_of(data.train)
-        self._tell(f"{recipe.data} was not found; timing random images of the same shape, without reading files")
-        training, _ = split(published.train_size, recipe.validation_fraction, recipe.split_seed, size=recipe.validation_size)
-        count = min(_LARGER * recipe.physical_batch_size, recipe.batch_size)
-        return synthetic_images(recipe.data, count, image_size=recipe.image_size, **recipe.data_options), len(training)
+
+def data_or_stand_in(recipe: Recipe, tell: Callable[[str], None] = lambda text: None) -> tuple[LabelledData, int]:
+    """Data for a measurement, random images where the recipe's own are missing, and its number of examples or users."""
+    published = known(recipe.data)
+    if published.train_size is None or places.is_here(recipe.data, published, recipe.data_folder or None):
+        data = load_data(recipe)
+        return data, number_of_units(recipe, data)
+    tell(f"{recipe.data} was not found; timing random images of the same shape, without reading files")
+    training, _ = split(published.train_size, recipe.validation_fraction, recipe.split_seed, size=recipe.validation_size)
+    count = min(_LARGER * recipe.physical_batch_size, recipe.batch_size)
+    return synthetic_images(recipe.data, count, image_size=recipe.image_size, **recipe.data_options), len(training)
 
 
 def _median_step(recipe: Recipe, data: LabelledData, count: int, chunk: int) -> float:
@@ -153,7 +155,8 @@ def _median_step(recipe: Recipe, data: LabelledData, count: int, chunk: int) -> 
         epsilon=None,
         noise_multiplier=1.0 if recipe.protected else None,
         steps=_STEPS + 1,
-        bands=None,
+        plan=None,
+        bands=1,
         band_coefficients=None,
         band_momentum=None,
         max_steps=None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -93,6 +94,11 @@ def write_measurements(path: Path, name: str, device: str | torch.device, result
     require_new_file(path)
     content = {"measured": name, **circumstances(device), "results": results}
     write_text_durably(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def tell(words: str) -> None:
+    """Say on stderr what is being measured, so that nobody waits for minutes before a silent screen."""
+    print(words, file=sys.stderr, flush=True)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

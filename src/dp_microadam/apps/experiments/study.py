@@ -41,13 +41,15 @@ _WITHOUT_EFFECT = (
 
 
 # Keys that recipes had when the first results were kept. A key that recipes were given since then counts only where it differs
-# from its default, so that a recipe from before it trains under the same folder name.
+# from what leaving it out meant then, so that a recipe from before it trains under the same folder name.
 _FIRST_KEYS = (
     *("method", "base", "data", "validation_fraction", "validation_size", "split_seed", "image_size", "crop_padding", "flip"),
     *("resized_crop", "multiplicity", "model", "epsilon", "noise_multiplier", "steps", "delta", "accountant", "batch_size"),
     *("max_grad_norm", "clipping", "learning_rate", "schedule", "warmup", "ema_decay", "max_steps", "secure", "seed"),
     *("data_options", "model_options", "optimizer"),
 )
+_FIRST_BANDS, _FIRST_BIAS_CORRECTION = 1, "paper"
+_FIRST_NAMES_OF_BANDS: dict[int | str | None, str] = {"least": "auto", "auto": "few", None: "few"}
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,19 @@ class Cell:
     def key(self) -> str:
         """Folder name: readable, and the same for recipes that train the same model."""
         defaults = {key.name: {} if key.default is MISSING else key.default for key in fields(self.recipe)}
+        defaults["bands"] = _FIRST_BANDS
         settings = {
             key: value
             for key, value in asdict(self.recipe).items()
             if key not in _WITHOUT_EFFECT and (key in _FIRST_KEYS or value != defaults[key])
         }
         settings["learning_rate"] = self.recipe.resolved_learning_rate
+        settings["ema_decay"] = self.recipe.resolved_ema_decay
+        if self.recipe.bands in _FIRST_NAMES_OF_BANDS:
+            settings["bands"] = _FIRST_NAMES_OF_BANDS[self.recipe.bands]
+        settings["accountant"] = self.recipe.resolved_accountant
+        if self.recipe.optimizer.get("bias_correction") == _FIRST_BIAS_CORRECTION:
+            settings["optimizer"] = {k: v for k, v in self.recipe.optimizer.items() if k != "bias_correction"}
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
         readable = re.sub(r"[^a-z0-9.]+", "-", f"{self.recipe.data} {self.recipe.algorithm}".lower()).strip("-")
         return f"{readable}-{digest}"

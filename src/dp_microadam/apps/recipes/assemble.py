@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from dp_microadam import models
-from dp_microadam.apps.recipes.canaries import Canaries, add_canaries, canaries_in_words, with_canary_key
+from dp_microadam.apps.recipes.advice import bands_of, noise_memory_of, refuse_unadvisable, with_advice
+from dp_microadam.apps.recipes.canaries import add_canaries, canaries_in_words, with_canary_key
+from dp_microadam.apps.recipes.experiment import Experiment
 from dp_microadam.apps.recipes.public_part import public_examples
 from dp_microadam.apps.recipes.recipe import Recipe
+from dp_microadam.apps.recipes.stated import stated
+from dp_microadam.apps.recipes.texts import text_arguments, texts_in_words
 from dp_microadam.apps.recipes.vocabulary import OPTIMIZER_OPTIONS
 from dp_microadam.data.augmentation import Augmentation
-from dp_microadam.data.dataset import Examples, LabelledData, size_of
+from dp_microadam.data.dataset import LabelledData, size_of
 from dp_microadam.data.images import ImageFolder
 from dp_microadam.data.preparation import Preparation
 from dp_microadam.data.sources import load
@@ -27,55 +29,18 @@ from dp_microadam.privacy.band_choice import DEFAULT_NOISE_MEMORY_GIB
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.selection_plan import SelectionPlan
 from dp_microadam.training.distributed import Ranks, ranks_here
-from dp_microadam.training.evaluation import PerExample, class_hits, class_loss, evaluate, over_views, weighted_class_loss
+from dp_microadam.training.evaluation import (
+    PerExample,
+    class_hits,
+    class_loss,
+    over_views,
+    weighted_class_loss,
+)
 from dp_microadam.training.method import Method
 from dp_microadam.training.run_folder import default_folder
 from dp_microadam.training.schedules import Schedule
-from dp_microadam.training.trainer import PrivateTrainer, RunResult, UnprotectedPlan
-
-
-@dataclass
-class Experiment:
-    """A recipe with its data, model and trainer, ready to train."""
-
-    recipe: Recipe
-    data: LabelledData
-    model: nn.Module
-    trainer: PrivateTrainer
-    canaries: Canaries | None = None
-
-    def fit(self) -> RunResult:
-        """Train on the training part, with validation on the part held out of it."""
-        return self.trainer.fit(self.training_part(), self.data.validation, **users_of(self.recipe, self.data))
-
-    def training_part(self) -> Examples:
-        """The training examples."""
-        return training_part(self.recipe, self.data)
-
-    def test_accuracy(self) -> tuple[float, str]:
-        """Accuracy on the test set, and which weights it belongs to: averaged ones if the recipe keeps an average."""
-        average = self.trainer.average
-        if average is None:
-            return self._accuracy(), "final weights"
-        with average.in_place_of(self.model):
-            return self._accuracy(), "averaged weights"
-
-    def final_weights_accuracy(self) -> float | None:
-        """Accuracy on the test set of the weights after the last step, if the recipe also keeps an average; else None."""
-        return None if self.trainer.average is None else self._accuracy()
-
-    def _accuracy(self) -> float:
-        device = next(self.model.parameters()).device
-        prepare = Preparation(self.data)
-        found = evaluate(
-            self.model,
-            self.data.test,
-            {"accuracy": class_hits},
-            prepare=lambda batch: prepare(tree_map(lambda leaf: leaf.to(device), batch)),
-            num_workers=self.recipe.num_workers,
-            ranks=self.trainer.ranks,
-        )
-        return found["accuracy"]
+from dp_microadam.training.token_losses import next_token_hits, next_token_loss
+from dp_microadam.training.trainer import PrivateTrainer, UnprotectedPlan
 
 
 def assemble(
@@ -95,7 +60,7 @@ def assemble(
         InputError: if data cannot be found or read, or something does not fit.
     """
     ranks = ranks_here() if ranks is None else ranks
-    refuse_bad_options(recipe.algorithm, recipe.resolved_learning_rate, recipe.optimizer)
+    refuse_bad_options(recipe.algorithm, recipe.resolved_learning_rate, recipe.optimizer, recipe.resolved_lr_unit)
     if data is None:
         with ranks.one_per_machine_first():
             data = load_data(recipe)
@@ -103,15 +68,22 @@ def assemble(
     own = data.train
     data, canaries = add_canaries(recipe, data)
     augment = _augmentation(recipe, data)
+    _refuse_named_examples(recipe, data)
     count = number_of_units(recipe, data)
-    plan = plan_of(recipe, count) if recipe.bands != "auto" else None
+    if recipe.plan is not None:
+        refuse_unadvisable(recipe)
+    plan = None if recipe.bands == "least" else plan_of(recipe, count)  # refused before anything takes long
     if recipe.seed is not None:
         torch.manual_seed(recipe.seed)
-    model = models.build(recipe.model, data.num_classes, _model_shape(recipe, data), **recipe.model_options)
-    if plan is None:  # how much noise can be kept depends on the model
-        plan = plan_of(recipe, count, sum(p.numel() for p in model.parameters() if p.requires_grad))
+    model = model_of(recipe, data)
+    if recipe.plan is not None:
+        recipe, _, _ = with_advice(recipe, count, trainable_parameters(model))
+        plan = plan_of(recipe, count)
+    elif plan is None or bands_of(recipe) == "auto":  # how much noise can be kept depends on the model
+        plan = plan_of(recipe, count, trainable_parameters(model))
     if plan.bands > 1:
         recipe = _with_exact_residual(recipe)
+    recipe = stated(recipe, plan.bands)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     normalization = models.normalization_of(model)
     if normalization is not None:  # pretrained weights expect the constants they were trained with
@@ -122,7 +94,7 @@ def assemble(
         method,
         plan,
         over_views(_loss(recipe, data), data.example_shape),
-        per_example_accuracy=over_views(class_hits, data.example_shape),
+        per_example_accuracy=over_views(_hits(recipe), data.example_shape),
         private=recipe.protected,
         max_grad_norm=recipe.max_grad_norm,
         clipping=recipe.clipping,
@@ -130,7 +102,7 @@ def assemble(
         prepare=Preparation(data),
         augment=augment,
         schedule=Schedule(recipe.schedule, plan.steps, recipe.warmup),
-        ema_decay=recipe.ema_decay,
+        ema_decay=recipe.resolved_ema_decay,
         max_steps=recipe.max_steps,
         evaluate_every=recipe.evaluate_every,
         diagnostics_every=recipe.diagnostics_every,
@@ -138,17 +110,16 @@ def assemble(
         checkpoint_minutes=recipe.checkpoint_minutes,
         keep_checkpoints=recipe.keep_checkpoints,
         run_dir=default_folder(recipe.name) if run_dir is None else run_dir,
-        config=replace(recipe, learning_rate=recipe.resolved_learning_rate).to_toml(),
+        config=recipe.to_toml(),
         public=(
-            "normalization constants of the input",
-            f"which {recipe.validation_size or f'{recipe.validation_fraction:g}'} of "
-            f"{recipe.data if data.train_users is None else f'the users of {recipe.data}'} "
-            f"{'are' if recipe.validation_size else 'is'} held out (split seed {recipe.split_seed})",
-            "number and names of the classes",
+            *(texts_in_words(recipe) or [_inputs_in_words(recipe)]),
+            *_held_out_in_words(recipe, data),
+            *([] if recipe.predicts_tokens else ["number and names of the classes"]),
             *_weights_in_words(recipe),
             *([canaries_in_words(canaries)] if canaries is not None else []),
             *([f"the pretrained weights {pretrained!r}"] if (pretrained := recipe.model_options.get("pretrained")) else []),
         ),
+        unit_name=recipe.unit_name or "",
         num_workers=recipe.num_workers,
         noise_history=recipe.noise_history or "device",
         noise_memory_gib=recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB,
@@ -173,7 +144,17 @@ def _with_exact_residual(recipe: Recipe) -> Recipe:
     return replace(recipe, optimizer={**recipe.optimizer, "quantize": False})
 
 
+def _inputs_in_words(recipe: Recipe) -> str:
+    return "kinds, ranges and values of the columns" if recipe.columns else "normalization constants of the input"
+
+
+def _hits(recipe: Recipe) -> PerExample:
+    return next_token_hits if recipe.predicts_tokens else class_hits
+
+
 def _loss(recipe: Recipe, data: LabelledData) -> PerExample:
+    if recipe.predicts_tokens:
+        return next_token_loss
     if recipe.class_weights is None:
         return class_loss
     if len(recipe.class_weights) != data.num_classes:
@@ -184,30 +165,25 @@ def _loss(recipe: Recipe, data: LabelledData) -> PerExample:
     return weighted_class_loss(recipe.class_weights)
 
 
+def _held_out_in_words(recipe: Recipe, data: LabelledData) -> list[str]:
+    if not size_of(data.validation):
+        return []
+    share = recipe.validation_size or f"{recipe.validation_fraction:g}"
+    whole = recipe.data if data.train_users is None else f"the {recipe.unit_name or 'user'}s of {recipe.data}"
+    return [f"which {share} of {whole} {'are' if recipe.validation_size else 'is'} held out (split seed {recipe.split_seed})"]
+
+
 def _weights_in_words(recipe: Recipe) -> list[str]:
     if recipe.class_weights is None:
         return []
     return [f"weights of the classes in the loss ({', '.join(f'{weight:g}' for weight in recipe.class_weights)})"]
 
 
-def training_part(recipe: Recipe, data: LabelledData) -> Examples:
-    """The training examples. Random crops of image files, which differ in size, are cut right after decoding."""
-    if isinstance(data.train, ImageFolder) and recipe.resized_crop:
-        return data.train.random_crops(recipe.multiplicity)
-    return data.train
-
-
-def users_of(recipe: Recipe, data: LabelledData) -> dict[str, Any]:
-    """Whose the examples are, as arguments of ``fit``; none unless the recipe's unit is the user."""
-    known = {"users": data.train_users, "validation_users": data.validation_users}
-    return known if recipe.unit == "user" else {}
-
-
 def _method(recipe: Recipe, model: nn.Module, data: LabelledData) -> Method:
     options = dict(recipe.optimizer)
     if "public" in options:
         options["public"] = public_examples(recipe, data, options["public"])
-    return build(recipe.algorithm, model, recipe.resolved_learning_rate, options)
+    return build(recipe.algorithm, model, recipe.resolved_learning_rate, options, recipe.resolved_lr_unit)
 
 
 def load_data(recipe: Recipe) -> LabelledData:
@@ -221,6 +197,8 @@ def load_data(recipe: Recipe) -> LabelledData:
         image_size=recipe.image_size,
         verify=recipe.verify_data,
         memory_gib=recipe.data_memory_gib,
+        **text_arguments(recipe),
+        columns=recipe.columns,
         **recipe.data_options,
     )
 
@@ -230,7 +208,7 @@ def _augmentation(recipe: Recipe, data: LabelledData) -> Augmentation | None:
     augments = bool(recipe.crop_padding or recipe.flip or recipe.resized_crop)
     if not data.images and (augments or recipe.multiplicity > 1):
         raise InputError(
-            f"data is {recipe.data!r}, a table; crop_padding, flip, resized_crop and multiplicity are for images, leave "
+            f"data is {recipe.data!r}, not images; crop_padding, flip, resized_crop and multiplicity are for images, leave "
             "them out"
         )
     if not augments:
@@ -249,13 +227,35 @@ def _augmentation(recipe: Recipe, data: LabelledData) -> Augmentation | None:
     return augmentation
 
 
-def _model_shape(recipe: Recipe, data: LabelledData) -> tuple[int, int, int]:
+def model_of(recipe: Recipe, data: LabelledData) -> nn.Module:
+    """The model that a recipe names, for the shape and classes of its data."""
+    return models.build(recipe.model, data.num_classes, _model_shape(recipe, data), **recipe.model_options)
+
+
+def trainable_parameters(model: nn.Module) -> int:
+    """The number of trainable parameters."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _model_shape(recipe: Recipe, data: LabelledData) -> tuple[int, ...]:
+    if data.tokens:
+        return data.example_shape
     if data.images:
         channels, height, width = data.example_shape
         return channels, height, width
     if recipe.model != "mlp":
         raise InputError(f"model is {recipe.model!r}, which takes images; for the rows of a table it must be 'mlp'")
     return 1, 1, data.example_shape[0]
+
+
+def _refuse_named_examples(recipe: Recipe, data: LabelledData) -> None:
+    """Refuse to call an example by the name of a unit that has several, if the data say whose each example is."""
+    users = data.train_users
+    if recipe.unit == "example" and recipe.unit_name and users is not None and count_users(users) < len(users):
+        raise InputError(
+            f"unit_name is {recipe.unit_name!r} and unit is 'example', but some have several examples; unit = 'user' with "
+            "examples_per_user protects each with all they have"
+        )
 
 
 def number_of_units(recipe: Recipe, data: LabelledData) -> int:
@@ -282,10 +282,10 @@ def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) ->
             epsilon=recipe.epsilon,
             noise_multiplier=recipe.noise_multiplier,
             steps=recipe.steps,
-            accountant=recipe.accountant,
-            bands=recipe.bands or 1,
+            accountant=recipe.resolved_accountant,
+            bands=bands_of(recipe),
             parameters=parameters,
-            noise_memory_gib=recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB,
+            noise_memory_gib=noise_memory_of(recipe),
             max_batch_size=recipe.max_batch_size,
             unit=recipe.unit,
             examples_per_user=recipe.examples_per_user,

@@ -53,15 +53,15 @@ def count(key: str, value: Any) -> int:
     return require_integer(key, value, 1, _LARGEST_INTEGER)
 
 
-def count_or(word: str) -> Check:
-    """A whole number of at least 1, or ``word``."""
-    return lambda key, value: value if value == word else _count_or(word, key, value)
+def count_or(*words: str) -> Check:
+    """A whole number of at least 1, or one of ``words``."""
 
+    def check(key: str, value: Any) -> Any:
+        if isinstance(value, str) and value not in words:
+            raise InputError(f"{key} is {value!r}; it must be a whole number of at least 1, or {' or '.join(map(repr, words))}")
+        return value if isinstance(value, str) else count(key, value)
 
-def _count_or(word: str, key: str, value: Any) -> int:
-    if isinstance(value, str):
-        raise InputError(f"{key} is {value!r}; it must be a whole number of at least 1, or {word!r}")
-    return count(key, value)
+    return check
 
 
 def count_or_zero(key: str, value: Any) -> int:
@@ -96,6 +96,14 @@ def name(key: str, value: Any) -> str:
             f"{key} is {value!r}; it must be 1 to {_LONGEST_NAME} printable characters without slashes and not start with a dot"
         )
     return value
+
+
+def noun(key: str, value: Any) -> str:
+    """A short name for something, such as patient: letters, spaces and hyphens."""
+    words = text(key, value)
+    if not words or len(words) > 40 or not words.replace(" ", "").replace("-", "").isalpha() or words != words.strip():
+        raise InputError(f"{key} is {value!r}; it must be a noun such as patient, of at most 40 letters, spaces and hyphens")
+    return words
 
 
 def canary_count(key: str, value: Any) -> int:

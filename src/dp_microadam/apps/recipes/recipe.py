@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
@@ -12,8 +11,11 @@ from typing import Any
 
 import tomli_w
 
-from dp_microadam.apps.recipes import checks, tuning, vocabulary
+from dp_microadam.apps.recipes import checks, texts, tuning, vocabulary
+from dp_microadam.apps.recipes.hints import hint_for_key, nearest, refuse_unknown_options
 from dp_microadam.apps.recipes.overrides import apply_override
+from dp_microadam.data.catalogue import takes_columns
+from dp_microadam.data.columns import declaration
 from dp_microadam.errors import InputError
 
 
@@ -29,7 +31,7 @@ class Recipe:
     only ``steps`` and ignores the other two, so that any recipe with ``steps`` can also be run without privacy.
 
     >>> Recipe(name="mine", data="digits", model="mlp", epsilon=8, steps=1000, batch_size=256).resolved_learning_rate
-    0.001
+    2.0
     >>> Recipe.from_toml('name = "mine"\\nmodle = "mlp"')
     Traceback (most recent call last):
         ...
@@ -37,7 +39,7 @@ class Recipe:
     """
 
     name: str = _key(checks.name)
-    method: str = _key(checks.one_of(*vocabulary.METHODS), default="dp-microadam")
+    method: str = _key(checks.one_of(*vocabulary.METHODS), default="dp-walk")
     base: str | None = _key(checks.optional(checks.one_of(*vocabulary.BASES)), default=None)
     """For method ``"non-private"``: the method to run without clipping and noise. None: dp-microadam."""
 
@@ -50,8 +52,8 @@ class Recipe:
     """Files larger than this are memory-mapped instead of read."""
     num_workers: int = _key(checks.count_or_zero, default=0)
     """Worker processes that load and decode data that is not in memory."""
-    validation_fraction: float = _key(checks.inside_unit_interval, default=0.1)
-    """Fraction of the training part held out for validation; not protected by the guarantee."""
+    validation_fraction: float = _key(checks.below_one, default=0.1)
+    """Fraction of the training part held out for validation; not protected by the guarantee. 0: none is held out."""
     validation_size: int | None = _key(checks.optional(checks.count), default=None)
     """Number of held-out examples, instead of a fraction."""
     split_seed: int = _key(checks.seed, default=0)
@@ -72,10 +74,15 @@ class Recipe:
     epsilon: float | None = _key(checks.optional(checks.positive), default=None)
     noise_multiplier: float | None = _key(checks.optional(checks.positive), default=None)
     steps: int | None = _key(checks.optional(checks.count), default=None)
+    plan: str | None = _key(checks.optional(checks.one_of("auto")), default=None)
+    """``"auto"``: batch size, steps and bands are chosen by predicted noise, for as many processed examples as the recipe's own
+    steps and batch size have."""
     delta: float = _key(checks.inside_unit_interval, default=1e-5)
-    accountant: str = _key(checks.one_of("rdp", "pld"), default="rdp")
-    bands: int | str | None = _key(checks.optional(checks.count_or("auto")), default=None)
-    """Bands of correlated noise, or ``"auto"``, the number with the least predicted noise. None: 1, independent noise."""
+    accountant: str | None = _key(checks.optional(checks.one_of("rdp", "pld")), default=None)
+    """None: ``"pld"``, the tighter one, but ``"rdp"`` for a search."""
+    bands: int | str | None = _key(checks.optional(checks.count_or("auto", "least")), default=None)
+    """Bands of correlated noise: a number, 1 for independent noise; ``"auto"``, a few where they leave much less noise; or
+    ``"least"``, the number with the least predicted noise. None: ``"auto"``."""
     band_coefficients: str | None = _key(checks.optional(checks.one_of("square-root", "optimised")), default=None)
     """Coefficients of correlated noise: the banded square root, or those with the least noise in the weights of SGD with the
     recipe's schedule and ``band_momentum``. None: ``"square-root"``."""
@@ -85,6 +92,8 @@ class Recipe:
     """Whom the guarantee is for: one example, or one user with all their examples. With users, sizes count users."""
     examples_per_user: int | None = _key(checks.optional(checks.count), default=None)
     """For unit ``"user"``: the largest number of a user's examples that enter a step."""
+    unit_name: str | None = _key(checks.optional(checks.noun), default=None)
+    """What the unit is called in the privacy statement, such as patient. For unit ``"example"``: each has one example."""
     noise_history: str | None = _key(checks.optional(checks.one_of("device", "cpu")), default=None)
     """Where several bands keep the noise of the last steps: beside the model or in main memory. None: ``"device"``."""
     noise_memory_gib: float | None = _key(checks.optional(checks.positive), default=None)
@@ -103,11 +112,14 @@ class Recipe:
 
     learning_rate: float | None = _key(checks.optional(checks.positive), default=None)
     """None: the default of the method."""
+    lr_unit: str | None = _key(checks.optional(checks.one_of("absolute", "walk")), default=None)
+    """What the learning rate is: the optimizer's own, or the distance that the noise of the run walks. None: the method's unit,
+    which is ``"absolute"`` for all but dp-walk."""
     schedule: str = _key(checks.one_of("constant", "cosine", "linear"), default="constant")
     warmup: float = _key(checks.below_one, default=0.0)
     """Fraction of the steps over which the learning rate rises linearly."""
-    ema_decay: float = _key(checks.below_one, default=0.0)
-    """Decay of an exponential moving average of the weights; 0: none is kept."""
+    ema_decay: float | None = _key(checks.optional(checks.below_one), default=None)
+    """Decay of an exponential moving average of the weights; 0: none is kept. None: 0.99 with dp-walk, else 0."""
 
     max_steps: int | None = _key(checks.optional(checks.count), default=None)
     """Stop after this many steps; schedule and noise stay those of the full run."""
@@ -129,6 +141,8 @@ class Recipe:
     """Decides which canaries take part. None: a new one for each run, which is kept in its configuration."""
 
     data_options: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
+    columns: dict[str, Any] = field(default_factory=dict, metadata={"check": declaration})
+    """What the columns of a table are: kinds, ranges and values, which are public."""
     model_options: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
     optimizer: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
     tune: dict[str, Any] = field(default_factory=dict, metadata={"check": tuning.table})
@@ -145,9 +159,15 @@ class Recipe:
             raise InputError(
                 f"base is {self.base!r}, but method is {self.method!r}; leave it out, it is only for method 'non-private'"
             )
-        _refuse_unknown_options("optimizer", self.optimizer, vocabulary.OPTIMIZER_OPTIONS[self.algorithm], self.algorithm)
-        _refuse_unknown_options("model_options", self.model_options, vocabulary.MODEL_OPTIONS[self.model], self.model)
-        _refuse_unknown_options("data_options", self.data_options, vocabulary.DATA_OPTIONS[self.data], self.data)
+        texts.refuse_misfits(self)
+        for table, given, known_options, owner in (
+            ("optimizer", self.optimizer, vocabulary.OPTIMIZER_OPTIONS, self.algorithm),
+            ("model_options", self.model_options, vocabulary.MODEL_OPTIONS, self.model),
+            ("data_options", self.data_options, vocabulary.DATA_OPTIONS, self.data),
+        ):
+            refuse_unknown_options(table, given, known_options[owner], owner, [key.name for key in fields(self)])
+        if self.columns and not takes_columns(self.data):
+            raise InputError(f"columns are declared, but data is {self.data!r}; they are for tables, leave them out")
         self._refuse_canaries_out_of_place()
         self._refuse_unsolvable_budget()
         self._refuse_idle_coefficients()
@@ -164,18 +184,42 @@ class Recipe:
         return self.method != vocabulary.NON_PRIVATE
 
     @property
+    def predicts_tokens(self) -> bool:
+        """Whether the model is a language model, whose texts need no labels."""
+        return self.model == vocabulary.LANGUAGE_MODEL
+
+    @property
     def algorithm(self) -> str:
         """The method that is run, with or without privacy."""
         return self.method if self.protected else self.base or "dp-microadam"
+
+    @property
+    def resolved_accountant(self) -> str:
+        """``accountant``, or the tighter one that knows what the recipe declares."""
+        return self.accountant or ("rdp" if self.tune else "pld")
 
     @property
     def resolved_learning_rate(self) -> float:
         """``learning_rate``, or the method's default."""
         if self.learning_rate is not None:
             return self.learning_rate
+        if self.resolved_lr_unit == "walk":
+            return vocabulary.WALK_LEARNING_RATE
         method = "dp-sgd" if self._scales_gradients_for_sgd() else self.algorithm
         default = vocabulary.DEFAULT_LEARNING_RATES[method]
         return default if self.protected else vocabulary.NON_PRIVATE_LEARNING_RATES.get(method, default)
+
+    @property
+    def resolved_lr_unit(self) -> str:
+        """``lr_unit``, or the method's own."""
+        return self.lr_unit or vocabulary.DEFAULT_LR_UNITS[self.algorithm]
+
+    @property
+    def resolved_ema_decay(self) -> float:
+        """``ema_decay``, or the method's default."""
+        if self.ema_decay is not None:
+            return self.ema_decay
+        return vocabulary.WALK_EMA_DECAY if self.algorithm == "dp-walk" else 0.0
 
     def _scales_gradients_for_sgd(self) -> bool:
         """Whether this is scale-then-privatize followed by SGD, the default of all its sources but ``"previous"``."""
@@ -217,7 +261,7 @@ class Recipe:
         known = [known.name for known in fields(cls)]
         for key, value in values.items():
             if key not in known:
-                raise InputError(f"recipe key {key} = {value!r} is unknown; {_hint_for_key(key, known)}")
+                raise InputError(f"recipe key {key} = {value!r} is unknown; {hint_for_key(key, known)}")
         for needed in fields(cls):
             if needed.default is MISSING and needed.default_factory is MISSING and needed.name not in values:
                 raise InputError(f"the recipe lacks the key {needed.name}; it must be given")
@@ -251,7 +295,7 @@ class Recipe:
             )
 
     def _refuse_idle_coefficients(self) -> None:
-        if self.band_coefficients is not None and self.bands in (None, 1):
+        if self.band_coefficients is not None and self.bands == 1:
             raise InputError(
                 f"band_coefficients is {self.band_coefficients!r}, but there is one band; set bands to more, or leave it out"
             )
@@ -300,8 +344,18 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
         values = _parse(source.read_text("utf-8"), name_or_path)
     else:
         values = {"name": Path(name_or_path).stem, **_parse(_read(name_or_path), name_or_path)}
+    method, own = values.get("method"), set(values.get("optimizer", {}))
     apply_overrides(values, overrides)
+    if values.get("method") != method:
+        _forget_options_of_another_method(values, own)
     return Recipe.from_dict(values)
+
+
+def _forget_options_of_another_method(values: dict[str, Any], own: set[str]) -> None:
+    """Drop options that the file gives to the optimizer of its own method, and the method that replaces it does not have."""
+    given, known = values.get("optimizer"), vocabulary.OPTIMIZER_OPTIONS.get(values.get("base") or values.get("method", ""))
+    if known is not None and isinstance(given, dict):
+        values["optimizer"] = {option: value for option, value in given.items() if option not in own or option in known}
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
@@ -318,9 +372,9 @@ def _read(name_or_path: str) -> str:
     looks_like_a_path = name_or_path.endswith(".toml") or Path(name_or_path).name != name_or_path
     if not looks_like_a_path and not Path(name_or_path).is_file():
         known = known_recipes()
-        nearest = _nearest(name_or_path, known, " (nearest: {})")
+        hint = nearest(name_or_path, known, " (nearest: {})")
         raise InputError(
-            f"there is no recipe {name_or_path!r}; known are {', '.join(known)}{nearest}, or give the path of a TOML file"
+            f"there is no recipe {name_or_path!r}; known are {', '.join(known)}{hint}, or give the path of a TOML file"
         )
     try:
         return Path(name_or_path).read_text("utf-8")
@@ -339,43 +393,3 @@ def _parse(text: str, name: str) -> dict[str, Any]:
 def _keys_of_type(wanted: str) -> frozenset[str]:
     """Keys of a recipe whose type annotation ends with ``wanted``."""
     return frozenset(key.name for key in fields(Recipe) if str(key.type).endswith(wanted))
-
-
-def _nearest(word: str, known: Iterable[str], sentence: str) -> str:
-    """``sentence`` formatted with the known word closest to ``word``; empty if none is close."""
-    found = difflib.get_close_matches(word, list(known), n=1)
-    return sentence.format(found[0]) if found else ""
-
-
-def _hint_for_key(key: str, known: Sequence[str]) -> str:
-    if key in _STEP_SIZES:
-        return "the learning rate is the key learning_rate"
-    for table, options in (
-        ("optimizer", vocabulary.OPTIMIZER_OPTIONS),
-        ("model_options", vocabulary.MODEL_OPTIONS),
-        ("data_options", vocabulary.DATA_OPTIONS),
-    ):
-        if any(key in own for own in options.values()):
-            return f"it is an option, {table}.{key}"
-    return _nearest(key, known, "the nearest known key is {}") or f"known keys are {', '.join(known)}"
-
-
-def _hint_for_option(option: str, known: Sequence[str], owner: str) -> str:
-    if option in _STEP_SIZES:
-        return "the learning rate is the recipe's own key learning_rate"
-    if option in {key.name for key in fields(Recipe)}:
-        return f"{option} is a key of the recipe itself"
-    if not known:
-        return f"{owner} has no options"
-    nearest = _nearest(option, known, f"the nearest known option of {owner} is {{}}")
-    return nearest or f"known options of {owner} are {', '.join(known)}"
-
-
-_STEP_SIZES = ("lr", "learning_rate", "step_size")
-"""Names of the learning rate in other libraries."""
-
-
-def _refuse_unknown_options(table: str, given: Mapping[str, Any], known: Sequence[str], owner: str) -> None:
-    for option, value in given.items():
-        if option not in known:
-            raise InputError(f"recipe key {table}.{option} = {value!r} is unknown; {_hint_for_option(option, known, owner)}")

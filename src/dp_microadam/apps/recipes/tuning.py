@@ -105,7 +105,7 @@ def with_values(recipe: Recipe, chosen: Mapping[str, Any]) -> Recipe:
 
 def score_of(recipe: Recipe) -> str:
     """The metric that decides: of the averaged weights, if the runs keep an average."""
-    averaged = recipe.ema_decay > 0 or "ema_decay" in recipe.tune
+    averaged = recipe.resolved_ema_decay > 0 or "ema_decay" in recipe.tune
     return f"{'ema_' if averaged else ''}validation_{recipe.tune['score']}"
 
 
@@ -115,6 +115,8 @@ def refuse_unsearchable(recipe: Recipe) -> None:
     Raises:
         InputError: if not.
     """
+    if recipe.tune and recipe.validation_fraction == 0 and recipe.validation_size is None:
+        raise InputError("validation_fraction is 0, but a search compares runs on held-out examples; it must be above 0")
     if not recipe.tune:
         raise InputError(
             f"recipe {recipe.name!r} has no [tune] table; name there what to choose among, as in --set tune.expected_runs=10 "
@@ -136,7 +138,7 @@ def refuse_unsearchable(recipe: Recipe) -> None:
         one = with_values(recipe, dict(zip(listed, combination, strict=True)))
         if not one.protected:
             raise InputError(f"tune.method holds {one.method!r}, which is not private; leave it out")
-        if "ema_decay" in listed and one.ema_decay == 0:
+        if "ema_decay" in listed and one.resolved_ema_decay == 0:
             raise InputError("tune.ema_decay holds 0, which keeps no average to compare; leave it out, or tune something else")
 
 

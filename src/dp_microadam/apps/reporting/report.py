@@ -33,16 +33,17 @@ def write_sweep(folder: str | Path) -> list[Path]:
     return write_report([folder], Path(folder) / REPORT)
 
 
-def write_report(folders: Sequence[str | Path], page: Path, *, files: bool = True) -> list[Path]:
+def write_report(folders: Sequence[str | Path], page: Path, *, files: bool = True, group_size: int = 1) -> list[Path]:
     """Write an HTML report about the runs, sweeps and audits in ``folders``; returns the paths of the files, the page first.
 
     With ``files``, figures (PNG, PDF) and tables (CSV, LaTeX, Markdown) are also written, into folders beside the page.
+    Privacy statements have ε for a group of ``group_size`` if that is above 1.
 
     Raises:
         InputError: if a folder is none of these or is named twice, or the page cannot be written.
         DPMicroAdamError: if matplotlib is not installed.
     """
-    parts = _parts(folders)
+    parts = _parts(folders, group_size)
     title = parts[0].title if len(parts) == 1 else "Report"
     lead = parts[0].lead if len(parts) == 1 else escape("; ".join(part.title for part in parts))
     sections = [section for part in parts for section in _with_part_title(part, len(parts))]
@@ -64,7 +65,7 @@ def write_report(folders: Sequence[str | Path], page: Path, *, files: bool = Tru
     return written
 
 
-def _parts(folders: Sequence[str | Path]) -> list[Part]:
+def _parts(folders: Sequence[str | Path], group_size: int) -> list[Part]:
     """The parts of the page: all runs together, then each sweep and audit."""
     runs: list[Run] = []
     others: list[Part] = []
@@ -79,7 +80,7 @@ def _parts(folders: Sequence[str | Path]) -> list[Part]:
         elif (path / AUDIT).is_file() and not (path / LEDGER_NAME).is_file() and not (path / PRIVACY_NAME).is_file():
             others.append(_audit_part(path))
         else:
-            runs.append(Run.read(path))
+            runs.append(Run.read(path, group_size))
     parts = [*([run_part(runs)] if runs else []), *others]
     names = [table.name for part in parts for table in part.tables]
     if len(set(names)) < len(names):

@@ -15,7 +15,7 @@ from dp_microadam.apps.reporting.palette import method_name
 from dp_microadam.errors import InputError
 from dp_microadam.privacy.ledger import LEDGER_NAME, LedgerRecord, read_ledger
 from dp_microadam.privacy.ledger_record import RUN_INSIDE, run_folder
-from dp_microadam.privacy.statement import PRIVACY_NAME, STATEMENT_NAME, unit_of
+from dp_microadam.privacy.statement import PRIVACY_NAME, STATEMENT_NAME, called, unit_of
 from dp_microadam.training.run_folder import (
     ADAM_STATE,
     CONFIG,
@@ -74,8 +74,8 @@ class Run:
     words: str
 
     @classmethod
-    def read(cls, folder: str | Path) -> Run:
-        """Read a run folder.
+    def read(cls, folder: str | Path, group_size: int = 1) -> Run:
+        """Read a run folder. Its privacy statement has ε for a group of ``group_size`` if that is above 1.
 
         Raises:
             InputError: if ``folder`` is not a run folder, or its files cannot be parsed.
@@ -86,7 +86,7 @@ class Run:
                 f"run is {str(folder)!r}; it must be a run folder, with a {LEDGER_NAME} or {PRIVACY_NAME}, or a sweep folder"
             )
         ledger = read_ledger(path) if (path / LEDGER_NAME).is_file() else None
-        privacy = _json(path / PRIVACY_NAME) if ledger is None else privacy_of(path)
+        privacy = _json(path / PRIVACY_NAME) if ledger is None else privacy_of(path, group_size)
         settings = _settings(path / CONFIG)
         statistics, lines = _json(path / STATISTICS), read_metrics(path)
         words = path / STATEMENT_NAME
@@ -146,6 +146,12 @@ class Run:
         return unit_of(self.privacy)
 
     @property
+    def whom(self) -> str:
+        """``"for a user"``, or what a user or example is called; empty for examples without a name."""
+        name = called(self.privacy)
+        return "" if name == "example" else f"for a {name}"
+
+    @property
     def steps(self) -> int:
         return int(self.privacy.get("steps_done", 0))
 
@@ -194,6 +200,12 @@ class Run:
             return float(self.test["test_accuracy"]), f"test accuracy{at}"
         found = self.series(self.headline("accuracy"))
         return (found[-1][1], f"validation accuracy at step {found[-1][0]:,}") if found else None
+
+    @property
+    def perplexity(self) -> float | None:
+        """Perplexity of a language model on the test texts."""
+        value = self.test.get("test_perplexity")
+        return float(value) if is_number(value) else None
 
     @property
     def expected_batch(self) -> int | None:

@@ -8,6 +8,7 @@ from html import escape
 from typing import Any
 
 from dp_microadam.apps.reporting import run_tables
+from dp_microadam.apps.reporting.accuracy import accuracy_html, recall_table
 from dp_microadam.apps.reporting.figures import Figure
 from dp_microadam.apps.reporting.page import Section
 from dp_microadam.apps.reporting.palette import css_variables
@@ -36,23 +37,29 @@ def run_part(runs: Sequence[Run]) -> Part:
     evaluations = _known(run_tables.evaluations(run, number=number, label=label) for number, (run, label) in labelled)
     measured = _known(run_tables.diagnostics(run, number=number, label=label) for number, (run, label) in labelled)
     audits = [run_tables.audit(run.audit, name=f"audit-{number}") for number, (run, _) in labelled if run.audit]
+    recalls = _known([recall_table(runs)])
+    accuracy = Section("accuracy", "Accuracy", accuracy_html(runs, recalls[0] if recalls else None))
     memory, settings = _known([run_tables.memory(runs)]), _known([run_tables.settings(runs)])
     statements = [_statement(run, label, len(runs)) for _, (run, label) in labelled]
     state = _pictures(figures["memory"], "The optimizer's state was not recorded") + _html(memory)
+    overview = Section("summary", "The run" if len(runs) == 1 else "Runs", _overview(runs))
+    privacy = Section("privacy", "Privacy statement", "\n".join(statements))
+    # The first reader is responsible for the data. Of several runs, the cards say which of them are private.
+    first = [privacy, accuracy, overview] if len(runs) == 1 else [overview, privacy, accuracy]
     sections = [
-        Section("summary", "Summary", _overview(runs, summary)),
+        *first,
         Section("learning", "Validation loss and accuracy", _learning(runs, figures["learning"], evaluations)),
         Section("budget", "Privacy budget", _budget(runs, figures["budget"])),
         Section("course", "Learning rate and throughput", _course(figures["course"])),
         Section("memory", "Memory", state),
         *([Section("diagnostics", "Diagnostics of MicroAdam", _html(measured))] if measured else []),
-        Section("privacy", "Privacy statement", "\n".join(statements)),
         *([Section("audit", "Audit", _audits(runs, audits))] if audits else []),
         *([Section("settings", "Settings", _html(settings))] if settings else []),
     ]
     drawn = tuple(figure for several in figures.values() for figure in several)
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
-    return Part(title, _lead(runs), tuple(sections), drawn, (summary, *evaluations, *memory, *measured, *audits, *settings))
+    tables = (summary, *recalls, *evaluations, *memory, *measured, *audits, *settings)
+    return Part(title, _lead(runs), tuple(sections), drawn, tables)
 
 
 def _known(tables: Iterable[Table | None]) -> list[Table]:
@@ -68,7 +75,8 @@ def _lead(runs: Sequence[Run]) -> str:
         return escape("; ".join(dict.fromkeys(run.method for run in runs)))
     run = runs[0]
     what = " on ".join(str(run.settings[key]) for key in ("model", "data") if key in run.settings)
-    return escape(", ".join(part for part in (run.method, what, _state(run)) if part))
+    on = f" on {run.last_activity:%Y-%m-%d}" if run.state == "finished" and run.last_activity is not None else ""
+    return escape(", ".join(part for part in (run.method, what, run_tables.trained_on(run), f"{_state(run)}{on}") if part))
 
 
 def _state(run: Run) -> str:
@@ -78,34 +86,43 @@ def _state(run: Run) -> str:
     return f"{run.state}: {run.steps:,} of {run.steps_planned:,} steps, last activity {run.last_activity:%Y-%m-%d %H:%M} UTC"
 
 
-def _overview(runs: Sequence[Run], summary: Table) -> str:
-    """A card per run and the summary table, beside a single card or below several."""
+def _overview(runs: Sequence[Run]) -> str:
+    """A card per run; of a single one without the numbers that stand above it. The same as a table is among the files."""
     names = css_variables()
-    shown = [_card(run, f"var({names[style.colour][0]})") for run, style in zip(runs, styles_of(runs), strict=True)]
-    inside, below = ([*shown, summary.html()], "") if len(runs) == 1 else (shown, summary.html())
-    return '<div class="cards">\n' + "\n".join(inside) + f"\n</div>\n{below}"
+    colours = [f"var({names[style.colour][0]})" for style in styles_of(runs)]
+    shown = [_card(run, colour, numbers=len(runs) > 1) for run, colour in zip(runs, colours, strict=True)]
+    return '<div class="cards">\n' + "\n".join(shown) + "\n</div>"
 
 
-def _card(run: Run, colour: str) -> str:
-    numbers = [_accuracy(run), _promise(run)]
-    if run.optimizer_state is not None:
-        own, adam = run.optimizer_state
-        share = own / adam
-        numbers.append((f"{8 * share:.2f} B", f"state per parameter, {100 * share:.0f} % of Adam's"))
-    figures = "".join(f"<div><b>{escape(big)}</b><span>{escape(small)}</span></div>" for big, small in numbers)
+def _card(run: Run, colour: str, *, numbers: bool) -> str:
+    shown = [_accuracy(run), _promise(run)] if numbers else []
+    if run.perplexity is not None:
+        shown.insert(0, (f"{run.perplexity:.2f}", "test perplexity"))
+    figures = "".join(f"<div><b>{escape(big)}</b><span>{escape(small)}</span></div>" for big, small in shown)
     facts = {
+        "Date": "" if run.last_activity is None else f"{run.last_activity:%Y-%m-%d}",
         "Method": run.method,
         "Model, data": ", ".join(str(run.settings[key]) for key in ("model", "data") if key in run.settings),
+        "Trained on": run_tables.trained_on(run),
         "Steps": run_tables.steps_in_words(run),
         "State": _state(run),
+        "Training time": "" if run.training_seconds is None else str(run_tables.about(run.training_seconds)),
+        "Optimizer state": _optimizer_state(run),
     }
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts.items() if text)
     badge = '<span class="badge">private</span>' if run.private else '<span class="badge bad">not private</span>'
     return f"""<article class="card">
 <header><h3><i class="key" style="background:{colour}"></i>{escape(run.name)}</h3>{badge}</header>
-<div class="numbers">{figures}</div>
+{f'<div class="numbers">{figures}</div>' if figures else ""}
 <dl>{rows}</dl>
 </article>"""
+
+
+def _optimizer_state(run: Run) -> str:
+    if run.optimizer_state is None:
+        return ""
+    own, adam = run.optimizer_state
+    return f"{8 * own / adam:.2f} B per parameter, {100 * own / adam:.0f} % of Adam's"
 
 
 def _accuracy(run: Run) -> tuple[str, str]:
@@ -121,7 +138,7 @@ def _promise(run: Run) -> tuple[str, str]:
     spent = f"{round_up(run.epsilon)}"
     if not run.private:
         return "no ε", f"fixed seed; {spent} at δ = {run.privacy['delta']:g} without it"
-    return f"ε = {spent}", f"{'for a user, ' if run.unit == 'user' else ''}at δ = {run.privacy['delta']:g}"
+    return f"ε = {spent}", f"{run.whom}{', ' * bool(run.whom)}at δ = {run.privacy['delta']:g}"
 
 
 def _pictures(figures: Sequence[Figure], otherwise: str) -> str:
@@ -159,7 +176,9 @@ def _course(figures: Sequence[Figure]) -> str:
 
 
 def _statement(run: Run, label: str, count: int) -> str:
-    heading = f"<h3>{escape(label)}</h3>" if count > 1 else ""
+    big, small = _promise(run)
+    number = f'<div class="numbers"><div><b>{escape(big)}</b><span>{escape(small)}</span></div></div>'
+    heading = f"<h3>{escape(label)}</h3>" if count > 1 else number
     kind = "" if run.private else " bad"
     if run.ledger is None:
         words = run.words or f"NOT PRIVATE: {run.stamp}. No guarantee of any kind holds for this model."

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dp_microadam.apps.reporting.formats import duration, fixed, in_bytes, significant
-from dp_microadam.apps.reporting.model_card import DIAGNOSTICS_NOTE, diagnostics_rows
 from dp_microadam.apps.reporting.run import Run
 from dp_microadam.apps.reporting.run_figures import labels_of
 from dp_microadam.apps.reporting.tables import Cell, Table, cell
 from dp_microadam.privacy.statement import round_up
+from dp_microadam.training.model_card import DIAGNOSTICS_NOTE, diagnostics_rows
 
 _UNKNOWN = cell("not recorded", faint=True)
 
@@ -22,15 +22,18 @@ HELD_OUT = (
 
 def summary(runs: Sequence[Run]) -> Table:
     """Summary with a column per run: method, data, accuracy, privacy, steps, time and memory."""
+    perplexities: list[object] = ["" if run.perplexity is None else f"{run.perplexity:.2f}" for run in runs]
     facts: dict[str, list[object]] = {
         "folder": [run.name for run in runs],
         "method": [run.method for run in runs],
         "data": [run.settings.get("data", _UNKNOWN) for run in runs],
         "model": [run.settings.get("model", _UNKNOWN) for run in runs],
         "accuracy": [accuracy_in_words(run) for run in runs],
+        **({"test perplexity": perplexities} if any(perplexities) else {}),
         "private": [_stamp(run) for run in runs],
         "ε spent": [epsilon_in_words(run) for run in runs],
         "δ": [f"{run.privacy['delta']:g}" if run.privacy.get("delta") else "none" for run in runs],
+        "trained on": [trained_on(run) or _UNKNOWN for run in runs],
         "steps": [steps_in_words(run) for run in runs],
         "state": [run.state for run in runs],
         "training time": [about(run.training_seconds) for run in runs],
@@ -52,13 +55,19 @@ def epsilon_in_words(run: Run) -> Cell:
     if run.epsilon is None:
         return cell("none", "no clipping, no noise")
     if run.private:
-        return cell(round_up(run.epsilon), "for a user") if run.unit == "user" else cell(round_up(run.epsilon))
+        return cell(round_up(run.epsilon), run.whom) if run.whom else cell(round_up(run.epsilon))
     return cell("no guarantee", f"{round_up(run.epsilon)} with unpredictable randomness")
 
 
 def steps_in_words(run: Run) -> str:
     lost = f", {run.lost:,} of them spent and lost" if run.lost else ""
     return f"{run.steps:,} of {run.steps_planned:,}{lost}"
+
+
+def trained_on(run: Run) -> str:
+    """How many examples or users the run was trained on, which is public; empty if it is not recorded."""
+    count = run.ledger.plan.dataset_size if run.ledger is not None else run.statistics.get("dataset_size")
+    return f"{count:,} {run.unit}s" if count else ""
 
 
 def _stamp(run: Run) -> Cell:

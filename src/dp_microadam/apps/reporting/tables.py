@@ -10,6 +10,8 @@ from html import escape
 from unicodedata import normalize
 from urllib.parse import quote
 
+_NARROW = 3
+"""Tables with more columns are stacked on a phone, a block per row."""
 _WIDE, _LONG = 10, 100
 """Tables with more columns are printed in landscape; tables with more rows are not printed."""
 
@@ -147,7 +149,12 @@ class Table:
             for form, ending, text in forms
         )
         note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
-        sizes = ["table", *(["wide"] if len(self.header) > _WIDE else []), *(["long"] if len(self.rows) > _LONG else [])]
+        sizes = [
+            "table",
+            *(["stacked"] if len(self.header) > _NARROW else []),
+            *(["wide"] if len(self.header) > _WIDE else []),
+            *(["long"] if len(self.rows) > _LONG else []),
+        ]
         if "long" in sizes:
             note += f'<p class="note on-paper">{len(self.rows):,} rows, not printed: see {escape(self.name)}.csv.</p>'
         return f"""<div class="{" ".join(sizes)}" id="table-{escape(self.name)}">
@@ -177,7 +184,9 @@ class Table:
             *(["best"] if one.best else []),
         ]
         kind = f' class="{" ".join(classes)}"' if classes else ""
-        return f'<th scope="row"{kind}>{inside}</th>' if column < self.labels else f"<td{kind}>{inside}</td>"
+        # On a phone a row may be a block, in which each cell is told by the name of its column.
+        named = f'{kind} data-column="{escape(self.header[column])}"'
+        return f'<th scope="row"{named}>{inside}</th>' if column < self.labels else f"<td{named}>{inside}</td>"
 
 
 _LATEX = {

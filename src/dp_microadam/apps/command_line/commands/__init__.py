@@ -11,6 +11,7 @@ COMMANDS = (
     "tune",
     "evaluate",
     "export",
+    "predict",
     "plan",
     "budget",
     "data",

@@ -24,7 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     complete_with(run_folders, parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, or its ledger file"))
     parser.add_argument("--delta", type=float, metavar="D", help="δ of the result; required if the runs have different ones")
     parser.add_argument(
-        "--accountant", choices=("rdp", "pld"), default="rdp", help="accountant that determines ε (default: rdp)"
+        "--accountant", choices=("rdp", "pld"), help="accountant that determines ε (default: pld; rdp if a RUN is a search)"
     )
     parser.add_argument(
         "--group-size",
@@ -115,20 +115,21 @@ def _refuse_unprotected(run: str) -> None:
 
 
 def _compose(records: dict[str, LedgerRecord], delta: float, options: argparse.Namespace) -> dict[str, Any]:
-    from dp_microadam.privacy.accounting import epsilon, group_epsilon
+    from dp_microadam.privacy.accounting import DEFAULT_ACCOUNTANT, epsilon, group_epsilon
     from dp_microadam.privacy.ledger import spent_together, steps_together
     from dp_microadam.privacy.selection_plan import SelectionPlan
 
     spent = spent_together(records.values())
     searches = {name for name, record in records.items() if isinstance(record.plan, SelectionPlan)}
-    accountants = ("rdp",) if searches and options.accountant == "rdp" else ("rdp", "pld")  # pld knows no selection
+    chosen = options.accountant or ("rdp" if searches else DEFAULT_ACCOUNTANT)
+    accountants = ("rdp",) if searches and chosen == "rdp" else ("rdp", "pld")  # pld knows no selection
     by_accountant = {accountant: epsilon(spent, delta, accountant) for accountant in accountants}
     report: dict[str, Any] = {
         "private": all(record.settings.private for record in records.values()),
         "unit": next(iter(records.values())).plan.unit,
-        "epsilon": by_accountant[options.accountant],
+        "epsilon": by_accountant[chosen],
         "delta": delta,
-        "accountant": options.accountant,
+        "accountant": chosen,
         "steps_done": steps_together(records.values()),
         "accountants": {name: {"epsilon": value} for name, value in by_accountant.items()},
         "group_size": options.group_size,
@@ -136,7 +137,7 @@ def _compose(records: dict[str, LedgerRecord], delta: float, options: argparse.N
             {
                 "run": name,
                 "private": record.settings.private,
-                "epsilon": record.epsilon(delta, options.accountant),
+                "epsilon": record.epsilon(delta, chosen),
                 "sample_rate": record.plan.sample_rate,
                 "noise_multiplier": record.plan.noise_multiplier,
                 "steps_done": record.steps,

@@ -16,6 +16,7 @@ from dp_microadam.apps.command_line.completers import complete_with, data_set_na
 from dp_microadam.errors import DPMicroAdamError, InputError
 
 if TYPE_CHECKING:
+    from dp_microadam.apps.recipes.recipe import Recipe
     from dp_microadam.data.catalogue import Download
     from dp_microadam.data.download import Progress
 
@@ -55,12 +56,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
     check = actions.add_parser(
         "check",
-        help="verify a data set: compare file digests, or decode every image; of a recipe also who its users are",
+        help="verify a data set: compare file digests, decode every image, read every row; of a recipe also who its users are",
         epilog="examples:\n  dp-microadam data check image-folder --folder photographs --workers 2\n"
-        "  dp-microadam data check mine.toml",
+        "  dp-microadam data check patients.csv --suggest > mine.toml\n  dp-microadam data check mine.toml",
     )
-    name = check.add_argument("name", metavar="NAME", help="name of a data set, as in `data list`, or a recipe's TOML file")
+    name = check.add_argument(
+        "name", metavar="NAME", help="name of a data set, as in `data list`, a recipe's name or TOML file, or a CSV file"
+    )
     complete_with(data_set_names, name)
+    check.add_argument(
+        "--suggest",
+        action="store_true",
+        help="of a CSV file: print a first recipe with a declaration of its columns; it is written from private rows, and says "
+        "what of it must be public knowledge",
+    )
+    check.add_argument("--label", metavar="COLUMN", help="with --suggest: the column of labels (default: the last)")
     check.add_argument("--folder", metavar="DIR", help="folder of the data set (default: where recipes look for it)")
     check.add_argument("--workers", type=int, default=0, metavar="N", help="worker processes that decode images (default: 0)")
     check.add_argument("--json", action="store_true", help="print JSON and nothing else")
@@ -132,36 +142,89 @@ def run_get(options: argparse.Namespace) -> int:
 
 
 def run_check(options: argparse.Namespace) -> int:
-    from dp_microadam.data.catalogue import known
-    from dp_microadam.data.inspection import inspect, undecodable, user_problems
+    from dp_microadam.data.catalogue import known, takes_columns
+    from dp_microadam.data.inspection import image_problems, image_summary, inspect, text_problems, user_problems
+    from dp_microadam.data.table_check import PRIVATE
     from dp_microadam.validation import require_integer
 
     require_integer("workers", options.workers, 0)
+    if options.suggest or options.name.lower().endswith(".csv"):
+        return _suggest(options)
     name: str = options.name
     folder: str | None = options.folder
     data_options: dict[str, Any] = {}
-    if name.endswith(".toml"):
-        from dp_microadam.apps.recipes.recipe import load_recipe
-
-        recipe = load_recipe(name)
+    recipe = _recipe(options)
+    if recipe is not None:
         name, folder, data_options = recipe.data, folder or recipe.data_folder or None, recipe.data_options
-    found = inspect(name, folder)
+    found = inspect(name, folder, verify=recipe is None or recipe.verify_data)
+    kind = known(name).kind
     problems = [found.problem] if found.problem else []
-    if found.place and not problems:
-        kind = known(name).kind
-        problems += user_problems(kind, Path(found.place), data_options)
-        if kind == "images":
-            with _counter("images") as count:
-                problems += undecodable(Path(found.place), options.workers, count)
+    summary: list[str] = []
+    notes: list[str] = []
+    if found.place and kind == "images":
+        with _counter("images") as count:
+            problems = list(image_problems(name, Path(found.place), data_options, options.workers, count))
+        problems += user_problems(Path(found.place), data_options)
+        if not problems:
+            summary = image_summary(Path(found.place), data_options)
+    if found.place and not problems and takes_columns(name) and (recipe is not None or kind == "table"):
+        problems, notes = _check_table(recipe, folder)
+    if found.place and not problems and kind == "text":
+        labelled = recipe is None or not recipe.predicts_tokens
+        problems = list(text_problems(name, Path(found.place), data_options, labelled=labelled))
     if options.json:
-        print(json.dumps({"name": name, "place": found.place, "state": found.state, "problems": problems}))
+        values = {"name": name, "place": found.place, "state": found.state, "problems": problems, "summary": summary}
+        print(json.dumps({**values, "notes": notes}, ensure_ascii=False))
     elif problems:
         print("\n".join(problems))
     else:
-        print(f"{name} is {'in order' if found.state == 'unverified' else found.state}: {found.place}")
+        print("\n".join([f"{name} is {'in order' if found.state == 'unverified' else found.state}: {found.place}", *summary]))
+    if notes and not options.json:
+        print("\n".join((*(f"note: {note}" for note in notes), f"note: {PRIVATE}")))
     if found.state == "missing":
         return 2
     return 1 if problems else 0
+
+
+def _recipe(options: argparse.Namespace) -> Recipe | None:
+    """The recipe to check the data of; None for the name of a data set, unless that needs its recipe to be read."""
+    from dp_microadam.apps.recipes.recipe import known_recipes, load_recipe
+    from dp_microadam.data.catalogue import KNOWN_DATA, takes_columns
+
+    if options.name in KNOWN_DATA and not takes_columns(options.name):
+        return None
+    return load_recipe(options.name) if options.name.endswith(".toml") or options.name in known_recipes() else None
+
+
+def _check_table(recipe: Recipe | None, folder: str | None) -> tuple[list[str], list[str]]:
+    from dataclasses import replace
+
+    from dp_microadam.apps.recipes.assemble import load_data, number_of_units
+    from dp_microadam.data.dataset import LabelledData
+    from dp_microadam.data.table_check import check_table
+
+    if recipe is None:
+        raise InputError(
+            "a table is checked with its recipe, which says what its columns are; dp-microadam data check FILE.csv --suggest "
+            "writes a first one"
+        )
+
+    def load() -> LabelledData:
+        data = load_data(replace(recipe, data_folder=folder or ""))
+        number_of_units(recipe, data)
+        return data
+
+    found = check_table(recipe.data, folder, recipe.columns, recipe.data_options, load, recipe.data_memory_gib)
+    return found.problems, found.notes
+
+
+def _suggest(options: argparse.Namespace) -> int:
+    from dp_microadam.apps.recipes.suggestion import suggest
+
+    if not options.suggest:
+        raise InputError(f"{options.name} is a table; add --suggest to get a first recipe for it, then check that recipe")
+    print(suggest(Path(options.name), options.label), end="")
+    return 0
 
 
 @contextmanager

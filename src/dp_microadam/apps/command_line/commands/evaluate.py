@@ -6,7 +6,14 @@ import argparse
 import json
 from pathlib import Path
 
-from dp_microadam.apps.command_line.commands.running import lost_steps_note, open_run, privacy_line
+from dp_microadam.apps.command_line.commands.running import (
+    class_figures,
+    language_metrics,
+    lost_steps_note,
+    open_run,
+    print_language,
+    privacy_line,
+)
 from dp_microadam.apps.command_line.completers import complete_with, run_folders
 
 
@@ -25,12 +32,25 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(options: argparse.Namespace) -> int:
     experiment = open_run(options.run_dir)
     result = experiment.trainer.peek()
-    accuracy, weights = experiment.test_accuracy()
+    counts, weights = experiment.test_results()
+    accuracy = counts.accuracy
+    language = language_metrics(experiment)
     if options.json:
-        values = {"test_accuracy": accuracy, "weights": weights, "steps_done": result.steps_done, "updates": result.updates}
-        print(json.dumps({**values, "private": result.private, "epsilon": result.epsilon, "delta": result.delta}))
+        values = {
+            "test_accuracy": accuracy,
+            **class_figures(experiment, counts),
+            **language,
+            "weights": weights,
+            "steps_done": result.steps_done,
+            "updates": result.updates,
+            "private": result.private,
+            "epsilon": result.epsilon,
+            "delta": result.delta,
+        }
+        print(json.dumps(values, ensure_ascii=False))
         return 0
     print(f"evaluated with the {weights}{lost_steps_note(result) or f' after {result.updates} steps'}")
+    print_language(language)
     print(f"test accuracy {100 * accuracy:.2f} %")
     print(privacy_line(result))
     return 0

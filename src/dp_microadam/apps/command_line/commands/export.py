@@ -1,64 +1,136 @@
-"""``dp-microadam export``: weights that plain PyTorch loads, with a model card and the privacy statement."""
+"""``dp-microadam export``: a folder to publish and deploy: weights, program, preprocessing, model card, privacy statement."""
 
 from __future__ import annotations
 
 import argparse
-import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from dp_microadam.apps.command_line.commands.running import ledger_head, open_run, privacy_line
+from dp_microadam.apps.command_line.commands.running import (
+    is_run_from_python,
+    language_metrics,
+    ledger_head,
+    open_run,
+    privacy_line,
+)
 from dp_microadam.apps.command_line.completers import complete_with, run_folders
-from dp_microadam.durable_files import sync_folder, write_text_durably
 from dp_microadam.errors import InputError
+from dp_microadam.validation import require_integer
+
+if TYPE_CHECKING:
+    from dp_microadam.apps.recipes.experiment import Experiment
+    from dp_microadam.training.evaluation import ClassCounts
+    from dp_microadam.training.trainer import RunResult
+
+_SHOWN_CLASSES = 20
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "export",
-        help="write a run's weights as safetensors, with a model card and the privacy statement",
-        description="Write a run's weights as safetensors, with a model card that says how to load them and the privacy "
-        "statement.",
+        help="write a run's model for deployment: weights, program, preprocessing, model card and privacy statement",
+        description="Write a run's model into a new folder: weights as safetensors; the whole model as a program of "
+        "torch.export that takes raw inputs; what it takes and the names of its classes as JSON; a model card; the "
+        "privacy statement.",
         epilog="example:\n  dp-microadam export runs/mine --output digits-model",
     )
     complete_with(run_folders, parser.add_argument("run_dir", type=Path, metavar="RUN", help="run folder"))
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write (default: RUN/export)")
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        default=1,
+        metavar="K",
+        help="the statement also says ε for somebody with up to K examples, or for K users together",
+    )
+    parser.add_argument("--adapters", action="store_true", help="of a model trained with LoRA, write the adapters alone")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    from dp_microadam.apps.reporting.model_card import loading_code, model_card
-    from dp_microadam.privacy.statement import STATEMENT_NAME
-    from dp_microadam.training.export import save_weights
-
+    require_integer("group_size", options.group_size, 1)
     output: Path = options.output or options.run_dir / "export"
     if output.exists():
         raise InputError(f"output is {str(output)!r}, which exists already; name a new folder")
+    if is_run_from_python(options.run_dir):
+        return _export_run_from_python(options.run_dir, output, options.group_size)
+    from dp_microadam.apps.recipes.deploy import deployment_of, largest_difference
+    from dp_microadam.training.deployment import export_run
+    from dp_microadam.training.export import AVERAGED_WEIGHTS, PROGRAM, WEIGHTS
+    from dp_microadam.training.model_card import loading_code
+    from dp_microadam.training.program import load_program
+
     experiment = open_run(options.run_dir)
+    if options.adapters and not experiment.recipe.model_options.get("lora_rank"):
+        raise InputError("--adapters is given, but the run was trained without LoRA; leave it out to export the whole model")
     result = experiment.trainer.peek()
-    accuracy, weights = experiment.test_accuracy()
-    unfinished = output.with_name(output.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    save_weights(experiment.model.state_dict(), unfinished / "model.safetensors")
-    if experiment.trainer.average is not None:
-        save_weights(experiment.trainer.average.state_dict(), unfinished / "model_ema.safetensors")
-    # Anew from the ledger: what is published must not claim less than was spent.
-    experiment.trainer.write_privacy(unfinished)
-    statement = (unfinished / STATEMENT_NAME).read_text(encoding="utf-8")
-    metrics = {"test accuracy": f"{100 * accuracy:.2f} % ({weights})", "steps": result.updates}
+    counts, weights = experiment.test_results()
+    metrics: dict[str, Any] = {
+        "test accuracy": f"{100 * counts.accuracy:.2f} % ({weights})",
+        **_by_class(experiment, counts),
+        **language_metrics(experiment),
+        "steps": result.updates,
+    }
     if result.updates < result.steps_done:
         metrics["steps spent that are not in the weights"] = result.steps_done - result.updates
-    measured = [line for line in experiment.trainer.record.metrics() if "diagnostics" in line]
-    diagnostics = measured[-1] if measured else None
     recipe, data = experiment.recipe, experiment.data
-    best = "model.safetensors" if experiment.trainer.average is None else "model_ema.safetensors"
+    if data.tokens:
+        from dp_microadam.apps.recipes.text_export import export_texts
+
+        export_texts(experiment, output, metrics, adapters_alone=options.adapters, group_size=options.group_size)
+        return _conclude(output, result)
+    best = WEIGHTS if experiment.trainer.average is None else AVERAGED_WEIGHTS
     code = loading_code(recipe.model, recipe.model_options, data.num_classes, data.example_shape, best, (data.mean, data.std))
-    card = model_card(recipe.name, recipe.to_toml(), statement, metrics, diagnostics, code)
-    write_text_durably(unfinished / "README.md", card)
-    unfinished.rename(output)
-    sync_folder(output.parent)
-    print(f"exported to {output}")
+
+    def check(folder: Path) -> str:
+        count, largest = largest_difference(experiment, load_program(folder / PROGRAM))
+        return f"program checked on {count} test examples: its probabilities are those of evaluate, within {largest:.1g}"
+
+    checked = export_run(
+        experiment.trainer,
+        output,
+        deployment_of(experiment),
+        name=recipe.name,
+        metrics=metrics,
+        recipe_toml=recipe.to_toml(),
+        loading=code,
+        check=check,
+        group_size=options.group_size,
+    )
+    return _conclude(output, result, checked)
+
+
+def _conclude(output: Path, result: RunResult, *lines: str | None) -> int:
+    print("\n".join([f"exported to {output}", *filter(None, lines)]))
     if (head := ledger_head(result)) is not None:
         print(f"ledger's last hash {head}")
     print(privacy_line(result))
+    return 0
+
+
+def _by_class(experiment: Experiment, counts: ClassCounts) -> dict[str, Any]:
+    if experiment.recipe.predicts_tokens:
+        return {}
+    majority = {"accuracy of always naming the most frequent class": counts.majority}
+    return {**majority, **_recalls(experiment.data.classes, counts.recalls)}
+
+
+def _recalls(classes: Sequence[str], recalls: Sequence[float | None]) -> dict[str, str]:
+    """The recall of each class, or of the worst ones if there are many."""
+    known = [(name, recall) for name, recall in zip(classes, recalls, strict=True) if recall is not None]
+    worst = known if len(known) <= _SHOWN_CLASSES else sorted(known, key=lambda one: one[1])[:_SHOWN_CLASSES]
+    return {f"recall of {name}": f"{100 * recall:.1f} %" for name, recall in worst}
+
+
+def _export_run_from_python(run_dir: Path, output: Path, group_size: int) -> int:
+    from dp_microadam.privacy.ledger import read_ledger
+    from dp_microadam.training.deployment import export_folder
+
+    export_folder(run_dir, output, group_size)
+    print(f"exported to {output}: weights, model card and privacy statement")
+    print(
+        "without a program: the run was started from Python, and its model is there: trainer.export(folder, example) writes one"
+    )
+    print(f"ledger's last hash {read_ledger(run_dir).head}")
     return 0

@@ -1,57 +1,82 @@
-"""``dp-microadam plan``: solve for ε, noise multiplier or steps, and compare the two accountants."""
+"""``dp-microadam plan``: solve for ε, noise multiplier or steps, compare the two accountants, or propose a plan."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dp_microadam.apps.command_line.completers import complete_with, recipe_names, recipe_settings
+
 if TYPE_CHECKING:
+    from dp_microadam.apps.recipes.recipe import Recipe
+    from dp_microadam.privacy.advice import Proposal
     from dp_microadam.privacy.plan import PrivacyPlan
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "plan",
-        help="solve for epsilon, noise multiplier or number of steps",
-        description="Compute a privacy plan. Give two of --epsilon, --noise-multiplier and --steps; the third is solved.",
-        epilog="example:\n"
-        "  dp-microadam plan --dataset-size 45000 --batch-size 4096 --delta 1e-5 --epsilon 8 --noise-multiplier 3",
+        help="solve for epsilon, noise multiplier or number of steps, or propose a plan",
+        description="Compute a privacy plan, of a recipe or from numbers. Give two of --epsilon, --noise-multiplier and "
+        "--steps; the third is solved. --advise proposes batch size, steps and bands for a number of examples that can be "
+        "processed, by predicted noise alone.",
+        epilog="examples:\n"
+        "  dp-microadam plan --dataset-size 45000 --batch-size 4096 --delta 1e-5 --epsilon 8 --noise-multiplier 3\n"
+        "  dp-microadam plan --advise --dataset-size 45000 --delta 1e-5 --epsilon 3 --examples 500000 --parameters 26010\n"
+        "  dp-microadam plan fashion-mnist --advise --minutes 10",
     )
-    parser.add_argument("--dataset-size", type=int, required=True, metavar="N", help="number of training examples, or of users")
-    parser.add_argument("--batch-size", type=int, required=True, metavar="B", help="expected number of them per step")
-    parser.add_argument("--delta", type=float, required=True, metavar="D", help="δ; should be well below 1/N, e.g. 1e-5")
+    complete_with(recipe_names, parser.add_argument("recipe", nargs="?", help="name or TOML file of a recipe, for its plan"))
+    override = parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change one key of the recipe"
+    )
+    complete_with(recipe_settings, override)
+    parser.add_argument("--dataset-size", type=int, metavar="N", help="number of training examples, or of users")
+    parser.add_argument("--batch-size", type=int, metavar="B", help="expected number of them per step")
+    parser.add_argument("--delta", type=float, metavar="D", help="δ; should be well below 1/N, e.g. 1e-5")
     parser.add_argument("--epsilon", type=float, metavar="E", help="largest ε that may be spent")
     parser.add_argument(
         "--noise-multiplier", type=float, metavar="S", help="noise standard deviation divided by the sensitivity"
     )
     parser.add_argument("--steps", type=int, metavar="T", help="number of optimizer updates")
-    parser.add_argument(
-        "--accountant", choices=("rdp", "pld"), default="rdp", help="accountant that determines ε (default: rdp)"
-    )
+    parser.add_argument("--accountant", choices=("rdp", "pld"), help="accountant that determines ε (default: pld, the tighter)")
     parser.add_argument(
         "--bands",
-        default="1",
         metavar="N",
-        help="bands of correlated noise, or auto for the least predicted noise (default: 1, independent noise)",
+        help="bands of correlated noise: a number, 1 for independent noise; auto, a few where they leave much less noise, if "
+        "P, ε and T are given; or least, those with the least predicted noise (default: auto)",
     )
     parser.add_argument(
         "--max-batch-size", type=int, metavar="M", help="most examples in a step; of a larger sample, M are kept at random"
     )
     parser.add_argument(
-        "--unit", choices=("example", "user"), default="example", help="whom ε is for: an example, or a user with all they have"
+        "--unit", choices=("example", "user"), help="whom ε is for: an example (default), or a user with all they have"
     )
     parser.add_argument(
         "--examples-per-user", type=int, metavar="K", help="with users: the largest number of a user's examples in a step"
     )
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        metavar="K",
+        help="ε is for somebody with up to K examples, or for K users together; of a recipe, it is shown beside",
+    )
     parser.add_argument("--parameters", type=int, metavar="P", help="number of trainable parameters, for the memory of bands")
     parser.add_argument(
-        "--noise-memory-gib",
-        type=float,
-        default=2.0,
-        metavar="G",
-        help="memory that bands may take, if P is given (default: 2)",
+        "--noise-memory-gib", type=float, metavar="G", help="memory that bands may take, if P is given (default: 2)"
+    )
+    parser.add_argument("--advise", action="store_true", help="propose batch size, steps and bands")
+    parser.add_argument(
+        "--examples",
+        type=int,
+        metavar="X",
+        help="with --advise: how many examples can be processed, all steps together (default: steps times batch size)",
+    )
+    parser.add_argument(
+        "--minutes", type=float, metavar="M", help="with --advise and a recipe: how long it may train; a few steps are timed"
     )
     parser.add_argument("--picture", type=Path, metavar="PNG", help="draw what attackers reach into this file")
     parser.add_argument(
@@ -69,47 +94,175 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
-    from dp_microadam.privacy.meaning import meaning
-    from dp_microadam.privacy.plan import PrivacyPlan
+@dataclass(frozen=True)
+class _Planned:
+    """A plan, what it was solved for, and the proposals that it was chosen from."""
 
-    plan = PrivacyPlan.solve(
+    plan: PrivacyPlan
+    limit: float
+    parameters: int | None
+    memory_gib: float
+    workload: dict[str, Any] | None = None
+    proposals: tuple[Proposal, ...] = ()
+    chosen: Proposal | None = None
+
+
+def run(options: argparse.Namespace) -> int:
+    from dp_microadam.apps.command_line.commands import plan_tables
+    from dp_microadam.privacy.accounting import group_epsilon
+    from dp_microadam.privacy.meaning import meaning
+
+    planned = _from_numbers(options) if options.recipe is None else _from_recipe(options)
+    plan, limit, workload = planned.plan, planned.limit, planned.workload
+    views = {accountant: _view(plan, limit, accountant) for accountant in ("rdp", "pld")}
+    bands = _band_rows(plan, limit, planned.parameters, planned.memory_gib)
+    if options.picture is not None:
+        plan_tables.draw(plan, options.picture)
+    spent = [plan.spent_after(plan.steps)]
+    told = meaning(spent, plan.delta)
+    group: dict[str, Any] = {}
+    if options.group_size is not None:
+        group = {"group_size": options.group_size, "group_epsilon": group_epsilon(spent, plan.delta, options.group_size)}
+    if options.json:
+        weights = {} if workload is None else {"weight_noise": plan.weight_noise(**workload)}
+        proposals = {"proposals": [asdict(one) for one in planned.proposals]} if planned.proposals else {}
+        report = {**group, "accountants": views, "meaning": told, "bands_table": bands, **weights, **proposals}
+        print(json.dumps({**plan.to_dict(), **report}))
+        return 0
+    if planned.chosen is not None:
+        plan_tables.print_proposals(planned.proposals, planned.chosen)
+    plan_tables.print_tables(plan, limit, views, group)
+    plan_tables.print_meaning(told)
+    plan_tables.print_bands(plan, bands, sized=planned.parameters is not None)
+    if workload is not None:
+        print(
+            f"optimised coefficients leave {plan.weight_noise(**workload):.3f} of the noise that the banded square root "
+            f"leaves in the weights; noise of the running sum {_running_sum(plan):.3f}, of a single step "
+            f"{plan.single_step_growth:.3f}"
+        )
+    return 0
+
+
+def _from_numbers(options: argparse.Namespace) -> _Planned:
+    """The plan of the numbers on the command line."""
+    from dp_microadam.errors import InputError
+    from dp_microadam.privacy.advice import best
+    from dp_microadam.privacy.band_choice import DEFAULT_NOISE_MEMORY_GIB
+    from dp_microadam.privacy.group_plan import solve_for_group
+
+    for name in ("overrides", "minutes"):
+        if getattr(options, name):
+            raise InputError(f"--{'set' if name == 'overrides' else name} is for the plan of a recipe; name the recipe as well")
+    needed = ("dataset_size", "delta", "epsilon", "parameters") if options.advise else ("dataset_size", "batch_size", "delta")
+    for name in needed:
+        if getattr(options, name) is None:
+            what = "advice" if options.advise else "a plan"
+            raise InputError(f"{name} is not given; {what} needs --{name.replace('_', '-')}, or the name of a recipe")
+    bands = options.bands or "auto"
+    memory = DEFAULT_NOISE_MEMORY_GIB if options.noise_memory_gib is None else options.noise_memory_gib
+    proposals = _proposals(options, bands, memory) if options.advise else ()
+    chosen = best(proposals) if proposals else None
+    plan = solve_for_group(
+        1 if options.group_size is None else options.group_size,
         dataset_size=options.dataset_size,
-        batch_size=options.batch_size,
+        batch_size=options.batch_size if chosen is None else chosen.batch_size,
         delta=options.delta,
         epsilon=options.epsilon,
         noise_multiplier=options.noise_multiplier,
-        steps=options.steps,
-        accountant=options.accountant,
-        bands=int(options.bands) if options.bands.lstrip("-").isdecimal() else options.bands,
+        steps=options.steps if chosen is None else chosen.steps,
+        accountant=options.accountant or "pld",
+        bands=chosen.bands if chosen is not None else int(bands) if bands.lstrip("-").isdecimal() else bands,
         parameters=options.parameters,
-        noise_memory_gib=options.noise_memory_gib,
+        noise_memory_gib=memory,
         max_batch_size=options.max_batch_size,
-        unit=options.unit,
+        unit=options.unit or "example",
         examples_per_user=options.examples_per_user,
     )
     workload = _workload(options, plan)
     plan = plan if workload is None else plan.optimised_for(**workload)
-    limit = plan.epsilon if options.epsilon is None else options.epsilon
-    views = {accountant: _view(plan, limit, accountant) for accountant in ("rdp", "pld")}
-    bands = _band_rows(plan, limit, options.parameters)
-    if options.picture is not None:
-        _draw(plan, options.picture)
-    told = meaning([plan.spent_after(plan.steps)], plan.delta)
-    if options.json:
-        weights = {} if workload is None else {"weight_noise": plan.weight_noise(**workload)}
-        print(json.dumps({**plan.to_dict(), "accountants": views, "meaning": told, "bands_table": bands, **weights}))
-    else:
-        _print_tables(plan, limit, views)
-        _print_meaning(told)
-        _print_bands(plan, bands)
-        if workload is not None:
-            print(
-                f"optimised coefficients leave {plan.weight_noise(**workload):.3f} of the noise that the banded square root "
-                f"leaves in the weights; noise of the running sum {_running_sum(plan):.3f}, of a single step "
-                f"{plan.single_step_growth:.3f}"
-            )
-    return 0
+    limit = plan.epsilon if options.epsilon is None or options.group_size is not None else options.epsilon
+    return _Planned(plan, limit, options.parameters, memory, workload, proposals, chosen)
+
+
+def _proposals(options: argparse.Namespace, bands: str, memory_gib: float) -> tuple[Proposal, ...]:
+    from dp_microadam.errors import InputError
+    from dp_microadam.privacy.advice import advise
+
+    for name in ("noise_multiplier", "max_batch_size", "group_size"):
+        if getattr(options, name) is not None:
+            raise InputError(f"{name} is {getattr(options, name)}, but --advise chooses batch size and noise; leave one out")
+    if bands not in ("auto", "1"):
+        raise InputError(f"bands is {bands}, but --advise chooses the bands; leave it out, or take 1")
+    affordable = options.examples
+    if affordable is None:
+        if options.steps is None or options.batch_size is None:
+            raise InputError("examples is not given; --advise needs to know how many examples can be processed: --examples X")
+        affordable = options.steps * options.batch_size
+    return advise(
+        dataset_size=options.dataset_size,
+        epsilon=options.epsilon,
+        delta=options.delta,
+        steps_for=lambda batch_size: affordable / batch_size,
+        parameters=options.parameters,
+        bands=bands == "auto",
+        noise_memory_gib=memory_gib,
+        accountant=options.accountant or "pld",
+    )
+
+
+_OF_NUMBERS = (
+    *("dataset_size", "batch_size", "delta", "epsilon", "noise_multiplier", "steps", "accountant", "bands", "max_batch_size"),
+    *("unit", "examples_per_user", "parameters", "noise_memory_gib", "band_coefficients", "momentum", "schedule", "warmup"),
+)
+
+
+def _from_recipe(options: argparse.Namespace) -> _Planned:
+    """The plan of a recipe, for its data and model."""
+    from dp_microadam.apps.recipes.recipe import load_recipe
+    from dp_microadam.errors import InputError
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    for name in _OF_NUMBERS:
+        if getattr(options, name) is not None:
+            raise InputError(f"{name} is given beside the recipe {recipe.name!r}; set it there: --set {name}=…")
+    if not recipe.protected or recipe.tune:
+        what = "[tune] is given, whose plan tune --estimate shows" if recipe.tune else "method is 'non-private'"
+        raise InputError(f"{what}; a plan is for a single private run")
+    for name in ("examples", "minutes"):
+        if getattr(options, name) is not None and not options.advise:
+            raise InputError(f"{name} is {getattr(options, name)}, which is for --advise; add that, or leave it out")
+
+    # Imported once the recipe is known to be usable: torch takes seconds to load.
+    from dp_microadam.apps.experiments.estimate import data_or_stand_in
+    from dp_microadam.apps.recipes.advice import noise_memory_of, with_advice
+    from dp_microadam.apps.recipes.assemble import model_of, plan_of, trainable_parameters
+    from dp_microadam.privacy.plan import PrivacyPlan
+
+    data, size = data_or_stand_in(recipe)
+    parameters = trainable_parameters(model_of(recipe, data))
+    proposals: tuple[Proposal, ...] = ()
+    chosen = None
+    if options.advise or recipe.plan is not None:
+        recipe, proposals, chosen = with_advice(recipe, size, parameters, _affordable(options, recipe))
+    plan = plan_of(recipe, size, parameters)
+    assert isinstance(plan, PrivacyPlan)
+    limit = plan.epsilon if recipe.epsilon is None else recipe.epsilon
+    return _Planned(plan, limit, parameters, noise_memory_of(recipe), None, proposals, chosen)
+
+
+def _affordable(options: argparse.Namespace, recipe: Recipe) -> Callable[[int], float] | None:
+    """How many steps of a batch size can be afforded; None for as many examples as the recipe has anyway."""
+    from dp_microadam.apps.experiments.estimate import CostEstimator
+    from dp_microadam.validation import require_integer, require_positive
+
+    if options.minutes is not None:
+        seconds = 60 * require_positive("minutes", options.minutes)
+        time = CostEstimator().measure(recipe)
+        return lambda batch_size: seconds / time.seconds(batch_size * (recipe.examples_per_user or 1))
+    if options.examples is not None:
+        examples = require_integer("examples", options.examples, 1)
+        return lambda batch_size: examples / batch_size
+    return None
 
 
 def _workload(options: argparse.Namespace, plan: PrivacyPlan) -> dict[str, Any] | None:
@@ -153,10 +306,10 @@ def _view(plan: PrivacyPlan, limit: float, accountant: str) -> dict[str, Any]:
     return view
 
 
-def _band_rows(plan: PrivacyPlan, limit: float, parameters: int | None) -> list[dict[str, Any]]:
+def _band_rows(plan: PrivacyPlan, limit: float, parameters: int | None, memory_gib: float) -> list[dict[str, Any]]:
     """What other numbers of bands would give for the same ε and steps; the plan's own number is among them."""
     from dp_microadam.errors import InputError
-    from dp_microadam.privacy.band_choice import band_table, noise_memory
+    from dp_microadam.privacy.band_choice import automatic_bands, band_table, most_automatic_bands, noise_memory
 
     try:
         table = band_table(
@@ -171,129 +324,17 @@ def _band_rows(plan: PrivacyPlan, limit: float, parameters: int | None) -> list[
         )
     except (InputError, LookupError):  # as above
         return []
+    most = most_automatic_bands(plan.steps, 1 if parameters is None else parameters, memory_gib)
+    automatic = automatic_bands(tuple(choice for choice in table if choice.bands <= most))
     return [
         {
             "bands": choice.bands,
             "noise_multiplier": choice.noise_multiplier,
             "running_sum": choice.running_sum,
             "single_step": choice.single_step,
+            "automatic": choice.bands == automatic,
             "memory_vectors": choice.bands - 1,
             "memory_bytes": None if parameters is None else noise_memory(choice.bands, parameters),
         }
         for choice in table
     ]
-
-
-def _print_bands(plan: PrivacyPlan, rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    if len(rows) < 2:
-        return
-    table = Table(title="Bands of correlated noise, at the same ε and steps", title_justify="left")
-    for name in ("bands", "noise multiplier", "noise of the running sum", "of a single step", "memory"):
-        table.add_column(name, justify="right")
-    least = min(row["running_sum"] for row in rows)
-    for row in rows:
-        size = row["memory_bytes"]
-        memory = f"{row['memory_vectors']} × parameters × 4 bytes" if size is None else f"{size / 2**20:,.1f} MiB"
-        marks = ("*" if row["bands"] == plan.bands else "") + (" least" if row["running_sum"] == least else "")
-        table.add_row(
-            f"{row['bands']}{marks}",
-            f"{row['noise_multiplier']:g}",
-            f"{row['running_sum']:.3f}",
-            f"{row['single_step']:.3f}",
-            memory if row["memory_vectors"] else "none",
-        )
-    console = Console(highlight=False)
-    console.print(table)
-    console.print("noise relative to 1 band; * is this plan", soft_wrap=True)
-
-
-def _draw(plan: PrivacyPlan, path: Path) -> None:
-    """Draw the trade-off curve of the finished run as a PNG file."""
-    from dp_microadam.apps.reporting.figures import save_png
-    from dp_microadam.apps.reporting.palette import STYLES
-    from dp_microadam.apps.reporting.trade_off_figure import trade_off_figure
-    from dp_microadam.errors import InputError
-
-    if not path.parent.is_dir() or path.is_dir():
-        raise InputError(f"picture is {str(path)!r}; it must be a file in a folder that exists")
-    spent = [plan.spent_after(plan.steps)]
-    figure = trade_off_figure([("this plan", STYLES[0], spent, plan.epsilon, plan.delta)])
-    if figure is None:
-        raise InputError(f"picture is {str(path)!r}, but what attackers reach cannot be computed for this plan; leave it out")
-    save_png(figure.whole, path)
-
-
-def _print_meaning(told: dict[str, Any]) -> None:
-    """What an attacker on the finished run reaches, μ, and ε for replacing an example."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from dp_microadam.privacy.meaning import mu_in_words, one_in, percent
-    from dp_microadam.privacy.statement import round_up
-
-    console = Console(highlight=False)
-    if "not_computed" in told:
-        console.print(f"what attackers reach is not computed: {told['not_computed']}", soft_wrap=True)
-        return
-    table = Table(title="What attackers reach", title_justify="left")
-    table.add_column("accused of those who did not take part")
-    table.add_column("found of those who did, at most", justify="right")
-    for row in told["attacks"]:
-        table.add_row(one_in(row["false_positive_rate"]), percent(row["true_positive_rate"]))
-    console.print(table)
-    console.print(f"Gaussian differential privacy: {mu_in_words(told)}", soft_wrap=True)
-    replaced, added = (round_up(told[key], 4) for key in ("replace_one_epsilon", "add_or_remove_epsilon"))
-    console.print(
-        f"ε = {replaced} if one example is replaced by another, {added} if one is added or removed (pld)", soft_wrap=True
-    )
-
-
-def _cap_in_words(plan: PrivacyPlan) -> str:
-    """The cap and how often it drops someone."""
-    from dp_microadam.privacy.truncated import more_than
-
-    assert plan.cap is not None
-    share = more_than(plan.cap.units, plan.cap.population, plan.sample_rate)
-    return f"{plan.max_batch_size}, exceeded by a sample in {100 * share:.2g} % of the steps"
-
-
-def _print_tables(plan: PrivacyPlan, limit: float, views: dict[str, dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from dp_microadam.privacy.statement import round_up
-
-    facts = Table(title="Privacy plan", title_justify="left", show_header=False)
-    users = plan.unit == "user"
-    for name, text in (
-        *((("unit", "one user with all their examples"),) if users else ()),
-        ("users" if users else "dataset size", f"{plan.dataset_size}"),
-        ("expected users per step" if users else "expected batch size", f"{plan.batch_size}"),
-        *((("examples of a user in a step", f"at most {plan.examples_per_user}, as their mean"),) if users else ()),
-        *((("largest batch size", _cap_in_words(plan)),) if plan.max_batch_size is not None else ()),
-        ("sample rate", f"{plan.sample_rate:.6g}" + (f" in each of {plan.bands} groups" if plan.bands > 1 else "")),
-        ("noise multiplier", f"{plan.noise_multiplier:g}"),
-        ("steps", f"{plan.steps}"),
-        ("epochs", f"{plan.steps * plan.batch_size / plan.dataset_size:.1f}"),
-        ("ε for a user" if users else "ε", round_up(plan.epsilon, 4)),
-        ("δ", f"{plan.delta:g}"),
-        ("accountant", plan.accountant),
-        *((("bands of correlated noise", f"{plan.bands}"),) if plan.bands > 1 else ()),
-    ):
-        facts.add_row(name, text)
-    both = Table(title="Both accountants", title_justify="left")
-    for name in ("accountant", "ε of this plan", f"steps allowed at ε = {round_up(limit, 4)}"):
-        both.add_column(name, justify="left" if name == "accountant" else "right")
-    for accountant, view in views.items():
-        reported, allowed = view["epsilon"], view["steps_allowed"]
-        both.add_row(
-            accountant,
-            "out of range" if reported is None else round_up(reported, 4),
-            "out of range" if allowed is None else f"{allowed}",
-        )
-    console = Console(highlight=False)
-    console.print(facts)
-    console.print(both)

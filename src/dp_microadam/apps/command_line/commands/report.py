@@ -28,6 +28,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--page-only", action="store_true", help="write the HTML file only, without the folders of figures and tables"
     )
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        default=1,
+        metavar="K",
+        help="also say ε for somebody with up to K examples, or for K users together",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     parser.set_defaults(run=run)
 
@@ -39,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     page: Path = options.out or (Path(options.runs[0]) / REPORT if len(options.runs) == 1 else Path(REPORT))
     if page.is_dir():
         raise InputError(f"out is {str(page)!r}, which is a folder; it must be the name of a file")
-    written = write_report(options.runs, page, files=not options.page_only)
+    written = write_report(options.runs, page, files=not options.page_only, group_size=options.group_size)
     if options.json:
         print(json.dumps({"page": str(page), "files": [str(path) for path in written[1:]]}, ensure_ascii=False))
         return 0

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dp_microadam.errors import DPMicroAdamError, InputError
 
 if TYPE_CHECKING:
-    from dp_microadam.apps.recipes.assemble import Experiment
+    from dp_microadam.apps.recipes.experiment import Experiment
     from dp_microadam.training.distributed import Ranks
+    from dp_microadam.training.evaluation import ClassCounts
     from dp_microadam.training.trainer import RunResult
 
 
@@ -39,10 +41,10 @@ def open_run(
     Raises:
         InputError: if ``run_dir`` is not a run folder.
     """
-    from dp_microadam.apps.recipes.recipe import Recipe
+    from dp_microadam.apps.recipes.stated import recipe_of_run
 
     # With several processes, only the main one needs access to the folder.
-    recipe = Recipe.from_toml(_config_of(run_dir) if ranks is None else ranks.from_main(lambda: _config_of(run_dir)))
+    recipe = recipe_of_run(_config_of(run_dir) if ranks is None else ranks.from_main(lambda: _config_of(run_dir)))
 
     from dp_microadam.apps.recipes.assemble import assemble
 
@@ -66,6 +68,14 @@ def _config_of(run_dir: Path) -> str:
     return config.read_text(encoding="utf-8")
 
 
+def is_run_from_python(run_dir: Path) -> bool:
+    """Whether it is the folder of a run that was started from Python: it has a ledger and checkpoints, but no recipe."""
+    from dp_microadam.privacy.ledger import LEDGER_NAME
+    from dp_microadam.training.run_folder import CONFIG, never_trained
+
+    return (run_dir / LEDGER_NAME).is_file() and not (run_dir / CONFIG).is_file() and not never_trained(run_dir)
+
+
 def train(experiment: Experiment, options: argparse.Namespace) -> int:
     """Train, draw the learning curves, print and save the test accuracy; returns the exit code."""
     return finish(experiment, options, experiment.fit())
@@ -75,23 +85,24 @@ def finish(experiment: Experiment, options: argparse.Namespace, result: RunResul
     """Draw the learning curves, print and save the test accuracy; returns the exit code."""
     if experiment.trainer.ranks.main:
         _draw(experiment, options, result)
-    accuracy, weights = conclude(experiment, options, result, **chosen)
+    counts, weights, language = conclude(experiment, options, result, **chosen)
     if experiment.trainer.ranks.main:
-        _save_test_accuracy(experiment, accuracy, weights, result)
+        _save_test_results(experiment, counts, weights, result, language)
     return 0 if result.finished else INTERRUPTED
 
 
 def conclude(
     experiment: Experiment, options: argparse.Namespace, result: RunResult, chosen: dict[str, Any] | None = None
-) -> tuple[float, str]:
-    """Print run folder, test accuracy and ε. Returns the accuracy and which weights it belongs to (final or averaged).
+) -> tuple[ClassCounts, str, dict[str, Any]]:
+    """Print run folder, test accuracy and ε. Returns right predictions by class, which weights made them, and language metrics.
 
     ``chosen`` are the hyperparameters of a run that a search chose.
     """
-    accuracy, weights = experiment.test_accuracy()
+    counts, weights = experiment.test_results()
+    accuracy, language = counts.accuracy, language_metrics(experiment)
     final = experiment.final_weights_accuracy() if options.json else None
     if not experiment.trainer.ranks.main:
-        return accuracy, weights
+        return counts, weights, language
     head = ledger_head(result)
     if options.json:
         print(
@@ -101,6 +112,7 @@ def conclude(
                     "finished": result.finished,
                     "private": result.private,
                     "test_accuracy": accuracy,
+                    **language,
                     **({} if final is None else {"final_weights_test_accuracy": final}),
                     "epsilon": result.epsilon,
                     "delta": result.delta,
@@ -112,7 +124,7 @@ def conclude(
                 }
             )
         )
-        return accuracy, weights
+        return counts, weights, language
     print(f"run folder {result.run_dir}")
     if head is not None:
         print(f"ledger's last hash {head}")
@@ -121,18 +133,62 @@ def conclude(
     if not result.finished:
         print(f"stopped after {result.steps_done} steps; go on with: dp-microadam resume {result.run_dir}")
     print(f"evaluated with the {weights}{lost_steps_note(result)}")
+    print_language(language)
     print(f"test accuracy {100 * accuracy:.2f} %")
     print(privacy_line(result))
-    return accuracy, weights
+    return counts, weights, language
 
 
-def _save_test_accuracy(experiment: Experiment, accuracy: float, weights: str, result: RunResult) -> None:
-    """Write the test accuracy into the run folder, for reports."""
+def _save_test_results(
+    experiment: Experiment, counts: ClassCounts, weights: str, result: RunResult, language: Mapping[str, Any]
+) -> None:
+    """Write accuracy and recall on the test set into the run folder, for reports."""
     from dp_microadam.training.run_folder import TEST
 
     experiment.trainer.record.write_json(
-        TEST, {"test_accuracy": accuracy, "weights": weights, "updates": result.updates, "steps_done": result.steps_done}
+        TEST,
+        {
+            "test_accuracy": counts.accuracy,
+            "weights": weights,
+            "updates": result.updates,
+            "steps_done": result.steps_done,
+            **class_figures(experiment, counts),
+            **_number_of_examples(experiment, counts),
+            **language,
+        },
     )
+
+
+def class_figures(experiment: Experiment, counts: ClassCounts) -> dict[str, Any]:
+    """What accuracy is to be compared with, and the recall of each class; nothing for a language model, which has none."""
+    if experiment.recipe.predicts_tokens:
+        return {}
+    recalls = dict(zip(experiment.data.classes, counts.recalls, strict=True))
+    return {"majority_accuracy": counts.majority, "recall": recalls}
+
+
+def _number_of_examples(experiment: Experiment, counts: ClassCounts) -> dict[str, int]:
+    """Of users, how many examples they have is not told; a language model counts tokens."""
+    if experiment.recipe.unit == "user" or experiment.recipe.predicts_tokens:
+        return {}
+    return {"test_examples": sum(counts.examples)}
+
+
+def language_metrics(experiment: Experiment) -> dict[str, Any]:
+    """Perplexity and a sample of a language model, after training and before it if it was trained here; else empty."""
+    before, after = experiment.language_before, experiment.language_figures()
+    return {**({} if after is None else after.as_metrics()), **({} if before is None else before.as_metrics("_before"))}
+
+
+def print_language(language: Mapping[str, Any]) -> None:
+    """Print what :func:`language_metrics` found."""
+    if not language:
+        return
+    for when in ("_before", ""):
+        if f"sample{when}" in language:
+            print(f"sample {when.removeprefix('_') or 'after'} training: {language[f'sample{when}']}")
+    before = language.get("test_perplexity_before")
+    print(f"test perplexity {language['test_perplexity']:.2f}{'' if before is None else f' (before training {before:.2f})'}")
 
 
 def lost_steps_note(result: RunResult) -> str:
@@ -157,7 +213,11 @@ def privacy_line(result: RunResult) -> str:
     from dp_microadam.privacy.ledger import read_ledger
     from dp_microadam.privacy.statement import round_up
 
-    whom = " for a user with all their examples" if read_ledger(result.run_dir).plan.unit == "user" else ""
+    record = read_ledger(result.run_dir)
+    name = record.settings.unit_name
+    whom = f" for a {name}" if name else ""
+    if record.plan.unit == "user":
+        whom = f" for a {name or 'user'} with all their examples"
     line = f"ε = {round_up(result.epsilon)}{whom} at δ = {result.delta:g}"
     return line if result.private else f"not private (fixed seed); the same run without a seed would spend {line}"
 

@@ -30,7 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change one key of the recipe"
     )
     complete_with(recipe_settings, override)
-    parser.add_argument("--bands", metavar="N", help="bands of correlated noise, or auto; short for --set bands=N")
+    parser.add_argument("--bands", metavar="N", help="bands of correlated noise, auto or least; short for --set bands=N")
     parser.add_argument("--max-batch-size", metavar="M", help="most examples in a step; short for --set max_batch_size=M")
     parser.add_argument(
         "--unit", choices=("example", "user"), help="whom ε is for: an example, or a user; short for --set unit=…"
@@ -73,6 +73,13 @@ def run(options: argparse.Namespace) -> int:
     if options.run_dir is not None:
         refuse_existing(options.run_dir)
     recipe = _as_single_run(recipe, options)
+    if recipe.data == "table" and not recipe.columns and not {"mean", "std"} <= recipe.data_options.keys():
+        # Decided by the recipe alone: whether the numbers are large is private.
+        say(
+            options,
+            "numbers of the table are taken as they are; if they are not about as large as 1, declare the ranges of its "
+            "columns in [columns] (dp-microadam data check RECIPE looks at them)",
+        )
 
     # Imported once recipe and folder are known to be usable: torch takes seconds to load.
     from dp_microadam.apps.recipes.assemble import assemble
@@ -86,4 +93,7 @@ def run(options: argparse.Namespace) -> int:
             show_private_metrics=options.show_private_metrics,
             ranks=ranks,
         )
+        if ranks.main:
+            for note in experiment.notes():
+                say(options, note)
         return train(experiment, options)

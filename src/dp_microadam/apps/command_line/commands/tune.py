@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,8 @@ def search(recipe: Recipe, run_dir: Path | None, options: argparse.Namespace) ->
 
 
 def _search(recipe: Recipe, run_dir: Path | None, data: LabelledData, plan: SelectionPlan, options: argparse.Namespace) -> int:
-    from dp_microadam.apps.recipes.assemble import assemble, training_part, users_of
+    from dp_microadam.apps.recipes.assemble import assemble
+    from dp_microadam.apps.recipes.experiment import training_part, users_of
     from dp_microadam.apps.recipes.tuning import score_of, values_of, with_values
     from dp_microadam.training.search import PrivateSearch, default_search_folder
 
@@ -91,7 +93,7 @@ def _search(recipe: Recipe, run_dir: Path | None, data: LabelledData, plan: Sele
         lambda chosen, folder: assemble(with_values(recipe, chosen), folder, data=data, show_progress=False).trainer,
         score=score_of(recipe),
         run_dir=default_search_folder(f"{recipe.name}-tuned") if run_dir is None else run_dir,
-        config=recipe.to_toml(),
+        config=replace(recipe, accountant=plan.accountant, bands=plan.bands).to_toml(),
         show_progress=not options.quiet,
     )
     try:

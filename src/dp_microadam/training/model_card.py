@@ -6,6 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dp_microadam.data.raw_inputs import RawInput
+from dp_microadam.training.export import CONTRACT, Contract
+
+_SHOWN_CLASSES = 100
 DIAGNOSTICS_NOTE = "Computed from privatized gradients alone, at no privacy cost."
 
 
@@ -16,14 +20,16 @@ def model_card(
     metrics: Mapping[str, Any],
     diagnostics: Mapping[str, Any] | None = None,
     loading: str = "",
+    inputs: str = "",
 ) -> str:
-    """A model card in Markdown: privacy statement, metrics, training recipe and how to load the model.
+    """A model card in Markdown: privacy statement, metrics, how to use the model, training recipe, how to load the weights.
 
     ``statement`` is the privacy statement of the run; it comes first and in full. ``metrics`` become a table, in which numbers
     under keys with "accuracy" are percentages. ``diagnostics``, a line of the run's metrics that contains diagnostics,
     becomes a table with a column per parameter group. ``loading`` is Python code that builds the model and
-    loads the weights, see :func:`loading_code`. The recipe's ``data_folder`` is left out, since it describes the machine
-    and not the model.
+    loads the weights, see :func:`loading_code`; ``inputs`` says what the model takes and returns, see :func:`input_section`.
+    ``recipe_toml`` is empty for a run that was started from Python. The recipe's ``data_folder`` is left out, since it
+    describes the machine and not the model.
 
     >>> card = model_card("demo", 'name = "demo"', "This model is (8, 1e-05)-private.", {"test_accuracy": 0.9312})
     >>> print("\\n".join(card.splitlines()[:5]))
@@ -40,11 +46,55 @@ def model_card(
         f"## Privacy\n\n{statement.strip()}",
         f"## Evaluation\n\n{_table(metrics)}" if metrics else "",
         f"## Optimizer diagnostics\n\n{diagnostics_table(diagnostics)}" if diagnostics else "",
-        f"## Training\n\n{_how_it_was_trained(recipe_toml)}:\n\n{_code('toml', _without_folder(recipe_toml))}",
-        "## Loading the model\n\nThe weights are safetensors files; `safetensors.torch.load_file` reads one as a state dict "
-        "for `load_state_dict` of the same PyTorch model." + (f"\n\n{_code('python', loading)}" if loading else ""),
+        f"## Inputs and outputs\n\n{inputs}" if inputs else "",
+        f"## Training\n\n{_how_it_was_trained(recipe_toml)}:\n\n{_code('toml', _without_folder(recipe_toml))}"
+        if recipe_toml
+        else "",
+        f"## Loading the weights\n\n{_how_to_load(loading)}" + (f"\n\n{_code('python', loading)}" if loading else ""),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def input_section(contract: Contract, raw: RawInput | None) -> str:
+    """What an exported model takes and returns, in words and as code that needs torch and what reads a file.
+
+    ``raw`` is None for inputs of which there are no files.
+    """
+    constants = contract.normalization
+    lines = [f"`{CONTRACT}` has all of this as data.", "", f"- Input: {contract.input['in_words']}."]
+    if constants:
+        numbers = "".join(f", {key} = {constants[key]}" for key in ("mean", "std") if constants[key])
+        inside = " inside the program; do it yourself only if you use the weights alone" if contract.program else ""
+        lines.append(f"- Normalization: {constants['formula']}{numbers}{inside}.")
+    if contract.classes:
+        shown = ", ".join(contract.classes[:_SHOWN_CLASSES]) + (", …" if len(contract.classes) > _SHOWN_CLASSES else "")
+        lines.append(f"- Output: the probability of each of {len(contract.classes)} classes, in this order: {shown}.")
+    if contract.program is not None:
+        lines += [
+            "",
+            f"`{contract.program}` is the whole model as a program of `torch.export`. It takes this input, prepares it as in "
+            "training and returns the output, on the CPU, and needs torch alone:",
+            "",
+            _code("python", _program_code(contract, raw)),
+        ]
+        if raw is not None:
+            lines += ["", "The same from the command line: `dp-microadam predict . FILE…`, with this folder for the dot."]
+    return "\n".join(lines)
+
+
+def _program_code(contract: Contract, raw: RawInput | None) -> str:
+    reading, given = (raw.file_code, "raw") if raw is not None else ("raw = ...  # the tensors described above", "*raw")
+    code = (
+        f"import json\n\nimport torch\n{reading}\n\n"
+        f'program = torch.export.load("{contract.program}").module()\n'
+        f"with torch.no_grad():\n    outputs = program({given})\n"
+    )
+    if not contract.classes:
+        return code + "print(outputs)"
+    return code + (
+        f'classes = json.load(open("{CONTRACT}", encoding="utf-8"))["classes"]\n'
+        "print(classes[int(outputs[0].argmax())], float(outputs[0].max()))"
+    )
 
 
 def loading_code(
@@ -144,6 +194,15 @@ def _how_it_was_trained(recipe_toml: str) -> str:
     return (
         "`dp-microadam tune`: the best of a random number of runs, chosen by a score on held-out examples; ε covers the "
         "choice. The recipe, with the values that were chosen"
+    )
+
+
+def _how_to_load(loading: str) -> str:
+    if "from_pretrained" in loading:
+        return "This folder is one of Hugging Face's `transformers`; run this in it."
+    return (
+        "The weights are safetensors files; `safetensors.torch.load_file` reads one as a state dict for `load_state_dict` of "
+        "the same PyTorch model."
     )
 
 

@@ -1,0 +1,102 @@
+"""``dp-microadam predict``: classes and probabilities of files, by a run or an exported model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dp_microadam.apps.command_line.commands.running import open_run
+from dp_microadam.apps.command_line.completers import complete_with, run_folders
+from dp_microadam.errors import InputError
+
+if TYPE_CHECKING:
+    from dp_microadam.data.raw_inputs import RawInput
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "predict",
+        help="classes and probabilities of files, by a run or an exported model",
+        description="The most likely class of each image file, row of a CSV file or array, with its probability. An exported "
+        "model needs neither the training data nor the recipe.",
+        epilog="examples:\n  dp-microadam predict photos-model photo.jpg scan.png\n"
+        "  dp-microadam predict runs/mine rows.csv --json",
+    )
+    model = parser.add_argument("model", type=Path, metavar="RUN", help="run folder, or a folder that export has written")
+    complete_with(run_folders, model)
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="image, CSV or .npy files, or folders of them")
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else, with the probability of every class")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    predict, raw, classes = _opened(options.model)
+    found: list[dict[str, Any]] = []
+    unread = 0
+    for file in _files(options.files, raw):
+        try:
+            for name, one in raw.read(file):
+                line = _line(name, predict(one)[0].tolist(), classes)
+                found.append(line)
+                if not options.json:
+                    print(
+                        f"{line['file']}\t{line['class']}\t{line['probability']:.4f}"
+                        if classes
+                        else f"{name}\t{line['outputs']}"
+                    )
+        except InputError as error:
+            unread += 1
+            print(f"dp-microadam: {error}", file=sys.stderr)
+    if options.json:
+        print(json.dumps(found, ensure_ascii=False))
+    return 2 if unread else 0
+
+
+def _line(name: str, outputs: list[float], classes: tuple[str, ...]) -> dict[str, Any]:
+    if not classes:
+        return {"file": name, "outputs": outputs}
+    best = max(range(len(outputs)), key=outputs.__getitem__)
+    probabilities = dict(zip(classes, outputs, strict=True))
+    return {"file": name, "class": classes[best], "probability": outputs[best], "probabilities": probabilities}
+
+
+def _opened(folder: Path) -> tuple[Callable[..., Any], RawInput, tuple[str, ...]]:
+    """The function of raw inputs, how files are read for it, and the names of its classes."""
+    from dp_microadam.training.export import CONTRACT
+
+    if (folder / CONTRACT).is_file():
+        from dp_microadam.data.raw_inputs import from_description
+        from dp_microadam.training.export import Contract
+        from dp_microadam.training.program import load_program
+
+        contract = Contract.read(folder)
+        if contract.program is None:
+            raise InputError(f"{folder} has weights without a program; export it from Python with program=True")
+        raw = from_description(contract.input)
+        return load_program(folder / contract.program), raw, contract.classes
+    import torch
+
+    from dp_microadam.apps.recipes.deploy import deployment_of
+
+    experiment = open_run(folder)
+    experiment.trainer.peek()
+    deployment = deployment_of(experiment)
+    deployed = deployment.deployed(experiment.best_model())
+    assert deployment.readable is not None
+    return torch.no_grad()(deployed), deployment.readable, deployment.classes
+
+
+def _files(given: list[Path], raw: RawInput) -> Iterator[Path]:
+    """The files, and of folders those that are told by their names to be such files."""
+    for path in given:
+        if path.is_dir():
+            inside = sorted(file for file in path.rglob("[!.]*") if file.name.lower().endswith(raw.endings) and file.is_file())
+            if not inside:
+                raise InputError(f"{path} holds no file that ends in {', '.join(raw.endings)}; name others")
+            yield from inside
+        else:
+            yield path

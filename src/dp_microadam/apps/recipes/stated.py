@@ -1,0 +1,59 @@
+"""Recipes of runs that exist: every default that a version of this library changed is stated, or filled in as it was.
+
+``config.toml`` of a run states what the recipe left to defaults, so that the run goes on as it began under any later version.
+Runs of version 0.1 do not state it; what they left out means what it meant then.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from dp_microadam.apps.recipes.recipe import Recipe
+
+BIAS_CORRECTION = "steady"
+"""MicroAdam's default."""
+
+_IN_VERSION_0_1 = {"method": "dp-microadam", "lr_unit": "absolute", "ema_decay": 0.0, "accountant": "rdp", "bands": 1}
+_BIAS_CORRECTION_IN_VERSION_0_1 = "paper"
+
+
+def stated(recipe: Recipe, bands: int) -> Recipe:
+    """The recipe with the values of all defaults that may change, and the number of bands that its plan has."""
+    optimizer = {**({"bias_correction": BIAS_CORRECTION} if _uses_micro_adam(recipe) else {}), **recipe.optimizer}
+    return replace(
+        recipe,
+        learning_rate=recipe.resolved_learning_rate,
+        lr_unit=recipe.resolved_lr_unit,
+        ema_decay=recipe.resolved_ema_decay,
+        accountant=recipe.resolved_accountant,
+        bands=bands,
+        band_coefficients=recipe.band_coefficients if bands > 1 else None,
+        band_momentum=recipe.band_momentum if bands > 1 else None,
+        optimizer=optimizer,
+    )
+
+
+def recipe_of_run(config: str) -> Recipe:
+    """The recipe in the ``config.toml`` of a run, which may have been made by version 0.1.
+
+    >>> made = Recipe(name="mine", data="digits", model="mlp", epsilon=8, steps=9, batch_size=16, method="dp-microadam")
+    >>> before, since = recipe_of_run(made.to_toml()), recipe_of_run(stated(made, bands=4).to_toml())
+    >>> [(one.accountant, one.bands, one.optimizer["bias_correction"]) for one in (before, since)]
+    [('rdp', 1, 'paper'), ('pld', 4, 'steady')]
+
+    Raises:
+        InputError: if it cannot be used.
+    """
+    recipe = Recipe.from_toml(config)
+    values: Mapping[str, Any] = tomllib.loads(config)
+    changes: dict[str, Any] = {key: value for key, value in _IN_VERSION_0_1.items() if key not in values}
+    if _uses_micro_adam(recipe):
+        changes["optimizer"] = {"bias_correction": _BIAS_CORRECTION_IN_VERSION_0_1, **recipe.optimizer}
+    return replace(recipe, **changes)
+
+
+def _uses_micro_adam(recipe: Recipe) -> bool:
+    return recipe.algorithm == "dp-microadam" or recipe.optimizer.get("base_optimizer") == "microadam"
