@@ -220,7 +220,7 @@ def test_automatic_bands_leave_at_most_eight_tenths_of_the_noise_or_are_one(batc
     plan, one = PrivacyPlan.solve(**setting, parameters=1000), PrivacyPlan.solve(**setting, bands=1)
     noise = plan.noise_multiplier / one.noise_multiplier * plan.noise_ratios.running_sum
     assert plan == one or noise < 0.805  # the choice knows noise multipliers to half a percent
-    table = band_table(**setting, most=16)
+    table = band_table(**setting, most=10)  # for each ten steps one
     least = min(choice.running_sum for choice in table)
     assert (plan.bands > 1) == (least < 0.8) or abs(least - 0.8) < 0.005
     if plan.bands > 1:

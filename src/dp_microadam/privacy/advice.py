@@ -16,10 +16,9 @@ from dp_microadam.errors import InputError
 from dp_microadam.privacy.accounting import DEFAULT_ACCOUNTANT
 from dp_microadam.privacy.band_choice import (
     DEFAULT_NOISE_MEMORY_GIB,
-    MOST_AUTOMATIC_BANDS,
     automatic_bands,
     band_table,
-    most_bands,
+    most_automatic_bands,
 )
 from dp_microadam.validation import require_integer, require_positive
 
@@ -90,7 +89,6 @@ def advise(
     require_integer("dataset_size", dataset_size, 1)
     require_positive("epsilon", epsilon)
     require_integer("parameters", parameters, 1)
-    most = min(MOST_AUTOMATIC_BANDS, most_bands(parameters, noise_memory_gib)) if bands else 1
     found: list[Proposal] = []
     for batch_size in _batch_sizes(dataset_size):
         steps = int(min(MOST_STEPS, steps_for(batch_size)))
@@ -104,7 +102,7 @@ def advise(
                 epsilon=epsilon,
                 delta=delta,
                 accountant=accountant,
-                most=most,
+                most=most_automatic_bands(steps, parameters if bands else None, noise_memory_gib),
                 exact=False,
             )
         except LookupError:

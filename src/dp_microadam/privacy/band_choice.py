@@ -22,6 +22,9 @@ DEFAULT_NOISE_MEMORY_GIB = 2.0
 MOST_AUTOMATIC_BANDS = 16
 """Bands that ``"auto"`` takes at most: they keep 60 bytes for each parameter, and more of them gain little on top."""
 
+# Runs with fewer steps for each band are over before bands have taken back much.
+_STEPS_FOR_EACH_BAND = 10
+
 # Automatic bands are taken if they leave at most this much of one band's noise in the running sum, since they cost memory and
 # make single steps noisier; as few as leave at most this many times the least.
 _WORTH_IT = 0.8
@@ -147,6 +150,14 @@ def automatic_bands(choices: tuple[BandChoice, ...]) -> int:
     return min(choice.bands for choice in choices if choice.running_sum <= min(_WORTH_IT, _NEARLY_THE_LEAST * least))
 
 
+def most_automatic_bands(steps: int, parameters: int | None, noise_memory_gib: float) -> int:
+    """The most bands that ``"auto"`` may take; one if the number of trainable ``parameters`` is unknown."""
+    if parameters is None:
+        return 1
+    fitting = most_bands(require_integer("parameters", parameters, 1), noise_memory_gib)
+    return max(1, min(MOST_AUTOMATIC_BANDS, steps // _STEPS_FOR_EACH_BAND, fitting))
+
+
 def choose_bands(
     word: str,
     parameters: int | None,
@@ -170,10 +181,8 @@ def choose_bands(
         if word == "auto":
             return 1
         raise InputError("bands is 'least', which compares the noise at the same epsilon and steps; both must be given")
-    if word == "auto":
-        if most is None or most == 1:
-            return 1
-        most = min(most, MOST_AUTOMATIC_BANDS)
+    if word == "auto" and (most := most_automatic_bands(steps, parameters, noise_memory_gib)) == 1:
+        return 1
     try:
         table = band_table(steps=steps, epsilon=epsilon, most=most, exact=word == "least", **setting)
     except LookupError:

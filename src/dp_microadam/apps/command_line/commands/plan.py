@@ -309,13 +309,7 @@ def _view(plan: PrivacyPlan, limit: float, accountant: str) -> dict[str, Any]:
 def _band_rows(plan: PrivacyPlan, limit: float, parameters: int | None, memory_gib: float) -> list[dict[str, Any]]:
     """What other numbers of bands would give for the same ε and steps; the plan's own number is among them."""
     from dp_microadam.errors import InputError
-    from dp_microadam.privacy.band_choice import (
-        MOST_AUTOMATIC_BANDS,
-        automatic_bands,
-        band_table,
-        most_bands,
-        noise_memory,
-    )
+    from dp_microadam.privacy.band_choice import automatic_bands, band_table, most_automatic_bands, noise_memory
 
     try:
         table = band_table(
@@ -330,7 +324,7 @@ def _band_rows(plan: PrivacyPlan, limit: float, parameters: int | None, memory_g
         )
     except (InputError, LookupError):  # as above
         return []
-    most = min(MOST_AUTOMATIC_BANDS, MOST_AUTOMATIC_BANDS if parameters is None else most_bands(parameters, memory_gib))
+    most = most_automatic_bands(plan.steps, 1 if parameters is None else parameters, memory_gib)
     automatic = automatic_bands(tuple(choice for choice in table if choice.bands <= most))
     return [
         {
