@@ -45,6 +45,7 @@ ONLY_PARSED = {
     r"dp-microadam data get": "needs a network; tests/apps/command_line/test_data.py runs it against a server of its own",
     r"dp-microadam data check imagenet": "needs ImageNet, which nobody may pass on",
     r"dp-microadam data check my\.(toml|csv)": "stands for a file of the reader's own",
+    r"dp-microadam train (sms-spam|imdb|language-model)": "needs a pretrained model; tests/apps/recipes/test_texts.py",
     r"dp-microadam train (cifar|fashion)": "needs files that must be downloaded first; tests/recipes runs such recipes",
     r"dp-microadam train +#": "the demo, which tests/apps/command_line/test_cli_runs.py runs",
     r"dp-microadam train my\.toml": "stands for a file of the reader's own",
@@ -57,11 +58,13 @@ NOT_PYTHON = {
     'models.deit("tiny", num_classes=10, pretrained="facebook/': "fetches weights from the hub",
     "trainer = PrivateHFTrainer(model, args": "an excerpt of examples/text_classification.py, run by tests/test_examples.py",
     "class Model(PrivateLightningModule)": "an excerpt of examples/lightning_digits.py, run by tests/test_examples.py",
+    'pipeline("text-classification", "spam-filter")': "needs what the page exports; test_texts.py loads such",
+    "models.with_lora(model, rank=8)": "needs a pretrained model; tests/integrations/test_hugging_face.py trains adapters",
     "record = ledger_from_opacus(": "an excerpt of what tests/integrations/test_opacus.py runs",
 }
 """Python blocks that are compiled and not run, by something in them, and why."""
 
-ONLY_WHOLE = ("finetune_text.md", "finetune_vit.md", "tutorial.md")
+ONLY_WHOLE = ("finetune_vit.md", "tutorial.md")
 """Pages that take long even when shortened: in `make test-all` only."""
 
 

@@ -98,8 +98,8 @@ def test_every_example_is_in_exactly_one_part(count, fraction, seed):
     assert sorted([*rest.tolist(), *held_out.tolist()]) == list(range(count))
 
 
-@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.5, float("nan")])
-def test_a_fraction_outside_zero_and_one_is_refused(fraction):
+@pytest.mark.parametrize("fraction", [1.0, -0.5, float("nan")])
+def test_a_fraction_that_leaves_nothing_is_refused(fraction):
     with pytest.raises(InputError, match="validation_fraction"):
         split(10, fraction, 0)
 

@@ -12,13 +12,14 @@ from accelerate.state import AcceleratorState
 from transformers import (
     BertForSequenceClassification,
     DataCollatorForLanguageModeling,
+    DataCollatorWithFlattening,
     GPT2Config,
     GPT2LMHeadModel,
     TrainerCallback,
     TrainingArguments,
 )
 
-from dp_microadam import InputError, MicroAdam, PrivacyError, PrivacyPlan, PrivateTrainer, methods
+from dp_microadam import InputError, MicroAdam, PrivacyError, PrivacyPlan, PrivateTrainer, methods, models
 from dp_microadam.clipping.per_example import clipped_sum
 from dp_microadam.integrations.hugging_face import PrivateHFTrainer, causal_language_loss, classification_loss
 from dp_microadam.integrations.private_steps import PrivateSteps
@@ -412,6 +413,22 @@ def test_a_collator_with_a_seed_is_refused(make):
     collator.seed = 1
     with pytest.raises(InputError, match="predictable"):
         make(data_collator=collator)
+
+
+def test_a_collator_that_packs_examples_into_one_row_is_refused(make):
+    with pytest.raises(InputError, match="packs examples into one row, which would be clipped as one"):
+        make(data_collator=DataCollatorWithFlattening())
+
+
+def test_adapters_train_and_nothing_else_does(make):
+    pytest.importorskip("peft")
+    model = models.with_lora(bert(), rank=2)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    make(model, optimizers=(MicroAdam(trainable, lr=0.1), None), arguments={"max_steps": 2}).train()
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert any("lora_B" in name for name in moved)
+    assert all("lora_" in name or "classifier.modules_to_save" in name for name in moved)
 
 
 def test_metrics_of_training_data_are_refused(make):

@@ -47,7 +47,8 @@ def test_per_example_gradients_of_a_model_can_be_clipped(name):
 
 
 def test_every_kind_of_model_is_tried():
-    assert {name.partition("-")[0] for name in registry.BUILDERS} == {name.partition("-")[0] for name in SMALL}
+    kinds = {name.partition("-")[0] for name in registry.BUILDERS} - {"hugging"}  # tests/apps/recipes/test_texts.py
+    assert kinds == {name.partition("-")[0] for name in SMALL}
 
 
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32), (3, 8, 8), (2, 9, 31)])

@@ -43,7 +43,7 @@ def test_the_words_cover_everything_an_officer_asks(tmp_path):
         f"{round_up(PLAN.epsilon)} at δ = 1e-05",
         "Unit of privacy:       one training example",
         "with one unit added or removed",
-        "Rényi",
+        "privacy loss distribution, discretised and rounded from above",
         "each of 60000 examples in each step with probability 0.00853333, independently; 512 expected",
         "one example changes the sum by at most 0.7",
         "Gaussian, 1.5 times that bound",

@@ -49,6 +49,9 @@ class KnownData:
     """Keys that a recipe may set under ``data_options``."""
 
 
+TEXT_OPTIONS = ("text", "label", "user_column", "max_length")
+"""Options of texts: names of columns, and the tokens after which texts are cut."""
+
 IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 _TORONTO = ("https://www.cs.toronto.edu/~kriz/", "https://cave.cs.toronto.edu/kriz/")
@@ -220,6 +223,30 @@ _CATALOGUE: Mapping[str, KnownData] = {
         "your CSV or npz files",
         by_hand="table is your own data; put it into train.csv and test.csv, or train.npz and test.npz",
         options=("label", "classes", "mean", "std", "user_column", "header"),
+    ),
+    "sms-spam": KnownData(
+        "text",
+        "4,534 text messages, spam or not",
+        2,
+        by_hand="sms-spam is the SMS Spam Collection of Almeida and Hidalgo (https://doi.org/10.24432/C5CC84); remove repeated "
+        "messages, and put the rest into train.csv and test.csv with the columns text and label (ham or spam)",
+        options=TEXT_OPTIONS,
+        classes=("ham", "spam"),
+    ),
+    "imdb": KnownData(
+        "text",
+        "49,582 reviews of films, good or bad",
+        2,
+        by_hand="imdb is the Large Movie Review Dataset of Maas et al. (https://ai.stanford.edu/~amaas/data/sentiment); remove "
+        "repeated reviews, and put the rest into train.csv and test.csv with the columns text and label (0 bad, 1 good)",
+        options=TEXT_OPTIONS,
+        classes=("0", "1"),
+    ),
+    "text-table": KnownData(
+        "text",
+        "your texts in CSV or JSON-lines files",
+        by_hand="text-table is your own data; put it into train.csv and test.csv, or train.jsonl and test.jsonl",
+        options=(*TEXT_OPTIONS, "classes"),
     ),
 }
 

@@ -45,6 +45,8 @@ class LabelledData:
     test_users: NDArray[np.str_] | None = None
     held_out_rows: Tensor | None = None
     """With users: positions of the validation examples before training and validation part were divided."""
+    tokens: bool = False
+    """Whether inputs are tokens of texts, which only the model prepares further."""
     classes: tuple[str, ...] = ()
     """Names of the classes, which are public; numbers if none are given."""
     raw: RawInput | None = None

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
-from dp_microadam.data import adult, cifar, idx, images, places
+from dp_microadam.data import adult, cifar, idx, images, places, text
 from dp_microadam.data.catalogue import KnownData, known
 from dp_microadam.data.contents import Reading
 from dp_microadam.data.dataset import TEST_FRACTION, TEST_SEED, split
 from dp_microadam.data.image_decoding import BIT_DEPTHS, used_bits
 from dp_microadam.data.image_listing import Listing, list_images
 from dp_microadam.data.image_users import ImageUsers
-from dp_microadam.data.sources import bit_depth_of, read_packaged
+from dp_microadam.data.sources import bit_depth_of, read_packaged, text_columns
 from dp_microadam.data.users import refuse_shared_users
 from dp_microadam.errors import InputError
 
@@ -70,6 +70,9 @@ def _verify(name: str, data: KnownData, place: Path, verify: bool) -> bool:
     if data.kind == "images":
         list_images(place, data.num_classes if verify else None).require_in_order()
         return False
+    if data.kind == "text":
+        text.files_of(place)
+        return False
     if data.kind == "table":
         return False
     if data.kind == "adult":
@@ -112,6 +115,19 @@ def _problems_of_images(listing: Listing, options: Mapping[str, Any]) -> Iterato
         yield f"{users.source} names {unused}, which is not in {listing.folder}; remove the line, or add the image"
     if len(found) == 2:
         refuse_shared_users(found[0], found[1][found[1] != ""], str(listing.folder))
+
+
+def text_problems(name: str, place: Path, options: Mapping[str, Any], *, labelled: bool) -> Iterator[str]:
+    """All that is wrong with the texts of a data set, by line; for the owner of the data."""
+    data = known(name)
+    try:
+        if labelled and not data.classes and "classes" not in options:  # without a recipe nobody knows the classes
+            columns = replace(text_columns(data, options, labelled=False), label=options.get("label"))
+        else:
+            columns = text_columns(data, options, labelled=labelled)
+        yield from text.problems(place, Reading(name), columns)
+    except InputError as error:
+        yield str(error)
 
 
 def image_problems(

@@ -39,8 +39,8 @@ def find(name: str, data: KnownData, folder: str | None) -> Path:
         if not path.exists():
             raise InputError(f"data_folder is {folder!r}, which does not exist; it must hold {wanted_files(data)}")
         return path
-    if data.kind == "table":
-        raise InputError("data_folder is not given; table is your own data, name its file or its folder")
+    if data.kind in ("table", "text") and data.num_classes is None:
+        raise InputError(f"data_folder is not given; {name} is your own data, name its file or its folder")
     usual = usual_folders(name)
     for path in usual:
         # Partial downloads do not count.
@@ -64,9 +64,8 @@ def wanted_files(data: KnownData) -> str:
     """The files a folder must contain, for messages."""
     if data.downloads:
         return " and ".join(download.name for download in data.downloads)
-    return (
-        "train.csv and test.csv (or .npz)" if data.kind == "table" else "train/CLASS/*.jpg and val/CLASS/*.jpg, or CLASS/*.jpg"
-    )
+    tables = {"table": "train.csv and test.csv (or .npz)", "text": "train.csv and test.csv (or .jsonl)"}
+    return tables.get(data.kind, "train/CLASS/*.jpg and val/CLASS/*.jpg, or CLASS/*.jpg")
 
 
 def how_to_get(name: str, data: KnownData) -> str:

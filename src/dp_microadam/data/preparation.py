@@ -20,6 +20,7 @@ class Preparation:
     """
 
     def __init__(self, data: LabelledData) -> None:
+        self._as_they_are = data.tokens
         self._size = (data.example_shape[1], data.example_shape[2]) if data.images else None
         # Pixels range from 0 to 255, but their constants are for 0 to 1.
         unit = 255.0 if data.images else 1.0
@@ -28,6 +29,8 @@ class Preparation:
         self._scale = 1 / (torch.tensor(data.std or (1 / unit,)).view(shape) * unit)
 
     def __call__(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        if self._as_they_are:
+            return batch
         inputs, labels = batch
         if self._size is not None and tuple(inputs.shape[-2:]) != self._size:
             inputs = resized(inputs, self._size)

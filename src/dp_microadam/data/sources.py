@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from dp_microadam.data import adult, cifar, idx, images, places, table
+from dp_microadam.data import adult, cifar, idx, images, places, table, text
 from dp_microadam.data.arrays import Arrays
 from dp_microadam.data.catalogue import KnownData, known, takes_columns
 from dp_microadam.data.columns import Columns
@@ -45,6 +46,8 @@ def load(
     verify: bool = True,
     memory_gib: float = MEMORY_GIB,
     columns: Mapping[str, Mapping[str, Any]] | None = None,
+    encode: Callable[[Sequence[str]], Tensor] | None = None,
+    labelled: bool = True,
     **options: Any,
 ) -> LabelledData:
     """Load the data set called ``name`` from ``folder``, or from the default folders.
@@ -54,6 +57,7 @@ def load(
     test part is the published one and does not depend on ``split_seed``. With ``verify``, files whose digests differ from the
     published ones are refused. Files larger than ``memory_gib`` are memory-mapped. Images are resized to ``image_size``.
     ``columns`` declares the columns of a table as ``[columns]`` of a recipe does; ``options`` are those in the catalogue.
+    Texts become tokens [N, length] by ``encode``; labels of texts are not read unless ``labelled``.
 
     Raises:
         InputError: if the name is unknown, or its files are missing, damaged or not the published ones.
@@ -75,6 +79,11 @@ def load(
         return _load_images(name, data, places.find(name, data, folder), image_size or images.SIZE, verify, divided, options)
     map_above = int(require_positive("data_memory_gib", memory_gib) * 2**30)
     reading = Reading(name, dict(data.digests) if verify else {}, map_above)
+    if data.kind == "text":
+        if encode is None:
+            raise InputError(f"data is {name!r}, which are texts; encode must be given, which turns them into tokens")
+        of_texts = text_columns(data, options, labelled=labelled)
+        return _load_texts(name, text.read(places.find(name, data, folder), reading, of_texts), encode, of_texts, divided)
     train, test, num_classes = _read_arrays(name, data, folder, reading, declared, options)
     refuse_shared_users(train.users, test.users, name)
     training, validation = divided(len(train), train.users)
@@ -172,6 +181,43 @@ def table_layout(columns: Columns | None, options: Mapping[str, Any]) -> Layout:
             raise InputError(f"columns.{name} is declared, but data_options.{key} is the same column; leave one of them out")
     names = None if header is None else tuple(name.strip() for name in header)
     return Layout(label, _classes(options.get("classes")), user, columns, names)
+
+
+def text_columns(data: KnownData, options: Mapping[str, Any], *, labelled: bool = True) -> text.Columns:
+    """The columns of texts that a recipe's ``options`` name, and the classes: those of the data set, or those given."""
+    names = {"text": options.get("text", "text"), "user_column": options.get("user_column")}
+    if labelled:
+        names["label"] = options.get("label", "label")
+    for option, name in names.items():
+        if name is not None and (not isinstance(name, str) or not name or list(names.values()).count(name) > 1):
+            raise InputError(f"data_options.{option} is {name!r}; it must be the name of a column, another for each")
+    classes = text.class_names(data.classes or _classes(options.get("classes"))) if labelled else ()
+    return text.Columns(names["text"], names.get("label"), names["user_column"], classes)
+
+
+def _load_texts(
+    name: str,
+    parts: tuple[text.Texts, text.Texts],
+    encode: Callable[[Sequence[str]], Tensor],
+    columns: text.Columns,
+    divided: Any,
+) -> LabelledData:
+    (train, train_labels), (test, test_labels) = ((encode(part.texts), torch.from_numpy(part.labels)) for part in parts)
+    training, validation = divided(len(train), parts[0].users)
+    return LabelledData(
+        name,
+        max(1, len(columns.classes)),
+        tuple(train.shape[1:]),
+        (),
+        (),
+        train=(train[training], train_labels[training]),
+        validation=(train[validation], train_labels[validation]),
+        test=(test, test_labels),
+        test_users=parts[1].users,
+        tokens=True,
+        classes=tuple(columns.classes),
+        **_users_of_parts(parts[0].users, training, validation),
+    )
 
 
 def table_user(options: Mapping[str, Any]) -> str | None:

@@ -23,6 +23,8 @@ def synthetic_images(name: str, count: int, *, image_size: int | None = None, la
     data = known(name)
     if data.num_classes is None:
         raise InputError(f"data is {name!r}, which is your own and has no published shape; give its data_folder")
+    if data.kind == "text":
+        raise InputError(f"data is {name!r}, texts, for which no images can stand; give its data_folder")
     size = image_size or images.SIZE
     shape = data.shape or (3, size, size)
     classes = cifar.num_classes(name, labels) if data.kind == "cifar" else data.num_classes

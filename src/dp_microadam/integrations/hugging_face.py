@@ -292,6 +292,8 @@ class PrivateHFTrainer(Trainer):
             raise InputError("compute_loss is overridden, and is a mean over a batch; give per_example_loss instead")
         if getattr(self.data_collator, "seed", None) is not None:
             raise InputError("data_collator has a seed, so what it draws is predictable; make it without one")
+        if type(self.data_collator).__name__ == "DataCollatorWithFlattening":  # a row of several has no gradient of each
+            raise InputError("data_collator packs examples into one row, which would be clipped as one; pad each to a constant")
 
 
 def classification_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

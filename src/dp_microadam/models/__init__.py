@@ -1,5 +1,7 @@
-"""Networks of the paper's experiments, without batch statistics. Each function builds one, initialised as published."""
+"""Networks of the paper's experiments, without batch statistics, initialised as published; and text models of transformers."""
 
+from dp_microadam.models.hugging_face import text_encoder
+from dp_microadam.models.lora import with_lora
 from dp_microadam.models.mlp import mlp
 from dp_microadam.models.nf_resnet import nf_resnet_50
 from dp_microadam.models.normalization import Normalization
@@ -21,4 +23,6 @@ __all__ = [
     "small_cnn",
     "tanh_cnn",
     "mlp",
+    "text_encoder",
+    "with_lora",
 ]

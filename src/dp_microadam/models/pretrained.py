@@ -35,14 +35,13 @@ class PretrainedWeights(NamedTuple):
     normalization: Normalization
 
 
-def transformers() -> ModuleType:
-    """The package ``transformers``, imported on first use because that takes seconds."""
+def transformers(who: str = "vision transformers") -> ModuleType:
+    """The package ``transformers``, imported on first use because that takes seconds; ``who`` needs it."""
     try:
         import transformers
     except ImportError:
         raise InputError(
-            "vision transformers need the package transformers, which is not installed; run "
-            "pip install 'dp-microadam[transformers]'"
+            f"{who} need the package transformers, which is not installed; run pip install 'dp-microadam[transformers]'"
         ) from None
     return transformers
 
@@ -95,13 +94,13 @@ def _find(source: str, family: str, size: TransformerSize, patch_size: int, norm
             f"pretrained is {source!r}, which does not exist; it must be a file, a folder, or a name on the Hugging Face "
             "hub such as 'facebook/deit-tiny-patch16-224'"
         )
-    fetched = _is_fetched(source)
+    fetched = is_fetched(source)
     if not fetched:
-        _require_reachable(source)
+        require_reachable(source)
     return _from_transformers(source, family, size, patch_size, normalization, local_files_only=fetched)
 
 
-def _is_fetched(name: str) -> bool:
+def is_fetched(name: str) -> bool:
     """Whether the files are in the local cache of the Hugging Face hub; they are then used without a request."""
     transformers()  # for its message: the hub's package comes with it
     from huggingface_hub import try_to_load_from_cache
@@ -114,7 +113,7 @@ def _is_fetched(name: str) -> bool:
     return config and any(weights)
 
 
-def _require_reachable(name: str) -> None:
+def require_reachable(name: str) -> None:
     """Fail fast if the hub cannot be reached: loading would retry for most of a minute."""
     from huggingface_hub import HfApi
 
@@ -134,7 +133,7 @@ def _from_transformers(
     try:
         found, _ = library.ViTConfig.get_config_dict(source, **where)
         _require_config(source, found, family, size, patch_size)
-        with _quiet(library):
+        with quiet(library):
             model, report = library.ViTForImageClassification.from_pretrained(
                 source, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True, **where
             )
@@ -167,7 +166,7 @@ def _require_complete(source: str, report: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _quiet(library: ModuleType) -> Iterator[None]:
+def quiet(library: ModuleType) -> Iterator[None]:
     """Silence the messages and progress bars of ``transformers`` while loading."""
     logging = library.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from dp_microadam.errors import InputError
+from dp_microadam.models.hugging_face import language_model, text_classifier
 from dp_microadam.models.mlp import mlp
 from dp_microadam.models.nf_resnet import nf_resnet_50
 from dp_microadam.models.normalization import CENTRED, IMAGENET, Normalization
@@ -91,6 +92,40 @@ def _transformer(family: Callable[..., VisionTransformer], size: str) -> Callabl
     return build
 
 
+def _hugging_face(
+    num_classes: int,
+    shape: Sequence[int],
+    *,
+    pretrained: str = "",
+    trainable: str = "all",
+    lora_rank: int = 0,
+    lora_alpha: float | None = None,
+    lora_targets: str | Sequence[str] = (),
+) -> nn.Module:
+    return text_classifier(
+        num_classes,
+        pretrained=pretrained,
+        trainable=trainable,
+        lora_rank=lora_rank,
+        lora_alpha=lora_alpha,
+        lora_targets=lora_targets,
+    )
+
+
+def _hugging_face_causal(
+    num_classes: int,
+    shape: Sequence[int],
+    *,
+    pretrained: str = "",
+    prompt: str = "",
+    lora_rank: int = 0,
+    lora_alpha: float | None = None,
+    lora_targets: str | Sequence[str] = (),
+) -> nn.Module:
+    """``prompt`` is what samples of text begin with; the model itself does not need it."""
+    return language_model(pretrained=pretrained, lora_rank=lora_rank, lora_alpha=lora_alpha, lora_targets=lora_targets)
+
+
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "mlp": _mlp,
     "tanh-cnn": _tanh_cnn,
@@ -99,6 +134,8 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "nf-resnet-50": _nf_resnet_50,
     **{f"deit-{size}": _transformer(deit, size) for size in ("tiny", "small", "base")},
     **{f"vit-{size}": _transformer(vit, size) for size in ("tiny", "small", "base", "large")},
+    "hugging-face": _hugging_face,
+    "hugging-face-causal": _hugging_face_causal,
 }
 """Functions of the number of classes and the image shape, with the model's options as keywords."""
 
@@ -109,8 +146,10 @@ def options_of(name: str) -> tuple[str, ...]:
     return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
 
 
-def build(name: str, num_classes: int, image_shape: ImageShape, **options: Any) -> nn.Module:
+def build(name: str, num_classes: int, image_shape: Sequence[int], **options: Any) -> nn.Module:
     """Build the model called ``name`` for images of ``image_shape``, randomly initialised unless ``pretrained`` is given.
+
+    Models of texts need ``pretrained``, and take any length.
 
     >>> build("mlp", 10, (1, 28, 28), hidden=32)[1]
     Linear(in_features=784, out_features=32, bias=True)

@@ -50,8 +50,7 @@ def model_card(
         f"## Training\n\n{_how_it_was_trained(recipe_toml)}:\n\n{_code('toml', _without_folder(recipe_toml))}"
         if recipe_toml
         else "",
-        "## Loading the weights\n\nThe weights are safetensors files; `safetensors.torch.load_file` reads one as a state dict "
-        "for `load_state_dict` of the same PyTorch model." + (f"\n\n{_code('python', loading)}" if loading else ""),
+        f"## Loading the weights\n\n{_how_to_load(loading)}" + (f"\n\n{_code('python', loading)}" if loading else ""),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
@@ -195,6 +194,15 @@ def _how_it_was_trained(recipe_toml: str) -> str:
     return (
         "`dp-microadam tune`: the best of a random number of runs, chosen by a score on held-out examples; ε covers the "
         "choice. The recipe, with the values that were chosen"
+    )
+
+
+def _how_to_load(loading: str) -> str:
+    if "from_pretrained" in loading:
+        return "This folder is one of Hugging Face's `transformers`; run this in it."
+    return (
+        "The weights are safetensors files; `safetensors.torch.load_file` reads one as a state dict for `load_state_dict` of "
+        "the same PyTorch model."
     )
 
 

@@ -13,7 +13,7 @@ _LINE_SECONDS = 15.0
 
 
 class Progress:
-    """Shows steps done, ε spent, expected images (or what is ``counted``) per second and time left.
+    """Shows steps done, ε spent, expected examples (or what is ``counted``) per second and time left.
 
     The rate is the *expected* batch size times steps per second: the realised batch size is private.
     """
@@ -26,7 +26,7 @@ class Progress:
         spent: Callable[[int], str],
         *,
         shown: bool = True,
-        counted: str = "images",
+        counted: str = "examples",
     ) -> None:
         self._total = total
         self._first = self._done = done

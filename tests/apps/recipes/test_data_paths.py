@@ -170,7 +170,7 @@ def test_settings_that_do_not_fit_are_refused(cifar10, tmp_path, overrides, mess
     ("overrides", "message"),
     [
         (["model=small-cnn"], "model is 'small-cnn', which takes images; for the rows of a table it must be 'mlp'"),
-        (["flip=true"], "data is 'table', a table; .* are for images"),
+        (["flip=true"], "data is 'table', not images; .* are for images"),
         (["multiplicity=2"], "are for images"),
         (["data_options.classes=none"], "data_options.classes is None"),
         (["data_options.mean=[1.0]"], "data_options.mean has 1 numbers; there must be 2"),

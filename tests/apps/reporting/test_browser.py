@@ -53,7 +53,11 @@ def pages(tmp_path_factory):
     """The page of a run with an audit, of several runs, and of a sweep."""
     here = tmp_path_factory.mktemp("pages")
     names = ("run", "a-run-with-a-name-that-is-really-quite-long-20261116-1", "unprotected")
-    for name, more in zip(names, (["ema_decay=0.9", "diagnostics_every=6"], ["seed=1"], ["method=non-private"]), strict=True):
+    for name, more in zip(
+        names,
+        (["method=dp-microadam", "ema_decay=0.9", "diagnostics_every=6"], ["seed=1"], ["method=non-private"]),
+        strict=True,
+    ):
         changes = [part for one in more for part in ("--set", one)]
         assert main(["train", "demo", *QUICK, *changes, "--run-dir", str(here / name)]) == 0
     audit = ["audit", "--canaries", "400", "--repetitions", "100", "--quiet", "--confidence", "0.9999999"]

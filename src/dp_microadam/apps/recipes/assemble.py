@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import copy
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from dp_microadam import models
 from dp_microadam.apps.recipes.advice import bands_of, noise_memory_of, refuse_unadvisable, with_advice
-from dp_microadam.apps.recipes.canaries import Canaries, add_canaries, canaries_in_words, with_canary_key
+from dp_microadam.apps.recipes.canaries import add_canaries, canaries_in_words, with_canary_key
+from dp_microadam.apps.recipes.experiment import Experiment
 from dp_microadam.apps.recipes.public_part import public_examples
 from dp_microadam.apps.recipes.recipe import Recipe
 from dp_microadam.apps.recipes.stated import stated
+from dp_microadam.apps.recipes.texts import text_arguments, texts_in_words
 from dp_microadam.apps.recipes.vocabulary import OPTIMIZER_OPTIONS
 from dp_microadam.data.augmentation import Augmentation
-from dp_microadam.data.dataset import Examples, LabelledData, size_of
+from dp_microadam.data.dataset import LabelledData, size_of
 from dp_microadam.data.images import ImageFolder
 from dp_microadam.data.preparation import Preparation
 from dp_microadam.data.sources import load
@@ -32,91 +30,17 @@ from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.selection_plan import SelectionPlan
 from dp_microadam.training.distributed import Ranks, ranks_here
 from dp_microadam.training.evaluation import (
-    ClassCounts,
     PerExample,
     class_hits,
     class_loss,
-    count_hits,
     over_views,
     weighted_class_loss,
 )
 from dp_microadam.training.method import Method
 from dp_microadam.training.run_folder import default_folder
 from dp_microadam.training.schedules import Schedule
-from dp_microadam.training.trainer import PrivateTrainer, RunResult, UnprotectedPlan
-
-
-@dataclass
-class Experiment:
-    """A recipe with its data, model and trainer, ready to train."""
-
-    recipe: Recipe
-    data: LabelledData
-    model: nn.Module
-    trainer: PrivateTrainer
-    canaries: Canaries | None = None
-
-    def fit(self) -> RunResult:
-        """Train on the training part, with validation on the part held out of it, if any is."""
-        validation = self.data.validation if size_of(self.data.validation) else None
-        return self.trainer.fit(self.training_part(), validation, **users_of(self.recipe, self.data))
-
-    def notes(self) -> list[str]:
-        """What the owner of the data should know before they are looked at: what was passed over, and what is held out.
-
-        How many examples users have together is private: where users are known, they are counted instead.
-        """
-        data, recipe = self.data, self.recipe
-        if not size_of(data.validation):
-            return [*data.notes, "no example is held out for validation: validation_fraction is 0"]
-        unit, held_out, rest = "examples", size_of(data.validation), size_of(data.train) - len(self.canaries or ())
-        if data.train_users is not None and data.validation_users is not None:
-            unit = f"{recipe.unit_name or 'user'}s"
-            held_out, rest = count_users(data.validation_users), count_users(data.train_users)
-        return [
-            *data.notes,
-            f"held out for validation, and not protected: {held_out:,} of {held_out + rest:,} {unit} of the training part, "
-            f"drawn with split seed {recipe.split_seed}; validation_fraction = 0 holds out none",
-        ]
-
-    def training_part(self) -> Examples:
-        """The training examples."""
-        return training_part(self.recipe, self.data)
-
-    def test_results(self) -> tuple[ClassCounts, str]:
-        """Right predictions on the test set by class, and which weights made them: averaged ones if the recipe keeps these."""
-        average = self.trainer.average
-        if average is None:
-            return self._counts(), "final weights"
-        with average.in_place_of(self.model):
-            return self._counts(), "averaged weights"
-
-    def test_accuracy(self) -> tuple[float, str]:
-        """Accuracy on the test set, and which weights it belongs to."""
-        counts, weights = self.test_results()
-        return counts.accuracy, weights
-
-    def final_weights_accuracy(self) -> float | None:
-        """Accuracy on the test set of the weights after the last step, if the recipe also keeps an average; else None."""
-        return None if self.trainer.average is None else self._counts().accuracy
-
-    def best_model(self) -> nn.Module:
-        """A copy of the model with the weights that are evaluated: averaged ones if the recipe keeps an average."""
-        average = self.trainer.average
-        with nullcontext() if average is None else average.in_place_of(self.model):
-            return copy.deepcopy(self.model)
-
-    def _counts(self) -> ClassCounts:
-        device = next(self.model.parameters()).device
-        prepare = Preparation(self.data)
-        return count_hits(
-            self.model,
-            self.data.test,
-            self.data.num_classes,
-            prepare=lambda batch: prepare(tree_map(lambda leaf: leaf.to(device), batch)),
-            num_workers=self.recipe.num_workers,
-            ranks=self.trainer.ranks,
-        )
+from dp_microadam.training.token_losses import next_token_hits, next_token_loss
+from dp_microadam.training.trainer import PrivateTrainer, UnprotectedPlan
 
 
 def assemble(
@@ -170,7 +94,7 @@ def assemble(
         method,
         plan,
         over_views(_loss(recipe, data), data.example_shape),
-        per_example_accuracy=over_views(class_hits, data.example_shape),
+        per_example_accuracy=over_views(_hits(recipe), data.example_shape),
         private=recipe.protected,
         max_grad_norm=recipe.max_grad_norm,
         clipping=recipe.clipping,
@@ -188,9 +112,9 @@ def assemble(
         run_dir=default_folder(recipe.name) if run_dir is None else run_dir,
         config=recipe.to_toml(),
         public=(
-            "kinds, ranges and values of the columns" if recipe.columns else "normalization constants of the input",
+            *(texts_in_words(recipe) or [_inputs_in_words(recipe)]),
             *_held_out_in_words(recipe, data),
-            "number and names of the classes",
+            *([] if recipe.predicts_tokens else ["number and names of the classes"]),
             *_weights_in_words(recipe),
             *([canaries_in_words(canaries)] if canaries is not None else []),
             *([f"the pretrained weights {pretrained!r}"] if (pretrained := recipe.model_options.get("pretrained")) else []),
@@ -220,7 +144,17 @@ def _with_exact_residual(recipe: Recipe) -> Recipe:
     return replace(recipe, optimizer={**recipe.optimizer, "quantize": False})
 
 
+def _inputs_in_words(recipe: Recipe) -> str:
+    return "kinds, ranges and values of the columns" if recipe.columns else "normalization constants of the input"
+
+
+def _hits(recipe: Recipe) -> PerExample:
+    return next_token_hits if recipe.predicts_tokens else class_hits
+
+
 def _loss(recipe: Recipe, data: LabelledData) -> PerExample:
+    if recipe.predicts_tokens:
+        return next_token_loss
     if recipe.class_weights is None:
         return class_loss
     if len(recipe.class_weights) != data.num_classes:
@@ -245,19 +179,6 @@ def _weights_in_words(recipe: Recipe) -> list[str]:
     return [f"weights of the classes in the loss ({', '.join(f'{weight:g}' for weight in recipe.class_weights)})"]
 
 
-def training_part(recipe: Recipe, data: LabelledData) -> Examples:
-    """The training examples. Random crops of image files, which differ in size, are cut right after decoding."""
-    if isinstance(data.train, ImageFolder) and recipe.resized_crop:
-        return data.train.random_crops(recipe.multiplicity)
-    return data.train
-
-
-def users_of(recipe: Recipe, data: LabelledData) -> dict[str, Any]:
-    """Whose the examples are, as arguments of ``fit``; none unless the recipe's unit is the user."""
-    known = {"users": data.train_users, "validation_users": data.validation_users}
-    return known if recipe.unit == "user" else {}
-
-
 def _method(recipe: Recipe, model: nn.Module, data: LabelledData) -> Method:
     options = dict(recipe.optimizer)
     if "public" in options:
@@ -276,6 +197,7 @@ def load_data(recipe: Recipe) -> LabelledData:
         image_size=recipe.image_size,
         verify=recipe.verify_data,
         memory_gib=recipe.data_memory_gib,
+        **text_arguments(recipe),
         columns=recipe.columns,
         **recipe.data_options,
     )
@@ -286,7 +208,7 @@ def _augmentation(recipe: Recipe, data: LabelledData) -> Augmentation | None:
     augments = bool(recipe.crop_padding or recipe.flip or recipe.resized_crop)
     if not data.images and (augments or recipe.multiplicity > 1):
         raise InputError(
-            f"data is {recipe.data!r}, a table; crop_padding, flip, resized_crop and multiplicity are for images, leave "
+            f"data is {recipe.data!r}, not images; crop_padding, flip, resized_crop and multiplicity are for images, leave "
             "them out"
         )
     if not augments:
@@ -315,7 +237,9 @@ def trainable_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def _model_shape(recipe: Recipe, data: LabelledData) -> tuple[int, int, int]:
+def _model_shape(recipe: Recipe, data: LabelledData) -> tuple[int, ...]:
+    if data.tokens:
+        return data.example_shape
     if data.images:
         channels, height, width = data.example_shape
         return channels, height, width

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_microadam.apps.recipes.assemble import Experiment
+from dp_microadam.apps.recipes.experiment import Experiment
 from dp_microadam.data.dataset import LabelledData, size_of
 from dp_microadam.data.images import ImageFolder
 from dp_microadam.data.preparation import Preparation

@@ -11,6 +11,7 @@ from dp_microadam.data.preparation import Preparation
 from dp_microadam.errors import InputError
 from dp_microadam.methods.scale_sources import PublicExamples, refuse_shared_indices
 from dp_microadam.training.evaluation import class_loss
+from dp_microadam.training.token_losses import next_token_loss
 
 
 def public_examples(recipe: Recipe, data: LabelledData, chosen: int | list[int]) -> PublicExamples:
@@ -20,10 +21,11 @@ def public_examples(recipe: Recipe, data: LabelledData, chosen: int | list[int])
         InputError: for positions of training examples, or more examples than are held out.
     """
     rows = _rows(recipe, data, chosen)
+    loss = next_token_loss if recipe.predicts_tokens else class_loss
     if isinstance(data.validation, tuple):
         inputs, labels = data.validation
-        return PublicExamples((inputs[rows], labels[rows]), class_loss, Preparation(data))
-    return PublicExamples(Subset(data.validation, rows.tolist()), class_loss, Preparation(data))
+        return PublicExamples((inputs[rows], labels[rows]), loss, Preparation(data))
+    return PublicExamples(Subset(data.validation, rows.tolist()), loss, Preparation(data))
 
 
 def _rows(recipe: Recipe, data: LabelledData, chosen: int | list[int]) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import tomli_w
 
-from dp_microadam.apps.recipes import checks, tuning, vocabulary
+from dp_microadam.apps.recipes import checks, texts, tuning, vocabulary
 from dp_microadam.apps.recipes.hints import hint_for_key, nearest, refuse_unknown_options
 from dp_microadam.apps.recipes.overrides import apply_override
 from dp_microadam.data.catalogue import takes_columns
@@ -159,6 +159,7 @@ class Recipe:
             raise InputError(
                 f"base is {self.base!r}, but method is {self.method!r}; leave it out, it is only for method 'non-private'"
             )
+        texts.refuse_misfits(self)
         for table, given, known_options, owner in (
             ("optimizer", self.optimizer, vocabulary.OPTIMIZER_OPTIONS, self.algorithm),
             ("model_options", self.model_options, vocabulary.MODEL_OPTIONS, self.model),
@@ -181,6 +182,11 @@ class Recipe:
     def protected(self) -> bool:
         """Whether the run clips and adds noise."""
         return self.method != vocabulary.NON_PRIVATE
+
+    @property
+    def predicts_tokens(self) -> bool:
+        """Whether the model is a language model, whose texts need no labels."""
+        return self.model == vocabulary.LANGUAGE_MODEL
 
     @property
     def algorithm(self) -> str:

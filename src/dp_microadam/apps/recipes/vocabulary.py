@@ -28,6 +28,11 @@ NON_PRIVATE = "non-private"
 NON_PRIVATE_LEARNING_RATES = {"dp-sgd": 0.1}
 """Different defaults for runs without clipping: DP-SGD's 4.0 is tuned for gradients of norm at most one."""
 
+TEXT_CLASSIFIER = "hugging-face"
+LANGUAGE_MODEL = "hugging-face-causal"
+TEXT_SETS = tuple(name for name in KNOWN_DATA if known(name).kind == "text")
+
+_LORA_OPTIONS = ("lora_rank", "lora_alpha", "lora_targets")
 _TRANSFORMER_OPTIONS = ("pretrained", "resolution", "patch_size", "trainable")
 
 MODEL_OPTIONS: dict[str, tuple[str, ...]] = {
@@ -38,6 +43,8 @@ MODEL_OPTIONS: dict[str, tuple[str, ...]] = {
     "nf-resnet-50": ("width", "alpha", "skip_gain", "stochastic_depth", "gain"),
     **dict.fromkeys(("deit-tiny", "deit-small", "deit-base"), _TRANSFORMER_OPTIONS),
     **dict.fromkeys(("vit-tiny", "vit-small", "vit-base", "vit-large"), _TRANSFORMER_OPTIONS),
+    TEXT_CLASSIFIER: ("pretrained", "trainable", *_LORA_OPTIONS),
+    LANGUAGE_MODEL: ("pretrained", "prompt", *_LORA_OPTIONS),
 }
 """Options by model."""
 

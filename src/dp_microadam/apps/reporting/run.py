@@ -202,6 +202,12 @@ class Run:
         return (found[-1][1], f"validation accuracy at step {found[-1][0]:,}") if found else None
 
     @property
+    def perplexity(self) -> float | None:
+        """Perplexity of a language model on the test texts."""
+        value = self.test.get("test_perplexity")
+        return float(value) if is_number(value) else None
+
+    @property
     def expected_batch(self) -> int | None:
         """The expected batch size; realised batch sizes are private."""
         if self.ledger is not None:

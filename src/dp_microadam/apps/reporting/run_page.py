@@ -96,6 +96,8 @@ def _overview(runs: Sequence[Run]) -> str:
 
 def _card(run: Run, colour: str, *, numbers: bool) -> str:
     shown = [_accuracy(run), _promise(run)] if numbers else []
+    if run.perplexity is not None:
+        shown.insert(0, (f"{run.perplexity:.2f}", "test perplexity"))
     figures = "".join(f"<div><b>{escape(big)}</b><span>{escape(small)}</span></div>" for big, small in shown)
     facts = {
         "Date": "" if run.last_activity is None else f"{run.last_activity:%Y-%m-%d}",

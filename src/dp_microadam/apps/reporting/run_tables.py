@@ -22,12 +22,14 @@ HELD_OUT = (
 
 def summary(runs: Sequence[Run]) -> Table:
     """Summary with a column per run: method, data, accuracy, privacy, steps, time and memory."""
+    perplexities: list[object] = ["" if run.perplexity is None else f"{run.perplexity:.2f}" for run in runs]
     facts: dict[str, list[object]] = {
         "folder": [run.name for run in runs],
         "method": [run.method for run in runs],
         "data": [run.settings.get("data", _UNKNOWN) for run in runs],
         "model": [run.settings.get("model", _UNKNOWN) for run in runs],
         "accuracy": [accuracy_in_words(run) for run in runs],
+        **({"test perplexity": perplexities} if any(perplexities) else {}),
         "private": [_stamp(run) for run in runs],
         "ε spent": [epsilon_in_words(run) for run in runs],
         "δ": [f"{run.privacy['delta']:g}" if run.privacy.get("delta") else "none" for run in runs],

@@ -143,7 +143,7 @@ def run_get(options: argparse.Namespace) -> int:
 
 def run_check(options: argparse.Namespace) -> int:
     from dp_microadam.data.catalogue import known, takes_columns
-    from dp_microadam.data.inspection import image_problems, image_summary, inspect, user_problems
+    from dp_microadam.data.inspection import image_problems, image_summary, inspect, text_problems, user_problems
     from dp_microadam.data.table_check import PRIVATE
     from dp_microadam.validation import require_integer
 
@@ -169,6 +169,9 @@ def run_check(options: argparse.Namespace) -> int:
             summary = image_summary(Path(found.place), data_options)
     if found.place and not problems and takes_columns(name) and (recipe is not None or kind == "table"):
         problems, notes = _check_table(recipe, folder)
+    if found.place and not problems and kind == "text":
+        labelled = recipe is None or not recipe.predicts_tokens
+        problems = list(text_problems(name, Path(found.place), data_options, labelled=labelled))
     if options.json:
         values = {"name": name, "place": found.place, "state": found.state, "problems": problems, "summary": summary}
         print(json.dumps({**values, "notes": notes}, ensure_ascii=False))

@@ -6,7 +6,14 @@ import argparse
 import json
 from pathlib import Path
 
-from dp_microadam.apps.command_line.commands.running import lost_steps_note, open_run, privacy_line
+from dp_microadam.apps.command_line.commands.running import (
+    class_figures,
+    language_metrics,
+    lost_steps_note,
+    open_run,
+    print_language,
+    privacy_line,
+)
 from dp_microadam.apps.command_line.completers import complete_with, run_folders
 
 
@@ -27,11 +34,12 @@ def run(options: argparse.Namespace) -> int:
     result = experiment.trainer.peek()
     counts, weights = experiment.test_results()
     accuracy = counts.accuracy
+    language = language_metrics(experiment)
     if options.json:
         values = {
             "test_accuracy": accuracy,
-            "majority_accuracy": counts.majority,
-            "recall": dict(zip(experiment.data.classes, counts.recalls, strict=True)),
+            **class_figures(experiment, counts),
+            **language,
             "weights": weights,
             "steps_done": result.steps_done,
             "updates": result.updates,
@@ -42,6 +50,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(values, ensure_ascii=False))
         return 0
     print(f"evaluated with the {weights}{lost_steps_note(result) or f' after {result.updates} steps'}")
+    print_language(language)
     print(f"test accuracy {100 * accuracy:.2f} %")
     print(privacy_line(result))
     return 0

@@ -5,12 +5,23 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dp_microadam.apps.command_line.commands.running import is_run_from_python, ledger_head, open_run, privacy_line
+from dp_microadam.apps.command_line.commands.running import (
+    is_run_from_python,
+    language_metrics,
+    ledger_head,
+    open_run,
+    privacy_line,
+)
 from dp_microadam.apps.command_line.completers import complete_with, run_folders
 from dp_microadam.errors import InputError
 from dp_microadam.validation import require_integer
+
+if TYPE_CHECKING:
+    from dp_microadam.apps.recipes.experiment import Experiment
+    from dp_microadam.training.evaluation import ClassCounts
+    from dp_microadam.training.trainer import RunResult
 
 _SHOWN_CLASSES = 20
 
@@ -22,8 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Write a run's model into a new folder: weights as safetensors; the whole model as a program of "
         "torch.export that takes raw inputs; what it takes and the names of its classes as JSON; a model card; the "
         "privacy statement.",
-        epilog="examples:\n  dp-microadam export runs/mine --output digits-model\n"
-        "  dp-microadam predict digits-model photo.png",
+        epilog="example:\n  dp-microadam export runs/mine --output digits-model",
     )
     complete_with(run_folders, parser.add_argument("run_dir", type=Path, metavar="RUN", help="run folder"))
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write (default: RUN/export)")
@@ -34,6 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="K",
         help="the statement also says ε for somebody with up to K examples, or for K users together",
     )
+    parser.add_argument("--adapters", action="store_true", help="of a model trained with LoRA, write the adapters alone")
     parser.set_defaults(run=run)
 
 
@@ -51,17 +62,24 @@ def run(options: argparse.Namespace) -> int:
     from dp_microadam.training.program import load_program
 
     experiment = open_run(options.run_dir)
+    if options.adapters and not experiment.recipe.model_options.get("lora_rank"):
+        raise InputError("--adapters is given, but the run was trained without LoRA; leave it out to export the whole model")
     result = experiment.trainer.peek()
     counts, weights = experiment.test_results()
     metrics: dict[str, Any] = {
         "test accuracy": f"{100 * counts.accuracy:.2f} % ({weights})",
-        "accuracy of always naming the most frequent class": counts.majority,
-        **_recalls(experiment.data.classes, counts.recalls),
+        **_by_class(experiment, counts),
+        **language_metrics(experiment),
         "steps": result.updates,
     }
     if result.updates < result.steps_done:
         metrics["steps spent that are not in the weights"] = result.steps_done - result.updates
     recipe, data = experiment.recipe, experiment.data
+    if data.tokens:
+        from dp_microadam.apps.recipes.text_export import export_texts
+
+        export_texts(experiment, output, metrics, adapters_alone=options.adapters, group_size=options.group_size)
+        return _conclude(output, result)
     best = WEIGHTS if experiment.trainer.average is None else AVERAGED_WEIGHTS
     code = loading_code(recipe.model, recipe.model_options, data.num_classes, data.example_shape, best, (data.mean, data.std))
 
@@ -80,12 +98,22 @@ def run(options: argparse.Namespace) -> int:
         check=check,
         group_size=options.group_size,
     )
-    print(f"exported to {output}")
-    print(checked)
+    return _conclude(output, result, checked)
+
+
+def _conclude(output: Path, result: RunResult, *lines: str | None) -> int:
+    print("\n".join([f"exported to {output}", *filter(None, lines)]))
     if (head := ledger_head(result)) is not None:
         print(f"ledger's last hash {head}")
     print(privacy_line(result))
     return 0
+
+
+def _by_class(experiment: Experiment, counts: ClassCounts) -> dict[str, Any]:
+    if experiment.recipe.predicts_tokens:
+        return {}
+    majority = {"accuracy of always naming the most frequent class": counts.majority}
+    return {**majority, **_recalls(experiment.data.classes, counts.recalls)}
 
 
 def _recalls(classes: Sequence[str], recalls: Sequence[float | None]) -> dict[str, str]:

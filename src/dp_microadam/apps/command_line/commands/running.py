@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dp_microadam.errors import DPMicroAdamError, InputError
 
 if TYPE_CHECKING:
-    from dp_microadam.apps.recipes.assemble import Experiment
+    from dp_microadam.apps.recipes.experiment import Experiment
     from dp_microadam.training.distributed import Ranks
     from dp_microadam.training.evaluation import ClassCounts
     from dp_microadam.training.trainer import RunResult
@@ -84,24 +85,24 @@ def finish(experiment: Experiment, options: argparse.Namespace, result: RunResul
     """Draw the learning curves, print and save the test accuracy; returns the exit code."""
     if experiment.trainer.ranks.main:
         _draw(experiment, options, result)
-    counts, weights = conclude(experiment, options, result, **chosen)
+    counts, weights, language = conclude(experiment, options, result, **chosen)
     if experiment.trainer.ranks.main:
-        _save_test_results(experiment, counts, weights, result)
+        _save_test_results(experiment, counts, weights, result, language)
     return 0 if result.finished else INTERRUPTED
 
 
 def conclude(
     experiment: Experiment, options: argparse.Namespace, result: RunResult, chosen: dict[str, Any] | None = None
-) -> tuple[ClassCounts, str]:
-    """Print run folder, test accuracy and ε. Returns right predictions by class and which weights made them.
+) -> tuple[ClassCounts, str, dict[str, Any]]:
+    """Print run folder, test accuracy and ε. Returns right predictions by class, which weights made them, and language metrics.
 
     ``chosen`` are the hyperparameters of a run that a search chose.
     """
     counts, weights = experiment.test_results()
-    accuracy = counts.accuracy
+    accuracy, language = counts.accuracy, language_metrics(experiment)
     final = experiment.final_weights_accuracy() if options.json else None
     if not experiment.trainer.ranks.main:
-        return counts, weights
+        return counts, weights, language
     head = ledger_head(result)
     if options.json:
         print(
@@ -111,6 +112,7 @@ def conclude(
                     "finished": result.finished,
                     "private": result.private,
                     "test_accuracy": accuracy,
+                    **language,
                     **({} if final is None else {"final_weights_test_accuracy": final}),
                     "epsilon": result.epsilon,
                     "delta": result.delta,
@@ -122,7 +124,7 @@ def conclude(
                 }
             )
         )
-        return counts, weights
+        return counts, weights, language
     print(f"run folder {result.run_dir}")
     if head is not None:
         print(f"ledger's last hash {head}")
@@ -131,12 +133,15 @@ def conclude(
     if not result.finished:
         print(f"stopped after {result.steps_done} steps; go on with: dp-microadam resume {result.run_dir}")
     print(f"evaluated with the {weights}{lost_steps_note(result)}")
+    print_language(language)
     print(f"test accuracy {100 * accuracy:.2f} %")
     print(privacy_line(result))
-    return counts, weights
+    return counts, weights, language
 
 
-def _save_test_results(experiment: Experiment, counts: ClassCounts, weights: str, result: RunResult) -> None:
+def _save_test_results(
+    experiment: Experiment, counts: ClassCounts, weights: str, result: RunResult, language: Mapping[str, Any]
+) -> None:
     """Write accuracy and recall on the test set into the run folder, for reports."""
     from dp_microadam.training.run_folder import TEST
 
@@ -147,12 +152,43 @@ def _save_test_results(experiment: Experiment, counts: ClassCounts, weights: str
             "weights": weights,
             "updates": result.updates,
             "steps_done": result.steps_done,
-            "majority_accuracy": counts.majority,
-            "recall": dict(zip(experiment.data.classes, counts.recalls, strict=True)),
-            # Of users, how many examples they have is not told.
-            **({} if experiment.recipe.unit == "user" else {"test_examples": sum(counts.examples)}),
+            **class_figures(experiment, counts),
+            **_number_of_examples(experiment, counts),
+            **language,
         },
     )
+
+
+def class_figures(experiment: Experiment, counts: ClassCounts) -> dict[str, Any]:
+    """What accuracy is to be compared with, and the recall of each class; nothing for a language model, which has none."""
+    if experiment.recipe.predicts_tokens:
+        return {}
+    recalls = dict(zip(experiment.data.classes, counts.recalls, strict=True))
+    return {"majority_accuracy": counts.majority, "recall": recalls}
+
+
+def _number_of_examples(experiment: Experiment, counts: ClassCounts) -> dict[str, int]:
+    """Of users, how many examples they have is not told; a language model counts tokens."""
+    if experiment.recipe.unit == "user" or experiment.recipe.predicts_tokens:
+        return {}
+    return {"test_examples": sum(counts.examples)}
+
+
+def language_metrics(experiment: Experiment) -> dict[str, Any]:
+    """Perplexity and a sample of a language model, after training and before it if it was trained here; else empty."""
+    before, after = experiment.language_before, experiment.language_figures()
+    return {**({} if after is None else after.as_metrics()), **({} if before is None else before.as_metrics("_before"))}
+
+
+def print_language(language: Mapping[str, Any]) -> None:
+    """Print what :func:`language_metrics` found."""
+    if not language:
+        return
+    for when in ("_before", ""):
+        if f"sample{when}" in language:
+            print(f"sample {when.removeprefix('_') or 'after'} training: {language[f'sample{when}']}")
+    before = language.get("test_perplexity_before")
+    print(f"test perplexity {language['test_perplexity']:.2f}{'' if before is None else f' (before training {before:.2f})'}")
 
 
 def lost_steps_note(result: RunResult) -> str:

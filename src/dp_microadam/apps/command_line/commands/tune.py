@@ -82,7 +82,8 @@ def search(recipe: Recipe, run_dir: Path | None, options: argparse.Namespace) ->
 
 
 def _search(recipe: Recipe, run_dir: Path | None, data: LabelledData, plan: SelectionPlan, options: argparse.Namespace) -> int:
-    from dp_microadam.apps.recipes.assemble import assemble, training_part, users_of
+    from dp_microadam.apps.recipes.assemble import assemble
+    from dp_microadam.apps.recipes.experiment import training_part, users_of
     from dp_microadam.apps.recipes.tuning import score_of, values_of, with_values
     from dp_microadam.training.search import PrivateSearch, default_search_folder
 

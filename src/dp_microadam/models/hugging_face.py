@@ -1,0 +1,159 @@
+"""Text models of ``transformers``: classifiers and causal language models, from a folder or a name on the Hugging Face hub.
+
+A batch of texts is one tensor of tokens [B, length]. Texts are padded on the right with ``PADDING`` to a constant length, never
+to the longest of a batch, so that what a text is to the model does not depend on the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dp_microadam.errors import InputError
+from dp_microadam.models.lora import with_lora
+from dp_microadam.models.pretrained import is_fetched, quiet, require_reachable, transformers
+from dp_microadam.models.timm_weights import first_line
+from dp_microadam.validation import require_integer, require_one_of
+
+PADDING = -1
+"""Stands for no token. It is none of the model's own, so that the mask follows from the tokens."""
+
+_ENCODED_AT_ONCE = 1024
+
+
+class TextModel(nn.Module):
+    """A model of ``transformers`` that takes one tensor of tokens, padded with ``PADDING``, and returns scores.
+
+    Scores are [B, classes] for a classifier, and [B, length, vocabulary] for a language model.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        config: Any = network.config
+        if config.pad_token_id is None:  # classifiers that read the last token find it by this
+            end = config.eos_token_id
+            config.pad_token_id = end if isinstance(end, int) else 0
+        self._pad = int(config.pad_token_id)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = tokens >= 0
+        ids = torch.where(mask, tokens, self._pad).long()
+        scores: Tensor = self.network(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
+        return scores
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """Turns texts into rows of ``max_length`` tokens: longer ones are cut at their end, shorter ones padded.
+
+    Formal guarantees: every row is a function of its own text and of public things, the tokenizer and ``max_length``.
+    """
+
+    tokenizer: Any
+    max_length: int
+
+    def __call__(self, texts: Sequence[str]) -> Tensor:
+        rows = torch.full((len(texts), self.max_length), PADDING, dtype=torch.int32)
+        for start in range(0, len(texts), _ENCODED_AT_ONCE):
+            chosen = list(texts[start : start + _ENCODED_AT_ONCE])
+            found = self.tokenizer(chosen, truncation=True, max_length=self.max_length, padding=False)["input_ids"]
+            for row, ids in enumerate(found, start):
+                rows[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        return rows
+
+
+def text_encoder(pretrained: str, max_length: int) -> TextEncoder:
+    """The tokenizer that belongs to a model, from its folder or the hub.
+
+    Raises:
+        InputError: if there is none, or ``max_length`` is more than the model takes.
+    """
+    require_integer("data_options.max_length", max_length, 2)
+    tokenizer = _loaded("AutoTokenizer", pretrained)
+    longest = getattr(_loaded("AutoConfig", pretrained), "max_position_embeddings", None)
+    if isinstance(longest, int) and max_length > longest:
+        raise InputError(f"data_options.max_length is {max_length}; {pretrained!r} takes at most {longest} tokens")
+    tokenizer.truncation_side = "right"
+    return TextEncoder(tokenizer, max_length)
+
+
+def text_classifier(
+    num_classes: int,
+    *,
+    pretrained: str,
+    trainable: str = "all",
+    lora_rank: int = 0,
+    lora_alpha: float | None = None,
+    lora_targets: str | Sequence[str] = (),
+) -> TextModel:
+    """A classifier of texts: ``AutoModelForSequenceClassification`` with a new head, unless the folder has one of this size.
+
+    Args:
+        pretrained: a folder written by ``save_pretrained``, or a name on the Hugging Face hub. The weights must be public:
+            trained without the private data.
+        trainable: ``"all"``, or ``"head"`` to freeze everything else, which then also runs without dropout.
+        lora_rank: above 0 the pretrained weights are frozen, and low-rank adapters and the head are trained
+            (:func:`~dp_microadam.models.with_lora`, also for the other two).
+
+    Raises:
+        InputError: if weights cannot be found or read, or a value cannot be used.
+    """
+    require_one_of("trainable", trainable, ("all", "head"))
+    if lora_rank and trainable == "head":
+        raise InputError(f"trainable is 'head' and lora_rank is {lora_rank}; with LoRA leave trainable out")
+    network = _loaded_network("AutoModelForSequenceClassification", pretrained, num_labels=num_classes)
+    if trainable == "head":
+        network.base_model.requires_grad_(False).eval()
+    return TextModel(with_lora(network, lora_rank, lora_alpha, lora_targets) if lora_rank else network)
+
+
+def language_model(
+    *,
+    pretrained: str,
+    lora_rank: int = 0,
+    lora_alpha: float | None = None,
+    lora_targets: str | Sequence[str] = (),
+) -> TextModel:
+    """A causal language model, ``AutoModelForCausalLM``; arguments are those of :func:`text_classifier`."""
+    network = _loaded_network("AutoModelForCausalLM", pretrained)
+    return TextModel(with_lora(network, lora_rank, lora_alpha, lora_targets) if lora_rank else network)
+
+
+def _loaded_network(kind: str, source: str, **options: Any) -> Any:
+    """A model in training mode, all of whose tensors come from ``source`` but those of a classifier and of BERT's pooler."""
+    options = {**options, "dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    network, report = _loaded(kind, source, **options)
+    of_the_body = f"{network.base_model_prefix}."
+    for name in sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
+        if kind == "AutoModelForCausalLM" or (name.startswith(of_the_body) and ".pooler." not in name):
+            raise InputError(f"pretrained is {source!r}, whose weights lack the tensor {name} or have it in another shape")
+    return network.train()
+
+
+def _loaded(kind: str, source: str, **options: Any) -> Any:
+    """``transformers.KIND.from_pretrained(source)``, from a folder, the local cache of the hub, or the hub itself."""
+    if not isinstance(source, str) or not source:
+        raise InputError(f"pretrained is {source!r}; it must be a folder or a name on the Hugging Face hub")
+    library = transformers("text models")
+    path = Path(source).expanduser()
+    local = path.is_dir()
+    if local and not (path / "config.json").is_file():
+        raise InputError(f"pretrained is {source!r}, a folder without config.json; make it with save_pretrained")
+    if not local and (path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1):
+        raise InputError(f"pretrained is {source!r}, which does not exist; it must be a folder or a name on the hub")
+    if not local and not (local := is_fetched(source)):
+        require_reachable(source)
+    try:
+        with quiet(library):
+            return getattr(library, kind).from_pretrained(
+                str(path) if path.is_dir() else source, local_files_only=local, **options
+            )
+    except Exception as error:  # transformers, its readers and the network raise many types
+        what = "tokenizer" if kind == "AutoTokenizer" else "model"
+        raise InputError(f"pretrained is {source!r}, from which no {what} can be loaded ({first_line(error)})") from None

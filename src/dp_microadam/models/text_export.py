@@ -1,0 +1,51 @@
+"""Writes a text model as a folder that ``from_pretrained`` loads, with its tokenizer."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from dp_microadam.models.hugging_face import TextEncoder, TextModel
+from dp_microadam.models.pretrained import quiet, transformers
+
+
+def save_text_model(
+    model: TextModel, encoder: TextEncoder, folder: Path, *, classes: tuple[str, ...] = (), adapters_alone: bool = False
+) -> None:
+    """Write configuration, weights and tokenizer.
+
+    LoRA weights are merged into those they adapt, so that ``transformers`` alone loads the result. With ``adapters_alone`` the
+    folder holds just the adapters and the head, which ``peft`` puts on the pretrained model.
+
+    """
+    network: Any = model.network
+    network.config.id2label = dict(enumerate(classes)) or network.config.id2label
+    network.config.label2id = {name: number for number, name in enumerate(classes)} or network.config.label2id
+    if hasattr(network, "merge_and_unload") and not adapters_alone:
+        network = copy.deepcopy(network).merge_and_unload()
+    with quiet(transformers("text models")):
+        network.save_pretrained(folder)
+        encoder.tokenizer.save_pretrained(folder)
+
+
+def text_loading_code(kind: str, pretrained: str, max_length: int, *, adapters_alone: bool) -> str:
+    """Python code that loads such a folder, for the model card; ``kind`` is the class of ``transformers``.
+
+    >>> print(text_loading_code("AutoModelForCausalLM", "gpt2", 64, adapters_alone=False))
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    <BLANKLINE>
+    model = AutoModelForCausalLM.from_pretrained(".")
+    tokenizer = AutoTokenizer.from_pretrained(".")
+    # trained on texts of at most 64 tokens: tokenizer(text, truncation=True, max_length=64)
+    """
+    load = f'model = {kind}.from_pretrained(".")'
+    names = f"from transformers import {kind}, AutoTokenizer"
+    if adapters_alone:
+        kind = kind.replace("AutoModel", "AutoPeftModel")
+        names = f"from peft import {kind}\nfrom transformers import AutoTokenizer"
+        load = f'model = {kind}.from_pretrained(".")  # on top of {pretrained}'
+    return (
+        f'{names}\n\n{load}\ntokenizer = AutoTokenizer.from_pretrained(".")\n'
+        f"# trained on texts of at most {max_length} tokens: tokenizer(text, truncation=True, max_length={max_length})"
+    )
