@@ -24,6 +24,7 @@ from dp_microadam.privacy.selection_plan import SelectionPlan
 WORKER = Path(__file__).parents[2] / "training" / "search_worker.py"
 RECIPE = """
 name = "small"
+method = "dp-microadam"
 data = "digits"
 model = "mlp"
 epsilon = 8.0
