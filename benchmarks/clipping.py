@@ -8,8 +8,8 @@ resident set during a step, or that of the memory allocated on the GPU.
     python benchmarks/clipping.py                                   # the table at physical batch 64
     python benchmarks/clipping.py --batches 16 64 256 --figure docs/images/clipping.png --json
     python benchmarks/clipping.py --models vit-tiny "text encoder" "vit-tiny bitfit" "text bitfit" --batches 32
+    python benchmarks/clipping.py --models "text lora" --batches 8 --threads 1 --counted
     python benchmarks/clipping.py --layers                          # is the strategy chosen for a layer the fastest one?
-    python benchmarks/clipping.py --device cuda --out clipping.json
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from __future__ import annotations
 import argparse
 import copy
 import ctypes
+import itertools
 import json
 import statistics
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from dp_microadam import ClippedGradients, models
 from dp_microadam.apps.experiments.measuring import add_options, deliver, tell, wall_clock
@@ -37,33 +39,52 @@ from dp_microadam.apps.experiments.strategy_times import measure_strategies
 
 
 class Logits(nn.Module):
-    """A classifier of transformers that returns a tensor."""
+    """A classifier of transformers that returns a tensor; all of it trains, or its biases and head, or adapters and head."""
 
-    def __init__(self, model: nn.Module, only_biases_and_head: bool) -> None:
+    def __init__(self, model: nn.Module, trained: str, adapted: Sequence[str]) -> None:
         super().__init__()
+        if trained == "lora":
+            from peft import LoraConfig, get_peft_model
+
+            model = get_peft_model(model, LoraConfig(r=8, target_modules=list(adapted), modules_to_save=["classifier"]))
+        elif trained == "bitfit":
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(name.endswith("bias") or name.startswith("classifier"))
         self.model = model
-        for name, parameter in model.named_parameters():
-            trains = not only_biases_and_head or name.endswith("bias") or name.startswith("classifier")
-            parameter.requires_grad_(trains)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.model(inputs).logits
 
 
-def vit_tiny(only_biases_and_head: bool = False) -> nn.Module:
+def vit_tiny(trained: str = "all") -> nn.Module:
     """ViT-Tiny/16 at 224×224, 5.5 million parameters."""
     from transformers import ViTConfig, ViTForImageClassification
 
     shape = {"hidden_size": 192, "num_hidden_layers": 12, "num_attention_heads": 3, "intermediate_size": 768}
-    return Logits(ViTForImageClassification(ViTConfig(**shape, num_labels=10)), only_biases_and_head)
+    return Logits(ViTForImageClassification(ViTConfig(**shape, num_labels=10)), trained, ("q_proj", "v_proj"))
 
 
-def text_encoder(only_biases_and_head: bool = False) -> nn.Module:
+def text_encoder(trained: str = "all") -> nn.Module:
     """Six layers of BERT, 384 wide, 22.7 million parameters, half of them in the vocabulary."""
     from transformers import BertConfig, BertForSequenceClassification
 
     shape = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 1536}
-    return Logits(BertForSequenceClassification(BertConfig(**shape, num_labels=10)), only_biases_and_head)
+    return Logits(BertForSequenceClassification(BertConfig(**shape, num_labels=10)), trained, ("query", "value"))
+
+
+class MeanLogits(Logits):
+    """The logits of a language model, averaged over positions, so that every one has a gradient."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs).mean(1)
+
+
+def language_model() -> nn.Module:
+    """Two layers of GPT-2, 128 wide, whose table of 30,000 tokens is also the output layer."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape = {"vocab_size": 30_000, "n_embd": 128, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
+    return MeanLogits(GPT2LMHeadModel(GPT2Config(**shape)), "all", ())
 
 
 # A shape of one dimension stands for that many tokens.
@@ -74,8 +95,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "tanh cnn": (models.tanh_cnn, (1, 28, 28)),
     "vit-tiny": (vit_tiny, (3, 224, 224)),
     "text encoder": (text_encoder, (128,)),
-    "vit-tiny bitfit": (lambda: vit_tiny(True), (3, 224, 224)),
-    "text bitfit": (lambda: text_encoder(True), (128,)),
+    "language model": (language_model, (64,)),
+    "vit-tiny bitfit": (lambda: vit_tiny("bitfit"), (3, 224, 224)),
+    "text bitfit": (lambda: text_encoder("bitfit"), (128,)),
+    "vit-tiny lora": (lambda: vit_tiny("lora"), (3, 224, 224)),
+    "text lora": (lambda: text_encoder("lora"), (128,)),
 }
 CONVOLUTIONAL = ["wrn-16-4 ws", "wrn-16-4", "small cnn", "tanh cnn"]
 METHODS = ("non-private", "ours", "opacus hooks", "opacus ghost", "opacus functorch")
@@ -90,7 +114,7 @@ def per_example_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def make_step(method: str, model: nn.Module) -> Callable[[tuple[Tensor, Tensor]], None]:
     """One step's gradient by this method, thrown away at the end."""
     if method == "non-private":
-        return lambda batch: _ordinary_step(model, batch)
+        return lambda batch: per_example_loss(model, batch).mean().backward() or model.zero_grad(set_to_none=True)
     if method == "ours":
         engine = ClippedGradients(model, per_example_loss, max_grad_norm=MAX_GRAD_NORM)
 
@@ -102,11 +126,6 @@ def make_step(method: str, model: nn.Module) -> Callable[[tuple[Tensor, Tensor]]
     if method == "opacus ghost":
         return _opacus_ghost(model)
     return _opacus_samples(model, functorch=method == "opacus functorch")
-
-
-def _ordinary_step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
-    per_example_loss(model, batch).mean().backward()
-    model.zero_grad(set_to_none=True)
 
 
 def _opacus_samples(model: nn.Module, functorch: bool) -> Callable[[tuple[Tensor, Tensor]], None]:
@@ -213,6 +232,16 @@ def measure_peak_here(name: str, method: str, size: int, device: str) -> float:
     return memory_status("VmHWM") - before
 
 
+def count_peak_here(name: str, method: str, size: int, device: str) -> float:
+    """Most bytes that torch's allocator has given out at once during a step, without the model; the same in every run."""
+    step, batch = make_step(method, build(name, device)), make_batch(MODELS[name][1], size, device)
+    step(batch)  # ours checks independence here, once
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step(batch)
+    changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(change.nbytes() for change in sorted(changes, key=lambda event: event.start_ns())))
+
+
 def memory_status(key: str) -> float:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key):
@@ -223,7 +252,7 @@ def memory_status(key: str) -> float:
 def measure_peak(name: str, method: str, size: int, options: argparse.Namespace) -> float:
     """The median over fresh processes."""
     command = [sys.executable, __file__, "--peak-of", name, method, str(size), "--threads", str(options.threads)]
-    command += ["--device", options.device]
+    command += ["--device", options.device, *(["--counted"] if options.counted else [])]
     return statistics.median(
         float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(options.peak_repeats)
     )
@@ -324,12 +353,9 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
             axis.set_xticks(sorted({row["batch"] for row in results}))
             axis.xaxis.set_major_formatter("{x:.0f}")
             axis.grid(True, which="both", alpha=0.25)
-            if column == 0:
-                axis.set_ylabel(label)
-            if line == 0:
-                axis.set_title(name)
-            else:
-                axis.set_xlabel("physical batch")
+            axis.set_ylabel("" if column else label)
+            axis.set_title("" if line else name)
+            axis.set_xlabel("physical batch" if line else "")
     axes[0][0].legend(fontsize=8)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -343,6 +369,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", nargs="+", type=int, default=[64])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peak-repeats", type=int, default=3)
+    parser.add_argument("--counted", action="store_true", help="count what torch allocates on the CPU, not the resident set")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--layers", action="store_true", help="time the three strategies on single layers instead")
     parser.add_argument("--figure", type=Path, help="where to draw time and memory over the physical batch")
@@ -366,7 +393,8 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     if options.peak_of:
         name, method, size = options.peak_of
-        print(measure_peak_here(name, method, int(size), options.device))
+        peak = count_peak_here if options.counted else measure_peak_here
+        print(peak(name, method, int(size), options.device))
         return
     if options.layers:
         results = measure_layers(options.batches[0], options.rounds, options.device)

@@ -25,6 +25,7 @@ _HOMES = {
     "Schedule": "dp_microadam.training.schedules",
     "Ranks": "dp_microadam.training.distributed",
     "RunResult": "dp_microadam.training.run_result",
+    "FrozenFeatures": "dp_microadam.training.frozen_features",
     "PrivateSearch": "dp_microadam.training.search",
     "SearchResult": "dp_microadam.training.search",
     "PerExample": "dp_microadam.training.evaluation",
@@ -83,6 +84,7 @@ __all__ = [
     "Schedule",
     "Ranks",
     "RunResult",
+    "FrozenFeatures",
     "PrivateSearch",
     "SearchResult",
     "PerExample",
@@ -157,6 +159,7 @@ if TYPE_CHECKING:
     from dp_microadam.privacy.units import Units, WeightedRows
     from dp_microadam.training.distributed import Ranks
     from dp_microadam.training.evaluation import PerExample
+    from dp_microadam.training.frozen_features import FrozenFeatures
     from dp_microadam.training.method import Method, Phase
     from dp_microadam.training.plain_step import PlainStep, UnprotectedPlan
     from dp_microadam.training.private_step import PrivateStep

@@ -92,7 +92,7 @@ def test_rounding_that_depends_on_the_batch_size_is_told_from_mixing_in_double_p
     engine, batch = engine_and_batch()
     with convolutions_in_tf32(obedient=False):
         engine.check_independence(batch)
-        monkeypatch.setattr(independence, "double_precision_copy", lambda own, examples: (own, lambda given: given))
+        monkeypatch.setattr(independence, "precise_copy", lambda own, examples: (own, lambda given: given))
         with pytest.raises(InputError, match="mixes examples"):
             engine_and_batch()[0].check_independence(batch)
 

@@ -1,4 +1,4 @@
-"""Models of transformers, as they come, with random weights; and adapters of peft."""
+"""Models of transformers, as they come, with random weights. ``test_lora.py`` has those with adapters of peft."""
 
 import pytest
 import torch
@@ -76,28 +76,6 @@ def test_checkpointed_models_of_transformers_agree_with_the_loop(assert_agrees, 
     torch.manual_seed(0)
     model = MODELS[name]()
     model.gradient_checkpointing_enable()
-    assert_agrees(model.train(), inputs(name), strategies=(None,))
-
-
-@pytest.mark.parametrize(
-    ("name", "checkpointed"),
-    [
-        pytest.param("ViT", False, marks=pytest.mark.slow),
-        ("BERT", True),
-        pytest.param("ViT", True, marks=pytest.mark.slow),
-        pytest.param("BERT", False, marks=pytest.mark.slow),
-    ],
-)
-def test_adapters_of_peft_agree_with_the_loop(assert_agrees, name, checkpointed):
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    targets = ["q_proj", "v_proj"] if name == "ViT" else ["query", "value"]
-    config = peft.LoraConfig(r=2, target_modules=targets, modules_to_save=["classifier"])
-    model = peft.get_peft_model(MODELS[name](), config)
-    if checkpointed:
-        model.gradient_checkpointing_enable()
-    trainable = [key for key, parameter in model.named_parameters() if parameter.requires_grad]
-    assert any("lora_A" in key for key in trainable)
     assert_agrees(model.train(), inputs(name), strategies=(None,))
 
 

@@ -165,9 +165,9 @@ def padded_size(count: int, largest: int, sizes: int) -> int:
     return max(count, min(largest, step * math.ceil(count / step)))
 
 
-def to_double(batch: Any) -> Any:
-    """The batch with its floating-point numbers in double precision."""
-    return tree_map(lambda leaf: leaf.double() if _is_floating(leaf) and not leaf.is_complex() else leaf, batch)
+def in_precision(batch: Any, dtype: torch.dtype) -> Any:
+    """The batch with its floating-point numbers in this precision."""
+    return tree_map(lambda leaf: leaf.to(dtype) if _is_floating(leaf) and not leaf.is_complex() else leaf, batch)
 
 
 def _beside(leaf: Tensor, rows: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dp_microadam.clipping.batches import batch_size, to_double
+from dp_microadam.clipping.batches import batch_size, in_precision
 from dp_microadam.clipping.check_errors import is_about_precision, is_out_of_memory
 from dp_microadam.clipping.families import observe
 from dp_microadam.clipping.identical_random_rows import identical_random_rows
@@ -82,6 +82,11 @@ class CheckedModel:
         self._directions: dict[Any, Tensor] = {}
         self._seeds = SeedWatch(model, "the model or per_example_loss")
 
+    @property
+    def in_double(self) -> bool:
+        """Whether all of the model is in double precision."""
+        return all(p.dtype == torch.float64 for p in self.model.parameters() if p.is_floating_point())
+
     @contextmanager
     def one_pass(self, seed: int | None = None) -> Iterator[None]:
         """Seeds all random streams; raises :class:`InputError` if the pass changes the model's state or sets a seed.
@@ -130,26 +135,32 @@ class CheckedModel:
         return self._directions[kind]
 
 
-def double_precision_copy(own: CheckedModel, examples: Any) -> tuple[CheckedModel, Callable[[Any], Any]]:
+def precise_copy(own: CheckedModel, examples: Any) -> tuple[CheckedModel, Callable[[Any], Any]]:
     """A copy of the model in double precision, and the function that casts batches for it.
 
-    A model that does not run in double precision throughout is returned as it is. If the copy fails for another reason, as
-    for want of memory, a :class:`PrivacyWarning` says that the check is weaker.
+    A model that does not run in double precision throughout is returned as it is; if it has weights in half precision, a copy
+    in float32 is returned, unless autocast would round there too. If a copy fails for another reason, as for want of memory,
+    a :class:`PrivacyWarning` says that the check is weaker.
     """
-    try:
-        model = _without_zeros(copy.deepcopy(own.model).double())
-        observed = replace(observe(model, own.observed.strategy), table=own.observed.table)
-        twin = CheckedModel(model, own.loss, observed, own.seed_all, precision=0.0)  # autocast leaves double alone
-        with _RoundingDetector() as rounding:
-            losses = twin.run(to_double(examples)).losses
-    except InputError:
-        raise
-    except Exception as error:
-        if not is_about_precision(error):
-            warnings.warn(_weakened(error), PrivacyWarning, stacklevel=2)
-        return own, lambda batch: batch
-    exact = losses.dtype == torch.float64 and not rounding.seen
-    return (twin, to_double) if exact else (own, lambda batch: batch)
+    halves = any(p.is_floating_point() and p.element_size() < 4 for p in own.model.parameters()) and not own.precision
+    for dtype in (torch.float64, torch.float32) if halves else (torch.float64,):
+        cast = partial(in_precision, dtype=dtype)
+        try:
+            model = _without_zeros(copy.deepcopy(own.model).to(dtype))
+            observed = replace(observe(model, own.observed.strategy), table=own.observed.table)
+            twin = CheckedModel(model, own.loss, observed, own.seed_all, precision=0.0)  # autocast leaves double alone
+            with _RoundingDetector(dtype) as rounding:
+                losses = twin.run(cast(examples)).losses
+        except InputError:
+            raise
+        except Exception as error:
+            if not is_about_precision(error):
+                warnings.warn(_weakened(error), PrivacyWarning, stacklevel=2)
+                break
+            continue
+        if losses.dtype == dtype and not rounding.seen:
+            return twin, cast
+    return own, lambda batch: batch
 
 
 def _weakened(error: Exception) -> str:
@@ -174,22 +185,22 @@ def _without_zeros(model: nn.Module) -> nn.Module:
 
 
 class _RoundingDetector(TorchDispatchMode):
-    """Notices operations that leave double precision, such as a softmax that is always taken in float32."""
+    """Notices operations that leave a precision for a coarser one, such as a softmax that is always taken in float32."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.seen = False
+        self._dtype = dtype
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self.seen and any(_is_double(leaf) for leaf in tree_leaves((args, kwargs))):
-            self.seen = any(
-                isinstance(leaf, Tensor) and leaf.is_floating_point() and not _is_double(leaf) for leaf in tree_leaves(result)
-            )
+        if not self.seen and any(
+            isinstance(leaf, Tensor) and leaf.dtype == self._dtype for leaf in tree_leaves((args, kwargs))
+        ):
+            self.seen = any(self._is_coarser(leaf) for leaf in tree_leaves(result))
         return result
 
-
-def _is_double(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dtype == torch.float64
+    def _is_coarser(self, leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.element_size() < self._dtype.itemsize

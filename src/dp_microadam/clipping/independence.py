@@ -19,8 +19,9 @@ Formal guarantees: after :func:`check_independence` has returned, on this input,
   These passes run in double precision on a copy of the model, which autocast leaves alone. In the copy, parameters that are
   all zero (a new head, a gain) are small random numbers instead. Differences of up to 1e-9 of the largest loss and 1e-7 of
   the largest gradient are allowed. A model that does not run in double precision throughout is checked as it is: to 1e-5
-  and 1e-3 in float32, to four roundings of the products under autocast (3e-2 in bfloat16), and to hardly anything if its
-  parameters are in half precision. A warning says so if there was no double copy for another reason, such as memory.
+  and 1e-3 in float32, and to four roundings of the products under autocast (3e-2 in bfloat16). If it has parameters in half
+  precision, frozen ones too, its copy is in float32; where that is impossible, it is checked to hardly anything. A warning
+  says so if there was no copy for another reason, such as memory.
   Products of float32 are taken in full precision (no TF32, which kernels may use at one batch size and not at another);
 - for models that draw random numbers, with 16 further seeds the losses of others did not change when one example was replaced;
 - no parameter, buffer or extra state was changed by a forward and backward pass, and neither the loss of a batch nor any
@@ -71,7 +72,7 @@ import torch
 from torch import nn
 
 from dp_microadam.clipping.batches import batch_size, repeat_example, scaled, select
-from dp_microadam.clipping.checked_model import CheckedModel, double_precision_copy
+from dp_microadam.clipping.checked_model import CheckedModel, precise_copy
 from dp_microadam.clipping.gradient_check import (
     check_every_parameter_is_used,
     check_gradients_against_autograd,
@@ -149,7 +150,7 @@ def check_independence(
         tracker = check_every_parameter_is_used(own, simple)
         source = accepted_examples(own, start, tracker if synthetic_batch is None else None, batch, synthetic_batch)
         examples, others = source.draw(batch, CHECK_SIZE, synthetic_batch)
-        exact, cast = double_precision_copy(own, examples)
+        exact, cast = precise_copy(own, examples)
         later, _ = source.reseeded(1).draw(batch, CHECK_SIZE, synthetic_batch)
         later = select(later, torch.arange(CHECK_SIZE - 1))
         observed.caches.update(check_nothing_is_kept(exact, *map(cast, (examples, others, later))))
@@ -162,7 +163,7 @@ def check_independence(
             some, _ = further.draw(batch, CHECK_SIZE, synthetic_batch, spread=step == 2)
             scale = max(map(abs, factors)) * source.magnitude
             check_no_mixing(exact, scaled(cast(some), factors), None, _ALONE, scale, required=False)
-        if exact is not own:
+        if exact is not own and exact.in_double:
             extreme = scaled(cast(examples), _EXTREME_SCALES)
             check_no_mixing(exact, extreme, None, _SECOND_ALONE, max(_EXTREME_SCALES) * source.magnitude, required=False)
         if count := rows_needed(examples):
@@ -262,7 +263,7 @@ def _unmixed(
     try:
         found = check_no_mixing(checked, examples, others, neighbours, scale, required=required)
     except InteractionError:
-        exact, cast = double_precision_copy(checked, examples)
+        exact, cast = precise_copy(checked, examples)
         if exact is checked:
             raise
         exact.seed = checked.seed

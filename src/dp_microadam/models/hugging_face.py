@@ -109,7 +109,9 @@ def text_classifier(
         raise InputError(f"trainable is 'head' and lora_rank is {lora_rank}; with LoRA leave trainable out")
     network = _loaded_network("AutoModelForSequenceClassification", pretrained, num_labels=num_classes)
     if trainable == "head":
-        network.base_model.requires_grad_(False).eval()
+        network.base_model.requires_grad_(False)
+        for part in network.children():  # dropout between the two has no parameters
+            part.train(any(parameter.requires_grad for parameter in part.parameters()))
     return TextModel(with_lora(network, lora_rank, lora_alpha, lora_targets) if lora_rank else network)
 
 

@@ -136,8 +136,12 @@ def count_hits(
     prepare: Callable[[Any], Any],
     num_workers: int = 0,
     ranks: Ranks | None = None,
+    on: Callable[[PerExample], PerExample] | None = None,
 ) -> ClassCounts:
-    """Count, class by class, the examples of ``data``, batches of (inputs, labels), that the model predicts right."""
+    """Count, class by class, the examples of ``data``, batches of (inputs, labels), that the model predicts right.
+
+    ``on`` makes a measure of examples one of what ``data`` holds instead, such as features.
+    """
     totals = torch.zeros(2, num_classes, dtype=torch.float64)
 
     def hits(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -147,7 +151,7 @@ def count_hits(
         totals[1].index_add_(0, labels, torch.ones(len(labels), dtype=torch.float64))
         return right
 
-    evaluate(model, data, {"accuracy": hits}, prepare=prepare, num_workers=num_workers, ranks=ranks)
+    evaluate(model, data, {"accuracy": hits if on is None else on(hits)}, prepare=prepare, num_workers=num_workers, ranks=ranks)
     whole = (Ranks() if ranks is None else ranks).total(totals.flatten().tolist())
     counts = [round(number) for number in whole]
     return ClassCounts(tuple(counts[:num_classes]), tuple(counts[num_classes:]))

@@ -108,3 +108,16 @@ def clock(seconds: float) -> str:
     """
     whole = int(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+class Fraction:
+    """Says every few seconds on standard error what part of a piece of work is done."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._last = time.monotonic()
+
+    def tell(self, done: float) -> None:
+        if time.monotonic() - self._last >= _LINE_SECONDS:
+            self._last = time.monotonic()
+            print(f"{self._what}: {100 * done:.0f} %", file=sys.stderr, flush=True)

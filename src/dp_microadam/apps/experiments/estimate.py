@@ -173,7 +173,11 @@ def _median_step(recipe: Recipe, data: LabelledData, count: int, chunk: int) -> 
     ends: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         experiment = assemble(
-            short, Path(folder) / "run", data=replace(data, train=_first(data.train, count)), show_progress=False
+            short,
+            Path(folder) / "run",
+            data=replace(data, train=_first(data.train, count)),
+            show_progress=False,
+            features_folder=Path(folder) / "features",
         )
         experiment.trainer.callbacks = (lambda report: ends.append(time.perf_counter()),)
         if not experiment.trainer.fit(experiment.training_part()).finished:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from dp_microadam import models
 from dp_microadam.apps.recipes.advice import bands_of, noise_memory_of, refuse_unadvisable, with_advice
 from dp_microadam.apps.recipes.canaries import add_canaries, canaries_in_words, with_canary_key
 from dp_microadam.apps.recipes.experiment import Experiment
+from dp_microadam.apps.recipes.kept_features import features_of
 from dp_microadam.apps.recipes.public_part import public_examples
 from dp_microadam.apps.recipes.recipe import Recipe
 from dp_microadam.apps.recipes.stated import stated
@@ -51,10 +53,12 @@ def assemble(
     show_progress: bool = True,
     show_private_metrics: bool = False,
     ranks: Ranks | None = None,
+    features_folder: str | Path | None = None,
 ) -> Experiment:
     """Load the data of a recipe and build its model and trainer. Nothing is written to disk yet.
 
-    ``data`` replaces the data set that the recipe names. ``ranks`` is passed to the trainer.
+    ``data`` replaces the data set that the recipe names. ``ranks`` is passed to the trainer. ``features_folder`` is where
+    a recipe with ``cache_features`` keeps features, by default in the user's cache.
 
     Raises:
         InputError: if data cannot be found or read, or something does not fit.
@@ -89,17 +93,22 @@ def assemble(
     if normalization is not None:  # pretrained weights expect the constants they were trained with
         data = replace(data, mean=normalization.mean, std=normalization.std)
     method = _method(recipe, model, replace(data, train=own))
+    loss = _loss(recipe, data)
+    features = features_of(
+        recipe, model, loss, prepare=Preparation(data), folder=features_folder, show_progress=show_progress and ranks.main
+    )
+    measured = features.on if features is not None else partial(over_views, example_shape=data.example_shape)
     trainer = PrivateTrainer(
         model,
         method,
         plan,
-        over_views(_loss(recipe, data), data.example_shape),
-        per_example_accuracy=over_views(_hits(recipe), data.example_shape),
+        measured(loss),
+        per_example_accuracy=measured(_hits(recipe)),
         private=recipe.protected,
         max_grad_norm=recipe.max_grad_norm,
         clipping=recipe.clipping,
         physical_batch_size=recipe.physical_batch_size,
-        prepare=Preparation(data),
+        prepare=Preparation(data) if features is None else None,
         augment=augment,
         schedule=Schedule(recipe.schedule, plan.steps, recipe.warmup),
         ema_decay=recipe.resolved_ema_decay,
@@ -129,7 +138,7 @@ def assemble(
         show_private_metrics=show_private_metrics,
         ranks=ranks,
     )
-    return Experiment(recipe, data, model, trainer, canaries)
+    return Experiment(recipe, data, model, trainer, canaries, features)
 
 
 def _with_exact_residual(recipe: Recipe) -> Recipe:

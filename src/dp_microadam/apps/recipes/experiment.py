@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from dp_microadam.data.preparation import Preparation
 from dp_microadam.data.users import count_users
 from dp_microadam.models.hugging_face import TextModel
 from dp_microadam.training.evaluation import ClassCounts, PerExample, count_hits, evaluate
+from dp_microadam.training.frozen_features import FrozenFeatures
 from dp_microadam.training.token_losses import document_hits, document_tokens
 from dp_microadam.training.trainer import PrivateTrainer, RunResult
 
@@ -33,6 +34,8 @@ class Experiment:
     model: nn.Module
     trainer: PrivateTrainer
     canaries: Canaries | None = None
+    features: FrozenFeatures | None = None
+    """For a recipe with ``cache_features``, what computes the features that the trainer takes."""
     language_before: LanguageFigures | None = None
     """Figures of a language model before its first step."""
 
@@ -41,7 +44,8 @@ class Experiment:
         if self.trainer.step.updates == 0:
             self.language_before = self.language_figures()
         validation = self.data.validation if size_of(self.data.validation) else None
-        return self.trainer.fit(self.training_part(), validation, **users_of(self.recipe, self.data))
+        train, held_out = self._inputs(training_part(self.recipe, self.data), validation)
+        return self.trainer.fit(train, held_out, **users_of(self.recipe, self.data))
 
     def notes(self) -> list[str]:
         """What the owner of the data should know before they are looked at: what was passed over, and what is held out.
@@ -62,8 +66,14 @@ class Experiment:
         ]
 
     def training_part(self) -> Examples:
-        """The training examples."""
-        return training_part(self.recipe, self.data)
+        """The training examples, or the features of them that the trainer takes."""
+        return self._inputs(training_part(self.recipe, self.data))[0]
+
+    def _inputs(self, *parts: Any) -> Sequence[Any]:
+        if self.features is None:
+            return parts
+        with self.trainer.ranks.one_per_machine_first():
+            return self.features.of(*parts)
 
     def test_results(self) -> tuple[ClassCounts, str]:
         """Right predictions on the test set by class, and which weights made them: averaged ones if the recipe keeps these.
@@ -109,7 +119,9 @@ class Experiment:
             found = self._means({"hits": document_hits, "tokens": document_tokens})
             documents = size_of(self.data.test)
             return ClassCounts((round(found["hits"] * documents),), (round(found["tokens"] * documents),))
-        return count_hits(self.model, self.data.test, self.data.num_classes, **self._evaluation())
+        (test,) = self._inputs(self.data.test)
+        on = None if self.features is None else self.features.on
+        return count_hits(self.model, test, self.data.num_classes, on=on, **self._evaluation())
 
     def _means(self, measures: Mapping[str, PerExample]) -> dict[str, float]:
         """Means of measures over the test set."""
@@ -117,7 +129,7 @@ class Experiment:
 
     def _evaluation(self) -> dict[str, Any]:
         device = next(self.model.parameters()).device
-        prepare = Preparation(self.data)
+        prepare = Preparation(self.data) if self.features is None else lambda batch: batch
         return {
             "prepare": lambda batch: prepare(tree_map(lambda leaf: leaf.to(device), batch)),
             "num_workers": self.recipe.num_workers,

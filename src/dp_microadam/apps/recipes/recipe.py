@@ -13,6 +13,7 @@ import tomli_w
 
 from dp_microadam.apps.recipes import checks, texts, tuning, vocabulary
 from dp_microadam.apps.recipes.hints import hint_for_key, nearest, refuse_unknown_options
+from dp_microadam.apps.recipes.kept_features import refuse_changing_features
 from dp_microadam.apps.recipes.overrides import apply_override
 from dp_microadam.data.catalogue import takes_columns
 from dp_microadam.data.columns import declaration
@@ -70,6 +71,8 @@ class Recipe:
     """Augmented views per training image; their gradients are averaged before clipping (augmentation multiplicity)."""
 
     model: str = _key(checks.one_of(*vocabulary.MODELS))
+    cache_features: bool = _key(checks.flag, default=False)
+    """Compute what comes before the head once for each example, and keep it, if ``model_options.trainable`` is ``"head"``."""
 
     epsilon: float | None = _key(checks.optional(checks.positive), default=None)
     noise_multiplier: float | None = _key(checks.optional(checks.positive), default=None)
@@ -168,6 +171,7 @@ class Recipe:
             refuse_unknown_options(table, given, known_options[owner], owner, [key.name for key in fields(self)])
         if self.columns and not takes_columns(self.data):
             raise InputError(f"columns are declared, but data is {self.data!r}; they are for tables, leave them out")
+        refuse_changing_features(self)
         self._refuse_canaries_out_of_place()
         self._refuse_unsolvable_budget()
         self._refuse_idle_coefficients()

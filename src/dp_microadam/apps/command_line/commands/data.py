@@ -1,4 +1,4 @@
-"""``dp-microadam data``: list, download and verify data sets."""
+"""``dp-microadam data``: list, download and verify data sets, and remove features that were kept of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LINE_SECONDS = 5.0
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "data",
-        help="list, download and verify data sets",
+        help="list, download and verify data sets; remove kept features",
         description="List the known data sets and where they were found, download one, or verify one.",
         epilog="examples:\n  dp-microadam data list\n  dp-microadam data get cifar10",
     )
@@ -75,6 +75,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     check.add_argument("--workers", type=int, default=0, metavar="N", help="worker processes that decode images (default: 0)")
     check.add_argument("--json", action="store_true", help="print JSON and nothing else")
     check.set_defaults(run=run_check)
+
+    clean = actions.add_parser(
+        "clean",
+        help="remove the features that recipes with cache_features kept; they are computed again when needed",
+        epilog="example:\n  dp-microadam data clean",
+    )
+    clean.add_argument("--folder", type=Path, metavar="DIR", help="folder of the features (default: the user's cache)")
+    clean.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    clean.set_defaults(run=run_clean)
 
 
 def run_list(options: argparse.Namespace) -> int:
@@ -184,6 +193,18 @@ def run_check(options: argparse.Namespace) -> int:
     if found.state == "missing":
         return 2
     return 1 if problems else 0
+
+
+def run_clean(options: argparse.Namespace) -> int:
+    from dp_microadam.training.feature_store import FeatureStore
+
+    store = FeatureStore(options.folder)
+    freed = store.clean()
+    if options.json:
+        print(json.dumps({"folder": str(store.folder), "freed_bytes": freed}))
+    else:
+        print(f"{freed / 1e6:,.1f} MB of features removed from {store.folder}")
+    return 0
 
 
 def _recipe(options: argparse.Namespace) -> Recipe | None:

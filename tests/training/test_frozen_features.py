@@ -1,0 +1,280 @@
+"""Features of a frozen part, computed once: a run on them is the run on examples, and nothing of them stays behind."""
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from dp_microadam import FrozenFeatures, InputError, PrivacyError, PrivacyPlan, PrivateTrainer
+from dp_microadam.training.feature_store import FeatureStore
+
+EXAMPLES = 60
+
+
+class Classifier(nn.Module):
+    """A frozen encoder and a trained head; ``middle`` comes between them."""
+
+    def __init__(self, middle: nn.Module | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 5)).requires_grad_(False)
+        self.middle = nn.Identity() if middle is None else middle
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.middle(self.encoder(inputs)))
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def halved(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return batch[0] / 2, batch[1]
+
+
+def examples(count: int = EXAMPLES, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 6, generator=generator), torch.randint(3, (count,), generator=generator)
+
+
+def trained(folder: Path, model: nn.Module, measure: Callable, train: Any, validation: Any, **options: Any) -> dict[str, float]:
+    plan = PrivacyPlan.solve(dataset_size=EXAMPLES, batch_size=20, epsilon=8.0, delta=1e-4, steps=12)
+    optimizer = torch.optim.Adam(model.head.parameters(), lr=0.05)
+    trainer = PrivateTrainer(
+        model, optimizer, plan, measure, physical_batch_size=8, run_dir=folder, seed=3, show_progress=False, **options
+    )
+    return trainer.fit(train, validation).metrics
+
+
+@pytest.mark.parametrize("kind", ["tensors", "dataset"])
+def test_a_run_on_features_is_the_run_that_computes_them_in_every_step(tmp_path, kind):
+    train, validation = examples(), examples(20, seed=1)
+    data = TensorDataset(*train) if kind == "dataset" else train
+    slow, fast = Classifier(), Classifier()
+    expected = trained(tmp_path / "slow", slow, loss, data, validation, prepare=halved)
+    features = FrozenFeatures(fast, loss, prepare=halved, folder=tmp_path / "features", physical_batch_size=16)
+    own, held_out = features.of(data, validation)
+    fast.encoder.register_forward_hook(lambda *_: pytest.fail("the frozen part ran again"))
+    found = trained(tmp_path / "fast", fast, features.on(loss), own, held_out)
+    assert found == pytest.approx(expected, rel=1e-5)
+    for name, parameter in slow.named_parameters():
+        torch.testing.assert_close(fast.get_parameter(name), parameter, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(fast.head.weight, Classifier().head.weight)
+
+
+def test_features_are_functions_of_one_example_or_refused_by_name(tmp_path):
+    class Mixing(nn.Module):
+        def forward(self, rows: Tensor) -> Tensor:
+            return rows - rows.mean(0)
+
+    class Remembering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("last", torch.zeros(5))
+
+        def forward(self, rows: Tensor) -> Tensor:
+            self.last = rows[-1].detach()
+            return rows + self.last
+
+    class Noisy(nn.Module):
+        def forward(self, rows: Tensor) -> Tensor:
+            return rows + torch.randn_like(rows)
+
+    for middle, message in (
+        (Mixing(), "mixes examples"),
+        (Remembering(), "'middle.last'|mixes examples"),
+        (Noisy(), "draws random numbers before the head 'head'"),
+        (nn.Dropout(0.1), "module 'middle' is dropout before the head 'head'.*eval mode"),
+    ):
+        features = FrozenFeatures(Classifier(middle), loss, folder=tmp_path / "features")
+        for _ in range(2):  # whoever catches the refusal and goes on is refused again
+            with pytest.raises(InputError, match=message):
+                features.of(examples())
+        assert not (tmp_path / "features").exists()
+    features = FrozenFeatures(Classifier(nn.Dropout(0.1).eval()), loss, folder=tmp_path / "features")
+    assert features.of(examples())[0][0].shape == (EXAMPLES, 5)
+
+
+def test_features_are_kept_for_their_own_model_and_data_and_computed_once(tmp_path):
+    def of(model: nn.Module, data: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+        seen = []
+        handle = model.encoder.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+        (rows, _labels), *_ = FrozenFeatures(model, loss, folder=tmp_path).of(data)
+        handle.remove()
+        return rows, seen.count(EXAMPLES)  # in batches of 64; checks on synthetic examples come besides
+
+    model, data = Classifier(), examples()
+    rows, passes = of(model, data)
+    expected = model.encoder(data[0])
+    torch.testing.assert_close(rows, expected)
+    again, fewer = of(model, data)
+    assert torch.equal(again, rows)
+    assert fewer == passes - 1
+    with torch.no_grad():
+        model.head.weight.add_(1.0)  # no part of what features depend on
+    assert of(model, data)[1] == fewer
+
+    other = examples()
+    other[0][17, 2] += 1e-3  # one number of one example
+    torch.testing.assert_close(of(model, other)[0], model.encoder(other[0]))
+    with torch.no_grad():
+        model.encoder[2].bias[1] += 0.5
+    torch.testing.assert_close(of(model, data)[0], model.encoder(data[0]))
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_kept_features_are_computed_again_if_the_code_of_the_model_has_changed(tmp_path):
+    FrozenFeatures(Classifier(), loss, folder=tmp_path).of(examples())
+    changed = Classifier()
+    changed.middle.forward = lambda rows: 2 * rows
+    ((rows, _),) = FrozenFeatures(changed, loss, folder=tmp_path).of(examples())
+    torch.testing.assert_close(rows, 2 * changed.encoder(examples()[0]))
+
+
+def test_features_that_were_not_written_to_their_end_are_never_used(tmp_path):
+    class Failing(Dataset):
+        """Fails at an example, as a process that is killed there would end."""
+
+        def __init__(self, fails_at: int) -> None:
+            self.inputs, self.labels = examples()
+            self.fails_at = fails_at
+            self.reads = 0
+
+        def __len__(self) -> int:
+            return EXAMPLES
+
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            self.reads += 1
+            if self.reads > 2 * 16 + EXAMPLES + self.fails_at:  # the check reads two batches, the key everything
+                raise KeyboardInterrupt
+            return self.inputs[index], self.labels[index]
+
+    features = FrozenFeatures(Classifier(), loss, folder=tmp_path, physical_batch_size=16)
+    with pytest.raises(KeyboardInterrupt):
+        features.of(Failing(fails_at=40))
+    assert not list(tmp_path.iterdir())
+
+    store, key = FeatureStore(tmp_path), "0" * 64
+    abandoned = tmp_path / f"{key}.999999999.unfinished"  # of a process that no longer runs
+    abandoned.mkdir()
+    (abandoned / "0.npy").write_bytes(b"half")
+    assert store.read(key) is None
+    ((rows, _),) = features.of(examples())
+    assert not abandoned.exists()
+    torch.testing.assert_close(rows, features.model.encoder(examples()[0]))
+
+
+def test_kept_features_are_readable_by_their_owner_alone_and_gone_after_clean(tmp_path):
+    folder = tmp_path / "features"
+    before = os.umask(0)  # the most permissive
+    try:
+        FrozenFeatures(Classifier(), loss, folder=folder).of(examples(), examples(20, seed=1))
+    finally:
+        os.umask(before)
+    entries = list(folder.rglob("*"))
+    assert len([entry for entry in entries if entry.is_dir()]) == 2
+    for entry in (folder, *entries):
+        assert stat.S_IMODE(entry.stat().st_mode) == (0o700 if entry.is_dir() else 0o600), entry
+    mine = folder / "notes.txt"
+    mine.write_text("not ours")
+    assert FeatureStore(folder).clean() > EXAMPLES * 5 * 4
+    assert list(folder.iterdir()) == [mine]
+    mine.unlink()
+    assert FeatureStore(folder).clean() == 0
+    assert not folder.exists()
+
+
+def test_data_that_are_held_out_and_examples_that_repeat_are_refused_as_in_a_run_on_examples(tmp_path):
+    data = TensorDataset(*examples())
+    features = FrozenFeatures(Classifier(), loss, folder=tmp_path)
+    with pytest.raises(InputError, match="share examples"):
+        features.of(Subset(data, range(40)), Subset(data, range(39, 60)))
+    with pytest.raises(InputError, match="repeat"):
+        features.of(Subset(data, [0, 1, 1, 2]))
+
+
+def test_what_cannot_be_split_is_refused_with_a_sentence(tmp_path):
+    def refused(model: nn.Module, measure: Callable, message: str, **options: Any) -> None:
+        with pytest.raises(InputError, match=message):
+            FrozenFeatures(model, measure, folder=tmp_path, **options).of(examples())
+
+    unfrozen = Classifier()
+    unfrozen.encoder.requires_grad_(True)
+    refused(unfrozen, loss, "no module in common but the model itself.*freeze")
+    refused(unfrozen, loss, "'encoder.0.weight' trains, but is not part of the head 'head'", head="head")
+    refused(Classifier(), loss, "head is 'tail'; it must be the name of a module", head="tail")
+
+    class Scaled(Classifier):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return 2 * super().forward(inputs)
+
+    class Twice(Classifier):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return super().forward(inputs) + super().forward(-inputs)
+
+    refused(Scaled(), loss, "something else than its head 'head'")
+    refused(Twice(), loss, "its head 'head' 2 times")
+    refused(Classifier(), lambda model, batch: loss(model, halved(batch)), "let prepare compute them")
+    refused(Classifier(), lambda model, batch: loss(model, batch) + batch[0][:, 5], "uses? inputs only to call the model")
+
+    class Augmented(Dataset):
+        def __len__(self) -> int:
+            return EXAMPLES
+
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            return torch.randn(6), torch.tensor(index % 3)
+
+    with pytest.raises(InputError, match="others when they are read again"):
+        FrozenFeatures(Classifier(), loss, folder=tmp_path).of(Augmented())
+
+
+def test_errors_about_training_examples_are_withheld(tmp_path):
+    class Picky(nn.Module):
+        def forward(self, rows: Tensor) -> Tensor:
+            if bool((rows > 1e3).any()) and not bool((rows == rows.round()).all()):
+                raise ValueError(f"the secret is {rows.max()}")
+            return rows
+
+    inputs, labels = examples()
+    model = Classifier(Picky())
+    model.encoder = nn.Identity()
+    model.head = nn.Linear(6, 3)
+    inputs[50, 0] = 12345.5
+    with pytest.raises(PrivacyError, match="ValueError") as caught:
+        FrozenFeatures(model, loss, folder=tmp_path).of((inputs, labels))
+    assert "12345" not in str(caught.value)
+
+
+def test_outputs_and_batches_of_transformers_are_split_too(tmp_path):
+    """Batches are dicts, the output is a structure, and the mask is an input besides the tokens."""
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = transformers.BertConfig(vocab_size=20, max_position_embeddings=8, num_labels=3, **shape)
+    torch.manual_seed(0)
+    model = transformers.BertForSequenceClassification(config)
+    model.requires_grad_(False).eval()
+    model.classifier.requires_grad_(True).train()
+
+    def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        given = {key: batch[key] for key in ("input_ids", "attention_mask")}
+        return F.cross_entropy(model(**given).logits, batch["labels"], reduction="none")
+
+    tokens = torch.randint(4, 20, (EXAMPLES, 8))
+    data = {"input_ids": tokens, "attention_mask": (tokens > 5).long(), "labels": torch.arange(EXAMPLES) % 3}
+    features = FrozenFeatures(model, own_loss, folder=tmp_path)
+    (rows,) = features.of(data)
+    assert features.head == "classifier"
+    assert {key: tuple(value.shape) for key, value in rows.items()} == {
+        "input_ids": (EXAMPLES, 8),
+        "attention_mask": (EXAMPLES, 0),
+        "labels": (EXAMPLES,),
+    }
+    torch.testing.assert_close(features.on(own_loss)(model, rows), own_loss(model, data))
