@@ -143,7 +143,7 @@ WRONG_VALUES = [
     ("validation_fraction", -0.1),
     ("validation_fraction", 1.0),
     ("cache_features", 1),
-    ("columns", {"age": {"kind": "colour"}}),
+    ("columns", 3),
     ("split_seed", -1),
     ("validation_size", 0),
     ("verify_data", "yes"),
