@@ -72,6 +72,21 @@ def text_encoder(trained: str = "all") -> nn.Module:
     return Logits(BertForSequenceClassification(BertConfig(**shape, num_labels=10)), trained, ("query", "value"))
 
 
+class MeanLogits(Logits):
+    """The logits of a language model, averaged over positions, so that every one has a gradient."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs).mean(1)
+
+
+def language_model() -> nn.Module:
+    """Two layers of GPT-2, 128 wide, whose table of 30,000 tokens is also the output layer."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape = {"vocab_size": 30_000, "n_embd": 128, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
+    return MeanLogits(GPT2LMHeadModel(GPT2Config(**shape)), "all", ())
+
+
 # A shape of one dimension stands for that many tokens.
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "wrn-16-4 ws": (lambda: models.wide_resnet(16, 4), (3, 32, 32)),
@@ -80,6 +95,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "tanh cnn": (models.tanh_cnn, (1, 28, 28)),
     "vit-tiny": (vit_tiny, (3, 224, 224)),
     "text encoder": (text_encoder, (128,)),
+    "language model": (language_model, (64,)),
     "vit-tiny bitfit": (lambda: vit_tiny("bitfit"), (3, 224, 224)),
     "text bitfit": (lambda: text_encoder("bitfit"), (128,)),
     "vit-tiny lora": (lambda: vit_tiny("lora"), (3, 224, 224)),

@@ -71,15 +71,15 @@ def measure(batch: int, physical_batch: int, steps: int, device: str) -> dict[st
         source = sampler.load((images, labels))
         for number in range(steps):
             spent.clear()
-            told = time.perf_counter()
+            told = time.monotonic()
             with timed("sampling and fetching"):
                 step = next(source)
                 chunks = iter(step.chunks)
             while True:
                 with timed("sampling and fetching"):
                     chunk = next(chunks, None)
-                if time.perf_counter() - told > 5:
-                    told = time.perf_counter()
+                if time.monotonic() - told > 5:
+                    told = time.monotonic()
                     tell(f"step {number + 1} of {steps}: {sum(spent.values()):.1f} s so far")
                 if chunk is None:
                     break

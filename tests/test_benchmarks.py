@@ -17,6 +17,7 @@ COMMANDS = {
     "clipping --layers": ["--layers", "--batches", "1", "--rounds", "1"],
     "training_step": ["--batch", "8", "--physical-batch", "4", "--steps", "1"],
     "privacy_overhead": [],
+    "small_step": ["--batches", "2", "--rounds", "1"],
     "advise": ["--data", "digits", "--batches", "64", "--examples", "256"],
     "bands": ["--batch", "2", "--physical-batch", "1", "--bands", "2", "--rounds", "1"],
     "independence_check": [],

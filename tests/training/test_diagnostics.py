@@ -173,7 +173,7 @@ def test_the_model_card_of_an_exported_run_shows_the_last_figures(tmp_path, caps
     from dp_microadam.apps.command_line.cli import main
 
     run = tmp_path / "run"
-    settings = ["model=mlp", "steps=5", "batch_size=32", "diagnostics_every=2"]
+    settings = ["method=dp-microadam", "model=mlp", "steps=5", "batch_size=32", "diagnostics_every=2"]
     assert (
         main(["train", "demo", *(part for key in settings for part in ("--set", key)), "--quiet", "--run-dir", str(run)]) == 0
     )

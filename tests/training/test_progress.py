@@ -20,4 +20,4 @@ def test_the_bar_says_that_the_check_is_repeated_until_that_step_is_done(monkeyp
     progress.advance(16)
     shown = progress._bar.tasks[0].fields["rate"]
     progress.close()
-    assert shown.endswith("images/s expected")
+    assert shown.endswith("examples/s expected")

@@ -64,7 +64,7 @@ class Listing:
             more = len(self.problems) - _SHOWN
             rest = [f"and {more} more, which dp-microadam data check lists"] if more > 0 else []
             listed = "\n  ".join([*self.problems[:_SHOWN], *rest])
-            raise InputError(f"{self.folder} has {len(self.problems)} problems:\n  {listed}")
+            raise InputError(f"{self.folder} has {len(self.problems)} problems to remove:\n  {listed}")
 
 
 def list_images(folder: Path, expected_classes: int | None = None) -> Listing:

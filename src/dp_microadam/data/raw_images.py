@@ -83,6 +83,6 @@ class RawImages(RawInput):
             image = image.convert("L")
         height, width = self.size
         if not self.crop and image.size != (width, height):
-            raise InputError(f"{file} has {image.width}×{image.height} pixels; the model was trained on {width}×{height}")
+            raise InputError(f"{file} has {image.width}×{image.height} pixels; it must have {width}×{height}, as in training")
         pixels = torch.from_numpy(np.array(image)).reshape(image.height, image.width, self.channels)
         yield str(file), pixels.permute(2, 0, 1)[None].contiguous()

@@ -85,7 +85,7 @@ def from_description(description: Mapping[str, Any]) -> RawInput:
     kind = fields.pop("kind", None)
     del fields["in_words"]
     if kind not in _KINDS:
-        raise InputError(f"the input of this export is {kind!r}; this version reads files of {', '.join(_KINDS)}")
+        raise InputError(f"the input of this export is {kind!r}; it must be one of {', '.join(_KINDS)}")
     module, _, name = _KINDS[kind].partition(":")
     found: RawInput = getattr(importlib.import_module(module), name)(**fields)
     return found

@@ -149,7 +149,7 @@ def _content(path: Path, reading: Reading, columns: Columns, *, may_lack_users: 
         if path.stat().st_size > reading.map_above:
             raise InputError(
                 f"{path} is larger than data_memory_gib = {reading.map_above / 2**30:g}, and text cannot be memory-mapped; "
-                "raise data_memory_gib"
+                "set data_memory_gib higher"
             )
         rows = _csv_rows(path) if path.suffix.lower() == ".csv" else _json_rows(path)
         return _sorted_out(path, list(rows), columns, may_lack_users)

@@ -128,7 +128,11 @@ class PrivateHFTrainer(Trainer):
         step_options = cast(StepOptions, given)
         _refuse_settings(args, plan)
         _refuse_options(step_options, options, method)
-        self._default_learning_rate = args.learning_rate == _defaults_of(args).learning_rate
+        unset = _defaults_of(args)
+        self._default_learning_rate = args.learning_rate == unset.learning_rate
+        physical = args.per_device_train_batch_size
+        physical = _PHYSICAL_BATCH_SIZE if physical == unset.per_device_train_batch_size else physical
+        step_options.setdefault("physical_batch_size", physical)
         args = copy.copy(args)
         args.max_grad_norm = 0.0  # noise is not clipped
         args.ignore_data_skip = True  # a resumed run draws afresh
@@ -146,8 +150,6 @@ class PrivateHFTrainer(Trainer):
         self._per_example_loss = IsolatedLoss(per_example_loss or classification_loss)
         self._resumed_from: dict[str, Any] | None = None
         collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
-        at_once, unset = args.per_device_train_batch_size, _defaults_of(args).per_device_train_batch_size
-        step_options.setdefault("physical_batch_size", _PHYSICAL_BATCH_SIZE if at_once == unset else at_once)
         step_options.setdefault("num_workers", args.dataloader_num_workers)
         self.private_steps = PrivateSteps(
             plan,

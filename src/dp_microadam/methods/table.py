@@ -117,7 +117,7 @@ METHODS: Mapping[str, MethodEntry] = {
 def as_markdown() -> str:
     """The table of methods, for the documentation.
 
-    >>> print(as_markdown().splitlines()[2])
+    >>> print(as_markdown().splitlines()[3])
     | `"dp-microadam"` | MicroAdam on privatized gradients | 0.001 |
     """
     rows = [f'| `"{name}"` | {entry.summary} | {entry.learning_rate:g} |' for name, entry in METHODS.items()]

@@ -134,7 +134,10 @@ def _loaded_network(kind: str, source: str, **options: Any) -> Any:
     of_the_body = f"{network.base_model_prefix}."
     for name in sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
         if kind == "AutoModelForCausalLM" or (name.startswith(of_the_body) and ".pooler." not in name):
-            raise InputError(f"pretrained is {source!r}, whose weights lack the tensor {name} or have it in another shape")
+            raise InputError(
+                f"pretrained is {source!r}, whose weights lack the tensor {name} or have it in another shape; "
+                "give weights of this architecture"
+            )
     return network.train()
 
 
@@ -158,4 +161,7 @@ def _loaded(kind: str, source: str, **options: Any) -> Any:
             )
     except Exception as error:  # transformers, its readers and the network raise many types
         what = "tokenizer" if kind == "AutoTokenizer" else "model"
-        raise InputError(f"pretrained is {source!r}, from which no {what} can be loaded ({first_line(error)})") from None
+        raise InputError(
+            f"pretrained is {source!r}, from which no {what} can be loaded ({first_line(error)}); give a folder or a "
+            "name of the hub that has one"
+        ) from None

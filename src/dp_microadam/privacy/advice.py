@@ -28,12 +28,12 @@ MOST_STEPS = 5000
 
 # Mean squared norm of clipped mean gradients, relative to the clipping norm: beside the noise it decides how many steps are
 # needed if the learning rate follows from the plan.
-_GRADIENT = 0.1
+_GRADIENT = 0.02
 
 # With a fixed learning rate, halving T steps is worth so much noise as the exponential of this over T: fitted to results.
 _STEPS_OF_FIXED_RATES = 1000
 
-# Of what bands take from the logarithm of the noise of running sums, accuracy gains about this share.
+# Of what bands take from the logarithm of the noise of running sums, runs with a fixed learning rate gain about this share.
 _SHARE_OF_BANDS = 0.5
 
 # Scores that differ by less are equal.
@@ -45,8 +45,8 @@ class Proposal:
     """A batch size with the steps that can be afforded, and the bands that suit them.
 
     ``noise_multiplier`` is right to half a percent. ``noise`` is the deviation σ/(B·√T) of the noise in the mean gradient of
-    the run for a clipping norm of 1, with half of what bands take from its logarithm. Of two proposals, the one with the
-    smaller ``score`` is better.
+    the run for a clipping norm of 1, with what runs gain from bands. Of two proposals, the one with the smaller ``score`` is
+    better.
     """
 
     batch_size: int
@@ -81,7 +81,7 @@ def advise(
 
     >>> options = dict(dataset_size=54_000, epsilon=3.0, delta=1e-5, parameters=26_010, bands=False)
     >>> best(advise(**options, steps_for=lambda batch_size: 500_000 / batch_size)).batch_size
-    256
+    512
 
     Raises:
         InputError: for a value out of range, or if not one step can be afforded.
@@ -109,7 +109,8 @@ def advise(
             continue
         chosen = automatic_bands(table)
         choice = next(choice for choice in table if choice.bands == chosen)
-        noise = table[0].noise_multiplier * choice.running_sum**_SHARE_OF_BANDS / (batch_size * math.sqrt(steps))
+        gained = choice.running_sum ** (_SHARE_OF_BANDS if fixed_rate else 1.0)
+        noise = table[0].noise_multiplier * gained / (batch_size * math.sqrt(steps))
         score = _score(noise, steps, parameters, fixed_rate)
         found.append(Proposal(batch_size, steps, chosen, choice.noise_multiplier, noise, score))
         if len(found) > 2 and found[-1].score > found[-2].score > found[-3].score:

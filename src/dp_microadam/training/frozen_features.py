@@ -115,7 +115,10 @@ class FrozenFeatures:
         """
         refuse_repeats(train)
         if any(share_examples(train, part) for part in held_out if part is not None):
-            raise InputError("held-out data share examples with the training data, so that their metrics would be private")
+            raise InputError(
+                "held-out data share examples with the training data, so that their metrics would be private; "
+                "remove them from one of the two"
+            )
         with forked_torch(self.model):
             if not self._leaves:
                 self._check(train)

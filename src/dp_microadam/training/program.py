@@ -93,7 +93,8 @@ def load_program(path: Path) -> Callable[..., Any]:
             program = torch.export.load(path).module()
         except Exception as error:
             raise InputError(
-                f"{path} is not a program of torch.export that this torch reads ({type(error).__name__})"
+                f"{path} is not a program of torch.export that this torch reads ({type(error).__name__}); "
+                "export it again with this version of torch"
             ) from None
 
     def run(*inputs: Tensor) -> Any:

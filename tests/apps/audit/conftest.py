@@ -11,7 +11,7 @@ from dp_microadam.clipping.batches import select
 from dp_microadam.clipping.embedding import EmbeddingCall
 from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.clipping.rule import PartsCall
-from dp_microadam.privacy import accounting, randomness, sampling
+from dp_microadam.privacy import accounting, mechanism, randomness, sampling
 from dp_microadam.privacy.correlated_noise import CorrelatedNoise
 from dp_microadam.privacy.ledger import LedgerRecord, PrivacyLedger
 from dp_microadam.privacy.mechanism import GaussianMechanism
@@ -163,15 +163,15 @@ def repeated_samples(patch):
 
 
 def _change_noise(patch, change):
-    """``change(normals by purpose, step)`` alters what the generator made for a step."""
-    original = Randomness.normals_for
+    """``change(normals by tensor, step)`` alters what the generator made for a step."""
+    original = mechanism.white_noise
 
-    def normals_for(self, counts, step, dtype):
-        made = original(self, counts, step, dtype)
+    def white_noise(*arguments, step, dtype):
+        made = original(*arguments, step=step, dtype=dtype)
         change(made, step)
         return made
 
-    patch.setattr(Randomness, "normals_for", normals_for)
+    patch.setattr(mechanism, "white_noise", white_noise)
 
 
 def no_noise_in_every_tenth_step(patch, *, every=10):
@@ -183,7 +183,7 @@ def no_noise_in_every_tenth_step(patch, *, every=10):
 
 
 def no_noise_on_a_bias(patch):
-    _change_noise(patch, lambda made, step: made["noise second.bias"].zero_())
+    _change_noise(patch, lambda made, step: made["second.bias"].zero_())
 
 
 def noise_repeated_in_blocks(patch):
@@ -192,7 +192,7 @@ def noise_repeated_in_blocks(patch):
 
 
 def noise_repeated_between_tensors(patch, *, factor=1.0):
-    _change_noise(patch, lambda made, step: made["noise second.weight"].copy_(factor * made["noise first.weight"]))
+    _change_noise(patch, lambda made, step: made["second.weight"].copy_(factor * made["first.weight"]))
 
 
 def same_noise_in_every_step(patch):

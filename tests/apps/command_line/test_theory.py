@@ -73,7 +73,15 @@ def test_without_a_run_it_answers_without_torch():
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("theory") / "run"
-    quick = ["model=mlp", "steps=2", "batch_size=50", "max_grad_norm=0.5", "optimizer.density=0.2", "optimizer.eps=0.3"]
+    quick = [
+        "method=dp-microadam",
+        "model=mlp",
+        "steps=2",
+        "batch_size=50",
+        "max_grad_norm=0.5",
+        "optimizer.density=0.2",
+        "optimizer.eps=0.3",
+    ]
     assert (
         main(["train", "demo", *(part for key in quick for part in ("--set", key)), "--quiet", "--run-dir", str(folder)]) == 0
     )

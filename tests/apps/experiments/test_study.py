@@ -81,7 +81,7 @@ def test_cifar_hyperparameters_are_those_of_the_papers_table(name):
     for cell in load_study(name, "paper").cells:
         recipe = cell.recipe
         assert (recipe.batch_size, recipe.max_grad_norm, recipe.delta) == (4096, 1.0, 1e-5)
-        assert (recipe.schedule, recipe.ema_decay, recipe.physical_batch_size) == ("constant", 0.0, 128)
+        assert (recipe.schedule, recipe.resolved_ema_decay, recipe.physical_batch_size) == ("constant", 0.0, 128)
         assert (recipe.crop_padding, recipe.flip) == (4, True)
         assert recipe.resolved_learning_rate == (4.0 if recipe.method == "dp-sgd" else 1e-3)
         assert recipe.optimizer.get("betas", [0.9, 0.999]) == [0.9, 0.999]

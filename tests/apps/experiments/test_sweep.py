@@ -212,6 +212,8 @@ rows = ["run"]
 columns = ["quantity"]
 
 [recipe]
+accountant = "rdp"
+bands = 1
 data = "cifar100"
 model = "mlp"
 method = "dp-sgd"

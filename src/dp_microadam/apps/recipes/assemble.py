@@ -262,8 +262,8 @@ def _refuse_named_examples(recipe: Recipe, data: LabelledData) -> None:
     users = data.train_users
     if recipe.unit == "example" and recipe.unit_name and users is not None and count_users(users) < len(users):
         raise InputError(
-            f"unit_name is {recipe.unit_name!r} and unit is 'example', but some have several examples; unit = 'user' with "
-            "examples_per_user protects each with all they have"
+            f"unit_name is {recipe.unit_name!r} and unit is 'example', but some have several examples; set unit = 'user' "
+            "and examples_per_user, which protects each with all they have"
         )
 
 

@@ -57,7 +57,8 @@ def largest_difference(experiment: Experiment, program: Callable[[Tensor], Tenso
         checked, largest = checked + 1, max(largest, float(difference))
     if not largest <= _TOLERANCE:
         raise DPMicroAdamError(
-            f"the program's probabilities differ by {largest:.2g} from those of evaluation; nothing is exported"
+            f"the program's probabilities differ by {largest:.2g} from those of evaluation; nothing is exported, so "
+            "use the weights alone, and report this"
         )
     return checked, largest
 

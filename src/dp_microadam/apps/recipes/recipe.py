@@ -237,12 +237,12 @@ class Recipe:
 
         Keys that are None (TOML has no such value) and empty tables are left out.
 
-        >>> recipe = Recipe(name="mine", data="digits", model="mlp", epsilon=8, steps=9, batch_size=16, optimizer={"window": 5})
+        >>> recipe = Recipe(name="mine", data="digits", model="mlp", epsilon=8, steps=9, batch_size=16, optimizer={"beta": 0.9})
         >>> print(recipe.to_toml())
         name = "mine"
         ...
         [optimizer]
-        window = 5
+        beta = 0.9
         """
         return tomli_w.dumps({key: value for key, value in asdict(self).items() if value is not None and value != {}})
 

@@ -61,7 +61,9 @@ def suggest(path: Path, label: str | None = None) -> str:
         raise InputError(sentence)
     label = list(seen)[-1] if label is None and seen else label
     if label not in seen or len(seen) < 2 or not seen[label]:
-        raise InputError(f"{path} has no column {label!r} beside others with rows below; --label names the column of labels")
+        raise InputError(
+            f"{path} has no column {label!r} beside others with rows below; name the column of labels with --label"
+        )
     classes = sorted(seen.pop(label))
     head = _HEAD.format(path=path, folder=_toml(str(path)), label=_toml(label), classes=_toml(classes[:_MOST_VALUES]))
     return head + "".join(f"{_key(name)} = {_line(*_declared(name, texts))}\n" for name, texts in seen.items())

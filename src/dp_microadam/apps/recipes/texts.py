@@ -47,7 +47,7 @@ def refuse_misfits(recipe: Recipe) -> None:
             f"model is {recipe.model!r}, which takes texts; data must be one of {', '.join(map(repr, vocabulary.TEXT_SETS))}"
         )
     if is_text and recipe.audit_canaries is not None:
-        raise InputError(f"audit_canaries is {recipe.audit_canaries}; canaries are images or rows of numbers, not texts")
+        raise InputError(f"audit_canaries is {recipe.audit_canaries}; canaries must be images or rows of numbers, not texts")
     if recipe.predicts_tokens and recipe.class_weights is not None:
         raise InputError("class_weights are given, but a language model has no classes; leave them out")
 

@@ -42,6 +42,7 @@ _GREY = Style("#6b7280", "#a3abb8", "*", (1, 2))
 
 _KNOWN = {
     "dpmicroadam": ("DP-MicroAdam", _BLUE),
+    "dpwalk": ("DP-Walk", _SKY),
     "dpsgd": ("DP-SGD", _ORANGE),
     "dpadambc": ("DP-AdamBC", _PURPLE),
     "dpadamw": ("DP-AdamW", _OLIVE),

@@ -85,7 +85,8 @@ def run(options: argparse.Namespace) -> int:
 
     def check(folder: Path) -> str:
         count, largest = largest_difference(experiment, load_program(folder / PROGRAM))
-        return f"program checked on {count} test examples: its probabilities are those of evaluate, within {largest:.1g}"
+        within = f"within {largest:.1g}" if largest else "to the bit"
+        return f"program checked on {count} test examples: its probabilities are those of evaluate, {within}"
 
     checked = export_run(
         experiment.trainer,

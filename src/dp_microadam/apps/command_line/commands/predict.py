@@ -75,7 +75,7 @@ def _opened(folder: Path) -> tuple[Callable[..., Any], RawInput, tuple[str, ...]
 
         contract = Contract.read(folder)
         if contract.program is None:
-            raise InputError(f"{folder} has weights without a program; export it from Python with program=True")
+            raise InputError(f"{folder} has weights without a program; it must be exported from Python with program=True")
         raw = from_description(contract.input)
         return load_program(folder / contract.program), raw, contract.classes
     import torch
