@@ -18,7 +18,6 @@ import copy
 import csv
 import itertools
 import json
-import math
 import statistics
 import sys
 import tempfile
@@ -121,12 +120,13 @@ def imdb(pretrained: str, folder: Path, examples: tuple[int, int]) -> Task:
     encoder = AutoModel.from_pretrained(pretrained, dtype=torch.float32, add_pooling_layer=False)
     model = MeanPooled(encoder.requires_grad_(False).eval(), 2)
     tokenizer = AutoTokenizer.from_pretrained(pretrained)
+    random = np.random.default_rng(0)
 
     def part(name: str, count: int) -> dict[str, Tensor]:
         with open(folder / f"{name}.csv", newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         classes = sorted({row["label"] for row in rows})
-        chosen = [rows[row] for row in np.random.default_rng(0).permutation(len(rows))[:count]]
+        chosen = [rows[row] for row in random.permutation(len(rows))[:count]]
         texts = [row["text"] for row in chosen]
         encoded = tokenizer(texts, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt")
         labels = torch.tensor([classes.index(row["label"]) for row in chosen])
@@ -161,7 +161,7 @@ def accuracies(task: Task, rates: dict[str, float], features: FrozenFeatures, se
     train, test = features.of(task.train, task.test)
     found = []
     for seed, epsilon, bands, (name, (build, options)) in itertools.product(
-        range(seeds), EPSILONS, (1, "auto"), METHODS.items()
+        range(seeds), EPSILONS, (1, "least"), METHODS.items()
     ):
         head = copy.deepcopy(task.model.get_submodule(features.head))
         begin = work_clock("cpu")
@@ -189,7 +189,7 @@ def accuracies(task: Task, rates: dict[str, float], features: FrozenFeatures, se
         assert trainer.average is not None
         with trainer.average.in_place_of(head):
             accuracy = evaluate(head, test, {"accuracy": head_hits}, prepare=lambda batch: batch)["accuracy"]
-        row = {"method": name, "epsilon": epsilon, "bands": plan.bands, "auto": bands == "auto", "seed": seed}
+        row = {"method": name, "epsilon": epsilon, "bands": plan.bands, "least": bands == "least", "seed": seed}
         found.append({**row, "accuracy": accuracy, "processor_seconds": work_clock("cpu") - begin})
         print(json.dumps(found[-1]), file=sys.stderr, flush=True)
     return found
@@ -236,9 +236,9 @@ def draw(files: list[Path], path: Path) -> None:
     for axis, file in zip(axes[0], files, strict=True):
         results = json.loads(file.read_text())["results"]
         for color, name in enumerate(METHODS):
-            for auto in (False, True):
-                means = [mean_accuracy(results["runs"], name, epsilon, auto)[0] for epsilon in EPSILONS]
-                axis.plot(EPSILONS, means, f"C{color}o" + ("--" if auto else "-"), label=name + (", bands" if auto else ""))
+            for least in (False, True):
+                means = [mean_accuracy(results["runs"], name, epsilon, least)[0] for epsilon in EPSILONS]
+                axis.plot(EPSILONS, means, f"C{color}o" + ("--" if least else "-"), label=name + (", bands" if least else ""))
         axis.set_xscale("log")
         axis.set_xticks(EPSILONS, [f"{epsilon:g}" for epsilon in EPSILONS])
         axis.minorticks_off()
@@ -251,10 +251,11 @@ def draw(files: list[Path], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def mean_accuracy(runs: list[dict[str, Any]], method: str, epsilon: float, auto: bool) -> tuple[float, float]:
-    """Mean over seeds in percent, and its standard deviation."""
-    found = [100 * r["accuracy"] for r in runs if (r["method"], r["epsilon"], r["auto"]) == (method, epsilon, auto)]
-    return statistics.mean(found), statistics.stdev(found) if len(found) > 1 else math.nan
+def mean_accuracy(runs: list[dict[str, Any]], method: str, epsilon: float, least: bool) -> tuple[float, str]:
+    """The mean over seeds in percent; and in words, with the standard deviation."""
+    found = [100 * r["accuracy"] for r in runs if (r["method"], r["epsilon"], r["least"]) == (method, epsilon, least)]
+    spread = f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else ""
+    return statistics.mean(found), f"{statistics.mean(found):.2f}{spread}"
 
 
 def table(results: dict[str, Any]) -> str:
@@ -263,10 +264,10 @@ def table(results: dict[str, Any]) -> str:
         "| method | bands | " + " | ".join(f"ε = {epsilon:g}" for epsilon in EPSILONS) + " |",
         "|---|---|" + "---|" * len(EPSILONS),
     ]
-    for name, auto in itertools.product(METHODS, (False, True)):
-        cells = ["{:.2f} ± {:.2f}".format(*mean_accuracy(results["runs"], name, epsilon, auto)) for epsilon in EPSILONS]
-        taken = sorted({r["bands"] for r in results["runs"] if r["method"] == name and r["auto"] == auto})
-        lines.append(f"| {name} | {'auto: ' if auto else ''}{', '.join(map(str, taken))} | " + " | ".join(cells) + " |")
+    for name, least in itertools.product(METHODS, (False, True)):
+        cells = [mean_accuracy(results["runs"], name, epsilon, least)[1] for epsilon in EPSILONS]
+        taken = sorted({r["bands"] for r in results["runs"] if r["method"] == name and r["least"] == least})
+        lines.append(f"| {name} | {'least: ' if least else ''}{', '.join(map(str, taken))} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
