@@ -31,6 +31,7 @@ CLOCKS = {"processor": work_clock, "wall": wall_clock}
 
 def measure(batch: int, physical_batch: int, bands: Sequence[int], rounds: int, device: str) -> dict[str, Any]:
     """Median seconds, by clock, of the passes and of what follows them for each number of bands."""
+    tell("independence check, and first steps with each number of bands")
     torch.manual_seed(0)
     model = wide_resnet(depth=16, width=4).to(device)
     engine = ClippedGradients(model, class_loss, max_grad_norm=1.0)
