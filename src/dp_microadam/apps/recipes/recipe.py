@@ -32,7 +32,7 @@ class Recipe:
     only ``steps`` and ignores the other two, so that any recipe with ``steps`` can also be run without privacy.
 
     >>> Recipe(name="mine", data="digits", model="mlp", epsilon=8, steps=1000, batch_size=256).resolved_learning_rate
-    2.0
+    1.5
     >>> Recipe.from_toml('name = "mine"\\nmodle = "mlp"')
     Traceback (most recent call last):
         ...
