@@ -194,6 +194,7 @@ def test_a_plan_for_users_says_whom_its_epsilon_is_for(capsys):
     shown = capsys.readouterr().out
     for words in ("one user with all their examples", "ε for a user", "at most 4, as their mean", "expected users per step"):
         assert words in shown
+    assert "if one user is replaced by another" in shown
     assert main(["plan", *SMALL_BATCHES, "--unit", "user"]) == 2
     assert "examples_per_user is missing" in capsys.readouterr().err
     assert main(["plan", *SMALL_BATCHES, "--examples-per-user", "4"]) == 2
