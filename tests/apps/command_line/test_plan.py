@@ -1,6 +1,7 @@
 """``dp-microadam plan`` as a user runs it."""
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -199,3 +200,9 @@ def test_a_plan_for_users_says_whom_its_epsilon_is_for(capsys):
     assert "examples_per_user is missing" in capsys.readouterr().err
     assert main(["plan", *SMALL_BATCHES, "--examples-per-user", "4"]) == 2
     assert "examples_per_user is 4, but unit is 'example'" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_a_command_with_one_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(PrivacyPlan, "solve", lambda **_: signal.raise_signal(signal.SIGINT))
+    assert main(["plan", *CIFAR, "--epsilon", "8", "--steps", "1000"]) == 130
+    assert capsys.readouterr().err == "dp-microadam: stopped by Ctrl-C\n"
