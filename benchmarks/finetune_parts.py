@@ -118,7 +118,7 @@ def main() -> None:
         command += ["--steps", str(options.steps), "--batch", str(options.batch), "--threads", str(options.threads)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         results.append({"seed": seed, **json.loads(done.stdout.splitlines()[-1])})
-        print(json.dumps(results[-1]), flush=True)
+        print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     deliver(options, "parts of a model", {"task": options.task, "examples": list(options.examples), "runs": results})
 
 

@@ -38,7 +38,7 @@ from dp_microadam.data.contents import Reading
 from dp_microadam.training.evaluation import evaluate
 
 EPSILONS = (1.0, 8.0)
-BATCH, STEPS, DELTA = 512, 400, 1e-5
+DELTA = 1e-5
 TOKENS = 128
 METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "DP-Walk": (methods.dp_walk, {}),
@@ -153,31 +153,33 @@ def head_hits(head: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return (head(next(iter(batch.values()))).argmax(1) == batch["labels"]).float()
 
 
-def accuracies(task: Task, rates: dict[str, float], features: FrozenFeatures, seeds: int) -> list[dict[str, Any]]:
+def accuracies(
+    task: Task, rates: dict[str, float], features: FrozenFeatures, options: argparse.Namespace
+) -> list[dict[str, Any]]:
     """Test accuracy of the averaged weights of every method, ε and number of bands.
 
     The head is trained as a model of its own: many runs need not check the frozen part again each time.
     """
     train, test = features.of(task.train, task.test)
     found = []
-    for seed, epsilon, bands, (name, (build, options)) in itertools.product(
-        range(seeds), EPSILONS, (1, "least"), METHODS.items()
+    for seed, epsilon, bands, (name, (build, own)) in itertools.product(
+        range(options.seeds), EPSILONS, (1, "least"), METHODS.items()
     ):
         head = copy.deepcopy(task.model.get_submodule(features.head))
         begin = work_clock("cpu")
         plan = PrivacyPlan.solve(
             dataset_size=task.size,
-            batch_size=BATCH,
+            batch_size=options.batch,
             delta=DELTA,
             epsilon=epsilon,
-            steps=STEPS,
+            steps=options.steps,
             bands=bands,
             parameters=sum(parameter.numel() for parameter in head.parameters()),
         )
         with tempfile.TemporaryDirectory() as folder:
             trainer = PrivateTrainer(
                 head,
-                build(head, lr=rates[name], **options),
+                build(head, lr=rates[name], **own),
                 plan,
                 head_loss,
                 physical_batch_size=1024,
@@ -278,6 +280,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="folder of CIFAR-10's files, or of train.csv and test.csv")
     parser.add_argument("--examples", nargs=2, type=int, default=(12_000, 3_000), metavar=("TRAIN", "TEST"))
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--speed", action="store_true", help="time private steps instead")
     parser.add_argument("--results", nargs="+", type=Path, help="print and draw what --out wrote before instead of measuring")
     parser.add_argument("--figure", type=Path)
@@ -307,8 +311,8 @@ def main() -> None:
         print(json.dumps(results, indent=1))
     else:
         rates = RATES[options.task]
-        settings = {"batch_size": BATCH, "steps": STEPS, "delta": DELTA, "rates": rates}
-        results = {**common, **settings, "runs": accuracies(task, rates, features, options.seeds)}
+        settings = {"batch_size": options.batch, "steps": options.steps, "delta": DELTA, "rates": rates}
+        results = {**common, **settings, "runs": accuracies(task, rates, features, options)}
         print(table(results))
     deliver(options, "frozen features", results)
 

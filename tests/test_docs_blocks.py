@@ -48,7 +48,7 @@ ONLY_PARSED = {
     r"dp-microadam train (sms-spam|imdb|language-model)": "needs a pretrained model; tests/apps/recipes/test_texts.py",
     r"dp-microadam train (cifar|fashion)": "needs files that must be downloaded first; tests/recipes runs such recipes",
     r"dp-microadam train +#": "the demo, which tests/apps/command_line/test_cli_runs.py runs",
-    r"dp-microadam train my\.toml": "stands for a file of the reader's own",
+    r"dp-microadam (train|plan) my\.toml": "stands for a file of the reader's own",
     r"dp-microadam (resume|evaluate|export|predict|budget) runs/mine": "a run of the reader's own; test_cli_runs.py has one",
     r"dp-microadam train .*--set data=small-digits": "run on the patched tree by tests/test_docs_diffs.py",
 }

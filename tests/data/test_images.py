@@ -181,7 +181,7 @@ def test_all_problems_of_a_folder_are_listed_at_once(tmp_path):
     with pytest.raises(InputError) as refusal:
         data.load("image-folder", str(tmp_path))
     first, *listed = str(refusal.value).splitlines()
-    assert first == f"{tmp_path} has 4 problems:"
+    assert first == f"{tmp_path} has 4 problems to remove:"
     for name, line in zip(("stray.png", "cat", "scan.dcm", "inner"), listed, strict=True):
         assert name in line
 

@@ -15,7 +15,7 @@ from dp_microadam.methods.table import METHODS
 STP = "scale-then-privatize"
 VARIANTS = {
     # name: method, options on the tiny problem, and for training: more options and a learning rate for 200 steps
-    "dp-walk": ("dp-walk", {}, {}, 2.0),
+    "dp-walk": ("dp-walk", {}, {}, 1.5),
     "dp-microadam": ("dp-microadam", {}, {}, 3e-3),
     "dense error": ("dp-microadam", {"quantize": False}, {}, 3e-3),
     "no error feedback": ("dp-microadam", {"error_feedback": False}, {}, 3e-3),

@@ -109,8 +109,9 @@ def test_ctrl_c_writes_a_checkpoint_and_says_how_to_resume(tmp_path):
     process = start(["train", str(recipe), "--run-dir", str(run)])
     wait_for_step(process, run, 9)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=60)
     assert process.returncode == 130
+    assert "evaluating these weights on the test part; press Ctrl-C to leave that out" in errors
     assert f"stopped after {read_ledger(run).steps} steps; go on with: dp-microadam resume {run}" in output
     position, _, _ = CheckpointFolder(run / "checkpoints").newest()
     assert position == read_ledger(run).steps >= 9

@@ -37,10 +37,10 @@ def test_the_walk_is_what_the_noise_of_all_steps_adds_up_to(plan):
 
 
 def test_the_learning_rate_of_a_plan_by_hand():
-    # τ = 1.5·3/50 = 0.09; after 400 steps the walk is 0.09·20 = 1.8; 2·10000^−¼ = 0.2.
+    # τ = 1.5·3/50 = 0.09; after 400 steps the walk is 0.09·20 = 1.8; 1.5·10000^−¼ = 0.15.
     assert PLAN.noise_walk(sensitivity=3.0) == pytest.approx(1.8)
-    assert PLAN.learning_rate(10_000, sensitivity=3.0) == pytest.approx(0.2 / 1.8)
-    assert (DISTANCE, walk_scale(10_000)) == (2.0, pytest.approx(0.1))
+    assert PLAN.learning_rate(10_000, sensitivity=3.0) == pytest.approx(0.15 / 1.8)
+    assert (DISTANCE, walk_scale(10_000)) == (1.5, pytest.approx(0.1))
 
 
 def take_one_step(method, plan, run_dir):
@@ -75,7 +75,7 @@ def test_sgd_steps_with_the_plans_own_rate(plan, tmp_path):
 
 
 def test_momentum_does_not_change_how_far_the_noise_walks(tmp_path):
-    method = with_model(lambda model: Method(torch.optim.SGD(model.parameters(), lr=2.0, momentum=0.9), lr_unit="walk"))
+    method = with_model(lambda model: Method(torch.optim.SGD(model.parameters(), lr=DISTANCE, momentum=0.9), lr_unit="walk"))
     change, mean = take_one_step(method, PLAN, tmp_path)
     torch.testing.assert_close(change, -0.1 * PLAN.learning_rate(10_000) * mean, rtol=1e-4, atol=1e-6)
 
@@ -88,7 +88,7 @@ def test_dp_walk_steps_in_units_of_the_gradient_it_sees(plan, tmp_path):
     change, mean = take_one_step(method, plan, tmp_path)
     root_mean_square = mean.square().mean().sqrt()
     horizon = plan.steps * (plan.noise_ratios.running_sum / plan.noise_ratios.single_step) ** 2
-    torch.testing.assert_close(change, -0.2 / math.sqrt(horizon) * mean / root_mean_square, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(change, -0.15 / math.sqrt(horizon) * mean / root_mean_square, rtol=1e-3, atol=1e-6)
 
 
 def test_frozen_parameters_do_not_count():

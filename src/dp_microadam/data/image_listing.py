@@ -55,7 +55,12 @@ class Listing:
             return None
         kinds = Counter(_kind_of(name) for name in self.passed_over)
         listed = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(5)) + (", …" if len(kinds) > 5 else "")
-        return f"passed over {len(self.passed_over)} files that are no images by their names: {listed}"
+        files = (
+            "1 file that is no image by its name"
+            if len(self.passed_over) == 1
+            else (f"{len(self.passed_over)} files that are no images by their names")
+        )
+        return f"passed over {files}: {listed}"
 
     def require_in_order(self) -> None:
         """Raise InputError with all problems at once, if there are any."""

@@ -19,7 +19,7 @@ from dp_microadam.data.image_decoding import BIT_DEPTHS, used_bits
 from dp_microadam.data.image_listing import Listing, list_images
 from dp_microadam.data.image_users import ImageUsers
 from dp_microadam.data.sources import bit_depth_of, read_packaged, text_columns
-from dp_microadam.data.users import refuse_shared_users
+from dp_microadam.data.users import count_users, refuse_shared_users
 from dp_microadam.errors import InputError
 
 _LOOKED_AT = 200
@@ -153,21 +153,26 @@ def image_problems(
 def image_summary(place: Path, options: Mapping[str, Any]) -> list[str]:
     """What a folder of images that is in order holds: its classes, its parts, and what was passed over.
 
-    Where users are known, how many images they have together is private, and not said.
+    Where users are known, they are counted: how many images they have together is private, and not said.
     """
     listing = list_images(place)
     shown = ", ".join(listing.classes[:10]) + (", …" if len(listing.classes) > 10 else "")
     lines = [f"{len(listing.classes)} classes: {shown}"]
-    if ImageUsers.of(place, options) is None:
-        counts = [len(part.files) for part in listing.parts]
-        if len(counts) == 2:
-            lines.append(f"{counts[0]:,} images to train on, before a part of them is held out, and {counts[1]:,} to test on")
-        else:
-            training, test = split(counts[0], TEST_FRACTION, TEST_SEED)
-            lines.append(
-                f"{counts[0]:,} images without a test part of their own: a fifth, {len(test):,}, is split off to test on, "
-                f"which leaves {len(training):,} to train on, before a part of them is held out"
-            )
+    users = ImageUsers.of(place, options)
+    if users is None:
+        counted, counts = "images", [len(part.files) for part in listing.parts]
+    else:
+        found = [users.of_files(part.files) for part in listing.parts]
+        counted, counts = "users", [count_users(ids[ids != ""]) for ids in found]
+    if len(counts) == 2:
+        tested = f"{counts[1]:,} to test on" if counts[1] else "a test part that names no users"
+        lines.append(f"{counts[0]:,} {counted} to train on, before a part of them is held out, and {tested}")
+    else:
+        training, test = split(counts[0], TEST_FRACTION, TEST_SEED)
+        lines.append(
+            f"{counts[0]:,} {counted} without a test part of their own: a fifth, {len(test):,}, is split off to test on, "
+            f"which leaves {len(training):,} to train on, before a part of them is held out"
+        )
     return [*lines, *([listing.note] if listing.note else []), *_bit_depth_hint(listing, bit_depth_of(options))]
 
 

@@ -75,7 +75,7 @@ _ANY = ("sgd", "adam", "adamw", "microadam")
 METHODS: Mapping[str, MethodEntry] = {
     "dp-walk": MethodEntry(
         "steps proportional to the privatized gradient, with the learning rate that follows from the plan",
-        2.0,
+        1.5,
         path="dp_microadam.methods.walk:dp_walk",
         base_optimizers=("tensor-adam",),
         lr_unit="walk",

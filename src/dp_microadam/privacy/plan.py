@@ -310,7 +310,7 @@ class PrivacyPlan:
 
         >>> plan = PrivacyPlan(45_000, 4_096, 3.0, 2_480, 1e-5)
         >>> round(plan.learning_rate(2_750_000), 2)
-        1.35
+        1.01
         """
         return DISTANCE * walk_scale(parameters) / self.noise_walk(sensitivity)
 

@@ -8,9 +8,9 @@ as the solution is away:
 
     η·τ·√(T·d) = D.
 
-σ, C, B, T and d are public. D is not known, but it varies little: D = 2·d^¼ is within a factor of 1.5 of the best for networks
-of 26,010, 203,530, 1,068,810 and 4,770,314 parameters, at noise levels that differ by a factor of 13 and for 195 to 3,000
-steps (docs/walk.md). With correlated noise τ·√T is replaced by what is left of the noise in the running sum. This module does
+σ, C, B, T and d are public. D is not known, but it varies little: D = 1.5·d^¼ is within a factor of 1.5 of the best that was
+found for networks of 26,010 to 1,068,810 parameters, noise levels that differ by a factor of 13 and 195 to 3,000 steps
+(docs/walk.md). With correlated noise τ·√T is replaced by what is left of the noise in the running sum. This module does
 not import torch.
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dp_microadam.validation import require_integer
 
-DISTANCE = 2.0
+DISTANCE = 1.5
 """The distance D that the noise of a run walks, relative to d^¼. A learning rate of unit ``"walk"`` takes its place."""
 
 

@@ -263,6 +263,28 @@ def test_check_of_a_recipe_lists_all_that_is_wrong_with_its_users_at_once(photog
     ]
 
 
+def test_check_counts_users_and_not_their_images(photographs, capsys):
+    assert main(["data", "check", str(photographs / "mine.toml")]) == 0
+    _, _, both_parts = capsys.readouterr().out.splitlines()
+    assert both_parts == "4 users to train on, before a part of them is held out, and 2 to test on"
+    for name in ("train", "val"):  # class folders alone: p0 to p3
+        (photographs / name).rename(photographs / f"{name}-before")
+    folder = photographs / "train-before"
+    (folder / "a" / "Thumbs.db").write_bytes(b"x")
+    recipe = photographs / "mine.toml"
+    recipe.write_text(
+        recipe.read_text()
+        .replace(f'"{photographs}"', f'"{folder}"')
+        .replace('user_table = "users.csv"', r"user_pattern = '.([pq]\d)-\d\.png'")
+    )
+    assert main(["data", "check", str(recipe)]) == 0
+    _, _, parts, passed_over = capsys.readouterr().out.splitlines()
+    assert parts.startswith(
+        "4 users without a test part of their own: a fifth, 1, is split off to test on, which leaves 3 to train on"
+    )
+    assert passed_over == "passed over 1 file that is no image by its name: 1 Thumbs.db"
+
+
 def test_check_names_images_that_a_pattern_does_not_know(photographs, capsys):
     recipe = photographs / "mine.toml"
     recipe.write_text(recipe.read_text().replace('user_table = "users.csv"', r"user_pattern = '.([pq]\d)-0\.png'"))

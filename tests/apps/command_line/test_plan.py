@@ -1,6 +1,7 @@
 """``dp-microadam plan`` as a user runs it."""
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -194,7 +195,14 @@ def test_a_plan_for_users_says_whom_its_epsilon_is_for(capsys):
     shown = capsys.readouterr().out
     for words in ("one user with all their examples", "ε for a user", "at most 4, as their mean", "expected users per step"):
         assert words in shown
+    assert "if one user is replaced by another" in shown
     assert main(["plan", *SMALL_BATCHES, "--unit", "user"]) == 2
     assert "examples_per_user is missing" in capsys.readouterr().err
     assert main(["plan", *SMALL_BATCHES, "--examples-per-user", "4"]) == 2
     assert "examples_per_user is 4, but unit is 'example'" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_a_command_with_one_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(PrivacyPlan, "solve", lambda **_: signal.raise_signal(signal.SIGINT))
+    assert main(["plan", *CIFAR, "--epsilon", "8", "--steps", "1000"]) == 130
+    assert capsys.readouterr().err == "dp-microadam: stopped by Ctrl-C\n"

@@ -38,7 +38,7 @@ def test_recipes_in_the_box_are_private_and_can_be_compared_with_their_non_priva
 def test_the_demo_and_fashion_mnist_leave_everything_at_its_defaults():
     for name in ("demo", "fashion-mnist"):
         recipe = load_recipe(name)
-        assert (recipe.method, recipe.optimizer, recipe.resolved_learning_rate) == ("dp-walk", {}, 2.0)
+        assert (recipe.method, recipe.optimizer, recipe.resolved_learning_rate) == ("dp-walk", {}, 1.5)
         assert (recipe.resolved_lr_unit, recipe.resolved_ema_decay) == ("walk", 0.99)
         assert (recipe.max_grad_norm, recipe.secure, recipe.seed) == (1.0, False, None)
 
@@ -273,7 +273,7 @@ def test_a_fixed_seed_makes_a_recipe_not_private():
 
 def test_learning_rates_default_by_method():
     rates = {method: make(method=method).resolved_learning_rate for method in vocabulary.METHODS}
-    assert (rates.pop("dp-sgd"), rates.pop("dp-walk")) == (4.0, 2.0)
+    assert (rates.pop("dp-sgd"), rates.pop("dp-walk")) == (4.0, 1.5)
     assert set(rates.values()) == {1e-3}
     assert make(method="non-private", base="dp-sgd").resolved_learning_rate == 0.1
     assert make(method="dp-sgd", learning_rate=1).resolved_learning_rate == 1.0
@@ -284,7 +284,7 @@ def test_the_unit_of_a_learning_rate_and_its_default():
     assert units.pop("dp-walk") == "walk"
     assert set(units.values()) == {"absolute"}
     walking = make(method="dp-sgd", lr_unit="walk")
-    assert (walking.resolved_lr_unit, walking.resolved_learning_rate, walking.resolved_ema_decay) == ("walk", 2.0, 0.0)
+    assert (walking.resolved_lr_unit, walking.resolved_learning_rate, walking.resolved_ema_decay) == ("walk", 1.5, 0.0)
     assert make(learning_rate=0.5).resolved_lr_unit == "walk"
     assert make(lr_unit="absolute", learning_rate=1e-3).resolved_lr_unit == "absolute"
 

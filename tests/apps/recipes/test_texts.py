@@ -150,7 +150,7 @@ def test_clipped_gradients_of_padded_texts_agree_with_the_loop(folders, kind, lo
         ("language-model", ["data_options.packing=true"], "packing is True, but documents must not share a row"),
         ("sms-spam", ["model=mlp", "model_options={}"], "sms-spam are texts; it must be 'hugging-face'"),
         ("demo", ["model=hugging-face"], "which takes texts; data must be one of 'sms-spam'"),
-        ("sms-spam", ["audit_canaries=200"], "canaries are images or rows of numbers"),
+        ("sms-spam", ["audit_canaries=200"], "canaries must be images or rows of numbers"),
         ("language-model", ["class_weights=[1.0, 2.0]"], "a language model has no classes"),
     ],
 )

@@ -71,6 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DPMicroAdamError as error:
         print(f"{_program_name()}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"{_program_name()}: stopped by Ctrl-C", file=sys.stderr)
+        return 130
 
 
 def _program_name() -> str:

@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from dp_microadam.apps.recipes.recipe import Recipe, apply_overrides
+from dp_microadam.apps.recipes.recipe import Recipe, apply_overrides, recipe_values
 from dp_microadam.errors import InputError
 from dp_microadam.validation import require_integer
 
@@ -285,7 +285,10 @@ def _cell(
 ) -> Cell:
     settings: dict[str, Any] = {"name": name, **values["recipe"]}
     for axis, label in labels.items():
-        settings = _merged(settings, axes[axis][label])
+        change = dict(axes[axis][label])
+        if "recipe" in change:
+            settings = _merged(settings, {**recipe_values(change.pop("recipe")), "name": name})
+        settings = _merged(settings, change)
     for adjustment in values.get("adjust", []):
         unknown = set(adjustment["cell"]) - set(axes)
         if unknown:

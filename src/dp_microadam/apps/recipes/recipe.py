@@ -32,7 +32,7 @@ class Recipe:
     only ``steps`` and ignores the other two, so that any recipe with ``steps`` can also be run without privacy.
 
     >>> Recipe(name="mine", data="digits", model="mlp", epsilon=8, steps=1000, batch_size=256).resolved_learning_rate
-    2.0
+    1.5
     >>> Recipe.from_toml('name = "mine"\\nmodle = "mlp"')
     Traceback (most recent call last):
         ...
@@ -343,16 +343,24 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         InputError: if there is no such recipe, or it or an override cannot be used.
     """
-    if name_or_path in known_recipes():
-        source = resources.files("dp_microadam.apps.recipes") / f"{name_or_path}.toml"
-        values = _parse(source.read_text("utf-8"), name_or_path)
-    else:
-        values = {"name": Path(name_or_path).stem, **_parse(_read(name_or_path), name_or_path)}
+    values = recipe_values(name_or_path)
     method, own = values.get("method"), set(values.get("optimizer", {}))
     apply_overrides(values, overrides)
     if values.get("method") != method:
         _forget_options_of_another_method(values, own)
     return Recipe.from_dict(values)
+
+
+def recipe_values(name_or_path: str) -> dict[str, Any]:
+    """The keys of a built-in recipe or of a file, unchecked, with a name.
+
+    Raises:
+        InputError: if there is no such recipe, or it is not TOML.
+    """
+    if name_or_path in known_recipes():
+        source = resources.files("dp_microadam.apps.recipes") / f"{name_or_path}.toml"
+        return _parse(source.read_text("utf-8"), name_or_path)
+    return {"name": Path(name_or_path).stem, **_parse(_read(name_or_path), name_or_path)}
 
 
 def _forget_options_of_another_method(values: dict[str, Any], own: set[str]) -> None:

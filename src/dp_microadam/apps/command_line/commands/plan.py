@@ -132,7 +132,7 @@ def run(options: argparse.Namespace) -> int:
     if planned.chosen is not None:
         plan_tables.print_proposals(planned.proposals, planned.chosen)
     plan_tables.print_tables(plan, limit, views, group)
-    plan_tables.print_meaning(told)
+    plan_tables.print_meaning(told, plan.unit)
     plan_tables.print_bands(plan, bands, sized=planned.parameters is not None)
     if workload is not None:
         print(

@@ -101,8 +101,8 @@ def print_bands(plan: PrivacyPlan, rows: list[dict[str, Any]], sized: bool) -> N
         console.print("auto is what recipes take, and plans that are told the number of parameters: --parameters P")
 
 
-def print_meaning(told: dict[str, Any]) -> None:
-    """What an attacker on the finished run reaches, μ, and ε for replacing an example."""
+def print_meaning(told: dict[str, Any], unit: str) -> None:
+    """What an attacker on the finished run reaches, μ, and ε for replacing one ``unit``: an example or a user."""
     from rich.console import Console
     from rich.table import Table
 
@@ -122,7 +122,7 @@ def print_meaning(told: dict[str, Any]) -> None:
     console.print(f"Gaussian differential privacy: {mu_in_words(told)}", soft_wrap=True)
     replaced, added = (round_up(told[key], 4) for key in ("replace_one_epsilon", "add_or_remove_epsilon"))
     console.print(
-        f"ε = {replaced} if one example is replaced by another, {added} if one is added or removed (pld)", soft_wrap=True
+        f"ε = {replaced} if one {unit} is replaced by another, {added} if one is added or removed (pld)", soft_wrap=True
     )
 
 

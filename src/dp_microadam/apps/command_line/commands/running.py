@@ -98,6 +98,8 @@ def conclude(
 
     ``chosen`` are the hyperparameters of a run that a search chose.
     """
+    if not result.finished and experiment.trainer.ranks.main:
+        print("evaluating these weights on the test part; press Ctrl-C to leave that out", file=sys.stderr)
     counts, weights = experiment.test_results()
     accuracy, language = counts.accuracy, language_metrics(experiment)
     final = experiment.final_weights_accuracy() if options.json else None
