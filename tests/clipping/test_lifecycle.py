@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import handle_torch_function, has_torch_function
-from torch._subclasses import FakeTensor
 
 from dp_microadam import ClippedGradients, InputError, models
 from dp_microadam.clipping.per_example import clipped_sum

@@ -3,6 +3,7 @@
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
