@@ -118,16 +118,17 @@ def test_a_folder_called_test_serves_as_val(tmp_path):
 
 def test_files_that_are_no_images_by_their_names_are_passed_over_and_counted(tmp_path):
     write(tmp_path)
-    for name in (".DS_Store", "Thumbs.db", "notes.txt", "more.txt", "._000.png"):
+    for name in (".DS_Store", "Thumbs.db", "notes.txt", "more.txt", "._000.png", "jane-doe", "jane-roe", ".jane-doe"):
         (tmp_path / "train" / "ant" / name).write_bytes(b"x")
     (tmp_path / "train" / ".ipynb_checkpoints").mkdir()
     loaded = data.load("image-folder", str(tmp_path))
     assert (len(loaded.train) + len(loaded.validation), len(loaded.test)) == (24, 6)
     assert loaded.classes == ("ant", "bee")
     (note,) = loaded.notes
-    assert note.startswith("passed over 6 files that are no images by their names: ")
-    for kind in ("2 *.txt", "1 Thumbs.db", "1 .DS_Store"):
+    assert note.startswith("passed over 9 files that are no images by their names: ")
+    for kind in ("2 *.txt", "2 hidden", "2 without an ending"):
         assert kind in note
+    assert "jane" not in note
 
 
 def plain(root, users=10):

@@ -118,7 +118,9 @@ WRONG_TABLES = [
     ("a,outcome\nnan,ill\n", "a cell in column 'a' that is not a finite number"),
     ("a,outcome\n,ill\n", "a cell in column 'a' that is empty"),
     ("a,outcome\ninf,ill\n", "a cell in column 'a' that is not a finite number"),
-    ("a,a,outcome\n1,2,ill\n", "names the column 'a' twice"),
+    ("a,a,outcome\n1,2,ill\n", "the same name for columns 1 and 2"),
+    (f"1,{SECRET},{SECRET},ill\n2,3,4,well\n", "the same name for columns 2 and 3; the first line must"),
+    (f"{SECRET},ill\n2,well\n", "one column 'outcome' and others"),
     ("a;outcome\n1;ill\n", "separated by semicolons or tabs; they must be separated by commas"),
 ]
 

@@ -125,3 +125,15 @@ def test_nobody_writes_in_both_parts(tmp_path):
     with pytest.raises(InputError, match="same user in the training part and in the test part"):
         text.read(tmp_path, READING, columns)
     assert len(list(text.problems(tmp_path, READING, columns))) == 1
+
+
+def test_a_user_is_one_however_a_number_is_written_and_nan_is_nobody(tmp_path):
+    lines = [f'{{"text": "a", "who": {user}}}' for user in ("3", "3.0", '"3"', *range(4, 10))]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    columns = text.Columns(label=None, user="who")
+    users = [str(user) for part in text.read(tmp_path / "a.jsonl", READING, columns) for user in part.users]
+    assert sorted(users) == ["3", "3", *map(str, range(3, 10))]
+    for nobody in ("NaN", '"nan"', "null", '" "'):
+        (tmp_path / "a.jsonl").write_text("\n".join([*lines, f'{{"text": "e", "who": {nobody}}}']))
+        with pytest.raises(InputError, match="lines that cannot be used"):
+            text.read(tmp_path / "a.jsonl", READING, columns)

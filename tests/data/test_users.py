@@ -97,7 +97,7 @@ def test_a_test_file_may_lack_the_column_of_users(tmp_path):
     [
         (csv(), csv(), "examples of the same user in the training part and in the test part"),
         (csv(header="person,age,outcome"), None, "must have one column 'patient' and others; data_options.user_column"),
-        (csv(header="patient,patient,outcome"), None, "names the column 'patient' twice"),
+        (csv(header="patient,patient,outcome"), None, "the same name for columns 1 and 2"),
         (csv([*ROWS, ("", 3, "ill")]), None, "in column 'patient' that names no user; .*dp-microadam data check RECIPE"),
         (csv([*ROWS, (" ", 3, "ill")]), None, "names no user"),
         (csv([*ROWS, ("NaN", 3, "ill")]), None, "names no user"),

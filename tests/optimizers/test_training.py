@@ -3,6 +3,7 @@
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -46,6 +47,7 @@ def test_without_privacy_it_reaches_adam_s_loss_within_ten_percent():
     )
 
 
+@pytest.mark.slow
 def test_inside_opacus_it_trains_digits_to_88_percent_at_epsilon_8():
     # Three seeds of this very run gave 93.6, 93.6 and 92.9 %.
     from opacus import PrivacyEngine

@@ -116,7 +116,7 @@ def test_no_rank_draws_more_than_its_share_of_the_noise(left):
         assert [sum(step) for step in zip(*drawn, strict=True)] == [90_601, 90_601]
 
 
-def test_a_step_is_on_the_disk_before_any_rank_draws_from_it(left):
+def test_a_step_is_recorded_before_any_rank_draws_from_it(left):
     for each in left["noise False"]:
         assert each["recorded"] == [1, 2]
 

@@ -103,6 +103,19 @@ def test_features_are_functions_of_one_example_or_refused_by_name(tmp_path):
     assert features.of(examples())[0][0].shape == (EXAMPLES, 5)
 
 
+def test_features_are_not_kept_if_the_frozen_part_began_to_mix_examples_meanwhile(tmp_path):
+    class MixingLater(nn.Module):
+        def forward(self, rows: Tensor) -> Tensor:
+            return rows - rows.mean(0) if begun else rows
+
+    begun: list[bool] = []
+    tell = lambda done: begun.append(True) if done > 0.5 else None  # noqa: E731
+    features = FrozenFeatures(Classifier(MixingLater()), loss, folder=tmp_path / "features", physical_batch_size=16, tell=tell)
+    with pytest.raises(InputError, match="mixes examples"):
+        features.of(examples())
+    assert not list((tmp_path / "features").iterdir())
+
+
 def test_features_are_kept_for_their_own_model_and_data_and_computed_once(tmp_path):
     def of(model: nn.Module, data: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
         seen = []
@@ -117,7 +130,7 @@ def test_features_are_kept_for_their_own_model_and_data_and_computed_once(tmp_pa
     torch.testing.assert_close(rows, expected)
     again, fewer = of(model, data)
     assert torch.equal(again, rows)
-    assert fewer == passes - 1
+    assert fewer == passes - 3  # one for the features, two for the look after it
     with torch.no_grad():
         model.head.weight.add_(1.0)  # no part of what features depend on
     assert of(model, data)[1] == fewer

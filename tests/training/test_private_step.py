@@ -6,7 +6,9 @@ import json
 import os
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -159,6 +161,31 @@ def test_nothing_leaves_a_step_before_the_ledger_is_on_the_disk(make, monkeypatc
         assert not wait([taken], timeout=0.5).done
         go_on.set()
         assert (taken.exception() is not None) == fails
+
+
+def test_other_processes_hear_of_a_failure_only_when_the_ledger_is_on_the_disk(make, monkeypatch):
+    step = make()
+    step.begin()
+    real, heard = os.fsync, []
+
+    def slow(file):
+        time.sleep(0.3)
+        real(file)
+
+    @contextmanager
+    def together():
+        try:
+            yield
+        except Exception:
+            heard.append(step._ledger._syncing)
+            raise
+
+    monkeypatch.setattr(step._engines.current, "_loss", lambda model, batch: 1 / 0)
+    monkeypatch.setattr(os, "fsync", slow)
+    monkeypatch.setattr(step.ranks, "together", together)
+    with pytest.raises(PrivacyError, match="ZeroDivisionError"):
+        step.take()
+    assert heard == [None]
 
 
 def test_a_step_whose_record_cannot_be_synced_gives_nothing(make, monkeypatch):

@@ -133,9 +133,12 @@ def blocks(file: CsvFile, problems: Problems) -> Iterator[Cells]:
 def _places(path: Path, header: Sequence[str]) -> dict[str, int]:
     if len(header) == 1 and (";" in header[0] or "\t" in header[0]):
         raise InputError(f"{path} has its cells separated by semicolons or tabs; they must be separated by commas")
-    twice = [name for name in header if header.count(name) > 1]
-    if twice:
-        raise InputError(f"{path} names the column {twice[0]!r} twice; each column must have a name of its own")
+    for place, name in enumerate(header):
+        if name in header[:place]:  # not quoted: in a file without a header it is a cell of an example
+            raise InputError(
+                f"{path} has the same name for columns {header.index(name) + 1} and {place + 1}; the first line must give each "
+                "column a name of its own"
+            )
     return {name: place for place, name in enumerate(header)}
 
 

@@ -18,6 +18,7 @@ PARTS = ("train", "val", "test")
 _OTHER_FORMATS = (".avif", ".cr2", ".dcm", ".dicom", ".dng", ".heic", ".heif", ".jp2", ".jxl", ".nef", ".nii", ".npy", ".psd")
 """Images, but not in a format that is read; passing them over would lose examples without a word."""
 _CLUTTER_FOLDERS = ("__MACOSX", "@eaDir")
+_LEFT_BY_SYSTEMS = ("Thumbs.db", "desktop.ini", ".DS_Store", ".ipynb_checkpoints", *_CLUTTER_FOLDERS)
 _SHOWN = 20
 
 
@@ -166,9 +167,12 @@ def _is_clutter(name: str) -> bool:
 
 
 def _kind_of(name: str) -> str:
-    """The name itself where systems leave such files, else the ending."""
-    known = name in ("Thumbs.db", "desktop.ini", *_CLUTTER_FOLDERS) or name.startswith(".")
-    return name if known or "." not in name else f"*.{name.rpartition('.')[2]}"
+    """The name itself where systems leave such files, else the ending: names that people give may tell whose a file is."""
+    if name in _LEFT_BY_SYSTEMS:
+        return name
+    if name.startswith("."):
+        return "hidden"
+    return f"*.{name.rpartition('.')[2]}" if "." in name else "without an ending"
 
 
 def _listed(words: Iterable[str]) -> str:

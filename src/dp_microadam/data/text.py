@@ -192,12 +192,14 @@ def _problems_of_row(
         yield "the text is not valid UTF-8; save the file in that encoding"
     if columns.label is not None and columns.classes and _word(label) not in number:
         yield f"the label {_word(label)!r} is not among classes = {list(columns.classes)}"
-    if user is not None and not _word(owner):
+    if user is not None and _word(owner).lower() in ("", "nan"):
         yield f"column {user!r} names no user"
 
 
 def _word(value: Any) -> str:
-    """A label or user as text, the way a CSV file would hold it."""
+    """A label or user as text, the way a CSV file would hold it. 3.0 is 3, so that nobody counts as two users."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     return "" if value is None else str(value).strip()
 
 

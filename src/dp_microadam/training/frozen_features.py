@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 from torch.utils.data import Dataset
 
+from dp_microadam.clipping.batches import batch_size
 from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.clipping.synthetic_examples import CHECK_SIZE, SyntheticExamples
 from dp_microadam.clipping.transform_check import check_transform
@@ -69,7 +70,8 @@ class FrozenFeatures:
     Formal guarantees: :meth:`of` returns one row per example, in their order, each a function of that example and of the frozen
     weights. A run on features therefore has the guarantee of the same run on examples. It assumes what that run assumes, which
     is checked in the same way, on synthetic examples (``clipping/independence.py``): no example changes losses or gradients of
-    others, and nothing of a batch is kept in the model. A frozen part that draws random numbers is refused.
+    others, and nothing of a batch is kept in the model. A part of the check is repeated after features are computed in the
+    first call, and they are not kept if it fails. A frozen part that draws random numbers is refused.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class FrozenFeatures:
         self._num_workers = require_integer("num_workers", num_workers, 0)
         self._tell = tell
         self._leaves: list[Tensor] = []  # of a synthetic batch with features
+        self._look_again = _no_look
 
     @property
     def head(self) -> str:
@@ -122,7 +125,10 @@ class FrozenFeatures:
         with forked_torch(self.model):
             if not self._leaves:
                 self._check(train)
-            return [None if part is None else self._features_of(part) for part in (train, *held_out)]
+            try:
+                return [None if part is None else self._features_of(part) for part in (train, *held_out)]
+            finally:
+                self._look_again = _no_look  # what trains may be another part of the head from here on
 
     def _check(self, train: Any) -> None:
         """The checks of a run on examples, and that nothing is random before the head; on synthetic examples."""
@@ -135,8 +141,15 @@ class FrozenFeatures:
         if self._prepare is not None:
             check_transform(self._prepared, raw, self.model, what="prepare")
         batch = withheld(lambda: self._prepared(raw))
-        with ClippedGradients(self.model, self._loss, max_grad_norm=1.0) as engine:
-            engine.check_independence(batch)
+        engine = ClippedGradients(self.model, self._loss, max_grad_norm=1.0)
+        engine.check_independence(batch)
+        like, _ = SyntheticExamples(0).draw(batch, batch_size(batch), None)
+
+        def look_again() -> None:
+            engine.check_again()
+            engine.check_independence(like)
+
+        self._look_again = look_again
         examples, _ = SyntheticExamples(0).draw(batch, CHECK_SIZE, None)
         self._split.learn(examples)
         leaves = tree_leaves(self._split.with_features(examples))
@@ -150,10 +163,14 @@ class FrozenFeatures:
         if kept is None or not withheld(partial(self._still_right, data, kept)):
             count = len(data) if isinstance(data, Dataset | Tensor) else len(tree_leaves(data)[0])  # type: ignore[arg-type]
             shapes = [((count, *leaf.shape[1:]), leaf.cpu().numpy().dtype) for leaf in self._leaves]
-            kept = self._store.write(key, shapes, lambda arrays: withheld(lambda: self._fill(arrays, data)))
+            kept = self._store.write(key, shapes, lambda arrays: self._fill(arrays, data))
         return tree_unflatten([torch.from_numpy(array) for array in kept], self._split.structure)
 
     def _fill(self, arrays: Arrays, data: Any) -> None:
+        withheld(lambda: self._compute(arrays, data))
+        self._look_again()  # a frozen part may have begun to mix examples
+
+    def _compute(self, arrays: Arrays, data: Any) -> None:
         start = 0
         for leaves in self._computed(data, self._batch_size):
             stop = start + len(leaves[0])
@@ -192,6 +209,10 @@ class FrozenFeatures:
     def _prepared(self, raw: Any) -> Any:
         batch = moved(raw, self.model)
         return batch if self._prepare is None else self._prepare(batch)
+
+
+def _no_look() -> None:
+    """Repeats no check."""
 
 
 def _add(digest: Any, name: str, value: Any) -> None:

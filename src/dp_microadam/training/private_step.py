@@ -124,8 +124,8 @@ class PrivateStep(TrainingStep):
             if self._looks_again(index):
                 self._engines.current.check_again()  # type: ignore[attr-defined]
             with self.ranks.together():
-                sums = self._sums(index)
-                self._wait_for_ledger()
+                with self._synced_at_the_end():  # before other ranks hear of a failure, too
+                    sums = self._sums(index)
                 noisy_sums = self._mechanism.add_noise(sums, step=index)
             self.ranks.sum_(noisy_sums)
             means = self._mechanism.mean(noisy_sums, like=sums)

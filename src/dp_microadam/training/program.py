@@ -58,6 +58,8 @@ def save_program(deployed: DeployedModel, example: tuple[Tensor, ...], path: Pat
     ``free`` are other dimensions of the inputs that may have any length. The file is read back, and must give what the model
     gives.
 
+    Formal guarantees: no value of the example is in the file; people take a batch of their training data.
+
     Raises:
         InputError: if the model cannot be traced.
         DPMicroAdamError: if the program gives something else than the model.
@@ -70,6 +72,7 @@ def save_program(deployed: DeployedModel, example: tuple[Tensor, ...], path: Pat
         warnings.simplefilter("ignore")  # torch's own deprecations
         try:
             program = torch.export.export(deployed, example, dynamic_shapes=(shapes,))
+            program.example_inputs = None  # which would be saved beside the graph
             torch.export.save(program, path)
         except Exception as error:  # it raises almost anything
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -40,7 +40,7 @@ def candidates(line):
         ("reproduce ", list(known_studies())),
         ("reproduce map --set method=spa", ["method=sparta"]),
         ("plan --accountant ", ["rdp", "pld"]),
-        ("data ", ["list", "get", "check"]),
+        ("data ", ["list", "get", "check", "clean"]),
         ("data get ", list(DATA_SETS)),
         ("completion ", ["bash", "zsh", "fish"]),
         ("no-such-command --se", []),

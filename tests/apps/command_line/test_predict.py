@@ -2,6 +2,7 @@
 
 import json
 import re
+import zipfile
 
 import numpy as np
 import pytest
@@ -169,6 +170,18 @@ def test_a_run_from_python_takes_tensors_as_its_model_does(tmp_path, capsys):
     assert "trainer.export(folder, example) writes one" in capsys.readouterr().out
     names = {path.name for path in (tmp_path / "run" / "export").iterdir()}
     assert names == {"README.md", "model.safetensors", "privacy.json", "privacy.txt"}
+
+
+def test_an_exported_folder_holds_nothing_of_the_example_it_was_traced_with(tmp_path):
+    trainer = own_trainer(tmp_path / "run")
+    inputs = torch.rand(40, 3, 8, 8)
+    trainer.fit((inputs, torch.randint(0, 2, (40,))))
+    trainer.export(tmp_path / "model", inputs[:2])
+    assert torch.export.load(tmp_path / "model" / "model.pt2").example_inputs is None
+    row = inputs[0, 0, 0].numpy().tobytes()
+    with zipfile.ZipFile(tmp_path / "model" / "model.pt2") as program:
+        assert not [name for name in program.namelist() if row in program.read(name)]
+    assert not [path for path in (tmp_path / "model").iterdir() if row in path.read_bytes()]
 
 
 def test_a_model_that_cannot_be_traced_is_refused_and_nothing_is_left(tmp_path):

@@ -50,7 +50,7 @@ def test_statement_card_and_report_say_what_the_unit_is_called(recipe, tmp_path,
 def test_a_name_is_refused_for_examples_of_which_somebody_has_several(recipe, tmp_path, capsys):
     (tmp_path / "patients.csv").write_text("x,patient,label\n" + "".join(f"{n % 7 / 7},p{n // 2},{n % 2}\n" for n in range(60)))
     assert main(["train", str(recipe), "--run-dir", str(tmp_path / "run")]) == 2
-    assert "some have several examples; unit = 'user' with examples_per_user" in capsys.readouterr().err
+    assert "some have several examples; set unit = 'user' and examples_per_user" in capsys.readouterr().err
     users = ["--set", "unit=user", "--set", "examples_per_user=2", "--quiet"]
     assert main(["train", str(recipe), *users, "--run-dir", str(tmp_path / "run")]) == 0
     assert "for a patient with all their examples at δ" in capsys.readouterr().out
