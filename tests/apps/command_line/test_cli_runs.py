@@ -26,6 +26,15 @@ def test_train_ends_with_accuracy_and_epsilon(tmp_path, capsys):
     assert re.fullmatch(r"ε = \d+\.\d\d at δ = 1e-05", spent)
 
 
+def test_a_model_that_learned_nothing_is_told_what_naming_one_class_gets(tmp_path, capsys):
+    quick = [word for word in QUICK if word != "--quiet"]
+    still = ["--set", "method=dp-sgd", "--set", "learning_rate=1e-30", "--set", "ema_decay=0", "--set", "steps=1"]
+    assert main(["train", *quick, *still, "--run-dir", str(tmp_path / "run")]) == 0
+    tested, told = json.loads((tmp_path / "run" / "test.json").read_text()), capsys.readouterr().err
+    sentence = f"most frequent class, which has {100 * tested['majority_accuracy']:.2f} %"
+    assert (sentence in told) == (tested["test_accuracy"] <= tested["majority_accuracy"])
+
+
 def test_a_run_folder_holds_what_it_promises(finished_run):
     names = {path.name for path in finished_run.iterdir()}
     promised = {

@@ -137,6 +137,9 @@ def conclude(
     print(f"evaluated with the {weights}{lost_steps_note(result)}")
     print_language(language)
     print(f"test accuracy {100 * accuracy:.2f} %")
+    if accuracy <= counts.majority and not experiment.recipe.predicts_tokens:
+        least = f"always naming the most frequent class, which has {100 * counts.majority:.2f} %"
+        print(f"no better than {least}", file=sys.stderr)
     print(privacy_line(result))
     return counts, weights, language
 
