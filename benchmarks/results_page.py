@@ -27,6 +27,7 @@ PICTURES = {
     "map/figures/map-difference-dp-sgd.png": "results_map_dp_sgd.png",
     "robustness/figures/robustness-range.png": "results_robustness.png",
     "bands/figures/bands-lines.png": "bands.png",
+    "leaderboard/figures/leaderboard-lines.png": "as_it_comes.png",
 }
 
 _PLACE = re.compile(r"(<!-- results (?P<name>[\w-]+)(?: (?P<table>[\w-]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
