@@ -13,6 +13,7 @@ from dp_microadam.apps.command_line.completers import complete_with, recipe_name
 
 if TYPE_CHECKING:
     from dp_microadam.apps.recipes.recipe import Recipe
+    from dp_microadam.data.dataset import LabelledData
     from dp_microadam.privacy.advice import Proposal
     from dp_microadam.privacy.plan import PrivacyPlan
 
@@ -243,21 +244,24 @@ def _from_recipe(options: argparse.Namespace) -> _Planned:
     proposals: tuple[Proposal, ...] = ()
     chosen = None
     if options.advise or recipe.plan is not None:
-        recipe, proposals, chosen = with_advice(recipe, size, parameters, _affordable(options, recipe))
+        recipe, proposals, chosen = with_advice(recipe, size, parameters, _affordable(options, recipe, data))
     plan = plan_of(recipe, size, parameters)
     assert isinstance(plan, PrivacyPlan)
     limit = plan.epsilon if recipe.epsilon is None else recipe.epsilon
     return _Planned(plan, limit, parameters, noise_memory_of(recipe), None, proposals, chosen)
 
 
-def _affordable(options: argparse.Namespace, recipe: Recipe) -> Callable[[int], float] | None:
-    """How many steps of a batch size can be afforded; None for as many examples as the recipe has anyway."""
+def _affordable(options: argparse.Namespace, recipe: Recipe, data: LabelledData) -> Callable[[int], float] | None:
+    """How many steps of a batch size can be afforded; None for as many examples as the recipe has anyway.
+
+    Steps are timed on made-up examples.
+    """
     from dp_microadam.apps.experiments.estimate import CostEstimator
     from dp_microadam.validation import require_integer, require_positive
 
     if options.minutes is not None:
         seconds = 60 * require_positive("minutes", options.minutes)
-        time = CostEstimator().measure(recipe)
+        time = CostEstimator().step_time(recipe, data)
         return lambda batch_size: seconds / time.seconds(batch_size * (recipe.examples_per_user or 1))
     if options.examples is not None:
         examples = require_integer("examples", options.examples, 1)
