@@ -61,7 +61,9 @@ def start(group: str, *names: str, sources: Path = SOURCES, timeout: float = 600
 
 def _environment(*paths: Path) -> dict[str, str]:
     given = filter(None, [os.environ.get("PYTHONPATH")])
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([*map(str, paths), str(TESTS), *given])}
+    # The tests switch Triton's interpreter on for themselves; here each group says whether it wants it.
+    mine = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return {**mine, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([*map(str, paths), str(TESTS), *given])}
 
 
 class Nursery:
