@@ -44,7 +44,7 @@ def start(group: str, *names: str, sources: Path = SOURCES, timeout: float = 600
     Raises:
         NoDevice: if the pretend device cannot be compiled here.
     """
-    command, environment = [*COMMAND, "pretend_cuda.run", group, *names], _environment(sources)
+    command, environment = [*COMMAND, "pretend_cuda.run", group, *names], environment_of(sources)
     if group in run.INTERPRETED and real_device() is None:
         environment["TRITON_INTERPRET"] = "1"
     try:
@@ -59,7 +59,8 @@ def start(group: str, *names: str, sources: Path = SOURCES, timeout: float = 600
     return outcomes
 
 
-def _environment(*paths: Path) -> dict[str, str]:
+def environment_of(*paths: Path) -> dict[str, str]:
+    """This process's environment for one that uses the pretend device and finds its packages in ``paths``."""
     given = filter(None, [os.environ.get("PYTHONPATH")])
     # The tests switch Triton's interpreter on for themselves; here each group says whether it wants it.
     mine = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -80,7 +81,7 @@ class Nursery:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=_environment(),
+            env=environment_of(),
             cwd=TESTS,
         )
         if not self._process.stdout.readline():

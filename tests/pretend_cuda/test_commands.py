@@ -1,7 +1,6 @@
 """The commands that docs/gpu.md gives to people with a GPU, run unchanged on a machine that pretends to have two."""
 
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from pretend_cuda import build
-from pretend_cuda.start import SOURCES, TESTS
+from pretend_cuda.start import SOURCES, TESTS, environment_of
 
 BENCHMARKS = TESTS.parent / "benchmarks"
 GPU = "pretend GPU"
@@ -29,8 +28,7 @@ def on_two_gpus(*command: str, folder: Path, **settings: str) -> str:
         build.library()
     except build.CannotBuild as reason:
         pytest.skip(str(reason))
-    paths = os.pathsep.join(map(str, (TESTS / "pretend_cuda" / "everywhere", SOURCES, TESTS)))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **settings}
+    environment = environment_of(TESTS / "pretend_cuda" / "everywhere", SOURCES) | settings
     done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
