@@ -58,9 +58,9 @@ def load(
     examples of it. If the options say whose each example is, it is a fraction or number of users, with all they have. The
     test part is the published one and does not depend on ``split_seed``. Of training and test part, ``train_size`` and
     ``test_size`` examples are taken at random, by ``split_seed``, if these are given. With ``verify``, files whose digests
-    differ from the published ones are refused. Files larger than ``memory_gib`` are memory-mapped. Images are resized to ``image_size``.
-    ``columns`` declares the columns of a table as ``[columns]`` of a recipe does; ``options`` are those in the catalogue.
-    Texts become tokens [N, length] by ``encode``; labels of texts are not read unless ``labelled``.
+    differ from the published ones are refused. Files larger than ``memory_gib`` are memory-mapped. Images are resized to
+    ``image_size``. ``columns`` declares the columns of a table as ``[columns]`` of a recipe does; ``options`` are those in the
+    catalogue. Texts become tokens [N, length] by ``encode``; labels of texts are not read unless ``labelled``.
 
     Raises:
         InputError: if the name is unknown, or its files are missing, damaged or not the published ones.

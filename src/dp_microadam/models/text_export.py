@@ -45,6 +45,7 @@ def sentence_loading_code(model: SentenceClassifier, max_length: int) -> str:
     return f"""from safetensors.torch import load_file
 from transformers import AutoModel, AutoTokenizer
 
+# a pooler that is reported as missing is not used
 encoder, tokenizer = AutoModel.from_pretrained(".").eval(), AutoTokenizer.from_pretrained(".")
 head = load_file("{HEAD}")
 
