@@ -176,8 +176,8 @@ def _loss(recipe: Recipe, data: LabelledData) -> PerExample:
 
 
 def _held_out_in_words(recipe: Recipe, data: LabelledData) -> list[str]:
-    used = [f"which {recipe.train_size} examples of {recipe.data} are trained on (split seed {recipe.split_seed})"]
-    used = [] if recipe.train_size is None else used
+    drawn = f"which {recipe.train_size} examples of {recipe.data} are trained on (split seed {recipe.split_seed})"
+    used = [] if recipe.train_size is None else [drawn]
     if not size_of(data.validation):
         return used
     share = recipe.validation_size or f"{recipe.validation_fraction:g}"
