@@ -29,6 +29,7 @@ PICTURES = {
     "bands/figures/bands-lines.png": "bands.png",
     "leaderboard/figures/leaderboard-lines.png": "as_it_comes.png",
     "heads/figures/heads-lines.png": "heads.png",
+    "tuning/figures/tuning-lines.png": "tuning.png",
 }
 
 _PLACE = re.compile(r"(<!-- results (?P<name>[\w-]+)(?: (?P<table>[\w-]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
