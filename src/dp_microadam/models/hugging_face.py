@@ -59,7 +59,7 @@ class SentenceClassifier(nn.Module):
     def __init__(self, encoder: nn.Module, num_classes: int) -> None:
         super().__init__()
         if getattr(encoder, "pooler", None) is not None:
-            encoder.pooler = None  # unused, and random where the pretrained weights have none
+            encoder.pooler = None  # type: ignore[assignment]  # unused, and random where pretrained weights have none
         self.encoder = encoder.requires_grad_(False)
         self.features = FixedNorm()
         self.head = nn.Linear(encoder.config.hidden_size, num_classes)  # type: ignore[union-attr, arg-type]
