@@ -193,7 +193,7 @@ def test_json_has_bands_and_their_table(capsys):
 def test_a_plan_for_users_says_whom_its_epsilon_is_for(capsys):
     assert main(["plan", *SMALL_BATCHES, "--unit", "user", "--examples-per-user", "4"]) == 0
     shown = capsys.readouterr().out
-    for words in ("one user with all their examples", "ε for a user", "at most 4, as their mean", "expected users per step"):
+    for words in ("one user with all their training", "ε for a user", "at most 4, as their mean", "expected users per step"):
         assert words in shown
     assert "if one user is replaced by another" in shown
     assert main(["plan", *SMALL_BATCHES, "--unit", "user"]) == 2

@@ -16,7 +16,7 @@ _UNKNOWN = cell("not recorded", faint=True)
 
 HELD_OUT = (
     "Measured on examples that were not used for training; these examples are not covered by the privacy guarantee. "
-    "Examples, or users, per second are the expected batch size times steps per second."
+    "Throughput is the expected batch size times steps per second."
 )
 
 

@@ -100,6 +100,7 @@ class _Planned:
     """A plan, what it was solved for, and the proposals that it was chosen from."""
 
     plan: PrivacyPlan
+    unit_name: str
     limit: float
     parameters: int | None
     memory_gib: float
@@ -132,8 +133,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if planned.chosen is not None:
         plan_tables.print_proposals(planned.proposals, planned.chosen)
-    plan_tables.print_tables(plan, limit, views, group)
-    plan_tables.print_meaning(told, plan.unit)
+    plan_tables.print_tables(plan, planned.unit_name, limit, views, group)
+    plan_tables.print_meaning(told, planned.unit_name or plan.unit)
     plan_tables.print_bands(plan, bands, sized=planned.parameters is not None)
     if workload is not None:
         print(
@@ -182,7 +183,7 @@ def _from_numbers(options: argparse.Namespace) -> _Planned:
     workload = _workload(options, plan)
     plan = plan if workload is None else plan.optimised_for(**workload)
     limit = plan.epsilon if options.epsilon is None or options.group_size is not None else options.epsilon
-    return _Planned(plan, limit, options.parameters, memory, workload, proposals, chosen)
+    return _Planned(plan, "", limit, options.parameters, memory, workload, proposals, chosen)
 
 
 def _proposals(options: argparse.Namespace, bands: str, memory_gib: float) -> tuple[Proposal, ...]:
@@ -248,7 +249,7 @@ def _from_recipe(options: argparse.Namespace) -> _Planned:
     plan = plan_of(recipe, size, parameters)
     assert isinstance(plan, PrivacyPlan)
     limit = plan.epsilon if recipe.epsilon is None else recipe.epsilon
-    return _Planned(plan, limit, parameters, noise_memory_of(recipe), None, proposals, chosen)
+    return _Planned(plan, recipe.unit_name or "", limit, parameters, noise_memory_of(recipe), None, proposals, chosen)
 
 
 def _affordable(options: argparse.Namespace, recipe: Recipe, data: LabelledData) -> Callable[[int], float] | None:
