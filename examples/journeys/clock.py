@@ -9,8 +9,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-_SECONDS: dict[str, tuple[float, float]] = {}
+_TOOK: list[tuple[str, float, float]] = []
 
 
 def command(*words: object, show: bool = True) -> str:
@@ -19,7 +20,7 @@ def command(*words: object, show: bool = True) -> str:
     script = told[0].endswith(".py")
     line = shlex.join(["python", *told] if script else ["dp-microadam", *told])
     print(f"\n$ {line if len(line) < 200 else line[:197] + '…'}", flush=True)
-    with timed(told[0] if script else " ".join(["dp-microadam", *told[: 2 if told[0] == "data" else 1]])):
+    with timed(Path(told[0]).name if script else " ".join(["dp-microadam", *told[: 2 if told[0] == "data" else 1]])):
         started = [sys.executable, *(() if script else ("-m", "dp_microadam")), *told]
         done = subprocess.run(started, stdout=subprocess.PIPE, text=True, check=False)
         if show:
@@ -34,9 +35,9 @@ def timed(name: str) -> Iterator[None]:
     """Print how long something took, and remember it for :func:`print_times`."""
     start, processor = time.perf_counter(), _processor_seconds()
     yield
-    took = time.perf_counter() - start, _processor_seconds() - processor
-    _SECONDS[name] = took
-    print(f"  {name} took {took[0]:.1f} s, {took[1]:.1f} s of processor time", flush=True)
+    seconds, used = time.perf_counter() - start, _processor_seconds() - processor
+    _TOOK.append((name, seconds, used))
+    print(f"  {name} took {seconds:.1f} s, {used:.1f} s of processor time", flush=True)
 
 
 def _processor_seconds() -> float:
@@ -48,6 +49,6 @@ def _processor_seconds() -> float:
 def print_times() -> None:
     """How long each part of the journey took, and all of it."""
     print("\n seconds  processor")
-    totals = tuple(map(sum, zip(*_SECONDS.values(), strict=True)))
-    for name, (seconds, processor) in (*_SECONDS.items(), ("all together", totals)):
+    total = ("all together", sum(one[1] for one in _TOOK), sum(one[2] for one in _TOOK))
+    for name, seconds, processor in (*_TOOK, total):
         print(f"{seconds:8.1f}  {processor:9.1f}  {name}")
