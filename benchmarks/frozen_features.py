@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_microadam import FrozenFeatures, PrivacyPlan, PrivateStep, PrivateTrainer, methods, models
-from dp_microadam.apps.experiments.measuring import add_options, deliver, work_clock
+from dp_microadam.apps.experiments.measuring import add_options, deliver, tell, work_clock
 from dp_microadam.data import cifar
 from dp_microadam.data.contents import Reading
 from dp_microadam.training.evaluation import evaluate
@@ -160,6 +160,7 @@ def accuracies(
 
     The head is trained as a model of its own: many runs need not check the frozen part again each time.
     """
+    tell(f"features of {task.size:,} training examples and of the test part")
     train, test = features.of(task.train, task.test)
     found = []
     for seed, epsilon, bands, (name, (build, own)) in itertools.product(
@@ -199,6 +200,7 @@ def accuracies(
 
 def speed(task: Task, features: FrozenFeatures, steps: int, computed: int) -> dict[str, float]:
     """Processor seconds of a private step of 64 examples: on features, and on examples; and of one example's features."""
+    tell("private steps on features, and on examples")
     small = {name: value[:computed] for name, value in task.train.items()}
     with tempfile.TemporaryDirectory() as folder:
         own = FrozenFeatures(task.model, task.loss, prepare=task.prepare, folder=folder, physical_batch_size=32)

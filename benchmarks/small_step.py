@@ -77,7 +77,7 @@ def main() -> None:
     add_options(parser)
     options = parser.parse_args()
     results = {}
-    print(f"{'batch':>5} {'clock':>10} {PARTS[2]:>16} {PARTS[1]:>18} {PARTS[0]:>11} {'with a repetition':>18}")
+    print(f"{'batch':>5} {'clock':>10} {PARTS[2]:>16} {PARTS[1]:>18} {PARTS[0]:>11} {'with a repetition':>18}", flush=True)
     for batch in options.batches:
         with tempfile.TemporaryDirectory(dir=".") as folder:
             found = results[batch] = measure(batch, options.rounds, options.device, Path(folder))
