@@ -25,7 +25,7 @@ from frozen_features import DELTA, TASKS, Task, hits
 from torch import nn
 
 from dp_microadam import FrozenFeatures, PrivacyPlan, PrivateTrainer, methods
-from dp_microadam.apps.experiments.measuring import add_options, deliver, tell, work_clock
+from dp_microadam.apps.experiments.measuring import add_options, deliver, work_clock
 from dp_microadam.training.evaluation import evaluate
 
 RATES = {"all": 5e-4, "biases": 2e-3, "lora": 2e-3, "head": 3e-3}
@@ -113,7 +113,7 @@ def main() -> None:
         return
     results = []
     for part, epsilon, seed in itertools.product(options.parts, options.epsilons, range(options.seeds)):
-        tell(f"{part} at ε = {epsilon:g}, seed {seed}")
+        print(f"{part} at ε = {epsilon:g}, seed {seed}", file=sys.stderr, flush=True)
         command = [sys.executable, __file__, options.task, "--pretrained", options.pretrained, "--data", str(options.data)]
         command += ["--examples", *map(str, options.examples), "--parts", part, "--epsilons", str(epsilon), "--one"]
         command += ["--steps", str(options.steps), "--batch", str(options.batch), "--threads", str(options.threads)]
