@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--length", type=int, default=64, help="tokens of a message")
+    parser.add_argument("--length", type=int, default=32, help="tokens of a message")
     options = parser.parse_args()
     folder: Path = options.folder or Path(tempfile.mkdtemp())
     place: Path = options.data or places.find("sms-spam", known("sms-spam"), None)

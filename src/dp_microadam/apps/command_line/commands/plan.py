@@ -113,6 +113,7 @@ def run(options: argparse.Namespace) -> int:
     from dp_microadam.apps.command_line.commands import plan_tables
     from dp_microadam.privacy.accounting import group_epsilon
     from dp_microadam.privacy.meaning import meaning
+    from dp_microadam.privacy.walk import relative_noise, too_much_noise
 
     planned = _from_numbers(options) if options.recipe is None else _from_recipe(options)
     plan, limit, workload = planned.plan, planned.limit, planned.workload
@@ -128,7 +129,9 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         weights = {} if workload is None else {"weight_noise": plan.weight_noise(**workload)}
         proposals = {"proposals": [asdict(one) for one in planned.proposals]} if planned.proposals else {}
-        report = {**group, "accountants": views, "meaning": told, "bands_table": bands, **weights, **proposals}
+        noise = None if planned.parameters is None else relative_noise(plan, planned.parameters)
+        report = {**group, "accountants": views, "meaning": told, "bands_table": bands, "relative_noise": noise}
+        report |= {**weights, **proposals}
         print(json.dumps({**plan.to_dict(), **report}))
         return 0
     if planned.chosen is not None:
@@ -136,6 +139,10 @@ def run(options: argparse.Namespace) -> int:
     plan_tables.print_tables(plan, planned.unit_name, limit, views, group)
     plan_tables.print_meaning(told, planned.unit_name or plan.unit)
     plan_tables.print_bands(plan, bands, sized=planned.parameters is not None)
+    if planned.parameters is not None:
+        hint = too_much_noise(plan, planned.parameters, planned.unit_name or plan.unit)
+        if hint is not None:
+            print(hint)
     if workload is not None:
         print(
             f"optimised coefficients leave {plan.weight_noise(**workload):.3f} of the noise that the banded square root "
