@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dp_microadam.apps.reporting.formats import duration, fixed, in_bytes, significant
+from dp_microadam.apps.reporting.formats import confidence_in_words, duration, fixed, in_bytes, significant
 from dp_microadam.apps.reporting.run import Run
 from dp_microadam.apps.reporting.run_figures import labels_of
 from dp_microadam.apps.reporting.tables import Cell, Table, cell
@@ -182,9 +182,12 @@ def audit(content: Mapping[str, Any], *, name: str) -> Table:
                 f"{one['claim']:.2f}",
                 f"{one['delta']:g}",
                 f"ε ≥ {one['largest']:.2f}",
-                f"{100 * one['confidence']:.10g} %",
+                confidence_in_words(one["confidence"]),
             ]
         )
     header = ["audit", "verdict", "shown", "claimed ε", "at δ", "a perfect attack shows", "confidence"]
-    note = "An audit is an attack: it shows that ε is at least a number. A number below the claim is no proof of privacy."
+    note = (
+        "An audit is an attack: it shows that ε is at least a number. A number below the claim is no proof of privacy. A claim "
+        "is out of reach if even a perfect attack of this size shows less."
+    )
     return Table.of(name, "Audits", header, lines, note=note)
