@@ -23,8 +23,10 @@ def recipe(tmp_path):
 
 def test_statement_card_and_report_say_what_the_unit_is_called(recipe, tmp_path, capsys):
     run = tmp_path / "run"
-    assert main(["train", str(recipe), "--quiet", "--run-dir", str(run)]) == 0
-    assert "ε = 7.00 for a patient at δ = 0.01" in capsys.readouterr().out
+    assert main(["train", str(recipe), "--set", "model_options.hidden=2000", "--quiet", "--run-dir", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert "ε = 7.00 for a patient at δ = 0.01" in shown
+    assert "parameters hardly learn then: more patients, a larger ε" in shown
     statement = (run / "privacy.txt").read_text()
     for words in (
         "differentially private for one patient (one training example each):",

@@ -68,15 +68,12 @@ class Experiment:
         ]
 
     def _too_much_noise(self) -> Iterator[str]:
-        """Of what is trained in the phase that trains the least, since a hint must not be wrong."""
+        """The hint of the plan, for methods that train all parameters in every step."""
         step = self.trainer.step
-        if step.privacy is None:
-            return
-        sizes = {name: parameter.numel() for name, parameter in step.model.named_parameters()}
-        whole = [name for name, parameter in step.model.named_parameters() if parameter.requires_grad]
-        trained = min(sum(sizes[name] for name in phase.trainable or whole) for phase in step.phases)
-        found = too_much_noise(step.privacy, trained, step.unit_name)
-        yield from () if found is None else (found,)
+        if step.privacy is not None and all(phase.trainable is None for phase in step.phases):
+            trained = sum(parameter.numel() for parameter in step.model.parameters() if parameter.requires_grad)
+            found = too_much_noise(step.privacy, trained, step.unit_name)
+            yield from () if found is None else (found,)
 
     def training_part(self) -> Examples:
         """The training examples, or the features of them that the trainer takes."""
