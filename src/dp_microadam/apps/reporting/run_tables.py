@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -132,6 +133,8 @@ def memory(runs: Sequence[Run]) -> Table | None:
     if not lines:
         return None
     header = ["run", "parameters", "of these trained", "optimizer state", "Adam's would be", "share of Adam's", "peak memory"]
+    if not any(line[-1] for line in lines):  # as of a search, whose runs it would tell about
+        header, lines = header[:-1], [line[:-1] for line in lines]
     note = (
         "Adam keeps two float32 moments, 8 bytes per trained parameter. Peak memory of a process includes data and libraries."
     )
@@ -158,6 +161,14 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in values.items():
         found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return found
+
+
+def chosen_in_words(run: Run) -> str:
+    """The hyperparameters that a search chose, of a run that is the result of one; else empty."""
+    flat = _flat(run.settings)
+    searched = dict.fromkeys(key.removeprefix("tune.") for key in flat if key.startswith("tune."))
+    names = dict.fromkeys(re.sub(r"\.(low|high|count|spacing)$", "", key) for key in searched)
+    return ", ".join(f"{name} = {flat[name]}" for name in names if name in flat)
 
 
 def diagnostics(run: Run, *, number: int, label: str) -> Table | None:
