@@ -68,7 +68,7 @@ def compare(name: str, folder: Path, options: argparse.Namespace) -> dict[str, A
     grid: dict[int, list[float]] = {}
     for batch_size in sizes:
         steps = max(1, min(MOST_STEPS, options.examples // batch_size))
-        tell(f"{name}, batches of {batch_size}, {steps} steps, {options.repeats} runs")
+        tell(f"{name}, batches of {batch_size}: {steps} steps, {options.repeats} times")
         grid[batch_size] = accuracies(replace(recipe, batch_size=batch_size, steps=steps), data, options.repeats)
         print(f"{name}, batches of {batch_size}, {steps} steps: {statistics.median(grid[batch_size]):.2f} %", flush=True)
     best = max(grid, key=lambda batch_size: statistics.median(grid[batch_size]))
