@@ -113,6 +113,7 @@ def main() -> None:
         return
     results = []
     for part, epsilon, seed in itertools.product(options.parts, options.epsilons, range(options.seeds)):
+        print(f"{part} at ε = {epsilon:g}, seed {seed}", file=sys.stderr, flush=True)
         command = [sys.executable, __file__, options.task, "--pretrained", options.pretrained, "--data", str(options.data)]
         command += ["--examples", *map(str, options.examples), "--parts", part, "--epsilons", str(epsilon), "--one"]
         command += ["--steps", str(options.steps), "--batch", str(options.batch), "--threads", str(options.threads)]

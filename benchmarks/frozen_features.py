@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_microadam import FrozenFeatures, PrivacyPlan, PrivateStep, models
-from dp_microadam.apps.experiments.measuring import add_options, deliver, work_clock
+from dp_microadam.apps.experiments.measuring import add_options, deliver, tell, work_clock
 from dp_microadam.data import cifar
 from dp_microadam.data.contents import Reading
 
@@ -175,6 +175,7 @@ def main() -> None:
     torch.manual_seed(0)
     task = TASKS[options.task](options.pretrained, options.data, tuple(options.examples))
     features = FrozenFeatures(task.model, task.loss, prepare=task.prepare, physical_batch_size=32)
+    tell(f"features of {task.size:,} training examples, and private steps with and without them")
     measured = speed(task, features, steps=2, computed=64)
     results = {"task": options.task, "examples": list(options.examples), "processor_seconds": measured}
     print(json.dumps(results, indent=1), file=sys.stderr)

@@ -256,8 +256,8 @@ def _load_images(
     notes = found.notes
     if test is None:
         train, test, train_users, test_users = _test_part_of(train, train_users)
-        counted = "images" if users is None else "users"
-        notes += (f"{folder} has no test part of its own: a fifth of its {counted} is set aside for tests, and not protected",)
+        divided_by = "" if users is None else ", divided by whose images they are,"
+        notes += (f"{folder} has no test part of its own: a fifth of it{divided_by} is set aside for tests, and not protected",)
     else:
         test_users = None if users is None else _users_of_images(users, test, may_lack_all=True)
     refuse_shared_users(train_users, test_users, str(folder))
