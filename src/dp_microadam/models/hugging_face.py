@@ -75,8 +75,8 @@ def text_encoder(pretrained: str, max_length: int) -> TextEncoder:
         InputError: if there is none, or ``max_length`` is more than the model takes.
     """
     require_integer("data_options.max_length", max_length, 2)
-    tokenizer = _loaded("AutoTokenizer", pretrained)
-    longest = getattr(_loaded("AutoConfig", pretrained), "max_position_embeddings", None)
+    tokenizer = loaded("AutoTokenizer", pretrained)
+    longest = getattr(loaded("AutoConfig", pretrained), "max_position_embeddings", None)
     if isinstance(longest, int) and max_length > longest:
         raise InputError(f"data_options.max_length is {max_length}; {pretrained!r} takes at most {longest} tokens")
     tokenizer.truncation_side = "right"
@@ -130,7 +130,7 @@ def language_model(
 def _loaded_network(kind: str, source: str, **options: Any) -> Any:
     """A model in training mode, all of whose tensors come from ``source`` but those of a classifier and of BERT's pooler."""
     options = {**options, "dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    network, report = _loaded(kind, source, **options)
+    network, report = loaded(kind, source, **options)
     of_the_body = f"{network.base_model_prefix}."
     for name in sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
         if kind == "AutoModelForCausalLM" or (name.startswith(of_the_body) and ".pooler." not in name):
@@ -141,7 +141,7 @@ def _loaded_network(kind: str, source: str, **options: Any) -> Any:
     return network.train()
 
 
-def _loaded(kind: str, source: str, **options: Any) -> Any:
+def loaded(kind: str, source: str, **options: Any) -> Any:
     """``transformers.KIND.from_pretrained(source)``, from a folder, the local cache of the hub, or the hub itself."""
     if not isinstance(source, str) or not source:
         raise InputError(f"pretrained is {source!r}; it must be a folder or a name on the Hugging Face hub")
