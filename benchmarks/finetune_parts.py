@@ -5,9 +5,10 @@
     python benchmarks/finetune_parts.py sms-spam --pretrained DIR --data DIR --examples 3648 886 --tokens 32 --bf16
 
 The tasks are those of frozen_features.py; sms-spam is imdb with another folder. DP-Walk trains everything at its default
-distance, all weights at a third of it (docs/walk.md says why), each in a process of its own, whose largest resident set is its
-memory. Times are processor time. The head trains on features that are computed once; `features_seconds` is what that took, or
-what finding kept ones took. `--tokens` and `--resolution` make texts shorter and images smaller.
+distance, all weights at a third of it (docs/walk.md says why), each part in a process of its own, whose largest resident set is
+its memory. Times are processor time. The head trains on features that are computed once; `features_seconds` is what that took,
+or what finding kept ones took. `--tokens` and `--resolution` make texts shorter and images smaller. Balanced accuracy is the
+mean of the accuracies of the classes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import itertools
 import json
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -44,7 +46,7 @@ def choose(model: nn.Module, part: str) -> nn.Module:
 
         present = [name for name in ADAPTED if any(one.split(".")[-1] == name for one, _ in model.named_modules())]
         head = [name for name, module in model.named_modules() if name and all(p.requires_grad for p in module.parameters())]
-        return get_peft_model(model, LoraConfig(r=8, target_modules=present, modules_to_save=[head[-1]]))
+        return get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=present, modules_to_save=[head[-1]]))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(part == "all" or parameter.requires_grad or name.endswith("bias"))
     return model
@@ -63,7 +65,15 @@ def small(task: Task, options: argparse.Namespace) -> Task:
 
 def run(task: Task, part: str, epsilon: float, options: argparse.Namespace) -> dict[str, Any]:
     """One private run, and what it cost."""
-    model, loss, measure, prepare = choose(task.model, part), task.loss, hits, task.prepare
+    hits_by_class: dict[int, list[float]] = {}
+
+    def measured(model: nn.Module, batch: dict[str, Any]) -> Any:
+        found = hits(model, batch)
+        for label, hit in zip(batch["labels"].tolist(), found.tolist(), strict=True):
+            hits_by_class.setdefault(label, []).append(hit)
+        return found
+
+    model, loss, measure, prepare = choose(task.model, part), task.loss, measured, task.prepare
     train, test, begin = task.train, task.test, work_clock("cpu")
     if part == "head":
         features = FrozenFeatures(model, loss, prepare=prepare, physical_batch_size=32)
@@ -95,6 +105,7 @@ def run(task: Task, part: str, epsilon: float, options: argparse.Namespace) -> d
         "epsilon": epsilon,
         "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "accuracy": found["accuracy"],
+        "balanced_accuracy": statistics.mean(statistics.mean(one) for one in hits_by_class.values()),
         "features_seconds": computed,
         "seconds_per_step": (times[-1] - times[0]) / max(1, len(times) - 1),
         "peak_bytes": peak,
@@ -125,21 +136,22 @@ def main() -> None:
     options = parse()
     torch.set_num_threads(options.threads)
     if options.one:
-        torch.manual_seed(0)
-        task = TASKS[options.task](options.pretrained, options.data, tuple(options.examples))
-        print(json.dumps(run(small(task, options), options.parts[0], options.epsilons[0], options)))
+        for epsilon, seed in itertools.product(options.epsilons, range(options.seeds)):
+            torch.manual_seed(seed)
+            task = TASKS[options.task](options.pretrained, options.data, tuple(options.examples))
+            found = run(small(task, options), options.parts[0], epsilon, options)
+            print(json.dumps({"seed": seed, **found}), flush=True)
         return
     results = []
-    for part, epsilon, seed in itertools.product(options.parts, options.epsilons, range(options.seeds)):
-        command = [sys.executable, __file__, options.task, "--pretrained", options.pretrained, "--data", str(options.data)]
-        command += ["--examples", *map(str, options.examples), "--parts", part, "--epsilons", str(epsilon), "--one"]
-        command += ["--steps", str(options.steps), "--batch", str(options.batch), "--threads", str(options.threads)]
-        command += ["--tokens", str(options.tokens)] if options.tokens is not None else []
-        command += ["--resolution", str(options.resolution)] if options.resolution is not None else []
-        command += ["--bf16"] if options.bf16 else []
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        results.append({"seed": seed, **json.loads(done.stdout.splitlines()[-1])})
-        print(json.dumps(results[-1]), file=sys.stderr, flush=True)
+    for part in options.parts:
+        command = [sys.executable, *sys.argv, "--one", "--parts", part]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                results.append(json.loads(line))
+                print(line, end="", file=sys.stderr, flush=True)
+        if process.returncode:
+            sys.exit(process.returncode)
     names = ("task", "examples", "steps", "batch", "tokens", "resolution", "bf16")
     settings = {name: getattr(options, name) for name in names}
     deliver(options, "parts of a model", {**settings, "runs": results})
