@@ -75,8 +75,8 @@ def text_encoder(pretrained: str, max_length: int) -> TextEncoder:
         InputError: if there is none, or ``max_length`` is more than the model takes.
     """
     require_integer("data_options.max_length", max_length, 2)
-    tokenizer = loaded("AutoTokenizer", pretrained)
-    longest = getattr(loaded("AutoConfig", pretrained), "max_position_embeddings", None)
+    tokenizer = _loaded("AutoTokenizer", pretrained)
+    longest = getattr(_loaded("AutoConfig", pretrained), "max_position_embeddings", None)
     if isinstance(longest, int) and max_length > longest:
         raise InputError(f"data_options.max_length is {max_length}; {pretrained!r} takes at most {longest} tokens")
     tokenizer.truncation_side = "right"
@@ -115,6 +115,25 @@ def text_classifier(
     return TextModel(with_lora(network, lora_rank, lora_alpha, lora_targets) if lora_rank else network)
 
 
+def saved_classifier(folder: Path) -> tuple[TextModel, TextEncoder, tuple[str, ...]]:
+    """The classifier in a folder that ``save_text_model`` has written, its encoder and the names of its classes.
+
+    Raises:
+        InputError: if the folder holds something else.
+    """
+    if (folder / "adapter_config.json").is_file():
+        raise InputError(f"{folder} holds adapters without the model they belong to; export the run without --adapters")
+    config = _loaded("AutoConfig", str(folder))
+    if not any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
+        raise InputError(
+            f"{folder} holds no AutoModelForSequenceClassification; give such a folder, or the run of a classifier"
+        )
+    names = tuple(str(config.id2label[number]) for number in range(config.num_labels))
+    length = int(_loaded("AutoTokenizer", str(folder)).model_max_length)
+    network = _loaded_network("AutoModelForSequenceClassification", str(folder))
+    return TextModel(network.eval()), text_encoder(str(folder), length), names
+
+
 def language_model(
     *,
     pretrained: str,
@@ -130,7 +149,7 @@ def language_model(
 def _loaded_network(kind: str, source: str, **options: Any) -> Any:
     """A model in training mode, all of whose tensors come from ``source`` but those of a classifier and of BERT's pooler."""
     options = {**options, "dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    network, report = loaded(kind, source, **options)
+    network, report = _loaded(kind, source, **options)
     of_the_body = f"{network.base_model_prefix}."
     for name in sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
         if kind == "AutoModelForCausalLM" or (name.startswith(of_the_body) and ".pooler." not in name):
@@ -141,7 +160,7 @@ def _loaded_network(kind: str, source: str, **options: Any) -> Any:
     return network.train()
 
 
-def loaded(kind: str, source: str, **options: Any) -> Any:
+def _loaded(kind: str, source: str, **options: Any) -> Any:
     """``transformers.KIND.from_pretrained(source)``, from a folder, the local cache of the hub, or the hub itself."""
     if not isinstance(source, str) or not source:
         raise InputError(f"pretrained is {source!r}; it must be a folder or a name on the Hugging Face hub")

@@ -1,4 +1,4 @@
-"""Writes a text model as a folder that ``from_pretrained`` loads, with its tokenizer; and reads a classifier from one."""
+"""Writes a text model as a folder that ``from_pretrained`` loads, with its tokenizer."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from dp_microadam.errors import InputError
-from dp_microadam.models.hugging_face import TextEncoder, TextModel, loaded, text_classifier, text_encoder
+from dp_microadam.models.hugging_face import TextEncoder, TextModel
 from dp_microadam.models.pretrained import quiet, transformers
 
 
@@ -17,8 +16,8 @@ def save_text_model(
     """Write configuration, weights and tokenizer.
 
     LoRA weights are merged into those they adapt, so that ``transformers`` alone loads the result. With ``adapters_alone`` the
-    folder holds just the adapters and the head, which ``peft`` puts on the pretrained model. The tokenizer's longest text is
-    that of training.
+    folder holds just the adapters and the head, which ``peft`` puts on the pretrained model.
+
     """
     network: Any = model.network
     network.config.id2label = dict(enumerate(classes)) or network.config.id2label
@@ -27,24 +26,8 @@ def save_text_model(
         network = copy.deepcopy(network).merge_and_unload()
     with quiet(transformers("text models")):
         network.save_pretrained(folder)
-        encoder.tokenizer.model_max_length = encoder.max_length
+        encoder.tokenizer.model_max_length = encoder.max_length  # by which saved_classifier cuts texts as in training
         encoder.tokenizer.save_pretrained(folder)
-
-
-def saved_classifier(folder: Path) -> tuple[TextModel, TextEncoder, tuple[str, ...]]:
-    """The classifier in a folder that :func:`save_text_model` has written, its encoder and the names of its classes.
-
-    Raises:
-        InputError: if the folder holds something else.
-    """
-    if (folder / "adapter_config.json").is_file():
-        raise InputError(f"{folder} holds adapters without the model they belong to; export the run without --adapters")
-    config = loaded("AutoConfig", str(folder))
-    if not any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
-        raise InputError(f"{folder} holds no classifier of texts; predict needs one, a language model writes text instead")
-    names = tuple(str(config.id2label[number]) for number in range(config.num_labels))
-    length = int(loaded("AutoTokenizer", str(folder)).model_max_length)
-    return text_classifier(len(names), pretrained=str(folder)), text_encoder(str(folder), length), names
 
 
 def text_loading_code(kind: str, pretrained: str, max_length: int, *, adapters_alone: bool) -> str:

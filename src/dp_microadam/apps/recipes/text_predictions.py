@@ -16,8 +16,7 @@ from dp_microadam.data.raw_texts import TEXT_ENDINGS, texts_in
 from dp_microadam.data.sources import text_columns
 from dp_microadam.data.text import Columns
 from dp_microadam.errors import InputError
-from dp_microadam.models.hugging_face import TextEncoder
-from dp_microadam.models.text_export import saved_classifier
+from dp_microadam.models.hugging_face import TextEncoder, saved_classifier
 
 
 @dataclass(frozen=True)
