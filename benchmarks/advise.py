@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from sklearn.datasets import make_classification
 
-from dp_microadam.apps.experiments.measuring import add_options, deliver
+from dp_microadam.apps.experiments.measuring import add_options, deliver, tell
 from dp_microadam.apps.recipes.advice import with_advice
 from dp_microadam.apps.recipes.assemble import assemble, load_data, model_of, number_of_units, trainable_parameters
 from dp_microadam.apps.recipes.recipe import Recipe, load_recipe
@@ -68,6 +68,7 @@ def compare(name: str, folder: Path, options: argparse.Namespace) -> dict[str, A
     grid: dict[int, list[float]] = {}
     for batch_size in sizes:
         steps = max(1, min(MOST_STEPS, options.examples // batch_size))
+        tell(f"{name}, batches of {batch_size}: {steps} steps, {options.repeats} times")
         grid[batch_size] = accuracies(replace(recipe, batch_size=batch_size, steps=steps), data, options.repeats)
         print(f"{name}, batches of {batch_size}, {steps} steps: {statistics.median(grid[batch_size]):.2f} %", flush=True)
     best = max(grid, key=lambda batch_size: statistics.median(grid[batch_size]))

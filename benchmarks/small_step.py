@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from dp_microadam import ClippedGradients, Method, MicroAdam, PrivacyPlan, PrivateStep, models
-from dp_microadam.apps.experiments.measuring import add_options, deliver, wall_clock, work_clock
+from dp_microadam.apps.experiments.measuring import add_options, deliver, tell, wall_clock, work_clock
 from dp_microadam.training.evaluation import class_loss
 
 PARTS = ("whole step", "clipped gradients", "without privacy")
@@ -79,6 +79,7 @@ def main() -> None:
     results = {}
     print(f"{'batch':>5} {'clock':>10} {PARTS[2]:>16} {PARTS[1]:>18} {PARTS[0]:>11} {'with a repetition':>18}")
     for batch in options.batches:
+        tell(f"batches of {batch}: {options.rounds} rounds of a private step, clipped gradients and ordinary ones")
         with tempfile.TemporaryDirectory(dir=".") as folder:
             found = results[batch] = measure(batch, options.rounds, options.device, Path(folder))
         for clock in ("processor", "wall"):

@@ -27,10 +27,12 @@ RELEVANT: dict[str, tuple[tuple[str, ...], ...]] = {
     "apps/audit": (("clipping", "linear with bias", "scaled gradients"),),
     "apps/experiments": (("training", "strategies measured"),),
     "apps/recipes": (("training", "recipe"),),
+    "apps/recipes/language.py": (("training", "continued text"),),
     "clipping/batchnorm.py": (("clipping", "batch normalization replaced"),),
     "clipping/embedding.py": (("clipping", "embedding", "tied weights"),),
     "clipping/embedding_bag.py": (("clipping", "embedding bag", "bags by offsets"),),
     "clipping/engine.py": (("clipping", "no gradients", "scaled gradients", "row masks"),),
+    "clipping/factors.py": (("clipping", "scaled gradients", "row masks"),),
     "clipping/folding.py": (("clipping", "views, drop", "views, keep", "views, ghost"),),
     "clipping/joint.py": (("clipping", "tied weights", "layer used three times", "scaled gradients"),),
     "clipping/operations.py": (
@@ -47,7 +49,8 @@ RELEVANT: dict[str, tuple[tuple[str, ...], ...]] = {
     "clipping/model_state.py": (("clipping", "state that changes", "linear with bias"),),
     "clipping": (_NETWORKS,),
     "data": (
-        ("transforms", "boxes", "preparation", *(f"augmentation: {name}" for name in ("views", "crop alone", "resized crop"))),
+        ("transforms", "boxes", "preparation", "resized centre"),
+        ("transforms", *(f"augmentation: {name}" for name in ("views", "crop alone", "resized crop"))),
         ("transforms", "augmentation: flip alone", "augmentation: nothing", "augmentation: to a size"),
     ),
     "integrations/hugging_face.py": (("integrations", "Hugging Face"),),
@@ -55,7 +58,7 @@ RELEVANT: dict[str, tuple[tuple[str, ...], ...]] = {
     "models": (("transforms", "stochastic depth"),),
     "optimizers": (
         ("optimizers", "stochastic, float32", "analytical view, float32", "plain, bfloat16", "accessors", "sharded"),
-        ("optimizers", "AdamBC, float32", "gradients that are not finite", "odd layouts"),
+        ("optimizers", "AdamBC, float32", "TensorAdam, float32", "gradients that are not finite", "odd layouts"),
     ),
     "optimizers/analytical_view.py": (("optimizers", "analytical view, float32"),),
     "optimizers/micro_adam_checks.py": (("optimizers", "gradients that are not finite"),),
@@ -76,6 +79,10 @@ RELEVANT: dict[str, tuple[tuple[str, ...], ...]] = {
 """The groups and cases that may notice a mutant of a file; the longest beginning of its path counts."""
 
 EQUIVALENT = {
+    "apps/recipes/language.py written: "
+    "tokenizer(prompt, return_tensors='pt')['input_ids'].to(next(model.parameters()).device)": (
+        "generate() of today's transformers moves a prompt to the model; older versions, which may be installed, do not"
+    ),
     "clipping/gradient_check.py _norm: torch.zeros((), device=device)": "for losses without parameters, refused before",
     "optimizers/shards.py sharded_zeros: "
     "torch.zeros(*[1] * mesh.ndim, length, dtype=dtype, device=local_shard(param).device)": (

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from dp_microadam.clipping.batches import batch_size, detached, padded, padded_size, require_weights, signature
 from dp_microadam.clipping.clip_check import check_clip
+from dp_microadam.clipping.coefficients import clipping_coefficients, per_layer_coefficients
+from dp_microadam.clipping.factors import checked_row_masks, checked_scale
 from dp_microadam.clipping.families import observe, refuse_batch_statistics, refuse_torchscript
 from dp_microadam.clipping.independence import check_independence, check_independence_again, check_independence_at_size
-from dp_microadam.clipping.layer_bounds import blocks_of, layer_bounds, layer_of
+from dp_microadam.clipping.layer_bounds import layer_bounds, layer_of
 from dp_microadam.clipping.losses import PerExampleLoss, losses_of
 from dp_microadam.clipping.model_state import StateSnapshot
 from dp_microadam.clipping.module_attributes import put_back_tensors
@@ -24,8 +26,8 @@ from dp_microadam.clipping.passes import Clippable, Part, parts_of
 from dp_microadam.clipping.precision import autocasting, full_precision
 from dp_microadam.clipping.recording import Observed
 from dp_microadam.clipping.rows import RowTable
-from dp_microadam.clipping.rule import sum_of
 from dp_microadam.clipping.settling import Settled, settle
+from dp_microadam.clipping.strategy_table import strategy_table
 from dp_microadam.clipping.synthetic_examples import CHECK_SIZE, SyntheticExamples
 from dp_microadam.clipping.unit_check import check_units
 from dp_microadam.errors import InputError
@@ -194,7 +196,7 @@ class ClippedGradients:
     @scale.setter
     def scale(self, scale: Mapping[str, Tensor] | None) -> None:
         self._refuse_within_step("scale")
-        self._scale = {name: self._checked("scale", name, factor) for name, factor in (scale or {}).items()}
+        self._scale = checked_scale(scale or {}, self._trainable)
 
     @property
     def row_masks(self) -> Mapping[str, Tensor] | None:
@@ -204,27 +206,13 @@ class ClippedGradients:
     @row_masks.setter
     def row_masks(self, row_masks: Mapping[str, Tensor] | None) -> None:
         self._refuse_within_step("row_masks")
-        self._row_masks = {name: self._checked("row_masks", name, mask) for name, mask in (row_masks or {}).items()}
+        self._row_masks = checked_row_masks(row_masks or {}, self._trainable)
 
     def _refuse_within_step(self, what: str) -> None:
         if self._accumulated:
             raise InputError(
                 f"{what} was set in the middle of a step; call reset() first, because the sums would mix both values"
             )
-
-    def _checked(self, what: str, name: str, values: Tensor) -> Tensor:
-        if name not in self._trainable:
-            raise InputError(
-                f"{what} names {name!r}, which is not a trainable parameter of the model; name one of model.named_parameters()"
-            )
-        parameter = self._trainable[name]
-        shape = parameter.shape if what == "scale" else parameter.shape[:1]
-        if values.shape != shape:
-            raise InputError(f"{what}[{name!r}] has shape {tuple(values.shape)}; it must have shape {tuple(shape)}")
-        values = values.detach().to(parameter.device, torch.promote_types(parameter.dtype, torch.float32))
-        if not bool(torch.isfinite(values).all()):
-            raise InputError(f"{what}[{name!r}] holds values that are not finite; all values must be finite")
-        return values if what == "scale" else (values != 0).to(values.dtype)
 
     def reset(self) -> None:
         """Set the sums to zero for the next step."""
@@ -338,19 +326,7 @@ class ClippedGradients:
 
     def explain(self) -> str:
         """Print, and return, a table of the layers: the strategy on their device, its estimated cost, the memory it keeps."""
-        header = ("layer", "type", f"strategy on {self._device.type}", "cost ×", "kept kB/example")
-        rows = [header]
-        for name, rule in {**self._observed.rules, **self._observed.operations}.items():
-            estimate = rule.estimate
-            kind = "operation" if name in self._observed.operations else type(rule.module).__name__
-            if estimate is None:
-                rows.append((name, kind, "keep", "-", "-"))
-            else:
-                cost = "-" if math.isnan(estimate.cost) else f"{estimate.cost / max(1.0, estimate.ordinary):.2f}"
-                rows.append((name, kind, estimate.strategy, cost, f"{estimate.kept_bytes / 1e3:.1f}"))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        table = "\n".join(lines)
+        table = strategy_table(self._observed, self._device)
         print(table)
         return table
 
@@ -395,7 +371,7 @@ class ClippedGradients:
 
     def _add_clipped(self, parts: list[Part], settled: Settled) -> Tensor:
         norms, removed, _ = settled
-        coefficients = self._coefficients_of_parts(parts, norms)
+        coefficients = self._coefficients(parts, norms)
         totals: dict[str, Tensor] = {}
         while parts:
             part = parts.pop()  # its memory is free once its sum is taken
@@ -411,24 +387,11 @@ class ClippedGradients:
         """The factors of parameters whose per-example gradients are formed and multiplied, by parameter name."""
         return self._scale
 
+    def _coefficients(self, parts: list[Part], norms: Tensor) -> list[Tensor]:
+        """Clipping coefficients of every part."""
+        if self._layer_bounds is None:
+            return [clipping_coefficients(norms, self._bound, torch.isfinite(norms))] * len(parts)
+        return per_layer_coefficients(parts, norms, self._layer_bounds)
+
     def _sums_of(self, call: Clippable, coefficients: Tensor) -> Mapping[str, Tensor]:
         return call.clipped_sums(coefficients)
-
-    def _coefficients_of_parts(self, parts: list[Part], norms: Tensor) -> list[Tensor]:
-        """Clipping coefficients of every part. Per-layer clipping has one for each block of layers that share a part."""
-        usable = torch.isfinite(norms)
-        if self._layer_bounds is None:
-            return [self._coefficients(norms, self._bound, usable)] * len(parts)
-        blocks = blocks_of([{layer_of(name) for name in part.names.values()} for part in parts])
-        found = []
-        for part in parts:
-            block = next(block for block in blocks if layer_of(next(iter(part.names.values()))) in block)
-            members = [p.squared for p in parts if layer_of(next(iter(p.names.values()))) in block]
-            bound = math.hypot(*(self._layer_bounds[layer] for layer in block))
-            found.append(self._coefficients(sum_of(members).sqrt(), bound, usable))
-        return found
-
-    @staticmethod
-    def _coefficients(norms: Tensor, bound: float, usable: Tensor) -> Tensor:
-        """min(1, C/‖g‖), and zero for examples that are removed."""
-        return torch.where(usable, bound / norms.clamp(min=bound), torch.zeros_like(norms))

@@ -14,14 +14,17 @@ from unittest.mock import patch
 import torch
 from pretend_cuda.cases.comparison import SAME_DRAWS, all_agree, existing, moved, placed
 from pretend_cuda.watch import Watch
+from tiny_text_models import LENGTH, save_llama
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from dp_microadam import MicroAdam, PrivacyPlan, PrivateTrainer
 from dp_microadam.apps.recipes.assemble import assemble
+from dp_microadam.apps.recipes.language import written
 from dp_microadam.apps.recipes.recipe import Recipe
 from dp_microadam.data.augmentation import Augmentation
 from dp_microadam.data.dataset import LabelledData
+from dp_microadam.models.hugging_face import language_model
 from dp_microadam.training import prefetch
 from dp_microadam.training.evaluation import class_hits, class_loss, over_views
 from dp_microadam.training.schedules import Schedule
@@ -173,6 +176,22 @@ def recipe(device: torch.device) -> None:
     placed(next(experiment.model.parameters()), torch.device("cuda:0"), "the recipe's model")
 
 
+def continued_text(device: torch.device) -> None:
+    """A language model on the device goes on with a prompt as on the CPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        pretrained = save_llama(Path(folder))
+        named = {
+            "data": "text-table",
+            "data_options": {"max_length": LENGTH},
+            "model": "hugging-face-causal",
+            "model_options": {"pretrained": pretrained},
+        }
+        chosen = Recipe(name="words", **named, steps=1, batch_size=20, noise_multiplier=1.0)
+        model = language_model(pretrained=pretrained)
+        expected = written(chosen, model, "win cash")
+        assert written(chosen, model.to(device), "win cash") == expected
+
+
 def strategies_measured(device: torch.device) -> None:
     """What ``doctor`` measures on a GPU: every strategy runs on it, for every typical layer."""
     from dp_microadam.apps.experiments import strategy_times
@@ -219,6 +238,7 @@ RUNS: dict[str, Callable[[torch.device], None]] = {
     "entropy": unseeded,
     "random streams": random_streams,
     "recipe": recipe,
+    "continued text": continued_text,
     "doctor": doctor,
     "copies ahead": copies_ahead,
     "strategies measured": strategies_measured,

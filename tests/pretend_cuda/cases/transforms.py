@@ -19,6 +19,7 @@ from dp_microadam.clipping.transform_check import _ConstantDraws, check_transfor
 from dp_microadam.data.augmentation import Augmentation, random_boxes
 from dp_microadam.data.dataset import LabelledData
 from dp_microadam.data.preparation import Preparation
+from dp_microadam.data.resampling import ResizedCentre
 from dp_microadam.errors import InputError
 
 CPU = torch.device("cpu")
@@ -67,6 +68,12 @@ def preparation(device: torch.device) -> None:
         prepare = Preparation(LabelledData(name, 2, shape, (0.5,) * channels, (0.25,) * channels, empty, empty, empty))
         batch = inputs, torch.arange(4)
         agree(prepare(batch)[0], prepare(moved(batch, device))[0], device, name)
+
+
+def resized_centre(device: torch.device) -> None:
+    """What an exported model does with raw images."""
+    images = torch.randint(256, (2, 3, 9, 14), dtype=torch.uint8)
+    agree(ResizedCentre(7)(images), ResizedCentre(7)(images.to(device)), device, "resized centre")
 
 
 def boxes(device: torch.device) -> None:
@@ -144,6 +151,7 @@ CASES = {
     "check: no pixels": no_pixels,
     "constant draws": constant_draws,
     "preparation": preparation,
+    "resized centre": resized_centre,
     "boxes": boxes,
     "canaries": canaries,
     "stochastic depth": stochastic_depth,

@@ -38,11 +38,12 @@ _PURPLE = Style("#b3538b", "#e08fbf", "D", (3, 1.5))
 _VERMILION = Style("#a83a00", "#ff7a45", "v", (9, 2, 1.5, 2, 1.5, 2))
 _SKY = Style("#2a8fc9", "#8fd3f8", "P", (1.5, 1.5))
 _OLIVE = Style("#7d7000", "#e0d24a", "X", (4, 1.5, 1.5, 1.5))
+_INDIGO = Style("#5a3ea6", "#ab98f2", "p", (11, 1.5))
 _GREY = Style("#6b7280", "#a3abb8", "*", (1, 2))
 
 _KNOWN = {
     "dpmicroadam": ("DP-MicroAdam", _BLUE),
-    "dpwalk": ("DP-Walk", _SKY),
+    "dpwalk": ("DP-Walk", _INDIGO),
     "dpsgd": ("DP-SGD", _ORANGE),
     "dpadambc": ("DP-AdamBC", _PURPLE),
     "dpadamw": ("DP-AdamW", _OLIVE),
@@ -55,8 +56,8 @@ _KNOWN = {
 }
 """Names and styles of known methods; longer names come before their prefixes."""
 
-STYLES = (_BLUE, _ORANGE, _GREEN, _PURPLE, _VERMILION, _SKY, _OLIVE, _GREY)
-_VARIANT_MARKERS = ("h", "<", ">", "p", "d", "8")
+STYLES = (_BLUE, _ORANGE, _GREEN, _PURPLE, _VERMILION, _SKY, _OLIVE, _GREY, _INDIGO)
+_VARIANT_MARKERS = ("h", "<", ">", "d", "8", "H")
 _VARIANT_DASHES = ((2, 2), (8, 3), (1, 1), (5, 1, 1, 1), (3, 3, 1, 3), (7, 1))
 
 
