@@ -44,7 +44,8 @@ def choose(model: nn.Module, part: str) -> nn.Module:
     if part == "lora":
         from peft import LoraConfig, get_peft_model
 
-        present = [name for name in ADAPTED if any(one.split(".")[-1] == name for one, _ in model.named_modules())]
+        linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        present = [name for name in linear if name.split(".")[-1] in ADAPTED]
         head = [name for name, module in model.named_modules() if name and all(p.requires_grad for p in module.parameters())]
         return get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=present, modules_to_save=[head[-1]]))
     for name, parameter in model.named_parameters():
