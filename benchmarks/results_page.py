@@ -28,6 +28,7 @@ PICTURES = {
     "robustness/figures/robustness-range.png": "results_robustness.png",
     "bands/figures/bands-lines.png": "bands.png",
     "leaderboard/figures/leaderboard-lines.png": "as_it_comes.png",
+    "tuning/figures/tuning-lines.png": "tuning.png",
 }
 
 _PLACE = re.compile(r"(<!-- results (?P<name>[\w-]+)(?: (?P<table>[\w-]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
