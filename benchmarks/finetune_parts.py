@@ -145,6 +145,7 @@ def main() -> None:
         return
     results = []
     for part in options.parts:
+        print(part, file=sys.stderr, flush=True)
         command = [sys.executable, *sys.argv, "--one", "--parts", part]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None

@@ -28,6 +28,7 @@ PICTURES = {
     "robustness/figures/robustness-range.png": "results_robustness.png",
     "bands/figures/bands-lines.png": "bands.png",
     "leaderboard/figures/leaderboard-lines.png": "as_it_comes.png",
+    "heads/figures/heads-lines.png": "heads.png",
     "tuning/figures/tuning-lines.png": "tuning.png",
 }
 

@@ -77,7 +77,7 @@ def main() -> None:
     add_options(parser)
     options = parser.parse_args()
     results = {}
-    print(f"{'batch':>5} {'clock':>10} {PARTS[2]:>16} {PARTS[1]:>18} {PARTS[0]:>11} {'with a repetition':>18}")
+    print(f"{'batch':>5} {'clock':>10} {PARTS[2]:>16} {PARTS[1]:>18} {PARTS[0]:>11} {'with a repetition':>18}", flush=True)
     for batch in options.batches:
         tell(f"batches of {batch}: {options.rounds} rounds of a private step, clipped gradients and ordinary ones")
         with tempfile.TemporaryDirectory(dir=".") as folder:

@@ -38,7 +38,7 @@ COMMANDS = {
     "methods": ["--state", "--methods", "dp-microadam"],
     "users": ["--models", "mlp", "--users", "4", "--most", "2", "--physical-batch", "4", "--rounds", "1"],
     "optimizer": ["--models", "wrn-16-4", "--rounds", "1", "--optimizers", "AdamW foreach", "AdamW fused", "MicroAdam"],
-    "frozen_features": ["made-up", "--examples", "64", "16", "--seeds", "1", "--batch", "16", "--steps", "3"],
+    "frozen_features": ["made-up", "--examples", "128", "16"],
     "finetune_parts": ["made-up", "--examples", "64", "16", "--epsilons", "8", "--steps", "2", "--batch", "8"],
     "distributed": ["--batch", "2", "--physical-batch", "2", "--steps", "1", "--rounds", "1"],
 }

@@ -106,3 +106,4 @@ def test_every_way_to_lose_the_guarantee_has_its_row():
     ):
         assert sum(row.startswith(f"| {way}") for row in rows) == 1, way
     assert len({row.split("|")[1] for row in rows}) == len(rows), "each way has one row"
+    assert len({row.split("|")[3] for row in rows}) == len(rows), "no two rows have the same tests"

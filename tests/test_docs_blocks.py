@@ -32,6 +32,7 @@ NOT_RUN = {
     r"make ": "the commands of the Makefile are what runs these tests",
     r"torchrun ": "starts several processes; tests/training/test_distributed.py does",
     r"DP_MICROADAM_DEVICE=": "needs a GPU; tests/pretend_cuda runs the same cases on a pretend one",
+    r"python examples/journeys/": "takes minutes; tests/test_journeys.py runs them at a small size",
     r"pytest ": "run on the patched tree by tests/test_docs_diffs.py",
 }
 """Lines of shell blocks that are neither run nor parsed here, and why."""

@@ -55,6 +55,33 @@ def test_texts_are_divided_by_user_and_become_tokens(tmp_path):
     assert (found.train_users == np.array([str(n) for n in (numbers % 7).tolist()])).all()
 
 
+def test_a_part_of_the_texts_can_be_taken_and_only_it_is_encoded(tmp_path):
+    for name, count in (("train", 40), ("test", 20)):
+        lines = "".join(f'{{"text": "{"w" * (n + 1)}", "label": {n % 2}}}\n' for n in range(count))
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    seen = []
+
+    def counted(texts):
+        seen.extend(texts)
+        return lengths(texts)
+
+    sizes = {"validation_size": 4, "train_size": 10, "test_size": 5}
+    found = data.load("text-table", str(tmp_path), encode=counted, classes=2, **sizes)
+    whole = data.load("text-table", str(tmp_path), encode=lengths, classes=2, validation_size=4)
+    assert [len(part[1]) for part in (found.train, found.validation, found.test)] == [10, 4, 5]
+    assert len(seen) == 19
+    assert torch.equal(found.train[0], whole.train[0][:10])
+    assert torch.equal(found.validation[0], whole.validation[0])
+    assert torch.equal(found.train[1], (found.train[0][:, 0] - 1) % 2)
+    assert len(set(found.test[0][:, 0].tolist())) == 5
+    for sizes, message in (
+        ({"train_size": 37, "validation_size": 4}, "train_size is 37; of 40 examples, 36 are not held out"),
+        ({"test_size": 21}, "test_size is 21; there are 20 test examples"),
+    ):
+        with pytest.raises(InputError, match=message):
+            data.load("text-table", str(tmp_path), encode=lengths, classes=2, **sizes)
+
+
 def test_a_language_model_needs_no_labels(tmp_path):
     (tmp_path / "t.jsonl").write_text("".join(f'{{"text": "{"a" * n}"}}\n' for n in range(1, 11)))
     found = data.load("text-table", str(tmp_path / "t.jsonl"), encode=lengths, labelled=False)

@@ -130,7 +130,8 @@ def test_features_are_kept_for_their_own_model_and_data_and_computed_once(tmp_pa
     torch.testing.assert_close(rows, expected)
     again, fewer = of(model, data)
     assert torch.equal(again, rows)
-    assert fewer == passes - 3  # one for the features, two for the look after it
+    assert passes > 3  # the check, the features, and the look after them
+    assert fewer == 0  # features that were kept passed the check
     with torch.no_grad():
         model.head.weight.add_(1.0)  # no part of what features depend on
     assert of(model, data)[1] == fewer

@@ -288,6 +288,11 @@ def test_a_checkpoint_of_another_run_is_refused(make):
         make(run="other").load_state_dict(saved)
 
 
+def test_a_step_without_a_folder_is_refused_by_its_own_name():
+    with pytest.raises(InputError, match="run_dir is missing; PrivateStep writes"):
+        PrivateStep(nn.Linear(2, 2), loss, plan_of())
+
+
 def test_a_folder_with_a_ledger_is_not_begun_again(make):
     make().begin()
     with pytest.raises(InputError, match="has a ledger already"):

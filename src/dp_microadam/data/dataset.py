@@ -69,10 +69,19 @@ def size_of(examples: Examples) -> int:
     return len(examples[1]) if isinstance(examples, tuple) else len(examples)  # type: ignore[arg-type]
 
 
-def split(count: int, fraction: float, seed: int, *, size: int | None = None, of: str = "examples") -> tuple[Tensor, Tensor]:
+def split(
+    count: int,
+    fraction: float,
+    seed: int,
+    *,
+    size: int | None = None,
+    train_size: int | None = None,
+    of: str = "examples",
+) -> tuple[Tensor, Tensor]:
     """Split ``count`` examples at random into a remaining and a held-out part of ``fraction`` (or ``size``); returns indices.
 
-    A fraction of 0 holds out none. ``of`` says what is divided, for messages.
+    A fraction of 0 holds out none. Of what remains, ``train_size`` examples are used, if it is given. ``of`` says what is
+    divided, for messages.
 
     Formal guarantees: the split depends only on ``count`` and the public ``seed``, not on the content of the examples. The
     privacy guarantee of a training run covers the first part: adding or removing one of its examples, for a fixed split.
@@ -88,4 +97,21 @@ def split(count: int, fraction: float, seed: int, *, size: int | None = None, of
         given = f"validation_fraction is {fraction}" if size is None else f"validation_size is {size}"
         raise InputError(f"{given}; of {count} {of} it must leave at least one in each part")
     order = torch.from_numpy(np.random.default_rng(seed).permutation(count))
-    return order[held_out:], order[:held_out]
+    if train_size is not None and require_integer("train_size", train_size, 1) > count - held_out:
+        raise InputError(
+            f"train_size is {train_size}; of {count} {of}, {count - held_out} are not held out, take at most these"
+        )
+    return order[held_out:][:train_size], order[:held_out]
+
+
+def some_rows(count: int, size: int | None, seed: int) -> Tensor:
+    """Indices of ``size`` of ``count`` test examples at random; all of them, in their order, if it is None.
+
+    >>> some_rows(3, None, seed=0), len(some_rows(3, 2, seed=0))
+    (tensor([0, 1, 2]), 2)
+    """
+    if size is None:
+        return torch.arange(count)
+    if require_integer("test_size", size, 1) > count:
+        raise InputError(f"test_size is {size}; there are {count} test examples, take at most these")
+    return torch.from_numpy(np.random.default_rng(seed).permutation(count)[:size])

@@ -150,10 +150,11 @@ def image_problems(
                 yield problem
 
 
-def image_summary(place: Path, options: Mapping[str, Any]) -> list[str]:
+def image_summary(place: Path, options: Mapping[str, Any], unit_name: str = "user") -> list[str]:
     """What a folder of images that is in order holds: its classes, its parts, and what was passed over.
 
-    Where users are known, they are counted: how many images they have together is private, and not said.
+    Where users are known, they are counted, by the name of ``unit_name``: how many images they have together is private, and
+    not said.
     """
     listing = list_images(place)
     shown = ", ".join(listing.classes[:10]) + (", …" if len(listing.classes) > 10 else "")
@@ -163,9 +164,9 @@ def image_summary(place: Path, options: Mapping[str, Any]) -> list[str]:
         counted, counts = "images", [len(part.files) for part in listing.parts]
     else:
         found = [users.of_files(part.files) for part in listing.parts]
-        counted, counts = "users", [count_users(ids[ids != ""]) for ids in found]
+        counted, counts = f"{unit_name}s", [count_users(ids[ids != ""]) for ids in found]
     if len(counts) == 2:
-        tested = f"{counts[1]:,} to test on" if counts[1] else "a test part that names no users"
+        tested = f"{counts[1]:,} to test on" if counts[1] else f"a test part that names no {unit_name}s"
         lines.append(f"{counts[0]:,} {counted} to train on, before a part of them is held out, and {tested}")
     else:
         training, test = split(counts[0], TEST_FRACTION, TEST_SEED)

@@ -16,7 +16,7 @@ from dp_microadam.data.catalogue import KnownData, known, takes_columns
 from dp_microadam.data.columns import Columns
 from dp_microadam.data.contents import MEMORY_GIB, Reading
 from dp_microadam.data.csv_rows import Layout
-from dp_microadam.data.dataset import TEST_FRACTION, TEST_SEED, LabelledData, split
+from dp_microadam.data.dataset import TEST_FRACTION, TEST_SEED, LabelledData, some_rows, split
 from dp_microadam.data.image_decoding import BIT_DEPTHS
 from dp_microadam.data.image_users import ImageUsers
 from dp_microadam.data.raw_images import RawImages
@@ -41,6 +41,8 @@ def load(
     *,
     validation_fraction: float = 0.1,
     validation_size: int | None = None,
+    train_size: int | None = None,
+    test_size: int | None = None,
     split_seed: int = 0,
     image_size: int | None = None,
     verify: bool = True,
@@ -54,10 +56,11 @@ def load(
 
     The validation part is ``validation_fraction`` of the published training part, which may be 0, or ``validation_size``
     examples of it. If the options say whose each example is, it is a fraction or number of users, with all they have. The
-    test part is the published one and does not depend on ``split_seed``. With ``verify``, files whose digests differ from the
-    published ones are refused. Files larger than ``memory_gib`` are memory-mapped. Images are resized to ``image_size``.
-    ``columns`` declares the columns of a table as ``[columns]`` of a recipe does; ``options`` are those in the catalogue.
-    Texts become tokens [N, length] by ``encode``; labels of texts are not read unless ``labelled``.
+    test part is the published one and does not depend on ``split_seed``. Of training and test part, ``train_size`` and
+    ``test_size`` examples are taken at random, by ``split_seed``, if these are given. With ``verify``, files whose digests
+    differ from the published ones are refused. Files larger than ``memory_gib`` are memory-mapped. Images are resized to
+    ``image_size``. ``columns`` declares the columns of a table as ``[columns]`` of a recipe does; ``options`` are those in the
+    catalogue. Texts become tokens [N, length] by ``encode``; labels of texts are not read unless ``labelled``.
 
     Raises:
         InputError: if the name is unknown, or its files are missing, damaged or not the published ones.
@@ -71,22 +74,30 @@ def load(
     declared = declared_columns(name, columns, options)
 
     def divided(count: int, users: UserIds | None) -> tuple[Tensor, Tensor]:
-        if users is not None:
-            return split_by_user(users, validation_fraction, split_seed, size=validation_size)
-        return split(count, validation_fraction, split_seed, size=validation_size)
+        if users is None:
+            return split(count, validation_fraction, split_seed, size=validation_size, train_size=train_size)
+        if train_size is not None:
+            raise InputError(f"train_size is {train_size}, but {name} says whose each example is; leave it out")
+        return split_by_user(users, validation_fraction, split_seed, size=validation_size)
+
+    def tested(count: int) -> Tensor:
+        return some_rows(count, test_size, split_seed)
 
     if data.kind == "images":
-        return _load_images(name, data, places.find(name, data, folder), image_size or images.SIZE, verify, divided, options)
+        place, size = places.find(name, data, folder), image_size or images.SIZE
+        return _load_images(name, data, place, size, verify, divided, tested, options)
     map_above = int(require_positive("data_memory_gib", memory_gib) * 2**30)
     reading = Reading(name, dict(data.digests) if verify else {}, map_above)
     if data.kind == "text":
         if encode is None:
             raise InputError(f"data is {name!r}, which are texts; encode must be given, which turns them into tokens")
         of_texts = text_columns(data, options, labelled=labelled)
-        return _load_texts(name, text.read(places.find(name, data, folder), reading, of_texts), encode, of_texts, divided)
+        parts = text.read(places.find(name, data, folder), reading, of_texts)
+        return _load_texts(name, parts, encode, of_texts, divided, tested)
     train, test, num_classes = _read_arrays(name, data, folder, reading, declared, options)
     refuse_shared_users(train.users, test.users, name)
     training, validation = divided(len(train), train.users)
+    rows = tested(len(test))
     shape = train.inputs[0].shape[1:]
     if len(shape) == 3 and image_size is not None:
         shape = (shape[0], image_size, image_size)
@@ -99,8 +110,8 @@ def load(
         std,
         train=train.part(training),
         validation=train.part(validation),
-        test=test.part(),
-        test_users=test.users,
+        test=test.part(rows),
+        test_users=_of_rows(test.users, rows),
         classes=_class_names(data, options, num_classes),
         raw=_raw_arrays(data, folder, declared, options, train),
         **_users_of_parts(train.users, training, validation),
@@ -201,19 +212,25 @@ def _load_texts(
     encode: Callable[[Sequence[str]], Tensor],
     columns: text.Columns,
     divided: Any,
+    tested: Any,
 ) -> LabelledData:
-    (train, train_labels), (test, test_labels) = ((encode(part.texts), torch.from_numpy(part.labels)) for part in parts)
-    training, validation = divided(len(train), parts[0].users)
+    def encoded(part: text.Texts, rows: Tensor) -> tuple[Tensor, Tensor]:
+        chosen = part.part(rows.numpy())
+        return encode(chosen.texts), torch.from_numpy(chosen.labels)
+
+    training, validation = divided(len(parts[0].texts), parts[0].users)
+    rows = tested(len(parts[1].texts))
+    train = encoded(parts[0], training)
     return LabelledData(
         name,
         max(1, len(columns.classes)),
-        tuple(train.shape[1:]),
+        tuple(train[0].shape[1:]),
         (),
         (),
-        train=(train[training], train_labels[training]),
-        validation=(train[validation], train_labels[validation]),
-        test=(test, test_labels),
-        test_users=parts[1].users,
+        train=train,
+        validation=encoded(parts[0], validation),
+        test=encoded(parts[1], rows),
+        test_users=_of_rows(parts[1].users, rows),
         tokens=True,
         classes=tuple(columns.classes),
         **_users_of_parts(parts[0].users, training, validation),
@@ -229,7 +246,7 @@ def table_user(options: Mapping[str, Any]) -> str | None:
 
 
 def _load_images(
-    name: str, data: KnownData, folder: Path, size: int, verify: bool, divided: Any, options: Mapping[str, Any]
+    name: str, data: KnownData, folder: Path, size: int, verify: bool, divided: Any, tested: Any, options: Mapping[str, Any]
 ) -> LabelledData:
     users = ImageUsers.of(folder, options)
     bit_depth = bit_depth_of(options)
@@ -239,12 +256,13 @@ def _load_images(
     notes = found.notes
     if test is None:
         train, test, train_users, test_users = _test_part_of(train, train_users)
-        counted = "images" if users is None else "users"
-        notes += (f"{folder} has no test part of its own: a fifth of its {counted} is set aside for tests, and not protected",)
+        divided_by = "" if users is None else ", divided by whose images they are,"
+        notes += (f"{folder} has no test part of its own: a fifth of it{divided_by} is set aside for tests, and not protected",)
     else:
         test_users = None if users is None else _users_of_images(users, test, may_lack_all=True)
     refuse_shared_users(train_users, test_users, str(folder))
     training, validation = divided(len(train), train_users)
+    rows = tested(len(test))
     mean, std = _constants(data, options, 3)
     return LabelledData(
         name,
@@ -254,8 +272,8 @@ def _load_images(
         std,
         train=train.part(training).protected(),
         validation=train.part(validation),
-        test=test,
-        test_users=test_users,
+        test=test.part(rows),
+        test_users=_of_rows(test_users, rows),
         classes=found.classes,
         raw=RawImages.of_any_size(size, bit_depth),
         notes=notes,
@@ -292,6 +310,10 @@ def _users_of_images(users: ImageUsers, part: images.ImageFolder, *, may_lack_al
             "dp-microadam data check RECIPE"
         )
     return found
+
+
+def _of_rows(users: UserIds | None, rows: Tensor) -> UserIds | None:
+    return None if users is None else users[rows.numpy()]
 
 
 def _users_of_parts(users: UserIds | None, training: Tensor, validation: Tensor) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_microadam.errors import InputError
+from dp_microadam.layers.fixed_norm import FixedNorm
 from dp_microadam.models.lora import with_lora
 from dp_microadam.models.pretrained import is_fetched, quiet, require_reachable, transformers
 from dp_microadam.models.timm_weights import first_line
@@ -45,6 +46,38 @@ class TextModel(nn.Module):
         mask = tokens >= 0
         ids = torch.where(mask, tokens, self._pad).long()
         scores: Tensor = self.network(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
+        return scores
+
+
+class SentenceClassifier(nn.Module):
+    """A linear head on a frozen encoder of ``transformers``: on the mean of its last states over a text's tokens.
+
+    That is what sentence encoders are trained for, where the first token's state need not say much. The mean is brought to a
+    fixed norm. Tokens are those that :class:`TextModel` takes.
+    """
+
+    def __init__(self, encoder: nn.Module, num_classes: int) -> None:
+        super().__init__()
+        if getattr(encoder, "pooler", None) is not None:
+            encoder.pooler = None  # type: ignore[assignment]  # unused, and random where pretrained weights have none
+        self.encoder = encoder.requires_grad_(False)
+        self.features = FixedNorm()
+        self.head = nn.Linear(encoder.config.hidden_size, num_classes)  # type: ignore[union-attr, arg-type]
+        nn.init.normal_(self.head.weight, std=0.02)
+        nn.init.zeros_(self.head.bias)
+        self.train()
+
+    def train(self, mode: bool = True) -> SentenceClassifier:
+        """The frozen encoder stays in evaluation mode, without dropout."""
+        super().train(mode)
+        self.encoder.eval()
+        return self
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = tokens >= 0
+        states = self.encoder(input_ids=torch.where(mask, tokens, 0).long(), attention_mask=mask.long()).last_hidden_state
+        weights = mask.unsqueeze(-1).to(states.dtype)
+        scores: Tensor = self.head(self.features((states * weights).sum(1) / weights.sum(1)))
         return scores
 
 
@@ -88,16 +121,19 @@ def text_classifier(
     *,
     pretrained: str,
     trainable: str = "all",
+    pooling: str = "own",
     lora_rank: int = 0,
     lora_alpha: float | None = None,
     lora_targets: str | Sequence[str] = (),
-) -> TextModel:
+) -> TextModel | SentenceClassifier:
     """A classifier of texts: ``AutoModelForSequenceClassification`` with a new head, unless the folder has one of this size.
 
     Args:
         pretrained: a folder written by ``save_pretrained``, or a name on the Hugging Face hub. The weights must be public:
             trained without the private data.
         trainable: ``"all"``, or ``"head"`` to freeze everything else, which then also runs without dropout.
+        pooling: what the head gets: ``"own"``, what the class of ``transformers`` gives it, or ``"mean"``, the mean over a
+            text's tokens at a fixed norm (:class:`SentenceClassifier`), which is for a head alone.
         lora_rank: above 0 the pretrained weights are frozen, and low-rank adapters and the head are trained
             (:func:`~dp_microadam.models.with_lora`, also for the other two).
 
@@ -107,6 +143,10 @@ def text_classifier(
     require_one_of("trainable", trainable, ("all", "head"))
     if lora_rank and trainable == "head":
         raise InputError(f"trainable is 'head' and lora_rank is {lora_rank}; with LoRA leave trainable out")
+    if require_one_of("pooling", pooling, ("own", "mean")) == "mean":
+        if trainable != "head":
+            raise InputError(f"pooling is 'mean' and trainable is {trainable!r}; set trainable to 'head', or leave pooling out")
+        return SentenceClassifier(_loaded_network("AutoModel", pretrained), num_classes)
     network = _loaded_network("AutoModelForSequenceClassification", pretrained, num_labels=num_classes)
     if trainable == "head":
         network.base_model.requires_grad_(False)
@@ -150,9 +190,9 @@ def _loaded_network(kind: str, source: str, **options: Any) -> Any:
     """A model in training mode, all of whose tensors come from ``source`` but those of a classifier and of BERT's pooler."""
     options = {**options, "dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
     network, report = _loaded(kind, source, **options)
-    of_the_body = f"{network.base_model_prefix}."
+    of_the_body = "" if kind == "AutoModel" else f"{network.base_model_prefix}."
     for name in sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
-        if kind == "AutoModelForCausalLM" or (name.startswith(of_the_body) and ".pooler." not in name):
+        if kind == "AutoModelForCausalLM" or (name.startswith(of_the_body) and "pooler." not in name):
             raise InputError(
                 f"pretrained is {source!r}, whose weights lack the tensor {name} or have it in another shape; "
                 "give weights of this architecture"

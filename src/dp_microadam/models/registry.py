@@ -83,10 +83,17 @@ def _transformer(family: Callable[..., VisionTransformer], size: str) -> Callabl
         resolution: int = 224,
         patch_size: int = 16,
         trainable: str = "all",
+        normalize_features: bool = False,
     ) -> nn.Module:
         _require_shape(name, shape, shape[0] == 3 and shape[1] == shape[2], "square images with three channels")
         return family(
-            size, num_classes, pretrained=pretrained, resolution=resolution, patch_size=patch_size, trainable=trainable
+            size,
+            num_classes,
+            pretrained=pretrained,
+            resolution=resolution,
+            patch_size=patch_size,
+            trainable=trainable,
+            normalize_features=normalize_features,
         )
 
     return build
@@ -98,6 +105,7 @@ def _hugging_face(
     *,
     pretrained: str = "",
     trainable: str = "all",
+    pooling: str = "own",
     lora_rank: int = 0,
     lora_alpha: float | None = None,
     lora_targets: str | Sequence[str] = (),
@@ -106,6 +114,7 @@ def _hugging_face(
         num_classes,
         pretrained=pretrained,
         trainable=trainable,
+        pooling=pooling,
         lora_rank=lora_rank,
         lora_alpha=lora_alpha,
         lora_targets=lora_targets,

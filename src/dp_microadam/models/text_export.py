@@ -6,20 +6,31 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from dp_microadam.models.hugging_face import TextEncoder, TextModel
+from safetensors.torch import save_file
+
+from dp_microadam.models.hugging_face import SentenceClassifier, TextEncoder, TextModel
 from dp_microadam.models.pretrained import quiet, transformers
+
+HEAD = "head.safetensors"
 
 
 def save_text_model(
-    model: TextModel, encoder: TextEncoder, folder: Path, *, classes: tuple[str, ...] = (), adapters_alone: bool = False
+    model: TextModel | SentenceClassifier,
+    encoder: TextEncoder,
+    folder: Path,
+    *,
+    classes: tuple[str, ...] = (),
+    adapters_alone: bool = False,
 ) -> None:
     """Write configuration, weights and tokenizer.
 
     LoRA weights are merged into those they adapt, so that ``transformers`` alone loads the result. With ``adapters_alone`` the
-    folder holds just the adapters and the head, which ``peft`` puts on the pretrained model.
-
+    folder holds just the adapters and the head, which ``peft`` puts on the pretrained model. The head of a
+    :class:`SentenceClassifier` is a file of its own: no class of ``transformers`` computes it.
     """
-    network: Any = model.network
+    if isinstance(model, SentenceClassifier):
+        save_file({name: value.contiguous() for name, value in model.head.state_dict().items()}, folder / HEAD)
+    network: Any = model.encoder if isinstance(model, SentenceClassifier) else model.network
     network.config.id2label = dict(enumerate(classes)) or network.config.id2label
     network.config.label2id = {name: number for number, name in enumerate(classes)} or network.config.label2id
     if hasattr(network, "merge_and_unload") and not adapters_alone:
@@ -28,6 +39,25 @@ def save_text_model(
         network.save_pretrained(folder)
         encoder.tokenizer.model_max_length = encoder.max_length  # by which saved_classifier cuts texts as in training
         encoder.tokenizer.save_pretrained(folder)
+
+
+def sentence_loading_code(model: SentenceClassifier, max_length: int) -> str:
+    """Python code that loads the folder of a :class:`SentenceClassifier` and computes its scores, for the model card."""
+    return f"""from safetensors.torch import load_file
+from transformers import AutoModel, AutoTokenizer
+
+# a pooler that is reported as missing is not used
+encoder, tokenizer = AutoModel.from_pretrained(".").eval(), AutoTokenizer.from_pretrained(".")
+head = load_file("{HEAD}")
+
+
+def scores(texts):  # of the classes in encoder.config.id2label
+    inputs = tokenizer(texts, truncation=True, max_length={max_length}, padding=True, return_tensors="pt")
+    mask = inputs["attention_mask"].unsqueeze(-1)
+    states = encoder(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).last_hidden_state
+    features = (states * mask).sum(1) / mask.sum(1)
+    features = {model.features.norm:g} * features / features.norm(dim=1, keepdim=True)
+    return features @ head["weight"].T + head["bias"]"""
 
 
 def text_loading_code(kind: str, pretrained: str, max_length: int, *, adapters_alone: bool) -> str:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_microadam.errors import InputError
+from dp_microadam.layers.fixed_norm import FixedNorm
 from dp_microadam.models.normalization import CENTRED, IMAGENET, Normalization
 from dp_microadam.models.pretrained import config_of, pretrained_weights, transformers
 from dp_microadam.models.transformer_size import SIZES, TransformerSize
@@ -26,9 +27,17 @@ if TYPE_CHECKING:
 class VisionTransformer(nn.Module):
     """Vision transformer with a linear classifier; see :func:`vit`. ``normalization`` is None for random weights."""
 
-    def __init__(self, backbone: ViTModel, head: nn.Linear, resolution: int, normalization: Normalization | None) -> None:
+    def __init__(
+        self,
+        backbone: ViTModel,
+        head: nn.Linear,
+        resolution: int,
+        normalization: Normalization | None,
+        normalize_features: bool = False,
+    ) -> None:
         super().__init__()
         self.backbone = backbone
+        self.features = FixedNorm() if normalize_features else nn.Identity()
         self.head = head
         self.resolution = resolution
         self.normalization = normalization
@@ -37,7 +46,7 @@ class VisionTransformer(nn.Module):
         side = self.resolution
         if images.shape[-2:] != (side, side):
             images = F.interpolate(images, size=(side, side), mode="bilinear", antialias=True)
-        return self.head(self.backbone(images).last_hidden_state[:, 0])
+        return self.head(self.features(self.backbone(images).last_hidden_state[:, 0]))
 
 
 def vit(
@@ -48,6 +57,7 @@ def vit(
     resolution: int = 224,
     patch_size: int = 16,
     trainable: str = "all",
+    normalize_features: bool = False,
 ) -> VisionTransformer:
     """A vision transformer for image classification.
 
@@ -61,6 +71,8 @@ def vit(
             (bilinear); position embeddings for another resolution are interpolated (bicubic, over the grid of patches).
         patch_size: side of a patch.
         trainable: ``"all"``, or ``"head"`` to freeze everything else.
+        normalize_features: bring what the head gets to a fixed norm (:class:`~dp_microadam.layers.fixed_norm.FixedNorm`), for
+            a head on a frozen encoder. A pretrained classifier is not kept then, since it was trained without.
 
     A new head is initialised as N(0, 0.02²) with bias 0, and not with zeros: all gradients before the head would then be zero
     at the first step, and the clipping engine's independence check, which runs then, would not see the encoder.
@@ -73,7 +85,7 @@ def vit(
         InputError: if a value cannot be used, weights cannot be found or read or are of another shape, or
             ``transformers`` is not installed.
     """
-    return _build("vit", size, num_classes, pretrained, resolution, patch_size, trainable, CENTRED)
+    return _build("vit", size, num_classes, pretrained, resolution, patch_size, trainable, normalize_features, CENTRED)
 
 
 def deit(
@@ -84,13 +96,14 @@ def deit(
     resolution: int = 224,
     patch_size: int = 16,
     trainable: str = "all",
+    normalize_features: bool = False,
 ) -> VisionTransformer:
     """DeiT without distillation: a :func:`vit` whose published weights expect other normalization constants.
 
     >>> sum(p.numel() for p in deit("tiny").parameters())
     5717416
     """
-    return _build("deit", size, num_classes, pretrained, resolution, patch_size, trainable, IMAGENET)
+    return _build("deit", size, num_classes, pretrained, resolution, patch_size, trainable, normalize_features, IMAGENET)
 
 
 def _build(
@@ -101,6 +114,7 @@ def _build(
     resolution: int,
     patch_size: int,
     trainable: str,
+    normalize_features: bool,
     normalization: Normalization,
 ) -> VisionTransformer:
     shape = size if isinstance(size, TransformerSize) else SIZES[require_one_of("size", size, tuple(SIZES))]
@@ -108,6 +122,8 @@ def _build(
     require_integer("patch_size", patch_size, 1)
     require_integer("resolution", resolution, patch_size)
     require_one_of("trainable", trainable, ("all", "head"))
+    if not isinstance(normalize_features, bool):
+        raise InputError(f"normalize_features is {normalize_features!r}; it must be true or false")
     if pretrained is not None and not isinstance(pretrained, str):
         raise InputError(f"pretrained is {pretrained!r}; it must be a hub name, a folder or a file, as a string")
     if resolution % patch_size:
@@ -118,10 +134,11 @@ def _build(
         # The names and shapes of all tensors have been compared: none keeps its random initial value.
         backbone = ViTModel(_at_resolution(weights.config, resolution), add_pooling_layer=False)
         backbone.load_state_dict(_for_grid(weights.encoder, resolution // patch_size))
-        model = VisionTransformer(backbone, _head(shape.width, num_classes, weights.head), resolution, weights.normalization)
+        head = _head(shape.width, num_classes, None if normalize_features else weights.head)
+        model = VisionTransformer(backbone, head, resolution, weights.normalization, normalize_features)
     else:
         backbone = ViTModel(config_of(shape, patch_size, resolution), add_pooling_layer=False)
-        model = VisionTransformer(backbone, _head(shape.width, num_classes, None), resolution, None)
+        model = VisionTransformer(backbone, _head(shape.width, num_classes, None), resolution, None, normalize_features)
     if trainable == "head":
         model.backbone.requires_grad_(False)
     return model

@@ -158,8 +158,9 @@ def statement_parts(report: dict[str, Any]) -> tuple[str, list[tuple[str, str]],
     unit = called(report)
     claim = f"({round_up(report['epsilon'])}, {report['delta']:g})"
     if report["private"]:
+        what = "Training, with the choice among runs, was" if "selection" in report else "Training was"
         opening = (
-            f"PRIVATE. Training was {claim}-differentially private for {report['unit']}:\n"
+            f"PRIVATE. {what} {claim}-differentially private for {report['unit']}:\n"
             "had that data not been there, the probability of any conclusion from the trained model would have been smaller\n"
             f"or larger by a factor of at most e^ε = {_factor(report['epsilon'])}, apart from a chance of δ.\n"
         )

@@ -15,7 +15,13 @@ With correlated noise τ·√T is replaced by what is left of the noise in the r
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING
+
 from dp_microadam.validation import require_integer
+
+if TYPE_CHECKING:
+    from dp_microadam.privacy.plan import PrivacyPlan
 
 DISTANCE = 1.5
 """The distance D that the noise of a run walks, relative to d^¼. A learning rate of unit ``"walk"`` takes its place."""
@@ -28,3 +34,30 @@ def walk_scale(parameters: int) -> float:
     0.1
     """
     return float(require_integer("parameters", parameters, 1) ** -0.25)
+
+
+def relative_noise(plan: PrivacyPlan, parameters: int) -> float:
+    """How long the noise in the sum of all mean gradients of a run is, relative to the longest that this sum can be.
+
+    A clipped gradient is at most C long, so that the sum over T steps is at most T·C; noise adds about τ·√(T·d). Both are
+    public. ``docs/choosing.md`` has accuracies beside this number.
+
+    >>> from dp_microadam.privacy.plan import PrivacyPlan
+    >>> round(relative_noise(PrivacyPlan(60, 8, 1.1296, 200, 1e-3), 26_010), 2)
+    1.61
+    """
+    return plan.noise_walk() * math.sqrt(require_integer("parameters", parameters, 1)) / plan.steps
+
+
+def too_much_noise(plan: PrivacyPlan, parameters: int, unit: str) -> str | None:
+    """A sentence for plans whose noise is longer than all gradients together can be, so that little is learned; else None.
+
+    ``unit`` is what the plan's units are called, such as patient.
+    """
+    relative = relative_noise(plan, parameters)
+    if relative <= 1:
+        return None
+    return (
+        f"the noise of this plan is {relative:.1f} times as long as the sum of all its gradients can be; from scratch, "
+        f"{parameters:,} parameters hardly learn then: more {unit}s, a larger ε or fewer trained parameters help"
+    )

@@ -71,7 +71,8 @@ class FrozenFeatures:
     weights. A run on features therefore has the guarantee of the same run on examples. It assumes what that run assumes, which
     is checked in the same way, on synthetic examples (``clipping/independence.py``): no example changes losses or gradients of
     others, and nothing of a batch is kept in the model. A part of the check is repeated after features are computed in the
-    first call, and they are not kept if it fails. A frozen part that draws random numbers is refused.
+    first call, and they are not kept if it fails. A frozen part that draws random numbers is refused. Features that were kept
+    passed the check when they were computed; if those of all parts are found, it is not repeated for the frozen part.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class FrozenFeatures:
         self._num_workers = require_integer("num_workers", num_workers, 0)
         self._tell = tell
         self._leaves: list[Tensor] = []  # of a synthetic batch with features
+        self._checked = False
         self._look_again = _no_look
 
     @property
@@ -122,22 +124,33 @@ class FrozenFeatures:
                 "held-out data share examples with the training data, so that their metrics would be private; "
                 "remove them from one of the two"
             )
+        parts = [part for part in (train, *held_out) if part is not None]
         with forked_torch(self.model):
             if not self._leaves:
-                self._check(train)
+                self._refuse_random_data(train)
+            keys = {id(part): withheld(partial(self._key, part)) for part in parts}
+            if not self._leaves:
+                if any(self._store.read(key) is None for key in keys.values()):
+                    self._check(train)
+                self._learn(train)
             try:
-                return [None if part is None else self._features_of(part) for part in (train, *held_out)]
+                return [None if part is None else self._features_of(part, keys[id(part)]) for part in (train, *held_out)]
             finally:
                 self._look_again = _no_look  # what trains may be another part of the head from here on
 
-    def _check(self, train: Any) -> None:
-        """The checks of a run on examples, and that nothing is random before the head; on synthetic examples."""
-        raw = self._first(train, self._batch_size)
-        if isinstance(train, Dataset) and not _equal(raw, self._first(train, self._batch_size)):
+    def _refuse_random_data(self, train: Any) -> None:
+        first, again = (self._first(train, self._batch_size) if isinstance(train, Dataset) else None for _ in range(2))
+        if not _equal(first, again):
             raise InputError(
                 "the training data are others when they are read again, so that features cannot be computed once; remove "
                 "random transforms from the Dataset, or do not keep features"
             )
+
+    def _check(self, data: Any) -> None:
+        """The checks of a run on examples, once; on synthetic examples."""
+        if self._checked:
+            return
+        raw = self._first(data, self._batch_size)
         if self._prepare is not None:
             check_transform(self._prepared, raw, self.model, what="prepare")
         batch = withheld(lambda: self._prepared(raw))
@@ -150,17 +163,22 @@ class FrozenFeatures:
             engine.check_independence(like)
 
         self._look_again = look_again
+        self._checked = True
+
+    def _learn(self, train: Any) -> None:
+        """How model and loss can be split, and that nothing is random before the head; on synthetic examples."""
+        batch = withheld(lambda: self._prepared(self._first(train, self._batch_size)))
         examples, _ = SyntheticExamples(0).draw(batch, CHECK_SIZE, None)
         self._split.learn(examples)
         leaves = tree_leaves(self._split.with_features(examples))
         if any(leaf.dtype == torch.bfloat16 for leaf in leaves):
             raise InputError(f"the head {self.head!r} gets bfloat16, which cannot be kept in files; give it float32")
-        self._leaves = leaves  # last: until all of it has passed, every call checks
+        self._leaves = leaves  # last: until all of it has passed, every call looks
 
-    def _features_of(self, data: Any) -> Any:
-        key = withheld(lambda: self._key(data))
+    def _features_of(self, data: Any, key: str) -> Any:
         kept = self._store.read(key)
         if kept is None or not withheld(partial(self._still_right, data, kept)):
+            self._check(data)
             count = len(data) if isinstance(data, Dataset | Tensor) else len(tree_leaves(data)[0])  # type: ignore[arg-type]
             shapes = [((count, *leaf.shape[1:]), leaf.cpu().numpy().dtype) for leaf in self._leaves]
             kept = self._store.write(key, shapes, lambda arrays: self._fill(arrays, data))

@@ -189,7 +189,7 @@ class PrivateTrainer:
             self.plan.batch_size,
             self.step.describe_spent,
             shown=self.show_progress,
-            counted="users" if self.plan.unit == "user" else "examples",
+            counted=f"{self.step.unit_name}s",
         )
         for warning in self.step.warnings:
             progress.say(warning)

@@ -72,11 +72,15 @@ class TrainingStep(ABC):
         train: Any = None,
         *,
         users: Any = None,
-        run_dir: str | Path,
+        run_dir: str | Path = "",
         method: Method | None = None,
         training_measures: Mapping[str, PerExample] | None = None,
         **options: Unpack[StepOptions],
     ) -> None:
+        if not str(run_dir):
+            raise InputError(
+                f"run_dir is missing; {type(self).__name__} writes ledger and privacy statement there, pass a folder"
+            )
         self.run_dir = Path(run_dir)
         self.model = model
         self._plan = plan
@@ -113,6 +117,11 @@ class TrainingStep(ABC):
     def plan(self) -> Steps:
         """The plan, which cannot be exchanged: sampler, noise and ledger have read it."""
         return self._plan
+
+    @property
+    def unit_name(self) -> str:
+        """What a unit is called: example or user, or by its own name, such as patient."""
+        return self._options.get("unit_name") or self.plan.unit
 
     @property
     @abstractmethod

@@ -1,12 +1,14 @@
 """Every command's help has an example, and the examples are ones that the command takes."""
 
 import argparse
+import os
 import re
 import shlex
+import sys
 
 import pytest
 
-from dp_microadam.apps.command_line.cli import build_parser
+from dp_microadam.apps.command_line.cli import build_parser, main
 
 
 def parsers(parser=None):
@@ -30,3 +32,14 @@ def test_every_help_has_an_example_that_works(prog, parser):
         arguments = shlex.split(command)[1:]
         assert build_parser().parse_args(arguments).run is not None
         assert command.startswith(prog) or prog == "dp-microadam"
+
+
+def test_nothing_is_said_if_nobody_reads(monkeypatch, capfd):
+    """As in ``dp-microadam completion bash | head``."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w", encoding="utf-8") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert main(["completion", "bash"]) == 141
+        monkeypatch.undo()
+    assert capfd.readouterr().err == ""

@@ -193,7 +193,7 @@ def test_json_has_bands_and_their_table(capsys):
 def test_a_plan_for_users_says_whom_its_epsilon_is_for(capsys):
     assert main(["plan", *SMALL_BATCHES, "--unit", "user", "--examples-per-user", "4"]) == 0
     shown = capsys.readouterr().out
-    for words in ("one user with all their examples", "ε for a user", "at most 4, as their mean", "expected users per step"):
+    for words in ("one user with all their training", "ε for a user", "at most 4, as their mean", "expected users per step"):
         assert words in shown
     assert "if one user is replaced by another" in shown
     assert main(["plan", *SMALL_BATCHES, "--unit", "user"]) == 2
@@ -206,3 +206,11 @@ def test_ctrl_c_ends_a_command_with_one_sentence(monkeypatch, capsys):
     monkeypatch.setattr(PrivacyPlan, "solve", lambda **_: signal.raise_signal(signal.SIGINT))
     assert main(["plan", *CIFAR, "--epsilon", "8", "--steps", "1000"]) == 130
     assert capsys.readouterr().err == "dp-microadam: stopped by Ctrl-C\n"
+
+
+@pytest.mark.parametrize(("examples", "hinted"), [(60, True), (300, False)])
+def test_a_plan_with_too_much_noise_to_learn_from_says_so(capsys, examples, hinted):
+    """docs/choosing.md: at ε = 8 the network of the demo gets 27.6 % of the digits right after 60 of them, 65.5 % after 300."""
+    sizes = ["--dataset-size", str(examples), "--batch-size", str(examples // 8), "--steps", "200", "--parameters", "26010"]
+    assert main(["plan", *sizes, "--delta", "1e-3", "--epsilon", "8"]) == 0
+    assert ("26,010 parameters hardly learn then: more examples, a larger ε" in capsys.readouterr().out) == hinted

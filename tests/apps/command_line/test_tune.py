@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -92,6 +93,10 @@ def test_a_published_run_can_be_evaluated_exported_reported_and_is_not_resumed(r
     assert "`dp-microadam tune`: the best of a random number of runs" in card
     assert "ε covers the choice" in card
     assert main(["report", "best"]) == 0
+    page = Path("best/report.html").read_text()
+    assert "PRIVATE. Training, with the choice among runs, was" in page
+    assert re.search(r"Chosen by a search</dt><dd>learning_rate = 0\.\d+, max_grad_norm = [\d.]+, optimizer\.density = ", page)
+    assert "peak memory" not in page  # of all runs of the search
     assert main(["resume", "best"]) == 0
     assert "run best is finished" in capsys.readouterr().out
 

@@ -295,3 +295,45 @@ def test_without_a_name_the_studies_are_listed(capsys):
     assert main(["reproduce", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert {(one["name"], one["scale"]) for one in listed} >= {("sigma-sweep", "paper"), ("finetune", "cpu")}
+
+
+HEADS = """
+title = "Heads"
+question = "Are the weights here?"
+rows = ["data"]
+columns = ["method"]
+
+[recipe]
+data = "digits"
+model = "mlp"
+epsilon = 8.0
+steps = 4
+batch_size = 64
+
+[axes.data]
+"digits" = {}
+"photographs" = { data = "image-folder", data_folder = ".", model = "vit-tiny", model_options = { pretrained = "nowhere" } }
+
+[axes.method]
+"DP-SGD" = { method = "dp-sgd" }
+"DP-Adam" = { method = "dp-adam" }
+"""
+
+
+def test_missing_weights_are_named_before_anything_runs_and_other_cells_are_left(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DP_MICROADAM_DATA", str(tmp_path / "data"))
+    (tmp_path / "heads.toml").write_text(HEADS)
+    assert main(["reproduce", "heads.toml", "--only", "data=photographs", "--out", "out"]) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("dp-microadam: pretrained is 'nowhere', which was not found: put its weights into ")
+    assert len(said.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+    study = load_study("heads.toml")
+    missing = study.missing_files()
+    assert [len(cells) for cells in missing.values()] == [2]
+    assert [cell.labels["data"] for cell in study.without(missing).cells] == ["digits", "digits"]
+    (tmp_path / "data" / "nowhere").mkdir(parents=True)
+    (tmp_path / "data" / "nowhere" / "weights.safetensors").touch()
+    assert not study.missing_files()

@@ -1,6 +1,7 @@
 """Recipes with ``cache_features``: the same run, computed once; evaluated, resumed and exported like any other."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -9,8 +10,13 @@ from safetensors.torch import load_file
 from tiny_text_models import LENGTH, save_bert, write_messages
 
 from dp_microadam.apps.command_line.cli import main
+from dp_microadam.apps.command_line.commands.running import open_run
 from dp_microadam.apps.recipes import load_recipe
+from dp_microadam.apps.recipes.pretrained import located
+from dp_microadam.apps.recipes.stated import recipe_of_run, stated
 from dp_microadam.errors import InputError
+from dp_microadam.layers.fixed_norm import FEATURE_NORM
+from dp_microadam.models.hugging_face import text_encoder
 
 pytest.importorskip("transformers")
 
@@ -40,7 +46,7 @@ def recipe_of(tmp_path, monkeypatch):
     """Writes the recipe of a head on a frozen model; features go to a cache of their own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
-    def write(kind):
+    def write(kind, pooling="own"):
         if kind == "images":
             write_images(tmp_path)
             own = f'data = "cifar10"\nverify_data = false\ndata_folder = "{tmp_path}"\nmodel = "vit-tiny"\n'
@@ -49,6 +55,7 @@ def recipe_of(tmp_path, monkeypatch):
             write_messages(tmp_path / "texts")
             own = f'data = "sms-spam"\ndata_folder = "{tmp_path / "texts"}"\nmodel = "hugging-face"\n'
             options = f'[model_options]\npretrained = "{save_bert(tmp_path / "bert")}"\ntrainable = "head"\n'
+            options += f'pooling = "{pooling}"\n'
             options += f"[data_options]\nmax_length = {LENGTH}\n"
         path = tmp_path / "small.toml"
         path.write_text(COMMON + own + options)
@@ -107,3 +114,56 @@ def test_a_recipe_on_features_is_the_same_run_and_exports_the_whole_model(recipe
 def test_features_that_cannot_be_kept_are_refused_before_anything_is_read(recipe_of, override, message):
     with pytest.raises(InputError, match=message):
         load_recipe(str(recipe_of("images")), ["cache_features=true", override])
+
+
+@pytest.mark.slow
+def test_features_of_a_head_have_one_norm_and_every_command_says_so(recipe_of, tmp_path, capsys):
+    """The export checks that its program agrees with evaluation; the card's code builds the same model."""
+    recipe = recipe_of("images")
+    folder, exported = tmp_path / "run", tmp_path / "exported"
+    run(capsys, "train", recipe, "--set", "cache_features=true", "--quiet", "--run-dir", folder)
+    assert "normalize_features = true" in (folder / "config.toml").read_text()
+    kept = torch.from_numpy(np.load(next((tmp_path / "cache").rglob("0.npy"))))
+    torch.testing.assert_close(kept.norm(dim=1), torch.full((len(kept),), FEATURE_NORM), atol=1e-4, rtol=0)
+    assert main(["export", str(folder), "--output", str(exported)]) == 0
+    assert "normalize_features=True" in (exported / "README.md").read_text()
+
+
+def test_a_run_from_before_heads_had_features_of_one_norm_goes_on_without(recipe_of):
+    recipe = load_recipe(str(recipe_of("images")))
+    assert stated(recipe, bands=1).model_options["normalize_features"] is True
+    assert recipe_of_run(recipe.to_toml()).model_options["normalize_features"] is False
+    assert recipe_of_run(stated(recipe, bands=1).to_toml()).model_options["normalize_features"] is True
+    everything = load_recipe(str(recipe_of("images")), ["model_options.trainable=all"])
+    assert "normalize_features" not in stated(everything, bands=1).model_options
+
+
+@pytest.mark.slow
+def test_the_code_of_a_sentence_classifiers_card_gives_the_scores_of_the_run(recipe_of, tmp_path, capsys, monkeypatch):
+    recipe = recipe_of("texts", pooling="mean")
+    folder, exported = tmp_path / "run", tmp_path / "exported"
+    run(capsys, "train", recipe, "--set", "cache_features=true", "--quiet", "--run-dir", folder)
+    assert main(["export", str(folder), "--output", str(exported)]) == 0
+    code = re.search(r"```python\n(.*?)```", (exported / "README.md").read_text(), re.DOTALL)[1]
+    monkeypatch.chdir(exported)
+    names = {}
+    exec(code, names)
+    texts = ["win cash now", "hello mum see you at home tonight", "free"]
+    experiment = open_run(folder)
+    experiment.trainer.peek()
+    model = experiment.best_model().eval()
+    with torch.no_grad():
+        torch.testing.assert_close(names["scores"](texts), model(text_encoder(str(tmp_path / "bert"), LENGTH)(texts)))
+    assert names["encoder"].config.id2label == {0: "ham", 1: "spam"}
+
+
+def test_weights_are_found_by_name_beside_the_data(tmp_path, monkeypatch):
+    monkeypatch.setenv("DP_MICROADAM_DATA", str(tmp_path))
+    assert located("small-vit") == "small-vit"
+    (tmp_path / "small-vit").mkdir()
+    weights = tmp_path / "small-vit" / "any.safetensors"
+    weights.touch()
+    assert located("small-vit") == str(weights)
+    (tmp_path / "small-vit" / "config.json").touch()
+    assert located("small-vit") == str(tmp_path / "small-vit")
+    assert located("facebook/deit-tiny-patch16-224") == "facebook/deit-tiny-patch16-224"

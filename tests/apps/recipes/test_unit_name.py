@@ -23,8 +23,10 @@ def recipe(tmp_path):
 
 def test_statement_card_and_report_say_what_the_unit_is_called(recipe, tmp_path, capsys):
     run = tmp_path / "run"
-    assert main(["train", str(recipe), "--quiet", "--run-dir", str(run)]) == 0
-    assert "ε = 7.00 for a patient at δ = 0.01" in capsys.readouterr().out
+    assert main(["train", str(recipe), "--set", "model_options.hidden=2000", "--quiet", "--run-dir", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert "ε = 7.00 for a patient at δ = 0.01" in shown
+    assert "parameters hardly learn then: more patients, a larger ε" in shown
     statement = (run / "privacy.txt").read_text()
     for words in (
         "differentially private for one patient (one training example each):",
@@ -42,6 +44,7 @@ def test_statement_card_and_report_say_what_the_unit_is_called(recipe, tmp_path,
     assert main(["report", str(run), "--page-only", "--group-size", "2"]) == 0
     page = (run / "report.html").read_text()
     assert "for a patient, at δ = 0.01" in page
+    assert "43 patients" in page
     assert "up to 2 patients together: ε = " in page
     assert main(["export", str(run), "--output", str(tmp_path / "other"), "--group-size", "0"]) == 2
     assert not (tmp_path / "other").exists()
@@ -59,6 +62,27 @@ def test_a_name_is_refused_for_examples_of_which_somebody_has_several(recipe, tm
     assert "with one patient added or removed, with all their examples" in statement
     assert "mean gradient of each patient's examples" in statement
     assert "user" not in statement
+
+
+@pytest.mark.slow
+def test_plan_budget_and_report_of_users_call_them_by_their_name(recipe, tmp_path, capsys):
+    run, users = tmp_path / "run", ["--set", "unit=user", "--set", "examples_per_user=2"]
+    assert main(["train", str(recipe), *users, "--quiet", "--run-dir", str(run)]) == 0
+    capsys.readouterr()
+    assert main(["plan", str(recipe), *users, "--group-size", "2"]) == 0
+    shown = capsys.readouterr().out
+    for words in ("one patient with all their training", "│ patients", "expected patients per step", "examples of a patient"):
+        assert words in shown, words
+    for words in ("ε for 2 patients together", "ε for a patient ", "if one patient is replaced by another"):
+        assert words in shown, words
+    assert main(["budget", str(run), "--group-size", "2"]) == 0
+    spent = capsys.readouterr().out
+    for words in ("Privacy spent, for a patient with all their", "together for a patient: ε", "up to 2 patients together: ε"):
+        assert words in spent, words
+    assert main(["report", str(run), "--page-only"]) == 0
+    page = (run / "report.html").read_text()
+    for text in (shown, spent, page[page.index("<body") : page.index('id="settings"')]):
+        assert "user" not in text
 
 
 @pytest.mark.parametrize("name", ["", "p4", " patient", "a\nb", "x" * 41, 3])

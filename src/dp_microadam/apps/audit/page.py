@@ -9,6 +9,7 @@ import numpy as np
 
 from dp_microadam.apps.audit.check import Check, in_words, range_in_words, together
 from dp_microadam.apps.audit.finding import Finding, Scores
+from dp_microadam.apps.reporting.formats import confidence_in_words
 from dp_microadam.apps.reporting.page import style
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.statement import round_up
@@ -140,7 +141,7 @@ def _card(finding: Finding) -> str:
     facts = (
         ("Claim", f"ε = {finding.claim:.3g} at δ = {finding.delta:g}"),
         ("Shown", f"ε ≥ {finding.bound:.3g}" if finding.bound else "nothing (ε ≥ 0)"),
-        ("Confidence", f"{100 * finding.confidence:.10g} %"),
+        ("Confidence", confidence_in_words(finding.confidence)),
         (finding.unit.capitalize(), f"{finding.size:,}" + (" in each world" if finding.unit == "repetitions" else "")),
         ("A perfect attack would show", f"ε ≥ {finding.largest:.3g}"),
     )

@@ -1,6 +1,6 @@
 """The ``dp-microadam`` command; its subcommands live in :mod:`dp_microadam.apps.command_line.commands`.
 
-Exit codes: 0 done, 1 failure, 2 wrong input, 130 stopped by Ctrl-C.
+Exit codes: 0 done, 1 failure, 2 wrong input, 130 stopped by Ctrl-C, 141 nobody reads what is printed (``| head``).
 """
 
 from __future__ import annotations
@@ -64,7 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         with _privacy_warnings_as_sentences():
-            return int(options.run(options) or 0)
+            code = int(options.run(options) or 0)
+            sys.stdout.flush()  # here, where it can be handled that nobody reads
+            return code
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        return 141
     except InputError as error:
         print(f"{_program_name()}: {error}", file=sys.stderr)
         return 2
@@ -74,6 +80,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{_program_name()}: stopped by Ctrl-C", file=sys.stderr)
         return 130
+
+
+def _nobody_reads() -> bool:
+    """Whether standard output is a pipe that was closed at its other end; if so, what is left to print goes nowhere."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _program_name() -> str:

@@ -138,7 +138,13 @@ def data_or_stand_in(recipe: Recipe, tell: Callable[[str], None] = lambda text: 
         data = load_data(recipe)
         return data, number_of_units(recipe, data)
     tell(f"{recipe.data} was not found; timing random images of the same shape, without reading files")
-    training, _ = split(published.train_size, recipe.validation_fraction, recipe.split_seed, size=recipe.validation_size)
+    training, _ = split(
+        published.train_size,
+        recipe.validation_fraction,
+        recipe.split_seed,
+        size=recipe.validation_size,
+        train_size=recipe.train_size,
+    )
     count = min(_LARGER * recipe.physical_batch_size, recipe.batch_size)
     return synthetic_images(recipe.data, count, image_size=recipe.image_size, **recipe.data_options), len(training)
 

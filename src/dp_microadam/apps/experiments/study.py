@@ -14,6 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from dp_microadam.apps.recipes.pretrained import missing_files
 from dp_microadam.apps.recipes.recipe import Recipe, apply_overrides, recipe_values
 from dp_microadam.errors import InputError
 from dp_microadam.validation import require_integer
@@ -137,6 +138,25 @@ class Study:
         kept = tuple(cell for cell in self.cells if all(str(cell.labels[axis]) in labels for axis, labels in wanted.items()))
         if not kept:
             raise InputError(f"only is {', '.join(conditions)}; no cell of {self.name} has all of these labels, leave one out")
+        return Study(**{**vars(self), "cells": kept})
+
+    def missing_files(self) -> dict[str, list[Cell]]:
+        """Cells whose data set or pretrained weights are not here, by a sentence that says which."""
+        found: dict[str, list[Cell]] = {}
+        for cell in self.cells:
+            if self.measure == ACCURACY and (sentence := missing_files(cell.recipe)) is not None:
+                found.setdefault(sentence, []).append(cell)
+        return found
+
+    def without(self, missing: Mapping[str, Sequence[Cell]]) -> Study:
+        """The study without these cells.
+
+        Raises:
+            InputError: if no cell is left.
+        """
+        kept = tuple(cell for cell in self.cells if not any(cell in cells for cells in missing.values()))
+        if not kept:
+            raise InputError("; ".join(missing))
         return Study(**{**vars(self), "cells": kept})
 
     def describe(self, command: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from dp_microadam.apps.recipes.advice import bands_of, noise_memory_of, refuse_u
 from dp_microadam.apps.recipes.canaries import add_canaries, canaries_in_words, with_canary_key
 from dp_microadam.apps.recipes.experiment import Experiment
 from dp_microadam.apps.recipes.kept_features import features_of
+from dp_microadam.apps.recipes.pretrained import located_options
 from dp_microadam.apps.recipes.public_part import public_examples
 from dp_microadam.apps.recipes.recipe import Recipe
 from dp_microadam.apps.recipes.stated import stated
@@ -175,11 +176,14 @@ def _loss(recipe: Recipe, data: LabelledData) -> PerExample:
 
 
 def _held_out_in_words(recipe: Recipe, data: LabelledData) -> list[str]:
+    drawn = f"which {recipe.train_size} examples of {recipe.data} are trained on (split seed {recipe.split_seed})"
+    used = [] if recipe.train_size is None else [drawn]
     if not size_of(data.validation):
-        return []
+        return used
     share = recipe.validation_size or f"{recipe.validation_fraction:g}"
     whole = recipe.data if data.train_users is None else f"the {recipe.unit_name or 'user'}s of {recipe.data}"
-    return [f"which {share} of {whole} {'are' if recipe.validation_size else 'is'} held out (split seed {recipe.split_seed})"]
+    verb = "are" if recipe.validation_size else "is"
+    return [*used, f"which {share} of {whole} {verb} held out (split seed {recipe.split_seed})"]
 
 
 def _weights_in_words(recipe: Recipe) -> list[str]:
@@ -202,6 +206,8 @@ def load_data(recipe: Recipe) -> LabelledData:
         recipe.data_folder or None,
         validation_fraction=recipe.validation_fraction,
         validation_size=recipe.validation_size,
+        train_size=recipe.train_size,
+        test_size=recipe.test_size,
         split_seed=recipe.split_seed,
         image_size=recipe.image_size,
         verify=recipe.verify_data,
@@ -238,7 +244,7 @@ def _augmentation(recipe: Recipe, data: LabelledData) -> Augmentation | None:
 
 def model_of(recipe: Recipe, data: LabelledData) -> nn.Module:
     """The model that a recipe names, for the shape and classes of its data."""
-    return models.build(recipe.model, data.num_classes, _model_shape(recipe, data), **recipe.model_options)
+    return models.build(recipe.model, data.num_classes, _model_shape(recipe, data), **located_options(recipe))
 
 
 def trainable_parameters(model: nn.Module) -> int:

@@ -19,6 +19,7 @@ from dp_microadam.data.images import ImageFolder
 from dp_microadam.data.preparation import Preparation
 from dp_microadam.data.users import count_users
 from dp_microadam.models.hugging_face import TextModel
+from dp_microadam.privacy.walk import too_much_noise
 from dp_microadam.training.evaluation import ClassCounts, PerExample, count_hits, evaluate
 from dp_microadam.training.frozen_features import FrozenFeatures
 from dp_microadam.training.token_losses import document_hits, document_tokens
@@ -54,7 +55,7 @@ class Experiment:
         """
         data, recipe = self.data, self.recipe
         if not size_of(data.validation):
-            return [*data.notes, "no example is held out for validation: validation_fraction is 0"]
+            return [*data.notes, "no example is held out for validation: validation_fraction is 0", *self._too_much_noise()]
         unit, held_out, rest = "examples", size_of(data.validation), size_of(data.train) - len(self.canaries or ())
         if data.train_users is not None and data.validation_users is not None:
             unit = f"{recipe.unit_name or 'user'}s"
@@ -63,7 +64,16 @@ class Experiment:
             *data.notes,
             f"held out for validation, and not protected: {held_out:,} of {held_out + rest:,} {unit} of the training part, "
             f"drawn with split seed {recipe.split_seed}; validation_fraction = 0 holds out none",
+            *self._too_much_noise(),
         ]
+
+    def _too_much_noise(self) -> Iterator[str]:
+        """The hint of the plan, for methods that train all parameters in every step."""
+        step = self.trainer.step
+        if step.privacy is not None and all(phase.trainable is None for phase in step.phases):
+            trained = sum(parameter.numel() for parameter in step.model.parameters() if parameter.requires_grad)
+            found = too_much_noise(step.privacy, trained, step.unit_name)
+            yield from () if found is None else (found,)
 
     def training_part(self) -> Examples:
         """The training examples, or the features of them that the trainer takes."""

@@ -31,6 +31,8 @@ def public_examples(recipe: Recipe, data: LabelledData, chosen: int | list[int])
 def _rows(recipe: Recipe, data: LabelledData, chosen: int | list[int]) -> torch.Tensor:
     """Indices within the held-out part."""
     count = size_of(data.train) + size_of(data.validation)
+    if recipe.train_size is not None and isinstance(chosen, list):
+        raise InputError(f"optimizer.public holds positions, but train_size is {recipe.train_size}; give their number instead")
     held_out = data.held_out_rows
     if held_out is None:
         _, held_out = split(count, recipe.validation_fraction, recipe.split_seed, size=recipe.validation_size)

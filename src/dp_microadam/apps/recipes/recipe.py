@@ -57,6 +57,10 @@ class Recipe:
     """Fraction of the training part held out for validation; not protected by the guarantee. 0: none is held out."""
     validation_size: int | None = _key(checks.optional(checks.count), default=None)
     """Number of held-out examples, instead of a fraction."""
+    train_size: int | None = _key(checks.optional(checks.count), default=None)
+    """Number of training examples, drawn with ``split_seed``. None: all that are not held out."""
+    test_size: int | None = _key(checks.optional(checks.count), default=None)
+    """Number of test examples, drawn with ``split_seed``. None: all."""
     split_seed: int = _key(checks.seed, default=0)
 
     image_size: int | None = _key(checks.optional(checks.count), default=None)

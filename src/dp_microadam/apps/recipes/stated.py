@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from dp_microadam.apps.recipes.pretrained import stated_model_options
 from dp_microadam.apps.recipes.recipe import Recipe
 
 BIAS_CORRECTION = "steady"
@@ -32,6 +33,7 @@ def stated(recipe: Recipe, bands: int) -> Recipe:
         bands=bands,
         band_coefficients=recipe.band_coefficients if bands > 1 else None,
         band_momentum=recipe.band_momentum if bands > 1 else None,
+        model_options=stated_model_options(recipe),
         optimizer=optimizer,
     )
 
@@ -50,6 +52,7 @@ def recipe_of_run(config: str) -> Recipe:
     recipe = Recipe.from_toml(config)
     values: Mapping[str, Any] = tomllib.loads(config)
     changes: dict[str, Any] = {key: value for key, value in _IN_VERSION_0_1.items() if key not in values}
+    changes["model_options"] = stated_model_options(recipe, normalize=False)  # runs from before it was the default
     if _uses_micro_adam(recipe):
         changes["optimizer"] = {"bias_correction": _BIAS_CORRECTION_IN_VERSION_0_1, **recipe.optimizer}
     return replace(recipe, **changes)

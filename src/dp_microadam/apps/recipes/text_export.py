@@ -9,8 +9,8 @@ from typing import Any
 from dp_microadam.apps.recipes.experiment import Experiment
 from dp_microadam.apps.recipes.texts import class_names_of, encoder_of
 from dp_microadam.durable_files import write_text_durably
-from dp_microadam.models.hugging_face import TextModel
-from dp_microadam.models.text_export import save_text_model, text_loading_code
+from dp_microadam.models.hugging_face import SentenceClassifier, TextModel
+from dp_microadam.models.text_export import save_text_model, sentence_loading_code, text_loading_code
 from dp_microadam.privacy.statement import STATEMENT_NAME
 from dp_microadam.training.export import CARD, new_folder
 from dp_microadam.training.model_card import model_card
@@ -27,10 +27,13 @@ def export_texts(
         InputError: if ``output`` exists.
     """
     recipe, model, trainer = experiment.recipe, experiment.model, experiment.trainer
-    assert isinstance(model, TextModel)
+    assert isinstance(model, TextModel | SentenceClassifier)
     encoder = encoder_of(recipe)
     kind = "AutoModelForCausalLM" if recipe.predicts_tokens else "AutoModelForSequenceClassification"
-    code = text_loading_code(kind, recipe.model_options["pretrained"], encoder.max_length, adapters_alone=adapters_alone)
+    if isinstance(model, SentenceClassifier):
+        code = sentence_loading_code(model, encoder.max_length)
+    else:
+        code = text_loading_code(kind, recipe.model_options["pretrained"], encoder.max_length, adapters_alone=adapters_alone)
     with new_folder(output) as folder:
         with experiment.best_weights():
             save_text_model(model, encoder, folder, classes=class_names_of(recipe), adapters_alone=adapters_alone)

@@ -54,9 +54,10 @@ def refuse_misfits(recipe: Recipe) -> None:
 
 def encoder_of(recipe: Recipe) -> TextEncoder:
     """The tokenizer of the recipe's model, with the recipe's length."""
+    from dp_microadam.apps.recipes.pretrained import located_options
     from dp_microadam.models.hugging_face import text_encoder
 
-    return text_encoder(recipe.model_options.get("pretrained", ""), recipe.data_options.get("max_length", DEFAULT_LENGTH))
+    return text_encoder(located_options(recipe).get("pretrained", ""), recipe.data_options.get("max_length", DEFAULT_LENGTH))
 
 
 def class_names_of(recipe: Recipe) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ LANGUAGE_MODEL = "hugging-face-causal"
 TEXT_SETS = tuple(name for name in KNOWN_DATA if known(name).kind == "text")
 
 _LORA_OPTIONS = ("lora_rank", "lora_alpha", "lora_targets")
-_TRANSFORMER_OPTIONS = ("pretrained", "resolution", "patch_size", "trainable")
+_TRANSFORMER_OPTIONS = ("pretrained", "resolution", "patch_size", "trainable", "normalize_features")
 
 MODEL_OPTIONS: dict[str, tuple[str, ...]] = {
     "mlp": ("hidden",),
@@ -43,7 +43,7 @@ MODEL_OPTIONS: dict[str, tuple[str, ...]] = {
     "nf-resnet-50": ("width", "alpha", "skip_gain", "stochastic_depth", "gain"),
     **dict.fromkeys(("deit-tiny", "deit-small", "deit-base"), _TRANSFORMER_OPTIONS),
     **dict.fromkeys(("vit-tiny", "vit-small", "vit-base", "vit-large"), _TRANSFORMER_OPTIONS),
-    TEXT_CLASSIFIER: ("pretrained", "trainable", *_LORA_OPTIONS),
+    TEXT_CLASSIFIER: ("pretrained", "trainable", "pooling", *_LORA_OPTIONS),
     LANGUAGE_MODEL: ("pretrained", "prompt", *_LORA_OPTIONS),
 }
 """Options by model."""

@@ -56,6 +56,17 @@ def decimals_of(value: float) -> int:
     return 0 if "e" in text or text.endswith(".0") else len(text.partition(".")[2])
 
 
+def confidence_in_words(confidence: float) -> str:
+    """A confidence in percent, rounded down, with two decimals or as many as tell it from certainty.
+
+    >>> confidence_in_words(0.95), confidence_in_words(1 - 0.05 / 3), confidence_in_words(1 - 1e-7)
+    ('95 %', '98.33 %', '99.99999 %')
+    """
+    decimals = max(2, math.ceil(-math.log10(1 - confidence) - 1e-6) - 2)
+    percent = math.floor(100 * confidence * 10**decimals + 1e-6) / 10**decimals
+    return f"{percent:.{decimals}f}".rstrip("0").rstrip(".") + " %"
+
+
 def in_bytes(count: float) -> str:
     """A number of bytes with a unit.
 

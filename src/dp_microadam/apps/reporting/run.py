@@ -15,7 +15,7 @@ from dp_microadam.apps.reporting.palette import method_name
 from dp_microadam.errors import InputError
 from dp_microadam.privacy.ledger import LEDGER_NAME, LedgerRecord, read_ledger
 from dp_microadam.privacy.ledger_record import RUN_INSIDE, run_folder
-from dp_microadam.privacy.statement import PRIVACY_NAME, STATEMENT_NAME, called, unit_of
+from dp_microadam.privacy.statement import PRIVACY_NAME, STATEMENT_NAME, called
 from dp_microadam.training.run_folder import (
     ADAM_STATE,
     CONFIG,
@@ -142,14 +142,13 @@ class Run:
 
     @property
     def unit(self) -> str:
-        """Whom ε is for, and what batches count: ``"example"`` or ``"user"``."""
-        return unit_of(self.privacy)
+        """Whom ε is for, and what batches count: ``"example"``, ``"user"``, or what the run calls it, such as ``"patient"``."""
+        return called(self.privacy)
 
     @property
     def whom(self) -> str:
         """``"for a user"``, or what a user or example is called; empty for examples without a name."""
-        name = called(self.privacy)
-        return "" if name == "example" else f"for a {name}"
+        return "" if self.unit == "example" else f"for a {self.unit}"
 
     @property
     def steps(self) -> int:

@@ -160,7 +160,7 @@ def _set_y_scale(axes: Any, largest: Sequence[float]) -> None:
         axes.set_yscale("log")
         axes.set_ylim(bottom=min(largest) / _FAR_APART)
     else:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.08 * max(largest) or None)  # the largest marker is whole
 
 
 def _learning_rate(runs: Sequence[Run]) -> Figure | None:

@@ -103,6 +103,7 @@ def _card(run: Run, colour: str, *, numbers: bool) -> str:
         "Date": "" if run.last_activity is None else f"{run.last_activity:%Y-%m-%d}",
         "Method": run.method,
         "Model, data": ", ".join(str(run.settings[key]) for key in ("model", "data") if key in run.settings),
+        "Chosen by a search": run_tables.chosen_in_words(run),
         "Trained on": run_tables.trained_on(run),
         "Steps": run_tables.steps_in_words(run),
         "State": _state(run),

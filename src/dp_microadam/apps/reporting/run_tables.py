@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dp_microadam.apps.reporting.formats import duration, fixed, in_bytes, significant
+from dp_microadam.apps.reporting.formats import confidence_in_words, duration, fixed, in_bytes, significant
 from dp_microadam.apps.reporting.run import Run
 from dp_microadam.apps.reporting.run_figures import labels_of
 from dp_microadam.apps.reporting.tables import Cell, Table, cell
@@ -16,7 +17,7 @@ _UNKNOWN = cell("not recorded", faint=True)
 
 HELD_OUT = (
     "Measured on examples that were not used for training; these examples are not covered by the privacy guarantee. "
-    "Examples, or users, per second are the expected batch size times steps per second."
+    "Throughput is the expected batch size times steps per second."
 )
 
 
@@ -132,6 +133,8 @@ def memory(runs: Sequence[Run]) -> Table | None:
     if not lines:
         return None
     header = ["run", "parameters", "of these trained", "optimizer state", "Adam's would be", "share of Adam's", "peak memory"]
+    if not any(line[-1] for line in lines):  # as of a search, whose runs it would tell about
+        header, lines = header[:-1], [line[:-1] for line in lines]
     note = (
         "Adam keeps two float32 moments, 8 bytes per trained parameter. Peak memory of a process includes data and libraries."
     )
@@ -160,6 +163,14 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def chosen_in_words(run: Run) -> str:
+    """The hyperparameters that a search chose, of a run that is the result of one; else empty."""
+    flat = _flat(run.settings)
+    searched = dict.fromkeys(key.removeprefix("tune.") for key in flat if key.startswith("tune."))
+    names = dict.fromkeys(re.sub(r"\.(low|high|count|spacing)$", "", key) for key in searched)
+    return ", ".join(f"{name} = {flat[name]}" for name in names if name in flat)
+
+
 def diagnostics(run: Run, *, number: int, label: str) -> Table | None:
     """Table of the last diagnostics of MicroAdam."""
     if run.diagnostics is None:
@@ -182,9 +193,12 @@ def audit(content: Mapping[str, Any], *, name: str) -> Table:
                 f"{one['claim']:.2f}",
                 f"{one['delta']:g}",
                 f"ε ≥ {one['largest']:.2f}",
-                f"{100 * one['confidence']:.10g} %",
+                confidence_in_words(one["confidence"]),
             ]
         )
     header = ["audit", "verdict", "shown", "claimed ε", "at δ", "a perfect attack shows", "confidence"]
-    note = "An audit is an attack: it shows that ε is at least a number. A number below the claim is no proof of privacy."
+    note = (
+        "An audit is an attack: it shows that ε is at least a number. A number below the claim is no proof of privacy. A claim "
+        "is out of reach if even a perfect attack of this size shows less."
+    )
     return Table.of(name, "Audits", header, lines, note=note)

@@ -231,6 +231,8 @@ def _print_findings(findings: list[Finding]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from dp_microadam.apps.reporting.formats import confidence_in_words
+
     if not findings:
         return
     table = Table(title="Attacks", title_justify="left")
@@ -244,7 +246,7 @@ def _print_findings(findings: list[Finding]) -> None:
             f"{finding.claim:.2f}",
             f"{finding.delta:g}",
             f"{finding.largest:.2f}",
-            f"{100 * finding.confidence:.10g} %",
+            confidence_in_words(finding.confidence),
         )
     Console(highlight=False).print(table)
 

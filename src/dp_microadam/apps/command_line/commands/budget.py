@@ -75,7 +75,8 @@ def run(options: argparse.Namespace) -> int:
     sizes = {record.plan.dataset_size for record in records.values()}
     if len(sizes) > 1:
         warnings.warn(
-            f"the datasets have different sizes {sorted(sizes)}; budgets add up only for {min(units)}s in all of them",
+            f"the datasets have different sizes {sorted(sizes)}; budgets add up only for {_name_of_units(records)}s in all of "
+            "them",
             PrivacyWarning,
             stacklevel=1,
         )
@@ -127,6 +128,7 @@ def _compose(records: dict[str, LedgerRecord], delta: float, options: argparse.N
     report: dict[str, Any] = {
         "private": all(record.settings.private for record in records.values()),
         "unit": next(iter(records.values())).plan.unit,
+        "unit_name": _name_of_units(records),
         "epsilon": by_accountant[chosen],
         "delta": delta,
         "accountant": chosen,
@@ -154,6 +156,12 @@ def _compose(records: dict[str, LedgerRecord], delta: float, options: argparse.N
     if options.group_size > 1:
         report["group_epsilon"] = group_epsilon(spent, delta, options.group_size)
     return report
+
+
+def _name_of_units(records: dict[str, LedgerRecord]) -> str:
+    """What all runs call a unit: example, user, or the name that they all give it."""
+    named = {record.settings.unit_name for record in records.values()}
+    return (named.pop() if len(named) == 1 else "") or next(iter(records.values())).plan.unit
 
 
 def _find(anchor: str, records: dict[str, LedgerRecord]) -> dict[str, Any]:
@@ -208,8 +216,10 @@ def _print_table(report: dict[str, Any]) -> None:
 
     from dp_microadam.privacy.statement import round_up
 
-    users = report["unit"] == "user"
-    spent = f"Privacy spent{', for a user with all their examples' if users else ''}"
+    unit = report["unit_name"]
+    whom = "" if unit == "example" else f" for a {unit}"
+    all_of_it = " with all their examples" if report["unit"] == "user" else ""
+    spent = f"Privacy spent{f',{whom}{all_of_it}' if whom else ''}"
     table = Table(title=f"{spent}, at δ = {report['delta']:g} by {report['accountant']}", title_justify="left")
     table.add_column("run", overflow="fold")
     banded = any(run["bands"] > 1 for run in report["runs"])
@@ -239,10 +249,9 @@ def _print_table(report: dict[str, Any]) -> None:
         console.print(f"{found}; none of those is missing", soft_wrap=True)
     stamp = "" if report["private"] else "not private: "
     by_each = ", ".join(f"{round_up(view['epsilon'], 4)} by {name}" for name, view in report["accountants"].items())
-    whom = " for a user" if users else ""
     console.print(f"{stamp}all runs together{whom}: ε = {by_each}, at δ = {report['delta']:g}", soft_wrap=True)
     if report["group_size"] > 1:
         size = report["group_size"]
-        group = f"up to {size} users together" if users else f"a person with up to {size} examples"
+        group = f"up to {size} {unit}s together" if whom else f"a person with up to {size} examples"
         how = "general group privacy" if banded or any(run["selected"] for run in report["runs"]) else "pld"
         console.print(f"{group}: ε = {round_up(report['group_epsilon'], 4)} by {how}", soft_wrap=True)

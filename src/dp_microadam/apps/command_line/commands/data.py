@@ -175,7 +175,7 @@ def run_check(options: argparse.Namespace) -> int:
             problems = list(image_problems(name, Path(found.place), data_options, options.workers, count))
         problems += user_problems(Path(found.place), data_options)
         if not problems:
-            summary = image_summary(Path(found.place), data_options)
+            summary = image_summary(Path(found.place), data_options, (recipe and recipe.unit_name) or "user")
     if found.place and not problems and takes_columns(name) and (recipe is not None or kind == "table"):
         problems, notes = _check_table(recipe, folder)
     if found.place and not problems and kind == "text":

@@ -100,6 +100,7 @@ class _Planned:
     """A plan, what it was solved for, and the proposals that it was chosen from."""
 
     plan: PrivacyPlan
+    unit_name: str
     limit: float
     parameters: int | None
     memory_gib: float
@@ -112,6 +113,7 @@ def run(options: argparse.Namespace) -> int:
     from dp_microadam.apps.command_line.commands import plan_tables
     from dp_microadam.privacy.accounting import group_epsilon
     from dp_microadam.privacy.meaning import meaning
+    from dp_microadam.privacy.walk import relative_noise, too_much_noise
 
     planned = _from_numbers(options) if options.recipe is None else _from_recipe(options)
     plan, limit, workload = planned.plan, planned.limit, planned.workload
@@ -127,14 +129,20 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         weights = {} if workload is None else {"weight_noise": plan.weight_noise(**workload)}
         proposals = {"proposals": [asdict(one) for one in planned.proposals]} if planned.proposals else {}
-        report = {**group, "accountants": views, "meaning": told, "bands_table": bands, **weights, **proposals}
+        noise = None if planned.parameters is None else relative_noise(plan, planned.parameters)
+        report = {**group, "accountants": views, "meaning": told, "bands_table": bands, "relative_noise": noise}
+        report |= {**weights, **proposals}
         print(json.dumps({**plan.to_dict(), **report}))
         return 0
     if planned.chosen is not None:
         plan_tables.print_proposals(planned.proposals, planned.chosen)
-    plan_tables.print_tables(plan, limit, views, group)
-    plan_tables.print_meaning(told, plan.unit)
+    plan_tables.print_tables(plan, planned.unit_name, limit, views, group)
+    plan_tables.print_meaning(told, planned.unit_name or plan.unit)
     plan_tables.print_bands(plan, bands, sized=planned.parameters is not None)
+    if planned.parameters is not None:
+        hint = too_much_noise(plan, planned.parameters, planned.unit_name or plan.unit)
+        if hint is not None:
+            print(hint)
     if workload is not None:
         print(
             f"optimised coefficients leave {plan.weight_noise(**workload):.3f} of the noise that the banded square root "
@@ -182,7 +190,7 @@ def _from_numbers(options: argparse.Namespace) -> _Planned:
     workload = _workload(options, plan)
     plan = plan if workload is None else plan.optimised_for(**workload)
     limit = plan.epsilon if options.epsilon is None or options.group_size is not None else options.epsilon
-    return _Planned(plan, limit, options.parameters, memory, workload, proposals, chosen)
+    return _Planned(plan, "", limit, options.parameters, memory, workload, proposals, chosen)
 
 
 def _proposals(options: argparse.Namespace, bands: str, memory_gib: float) -> tuple[Proposal, ...]:
@@ -248,7 +256,7 @@ def _from_recipe(options: argparse.Namespace) -> _Planned:
     plan = plan_of(recipe, size, parameters)
     assert isinstance(plan, PrivacyPlan)
     limit = plan.epsilon if recipe.epsilon is None else recipe.epsilon
-    return _Planned(plan, limit, parameters, noise_memory_of(recipe), None, proposals, chosen)
+    return _Planned(plan, recipe.unit_name or "", limit, parameters, noise_memory_of(recipe), None, proposals, chosen)
 
 
 def _affordable(options: argparse.Namespace, recipe: Recipe, data: LabelledData) -> Callable[[int], float] | None:

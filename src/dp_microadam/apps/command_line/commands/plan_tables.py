@@ -11,34 +11,38 @@ if TYPE_CHECKING:
     from dp_microadam.privacy.plan import PrivacyPlan
 
 
-def _group_row(group: Mapping[str, Any], users: bool) -> tuple[str, str]:
+def _group_row(group: Mapping[str, Any], unit: str) -> tuple[str, str]:
     from dp_microadam.privacy.statement import round_up
 
-    whom = f"{group['group_size']} users together" if users else f"somebody with up to {group['group_size']} examples"
+    size = group["group_size"]
+    whom = f"somebody with up to {size} examples" if unit == "example" else f"{size} {unit}s together"
     return f"ε for {whom}", round_up(group["group_epsilon"], 4)
 
 
-def print_tables(plan: PrivacyPlan, limit: float, views: dict[str, dict[str, Any]], group: Mapping[str, Any]) -> None:
-    """The plan, and what both accountants say of it."""
+def print_tables(
+    plan: PrivacyPlan, unit_name: str, limit: float, views: dict[str, dict[str, Any]], group: Mapping[str, Any]
+) -> None:
+    """The plan, and what both accountants say of it; ``unit_name`` is what a unit is called, or empty."""
     from rich.console import Console
     from rich.table import Table
 
-    from dp_microadam.privacy.statement import round_up
+    from dp_microadam.privacy.statement import round_up, unit_in_words
 
     facts = Table(title="Privacy plan", title_justify="left", show_header=False)
-    users = plan.unit == "user"
+    unit = unit_name or plan.unit
+    named, most = unit != "example", plan.examples_per_user
     for name, text in (
-        *((("unit", "one user with all their examples"),) if users else ()),
-        ("users" if users else "dataset size", f"{plan.dataset_size}"),
-        ("expected users per step" if users else "expected batch size", f"{plan.batch_size}"),
-        *((("examples of a user in a step", f"at most {plan.examples_per_user}, as their mean"),) if users else ()),
+        *((("unit", unit_in_words(plan.unit, unit_name)),) if named else ()),
+        (f"{unit}s" if named else "dataset size", f"{plan.dataset_size}"),
+        (f"expected {unit}s per step" if named else "expected batch size", f"{plan.batch_size}"),
+        *(((f"examples of a {unit} in a step", f"at most {most}, as their mean"),) if most is not None else ()),
         *((("largest batch size", _cap_in_words(plan)),) if plan.max_batch_size is not None else ()),
         ("sample rate", f"{plan.sample_rate:.6g}" + (f" in each of {plan.bands} groups" if plan.bands > 1 else "")),
         ("noise multiplier", f"{plan.noise_multiplier:g}"),
         ("steps", f"{plan.steps}"),
         ("epochs", f"{plan.steps * plan.batch_size / plan.dataset_size:.1f}"),
-        *((_group_row(group, users),) if group else ()),
-        ("ε for a user" if users else "ε for one example" if group else "ε", round_up(plan.epsilon, 4)),
+        *((_group_row(group, unit),) if group else ()),
+        (f"ε for a {unit}" if named else "ε for one example" if group else "ε", round_up(plan.epsilon, 4)),
         ("δ", f"{plan.delta:g}"),
         ("accountant", plan.accountant),
         *((("bands of correlated noise", f"{plan.bands}"),) if plan.bands > 1 else ()),
@@ -102,7 +106,7 @@ def print_bands(plan: PrivacyPlan, rows: list[dict[str, Any]], sized: bool) -> N
 
 
 def print_meaning(told: dict[str, Any], unit: str) -> None:
-    """What an attacker on the finished run reaches, μ, and ε for replacing one ``unit``: an example or a user."""
+    """What an attacker on the finished run reaches, μ, and ε for replacing one ``unit``, such as a patient."""
     from rich.console import Console
     from rich.table import Table
 

@@ -77,10 +77,15 @@ def run(options: argparse.Namespace) -> int:
     try:
         if options.estimate:
             return _estimate(options, study, repeats)
+        missing = study.missing_files()
+        study = study.without(missing)
+        for sentence, cells in missing.items():
+            print(f"{len(cells)} of the {len(whole.cells)} cells are left out: {sentence}", file=sys.stderr)
         folder = SweepFolder(options.out or _default_folder(study, options))
         with folder.locked():
             folder.begin(whole, _command(options))
-            return _time(options, study, folder) if study.measure == COST else _train(options, study, folder, repeats)
+            done = _time(options, study, folder) if study.measure == COST else _train(options, study, folder, repeats)
+            return done or (2 if missing else 0)
     except KeyboardInterrupt:
         print("stopped; run the same command again to continue", file=sys.stderr)
         return INTERRUPTED
