@@ -51,6 +51,7 @@ ONLY_PARSED = {
     r"dp-microadam train +#": "the demo, which tests/apps/command_line/test_cli_runs.py runs",
     r"dp-microadam (train|plan) my\.toml": "stands for a file of the reader's own",
     r"dp-microadam (resume|evaluate|export|predict|budget) runs/mine": "a run of the reader's own; test_cli_runs.py has one",
+    r"dp-microadam predict spam-filter": "needs what the page exports; tests/apps/recipes/test_texts.py predicts by such",
     r"dp-microadam train .*--set data=small-digits": "run on the patched tree by tests/test_docs_diffs.py",
 }
 """Commands whose options must be accepted, and whose recipe must be one, but which are not run, and why."""
@@ -60,7 +61,7 @@ NOT_PYTHON = {
     "trainer = PrivateHFTrainer(model, args": "an excerpt of examples/text_classification.py, run by tests/test_examples.py",
     "class Model(PrivateLightningModule)": "an excerpt of examples/lightning_digits.py, run by tests/test_examples.py",
     'pipeline("text-classification", "spam-filter")': "needs what the page exports; test_texts.py loads such",
-    "models.with_lora(model, rank=8)": "needs a pretrained model; tests/integrations/test_hugging_face.py trains adapters",
+    "lora_rank=8,": "needs a pretrained model; tests/integrations/test_hugging_face.py trains adapters",
     "record = ledger_from_opacus(": "an excerpt of what tests/integrations/test_opacus.py runs",
 }
 """Python blocks that are compiled and not run, by something in them, and why."""

@@ -19,7 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from dp_microadam import InputError, MicroAdam, PrivacyError, PrivacyPlan, PrivateTrainer, methods, models
+from dp_microadam import InputError, PrivacyError, PrivacyPlan, PrivateTrainer, methods, models
 from dp_microadam.clipping.per_example import clipped_sum
 from dp_microadam.integrations.hugging_face import PrivateHFTrainer, causal_language_loss, classification_loss
 from dp_microadam.integrations.private_steps import PrivateSteps
@@ -420,15 +420,40 @@ def test_a_collator_that_packs_examples_into_one_row_is_refused(make):
         make(data_collator=DataCollatorWithFlattening())
 
 
-def test_adapters_train_and_nothing_else_does(make):
+@pytest.mark.slow
+def test_adapters_train_as_those_of_recipes_and_nothing_else_does(make, plan, tmp_path):
     pytest.importorskip("peft")
-    model = models.with_lora(bert(), rank=2)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    make(model, optimizers=(MicroAdam(trainable, lr=0.1), None), arguments={"max_steps": 2}).train()
-    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
-    assert any("lora_B" in name for name in moved)
-    assert all("lora_" in name or "classifier.modules_to_save" in name for name in moved)
+    before = bert()
+    lora = {"alpha": 8.0, "targets": ["query"]}
+    torch.manual_seed(6)
+    trainer = make(
+        copy.deepcopy(before),
+        lora_rank=2,
+        **{f"lora_{name}": value for name, value in lora.items()},
+        seed=4,
+        optimizers=(None, None),
+        arguments={"max_steps": 2, "lr_scheduler_type": "constant", "seed": 6},
+    )
+    trainer.train()
+    torch.manual_seed(6)
+    twin = models.with_lora(copy.deepcopy(before), 2, **lora).train()
+    start = {name: parameter.detach().clone() for name, parameter in twin.named_parameters()}
+    options = {"physical_batch_size": 32, "run_dir": tmp_path / "ours", "seed": 4, "show_progress": False, "max_steps": 2}
+    PrivateTrainer(twin, methods.dp_walk(twin), plan, classification_loss, **options).fit(sentences(COUNT, 0))
+    moved = {name for name, parameter in twin.named_parameters() if not torch.equal(parameter, start[name])}
+    assert {name.split(".")[-3] for name in moved} == {"lora_A", "lora_B", "modules_to_save"}
+    for (name, parameter), expected in zip(trainer.model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(parameter, expected), name
+
+
+def test_adapters_that_would_not_train_are_refused(make):
+    pytest.importorskip("peft")
+    with pytest.raises(InputError, match=r"lora_alpha is 8\.0, but lora_rank is 0"):
+        make(bert(), lora_alpha=8.0)
+    with pytest.raises(InputError, match="the SGD was made before there were adapters"):
+        make(bert(), lora_rank=2)
+    with pytest.raises(InputError, match="lora_targets is 'no-such-layer'"):
+        make(bert(), lora_rank=2, lora_targets="no-such-layer", optimizers=(None, None))
 
 
 def test_metrics_of_training_data_are_refused(make):
@@ -541,11 +566,35 @@ def test_noise_is_not_clipped_by_the_host(make):
     assert min(norms) > 0.5 * 10 / 30 * parameters**0.5  # chance of failing below 1e-12: χ² of hundreds of degrees
 
 
-def test_the_optimizer_is_micro_adam_at_its_own_rate_unless_told(make):
-    for arguments, rate in (({}, 1e-3), ({"learning_rate": 0.01}, 0.01)):
-        optimizer = make(arguments=arguments, optimizers=(None, None)).create_optimizer()
-        assert isinstance(optimizer, MicroAdam)
-        assert optimizer.param_groups[0]["lr"] == rate
+def test_the_optimizer_is_that_of_dp_walk_unless_told(make):
+    ours = methods.dp_walk(words()).optimizer
+    optimizer = make(optimizers=(None, None)).create_optimizer()
+    assert type(optimizer) is type(ours)
+    for name in ("lr", "lr_unit", "beta", "eps", "weight_decay"):
+        assert optimizer.param_groups[0][name] == ours.param_groups[0][name], name
+
+
+@pytest.mark.slow
+def test_without_an_optimizer_weights_are_those_of_our_own_trainer_with_dp_walk(make, plan, tmp_path):
+    arguments = {"lr_scheduler_type": "constant", "weight_decay": 0.01, "per_device_train_batch_size": 16}
+    trainer = make(seed=4, optimizers=(None, None), arguments=arguments)
+    trainer.train()
+    twin = words().train()
+    method = methods.dp_walk(twin, weight_decay=0.01)
+    options = {"physical_batch_size": 16, "run_dir": tmp_path / "ours", "seed": 4, "show_progress": False}
+    PrivateTrainer(twin, method, plan, classification_loss, **options).fit(sentences(COUNT, 0))
+    for (name, parameter), expected in zip(trainer.model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(parameter, expected), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [({"learning_rate": 0.01}, "learning_rate is 0.01: .* follows from the plan"), ({"adam_beta1": 0.8}, "no first moment")],
+)
+def test_settings_that_dp_walk_does_not_have_are_refused_without_an_optimizer(make, arguments, sentence):
+    with pytest.raises(InputError, match=sentence):
+        make(arguments=arguments, optimizers=(None, None))
+    make(arguments=arguments)  # with an optimizer it is the host's business
 
 
 def test_classification_loss_is_the_model_s_own_for_each_example():

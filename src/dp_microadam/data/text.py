@@ -151,17 +151,30 @@ def _content(path: Path, reading: Reading, columns: Columns, *, may_lack_users: 
                 f"{path} is larger than data_memory_gib = {reading.map_above / 2**30:g}, and text cannot be memory-mapped; "
                 "set data_memory_gib higher"
             )
-        rows = _csv_rows(path) if path.suffix.lower() == ".csv" else _json_rows(path)
-        return _sorted_out(path, list(rows), columns, may_lack_users)
+        return _sorted_out(path, list(rows_of(path)), columns, may_lack_users)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-_Row = tuple[int, dict[str, Any] | str]
+Row = tuple[int, dict[str, Any] | str]
 """The number of a row's first line, and its values by column, or what is wrong with it as a whole."""
 
 
-def _sorted_out(path: Path, rows: list[_Row], columns: Columns, may_lack_users: bool) -> _Content:
+def rows_of(path: Path) -> Iterator[Row]:
+    """The rows of a CSV file or of JSON lines."""
+    return _csv_rows(path) if path.suffix.lower() == ".csv" else _json_rows(path)
+
+
+def problem_of_text(text: Any, column: str) -> str | None:
+    """What is wrong with a text, or None."""
+    if not isinstance(text, str):
+        return f"column {column!r} holds no text"
+    if not text.strip():
+        return "the text is empty"
+    return "the text is not valid UTF-8; save the file in that encoding" if _is_broken(text) else None
+
+
+def _sorted_out(path: Path, rows: list[Row], columns: Columns, may_lack_users: bool) -> _Content:
     known = {name for _, row in rows if isinstance(row, dict) for name in row}
     user = None if may_lack_users and columns.user not in known else columns.user
     for option, name in (("text", columns.text), ("label", columns.label), ("user_column", user)):
@@ -184,12 +197,8 @@ def _sorted_out(path: Path, rows: list[_Row], columns: Columns, may_lack_users: 
 def _problems_of_row(
     text: Any, label: Any, owner: Any, columns: Columns, number: dict[str, int], user: str | None
 ) -> Iterator[str]:
-    if not isinstance(text, str):
-        yield f"column {columns.text!r} holds no text"
-    elif not text.strip():
-        yield "the text is empty"
-    elif _is_broken(text):
-        yield "the text is not valid UTF-8; save the file in that encoding"
+    if (problem := problem_of_text(text, columns.text)) is not None:
+        yield problem
     if columns.label is not None and columns.classes and _word(label) not in number:
         yield f"the label {_word(label)!r} is not among classes = {list(columns.classes)}"
     if user is not None and _word(owner).lower() in ("", "nan"):
@@ -212,7 +221,7 @@ def _is_broken(text: str) -> bool:
     return False
 
 
-def _csv_rows(path: Path) -> Iterator[_Row]:
+def _csv_rows(path: Path) -> Iterator[Row]:
     limit = csv.field_size_limit(_LONGEST_FIELD)
     try:
         with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as stream:
@@ -239,7 +248,7 @@ def _csv_rows(path: Path) -> Iterator[_Row]:
         csv.field_size_limit(limit)
 
 
-def _json_rows(path: Path) -> Iterator[_Row]:
+def _json_rows(path: Path) -> Iterator[Row]:
     with path.open("rb") as stream:
         for line, raw in enumerate(stream, 1):
             if not raw.strip():

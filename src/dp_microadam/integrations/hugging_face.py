@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -17,12 +16,15 @@ from dp_microadam.errors import InputError, PrivacyError
 from dp_microadam.integrations.collated_alone import CollatedAlone
 from dp_microadam.integrations.isolated_metrics import IsolatedLoss
 from dp_microadam.integrations.private_steps import USER_OPTIONS, PrivateSteps
-from dp_microadam.optimizers.micro_adam import MicroAdam
+from dp_microadam.models.lora import with_lora
+from dp_microadam.optimizers.tensor_adam import TensorAdam
 from dp_microadam.privacy.ledger_record import RUN_INSIDE
 from dp_microadam.privacy.plan import PrivacyPlan
+from dp_microadam.privacy.walk import DISTANCE
 from dp_microadam.training.evaluation import PerExample
 from dp_microadam.training.held_out import share_examples
 from dp_microadam.training.method import Method
+from dp_microadam.training.rate_units import WALK
 from dp_microadam.training.training_step import StepOptions
 
 try:
@@ -34,46 +36,17 @@ except ImportError as error:
         "PrivateHFTrainer needs transformers and accelerate; run pip install 'dp-microadam[hugging-face]'"
     ) from error
 
+from dp_microadam.integrations.hugging_face_settings import (  # it imports transformers too
+    WHY_NOT,
+    defaults_of,
+    refuse_options,
+    refuse_settings,
+    refuse_without_optimizer,
+)
+
 STAMP_NAME = "dp_microadam.json"
 METHOD_NAME = "dp_microadam_method.pt"
 """What checkpoints have beside the host's own files: of which run and step they are, and the state of the method."""
-
-# What a private run honours, or what does not touch training. Everything else must be left at its default: a setting that is
-# silently not used would mislead, and one that a later release adds may look at training data.
-_HONOURED_SETTINGS = """
-output_dir per_device_train_batch_size per_device_eval_batch_size max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs
-warmup_steps warmup_ratio weight_decay adam_beta1 adam_beta2 adam_epsilon
-logging_strategy logging_steps logging_first_step logging_dir log_level log_level_replica log_on_each_node disable_tqdm
-report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id
-eval_strategy eval_steps eval_delay eval_on_start eval_do_concat_batches eval_use_gather_object eval_accumulation_steps
-prediction_loss_only include_for_metrics batch_eval_metrics
-save_strategy save_steps save_total_limit save_only_model save_on_each_node save_safetensors
-load_best_model_at_end metric_for_best_model greater_is_better restore_callback_states_from_checkpoint
-push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
-seed use_cpu dataloader_num_workers dataloader_pin_memory remove_unused_columns label_names
-do_train do_eval do_predict resume_from_checkpoint use_cache
-bf16 gradient_checkpointing gradient_checkpointing_kwargs ddp_backend ddp_timeout local_rank
-"""
-_HONOURED = frozenset(_HONOURED_SETTINGS.split())
-
-_WHY_NOT = {
-    "fp16": "it scales losses and gradients against underflow, which is not done for gradients of single examples; use bf16",
-    "gradient_accumulation_steps": "a batch that does not fit in memory is cut into chunks of per_device_train_batch_size "
-    "here, and noise is added once; leave it at 1",
-    "max_grad_norm": "it clips the mean gradient, and the noise with it; give max_grad_norm to the trainer itself, where it "
-    "bounds each example's gradient",
-    "num_train_epochs": "the plan says how many steps there are; solve it for other steps, or stop early by max_steps",
-    "train_sampling_strategy": "batches are Poisson samples, which is what is accounted for; leave it at 'random'",
-    "group_by_length": "batches are Poisson samples, which is what is accounted for; leave it False",
-    "dataloader_drop_last": "a Poisson sample of any size is a batch, an empty one too; leave it False",
-    "data_seed": "samples are drawn from the operating system's entropy and must not be repeatable; leave it None",
-    "label_smoothing_factor": "the loss is per_example_loss here; smooth it there",
-    "auto_find_batch_size": "a batch that is tried again is spent twice; choose per_device_train_batch_size yourself",
-    "include_num_input_tokens_seen": "how many tokens a step saw is private; leave it at 'no'",
-    "skip_memory_metrics": "memory in use tells how large batches were, which is private; leave it True",
-    "torch_compile": "layers are observed one by one, so that nothing could be fused; leave it False",
-    "optim": "the optimizer is MicroAdam; give another by optimizers=(optimizer, None), or by method",
-}
 
 _PHYSICAL_BATCH_SIZE = 32
 """In place of the host's default of 8, which would cut the large batches of private runs into many slow chunks."""
@@ -90,15 +63,17 @@ class PrivateHFTrainer(Trainer):
 
     ``max_steps``, unless given, is the plan's number of steps; an epoch is as many as take each example once on average.
     ``per_device_train_batch_size`` only says how many examples go through the model at once. Its default of 8, which is slow,
-    counts as not set: 32 go through then. Without a method, and without an optimizer in ``optimizers``, the optimizer is
-    :class:`MicroAdam`, with its own learning rate unless ``args.learning_rate`` is set. The training loss is private: it is
-    neither computed nor logged, and is None in what :meth:`train` returns.
+    counts as not set: 32 go through then. Without a method, and without an optimizer in ``optimizers``, the method is
+    ``dp_walk``, whose learning rate follows from the plan; the host's schedule multiplies it. The training loss is private: it
+    is neither computed nor logged, and is None in what :meth:`train` returns.
     ``grad_norm`` is that of the privatized gradient. Under ``torchrun`` all processes train one model, and rank 0 keeps the
     ledger. ``args.bf16`` and ``args.gradient_checkpointing`` work as ever; norms, sums and noise are float32.
 
     Arguments:
         plan: a :class:`~dp_microadam.PrivacyPlan` for as many examples as ``train_dataset`` has, or for their ``users``.
         method: a method of ``dp_microadam.methods`` in place of an optimizer in ``optimizers``, whose scheduler may be given.
+        lora_rank: above 0 the model's weights are frozen, and low-rank adapters and a classifier's head are trained, by
+            :func:`~dp_microadam.models.with_lora`, to which ``lora_alpha`` and ``lora_targets`` go as well.
         per_example_loss: ``f(model, batch)`` returns one loss per example; by default the cross-entropy of classification
             models, and :func:`causal_language_loss` serves for language models.
         run_dir: of the ledger and the privacy statement; ``privacy`` in ``args.output_dir`` by default.
@@ -120,16 +95,22 @@ class PrivateHFTrainer(Trainer):
         *,
         plan: PrivacyPlan,
         method: Method | None = None,
+        lora_rank: int = 0,
+        lora_alpha: float | None = None,
+        lora_targets: str | Sequence[str] = (),
         per_example_loss: PerExample | None = None,
         run_dir: str | Path | None = None,
         **options: Any,
     ) -> None:
         given = {name: options.pop(name) for name in (*StepOptions.__annotations__, *USER_OPTIONS) if name in options}
         step_options = cast(StepOptions, given)
-        _refuse_settings(args, plan)
-        _refuse_options(step_options, options, method)
-        unset = _defaults_of(args)
-        self._default_learning_rate = args.learning_rate == unset.learning_rate
+        refuse_settings(args, plan)
+        refuse_options(step_options, options, method)
+        unset = defaults_of(args)
+        chosen = method or options.get("optimizers", (None, None))[0] or options.get("optimizer_cls_and_kwargs")
+        if chosen is None:
+            refuse_without_optimizer(args)
+        model = _adapted(model, lora_rank, lora_alpha, lora_targets, chosen)
         physical = args.per_device_train_batch_size
         physical = _PHYSICAL_BATCH_SIZE if physical == unset.per_device_train_batch_size else physical
         step_options.setdefault("physical_batch_size", physical)
@@ -215,13 +196,13 @@ class PrivateHFTrainer(Trainer):
         return torch.zeros((), device=self.args.device)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """MicroAdam, unless there is one."""
+        """That of dp-walk, unless there is one."""
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
-            options: dict[str, Any] = {} if self._default_learning_rate else {"lr": self.args.learning_rate}
-            betas, eps = (self.args.adam_beta1, self.args.adam_beta2), self.args.adam_epsilon
             owner: nn.Module = self.model if model is None else model  # type: ignore[assignment]
             trainable = [parameter for parameter in owner.parameters() if parameter.requires_grad]
-            self.optimizer = MicroAdam(trainable, betas=betas, eps=eps, weight_decay=self.args.weight_decay, **options)
+            options = {"beta": self.args.adam_beta2, "eps": self.args.adam_epsilon, "weight_decay": self.args.weight_decay}
+            self.optimizer = TensorAdam(trainable, lr=DISTANCE, **options)
+            self._method = Method(self.optimizer, lr_unit=WALK)
         return super().create_optimizer(model)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -288,7 +269,7 @@ class PrivateHFTrainer(Trainer):
                 "torchrun, without FSDP or DeepSpeed"
             )
         if self.accelerator.mixed_precision not in _AUTOCAST:
-            why = _WHY_NOT["fp16"] if self.accelerator.mixed_precision == "fp16" else "private steps do not have it; use bf16"
+            why = WHY_NOT["fp16"] if self.accelerator.mixed_precision == "fp16" else "private steps do not have it; use bf16"
             raise InputError(f"accelerate's mixed_precision is {self.accelerator.mixed_precision!r}: {why}")
         if type(self).compute_loss is not Trainer.compute_loss:
             raise InputError("compute_loss is overridden, and is a mean over a batch; give per_example_loss instead")
@@ -335,37 +316,19 @@ def _public(logs: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in logs.items() if name not in _NOT_MEASURED}
 
 
-def _defaults_of(args: TrainingArguments) -> TrainingArguments:
-    return type(args)(output_dir=args.output_dir, report_to="none", use_cpu=args.use_cpu)
-
-
-def _refuse_settings(args: TrainingArguments, plan: PrivacyPlan) -> None:
-    if not isinstance(plan, PrivacyPlan):
-        raise InputError(f"plan is a {type(plan).__name__}; it must be a PrivacyPlan, as PrivacyPlan.solve gives")
-    defaults = _defaults_of(args)
-    for field in fields(args):
-        value, default = getattr(args, field.name), getattr(defaults, field.name)
-        if field.name not in _HONOURED and value != default:
-            why = _WHY_NOT.get(field.name, f"a private run does not use it; leave it at {default!r}")
-            raise InputError(f"TrainingArguments.{field.name} is {value!r}: {why}")
-    if args.max_steps > plan.steps:
-        raise InputError(f"TrainingArguments.max_steps is {args.max_steps}; the plan allows at most {plan.steps} steps")
-
-
-def _refuse_options(step_options: StepOptions, host: dict[str, Any], method: Method | None) -> None:
-    for name, why in {
-        "model_init": "give the model itself, a private run trains one",
-        "compute_loss_func": "it is a mean over a batch; give per_example_loss instead",
-    }.items():
-        if host.get(name) is not None:
-            raise InputError(f"{name} is given: {why}")
-    if "collate_fn" in step_options.get("loader_options", {}):
-        raise InputError("loader_options has a collate_fn; give data_collator, which is called with one example at a time")
-    optimizer = host.get("optimizers", (None, None))[0]
-    if isinstance(optimizer, Method):
-        raise InputError(f"optimizers has a {type(optimizer).__name__}, which is a method as a whole; give it as method")
-    if method is not None and (optimizer is not None or host.get("optimizer_cls_and_kwargs") is not None):
-        raise InputError("both a method and an optimizer are given; a method has its own optimizer, so give one of the two")
+def _adapted(model: nn.Module, rank: int, alpha: float | None, targets: str | Sequence[str], chosen: Any) -> nn.Module:
+    """The model, with adapters if ``rank`` is above 0. ``chosen`` is the method or optimizer that was made for it."""
+    if not rank:
+        for name, value in (("lora_alpha", alpha), ("lora_targets", targets or None)):
+            if value is not None:
+                raise InputError(f"{name} is {value!r}, but lora_rank is 0, which means no adapters; give lora_rank too")
+        return model
+    if chosen is not None:
+        raise InputError(
+            f"lora_rank is {rank}, but the {type(chosen).__name__} was made before there were adapters; make them by "
+            "models.with_lora(model), and it from the result"
+        )
+    return with_lora(model, rank, alpha, targets)
 
 
 def _state_in(checkpoint: Path) -> dict[str, Any]:

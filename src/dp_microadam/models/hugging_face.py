@@ -155,6 +155,25 @@ def text_classifier(
     return TextModel(with_lora(network, lora_rank, lora_alpha, lora_targets) if lora_rank else network)
 
 
+def saved_classifier(folder: Path) -> tuple[TextModel, TextEncoder, tuple[str, ...]]:
+    """The classifier in a folder that ``save_text_model`` has written, its encoder and the names of its classes.
+
+    Raises:
+        InputError: if the folder holds something else.
+    """
+    if (folder / "adapter_config.json").is_file():
+        raise InputError(f"{folder} holds adapters without the model they belong to; export the run without --adapters")
+    config = _loaded("AutoConfig", str(folder))
+    if not any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
+        raise InputError(
+            f"{folder} holds no AutoModelForSequenceClassification; give such a folder, or the run of a classifier"
+        )
+    names = tuple(str(config.id2label[number]) for number in range(config.num_labels))
+    length = int(_loaded("AutoTokenizer", str(folder)).model_max_length)
+    network = _loaded_network("AutoModelForSequenceClassification", str(folder))
+    return TextModel(network.eval()), text_encoder(str(folder), length), names
+
+
 def language_model(
     *,
     pretrained: str,

@@ -37,6 +37,7 @@ def save_text_model(
         network = copy.deepcopy(network).merge_and_unload()
     with quiet(transformers("text models")):
         network.save_pretrained(folder)
+        encoder.tokenizer.model_max_length = encoder.max_length  # by which saved_classifier cuts texts as in training
         encoder.tokenizer.save_pretrained(folder)
 
 

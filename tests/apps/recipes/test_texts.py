@@ -51,7 +51,7 @@ def test_a_classifier_with_lora_is_trained_evaluated_reported_and_exported_whole
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     run = tmp_path / "run"
-    trained = command("train", "sms-spam", run, settings(folders, "bert", "learning_rate=0.01", "ema_decay=0.5"), capsys)
+    trained = command("train", "sms-spam", run, settings(folders, "bert", "ema_decay=0.5"), capsys)
     assert 0 < trained["epsilon"] <= 8
     assert main(["evaluate", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["test_accuracy"] == trained["test_accuracy"]
@@ -82,6 +82,21 @@ def test_a_classifier_with_lora_is_trained_evaluated_reported_and_exported_whole
     assert not (tmp_path / "adapters" / "model.safetensors").exists()
     assert float((own.argmax(1) == labels).float().mean()) == pytest.approx(trained["test_accuracy"])
 
+    lines = tmp_path / "lines.txt"
+    lines.write_text("\n\n".join(texts_of_the_test_part(folders)[:5]), "utf-8")
+    csv_file = Path(folders["data"], "test.csv")
+    for model, file in ((run, csv_file), (tmp_path / "whole", csv_file), (tmp_path / "whole", lines)):
+        capsys.readouterr()
+        assert main(["predict", str(model), str(file), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert len(found) == (5 if file == lines else len(labels))
+        assert found[2]["file"] == f"{file} {'line 5' if file == lines else 'row 3'}"
+        for one, probabilities in zip(found, own.softmax(1).tolist(), strict=False):
+            assert one["probabilities"] == pytest.approx(dict(zip(("ham", "spam"), probabilities, strict=True)), abs=1e-5)
+            assert one["class"] == max(one["probabilities"], key=one["probabilities"].get)
+    assert main(["predict", str(tmp_path / "adapters"), str(lines)]) == 2
+    assert "export the run without --adapters" in capsys.readouterr().err
+
 
 def test_a_language_model_learns_documents_of_users_and_its_perplexity_is_that_of_the_exported_model(folders, tmp_path, capsys):
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -97,6 +112,8 @@ def test_a_language_model_learns_documents_of_users_and_its_perplexity_is_that_o
     assert f"test perplexity {trained['test_perplexity']:.2f}" in capsys.readouterr().out
     assert main(["report", str(run), "--out", str(tmp_path / "report")]) == 0
     assert main(["export", str(run), "--output", str(tmp_path / "model")]) == 0
+    assert main(["predict", str(tmp_path / "model"), str(folders["data"])]) == 2
+    assert "holds no AutoModelForSequenceClassification" in capsys.readouterr().err
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     nats = tokens = 0.0
