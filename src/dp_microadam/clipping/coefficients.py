@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +18,12 @@ def clipping_coefficients(norms: Tensor, bound: float, usable: Tensor) -> Tensor
     return torch.where(usable, bound / norms.clamp(min=bound), torch.zeros_like(norms))
 
 
-def per_layer_coefficients(parts: Sequence[Part], norms: Tensor, bounds: Mapping[str, float]) -> list[Tensor]:
+def per_layer_coefficients(
+    parts: Sequence[Part],
+    norms: Tensor,
+    bounds: Mapping[str, float],
+    coefficients: Callable[[Tensor, float, Tensor], Tensor] = clipping_coefficients,
+) -> list[Tensor]:
     """Clipping coefficients of every part, where each layer has its own bound.
 
     Layers that share a part are clipped as one block. ``norms`` are those of whole gradients: an example whose norm is not
@@ -32,5 +37,5 @@ def per_layer_coefficients(parts: Sequence[Part], norms: Tensor, bounds: Mapping
         block = next(block for block in blocks if own <= block)
         members = [part.squared for part, others in zip(parts, layers, strict=True) if others <= block]
         bound = math.hypot(*(bounds[layer] for layer in block))
-        found.append(clipping_coefficients(sum_of(members).sqrt(), bound, usable))
+        found.append(coefficients(sum_of(members).sqrt(), bound, usable))
     return found

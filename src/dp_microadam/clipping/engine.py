@@ -371,7 +371,7 @@ class ClippedGradients:
 
     def _add_clipped(self, parts: list[Part], settled: Settled) -> Tensor:
         norms, removed, _ = settled
-        coefficients = self._coefficients(parts, norms)
+        coefficients = self._coefficients_of_parts(parts, norms)
         totals: dict[str, Tensor] = {}
         while parts:
             part = parts.pop()  # its memory is free once its sum is taken
@@ -387,11 +387,12 @@ class ClippedGradients:
         """The factors of parameters whose per-example gradients are formed and multiplied, by parameter name."""
         return self._scale
 
-    def _coefficients(self, parts: list[Part], norms: Tensor) -> list[Tensor]:
-        """Clipping coefficients of every part."""
+    def _coefficients_of_parts(self, parts: list[Part], norms: Tensor) -> list[Tensor]:
         if self._layer_bounds is None:
-            return [clipping_coefficients(norms, self._bound, torch.isfinite(norms))] * len(parts)
-        return per_layer_coefficients(parts, norms, self._layer_bounds)
+            return [self._coefficients(norms, self._bound, torch.isfinite(norms))] * len(parts)
+        return per_layer_coefficients(parts, norms, self._layer_bounds, self._coefficients)
+
+    _coefficients = staticmethod(clipping_coefficients)
 
     def _sums_of(self, call: Clippable, coefficients: Tensor) -> Mapping[str, Tensor]:
         return call.clipped_sums(coefficients)
