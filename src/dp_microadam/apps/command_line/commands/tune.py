@@ -63,8 +63,6 @@ def search(recipe: Recipe, run_dir: Path | None, options: argparse.Namespace) ->
             raise InputError(f"run_dir is {str(run_dir)!r}, where a search has published its best run; use a new folder")
         refuse_existing(run_dir)
 
-    if recipe.unit == "user":
-        raise InputError("unit is 'user', for which tune does not search yet; choose without it, or let an example be the unit")
     # Imported once the recipe is known to be usable: torch takes seconds to load.
     from dp_microadam.apps.recipes.assemble import load_data, number_of_units, plan_of
     from dp_microadam.privacy.selection_plan import SelectionPlan
