@@ -132,7 +132,8 @@ def test_the_host_sees_step_numbers_and_epsilon_and_no_training_loss(make_networ
     assert [batch for _, batch in spy.seen] == list(range(plan.steps))
     assert not any(outputs for outputs, _ in spy.seen)
     assert {name for metrics in spy.metrics for name in metrics} == {"epsilon", "validation_loss"}
-    assert spy.metrics[-1]["epsilon"] == pytest.approx(plan.epsilon, rel=1e-6)
+    spent = [plan.epsilon_after(step) for step in range(1, plan.steps + 1)]
+    assert [metrics["epsilon"] for metrics in spy.metrics] == pytest.approx(spent, rel=1e-6), "never less than was spent"
 
 
 def test_validation_runs_once_per_expected_pass_over_the_data(make_network, make_steps, make_trainer, held_out):

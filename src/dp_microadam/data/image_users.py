@@ -50,7 +50,7 @@ class ImageUsers:
             if name in options and not (isinstance(options[name], str) and options[name]):
                 raise InputError(f"data_options.{name} is {options[name]!r}; it must be a string")
         if pattern is not None:
-            return cls(f"user_pattern {pattern!r}", pattern=_compiled(pattern))
+            return cls(f"user_pattern '{pattern}'", pattern=_compiled(pattern))
         place = folder / Path(str(table)).expanduser()
         found, problems = _read_table(place)
         return cls(str(place), table=found, problems=problems)

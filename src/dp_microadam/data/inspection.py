@@ -110,7 +110,7 @@ def _problems_of_images(listing: Listing, options: Mapping[str, Any]) -> Iterato
         if number == 0 or len(lacking) < len(ids):
             for index in lacking:
                 file = listing.folder / os.fsdecode(bytes(part.files[index]))
-                yield f"{file} has no user by {users.source}; it must have one"
+                yield f"{file} has no user by {users.source}; it must have one: rename the file, or extend what names users"
     for unused in users.unused(file for part in listing.parts for file in part.files):
         yield f"{users.source} names {unused}, which is not in {listing.folder}; remove the line, or add the image"
     if len(found) == 2:

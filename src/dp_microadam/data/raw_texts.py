@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ def texts_in(file: Path, column: str) -> Iterator[tuple[str, str]]:
     try:
         for number, (line, text) in enumerate(_column(file, column) if tabular else _lines(file), 1):
             if (problem := problem_of_text(text, column)) is not None:
-                raise InputError(f"{file}, line {line}: {problem}")
+                raise InputError(f"{file}, line {line}: {problem}; remove the line, or mend it")
             yield f"{file} {'row' if tabular else 'line'} {number if tabular else line}", text
     except OSError as error:
         raise InputError(f"{file} cannot be read: {error.strerror or error}") from None
@@ -35,7 +36,7 @@ def texts_in(file: Path, column: str) -> Iterator[tuple[str, str]]:
 def _column(file: Path, column: str) -> Iterator[tuple[int, Any]]:
     for line, row in rows_of(file):
         if isinstance(row, str):
-            raise InputError(f"{file}, line {line}: {row}")
+            raise InputError(f"{file}, line {line}: {row}; remove the line, or mend it")
         if column not in row:
             raise InputError(f"{file} has no column {column!r}, in which the model was given texts; name it so")
         yield line, row[column]
@@ -43,7 +44,9 @@ def _column(file: Path, column: str) -> Iterator[tuple[int, Any]]:
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
     if file == STANDARD_INPUT:
-        yield from _without_empty(sys.stdin)
+        buffer = getattr(sys.stdin, "buffer", None)
+        stream = sys.stdin if buffer is None else io.TextIOWrapper(buffer, encoding="utf-8-sig", errors="surrogateescape")
+        yield from _without_empty(stream)
         return
     with file.open(encoding="utf-8-sig", errors="surrogateescape") as stream:
         yield from _without_empty(stream)

@@ -6,6 +6,7 @@ to the longest of a batch, so that what a text is to the model does not depend o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,11 @@ from dp_microadam.validation import require_integer, require_one_of
 PADDING = -1
 """Stands for no token. It is none of the model's own, so that the mask follows from the tokens."""
 
+HEAD = "head.safetensors"
+"""The file of a head that no class of ``transformers`` computes, beside an exported encoder."""
+
 _ENCODED_AT_ONCE = 1024
+_LONGEST = 1_000_000
 
 
 class TextModel(nn.Module):
@@ -155,23 +160,29 @@ def text_classifier(
     return TextModel(with_lora(network, lora_rank, lora_alpha, lora_targets) if lora_rank else network)
 
 
-def saved_classifier(folder: Path) -> tuple[TextModel, TextEncoder, tuple[str, ...]]:
-    """The classifier in a folder that ``save_text_model`` has written, its encoder and the names of its classes.
+def saved_classifier(folder: Path) -> tuple[TextModel, TextEncoder, tuple[str, ...], str]:
+    """The classifier in a folder that ``save_text_model`` has written, its encoder, names of classes and column of texts.
 
     Raises:
         InputError: if the folder holds something else.
     """
     if (folder / "adapter_config.json").is_file():
         raise InputError(f"{folder} holds adapters without the model they belong to; export the run without --adapters")
+    if (folder / HEAD).is_file():
+        raise InputError(f"{folder} holds a sentence encoder with a head beside it; give the run, or use the code on its card")
     config = _loaded("AutoConfig", str(folder))
     if not any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
         raise InputError(
             f"{folder} holds no AutoModelForSequenceClassification; give such a folder, or the run of a classifier"
         )
     names = tuple(str(config.id2label[number]) for number in range(config.num_labels))
-    length = int(_loaded("AutoTokenizer", str(folder)).model_max_length)
+    # Tokenizers that no length was given to have one of 1e30.
+    length = min(_loaded("AutoTokenizer", str(folder)).model_max_length, getattr(config, "max_position_embeddings", math.inf))
+    if length > _LONGEST:
+        raise InputError(f"{folder} does not say how long texts may be; set model_max_length in its tokenizer_config.json")
     network = _loaded_network("AutoModelForSequenceClassification", str(folder))
-    return TextModel(network.eval()), text_encoder(str(folder), length), names
+    column = str(getattr(config, "text_column", "text"))
+    return TextModel(network.eval()), text_encoder(str(folder), int(length)), names, column
 
 
 def language_model(

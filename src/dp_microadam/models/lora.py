@@ -38,6 +38,10 @@ def with_lora(network: nn.Module, rank: int = 8, alpha: float | None = None, tar
     require_integer("lora_rank", rank, 1)
     alpha = require_positive("lora_alpha", 2.0 * rank if alpha is None else alpha)
     library = peft()
+    if hasattr(network, "peft_config"):
+        raise InputError(
+            f"lora_rank is {rank}, but the model has adapters already; leave it out, or give the model without them"
+        )
     writes: Any = getattr(network, "can_generate", lambda: False)
     task = "CAUSAL_LM" if writes() else "SEQ_CLS"  # the latter also trains the head
     chosen: Any = targets if isinstance(targets, str) else list(targets)

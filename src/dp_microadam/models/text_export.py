@@ -8,10 +8,8 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from dp_microadam.models.hugging_face import SentenceClassifier, TextEncoder, TextModel
+from dp_microadam.models.hugging_face import HEAD, SentenceClassifier, TextEncoder, TextModel
 from dp_microadam.models.pretrained import quiet, transformers
-
-HEAD = "head.safetensors"
 
 
 def save_text_model(
@@ -20,6 +18,7 @@ def save_text_model(
     folder: Path,
     *,
     classes: tuple[str, ...] = (),
+    column: str | None = None,
     adapters_alone: bool = False,
 ) -> None:
     """Write configuration, weights and tokenizer.
@@ -32,6 +31,8 @@ def save_text_model(
         save_file({name: value.contiguous() for name, value in model.head.state_dict().items()}, folder / HEAD)
     network: Any = model.encoder if isinstance(model, SentenceClassifier) else model.network
     network.config.id2label = dict(enumerate(classes)) or network.config.id2label
+    if column is not None:
+        network.config.text_column = column  # of tables that predict reads
     network.config.label2id = {name: number for number, name in enumerate(classes)} or network.config.label2id
     if hasattr(network, "merge_and_unload") and not adapters_alone:
         network = copy.deepcopy(network).merge_and_unload()

@@ -34,11 +34,12 @@ def test_every_help_has_an_example_that_works(prog, parser):
         assert command.startswith(prog) or prog == "dp-microadam"
 
 
-def test_nothing_is_said_if_nobody_reads(monkeypatch, capfd):
+@pytest.mark.parametrize("buffering", [-1, 1], ids=["buffered", "by lines"])
+def test_nothing_is_said_if_nobody_reads(buffering, monkeypatch, capfd):
     """As in ``dp-microadam completion bash | head``."""
     read, write = os.pipe()
     os.close(read)
-    with open(write, "w", encoding="utf-8") as closed:
+    with open(write, "w", buffering, encoding="utf-8") as closed:
         monkeypatch.setattr(sys, "stdout", closed)
         assert main(["completion", "bash"]) == 141
         monkeypatch.undo()

@@ -146,6 +146,8 @@ WRONG_VALUES = [
     ("columns", 3),
     ("split_seed", -1),
     ("validation_size", 0),
+    ("train_size", 0),
+    ("test_size", 0),
     ("verify_data", "yes"),
     ("data_memory_gib", 0.0),
     ("num_workers", -1),

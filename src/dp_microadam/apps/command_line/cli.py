@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import select
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -85,11 +86,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _nobody_reads() -> bool:
     """Whether standard output is a pipe that was closed at its other end; if so, what is left to print goes nowhere."""
     try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+        descriptor = sys.stdout.fileno()
+    except (OSError, ValueError):
+        return False
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLOUT)
+    closed = any(event & (select.POLLERR | select.POLLHUP) for _, event in waiting.poll(0))
+    if closed:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    return closed
 
 
 def _program_name() -> str:

@@ -156,7 +156,8 @@ class Study:
         """
         kept = tuple(cell for cell in self.cells if not any(cell in cells for cells in missing.values()))
         if not kept:
-            raise InputError("; ".join(missing))
+            sentences = "; ".join(missing)
+            raise InputError(sentences)
         return Study(**{**vars(self), "cells": kept})
 
     def describe(self, command: str) -> dict[str, Any]:

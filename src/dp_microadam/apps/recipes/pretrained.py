@@ -49,7 +49,7 @@ def located_options(recipe: Recipe) -> dict[str, Any]:
 def missing_files(recipe: Recipe) -> str | None:
     """Which data set or pretrained weights of a recipe are not here, in one sentence; None if nothing is known to be missing.
 
-    Weights on the Hugging Face hub may be fetched, and are not asked for.
+    Names of the Hugging Face hub, with a slash in them, may be fetched, and are not asked for.
     """
     data, name = known(recipe.data), recipe.model_options.get("pretrained")
     try:

@@ -30,18 +30,18 @@ def public_examples(recipe: Recipe, data: LabelledData, chosen: int | list[int])
 
 def _rows(recipe: Recipe, data: LabelledData, chosen: int | list[int]) -> torch.Tensor:
     """Indices within the held-out part."""
+    if not isinstance(chosen, list):
+        if chosen > size_of(data.validation):
+            raise InputError(
+                f"optimizer.public is {chosen}; only {size_of(data.validation)} examples are held out, it must be at most that"
+            )
+        return torch.arange(chosen)
     count = size_of(data.train) + size_of(data.validation)
-    if recipe.train_size is not None and isinstance(chosen, list):
+    if recipe.train_size is not None:
         raise InputError(f"optimizer.public holds positions, but train_size is {recipe.train_size}; give their number instead")
     held_out = data.held_out_rows
     if held_out is None:
         _, held_out = split(count, recipe.validation_fraction, recipe.split_seed, size=recipe.validation_size)
-    if not isinstance(chosen, list):
-        if chosen > len(held_out):
-            raise InputError(
-                f"optimizer.public is {chosen}; only {len(held_out)} examples are held out, it must be at most that"
-            )
-        return torch.arange(chosen)
     refuse_shared_indices(chosen, set(range(count)).difference(held_out.tolist()))
     row_of = {position: row for row, position in enumerate(held_out.tolist())}
     unknown = [position for position in chosen if position not in row_of]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dp_microadam.apps.recipes.experiment import Experiment
-from dp_microadam.apps.recipes.texts import class_names_of, encoder_of
+from dp_microadam.apps.recipes.texts import class_names_of, encoder_of, text_column_of
 from dp_microadam.durable_files import write_text_durably
 from dp_microadam.models.hugging_face import SentenceClassifier, TextModel
 from dp_microadam.models.text_export import save_text_model, sentence_loading_code, text_loading_code
@@ -36,7 +36,8 @@ def export_texts(
         code = text_loading_code(kind, recipe.model_options["pretrained"], encoder.max_length, adapters_alone=adapters_alone)
     with new_folder(output) as folder:
         with experiment.best_weights():
-            save_text_model(model, encoder, folder, classes=class_names_of(recipe), adapters_alone=adapters_alone)
+            named = {"classes": class_names_of(recipe), "column": text_column_of(recipe)}
+            save_text_model(model, encoder, folder, **named, adapters_alone=adapters_alone)
         # Anew from the ledger: what is published must not claim less than was spent.
         trainer.write_privacy(folder, group_size)
         statement = (folder / STATEMENT_NAME).read_text(encoding="utf-8")

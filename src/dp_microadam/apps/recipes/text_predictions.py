@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dp_microadam.apps.recipes.experiment import Experiment
-from dp_microadam.apps.recipes.texts import class_names_of, encoder_of
-from dp_microadam.data.catalogue import known
+from dp_microadam.apps.recipes.texts import class_names_of, encoder_of, text_column_of
 from dp_microadam.data.raw_texts import TEXT_ENDINGS, texts_in
-from dp_microadam.data.sources import text_columns
 from dp_microadam.data.text import Columns
 from dp_microadam.errors import InputError
 from dp_microadam.models.hugging_face import TextEncoder, saved_classifier
@@ -41,14 +39,13 @@ class TextClassifier:
         recipe = experiment.recipe
         if recipe.predicts_tokens:
             raise InputError(
-                f"model is {recipe.model!r}, which has no classes; dp-microadam evaluate prints what it writes after a prompt"
+                f"model is {recipe.model!r}, which has no classes; run dp-microadam evaluate, which prints what it writes"
             )
-        column = text_columns(known(recipe.data), recipe.data_options, labelled=True).text
-        return cls(experiment.best_model(), encoder_of(recipe), class_names_of(recipe), column)
+        return cls(experiment.best_model(), encoder_of(recipe), class_names_of(recipe), text_column_of(recipe))
 
     @classmethod
     def of_export(cls, folder: Path) -> TextClassifier:
-        """That of a folder that ``export`` has written."""
+        """That of a folder that ``export`` has written, or another classifier of ``transformers``."""
         return cls(*saved_classifier(folder))
 
     def read(self, file: Path) -> Iterator[tuple[str, Tensor]]:

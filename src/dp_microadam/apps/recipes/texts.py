@@ -10,6 +10,7 @@ from dp_microadam.errors import InputError
 
 if TYPE_CHECKING:
     from dp_microadam.apps.recipes.recipe import Recipe
+    from dp_microadam.data.text import Columns
     from dp_microadam.models.hugging_face import TextEncoder
 
 DEFAULT_LENGTH = 128
@@ -62,10 +63,19 @@ def encoder_of(recipe: Recipe) -> TextEncoder:
 
 def class_names_of(recipe: Recipe) -> tuple[str, ...]:
     """Names of the classes; none for a language model."""
+    return tuple(_columns_of(recipe).classes)
+
+
+def text_column_of(recipe: Recipe) -> str:
+    """The column that texts are in."""
+    return _columns_of(recipe).text
+
+
+def _columns_of(recipe: Recipe) -> Columns:
     from dp_microadam.data.catalogue import known
     from dp_microadam.data.sources import text_columns
 
-    return tuple(text_columns(known(recipe.data), recipe.data_options, labelled=not recipe.predicts_tokens).classes)
+    return text_columns(known(recipe.data), recipe.data_options, labelled=not recipe.predicts_tokens)
 
 
 def text_arguments(recipe: Recipe) -> dict[str, Any]:

@@ -28,6 +28,9 @@ NON_PRIVATE = "non-private"
 NON_PRIVATE_LEARNING_RATES = {"dp-sgd": 0.1}
 """Different defaults for runs without clipping: DP-SGD's 4.0 is tuned for gradients of norm at most one."""
 
+PARTLY_TRAINED = ("dp-bitfit", "sparta")
+"""Methods that train a part of the parameters, or other parts in other phases."""
+
 TEXT_CLASSIFIER = "hugging-face"
 LANGUAGE_MODEL = "hugging-face-causal"
 TEXT_SETS = tuple(name for name in KNOWN_DATA if known(name).kind == "text")

@@ -107,6 +107,8 @@ class _Planned:
     workload: dict[str, Any] | None = None
     proposals: tuple[Proposal, ...] = ()
     chosen: Proposal | None = None
+    hinted: bool = True
+    """Whether all parameters are trained in every step, so that noise on all of them says how much can be learned."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -129,7 +131,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         weights = {} if workload is None else {"weight_noise": plan.weight_noise(**workload)}
         proposals = {"proposals": [asdict(one) for one in planned.proposals]} if planned.proposals else {}
-        noise = None if planned.parameters is None else relative_noise(plan, planned.parameters)
+        known = planned.parameters is not None and planned.hinted
+        noise = relative_noise(plan, planned.parameters) if known else None
         report = {**group, "accountants": views, "meaning": told, "bands_table": bands, "relative_noise": noise}
         report |= {**weights, **proposals}
         print(json.dumps({**plan.to_dict(), **report}))
@@ -139,7 +142,7 @@ def run(options: argparse.Namespace) -> int:
     plan_tables.print_tables(plan, planned.unit_name, limit, views, group)
     plan_tables.print_meaning(told, planned.unit_name or plan.unit)
     plan_tables.print_bands(plan, bands, sized=planned.parameters is not None)
-    if planned.parameters is not None:
+    if planned.parameters is not None and planned.hinted:
         hint = too_much_noise(plan, planned.parameters, planned.unit_name or plan.unit)
         if hint is not None:
             print(hint)
@@ -243,6 +246,7 @@ def _from_recipe(options: argparse.Namespace) -> _Planned:
 
     # Imported once the recipe is known to be usable: torch takes seconds to load.
     from dp_microadam.apps.experiments.estimate import data_or_stand_in
+    from dp_microadam.apps.recipes import vocabulary
     from dp_microadam.apps.recipes.advice import noise_memory_of, with_advice
     from dp_microadam.apps.recipes.assemble import model_of, plan_of, trainable_parameters
     from dp_microadam.privacy.plan import PrivacyPlan
@@ -256,7 +260,8 @@ def _from_recipe(options: argparse.Namespace) -> _Planned:
     plan = plan_of(recipe, size, parameters)
     assert isinstance(plan, PrivacyPlan)
     limit = plan.epsilon if recipe.epsilon is None else recipe.epsilon
-    return _Planned(plan, recipe.unit_name or "", limit, parameters, noise_memory_of(recipe), None, proposals, chosen)
+    hinted = recipe.algorithm not in vocabulary.PARTLY_TRAINED
+    return _Planned(plan, recipe.unit_name or "", limit, parameters, noise_memory_of(recipe), None, proposals, chosen, hinted)
 
 
 def _affordable(options: argparse.Namespace, recipe: Recipe, data: LabelledData) -> Callable[[int], float] | None:
