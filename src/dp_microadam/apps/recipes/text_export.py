@@ -36,8 +36,8 @@ def export_texts(
         code = text_loading_code(kind, recipe.model_options["pretrained"], encoder.max_length, adapters_alone=adapters_alone)
     with new_folder(output) as folder:
         with experiment.best_weights():
-            named = {"classes": class_names_of(recipe), "column": text_column_of(recipe)}
-            save_text_model(model, encoder, folder, **named, adapters_alone=adapters_alone)
+            names, column = class_names_of(recipe), text_column_of(recipe)
+            save_text_model(model, encoder, folder, classes=names, column=column, adapters_alone=adapters_alone)
         # Anew from the ledger: what is published must not claim less than was spent.
         trainer.write_privacy(folder, group_size)
         statement = (folder / STATEMENT_NAME).read_text(encoding="utf-8")

@@ -107,8 +107,12 @@ class _Planned:
     workload: dict[str, Any] | None = None
     proposals: tuple[Proposal, ...] = ()
     chosen: Proposal | None = None
-    hinted: bool = True
-    """Whether all parameters are trained in every step, so that noise on all of them says how much can be learned."""
+    partly: bool = False
+    """Whether steps train a part of the parameters, so that noise on all of them would not say how much can be learned."""
+
+    @property
+    def trained(self) -> int | None:
+        return None if self.partly else self.parameters
 
 
 def run(options: argparse.Namespace) -> int:
@@ -131,8 +135,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         weights = {} if workload is None else {"weight_noise": plan.weight_noise(**workload)}
         proposals = {"proposals": [asdict(one) for one in planned.proposals]} if planned.proposals else {}
-        known = planned.parameters is not None and planned.hinted
-        noise = relative_noise(plan, planned.parameters) if known else None
+        noise = None if planned.trained is None else relative_noise(plan, planned.trained)
         report = {**group, "accountants": views, "meaning": told, "bands_table": bands, "relative_noise": noise}
         report |= {**weights, **proposals}
         print(json.dumps({**plan.to_dict(), **report}))
@@ -142,8 +145,8 @@ def run(options: argparse.Namespace) -> int:
     plan_tables.print_tables(plan, planned.unit_name, limit, views, group)
     plan_tables.print_meaning(told, planned.unit_name or plan.unit)
     plan_tables.print_bands(plan, bands, sized=planned.parameters is not None)
-    if planned.parameters is not None and planned.hinted:
-        hint = too_much_noise(plan, planned.parameters, planned.unit_name or plan.unit)
+    if planned.trained is not None:
+        hint = too_much_noise(plan, planned.trained, planned.unit_name or plan.unit)
         if hint is not None:
             print(hint)
     if workload is not None:
@@ -260,8 +263,8 @@ def _from_recipe(options: argparse.Namespace) -> _Planned:
     plan = plan_of(recipe, size, parameters)
     assert isinstance(plan, PrivacyPlan)
     limit = plan.epsilon if recipe.epsilon is None else recipe.epsilon
-    hinted = recipe.algorithm not in vocabulary.PARTLY_TRAINED
-    return _Planned(plan, recipe.unit_name or "", limit, parameters, noise_memory_of(recipe), None, proposals, chosen, hinted)
+    partly = recipe.algorithm in vocabulary.PARTLY_TRAINED
+    return _Planned(plan, recipe.unit_name or "", limit, parameters, noise_memory_of(recipe), None, proposals, chosen, partly)
 
 
 def _affordable(options: argparse.Namespace, recipe: Recipe, data: LabelledData) -> Callable[[int], float] | None:
