@@ -204,7 +204,11 @@ def test_a_plan_for_users_says_whom_its_epsilon_is_for(capsys):
 
 def test_ctrl_c_ends_a_command_with_one_sentence(monkeypatch, capsys):
     monkeypatch.setattr(PrivacyPlan, "solve", lambda **_: signal.raise_signal(signal.SIGINT))
-    assert main(["plan", *CIFAR, "--epsilon", "8", "--steps", "1000"]) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what runs in the background without it
+    try:
+        assert main(["plan", *CIFAR, "--epsilon", "8", "--steps", "1000"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "dp-microadam: stopped by Ctrl-C\n"
 
 
