@@ -26,9 +26,16 @@ def test_texts_are_a_column_of_a_table_or_the_lines_of_a_file(tmp_path, name, co
     assert list(texts_in(file, "body")) == [(f"{file} {place}", text) for place, text in expected]
 
 
-def test_standard_input_has_a_text_in_each_line(monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo"))
+@pytest.mark.parametrize("stdin", [io.StringIO("one\n\ntwo"), io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfone\n\ntwo"))])
+def test_standard_input_has_a_text_in_each_line(monkeypatch, stdin):
+    monkeypatch.setattr(sys, "stdin", stdin)
     assert list(texts_in(STANDARD_INPUT, "body")) == [("- line 1", "one"), ("- line 3", "two")]
+
+
+def test_a_bad_byte_on_standard_input_is_named_by_its_line(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\n\xff\n"), encoding="utf-8"))
+    with pytest.raises(InputError, match="line 2: the text is not valid UTF-8"):
+        list(texts_in(STANDARD_INPUT, "body"))
 
 
 @pytest.mark.parametrize(

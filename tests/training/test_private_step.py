@@ -6,7 +6,6 @@ import json
 import os
 import random
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
@@ -167,10 +166,15 @@ def test_other_processes_hear_of_a_failure_only_when_the_ledger_is_on_the_disk(m
     step = make()
     step.begin()
     real, heard = os.fsync, []
+    wait_until_synced, awaited = step._ledger.wait_until_synced, threading.Event()
 
     def slow(file):
-        time.sleep(0.3)
+        assert awaited.wait(60)  # until then the record is not on the disk
         real(file)
+
+    def waiting():
+        awaited.set()
+        wait_until_synced()
 
     @contextmanager
     def together():
@@ -182,6 +186,7 @@ def test_other_processes_hear_of_a_failure_only_when_the_ledger_is_on_the_disk(m
 
     monkeypatch.setattr(step._engines.current, "_loss", lambda model, batch: 1 / 0)
     monkeypatch.setattr(os, "fsync", slow)
+    monkeypatch.setattr(step._ledger, "wait_until_synced", waiting)
     monkeypatch.setattr(step.ranks, "together", together)
     with pytest.raises(PrivacyError, match="ZeroDivisionError"):
         step.take()

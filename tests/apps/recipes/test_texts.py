@@ -17,7 +17,8 @@ from dp_microadam.apps.recipes.recipe import load_recipe
 from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.clipping.per_example import clipped_sum
 from dp_microadam.errors import InputError
-from dp_microadam.models.hugging_face import PADDING, language_model, text_classifier, text_encoder
+from dp_microadam.models.hugging_face import PADDING, language_model, saved_classifier, text_classifier, text_encoder
+from dp_microadam.models.text_export import save_text_model
 from dp_microadam.training.evaluation import class_loss
 from dp_microadam.training.token_losses import next_token_loss
 
@@ -96,6 +97,24 @@ def test_a_classifier_with_lora_is_trained_evaluated_reported_and_exported_whole
             assert one["class"] == max(one["probabilities"], key=one["probabilities"].get)
     assert main(["predict", str(tmp_path / "adapters"), str(lines)]) == 2
     assert "export the run without --adapters" in capsys.readouterr().err
+
+
+def test_a_saved_classifier_says_its_column_and_how_long_texts_may_be(folders, tmp_path):
+    model = text_classifier(2, pretrained=folders["bert"])
+    save_text_model(model, text_encoder(folders["bert"], LENGTH), tmp_path, classes=("ham", "spam"), column="message")
+    _, encoder, classes, column = saved_classifier(tmp_path)
+    assert (encoder.max_length, classes, column) == (LENGTH, ("ham", "spam"), "message")
+    file = tmp_path / "tokenizer_config.json"
+    settings = json.loads(file.read_text("utf-8"))
+    del settings["model_max_length"]
+    file.write_text(json.dumps(settings), "utf-8")
+    assert saved_classifier(tmp_path)[1].max_length == model.network.config.max_position_embeddings
+
+
+def test_adapters_are_not_put_on_adapters(folders):
+    model = text_classifier(2, pretrained=folders["bert"], lora_rank=2)
+    with pytest.raises(InputError, match="has adapters already"):
+        models.with_lora(model.network, 2)
 
 
 def test_a_language_model_learns_documents_of_users_and_its_perplexity_is_that_of_the_exported_model(folders, tmp_path, capsys):
