@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from dp_microadam.layers.max_pool import ChannelsLastMaxPool2d
 from dp_microadam.validation import require_integer
 
 
@@ -20,10 +21,10 @@ def tanh_cnn(num_classes: int = 10) -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(1, 16, kernel_size=8, stride=2, padding=3),
         nn.Tanh(),
-        nn.MaxPool2d(kernel_size=2, stride=1),
+        ChannelsLastMaxPool2d(kernel_size=2, stride=1),
         nn.Conv2d(16, 32, kernel_size=4, stride=2),
         nn.Tanh(),
-        nn.MaxPool2d(kernel_size=2, stride=1),
+        ChannelsLastMaxPool2d(kernel_size=2, stride=1),
         nn.Flatten(),
         nn.Linear(512, 32),
         nn.Tanh(),
