@@ -122,14 +122,15 @@ class StateSnapshot:
 
 
 class _Copies:
-    """Copies of tensors, joined to one vector per device and type, so that comparing all takes a few operations."""
+    """Copies of tensors, small ones joined to one vector per device and type, so that comparing all takes a few operations."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        groups: dict[tuple[torch.device, torch.dtype, int | None], list[Tensor]] = {}
         self._alone: list[tuple[Tensor, Tensor]] = []
         for tensor in tensors:
             if _can_be_joined(tensor):
-                groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+                by_itself = id(tensor) if tensor.numel() > _LARGE else None
+                groups.setdefault((tensor.device, tensor.dtype, by_itself), []).append(tensor)
             else:
                 self._alone.append((tensor, tensor.detach().clone()))
         self._joined = [_Joined(members) for members in groups.values()]
@@ -163,7 +164,7 @@ class _Joined:
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
         self.shapes = [tensor.shape for tensor in tensors]
-        self.values = _join(tensors)
+        self.values = _join(tensors).clone()
 
     def altered(self) -> Tensor:
         for tensor, shape in zip(self.tensors, self.shapes, strict=True):
@@ -184,7 +185,9 @@ def _can_be_joined(tensor: Tensor) -> bool:
 
 
 def _join(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    """All values in one vector; of a single tensor a view, since copying a large one takes longer than comparing it."""
+    vectors = [tensor.detach().reshape(-1) for tensor in tensors]
+    return vectors[0] if len(vectors) == 1 else torch.cat(vectors)
 
 
 def _bits(values: Tensor) -> Tensor:
