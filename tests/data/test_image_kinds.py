@@ -124,3 +124,6 @@ def test_a_file_cut_short_is_refused_by_name(tmp_path, suffix):
     path.write_bytes(whole[: len(whole) * 2 // 3])
     with pytest.raises(InputError, match=rf"x\{suffix} cannot be decoded as an image"):
         decoded(path)
+    path.write_text("some notes")
+    with pytest.raises(InputError, match=rf"x\{suffix} cannot be decoded as an image \(its content is none\)"):
+        decoded(path)

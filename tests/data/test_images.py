@@ -141,6 +141,14 @@ def plain(root, users=10):
     return root / "plain"
 
 
+def test_a_stray_file_beside_class_folders_is_counted_and_a_table_is_the_owners_own(tmp_path):
+    folder = plain(tmp_path)
+    (folder / "notes.txt").write_text("x")
+    (folder / "who.csv").write_text("x")
+    notes = data.load("image-folder", str(folder)).notes
+    assert [note for note in notes if "passed" in note] == ["passed over 1 file that is no image by its name: 1 *.txt"]
+
+
 def test_a_folder_of_classes_alone_is_split_with_public_seeds(tmp_path):
     folder = str(plain(tmp_path))
     loaded = data.load("image-folder", folder, image_size=8)

@@ -68,6 +68,12 @@ def test_solved_steps_by_pld_never_exceed_the_target_and_one_more_would():
     assert plan.steps > 2480
 
 
+def test_epochs_are_steps_in_which_each_example_is_sampled_once_on_average():
+    assert PrivacyPlan.solve(**CIFAR, noise_multiplier=2.2, epochs=10) == PrivacyPlan.solve(
+        **CIFAR, noise_multiplier=2.2, steps=110
+    )  # 10 · 45,000 / 4,096 = 109.9
+
+
 def test_solving_back_and_forth_returns_the_same_plan():
     spent = PrivacyPlan.solve(**CIFAR, noise_multiplier=2.2, steps=777)
     assert PrivacyPlan.solve(**CIFAR, noise_multiplier=2.2, epsilon=spent.epsilon) == spent
@@ -130,6 +136,8 @@ TWO = {"epsilon": 8.0, "noise_multiplier": 3.0}
         ({**CIFAR, **TWO, "dataset_size": 0}, "dataset_size is 0"),
         ({**CIFAR, **TWO, "accountant": "moments"}, "accountant is 'moments'"),
         ({**CIFAR, **TWO, "steps": 5}, "exactly two of"),
+        ({**CIFAR, "epsilon": 8.0, "steps": 5, "epochs": 2}, "epochs is 2 and steps is 5"),
+        ({**CIFAR, "epsilon": 8.0, "epochs": 0}, "epochs is 0"),
         ({**CIFAR, "epsilon": 8.0}, "exactly two of"),
         ({**CIFAR, "epsilon": 0.001, "steps": 5, "accountant": "rdp"}, "no noise_multiplier up to"),
         ({**CIFAR, "epsilon": 8.0, "noise_multiplier": 0.3}, "noise_multiplier 0.3 spends epsilon"),

@@ -2,8 +2,9 @@
 
 import io
 import sys
+import threading
 
-from dp_microadam.training.progress import Progress
+from dp_microadam.training.progress import Progress, said_if_slow
 
 
 class Terminal(io.StringIO):
@@ -21,3 +22,16 @@ def test_the_bar_says_that_the_check_is_repeated_until_that_step_is_done(monkeyp
     shown = progress._bar.tasks[0].fields["rate"]
     progress.close()
     assert shown.endswith("examples/s expected")
+
+
+def test_slow_work_is_announced_and_quick_work_is_not(monkeypatch):
+    said = threading.Event()
+    monkeypatch.setattr("dp_microadam.training.progress.tell", lambda text: said.set())
+    with said_if_slow("checking", patience=0.01):
+        assert said.wait(10)
+    said.clear()
+    with said_if_slow("checking", patience=0.01, shown=False):
+        assert not said.wait(0.05)
+    with said_if_slow("checking", patience=0.02):
+        pass
+    assert not said.wait(0.05)

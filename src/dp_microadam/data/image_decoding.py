@@ -81,7 +81,9 @@ def used_bits(path: Path) -> int:
 
 
 def _undecodable(path: Path, error: Exception) -> str:
-    return f"{path} cannot be decoded as an image ({type(error).__name__}); replace or remove it"
+    name = type(error).__name__
+    reason = {"UnidentifiedImageError": "its content is none", "OSError": "it ends early or is damaged"}.get(name, name)
+    return f"{path} cannot be decoded as an image ({reason}); replace or remove it"
 
 
 def _as_seen(image: Image, bit_depth: int) -> Image:

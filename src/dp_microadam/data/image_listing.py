@@ -19,6 +19,8 @@ _OTHER_FORMATS = (".avif", ".cr2", ".dcm", ".dicom", ".dng", ".heic", ".heif", "
 """Images, but not in a format that is read; passing them over would lose examples without a word."""
 _CLUTTER_FOLDERS = ("__MACOSX", "@eaDir")
 _LEFT_BY_SYSTEMS = ("Thumbs.db", "desktop.ini", ".DS_Store", ".ipynb_checkpoints", *_CLUTTER_FOLDERS)
+_TABLES = (".csv", ".json", ".jsonl", ".toml", ".tsv")
+"""Files beside the class folders that may belong to the data, such as a user_table."""
 _SHOWN = 20
 
 
@@ -116,7 +118,7 @@ def _class_folders(listing: Listing, folder: Path, expected: int | None = None) 
             names.append(entry.name)
         elif _is_image(entry.name) and not entry.is_dir():
             listing.problems.append(f"{entry.path} lies in no class folder; put it into {folder}/CLASS, or remove it")
-        elif entry.is_dir() or folder != listing.folder:  # files beside the parts are the owner's own, such as a user_table
+        elif folder != listing.folder or not entry.name.lower().endswith(_TABLES):
             listing.passed_over.append(entry.name)
     if not names:
         listing.problems.append(f"{folder} has no class folders; it must hold CLASS/*.jpg")

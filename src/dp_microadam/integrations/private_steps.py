@@ -19,6 +19,7 @@ from dp_microadam.training.gradients import set_gradients
 from dp_microadam.training.held_out import refuse_shared_users, share_examples
 from dp_microadam.training.method import Method
 from dp_microadam.training.private_step import PrivateStep
+from dp_microadam.training.progress import CHECKING, said_if_slow
 from dp_microadam.training.training_data import moved
 from dp_microadam.training.training_step import StepOptions
 
@@ -124,7 +125,8 @@ class PrivateSteps:
             method.refuse_parameters(model, self.plan)  # before anything of the model is frozen
         step = PrivateStep(model, per_example_loss, self.plan, run_dir=self.run_dir, method=method, **options)
         try:
-            step.attach(self._train, self._users)
+            with said_if_slow(CHECKING, shown=step.ranks.main):
+                step.attach(self._train, self._users)
             if state is None:
                 step.begin()
             else:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 class ChannelsLastMaxPool2d(nn.MaxPool2d):
     """:class:`torch.nn.MaxPool2d` with the channels of a pixel side by side in memory.
 
-    On a CPU, PyTorch's kernel for that layout takes several channels at a time, the one for rows of pixels takes one number at a
+    On a CPU, PyTorch's kernel for that layout takes several channels at a time, that for rows of pixels one number at a
     time: for the 26,010-parameter network it was the largest part of a step. Convolutions that follow keep the layout.
     Dimensions are moved instead of asking for ``torch.channels_last``, because ``torch.func.vmap`` knows no memory formats.
     """

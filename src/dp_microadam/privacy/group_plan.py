@@ -23,6 +23,7 @@ def solve_for_group(
     epsilon: float | None = None,
     noise_multiplier: float | None = None,
     steps: int | None = None,
+    epochs: float | None = None,
     **plan: Any,
 ) -> PrivacyPlan:
     """Like :meth:`PrivacyPlan.solve`, where ``epsilon`` limits what ``group_size`` examples or users spend together.
@@ -48,7 +49,7 @@ def solve_for_group(
         plan["bands"] = 1
     if group_size > 1 and plan["bands"] == "least":
         raise InputError(f"bands is 'least', which compares plans for one unit, but group_size is {group_size}; give a number")
-    one = PrivacyPlan.solve(epsilon=epsilon, noise_multiplier=noise_multiplier, steps=steps, **plan)
+    one = PrivacyPlan.solve(epsilon=epsilon, noise_multiplier=noise_multiplier, steps=steps, epochs=epochs, **plan)
     if group_size == 1 or epsilon is None:
         return one
 
@@ -61,13 +62,12 @@ def solve_for_group(
 
     limit = require_positive("epsilon", epsilon)
     if noise_multiplier is None:
-        assert steps is not None
         most = LARGEST_NOISE_MULTIPLIER * _GRID
-        found = _least(lambda ticks: fits(ticks / _GRID, steps), round(one.noise_multiplier * _GRID), most)
+        found = _least(lambda ticks: fits(ticks / _GRID, one.steps), round(one.noise_multiplier * _GRID), most)
         if found is None:
             raise InputError(
                 f"no noise_multiplier up to {LARGEST_NOISE_MULTIPLIER} keeps a group of {group_size} within epsilon {limit} "
-                f"for {steps} steps; allow a larger epsilon or delta, fewer steps, or a smaller group"
+                f"for {one.steps} steps; allow a larger epsilon or delta, fewer steps, or a smaller group"
             )
         return replace(one, noise_multiplier=found / _GRID)
     rounds = _most(lambda count: fits(noise_multiplier, count * one.bands), one.steps // one.bands)

@@ -122,6 +122,7 @@ class PrivacyPlan:
         epsilon: float | None = None,
         noise_multiplier: float | None = None,
         steps: int | None = None,
+        epochs: float | None = None,
         accountant: str = DEFAULT_ACCOUNTANT,
         bands: int | str = "auto",
         coefficients: Sequence[float] = (),
@@ -134,7 +135,8 @@ class PrivacyPlan:
         """A plan from two of ``epsilon``, ``noise_multiplier`` and ``steps``; the third is solved for.
 
         The solved number of steps is the largest that fits, and at least one. The solved noise multiplier is the smallest
-        that fits, rounded up to a multiple of 0.0001. The plan's ε never exceeds ``epsilon``.
+        that fits, rounded up to a multiple of 0.0001. The plan's ε never exceeds ``epsilon``. ``epochs`` stand for
+        ``steps``: dataset_size / batch_size steps each, in which an example is sampled once on average.
 
         ``accountant="pld"`` is tighter than ``"rdp"``, which the paper used; both are upper bounds.
 
@@ -154,6 +156,10 @@ class PrivacyPlan:
         require_unit(unit, examples_per_user)
         _require_sampling_and_delta(dataset_size, batch_size, delta, accountant, unit)
         require_room(max_batch_size, batch_size)
+        if epochs is not None:
+            if steps is not None:
+                raise InputError(f"epochs is {epochs} and steps is {steps}; both say how long to train: leave one out")
+            steps = math.ceil(require_positive("epochs", epochs) * dataset_size / batch_size)
         given = {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "steps": steps}
         names = [name for name, value in given.items() if value is not None]
         if len(names) != 2:

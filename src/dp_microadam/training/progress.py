@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+CHECKING = "checking that no example influences another's gradient, once before the first step"
 
 _REFRESH_SECONDS = 0.5
 _LINE_SECONDS = 15.0
+_PATIENCE_SECONDS = 3.0
 
 
 class Progress:
@@ -99,6 +104,19 @@ class Progress:
 def tell(text: str) -> None:
     """Print one line to standard error; standard output is for results."""
     print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def said_if_slow(text: str, *, shown: bool = True, patience: float = _PATIENCE_SECONDS) -> Iterator[None]:
+    """Print the line if what happens inside takes longer than ``patience`` seconds."""
+    timer = threading.Timer(patience, tell, [text])
+    timer.daemon = True
+    if shown:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def clock(seconds: float) -> str:

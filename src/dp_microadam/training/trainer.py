@@ -26,7 +26,7 @@ from dp_microadam.training.method import Method, Steps
 from dp_microadam.training.model_update import ModelUpdate
 from dp_microadam.training.plain_step import PlainStep, UnprotectedPlan
 from dp_microadam.training.private_step import PrivateStep
-from dp_microadam.training.progress import Progress
+from dp_microadam.training.progress import CHECKING, Progress, said_if_slow
 from dp_microadam.training.run_folder import default_folder, how_to_go_on
 from dp_microadam.training.run_record import RunRecord
 from dp_microadam.training.run_result import RunResult, StepReport
@@ -179,7 +179,8 @@ class PrivateTrainer:
             return self.result()
         self._refuse_shared(train, validation)
         refuse_shared_users(users, validation_users)
-        self.step.attach(train, users)
+        with said_if_slow(CHECKING, shown=self.show_progress and self.step.private):
+            self.step.attach(train, users)
         self._require_same_settings(validation)
         if not self._resumed:
             self._begin()

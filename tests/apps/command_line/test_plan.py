@@ -86,6 +86,7 @@ def test_what_pld_cannot_count_is_left_out(capsys):
         (["demo", "--set", "method=non-private"], "method is 'non-private'; a plan is for a single private run"),
         ([*CIFAR, "--epsilon", "1", "--noise-multiplier", "0.1"], "spends epsilon"),
         ([*CIFAR, "--epsilon", "1"], "exactly two"),
+        (["demo", "--epochs", "3"], "epochs is given beside the recipe 'demo', which counts steps"),
         ([*CIFAR, "--epsilon", "8", "--steps", "100", "--bands", "0"], "bands is 0"),
         ([*CIFAR, "--epsilon", "8", "--steps", "100", "--bands", "-1"], "bands is -1"),
         ([*CIFAR, "--epsilon", "8", "--steps", "100", "--bands", "few"], "bands is 'few'"),
@@ -217,4 +218,11 @@ def test_a_plan_with_too_much_noise_to_learn_from_says_so(capsys, examples, hint
     """docs/choosing.md: at ε = 8 the network of the demo gets 27.6 % of the digits right after 60 of them, 65.5 % after 300."""
     sizes = ["--dataset-size", str(examples), "--batch-size", str(examples // 8), "--steps", "200", "--parameters", "26010"]
     assert main(["plan", *sizes, "--delta", "1e-3", "--epsilon", "8"]) == 0
-    assert ("26,010 parameters hardly learn then: more examples, a larger ε" in capsys.readouterr().out) == hinted
+    shown = capsys.readouterr().out
+    assert ("26,010 parameters hardly learn then: more examples, a larger ε" in shown) == hinted
+    assert "times as long as the sum of all its gradients can be" in shown
+
+
+def test_epochs_are_taken_in_place_of_steps(capsys):
+    assert main(["plan", *CIFAR, "--epsilon", "8", "--epochs", "10", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 110  # 10 · 45,000 / 4,096 = 109.9

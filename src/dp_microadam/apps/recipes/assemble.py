@@ -287,6 +287,11 @@ def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) ->
 
     For a recipe that declares a search, it is the plan of each run, whose ε covers the search.
     """
+    if recipe.batch_size > dataset_size:
+        raise InputError(
+            f"batch_size is {recipe.batch_size}, more than the {dataset_size} {recipe.unit_name or recipe.unit}s to train on, "
+            f"validation and test parts aside; it must be at most {dataset_size}"
+        )
     if recipe.protected:
         search = {name: recipe.tune[name] for name in ("expected_runs", "distribution") if recipe.tune}
         solve = SelectionPlan.solve if recipe.tune else PrivacyPlan.solve

@@ -23,8 +23,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "plan",
         help="solve for epsilon, noise multiplier or number of steps, or propose a plan",
         description="Compute a privacy plan, of a recipe or from numbers. Give two of --epsilon, --noise-multiplier and "
-        "--steps; the third is solved. --advise proposes batch size, steps and bands for a number of examples that can be "
-        "processed, by predicted noise alone.",
+        "--steps (or --epochs); the third is solved. --advise proposes batch size, steps and bands for a number of examples "
+        "that can be processed, by predicted noise alone.",
         epilog="examples:\n"
         "  dp-microadam plan --dataset-size 45000 --batch-size 4096 --delta 1e-5 --epsilon 8 --noise-multiplier 3\n"
         "  dp-microadam plan --advise --dataset-size 45000 --delta 1e-5 --epsilon 3 --examples 500000 --parameters 26010\n"
@@ -43,6 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--noise-multiplier", type=float, metavar="S", help="noise standard deviation divided by the sensitivity"
     )
     parser.add_argument("--steps", type=int, metavar="T", help="number of optimizer updates")
+    parser.add_argument("--epochs", type=float, metavar="F", help="in place of steps: N/B of them each")
     parser.add_argument("--accountant", choices=("rdp", "pld"), help="accountant that determines ε (default: pld, the tighter)")
     parser.add_argument(
         "--bands",
@@ -147,8 +148,8 @@ def run(options: argparse.Namespace) -> int:
     plan_tables.print_bands(plan, bands, sized=planned.parameters is not None)
     if planned.trained is not None:
         hint = too_much_noise(plan, planned.trained, planned.unit_name or plan.unit)
-        if hint is not None:
-            print(hint)
+        noise = f"{relative_noise(plan, planned.trained):.2g} times as long as the sum of all its gradients can be"
+        print(hint or f"the noise of this plan is {noise}; above 1, hardly anything is learned from scratch")
     if workload is not None:
         print(
             f"optimised coefficients leave {plan.weight_noise(**workload):.3f} of the noise that the banded square root "
@@ -185,6 +186,7 @@ def _from_numbers(options: argparse.Namespace) -> _Planned:
         epsilon=options.epsilon,
         noise_multiplier=options.noise_multiplier,
         steps=options.steps if chosen is None else chosen.steps,
+        epochs=options.epochs if chosen is None else None,
         accountant=options.accountant or "pld",
         bands=chosen.bands if chosen is not None else int(bands) if bands.lstrip("-").isdecimal() else bands,
         parameters=options.parameters,
@@ -210,9 +212,12 @@ def _proposals(options: argparse.Namespace, bands: str, memory_gib: float) -> tu
         raise InputError(f"bands is {bands}, but --advise chooses the bands; leave it out, or take 1")
     affordable = options.examples
     if affordable is None:
-        if options.steps is None or options.batch_size is None:
+        if options.epochs is not None:
+            affordable = options.epochs * options.dataset_size
+        elif options.steps is not None and options.batch_size is not None:
+            affordable = options.steps * options.batch_size
+        else:
             raise InputError("examples is not given; --advise needs to know how many examples can be processed: --examples X")
-        affordable = options.steps * options.batch_size
     return advise(
         dataset_size=options.dataset_size,
         epsilon=options.epsilon,
@@ -240,6 +245,8 @@ def _from_recipe(options: argparse.Namespace) -> _Planned:
     for name in _OF_NUMBERS:
         if getattr(options, name) is not None:
             raise InputError(f"{name} is given beside the recipe {recipe.name!r}; set it there: --set {name}=…")
+    if options.epochs is not None:
+        raise InputError(f"epochs is given beside the recipe {recipe.name!r}, which counts steps: --set steps=…, N/B for each")
     if not recipe.protected or recipe.tune:
         what = "[tune] is given, whose plan tune --estimate shows" if recipe.tune else "method is 'non-private'"
         raise InputError(f"{what}; a plan is for a single private run")
