@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dp_microadam.errors import InputError
@@ -160,7 +162,7 @@ def text_classifier(
     return TextModel(with_lora(network, lora_rank, lora_alpha, lora_targets) if lora_rank else network)
 
 
-def saved_classifier(folder: Path) -> tuple[TextModel, TextEncoder, tuple[str, ...], str]:
+def saved_classifier(folder: Path) -> tuple[TextModel | SentenceClassifier, TextEncoder, tuple[str, ...], str]:
     """The classifier in a folder that ``save_text_model`` has written, its encoder, names of classes and column of texts.
 
     Raises:
@@ -168,10 +170,9 @@ def saved_classifier(folder: Path) -> tuple[TextModel, TextEncoder, tuple[str, .
     """
     if (folder / "adapter_config.json").is_file():
         raise InputError(f"{folder} holds adapters without the model they belong to; export the run without --adapters")
-    if (folder / HEAD).is_file():
-        raise InputError(f"{folder} holds a sentence encoder with a head beside it; give the run, or use the code on its card")
     config = _loaded("AutoConfig", str(folder))
-    if not any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
+    head_beside = (folder / HEAD).is_file()
+    if not head_beside and not any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
         raise InputError(
             f"{folder} holds no AutoModelForSequenceClassification; give such a folder, or the run of a classifier"
         )
@@ -180,9 +181,22 @@ def saved_classifier(folder: Path) -> tuple[TextModel, TextEncoder, tuple[str, .
     length = min(_loaded("AutoTokenizer", str(folder)).model_max_length, getattr(config, "max_position_embeddings", math.inf))
     if length > _LONGEST:
         raise InputError(f"{folder} does not say how long texts may be; set model_max_length in its tokenizer_config.json")
-    network = _loaded_network("AutoModelForSequenceClassification", str(folder))
+    model = (
+        _with_saved_head(folder, len(names))
+        if head_beside
+        else TextModel(_loaded_network("AutoModelForSequenceClassification", str(folder)))
+    )
     column = str(getattr(config, "text_column", "text"))
-    return TextModel(network.eval()), text_encoder(str(folder), int(length)), names, column
+    return model.eval(), text_encoder(str(folder), int(length)), names, column
+
+
+def _with_saved_head(folder: Path, num_classes: int) -> SentenceClassifier:
+    model = SentenceClassifier(_loaded_network("AutoModel", str(folder)), num_classes)
+    try:
+        model.head.load_state_dict(load_file(folder / HEAD))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise InputError(f"{folder / HEAD} cannot be read, export the model again: {first_line(error)}") from error
+    return model
 
 
 def language_model(

@@ -16,7 +16,7 @@ from dp_microadam.apps.recipes.pretrained import located
 from dp_microadam.apps.recipes.stated import recipe_of_run, stated
 from dp_microadam.errors import InputError
 from dp_microadam.layers.fixed_norm import FEATURE_NORM
-from dp_microadam.models.hugging_face import text_encoder
+from dp_microadam.models.hugging_face import saved_classifier, text_encoder
 
 pytest.importorskip("transformers")
 
@@ -152,9 +152,16 @@ def test_the_code_of_a_sentence_classifiers_card_gives_the_scores_of_the_run(rec
     experiment = open_run(folder)
     experiment.trainer.peek()
     model = experiment.best_model().eval()
+    saved, encoder, classes, _ = saved_classifier(exported)  # what predict takes
     with torch.no_grad():
-        torch.testing.assert_close(names["scores"](texts), model(text_encoder(str(tmp_path / "bert"), LENGTH)(texts)))
+        expected = model(text_encoder(str(tmp_path / "bert"), LENGTH)(texts))
+        torch.testing.assert_close(names["scores"](texts), expected)
+        torch.testing.assert_close(saved(encoder(texts)), expected)
     assert names["encoder"].config.id2label == {0: "ham", 1: "spam"}
+    assert classes == ("ham", "spam")
+    (exported / "head.safetensors").write_bytes(b"x")
+    with pytest.raises(InputError, match=r"head\.safetensors cannot be read, export the model again"):
+        saved_classifier(exported)
 
 
 def test_weights_are_found_by_name_beside_the_data(tmp_path, monkeypatch):
