@@ -148,8 +148,8 @@ def run(options: argparse.Namespace) -> int:
     plan_tables.print_bands(plan, bands, sized=planned.parameters is not None)
     if planned.trained is not None:
         hint = too_much_noise(plan, planned.trained, planned.unit_name or plan.unit)
-        noise = f"{relative_noise(plan, planned.trained):.2g} times as long as the sum of all its gradients can be"
-        print(hint or f"the noise of this plan is {noise}; above 1, hardly anything is learned from scratch")
+        length = f"{relative_noise(plan, planned.trained):.2g} times as long as the sum of all its gradients can be"
+        print(hint or f"the noise of this plan is {length}; above 1, hardly anything is learned from scratch")
     if workload is not None:
         print(
             f"optimised coefficients leave {plan.weight_noise(**workload):.3f} of the noise that the banded square root "
