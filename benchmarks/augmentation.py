@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -31,7 +33,7 @@ _REPEATS = 20
 """Augmentation is short: so many runs make one measurement."""
 
 
-def measure(batch: int, rounds: int, device: str) -> dict[str, dict[str, float]]:
+def measure(batch: int, rounds: int, device: str) -> Iterator[tuple[str, dict[str, float]]]:
     """For each way the median seconds of augmentation and of the gradients, and the median of their ratios."""
     torch.manual_seed(0)
     images, labels = torch.randint(0, 256, (batch, 3, 32, 32), dtype=torch.uint8), torch.randint(0, 10, (batch,))
@@ -44,7 +46,6 @@ def measure(batch: int, rounds: int, device: str) -> dict[str, dict[str, float]]
         for _ in range(repeats):
             prepare(way(raw))
 
-    found: dict[str, dict[str, float]] = {}
     for name, way in WAYS.items():
         tell(f"{name}: {rounds} rounds")
         ready = prepare(way(raw))
@@ -56,13 +57,14 @@ def measure(batch: int, rounds: int, device: str) -> dict[str, dict[str, float]]
             step = seconds(lambda ready=ready: engine.accumulate(ready), device)
             engine.reset()
             pairs.append((cost, step))
-        found[name] = {
-            "augmentation": statistics.median(cost for cost, _ in pairs),
-            "gradients": statistics.median(step for _, step in pairs),
-            "share": statistics.median(cost / (cost + step) for cost, step in pairs),
-        }
-        tell(f"{name}: {100 * found[name]['share']:.2f} % of a step")
-    return found
+        yield (
+            name,
+            {
+                "augmentation": statistics.median(cost for cost, _ in pairs),
+                "gradients": statistics.median(step for _, step in pairs),
+                "share": statistics.median(cost / (cost + step) for cost, step in pairs),
+            },
+        )
 
 
 def main() -> None:
@@ -74,14 +76,15 @@ def main() -> None:
     add_options(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    found = measure(options.batch, options.rounds, options.device)
+    show = tell if options.json else partial(print, flush=True)
+    show(f"{'augmentation of ' + str(options.batch) + ' images':38}{'its ms':>10}{'gradients ms':>14}{'share':>9}")
+    found = {}
+    for name, row in measure(options.batch, options.rounds, options.device):
+        found[name] = row
+        show(f"{name:38}{1000 * row['augmentation']:10.2f}{1000 * row['gradients']:14.0f}{100 * row['share']:8.2f} %")
     deliver(options, "augmentation", {"batch": options.batch, "ways": found})
     if options.json:
         print(json.dumps({"batch": options.batch, "threads": options.threads, "ways": found}))
-        return
-    print(f"{'augmentation of ' + str(options.batch) + ' images':38}{'its ms':>10}{'gradients ms':>14}{'share':>9}")
-    for name, row in found.items():
-        print(f"{name:38}{1000 * row['augmentation']:10.2f}{1000 * row['gradients']:14.0f}{100 * row['share']:8.2f} %")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -148,7 +149,9 @@ def make_batch(size: int, device: str) -> Batch:
     return images.to(device), labels.to(device)
 
 
-def measure_times(methods: list[str], physical: int, logical: int, rounds: int, device: str) -> dict[str, dict[str, float]]:
+def measure_times(
+    methods: list[str], physical: int, logical: int, rounds: int, device: str, show: Callable[[str], None]
+) -> dict[str, dict[str, float]]:
     batch = make_batch(physical, device)
     steps = {method: make(method, logical, device) for method in methods}
     seconds: dict[str, list[tuple[float, float]]] = {method: [] for method in methods}
@@ -158,7 +161,7 @@ def measure_times(methods: list[str], physical: int, logical: int, rounds: int, 
             begin = wall_clock(device)
             steps[method].chunk(batch)
             steps[method].finish()
-        tell(f"{method}: about {wall_clock(device) - begin:.2f} s for {physical} examples")
+        show(f"{method:42} about {wall_clock(device) - begin:.2f} s for {physical} examples")
     for number in range(rounds):
         tell(f"round {number + 1} of {rounds}")
         for method in methods:
@@ -235,7 +238,8 @@ def main() -> None:
         return
     times: dict[str, dict[str, float]] = {}
     if not options.peaks_only:
-        times = measure_times(options.methods, options.physical_batch, options.batch, options.rounds, options.device)
+        show = tell if options.json else partial(print, flush=True)
+        times = measure_times(options.methods, options.physical_batch, options.batch, options.rounds, options.device, show)
     tell("memory of each method, in a process of its own")
     rows = [{"method": m, **times.get(m, {}), "peak_bytes": measure_peak(m, options)} for m in options.methods]
     deliver(options, "method cost", {"batch": options.batch, "physical_batch": options.physical_batch, "methods": rows})
