@@ -190,12 +190,14 @@ def measure_times(name: str, methods: list[str], size: int, rounds: int, device:
     processors: dict[str, list[float]] = {method: [] for method in methods}
     for method in methods:
         steps[method](batch)  # warm-up, in which ours checks independence; independence_check.py measures that
-    for _ in range(rounds):
+    for number in range(rounds):
         for method in methods:
             wall, processor = wall_clock(device), time.process_time()
             steps[method](batch)
             walls[method].append(wall_clock(device) - wall)
             processors[method].append(time.process_time() - processor)
+        if number == 0:
+            tell("first round: " + "; ".join(f"{method} {1e3 * walls[method][0]:.0f} ms" for method in methods))
 
     def ratio(times: dict[str, list[float]], method: str) -> float:
         return statistics.median(a / b for a, b in zip(times[method], times["non-private"], strict=True))
