@@ -238,6 +238,8 @@ def _loaded(kind: str, source: str, **options: Any) -> Any:
         raise InputError(f"pretrained is {source!r}, which does not exist; it must be a folder or a name on the hub")
     if not local and not (local := is_fetched(source)):
         require_reachable(source)
+    if local and kind.startswith("AutoModel"):  # else adapters are looked for on the hub all the same
+        options["adapter_kwargs"] = {"local_files_only": True}
     try:
         with quiet(library):
             return getattr(library, kind).from_pretrained(
