@@ -232,7 +232,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-folder", type=Path, metavar="DIR")
-    parser.add_argument("--made-up", type=int, default=300, metavar="N", help="made-up readers, without a data folder")
+    parser.add_argument("--made-up", type=int, default=4000, metavar="N", help="made-up readers, without a data folder")
     parser.add_argument("--readers", type=int, default=3000, metavar="N", help="readers of the training part")
     parser.add_argument("--epsilons", type=float, nargs="+", default=[0.25, 0.5, 1.0, 2.0, 4.0, 8.0])
     parser.add_argument("--most", type=int, default=16, metavar="K", help="ratings of a reader in a step, or kept")
