@@ -77,7 +77,15 @@ def at(noise, method):
 
 def test_a_cell_has_median_spread_and_number_of_its_seeds(folder):
     summary = Sweep.read(folder).summary(at(3, "DP-SGD"))
-    assert (summary.median, summary.low, summary.high, summary.seeds) == (70.9, 70.0, 71.2, 3)
+    assert (summary.middle, summary.low, summary.high, summary.seeds) == (70.9, 70.0, 71.2, 3)
+
+
+def test_a_cell_has_the_mean_of_its_seeds_where_the_study_says_so(tmp_path):
+    folder = write(tmp_path / "sweep", middle="mean")
+    values = [one["value"] for one in OUTCOMES if one["cell"] == at(3, "DP-SGD")]
+    assert Sweep.read(folder).summary(at(3, "DP-SGD")).middle == pytest.approx(sum(values) / 3)
+    with pytest.raises(InputError, match="middle is 'mode'"):
+        Sweep.read(write(tmp_path / "other", middle="mode"))
 
 
 def test_the_difference_is_ours_minus_the_paper_s_where_both_are(folder):
@@ -105,7 +113,7 @@ def test_a_line_that_a_kill_tore_is_left_out_and_a_repeated_run_replaces_the_fir
     with open(folder / "results.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(outcome(4, "DP-SGD", 1, 68.0)) + "\n" + '{"cell": {"noise mul')
     sweep = Sweep.read(folder)
-    assert sweep.summary(at(4, "DP-SGD")).median == 68.0
+    assert sweep.summary(at(4, "DP-SGD")).middle == 68.0
     assert len(sweep.outcomes) == len(OUTCOMES)
 
 

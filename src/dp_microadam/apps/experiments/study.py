@@ -17,7 +17,7 @@ from typing import Any
 from dp_microadam.apps.recipes.pretrained import missing_files
 from dp_microadam.apps.recipes.recipe import Recipe, apply_overrides, recipe_values
 from dp_microadam.errors import InputError
-from dp_microadam.validation import require_integer
+from dp_microadam.validation import require_integer, require_one_of
 
 Label = str | float
 Labels = dict[str, Label]
@@ -118,6 +118,7 @@ class Study:
     figures: tuple[Mapping[str, Any], ...] = ()
     published: tuple[Published, ...] = ()
     source: str = ""
+    middle: str = field(default="median", kw_only=True)
     overrides: tuple[str, ...] = field(default=(), kw_only=True)
 
     def only(self, conditions: Sequence[str]) -> Study:
@@ -174,6 +175,7 @@ class Study:
             "repeats": self.repeats,
             "value": "test accuracy" if self.measure == ACCURACY else "cost",
             "unit": "%" if self.measure == ACCURACY else "",
+            "middle": self.middle,
             "notes": list(self.notes),
             "figures": [dict(figure) for figure in self.figures],
             "paper": [{"cell": one.labels, "value": one.value, "spread": one.spread} for one in self.published],
@@ -257,12 +259,13 @@ def parse_study(text: str, name: str, scale: str, overrides: Sequence[str] = ())
         tuple(values.get("figures", [])),
         tuple(_published(published.get("values", {}), [*rows, *columns], axes)),
         str(published.get("source", "")),
+        middle=require_one_of("middle", values.get("middle", "median"), ("median", "mean")),
         overrides=tuple(overrides),
     )
 
 
 _KEYS = ("title", "question", "repeats", "measure", "rows", "columns", "notes", "figures", "recipe", "axes", "adjust")
-_ALL_KEYS = (*_KEYS, "without", "paper")
+_ALL_KEYS = (*_KEYS, "middle", "without", "paper")
 
 
 def _refuse_unknown_keys(name: str, values: Mapping[str, Any]) -> None:

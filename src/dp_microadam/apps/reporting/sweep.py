@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dp_microadam.apps.reporting.formats import decimals_of, fixed, is_number, signed
 from dp_microadam.errors import InputError
+from dp_microadam.validation import require_one_of
 
 EXPERIMENT = "experiment.json"
 RESULTS = "results.jsonl"
@@ -60,11 +61,14 @@ class Published:
     spread: float | None = None
 
 
+_MIDDLES: dict[str, Callable[[list[float]], float]] = {"median": statistics.median, "mean": statistics.mean}
+
+
 @dataclass(frozen=True)
 class Summary:
-    """Median and range of the repeats of a cell."""
+    """Median (or mean) and range of the repeats of a cell."""
 
-    median: float
+    middle: float
     low: float
     high: float
     seeds: int
@@ -90,6 +94,8 @@ class Sweep:
     value: str = "test accuracy"
     unit: str = "%"
     better: str = "higher"
+    middle: str = "median"
+    """What a cell shows of its repeats: their median or their mean."""
     folder: Path | None = field(default=None, compare=False)
 
     @classmethod
@@ -128,6 +134,7 @@ class Sweep:
                 better=str(
                     content.get("better") or _usual_direction(str(content.get("value", "")), str(content.get("unit", "%")))
                 ),
+                middle=require_one_of("middle", content.get("middle", "median"), tuple(_MIDDLES)),
                 folder=Path(folder),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -151,18 +158,18 @@ class Sweep:
         return sorted((one for one in self.outcomes if key_of(one.cell) == wanted), key=lambda one: one.repeat)
 
     def summary(self, cell: Mapping[str, Any]) -> Summary | None:
-        """Median, smallest, largest and number of the cell's values; None if there is none."""
+        """Median (or mean), smallest, largest and number of the cell's values; None if there is none."""
         values = [one.value for one in self.of(cell) if one.value is not None]
-        return Summary(statistics.median(values), min(values), max(values), len(values)) if values else None
+        return Summary(_MIDDLES[self.middle](values), min(values), max(values), len(values)) if values else None
 
     def paper(self, cell: Mapping[str, Any]) -> Published | None:
         wanted = key_of(cell)
         return next((one for one in self.published if key_of(one.cell) == wanted), None)
 
     def difference(self, cell: Mapping[str, Any]) -> float | None:
-        """Our median minus the paper's value; None if either is missing."""
+        """Our median (or mean) minus the paper's value; None if either is missing."""
         ours, theirs = self.summary(cell), self.paper(cell)
-        return None if ours is None or theirs is None else ours.median - theirs.value
+        return None if ours is None or theirs is None else ours.middle - theirs.value
 
     def median_run(self, cell: Mapping[str, Any]) -> Outcome | None:
         """The repeat with the median value; for an even number, the worse of the two middle ones."""
@@ -172,15 +179,15 @@ class Sweep:
         return ranked[(len(ranked) - 1) // 2] if ranked else None
 
     def best_of(self, cells: Sequence[Mapping[str, Any]]) -> set[Key]:
-        """The cells with the best median, after rounding; among runs with a privacy budget if there are any.
+        """The cells with the best median (or mean), after rounding; among runs with a privacy budget if there are any.
 
         Empty for a single cell, and for values that cannot be compared.
         """
-        medians = {key_of(one): round(found.median, self.decimals) for one in cells if (found := self.summary(one)) is not None}
-        if len(medians) < 2 or self.better == "neither":
+        middles = {key_of(one): round(found.middle, self.decimals) for one in cells if (found := self.summary(one)) is not None}
+        if len(middles) < 2 or self.better == "neither":
             return set()
         budgeted = {key_of(one.cell) for one in self.outcomes if one.epsilon is not None}
-        rivals = {key: value for key, value in medians.items() if key in budgeted} or medians
+        rivals = {key: value for key, value in middles.items() if key in budgeted} or middles
         best = min(rivals.values()) if self.better == "lower" else max(rivals.values())
         return {key for key, value in rivals.items() if value == best}
 

@@ -110,7 +110,7 @@ def _lines(sweep: Sweep, wanted: Mapping[str, Any]) -> list[Figure]:
         if any(sweep.summary(cell) or sweep.paper(cell) for cell in cells)
     }
     with_paper = bool(sweep.published)
-    note = "Points are medians, bars reach from the smallest to the largest seed." + (
+    note = f"Points are {sweep.middle}s, bars reach from the smallest to the largest seed." + (
         f" Hollow, dashed: {sweep.published_source}." if with_paper else ""
     )
     title = _sentence(f"{sweep.value} over {x}")
@@ -172,10 +172,10 @@ def _draw_line_of_cells(
         )  # fmt: skip
     if ours:
         where = [place for place, _ in ours]
-        reach = [[found.median - found.low for _, found in ours], [found.high - found.median for _, found in ours]]
-        axes.errorbar(where, [found.median for _, found in ours], yerr=reach, fmt="none", ecolor=style.colour, capsize=3)
+        reach = [[found.middle - found.low for _, found in ours], [found.high - found.middle for _, found in ours]]
+        axes.errorbar(where, [found.middle for _, found in ours], yerr=reach, fmt="none", ecolor=style.colour, capsize=3)
         look = replace(style, dash=(1, 2)) if hollow else style
-        draw_line(axes, [(place, found.median) for place, found in ours], look, label, markers=True)
+        draw_line(axes, [(place, found.middle) for place, found in ours], look, label, markers=True)
         if hollow:
             axes.lines[-1].set(markerfacecolor=PAPER, markeredgecolor=style.colour, markeredgewidth=1.2)
 
@@ -251,7 +251,7 @@ def difference_map(sweep: Sweep, of: str, minus: str, x: str, y: str) -> dict[tu
         opponent = {**cell, sweep.method_key: minus}
         ours, theirs = sweep.summary(cell), sweep.summary(opponent)
         if ours is not None and theirs is not None:
-            found.setdefault((_coordinate(sweep, cell, x), _coordinate(sweep, cell, y)), []).append(ours.median - theirs.median)
+            found.setdefault((_coordinate(sweep, cell, x), _coordinate(sweep, cell, y)), []).append(ours.middle - theirs.middle)
     return {place: statistics.median(values) for place, values in found.items()}
 
 
@@ -319,7 +319,7 @@ def group_ranges(sweep: Sweep, group: str) -> dict[str, tuple[float, float, floa
     found: dict[str, tuple[float, float, float, int]] = {}
     for name in sweep.values_of(group):
         own = [
-            summary.median for cell in sweep.cells if cell.get(group) == name and (summary := sweep.summary(cell)) is not None
+            summary.middle for cell in sweep.cells if cell.get(group) == name and (summary := sweep.summary(cell)) is not None
         ]
         if own:
             ends = (max(own), min(own)) if sweep.better == "lower" else (min(own), max(own))

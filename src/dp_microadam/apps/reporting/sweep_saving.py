@@ -41,11 +41,11 @@ def savings(sweep: Sweep, x: str, beside: str) -> Iterator[Saving]:
         counterparts = {
             other[x]: other for other in sweep.cells if key_of({**other, x: 0}) == key_of({**cell, beside: first, x: 0})
         }
-        line = [(float(place), one.median) for place, other in sorted(counterparts.items()) if (one := sweep.summary(other))]
+        line = [(float(place), one.middle) for place, other in sorted(counterparts.items()) if (one := sweep.summary(other))]
         own = dict(line).get(float(cell[x]))
         if own is not None:
-            place = reached_at([(where, sign * value) for where, value in line], sign * found.median)
-            yield Saving(cell, own, found.median, place, line[0][0], line[-1][0])
+            place = reached_at([(where, sign * value) for where, value in line], sign * found.middle)
+            yield Saving(cell, own, found.middle, place, line[0][0], line[-1][0])
 
 
 def reached_at(line: Sequence[tuple[float, float]], value: float) -> float:

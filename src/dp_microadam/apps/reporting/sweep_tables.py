@@ -17,7 +17,7 @@ from dp_microadam.privacy.statement import round_up
 
 NOT_RUN = "not run"
 
-_READING = "Ours: the median, the smallest to the largest, and the number of seeds."
+_READING = "Ours: the {}, the smallest to the largest, and the number of seeds."
 _READING_OF_COSTS = "Ours: measured on this machine."
 _BOLD = " The best of a row, among runs with a privacy budget, is bold."
 
@@ -50,7 +50,7 @@ def _matrix(sweep: Sweep) -> Table:
         lines.append([*(shown(row[key]) for key in sweep.rows), *(_entry(sweep, place, best, asked) for place in places)])
     header = [*sweep.rows, *(", ".join(shown(value) for value in column.values()) for column in columns)]
     note = (
-        (_READING if sweep.trained else _READING_OF_COSTS)
+        (_READING.format(sweep.middle) if sweep.trained else _READING_OF_COSTS)
         + (_BOLD if sweep.better != "neither" else "")
         + (f" Paper: {sweep.published_source}; behind it, ours minus the paper's." if sweep.published else "")
     )
@@ -70,7 +70,7 @@ def _entry(sweep: Sweep, place: Mapping[str, Any], best: set[Key], asked: set[Ke
         failed = len(sweep.of(place))
         reason = f"{failed} failed" if failed else NOT_RUN if key_of(place) in asked else "–"
         return cell(reason, *paper, faint=True)
-    lines = [sweep.written(summary.median), *([_spread_in_words(sweep, place)] if sweep.trained else [])]
+    lines = [sweep.written(summary.middle), *([_spread_in_words(sweep, place)] if sweep.trained else [])]
     return cell(*lines, *paper, best=key_of(place) in best)
 
 
@@ -104,7 +104,7 @@ def _details(sweep: Sweep) -> Table:
         summary = sweep.summary(place)
         ours: list[object] = [NOT_RUN, "", "", 0]
         if summary is not None:
-            ours = [*(sweep.written(value) for value in (summary.median, summary.low, summary.high)), summary.seeds]
+            ours = [*(sweep.written(value) for value in (summary.middle, summary.low, summary.high)), summary.seeds]
         published = _paper_in_columns(sweep, place) if sweep.published else []
         lines.append([*(shown(place[key]) for key in keys), *ours, *published, *_facts(sweep.of(place))])
     title = "Every cell in detail"
