@@ -20,7 +20,7 @@ from torch import nn
 
 from dp_microadam.apps.experiments.measuring import add_options, deliver, tell
 from dp_microadam.apps.recipes.assemble import assemble
-from dp_microadam.apps.recipes.recipe import load_recipe
+from dp_microadam.apps.recipes.recipe_files import load_recipe
 from dp_microadam.apps.recipes.vocabulary import DEFAULT_LEARNING_RATES
 from dp_microadam.methods import Method, PublicExamples
 from dp_microadam.methods.registry import build

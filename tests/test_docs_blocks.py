@@ -19,7 +19,8 @@ import torch
 
 from dp_microadam.apps.command_line.cli import build_parser, main
 from dp_microadam.apps.experiments.study import parse_study
-from dp_microadam.apps.recipes.recipe import Recipe, load_recipe
+from dp_microadam.apps.recipes.recipe import Recipe
+from dp_microadam.apps.recipes.recipe_files import load_recipe
 from dp_microadam.training.trainer import PrivateTrainer
 
 ROOT = Path(__file__).parents[1]

@@ -55,6 +55,7 @@ WITHOUT_TORCH = (
     "privacy/selection_plan.py",
     "apps/theory/bounds.py",
     "apps/recipes/recipe.py",
+    "apps/recipes/recipe_files.py",
     "apps/recipes/vocabulary.py",
 )
 

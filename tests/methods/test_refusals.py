@@ -9,7 +9,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from dp_microadam import InputError, PrivacyPlan, PrivateTrainer
 from dp_microadam.apps.command_line.cli import main
-from dp_microadam.apps.recipes.recipe import load_recipe
+from dp_microadam.apps.recipes.recipe_files import load_recipe
 from dp_microadam.methods import PublicExamples, dp_bitfit, dp_sgd, scale_then_privatize, sparta
 from dp_microadam.methods.registry import build
 

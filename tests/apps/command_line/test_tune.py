@@ -15,7 +15,8 @@ import pytest
 
 from dp_microadam.apps.command_line.cli import main
 from dp_microadam.apps.experiments.study import load_study
-from dp_microadam.apps.recipes.recipe import Recipe, load_recipe
+from dp_microadam.apps.recipes.recipe import Recipe
+from dp_microadam.apps.recipes.recipe_files import load_recipe
 from dp_microadam.apps.recipes.stated import stated
 from dp_microadam.apps.recipes.tuning import refuse_unsearchable, values_of, with_values
 from dp_microadam.errors import InputError

@@ -9,7 +9,7 @@ import pytest
 from dp_microadam import PrivacyPlan
 from dp_microadam.apps.command_line.cli import main
 from dp_microadam.apps.recipes.assemble import assemble, plan_of
-from dp_microadam.apps.recipes.recipe import load_recipe
+from dp_microadam.apps.recipes.recipe_files import load_recipe
 from dp_microadam.errors import InputError
 from dp_microadam.privacy.banded import banded_square_root, optimised_coefficients, workload_error
 from dp_microadam.training.schedules import Schedule

@@ -4,7 +4,7 @@ import pytest
 
 from dp_microadam.apps.recipes.advice import bands_of
 from dp_microadam.apps.recipes.assemble import assemble, plan_of
-from dp_microadam.apps.recipes.recipe import known_recipes, load_recipe
+from dp_microadam.apps.recipes.recipe_files import known_recipes, load_recipe
 from dp_microadam.apps.recipes.stated import recipe_of_run
 from dp_microadam.errors import InputError
 from dp_microadam.optimizers.micro_adam import MicroAdam

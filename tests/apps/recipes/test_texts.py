@@ -13,7 +13,7 @@ from tiny_text_models import LENGTH, save_bert, save_llama, write_messages
 from dp_microadam import models
 from dp_microadam.apps.command_line.cli import main
 from dp_microadam.apps.recipes.assemble import assemble
-from dp_microadam.apps.recipes.recipe import load_recipe
+from dp_microadam.apps.recipes.recipe_files import load_recipe
 from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.clipping.per_example import clipped_sum
 from dp_microadam.errors import InputError

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from dp_microadam.apps.recipes.pretrained import missing_files
-from dp_microadam.apps.recipes.recipe import Recipe, apply_overrides, recipe_values
+from dp_microadam.apps.recipes.recipe import Recipe
+from dp_microadam.apps.recipes.recipe_files import apply_overrides, recipe_values
 from dp_microadam.errors import InputError
 from dp_microadam.validation import require_integer, require_one_of
 

@@ -209,7 +209,7 @@ def run_clean(options: argparse.Namespace) -> int:
 
 def _recipe(options: argparse.Namespace) -> Recipe | None:
     """The recipe to check the data of; None for the name of a data set, unless that needs its recipe to be read."""
-    from dp_microadam.apps.recipes.recipe import known_recipes, load_recipe
+    from dp_microadam.apps.recipes.recipe_files import known_recipes, load_recipe
     from dp_microadam.data.catalogue import KNOWN_DATA, takes_columns
 
     if options.name in KNOWN_DATA and not takes_columns(options.name):

@@ -238,7 +238,7 @@ _OF_NUMBERS = (
 
 def _from_recipe(options: argparse.Namespace) -> _Planned:
     """The plan of a recipe, for its data and model."""
-    from dp_microadam.apps.recipes.recipe import load_recipe
+    from dp_microadam.apps.recipes.recipe_files import load_recipe
     from dp_microadam.errors import InputError
 
     recipe = load_recipe(options.recipe, options.overrides)

@@ -64,7 +64,7 @@ def _as_single_run(recipe: Recipe, options: argparse.Namespace) -> Recipe:
 
 
 def run(options: argparse.Namespace) -> int:
-    from dp_microadam.apps.recipes.recipe import load_recipe
+    from dp_microadam.apps.recipes.recipe_files import load_recipe
     from dp_microadam.training.run_folder import refuse_existing
 
     short = {key: getattr(options, key) for key in ("bands", "max_batch_size", "unit", "examples_per_user")}

@@ -43,7 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(options: argparse.Namespace) -> int:
-    from dp_microadam.apps.recipes.recipe import load_recipe
+    from dp_microadam.apps.recipes.recipe_files import load_recipe
 
     recipe = load_recipe(options.recipe, options.overrides)
     return search(recipe, options.run_dir, options)
