@@ -87,6 +87,13 @@ def language_model() -> nn.Module:
     return MeanLogits(GPT2LMHeadModel(GPT2Config(**shape)), "all", ())
 
 
+def gpt_2() -> nn.Module:
+    """GPT-2 in its smallest published size, 124 million parameters, without pretrained weights."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return MeanLogits(GPT2LMHeadModel(GPT2Config()), "all", ())
+
+
 # A shape of one dimension stands for that many tokens.
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "wrn-16-4 ws": (lambda: models.wide_resnet(16, 4), (3, 32, 32)),
@@ -96,6 +103,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "vit-tiny": (vit_tiny, (3, 224, 224)),
     "text encoder": (text_encoder, (128,)),
     "language model": (language_model, (64,)),
+    "gpt-2": (gpt_2, (64,)),
     "vit-tiny bitfit": (lambda: vit_tiny("bitfit"), (3, 224, 224)),
     "text bitfit": (lambda: text_encoder("bitfit"), (128,)),
     "vit-tiny lora": (lambda: vit_tiny("lora"), (3, 224, 224)),
