@@ -22,6 +22,7 @@ class _Keeper(nn.Module):
         self.register_buffer("bf16", torch.ones(5, dtype=torch.bfloat16))
         self.register_buffer("sparse", torch.eye(3).to_sparse())
         self.register_buffer("wave", torch.ones(2, dtype=torch.complex128))
+        self.register_buffer("large", torch.zeros(300, 300))
         self.register_buffer("absent", None)
 
 
@@ -33,6 +34,7 @@ CHANGES: dict[str, Callable[[_Keeper], object]] = {
     "bf16": lambda keeper: keeper.bf16.mul_(2),
     "sparse": lambda keeper: setattr(keeper, "sparse", (torch.eye(3) * 2).to_sparse()),
     "wave": lambda keeper: keeper.wave.mul_(1j),
+    "large": lambda keeper: keeper.large[299].neg_(),  # to -0, which only bits tell
     "absent": lambda keeper: setattr(keeper, "absent", torch.zeros(1)),
     "weight, exchanged for another shape": lambda keeper: setattr(keeper.weight, "data", torch.ones(2, 3)),
     "count, exchanged for another type": lambda keeper: setattr(keeper, "count", torch.tensor(3.0)),

@@ -164,7 +164,7 @@ class _Joined:
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
         self.shapes = [tensor.shape for tensor in tensors]
-        self.values = _join(tensors).clone()
+        self.values = _join(tensors).clone() if len(tensors) == 1 else _join(tensors)
 
     def altered(self) -> Tensor:
         for tensor, shape in zip(self.tensors, self.shapes, strict=True):
