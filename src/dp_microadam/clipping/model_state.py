@@ -227,6 +227,8 @@ def _same_leaf(one: Any, other: Any) -> bool:
         return False
     if one.layout is not torch.strided:
         return all(map(_same_leaf, _dense_parts(one), _dense_parts(other)))
+    if _can_be_joined(one) and _can_be_joined(other):
+        return torch.equal(_bits(_join([one])), _bits(_join([other])))
     return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
 
 
