@@ -6,8 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import THOROUGH, examples
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from dp_microadam import models
+from dp_microadam.clipping.families import rule_class
+from dp_microadam.clipping.linear import TransposedLinearRule
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 
 quick = settings(examples(12, quick=5), derandomize=True)
@@ -95,6 +98,21 @@ def test_weight_standardization_agrees_at_its_special_points(assert_agrees, form
 def test_linear_layers_agree_with_the_loop_on_any_rank(assert_agrees, middle, features, bias, batch):
     torch.manual_seed(0)
     assert_agrees(nn.Linear(*features, bias=bias), torch.randn(batch, *middle, features[0]))
+
+
+@quick
+@given(
+    middle=st.lists(st.integers(1, 5), max_size=3),
+    features=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    batch=st.integers(1, 4),
+)
+def test_linear_layers_with_a_transposed_weight_agree_with_the_loop(assert_agrees, middle, features, batch):
+    torch.manual_seed(0)
+    assert_agrees(Conv1D(features[1], features[0]), torch.randn(batch, *middle, features[0]))
+
+
+def test_layers_of_gpt_2_have_a_rule_and_need_no_second_pass():
+    assert rule_class(Conv1D(3, 2)) is TransposedLinearRule
 
 
 NORMS = {

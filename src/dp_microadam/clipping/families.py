@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import nn
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -10,7 +12,7 @@ from dp_microadam.clipping.batchnorm import is_batchnorm
 from dp_microadam.clipping.convolution import ConvolutionRule
 from dp_microadam.clipping.embedding import EmbeddingRule
 from dp_microadam.clipping.embedding_bag import EmbeddingBagRule
-from dp_microadam.clipping.linear import LinearRule
+from dp_microadam.clipping.linear import LinearRule, TransposedLinearRule
 from dp_microadam.clipping.normalization import ChannelNormalizationRule, FeatureNormalizationRule
 from dp_microadam.clipping.recording import Observed
 from dp_microadam.clipping.rows import RowTable
@@ -63,12 +65,19 @@ def register_rule(family: type[nn.Module], rule: type[LayerRule]) -> None:
 
 def rule_class(module: nn.Module) -> type[LayerRule] | None:
     """The rule of the module's family, or None; a subclass with a forward of its own has none."""
-    for family, rule in {**_REGISTERED, **{key: rule for key, rule in _RULES.items() if key not in _REGISTERED}}.items():
+    known = {**_RULES, **_rules_of_transformers()}
+    for family, rule in {**_REGISTERED, **{key: rule for key, rule in known.items() if key not in _REGISTERED}}.items():
         same_forward = isinstance(module, family) and type(module).forward is family.forward
         # Weight norm, pruning and parametrizations compute the weight from parameters with other names.
         if same_forward and {name for name, _ in module.named_parameters()} <= rule.parameter_names:
             return rule
     return None
+
+
+def _rules_of_transformers() -> dict[type[nn.Module], type[LayerRule]]:
+    """Rules of layers that ``transformers`` has of its own; a model that holds one has imported it."""
+    layers = sys.modules.get("transformers.pytorch_utils")
+    return {} if layers is None else {layers.Conv1D: TransposedLinearRule}
 
 
 def observe(model: nn.Module, strategy: str | None, tensor_cores: bool = False) -> Observed:

@@ -87,7 +87,7 @@ class LinearCall(PartsCall):
             self.parts["bias"] = GradientRows(self.masked(deltas, "bias", 2).sum(1))
         if self._inputs is not None:
             terms = self._rule.terms(self._inputs.dtype, output_gradient)
-            factors = LinearFactors(self._positions(self._inputs.read()), self.masked(deltas, "weight", 2), terms)
+            factors = self._factors_of_weight(self._positions(self._inputs.read()), self.masked(deltas, "weight", 2), terms)
             self.parts["weight"] = OuterProductSum(factors, self._rule.choose(factors))
         del self._inputs
         return self.norms_of_parts()
@@ -96,8 +96,12 @@ class LinearCall(PartsCall):
         deltas = self._positions(at_least_float32(output_gradient))[examples]
         found = {"bias": deltas.sum(1)} if "bias" in self._rule.trainable else {}
         if self._inputs is not None:
-            found["weight"] = deltas.transpose(1, 2) @ self._positions(self._inputs.read())[examples]
+            factors = self._factors_of_weight(self._positions(self._inputs.read())[examples], deltas, None)
+            found["weight"] = factors.per_example(slice(None))
         return found
+
+    def _factors_of_weight(self, inputs: Tensor, deltas: Tensor, terms: tuple[int, int] | None) -> LinearFactors:
+        return LinearFactors(inputs, deltas, terms)
 
     def factors(self, output_gradient: Tensor) -> tuple[Tensor, Tensor]:
         """a and δ of the weight, (examples, positions, features)."""
@@ -112,18 +116,28 @@ class LinearCall(PartsCall):
         deltas = torch.cat([call._positions(at_least_float32(gradient)) for call, gradient in own], 1)
         kept = [call._positions(call._inputs.read()) for call, _ in own if call._inputs is not None]
         inputs = UnchangedInput(rule.name, torch.cat(kept, 1)) if kept else None
-        return LinearCall(rule, inputs), deltas
+        return cls(rule, inputs), deltas
 
     def _positions(self, tensor: Tensor) -> Tensor:
         """(examples, positions, features), with an example's rows among its positions."""
         return tensor.reshape(len(tensor) // self.rows_per_example, -1, tensor.shape[-1])
 
 
+class TransposedLinearCall(LinearCall):
+    """The gradient of a weight with inputs in its rows is Σₜ aᵢₜδᵢₜᵀ: a and δ change places."""
+
+    masks_rows = False  # rows belong to inputs, which are not masked
+
+    def _factors_of_weight(self, inputs: Tensor, deltas: Tensor, terms: tuple[int, int] | None) -> LinearFactors:
+        return LinearFactors(deltas, inputs, None if terms is None else (terms[1], terms[0]))
+
+
 class LinearRule(LayerRule):
     module: nn.Linear
+    call: type[LinearCall] = LinearCall
 
     def observe(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> LayerCall:
-        return LinearCall(self, self.kept_input(args, kwargs, {"weight"}))
+        return self.call(self, self.kept_input(args, kwargs, {"weight"}))
 
     def terms(self, inputs: torch.dtype, output_gradient: Tensor) -> tuple[int, int] | None:
         """In how many bfloat16 numbers to split δ and a, or None for float32 products."""
@@ -155,3 +169,9 @@ class LinearRule(LayerRule):
             bf16_products=number_of_products(factors.terms) if factors.terms else 0,
             tiles=factors.inputs.dtype == torch.float32 and kernels_run_on(factors.inputs.device),
         )
+
+
+class TransposedLinearRule(LinearRule):
+    """Linear layers whose weight is (inputs, outputs): ``Conv1D`` of ``transformers``, of which GPT-2 consists."""
+
+    call = TransposedLinearCall
