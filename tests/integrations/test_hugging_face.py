@@ -352,7 +352,7 @@ def test_options_that_contradict_the_host_s_are_refused(make):
         make(model, method=methods.dp_sgd(model), optimizers=(torch.optim.SGD(model.parameters()), None))
 
 
-def test_a_failed_step_is_spent_and_the_run_can_be_resumed_in_the_same_process(make, plan, tmp_path):
+def test_a_failed_step_is_spent_and_the_run_can_be_resumed_in_the_same_process(make, plan, tmp_path, capsys):
     failing, fail_at = [], [5]
 
     def loss(model, batch):
@@ -374,6 +374,18 @@ def test_a_failed_step_is_spent_and_the_run_can_be_resumed_in_the_same_process(m
     result = trainer.train(resume_from_checkpoint=True)
     assert result.global_step == plan.steps - 3
     assert read_ledger(tmp_path / "out" / "privacy").steps == plan.steps
+    ends = f"training ends after {plan.steps - 3} updates instead of {plan.steps}"
+    assert f"resumed at step 3; 3 steps after it were lost and stay spent, so that {ends}" in capsys.readouterr().err
+    last = tmp_path / "out" / f"checkpoint-{plan.steps - 3}"  # though the host expected to end later
+    epochs = (plan.steps - 3) / len(trainer.private_steps)
+    assert json.loads((last / "trainer_state.json").read_text())["epoch"] == pytest.approx(epochs)
+
+
+def test_a_second_run_in_the_same_folder_is_refused_before_anything_is_checked(make, monkeypatch):
+    make().train()
+    monkeypatch.setattr("dp_microadam.training.private_step.PrivateStep.attach", lambda *_: pytest.fail("it was checked"))
+    with pytest.raises(InputError, match="has a ledger already; resume it, or use a new folder"):
+        make().train()
 
 
 @pytest.mark.slow

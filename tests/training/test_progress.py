@@ -25,10 +25,11 @@ def test_the_bar_says_that_the_check_is_repeated_until_that_step_is_done(monkeyp
 
 
 def test_slow_work_is_announced_and_quick_work_is_not(monkeypatch):
-    said = threading.Event()
-    monkeypatch.setattr("dp_microadam.training.progress.tell", lambda text: said.set())
+    said, texts = threading.Event(), []
+    monkeypatch.setattr("dp_microadam.training.progress.tell", lambda text: (texts.append(text), said.set()))
     with said_if_slow("checking", patience=0.01):
         assert said.wait(10)
+    assert texts == ["checking", "done in 0 s"]
     said.clear()
     with said_if_slow("checking", patience=0.01, shown=False):
         assert not said.wait(0.05)

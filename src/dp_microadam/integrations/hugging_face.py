@@ -24,6 +24,7 @@ from dp_microadam.privacy.walk import DISTANCE
 from dp_microadam.training.evaluation import PerExample
 from dp_microadam.training.held_out import share_examples
 from dp_microadam.training.method import Method
+from dp_microadam.training.progress import tell
 from dp_microadam.training.rate_units import WALK
 from dp_microadam.training.training_step import StepOptions
 
@@ -183,6 +184,7 @@ class PrivateHFTrainer(Trainer):
                 method=Method(optimizer) if self._method is None else self._method,
                 autocast=_AUTOCAST[self.accelerator.mixed_precision],
             )
+            self._tell_what_was_lost()
         return _StepNumbers(self.private_steps)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -193,7 +195,17 @@ class PrivateHFTrainer(Trainer):
         self.private_steps.take()
         if not self.private_steps.remaining:
             self.control.should_training_stop = True
+            if self.state.global_step + 1 < self.state.max_steps:  # steps were lost: the host expects its last step later
+                self.control.should_evaluate |= self.args.eval_strategy != "no"
+                self.control.should_save |= self.args.save_strategy in ("steps", "epoch")
         return torch.zeros((), device=self.args.device)
+
+    def _tell_what_was_lost(self) -> None:
+        step = self.private_steps.step
+        assert step is not None, "it has begun"
+        if (lost := step.position - step.updates) and step.ranks.main:
+            left = f"training ends after {step.last_step - lost} updates instead of {step.last_step}"
+            tell(f"resumed at step {step.updates}; {lost} steps after it were lost and stay spent, so that {left}")
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """That of dp-walk, unless there is one."""
@@ -210,6 +222,7 @@ class PrivateHFTrainer(Trainer):
         if self._per_example_loss.running:
             raise PrivacyError(f"{sorted(logs)} were logged from training examples, and are private; log in evaluation")
         spent = {"epsilon": self.private_steps.epsilon()} if "loss" in logs else {}
+        self._count_epochs()
         super().log({**_public(logs), **spent}, start_time)
 
     def evaluate(self, eval_dataset: Any = None, *arguments: Any, **options: Any) -> dict[str, float]:
@@ -238,12 +251,18 @@ class PrivateHFTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         stamp = self.private_steps.stamp()  # in all processes
+        self._count_epochs()
         if self.args.should_save:
             folder = Path(str(self.args.output_dir), f"checkpoint-{self.state.global_step}")
             folder.mkdir(parents=True, exist_ok=True)
             (folder / STAMP_NAME).write_text(json.dumps(stamp) + "\n", encoding="utf-8")
             torch.save(self.private_steps.method_state(), folder / METHOD_NAME)
         super()._save_checkpoint(model, trial)
+
+    def _count_epochs(self) -> None:
+        """Epochs by steps: the host counts those of a resumed run from the beginning of the epoch."""
+        if self.is_in_train:
+            self.state.epoch = self.state.global_step / len(self.private_steps)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """No random states in checkpoints: Datasets and collators draw from them."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dp_microadam.errors import PrivacyError
+from dp_microadam.privacy.ledger import refuse_second_run
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.training.evaluation import PerExample
 from dp_microadam.training.gradients import set_gradients
@@ -125,6 +126,9 @@ class PrivateSteps:
             method.refuse_parameters(model, self.plan)  # before anything of the model is frozen
         step = PrivateStep(model, per_example_loss, self.plan, run_dir=self.run_dir, method=method, **options)
         try:
+            with step.ranks.together():
+                if state is None and step.ranks.main:
+                    refuse_second_run(self.run_dir)  # the ledger refuses it, too, but after the check
             with said_if_slow(CHECKING, shown=step.ranks.main):
                 step.attach(self._train, self._users)
             if state is None:

@@ -169,7 +169,10 @@ def saved_classifier(folder: Path) -> tuple[TextModel | SentenceClassifier, Text
         InputError: if the folder holds something else.
     """
     if (folder / "adapter_config.json").is_file():
-        raise InputError(f"{folder} holds adapters without the model they belong to; export the run without --adapters")
+        raise InputError(
+            f"{folder} holds adapters without the model they belong to; load them with peft's "
+            "AutoPeftModelForSequenceClassification, or export a run of dp-microadam train without --adapters"
+        )
     config = _loaded("AutoConfig", str(folder))
     head_beside = (folder / HEAD).is_file()
     if not head_beside and not any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):

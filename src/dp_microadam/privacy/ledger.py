@@ -357,8 +357,18 @@ def _write_header(run: str | os.PathLike[str], plan: PrivacyPlan, settings: RunS
         with write_durably(folder / LEDGER_NAME, replace=False) as file:
             file.write(line)
     except FileExistsError:
-        raise InputError(f"run is {str(folder)!r}, which has a ledger already; resume it, or use a new folder") from None
+        raise _second_run(folder) from None
     return folder / LEDGER_NAME
+
+
+def refuse_second_run(folder: Path) -> None:
+    """Raise InputError if the folder has a ledger."""
+    if (folder / LEDGER_NAME).exists():
+        raise _second_run(folder)
+
+
+def _second_run(folder: Path) -> InputError:
+    return InputError(f"run is {str(folder)!r}, which has a ledger already; resume it, or use a new folder")
 
 
 def _identity(path: Path) -> tuple[int, int, int]:

@@ -108,7 +108,8 @@ def tell(text: str) -> None:
 
 @contextmanager
 def said_if_slow(text: str, *, shown: bool = True, patience: float = _PATIENCE_SECONDS) -> Iterator[None]:
-    """Print the line if what happens inside takes longer than ``patience`` seconds."""
+    """Print the line if what happens inside takes longer than ``patience`` seconds, and then how long it took."""
+    begin = time.monotonic()
     timer = threading.Timer(patience, tell, [text])
     timer.daemon = True
     if shown:
@@ -117,6 +118,8 @@ def said_if_slow(text: str, *, shown: bool = True, patience: float = _PATIENCE_S
         yield
     finally:
         timer.cancel()
+    if shown and (taken := time.monotonic() - begin) > patience:
+        tell(f"done in {taken:.0f} s")
 
 
 def clock(seconds: float) -> str:

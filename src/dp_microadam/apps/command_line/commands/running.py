@@ -63,7 +63,8 @@ def _config_of(run_dir: Path) -> str:
     if not config.is_file():
         raise InputError(
             f"run is {str(run_dir)!r}, which has no {CONFIG}: either it is not a run folder, or the run was started from "
-            "Python and is resumed there with trainer.resume(run).fit(data)"
+            "Python, where it is resumed (trainer.resume(run).fit(data)) and its weights are saved (trainer.export, or "
+            "save_model of a Hugging Face Trainer)"
         )
     return config.read_text(encoding="utf-8")
 
