@@ -8,9 +8,9 @@ from thoroughness import THOROUGH, examples
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from dp_microadam import models
+from dp_microadam import ClippedGradients, models
 from dp_microadam.clipping.families import rule_class
-from dp_microadam.clipping.linear import TransposedLinearRule
+from dp_microadam.clipping.linear import TransposedFactors, TransposedLinearRule
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 
 quick = settings(examples(12, quick=5), derandomize=True)
@@ -111,8 +111,45 @@ def test_linear_layers_with_a_transposed_weight_agree_with_the_loop(assert_agree
     assert_agrees(Conv1D(features[1], features[0]), torch.randn(batch, *middle, features[0]))
 
 
-def test_layers_of_gpt_2_have_a_rule_and_need_no_second_pass():
+def test_layers_of_gpt_2_have_a_rule_of_their_own():
     assert rule_class(Conv1D(3, 2)) is TransposedLinearRule
+
+
+class _Twice(nn.Module):
+    """One transposed layer that is called twice, and one whose weight is that of a linear layer, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.own, self.shared, self.linear = Conv1D(3, 3), Conv1D(4, 3), nn.Linear(4, 3)
+        self.linear.weight = self.shared.weight
+
+    def forward(self, x):
+        return self.linear(torch.tanh(self.shared(self.own(torch.tanh(self.own(x))))))
+
+
+@pytest.mark.parametrize("frozen", [(), ("own.weight",), ("own.bias", "linear.bias")])
+def test_transposed_layers_agree_with_the_loop_when_called_twice_shared_or_partly_frozen(assert_agrees, frozen):
+    torch.manual_seed(0)
+    model = _Twice()
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    assert_agrees(model, torch.randn(4, 5, 3))
+
+
+def test_texts_without_a_gradient_are_not_formed_one_by_one(monkeypatch):
+    formed = []
+    form = TransposedFactors.per_example
+    monkeypatch.setattr(TransposedFactors, "per_example", lambda self, rows: (formed.append(rows), form(self, rows))[1])
+    model, x = Conv1D(3, 2), torch.randn(6, 4, 2)
+
+    def loss(model, batch):
+        return model(batch[0]).square().sum((1, 2)) * batch[1]
+
+    engine = ClippedGradients(model, loss, max_grad_norm=1.0, strategy="ghost", repeat_check=False)
+    engine.accumulate((x, torch.ones(6)))
+    formed.clear()
+    engine.accumulate((x, torch.tensor([1.0, 0, 0, 0, 0, 1])))
+    assert not formed
 
 
 NORMS = {

@@ -125,5 +125,5 @@ def test_a_file_cut_short_is_refused_by_name(tmp_path, suffix):
     with pytest.raises(InputError, match=rf"x\{suffix} cannot be decoded as an image"):
         decoded(path)
     path.write_text("some notes")
-    with pytest.raises(InputError, match=rf"x\{suffix} cannot be decoded as an image \(its content is none\)"):
+    with pytest.raises(InputError, match=rf"x\{suffix} cannot be decoded as an image \(it holds none\)"):
         decoded(path)

@@ -364,7 +364,8 @@ def test_a_failed_step_is_spent_and_the_run_can_be_resumed_in_the_same_process(m
         def on_step_end(self, args, state, control, **rest):
             failing.extend(step for step in fail_at if step == state.global_step)
 
-    trainer = make(per_example_loss=loss, callbacks=[FailLater()], arguments={"save_strategy": "steps", "save_steps": 3})
+    often = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4}
+    trainer = make(per_example_loss=loss, callbacks=[FailLater()], arguments=often)
     with pytest.raises(PrivacyError, match="withheld") as caught:
         trainer.train()
     assert "secret" not in str(caught.value)
@@ -372,13 +373,14 @@ def test_a_failed_step_is_spent_and_the_run_can_be_resumed_in_the_same_process(m
     failing.clear()
     fail_at.clear()
     result = trainer.train(resume_from_checkpoint=True)
-    assert result.global_step == plan.steps - 3
+    assert result.global_step == plan.steps - 2 == 7
     assert read_ledger(tmp_path / "out" / "privacy").steps == plan.steps
-    ends = f"training ends after {plan.steps - 3} updates instead of {plan.steps}"
-    assert f"resumed at step 3; 3 steps after it were lost and stay spent, so that {ends}" in capsys.readouterr().err
-    last = tmp_path / "out" / f"checkpoint-{plan.steps - 3}"  # though the host expected to end later
-    epochs = (plan.steps - 3) / len(trainer.private_steps)
-    assert json.loads((last / "trainer_state.json").read_text())["epoch"] == pytest.approx(epochs)
+    ends = f"training ends after 7 updates instead of {plan.steps}"
+    assert f"resumed at step 4; 2 steps after it were lost and stay spent, so that {ends}" in capsys.readouterr().err
+    # Step 7 is evaluated and saved once, though the host expected to do so at 8.
+    state = json.loads((tmp_path / "out" / "checkpoint-7" / "trainer_state.json").read_text())
+    assert [line["step"] for line in state["log_history"] if "eval_loss" in line] == [4, 7]
+    assert state["epoch"] == pytest.approx(7 / len(trainer.private_steps))
 
 
 def test_a_second_run_in_the_same_folder_is_refused_before_anything_is_checked(make, monkeypatch):

@@ -15,6 +15,7 @@ from dp_microadam import InputError, PrivacyPlan
 from dp_microadam.errors import PrivacyWarning
 from dp_microadam.privacy.accounting import NOISE_RESOLUTION, SubsampledGaussian, epsilon
 from dp_microadam.privacy.band_choice import band_table
+from dp_microadam.privacy.group_plan import solve_for_group
 
 CIFAR = {"dataset_size": 45_000, "batch_size": 4096, "delta": 1e-5}
 IMAGENET = {"dataset_size": 1_271_167, "batch_size": 16_384, "delta": 8e-7}
@@ -72,6 +73,10 @@ def test_epochs_are_steps_in_which_each_example_is_sampled_once_on_average():
     assert PrivacyPlan.solve(**CIFAR, noise_multiplier=2.2, epochs=10) == PrivacyPlan.solve(
         **CIFAR, noise_multiplier=2.2, steps=110
     )  # 10 · 45,000 / 4,096 = 109.9
+    whole = {"dataset_size": 60_000, "batch_size": 600, "delta": 1e-5, "noise_multiplier": 2.0}
+    assert PrivacyPlan.solve(**whole, epochs=8.3).steps == 830
+    sizes = {"epsilon": 8.0, **CIFAR}
+    assert solve_for_group(2, epochs=10, **sizes) == solve_for_group(2, steps=110, **sizes)
 
 
 def test_solving_back_and_forth_returns_the_same_plan():

@@ -73,6 +73,13 @@ class LinearFactors(Factors):
         return first @ second if self.terms is None else product(first, second, terms)
 
 
+class TransposedFactors(LinearFactors):
+    """a and δ in each other's place, for a weight with inputs in its rows: gᵢ = Σₜ aᵢₜδᵢₜᵀ."""
+
+    def present(self, rows: slice | Tensor = slice(None)) -> Tensor:
+        return self.inputs[rows].flatten(1).any(1)
+
+
 class LinearCall(PartsCall):
     masks_rows = True
 
@@ -124,12 +131,12 @@ class LinearCall(PartsCall):
 
 
 class TransposedLinearCall(LinearCall):
-    """The gradient of a weight with inputs in its rows is Σₜ aᵢₜδᵢₜᵀ: a and δ change places."""
+    """A call of a layer whose weight has inputs in its rows."""
 
     masks_rows = False  # rows belong to inputs, which are not masked
 
     def _factors_of_weight(self, inputs: Tensor, deltas: Tensor, terms: tuple[int, int] | None) -> LinearFactors:
-        return LinearFactors(deltas, inputs, None if terms is None else (terms[1], terms[0]))
+        return TransposedFactors(deltas, inputs, None if terms is None else (terms[1], terms[0]))
 
 
 class LinearRule(LayerRule):

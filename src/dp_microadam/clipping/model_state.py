@@ -186,8 +186,8 @@ def _can_be_joined(tensor: Tensor) -> bool:
 
 def _join(tensors: list[Tensor]) -> Tensor:
     """All values in one vector; of a single tensor a view, since copying a large one takes longer than comparing it."""
-    vectors = [tensor.detach().reshape(-1) for tensor in tensors]
-    return vectors[0] if len(vectors) == 1 else torch.cat(vectors)
+    vectors = [tensor.detach().resolve_conj().resolve_neg().reshape(-1) for tensor in tensors]
+    return vectors[0].contiguous() if len(vectors) == 1 else torch.cat(vectors)
 
 
 def _bits(values: Tensor) -> Tensor:

@@ -116,6 +116,10 @@ class Factors(ABC):
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         """Σᵢ cᵢgᵢ by the library's ordinary weight-gradient kernel."""
 
+    def present(self, rows: slice | Tensor = slice(None)) -> Tensor:
+        """Which of these examples have an output gradient at all; those without have gᵢ = 0."""
+        return self.deltas[rows].flatten(1).any(1)
+
     def remove(self, rows: Tensor) -> None:
         self.inputs = self.inputs.index_fill(0, rows, 0)
         self.deltas = self.deltas.index_fill(0, rows, 0)
@@ -184,7 +188,7 @@ class OuterProductSum:
         if norms.device.type == "cpu":
             return Doubt(norms, least, None)
         # Of gradients that are kept, the least is zero where δ is: a part of the squares of the tensor that is summed.
-        return Doubt(norms, least, least > 0 if self._strategy == "keep" else self.factors.deltas.flatten(1).any(1))
+        return Doubt(norms, least, least > 0 if self._strategy == "keep" else self.factors.present())
 
     def settle(self, flags: Tensor, count: int) -> None:
         """Form the gradients of the ``count`` flagged examples, from which their norms and their part of the sum are taken."""
@@ -251,7 +255,7 @@ class OuterProductSum:
 
     def _not_zero(self, rows: Tensor) -> Tensor:
         """Those of the examples that have a gradient at all: zero is not a doubtful norm."""
-        return rows[self.factors.deltas[rows].flatten(1).any(1)]
+        return rows[self.factors.present(rows)]
 
     def _direct_norms(self) -> Measured:
         if self._strategy == "tile":

@@ -82,7 +82,7 @@ def used_bits(path: Path) -> int:
 
 def _undecodable(path: Path, error: Exception) -> str:
     name = type(error).__name__
-    reason = {"UnidentifiedImageError": "its content is none", "OSError": "it ends early or is damaged"}.get(name, name)
+    reason = {"UnidentifiedImageError": "it holds none", "OSError": "it ends early or is damaged"}.get(name, name)
     return f"{path} cannot be decoded as an image ({reason}); replace or remove it"
 
 

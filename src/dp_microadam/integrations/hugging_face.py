@@ -195,17 +195,21 @@ class PrivateHFTrainer(Trainer):
         self.private_steps.take()
         if not self.private_steps.remaining:
             self.control.should_training_stop = True
-            if self.state.global_step + 1 < self.state.max_steps:  # steps were lost: the host expects its last step later
-                self.control.should_evaluate |= self.args.eval_strategy != "no"
-                self.control.should_save |= self.args.save_strategy in ("steps", "epoch")
+            last = self.state.global_step + 1
+            if last < self.state.max_steps:  # steps were lost: the host expects its last step later
+                self.control.should_evaluate |= self.args.eval_strategy == "steps" and last >= self.args.eval_delay
+                self.control.should_save |= self.args.save_strategy == "steps"
         return torch.zeros((), device=self.args.device)
 
     def _tell_what_was_lost(self) -> None:
         step = self.private_steps.step
         assert step is not None, "it has begun"
-        if (lost := step.position - step.updates) and step.ranks.main:
-            left = f"training ends after {step.last_step - lost} updates instead of {step.last_step}"
-            tell(f"resumed at step {step.updates}; {lost} steps after it were lost and stay spent, so that {left}")
+        lost = 0 if self._resumed_from is None else step.position - int(self._resumed_from["steps_spent"])
+        if lost and step.ranks.main:
+            end = step.updates + step.last_step - step.position
+            wanted = self.args.max_steps
+            rest = f", so that training ends after {end} updates instead of {wanted}" if end < wanted else ""
+            tell(f"resumed at step {step.updates}; {lost} steps after it were lost and stay spent{rest}")
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """That of dp-walk, unless there is one."""

@@ -126,9 +126,8 @@ class PrivateSteps:
             method.refuse_parameters(model, self.plan)  # before anything of the model is frozen
         step = PrivateStep(model, per_example_loss, self.plan, run_dir=self.run_dir, method=method, **options)
         try:
-            with step.ranks.together():
-                if state is None and step.ranks.main:
-                    refuse_second_run(self.run_dir)  # the ledger refuses it, too, but after the check
+            if state is None:  # the ledger refuses it, too, but after the check
+                step.ranks.from_main(lambda: refuse_second_run(self.run_dir))
             with said_if_slow(CHECKING, shown=step.ranks.main):
                 step.attach(self._train, self._users)
             if state is None:

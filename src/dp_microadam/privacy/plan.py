@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -159,7 +160,8 @@ class PrivacyPlan:
         if epochs is not None:
             if steps is not None:
                 raise InputError(f"epochs is {epochs} and steps is {steps}; both say how long to train: leave one out")
-            steps = math.ceil(require_positive("epochs", epochs) * dataset_size / batch_size)
+            # As a decimal fraction: 8.3 · 60,000 / 600 is 830, and 830.0000000000001 in floating point.
+            steps = math.ceil(Fraction(str(require_positive("epochs", epochs))) * dataset_size / batch_size)
         given = {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "steps": steps}
         names = [name for name, value in given.items() if value is not None]
         if len(names) != 2:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-CHECKING = "checking that no example influences another's gradient, once before the first step"
+CHECKING = "checking that no example influences another's gradient, before the first step"
 
 _REFRESH_SECONDS = 0.5
 _LINE_SECONDS = 15.0
@@ -109,8 +109,13 @@ def tell(text: str) -> None:
 @contextmanager
 def said_if_slow(text: str, *, shown: bool = True, patience: float = _PATIENCE_SECONDS) -> Iterator[None]:
     """Print the line if what happens inside takes longer than ``patience`` seconds, and then how long it took."""
-    begin = time.monotonic()
-    timer = threading.Timer(patience, tell, [text])
+    begin, said = time.monotonic(), threading.Event()
+
+    def say() -> None:
+        said.set()
+        tell(text)
+
+    timer = threading.Timer(patience, say)
     timer.daemon = True
     if shown:
         timer.start()
@@ -118,8 +123,8 @@ def said_if_slow(text: str, *, shown: bool = True, patience: float = _PATIENCE_S
         yield
     finally:
         timer.cancel()
-    if shown and (taken := time.monotonic() - begin) > patience:
-        tell(f"done in {taken:.0f} s")
+    if said.is_set():
+        tell(f"done in {time.monotonic() - begin:.0f} s")
 
 
 def clock(seconds: float) -> str:

@@ -86,6 +86,10 @@ def test_what_pld_cannot_count_is_left_out(capsys):
         (["demo", "--set", "method=non-private"], "method is 'non-private'; a plan is for a single private run"),
         ([*CIFAR, "--epsilon", "1", "--noise-multiplier", "0.1"], "spends epsilon"),
         ([*CIFAR, "--epsilon", "1"], "exactly two"),
+        (
+            [*CIFAR, "--epsilon", "8", "--advise", "--parameters", "9", "--epochs", "3", "--examples", "9"],
+            "examples and epochs are",
+        ),
         (["demo", "--epochs", "3"], "epochs is given beside the recipe 'demo', which counts steps"),
         ([*CIFAR, "--epsilon", "8", "--steps", "100", "--bands", "0"], "bands is 0"),
         ([*CIFAR, "--epsilon", "8", "--steps", "100", "--bands", "-1"], "bands is -1"),

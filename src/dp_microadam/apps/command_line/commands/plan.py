@@ -211,6 +211,9 @@ def _proposals(options: argparse.Namespace, bands: str, memory_gib: float) -> tu
     if bands not in ("auto", "1"):
         raise InputError(f"bands is {bands}, but --advise chooses the bands; leave it out, or take 1")
     affordable = options.examples
+    said = [name for name in ("examples", "epochs", "steps") if getattr(options, name) is not None]
+    if len(said) > 1:
+        raise InputError(f"{' and '.join(said)} are given, which all say how much can be processed; leave one out")
     if affordable is None:
         if options.epochs is not None:
             affordable = options.epochs * options.dataset_size
