@@ -41,6 +41,7 @@ def final_loss(optimizer_of):
     return loss(slice(None)).item()
 
 
+@pytest.mark.slow
 def test_without_privacy_it_reaches_adam_s_loss_within_ten_percent():
     assert final_loss(lambda params: MicroAdam(params, lr=1e-3)) <= 1.1 * final_loss(
         lambda params: torch.optim.Adam(params, lr=1e-3)

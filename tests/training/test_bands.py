@@ -94,6 +94,7 @@ def test_each_example_reaches_only_the_steps_of_its_group(tmp_path):
     assert (steps % worker.BANDS == numbers % worker.BANDS).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_a_step_that_fails_begins_a_new_chain_on_all_ranks(left, size, tmp_path):
     """Otherwise the steps before and after it would be one step closer in C than their numbers, and columns could overlap."""

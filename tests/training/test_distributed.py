@@ -299,6 +299,7 @@ def train_until_one_is_killed(size, folder, start_group):
     return run, spent
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_others_and_one_process_alone_goes_on(tmp_path, start_group, capsys):
     run, spent = train_until_one_is_killed(2, tmp_path, start_group)
     config = run / "config.toml"

@@ -96,7 +96,7 @@ def test_a_classifier_with_lora_is_trained_evaluated_reported_and_exported_whole
             assert one["probabilities"] == pytest.approx(dict(zip(("ham", "spam"), probabilities, strict=True)), abs=1e-5)
             assert one["class"] == max(one["probabilities"], key=one["probabilities"].get)
     assert main(["predict", str(tmp_path / "adapters"), str(lines)]) == 2
-    assert "export the run without --adapters" in capsys.readouterr().err
+    assert "export a run of dp-microadam train without --adapters" in capsys.readouterr().err
 
 
 def test_a_saved_classifier_says_its_column_and_how_long_texts_may_be(folders, tmp_path):
@@ -117,6 +117,7 @@ def test_adapters_are_not_put_on_adapters(folders):
         models.with_lora(model.network, 2)
 
 
+@pytest.mark.slow
 def test_a_language_model_learns_documents_of_users_and_its_perplexity_is_that_of_the_exported_model(folders, tmp_path, capsys):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -18,7 +18,7 @@ def test_the_example_runs(tmp_path, capsys):
     (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT, flags=re.DOTALL)
     with contextlib.chdir(tmp_path):
         exec(code, {})
-    assert "Summary(median=71.2, low=71.2, high=71.2, seeds=1)" in capsys.readouterr().out
+    assert "Summary(middle=71.2, low=71.2, high=71.2, seeds=1)" in capsys.readouterr().out
     assert (tmp_path / "my-sweep" / "report.html").is_file()
     assert (tmp_path / "page.html").is_file()
 
