@@ -29,7 +29,7 @@ from frozen_features import DELTA, TASKS, Task, hits, imdb
 from torch import nn
 
 from dp_microadam import FrozenFeatures, PrivacyPlan, PrivateTrainer, methods, models
-from dp_microadam.apps.experiments.measuring import add_options, deliver, work_clock
+from dp_microadam.apps.experiments.measuring import add_options, deliver, tell, work_clock
 from dp_microadam.training.evaluation import evaluate
 
 TASKS = {**TASKS, "sms-spam": imdb}
@@ -85,6 +85,12 @@ def run(task: Task, part: str, epsilon: float, options: argparse.Namespace) -> d
         dataset_size=task.size, batch_size=options.batch, delta=DELTA, epsilon=epsilon, steps=options.steps
     )
     times: list[float] = []
+
+    def note(_: Any) -> None:
+        times.append(work_clock("cpu"))
+        if len(times) == 2:
+            tell(f"{part}, ε = {epsilon:g}: {times[1] - times[0]:.1f} s of processor per step, {options.steps} steps")
+
     with tempfile.TemporaryDirectory() as folder:
         trainer = PrivateTrainer(
             model,
@@ -95,7 +101,7 @@ def run(task: Task, part: str, epsilon: float, options: argparse.Namespace) -> d
             physical_batch_size=32,
             clipping_options={"autocast": torch.bfloat16} if options.bf16 else {},
             run_dir=Path(folder) / "run",
-            callbacks=[lambda report: times.append(work_clock("cpu"))],
+            callbacks=[note],
             show_progress=False,
         )
         trainer.fit(train)

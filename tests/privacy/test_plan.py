@@ -143,6 +143,7 @@ TWO = {"epsilon": 8.0, "noise_multiplier": 3.0}
         ({**CIFAR, **TWO, "steps": 5}, "exactly two of"),
         ({**CIFAR, "epsilon": 8.0, "steps": 5, "epochs": 2}, "epochs is 2 and steps is 5"),
         ({**CIFAR, "epsilon": 8.0, "epochs": 0}, "epochs is 0"),
+        ({**CIFAR, "epsilon": 8.0, "epochs": 1e308}, "steps are more than 1,000,000,000,000"),
         ({**CIFAR, "epsilon": 8.0}, "exactly two of"),
         ({**CIFAR, "epsilon": 0.001, "steps": 5, "accountant": "rdp"}, "no noise_multiplier up to"),
         ({**CIFAR, "epsilon": 8.0, "noise_multiplier": 0.3}, "noise_multiplier 0.3 spends epsilon"),

@@ -51,6 +51,9 @@ _ONLY_WHERE_UNUSUAL = ("bands", "coefficients", "unit", "examples_per_user", "ma
 """Fields that are written where they are not the default."""
 
 
+_MOST_STEPS = 10**12
+
+
 @dataclass(frozen=True)
 class PrivacyPlan:
     """The privacy parameters of a run: sampling, noise multiplier, number of steps and δ.
@@ -172,8 +175,8 @@ class PrivacyPlan:
             require_positive("epsilon", epsilon)
         if noise_multiplier is not None:
             noise_multiplier = _require_noise_multiplier(noise_multiplier, max_batch_size)
-        if steps is not None:
-            require_integer("steps", steps, 1)
+        if steps is not None and require_integer("steps", steps, 1) > _MOST_STEPS:
+            raise InputError(f"steps are more than {_MOST_STEPS:,}, which no accountant can add up; it must be at most that")
         if delta > 1 / dataset_size:
             warnings.warn(
                 f"delta is {delta:g}, above 1/{dataset_size} = {1 / dataset_size:.3g}: publishing "
