@@ -7,8 +7,9 @@
 The tasks are those of frozen_features.py; sms-spam is imdb with another folder. DP-Walk trains everything at its default
 distance, all weights at a third of it (docs/walk.md says why), each part in a process of its own, whose largest resident set is
 its memory. Times are processor time. The head trains on features that are computed once; `features_seconds` is what that took,
-or what finding kept ones took. `--tokens` and `--resolution` make texts shorter and images smaller. Balanced accuracy is the
-mean of the accuracies of the classes.
+or what finding kept ones took. As in recipes, the head gets features of a fixed norm, whatever trains, and the average of the
+weights is evaluated. `--tokens` and `--resolution` make texts shorter and images smaller. Balanced accuracy is the mean of the
+accuracies of the classes.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch import nn
 
 from dp_microadam import FrozenFeatures, PrivacyPlan, PrivateTrainer, methods, models
 from dp_microadam.apps.experiments.measuring import add_options, deliver, tell, work_clock
+from dp_microadam.apps.recipes.vocabulary import WALK_EMA_DECAY
 from dp_microadam.training.evaluation import evaluate
 
 TASKS = {**TASKS, "sms-spam": imdb}
@@ -59,7 +61,7 @@ def small(task: Task, options: argparse.Namespace) -> Task:
         for part in (task.train, task.test):
             part.update({name: part[name][:, : options.tokens] for name in ("tokens", "mask")})
     if options.resolution is not None:
-        size = {"resolution": options.resolution, "trainable": "head"}
+        size = {"resolution": options.resolution, "trainable": "head", "normalize_features": True}
         task.model = models.vit("tiny", 10, pretrained=options.pretrained, **size)
     return task
 
@@ -103,10 +105,13 @@ def run(task: Task, part: str, epsilon: float, options: argparse.Namespace) -> d
             run_dir=Path(folder) / "run",
             callbacks=[note],
             show_progress=False,
+            ema_decay=WALK_EMA_DECAY,
         )
         trainer.fit(train)
     peak = 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # before the evaluation
-    found = evaluate(model, test, {"accuracy": measure}, prepare=prepare or (lambda rows: rows), batch_size=64)
+    assert trainer.average is not None, "ema_decay is given"
+    with trainer.average.in_place_of(model):
+        found = evaluate(model, test, {"accuracy": measure}, prepare=prepare or (lambda rows: rows), batch_size=64)
     return {
         "part": part,
         "epsilon": epsilon,
@@ -127,7 +132,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--examples", nargs=2, type=int, default=(12_000, 3_000), metavar=("TRAIN", "TEST"))
     parser.add_argument("--parts", nargs="+", choices=DISTANCES, default=list(DISTANCES))
     parser.add_argument("--epsilons", nargs="+", type=float, default=[1.0, 3.0, 8.0])
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--threads", type=int, default=1)
@@ -143,7 +148,7 @@ def main() -> None:
     options = parse()
     torch.set_num_threads(options.threads)
     if options.one:
-        for epsilon, seed in itertools.product(options.epsilons, range(options.seeds)):
+        for epsilon, seed in itertools.product(options.epsilons, options.seeds):
             torch.manual_seed(seed)
             task = TASKS[options.task](options.pretrained, options.data, tuple(options.examples))
             found = run(small(task, options), options.parts[0], epsilon, options)

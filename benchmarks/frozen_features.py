@@ -30,6 +30,7 @@ from dp_microadam import FrozenFeatures, PrivacyPlan, PrivateStep, models
 from dp_microadam.apps.experiments.measuring import add_options, deliver, tell, work_clock
 from dp_microadam.data import cifar
 from dp_microadam.data.contents import Reading
+from dp_microadam.layers.fixed_norm import FixedNorm
 
 DELTA = 1e-5
 TOKENS = 128
@@ -51,17 +52,18 @@ class Task:
 
 
 class MeanPooled(nn.Module):
-    """A sentence encoder and a linear classifier of the mean over a text's tokens."""
+    """A sentence encoder and a linear classifier of the mean over a text's tokens, at a fixed norm as recipes have it."""
 
     def __init__(self, encoder: nn.Module, classes: int) -> None:
         super().__init__()
         self.encoder = encoder
+        self.features = FixedNorm()
         self.head = nn.Linear(encoder.config.hidden_size, classes)
 
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
         states = self.encoder(input_ids=tokens, attention_mask=mask).last_hidden_state
         weights = mask.unsqueeze(-1).to(states.dtype)
-        return self.head((states * weights).sum(1) / weights.sum(1))
+        return self.head(self.features((states * weights).sum(1) / weights.sum(1)))
 
 
 def image_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -78,7 +80,7 @@ def hits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def cifar10(pretrained: str, folder: Path, examples: tuple[int, int]) -> Task:
-    model = models.vit("tiny", 10, pretrained=pretrained, trainable="head")
+    model = models.vit("tiny", 10, pretrained=pretrained, trainable="head", normalize_features=True)
     constants = model.normalization
     assert constants is not None, "pretrained weights come with constants"
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (constants.mean, constants.std))
