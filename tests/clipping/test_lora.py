@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dp_microadam import ClippedGradients, PrivacyPlan, PrivateStep
+from dp_microadam import ClippedGradients, PrivacyPlan, PrivateStep, models
 from dp_microadam.clipping.per_example import clipped_sum
 
 transformers = pytest.importorskip("transformers")
@@ -105,6 +105,13 @@ def test_adapters_of_peft_agree_with_the_loop(assert_agrees, name, checkpointed)
     trainable = [key for key, parameter in model.named_parameters() if parameter.requires_grad]
     assert any("lora_A" in key for key in trainable)
     assert_agrees(model.train(), inputs(name), strategies=(None,))
+
+
+def test_adapters_of_this_librarys_vision_transformer_agree_with_the_loop(assert_agrees):
+    torch.manual_seed(0)
+    size = models.TransformerSize(width=16, layers=2, heads=2)
+    model = models.vit(size, 3, resolution=16, patch_size=4, normalize_features=True, lora_rank=2)
+    assert_agrees(model.train(), inputs("ViT"), strategies=(None,))
 
 
 def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:

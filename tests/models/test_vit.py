@@ -227,3 +227,32 @@ def test_transformers_is_imported_when_one_is_built_and_without_it_one_sentence_
     imported, sentence = done.stdout.splitlines()
     assert imported == "False"
     assert "pip install 'dp-microadam[transformers]'" in sentence
+
+
+def test_adapters_leave_a_vision_transformer_as_it_was_and_train_with_the_head_alone():
+    pytest.importorskip("peft")
+    images = torch.randn(2, 3, 32, 32)
+    torch.manual_seed(0)
+    plain = models.vit(SMALL, 3, resolution=32).eval()
+    torch.manual_seed(0)
+    adapted = models.vit(SMALL, 3, resolution=32, lora_rank=2).eval()
+    torch.testing.assert_close(adapted(images), plain(images), rtol=0, atol=0)
+    trained = {name: parameter.numel() for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert all("lora_" in name or name.startswith("head.") for name in trained)
+    # Two layers, queries and values of each, A and B of 2 × 16; 16 × 3 weights and 3 biases of the head.
+    assert sum(trained.values()) == 2 * 2 * 2 * 2 * 16 + 16 * 3 + 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lora_rank": 2, "trainable": "head"}, "trainable is 'head' and lora_rank is 2; with LoRA leave trainable out"),
+        ({"lora_rank": -1}, "lora_rank is -1"),
+        ({"lora_rank": 2, "lora_targets": ["nothing"]}, "lora_targets is .*nothing.*does not fit this model"),
+        ({"lora_rank": 2, "lora_alpha": 0}, "lora_alpha is 0"),
+    ],
+)
+def test_adapters_that_cannot_be_made_are_one_sentence(options, message):
+    pytest.importorskip("peft")
+    with pytest.raises(InputError, match=message):
+        models.vit(SMALL, 3, resolution=32, **options)

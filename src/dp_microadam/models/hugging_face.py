@@ -57,17 +57,15 @@ class TextModel(nn.Module):
 
 
 class SentenceClassifier(nn.Module):
-    """A linear head on a frozen encoder of ``transformers``: on the mean of its last states over a text's tokens.
+    """A linear head on an encoder of ``transformers``: on the mean of its last states over a text's tokens.
 
     That is what sentence encoders are trained for, where the first token's state need not say much. The mean is brought to a
-    fixed norm. Tokens are those that :class:`TextModel` takes.
+    fixed norm. Tokens are those that :class:`TextModel` takes. An encoder of which nothing is trained runs without dropout.
     """
 
     def __init__(self, encoder: nn.Module, num_classes: int) -> None:
         super().__init__()
-        if getattr(encoder, "pooler", None) is not None:
-            encoder.pooler = None  # type: ignore[assignment]  # unused, and random where pretrained weights have none
-        self.encoder = encoder.requires_grad_(False)
+        self.encoder = encoder
         self.features = FixedNorm()
         self.head = nn.Linear(encoder.config.hidden_size, num_classes)  # type: ignore[union-attr, arg-type]
         nn.init.normal_(self.head.weight, std=0.02)
@@ -75,9 +73,10 @@ class SentenceClassifier(nn.Module):
         self.train()
 
     def train(self, mode: bool = True) -> SentenceClassifier:
-        """The frozen encoder stays in evaluation mode, without dropout."""
+        """A frozen encoder stays in evaluation mode, without dropout."""
         super().train(mode)
-        self.encoder.eval()
+        if not any(parameter.requires_grad for parameter in self.encoder.parameters()):
+            self.encoder.eval()
         return self
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -140,7 +139,7 @@ def text_classifier(
             trained without the private data.
         trainable: ``"all"``, or ``"head"`` to freeze everything else, which then also runs without dropout.
         pooling: what the head gets: ``"own"``, what the class of ``transformers`` gives it, or ``"mean"``, the mean over a
-            text's tokens at a fixed norm (:class:`SentenceClassifier`), which is for a head alone.
+            text's tokens at a fixed norm (:class:`SentenceClassifier`), for sentence encoders.
         lora_rank: above 0 the pretrained weights are frozen, and low-rank adapters and the head are trained
             (:func:`~dp_microadam.models.with_lora`, also for the other two).
 
@@ -151,9 +150,10 @@ def text_classifier(
     if lora_rank and trainable == "head":
         raise InputError(f"trainable is 'head' and lora_rank is {lora_rank}; with LoRA leave trainable out")
     if require_one_of("pooling", pooling, ("own", "mean")) == "mean":
-        if trainable != "head":
-            raise InputError(f"pooling is 'mean' and trainable is {trainable!r}; set trainable to 'head', or leave pooling out")
-        return SentenceClassifier(_loaded_network("AutoModel", pretrained), num_classes)
+        encoder = _sentence_encoder(pretrained).requires_grad_(trainable == "all")
+        return SentenceClassifier(
+            with_lora(encoder, lora_rank, lora_alpha, lora_targets) if lora_rank else encoder, num_classes
+        )
     network = _loaded_network("AutoModelForSequenceClassification", pretrained, num_labels=num_classes)
     if trainable == "head":
         network.base_model.requires_grad_(False)
@@ -194,7 +194,7 @@ def saved_classifier(folder: Path) -> tuple[TextModel | SentenceClassifier, Text
 
 
 def _with_saved_head(folder: Path, num_classes: int) -> SentenceClassifier:
-    model = SentenceClassifier(_loaded_network("AutoModel", str(folder)), num_classes)
+    model = SentenceClassifier(_sentence_encoder(str(folder)), num_classes)
     try:
         model.head.load_state_dict(load_file(folder / HEAD))
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -212,6 +212,13 @@ def language_model(
     """A causal language model, ``AutoModelForCausalLM``; arguments are those of :func:`text_classifier`."""
     network = _loaded_network("AutoModelForCausalLM", pretrained)
     return TextModel(with_lora(network, lora_rank, lora_alpha, lora_targets) if lora_rank else network)
+
+
+def _sentence_encoder(source: str) -> Any:
+    encoder = _loaded_network("AutoModel", source)
+    if getattr(encoder, "pooler", None) is not None:
+        encoder.pooler = None  # unused, and random where pretrained weights have none
+    return encoder
 
 
 def _loaded_network(kind: str, source: str, **options: Any) -> Any:

@@ -25,7 +25,7 @@ def with_lora(network: nn.Module, rank: int = 8, alpha: float | None = None, tar
     """A model of ``transformers`` with its weights W frozen and W + (alpha / rank)·B·A in place of those of ``targets``.
 
     A and B are trained, and the head of a classifier. B starts at zero, so that the model starts as it was. Only what is
-    trained is clipped and gets noise.
+    trained is clipped and gets noise. Of an encoder without a head, such as ``BertModel``, the adapters alone are trained.
 
     Args:
         rank: the number of rows of A and columns of B.
@@ -42,11 +42,9 @@ def with_lora(network: nn.Module, rank: int = 8, alpha: float | None = None, tar
         raise InputError(
             f"lora_rank is {rank}, but the model has adapters already; leave it out, or give the model without them"
         )
-    writes: Any = getattr(network, "can_generate", lambda: False)
-    task = "CAUSAL_LM" if writes() else "SEQ_CLS"  # the latter also trains the head
     chosen: Any = targets if isinstance(targets, str) else list(targets)
     try:
-        config = library.LoraConfig(r=rank, lora_alpha=alpha, target_modules=chosen or None, task_type=task)
+        config = library.LoraConfig(r=rank, lora_alpha=alpha, target_modules=chosen or None, task_type=_task(network))
         adapted: nn.Module = library.get_peft_model(network, config)
     except ValueError as error:
         raise InputError(
@@ -54,3 +52,12 @@ def with_lora(network: nn.Module, rank: int = 8, alpha: float | None = None, tar
             "the model, or 'all-linear'"
         ) from None
     return adapted
+
+
+def _task(network: Any) -> str | None:
+    """What ``peft`` calls the use of a model; the arguments of its forward pass and whether a head trains depend on it."""
+    if getattr(network, "can_generate", lambda: False)():
+        return "CAUSAL_LM"
+    if not type(network).__name__.endswith("Model"):
+        return "SEQ_CLS"  # trains the head, too
+    return "FEATURE_EXTRACTION" if network.main_input_name == "input_ids" else None  # None: images go through as they are

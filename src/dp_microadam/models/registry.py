@@ -84,6 +84,9 @@ def _transformer(family: Callable[..., VisionTransformer], size: str) -> Callabl
         patch_size: int = 16,
         trainable: str = "all",
         normalize_features: bool = False,
+        lora_rank: int = 0,
+        lora_alpha: float | None = None,
+        lora_targets: str | Sequence[str] = (),
     ) -> nn.Module:
         _require_shape(name, shape, shape[0] == 3 and shape[1] == shape[2], "square images with three channels")
         return family(
@@ -94,6 +97,9 @@ def _transformer(family: Callable[..., VisionTransformer], size: str) -> Callabl
             patch_size=patch_size,
             trainable=trainable,
             normalize_features=normalize_features,
+            lora_rank=lora_rank,
+            lora_alpha=lora_alpha,
+            lora_targets=lora_targets,
         )
 
     return build

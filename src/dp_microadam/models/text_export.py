@@ -42,13 +42,19 @@ def save_text_model(
         encoder.tokenizer.save_pretrained(folder)
 
 
-def sentence_loading_code(model: SentenceClassifier, max_length: int) -> str:
+def sentence_loading_code(model: SentenceClassifier, pretrained: str, max_length: int, *, adapters_alone: bool) -> str:
     """Python code that loads the folder of a :class:`SentenceClassifier` and computes its scores, for the model card."""
+    names, load = "from transformers import AutoModel, AutoTokenizer", 'AutoModel.from_pretrained(".").eval()'
+    about = "a pooler that is reported as missing is not used"
+    if adapters_alone:
+        names = "from peft import AutoPeftModelForFeatureExtraction\nfrom transformers import AutoTokenizer"
+        load = 'AutoPeftModelForFeatureExtraction.from_pretrained(".").eval()'
+        about = f"adapters on top of {pretrained}"
     return f"""from safetensors.torch import load_file
-from transformers import AutoModel, AutoTokenizer
+{names}
 
-# a pooler that is reported as missing is not used
-encoder, tokenizer = AutoModel.from_pretrained(".").eval(), AutoTokenizer.from_pretrained(".")
+# {about}
+encoder, tokenizer = {load}, AutoTokenizer.from_pretrained(".")
 head = load_file("{HEAD}")
 
 

@@ -7,6 +7,7 @@ file in timm's format. Like the other models, they map images to class scores.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,13 +16,18 @@ from torch import Tensor, nn
 
 from dp_microadam.errors import InputError
 from dp_microadam.layers.fixed_norm import FixedNorm
+from dp_microadam.models.lora import with_lora
 from dp_microadam.models.normalization import CENTRED, IMAGENET, Normalization
 from dp_microadam.models.pretrained import config_of, pretrained_weights, transformers
 from dp_microadam.models.transformer_size import SIZES, TransformerSize
 from dp_microadam.validation import require_integer, require_one_of
 
 if TYPE_CHECKING:
-    from transformers import ViTConfig, ViTModel
+    from transformers import ViTConfig
+
+
+ADAPTED = ("q_proj", "v_proj")
+"""The layers that get adapters by default: queries and values, as in the paper of LoRA."""
 
 
 class VisionTransformer(nn.Module):
@@ -29,7 +35,7 @@ class VisionTransformer(nn.Module):
 
     def __init__(
         self,
-        backbone: ViTModel,
+        backbone: nn.Module,
         head: nn.Linear,
         resolution: int,
         normalization: Normalization | None,
@@ -58,6 +64,9 @@ def vit(
     patch_size: int = 16,
     trainable: str = "all",
     normalize_features: bool = False,
+    lora_rank: int = 0,
+    lora_alpha: float | None = None,
+    lora_targets: str | Sequence[str] = (),
 ) -> VisionTransformer:
     """A vision transformer for image classification.
 
@@ -72,7 +81,10 @@ def vit(
         patch_size: side of a patch.
         trainable: ``"all"``, or ``"head"`` to freeze everything else.
         normalize_features: bring what the head gets to a fixed norm (:class:`~dp_microadam.layers.fixed_norm.FixedNorm`), for
-            a head on a frozen encoder. A pretrained classifier is not kept then, since it was trained without.
+            a head on a frozen encoder or one with adapters. A pretrained classifier is not kept then, since it was trained
+            without.
+        lora_rank: above 0 the encoder's weights are frozen, and low-rank adapters and the head are trained; ``lora_alpha`` and
+            ``lora_targets`` are those of :func:`~dp_microadam.models.with_lora`, by default for queries and values.
 
     A new head is initialised as N(0, 0.02²) with bias 0, and not with zeros: all gradients before the head would then be zero
     at the first step, and the clipping engine's independence check, which runs then, would not see the encoder.
@@ -85,7 +97,8 @@ def vit(
         InputError: if a value cannot be used, weights cannot be found or read or are of another shape, or
             ``transformers`` is not installed.
     """
-    return _build("vit", size, num_classes, pretrained, resolution, patch_size, trainable, normalize_features, CENTRED)
+    model = _build("vit", size, num_classes, pretrained, resolution, patch_size, trainable, normalize_features, CENTRED)
+    return _with_adapters(model, trainable, lora_rank, lora_alpha, lora_targets)
 
 
 def deit(
@@ -97,13 +110,17 @@ def deit(
     patch_size: int = 16,
     trainable: str = "all",
     normalize_features: bool = False,
+    lora_rank: int = 0,
+    lora_alpha: float | None = None,
+    lora_targets: str | Sequence[str] = (),
 ) -> VisionTransformer:
     """DeiT without distillation: a :func:`vit` whose published weights expect other normalization constants.
 
     >>> sum(p.numel() for p in deit("tiny").parameters())
     5717416
     """
-    return _build("deit", size, num_classes, pretrained, resolution, patch_size, trainable, normalize_features, IMAGENET)
+    model = _build("deit", size, num_classes, pretrained, resolution, patch_size, trainable, normalize_features, IMAGENET)
+    return _with_adapters(model, trainable, lora_rank, lora_alpha, lora_targets)
 
 
 def _build(
@@ -141,6 +158,16 @@ def _build(
         model = VisionTransformer(backbone, _head(shape.width, num_classes, None), resolution, None, normalize_features)
     if trainable == "head":
         model.backbone.requires_grad_(False)
+    return model
+
+
+def _with_adapters(
+    model: VisionTransformer, trainable: str, rank: int, alpha: float | None, targets: str | Sequence[str]
+) -> VisionTransformer:
+    if rank:
+        if trainable == "head":
+            raise InputError(f"trainable is 'head' and lora_rank is {rank}; with LoRA leave trainable out")
+        model.backbone = with_lora(model.backbone, rank, alpha, targets or ADAPTED)
     return model
 
 

@@ -138,12 +138,57 @@ def test_a_run_from_before_heads_had_features_of_one_norm_goes_on_without(recipe
     assert "normalize_features" not in stated(everything, bands=1).model_options
 
 
+ADAPTED = ("--set", "model_options.trainable=all", "--set", "model_options.lora_rank=2")
+
+
+def test_features_before_a_head_have_one_norm_with_adapters_too(recipe_of):
+    adapted = load_recipe(str(recipe_of("images")), list(ADAPTED[1::2]))
+    assert stated(adapted, bands=1).model_options["normalize_features"] is True
+    texts = load_recipe(str(recipe_of("texts")), list(ADAPTED[1::2]))
+    assert "normalize_features" not in stated(texts, bands=1).model_options
+
+
 @pytest.mark.slow
-def test_the_code_of_a_sentence_classifiers_card_gives_the_scores_of_the_run(recipe_of, tmp_path, capsys, monkeypatch):
+def test_a_vision_transformer_with_adapters_is_trained_resumed_evaluated_and_exported(recipe_of, tmp_path, capsys, monkeypatch):
+    """The export checks that its program, which needs no peft, agrees with evaluation."""
+    recipe, folder, exported = recipe_of("images"), tmp_path / "run", tmp_path / "exported"
+    run(capsys, "train", recipe, *ADAPTED, "--set", "max_steps=2", "--quiet", "--run-dir", folder)
+    (folder / "config.toml").write_text((folder / "config.toml").read_text().replace("max_steps = 2\n", ""))
+    trained = run(capsys, "resume", folder, "--quiet")
+    assert run(capsys, "evaluate", folder)["test_accuracy"] == trained["test_accuracy"]
+    whole = run(capsys, "train", recipe, *ADAPTED, "--quiet", "--run-dir", tmp_path / "whole")
+    assert trained["validation_loss"] == pytest.approx(whole["validation_loss"], rel=1e-4)
+    assert main(["export", str(folder), "--output", str(exported)]) == 0
+    assert "program checked on" in capsys.readouterr().out
+    blocks = re.findall(r"```python\n(.*?)```", (exported / "README.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(exported)
+    names = {}
+    exec(next(code for code in blocks if "models.build" in code), names)
+    experiment = open_run(folder)
+    experiment.trainer.peek()
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(names["model"](images), experiment.best_model().eval()(images))
+    assert main(["export", str(folder), "--output", str(tmp_path / "adapters"), "--adapters"]) == 2
+    assert "adapters alone are written of text models" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        (("--set", "cache_features=true"), ()),
+        (("--set", "model_options.trainable=all"), ()),
+        (ADAPTED, ()),
+        (ADAPTED, ("--adapters",)),
+    ],
+)
+def test_the_code_of_a_sentence_classifiers_card_gives_the_scores_of_the_run(
+    recipe_of, tmp_path, capsys, monkeypatch, settings, options
+):
     recipe = recipe_of("texts", pooling="mean")
     folder, exported = tmp_path / "run", tmp_path / "exported"
-    run(capsys, "train", recipe, "--set", "cache_features=true", "--quiet", "--run-dir", folder)
-    assert main(["export", str(folder), "--output", str(exported)]) == 0
+    run(capsys, "train", recipe, *settings, "--quiet", "--run-dir", folder)
+    assert main(["export", str(folder), "--output", str(exported), *options]) == 0
     code = re.search(r"```python\n(.*?)```", (exported / "README.md").read_text(), re.DOTALL)[1]
     monkeypatch.chdir(exported)
     names = {}
@@ -152,10 +197,15 @@ def test_the_code_of_a_sentence_classifiers_card_gives_the_scores_of_the_run(rec
     experiment = open_run(folder)
     experiment.trainer.peek()
     model = experiment.best_model().eval()
-    saved, encoder, classes, _ = saved_classifier(exported)  # what predict takes
     with torch.no_grad():
         expected = model(text_encoder(str(tmp_path / "bert"), LENGTH)(texts))
         torch.testing.assert_close(names["scores"](texts), expected)
+    if options:
+        with pytest.raises(InputError, match="holds adapters without the model they belong to"):
+            saved_classifier(exported)
+        return
+    saved, encoder, classes, _ = saved_classifier(exported)  # what predict takes
+    with torch.no_grad():
         torch.testing.assert_close(saved(encoder(texts)), expected)
     assert names["encoder"].config.id2label == {0: "ham", 1: "spam"}
     assert classes == ("ham", "spam")

@@ -17,10 +17,15 @@ NORMALIZE = "normalize_features"
 
 
 def stated_model_options(recipe: Recipe, *, normalize: bool = True) -> dict[str, Any]:
-    """``model_options``, which say whether features are brought to a fixed norm if a head on a frozen transformer trains."""
-    if recipe.model_options.get("trainable") != "head" or NORMALIZE not in vocabulary.MODEL_OPTIONS[recipe.model]:
-        return recipe.model_options
-    return {NORMALIZE: normalize, **recipe.model_options}
+    """``model_options``, which say whether features are brought to a fixed norm if a transformer is frozen but for its head.
+
+    Adapters leave it frozen, too.
+    """
+    options = recipe.model_options
+    frozen = options.get("trainable") == "head" or bool(options.get("lora_rank"))
+    if not frozen or NORMALIZE not in vocabulary.MODEL_OPTIONS[recipe.model]:
+        return options
+    return {NORMALIZE: normalize, **options}
 
 
 def located(name: str) -> str:

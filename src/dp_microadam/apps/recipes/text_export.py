@@ -30,10 +30,11 @@ def export_texts(
     assert isinstance(model, TextModel | SentenceClassifier)
     encoder = encoder_of(recipe)
     kind = "AutoModelForCausalLM" if recipe.predicts_tokens else "AutoModelForSequenceClassification"
+    pretrained = recipe.model_options["pretrained"]
     if isinstance(model, SentenceClassifier):
-        code = sentence_loading_code(model, encoder.max_length)
+        code = sentence_loading_code(model, pretrained, encoder.max_length, adapters_alone=adapters_alone)
     else:
-        code = text_loading_code(kind, recipe.model_options["pretrained"], encoder.max_length, adapters_alone=adapters_alone)
+        code = text_loading_code(kind, pretrained, encoder.max_length, adapters_alone=adapters_alone)
     with new_folder(output) as folder:
         with experiment.best_weights():
             names, column = class_names_of(recipe), text_column_of(recipe)

@@ -36,7 +36,7 @@ LANGUAGE_MODEL = "hugging-face-causal"
 TEXT_SETS = tuple(name for name in KNOWN_DATA if known(name).kind == "text")
 
 _LORA_OPTIONS = ("lora_rank", "lora_alpha", "lora_targets")
-_TRANSFORMER_OPTIONS = ("pretrained", "resolution", "patch_size", "trainable", "normalize_features")
+_TRANSFORMER_OPTIONS = ("pretrained", "resolution", "patch_size", "trainable", "normalize_features", *_LORA_OPTIONS)
 
 MODEL_OPTIONS: dict[str, tuple[str, ...]] = {
     "mlp": ("hidden",),

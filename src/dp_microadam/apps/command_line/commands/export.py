@@ -64,6 +64,10 @@ def run(options: argparse.Namespace) -> int:
     experiment = open_run(options.run_dir)
     if options.adapters and not experiment.recipe.model_options.get("lora_rank"):
         raise InputError("--adapters is given, but the run was trained without LoRA; leave it out to export the whole model")
+    if options.adapters and not experiment.data.tokens:
+        raise InputError(
+            "--adapters is given, but adapters alone are written of text models; leave it out to export all weights"
+        )
     result = experiment.trainer.peek()
     counts, weights = experiment.test_results()
     metrics: dict[str, Any] = {
