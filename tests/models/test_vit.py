@@ -256,3 +256,16 @@ def test_adapters_that_cannot_be_made_are_one_sentence(options, message):
     pytest.importorskip("peft")
     with pytest.raises(InputError, match=message):
         models.vit(SMALL, 3, resolution=32, **options)
+
+
+def test_the_head_of_a_model_of_ones_own_trains_beside_its_adapters():
+    pytest.importorskip("peft")
+
+    class OwnModel(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query, self.classifier = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+            self.config = {"model_type": "own"}
+
+    adapted = models.with_lora(OwnModel(), 2, targets=["query"])
+    assert any("classifier" in name for name, parameter in adapted.named_parameters() if parameter.requires_grad)
