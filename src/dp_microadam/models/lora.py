@@ -58,6 +58,7 @@ def _task(network: Any) -> str | None:
     """What ``peft`` calls the use of a model; the arguments of its forward pass and whether a head trains depend on it."""
     if getattr(network, "can_generate", lambda: False)():
         return "CAUSAL_LM"
-    if getattr(network, "base_model", None) is not network:
+    encoder: Any = getattr(network, "base_model", None)
+    if encoder is not network:
         return "SEQ_CLS"  # an encoder inside a model with a head, which is trained, too
-    return "FEATURE_EXTRACTION" if network.main_input_name == "input_ids" else None  # None: images go through as they are
+    return "FEATURE_EXTRACTION" if encoder.main_input_name == "input_ids" else None  # None: images go through as they are
