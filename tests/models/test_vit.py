@@ -204,7 +204,7 @@ def test_vit_tiny_with_a_new_head_works_at_other_resolutions(timm_scores, resolu
         ({"patch_size": 0}, "patch_size is 0; it must be a whole number"),
         ({"resolution": 8}, "resolution is 8; it must be a whole number at least 16"),
         ({"resolution": 100}, "resolution is 100; it must be a multiple of patch_size, which is 16"),
-        ({"trainable": "biases"}, "trainable is 'biases'; it must be one of 'all', 'head'"),
+        ({"trainable": "tail"}, "trainable is 'tail'; it must be one of 'all', 'biases', 'head'"),
         ({"pretrained": True}, "pretrained is True; it must be a hub name, a folder or a file"),
     ],
 )
@@ -243,16 +243,25 @@ def test_adapters_leave_a_vision_transformer_as_it_was_and_train_with_the_head_a
     assert sum(trained.values()) == 2 * 2 * 2 * 2 * 16 + 16 * 3 + 3
 
 
+def test_biases_of_a_vision_transformer_train_with_the_head_alone():
+    model = models.vit(SMALL, 3, resolution=32, trainable="biases")
+    trained = {name: parameter.numel() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert all(name.endswith("bias") or name.startswith("head.") for name in trained)
+    # Of each layer four projections, two LayerNorms and the MLP's 4·16 + 16; the patches' and the last LayerNorm's; the head.
+    assert sum(trained.values()) == 2 * (4 * 16 + 2 * 16 + 5 * 16) + 2 * 16 + 16 * 3 + 3
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"lora_rank": 2, "trainable": "biases"}, "trainable is 'biases' and lora_rank is 2; with LoRA leave trainable out"),
         ({"lora_rank": 2, "trainable": "head"}, "trainable is 'head' and lora_rank is 2; with LoRA leave trainable out"),
         ({"lora_rank": -1}, "lora_rank is -1"),
         ({"lora_rank": 2, "lora_targets": ["nothing"]}, "lora_targets is .*nothing.*does not fit this model"),
         ({"lora_rank": 2, "lora_alpha": 0}, "lora_alpha is 0"),
     ],
 )
-def test_adapters_that_cannot_be_made_are_one_sentence(options, message):
+def test_parts_that_cannot_be_trained_are_one_sentence(options, message):
     pytest.importorskip("peft")
     with pytest.raises(InputError, match=message):
         models.vit(SMALL, 3, resolution=32, **options)

@@ -22,6 +22,7 @@ from dp_microadam.layers.fixed_norm import FixedNorm
 from dp_microadam.models.lora import with_lora
 from dp_microadam.models.pretrained import is_fetched, quiet, require_reachable, transformers
 from dp_microadam.models.timm_weights import first_line
+from dp_microadam.models.trainable_part import freeze_but, require_part
 from dp_microadam.validation import require_integer, require_one_of
 
 PADDING = -1
@@ -137,7 +138,8 @@ def text_classifier(
     Args:
         pretrained: a folder written by ``save_pretrained``, or a name on the Hugging Face hub. The weights must be public:
             trained without the private data.
-        trainable: ``"all"``, or ``"head"`` to freeze everything else, which then also runs without dropout.
+        trainable: ``"all"``; ``"biases"`` to freeze everything but these and the head; or ``"head"`` to freeze everything
+            else, which then also runs without dropout.
         pooling: what the head gets: ``"own"``, what the class of ``transformers`` gives it, or ``"mean"``, the mean over a
             text's tokens at a fixed norm (:class:`SentenceClassifier`), for sentence encoders.
         lora_rank: above 0 the pretrained weights are frozen, and low-rank adapters and the head are trained
@@ -146,17 +148,16 @@ def text_classifier(
     Raises:
         InputError: if weights cannot be found or read, or a value cannot be used.
     """
-    require_one_of("trainable", trainable, ("all", "head"))
-    if lora_rank and trainable == "head":
-        raise InputError(f"trainable is 'head' and lora_rank is {lora_rank}; with LoRA leave trainable out")
+    require_part(trainable, lora_rank)
     if require_one_of("pooling", pooling, ("own", "mean")) == "mean":
-        encoder = _sentence_encoder(pretrained).requires_grad_(trainable == "all")
+        encoder = _sentence_encoder(pretrained)
+        freeze_but(encoder, trainable)
         return SentenceClassifier(
             with_lora(encoder, lora_rank, lora_alpha, lora_targets) if lora_rank else encoder, num_classes
         )
     network = _loaded_network("AutoModelForSequenceClassification", pretrained, num_labels=num_classes)
+    freeze_but(network.base_model, trainable)
     if trainable == "head":
-        network.base_model.requires_grad_(False)
         for part in network.children():  # dropout between the two has no parameters
             part.train(any(parameter.requires_grad for parameter in part.parameters()))
     return TextModel(with_lora(network, lora_rank, lora_alpha, lora_targets) if lora_rank else network)

@@ -19,6 +19,7 @@ from dp_microadam.layers.fixed_norm import FixedNorm
 from dp_microadam.models.lora import with_lora
 from dp_microadam.models.normalization import CENTRED, IMAGENET, Normalization
 from dp_microadam.models.pretrained import config_of, pretrained_weights, transformers
+from dp_microadam.models.trainable_part import freeze_but, require_part
 from dp_microadam.models.transformer_size import SIZES, TransformerSize
 from dp_microadam.validation import require_integer, require_one_of
 
@@ -79,7 +80,8 @@ def vit(
         resolution: side of the images inside the model, a multiple of ``patch_size``. Images of another size are resized
             (bilinear); position embeddings for another resolution are interpolated (bicubic, over the grid of patches).
         patch_size: side of a patch.
-        trainable: ``"all"``, or ``"head"`` to freeze everything else.
+        trainable: ``"all"``; ``"biases"`` to freeze everything but these and the head; or ``"head"`` to freeze everything
+            else.
         normalize_features: bring what the head gets to a fixed norm (:class:`~dp_microadam.layers.fixed_norm.FixedNorm`), for
             a head on a frozen encoder or one with adapters. A pretrained classifier is not kept then, since it was trained
             without.
@@ -97,8 +99,9 @@ def vit(
         InputError: if a value cannot be used, weights cannot be found or read or are of another shape, or
             ``transformers`` is not installed.
     """
-    model = _build("vit", size, num_classes, pretrained, resolution, patch_size, trainable, normalize_features, CENTRED)
-    return _with_adapters(model, trainable, lora_rank, lora_alpha, lora_targets)
+    require_part(trainable, lora_rank)
+    model = _build("vit", size, num_classes, pretrained, resolution, patch_size, normalize_features, CENTRED)
+    return _partly_trained(model, trainable, lora_rank, lora_alpha, lora_targets)
 
 
 def deit(
@@ -119,8 +122,9 @@ def deit(
     >>> sum(p.numel() for p in deit("tiny").parameters())
     5717416
     """
-    model = _build("deit", size, num_classes, pretrained, resolution, patch_size, trainable, normalize_features, IMAGENET)
-    return _with_adapters(model, trainable, lora_rank, lora_alpha, lora_targets)
+    require_part(trainable, lora_rank)
+    model = _build("deit", size, num_classes, pretrained, resolution, patch_size, normalize_features, IMAGENET)
+    return _partly_trained(model, trainable, lora_rank, lora_alpha, lora_targets)
 
 
 def _build(
@@ -130,7 +134,6 @@ def _build(
     pretrained: str | None,
     resolution: int,
     patch_size: int,
-    trainable: str,
     normalize_features: bool,
     normalization: Normalization,
 ) -> VisionTransformer:
@@ -138,7 +141,6 @@ def _build(
     require_integer("num_classes", num_classes, 1)
     require_integer("patch_size", patch_size, 1)
     require_integer("resolution", resolution, patch_size)
-    require_one_of("trainable", trainable, ("all", "head"))
     if not isinstance(normalize_features, bool):
         raise InputError(f"normalize_features is {normalize_features!r}; it must be true or false")
     if pretrained is not None and not isinstance(pretrained, str):
@@ -156,17 +158,14 @@ def _build(
     else:
         backbone = ViTModel(config_of(shape, patch_size, resolution), add_pooling_layer=False)
         model = VisionTransformer(backbone, _head(shape.width, num_classes, None), resolution, None, normalize_features)
-    if trainable == "head":
-        model.backbone.requires_grad_(False)
     return model
 
 
-def _with_adapters(
+def _partly_trained(
     model: VisionTransformer, trainable: str, rank: int, alpha: float | None, targets: str | Sequence[str]
 ) -> VisionTransformer:
+    freeze_but(model.backbone, trainable)
     if rank:
-        if trainable == "head":
-            raise InputError(f"trainable is 'head' and lora_rank is {rank}; with LoRA leave trainable out")
         model.backbone = with_lora(model.backbone, rank, alpha, targets or ADAPTED)
     return model
 

@@ -106,7 +106,7 @@ def test_a_recipe_on_features_is_the_same_run_and_exports_the_whole_model(recipe
     [
         ("flip=true", "flip changes images from step to step"),
         ("crop_padding=4", "crop_padding changes images"),
-        ("model_options.trainable=all", "all of model 'vit-tiny' trains; set model_options.trainable to 'head'"),
+        ("model_options.trainable=all", "more than the head of model 'vit-tiny' trains; set model_options.trainable to 'head'"),
         ("tune={expected_runs=2, learning_rate=[1, 2]}", r"\[tune\] is given"),
         ("cache_features=1", "it must be true or false"),
     ],
@@ -141,9 +141,11 @@ def test_a_run_from_before_heads_had_features_of_one_norm_goes_on_without(recipe
 ADAPTED = ("--set", "model_options.trainable=all", "--set", "model_options.lora_rank=2")
 
 
-def test_features_before_a_head_have_one_norm_with_adapters_too(recipe_of):
+def test_features_before_a_head_have_one_norm_with_adapters_and_biases_too(recipe_of):
     adapted = load_recipe(str(recipe_of("images")), list(ADAPTED[1::2]))
     assert stated(adapted, bands=1).model_options["normalize_features"] is True
+    biases = load_recipe(str(recipe_of("images")), ["model_options.trainable=biases"])
+    assert stated(biases, bands=1).model_options["normalize_features"] is True
     texts = load_recipe(str(recipe_of("texts")), list(ADAPTED[1::2]))
     assert "normalize_features" not in stated(texts, bands=1).model_options
 

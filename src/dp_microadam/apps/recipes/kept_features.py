@@ -22,8 +22,8 @@ def refuse_changing_features(recipe: Recipe) -> None:
     if recipe.model_options.get("trainable") != "head":
         able = [model for model, options in vocabulary.MODEL_OPTIONS.items() if "trainable" in options]
         raise InputError(
-            f"cache_features is true, but all of model {recipe.model!r} trains; set model_options.trainable to 'head', which "
-            f"{', '.join(able)} have, or leave it out"
+            f"cache_features is true, but more than the head of model {recipe.model!r} trains; set model_options.trainable to "
+            f"'head', which {', '.join(able)} have, or leave it out"
         )
     changing = [key for key in ("crop_padding", "flip", "resized_crop") if getattr(recipe, key)]
     if changing or recipe.tune:

@@ -17,12 +17,9 @@ NORMALIZE = "normalize_features"
 
 
 def stated_model_options(recipe: Recipe, *, normalize: bool = True) -> dict[str, Any]:
-    """``model_options``, which say whether features are brought to a fixed norm if a transformer is frozen but for its head.
-
-    Adapters leave it frozen, too.
-    """
+    """``model_options``, which say whether features are brought to a fixed norm if most of a transformer is frozen."""
     options = recipe.model_options
-    frozen = options.get("trainable") == "head" or bool(options.get("lora_rank"))
+    frozen = options.get("trainable") in ("biases", "head") or bool(options.get("lora_rank"))
     if not frozen or NORMALIZE not in vocabulary.MODEL_OPTIONS[recipe.model]:
         return options
     return {NORMALIZE: normalize, **options}
