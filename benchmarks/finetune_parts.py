@@ -7,8 +7,8 @@
 The tasks are those of frozen_features.py; sms-spam is imdb with another folder. DP-Walk trains everything at its default
 distance, all weights at a third of it (docs/walk.md says why), each part in a process of its own, whose largest resident set is
 its memory. Times are processor time. The head trains on features that are computed once; `features_seconds` is what that took,
-or what finding kept ones took. As in recipes, the head gets features of a fixed norm, whatever trains, and the average of the
-weights is evaluated. `--tokens` and `--resolution` make texts shorter and images smaller. Balanced accuracy is the mean of the
+or what finding kept ones took. The head gets features of a fixed norm, whatever trains, and the average of the weights is
+evaluated. `--tokens` and `--resolution` make texts shorter and images smaller. Balanced accuracy is the mean of the
 accuracies of the classes.
 """
 
@@ -29,41 +29,19 @@ import torch
 from frozen_features import DELTA, TASKS, Task, hits, imdb
 from torch import nn
 
-from dp_microadam import FrozenFeatures, PrivacyPlan, PrivateTrainer, methods, models
+from dp_microadam import FrozenFeatures, PrivacyPlan, PrivateTrainer, methods
 from dp_microadam.apps.experiments.measuring import add_options, deliver, tell, work_clock
 from dp_microadam.apps.recipes.vocabulary import WALK_EMA_DECAY
 from dp_microadam.training.evaluation import evaluate
 
 TASKS = {**TASKS, "sms-spam": imdb}
 DISTANCES = {"all": 0.5, "biases": 1.5, "lora": 1.5, "head": 1.5}
-ADAPTED = ["q_proj", "v_proj", "query", "value", "0"]  # ViT, BERT, the made-up network
 
 
-def choose(model: nn.Module, part: str) -> nn.Module:
-    """The model of which only this part trains."""
-    if part == "head":
-        return model
-    if part == "lora":
-        from peft import LoraConfig, get_peft_model
-
-        linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        present = [name for name in linear if name.split(".")[-1] in ADAPTED]
-        head = [name for name, module in model.named_modules() if name and all(p.requires_grad for p in module.parameters())]
-        return get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=present, modules_to_save=[head[-1]]))
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(part == "all" or parameter.requires_grad or name.endswith("bias"))
-    return model
-
-
-def small(task: Task, options: argparse.Namespace) -> Task:
-    """The task with texts of at most ``tokens`` tokens, or images of ``resolution`` pixels inside the model."""
-    if options.tokens is not None:
-        for part in (task.train, task.test):
-            part.update({name: part[name][:, : options.tokens] for name in ("tokens", "mask")})
-    if options.resolution is not None:
-        size = {"resolution": options.resolution, "trainable": "head", "normalize_features": True}
-        task.model = models.vit("tiny", 10, pretrained=options.pretrained, **size)
-    return task
+def task_of(options: argparse.Namespace, part: str) -> Task:
+    """The task with the model of which this part trains, and texts or images of the size that was asked for."""
+    sizes = {name: getattr(options, name) for name in ("tokens", "resolution") if getattr(options, name) is not None}
+    return TASKS[options.task](options.pretrained, options.data, tuple(options.examples), part, **sizes)
 
 
 def run(task: Task, part: str, epsilon: float, options: argparse.Namespace) -> dict[str, Any]:
@@ -76,7 +54,7 @@ def run(task: Task, part: str, epsilon: float, options: argparse.Namespace) -> d
             hits_by_class.setdefault(label, []).append(hit)
         return found
 
-    model, loss, measure, prepare = choose(task.model, part), task.loss, measured, task.prepare
+    model, loss, measure, prepare = task.model, task.loss, measured, task.prepare
     train, test, begin = task.train, task.test, work_clock("cpu")
     if part == "head":
         features = FrozenFeatures(model, loss, prepare=prepare, physical_batch_size=32)
@@ -132,7 +110,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--examples", nargs=2, type=int, default=(12_000, 3_000), metavar=("TRAIN", "TEST"))
     parser.add_argument("--parts", nargs="+", choices=DISTANCES, default=list(DISTANCES))
     parser.add_argument("--epsilons", nargs="+", type=float, default=[1.0, 3.0, 8.0])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--seed", nargs="+", type=int, default=[0], help="one run with each of these seeds")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--threads", type=int, default=1)
@@ -148,10 +126,9 @@ def main() -> None:
     options = parse()
     torch.set_num_threads(options.threads)
     if options.one:
-        for epsilon, seed in itertools.product(options.epsilons, options.seeds):
+        for epsilon, seed in itertools.product(options.epsilons, options.seed):
             torch.manual_seed(seed)
-            task = TASKS[options.task](options.pretrained, options.data, tuple(options.examples))
-            found = run(small(task, options), options.parts[0], epsilon, options)
+            found = run(task_of(options, options.parts[0]), options.parts[0], epsilon, options)
             print(json.dumps({"seed": seed, **found}), flush=True)
         return
     results = []

@@ -30,7 +30,8 @@ from dp_microadam import FrozenFeatures, PrivacyPlan, PrivateStep, models
 from dp_microadam.apps.experiments.measuring import add_options, deliver, tell, work_clock
 from dp_microadam.data import cifar
 from dp_microadam.data.contents import Reading
-from dp_microadam.layers.fixed_norm import FixedNorm
+from dp_microadam.models.hugging_face import text_classifier
+from dp_microadam.models.trainable_part import freeze_but
 
 DELTA = 1e-5
 TOKENS = 128
@@ -51,19 +52,13 @@ class Task:
         return len(self.train["labels"])
 
 
-class MeanPooled(nn.Module):
-    """A sentence encoder and a linear classifier of the mean over a text's tokens, at a fixed norm as recipes have it."""
-
-    def __init__(self, encoder: nn.Module, classes: int) -> None:
-        super().__init__()
-        self.encoder = encoder
-        self.features = FixedNorm()
-        self.head = nn.Linear(encoder.config.hidden_size, classes)
-
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        states = self.encoder(input_ids=tokens, attention_mask=mask).last_hidden_state
-        weights = mask.unsqueeze(-1).to(states.dtype)
-        return self.head(self.features((states * weights).sum(1) / weights.sum(1)))
+PARTS: dict[str, dict[str, Any]] = {
+    "head": {"trainable": "head"},
+    "biases": {"trainable": "biases"},
+    "lora": {"lora_rank": 8},
+    "all": {"trainable": "all"},
+}
+"""Options of a pretrained model of which the head and this part train."""
 
 
 def image_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -71,7 +66,7 @@ def image_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def text_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch["tokens"], batch["mask"]), batch["labels"], reduction="none")
+    return F.cross_entropy(model(batch["tokens"]), batch["labels"], reduction="none")
 
 
 def hits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -79,8 +74,9 @@ def hits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return (model(*inputs).argmax(1) == batch["labels"]).float()
 
 
-def cifar10(pretrained: str, folder: Path, examples: tuple[int, int]) -> Task:
-    model = models.vit("tiny", 10, pretrained=pretrained, trainable="head", normalize_features=True)
+def cifar10(pretrained: str, folder: Path, examples: tuple[int, int], part: str = "head", resolution: int = 224) -> Task:
+    options = {**PARTS[part], "resolution": resolution, "normalize_features": True}
+    model = models.vit("tiny", 10, pretrained=pretrained, **options)
     constants = model.normalization
     assert constants is not None, "pretrained weights come with constants"
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (constants.mean, constants.std))
@@ -96,30 +92,29 @@ def cifar10(pretrained: str, folder: Path, examples: tuple[int, int]) -> Task:
     return Task(model, image_loss, train, test, prepare)
 
 
-def imdb(pretrained: str, folder: Path, examples: tuple[int, int]) -> Task:
-    from transformers import AutoModel, AutoTokenizer
-
-    encoder = AutoModel.from_pretrained(pretrained, dtype=torch.float32, add_pooling_layer=False)
-    model = MeanPooled(encoder.requires_grad_(False).eval(), 2)
-    tokenizer = AutoTokenizer.from_pretrained(pretrained)
+def imdb(pretrained: str, folder: Path, examples: tuple[int, int], part: str = "head", tokens: int = TOKENS) -> Task:
+    model = text_classifier(2, pretrained=pretrained, pooling="mean", **PARTS[part])
+    encoder = models.text_encoder(pretrained, tokens)
     random = np.random.default_rng(0)
 
-    def part(name: str, count: int) -> dict[str, Tensor]:
+    def rows_of(name: str, count: int) -> dict[str, Tensor]:
         with open(folder / f"{name}.csv", newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         classes = sorted({row["label"] for row in rows})
         chosen = [rows[row] for row in random.permutation(len(rows))[:count]]
-        texts = [row["text"] for row in chosen]
-        encoded = tokenizer(texts, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt")
         labels = torch.tensor([classes.index(row["label"]) for row in chosen])
-        return {"tokens": encoded["input_ids"], "mask": encoded["attention_mask"], "labels": labels}
+        return {"tokens": encoder([row["text"] for row in chosen]), "labels": labels}
 
-    return Task(model, text_loss, part("train", examples[0]), part("test", examples[1]))
+    return Task(model, text_loss, rows_of("train", examples[0]), rows_of("test", examples[1]))
 
 
-def made_up(pretrained: str, folder: Path, examples: tuple[int, int]) -> Task:
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
-    model[0].requires_grad_(False)
+def made_up(pretrained: str, folder: Path, examples: tuple[int, int], part: str = "head") -> Task:
+    model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    freeze_but(model[0], PARTS[part].get("trainable", "all"))
+    if part == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=8, target_modules=["0"], modules_to_save=["2"]))
     train, test = ({"images": torch.randn(count, 8), "labels": torch.arange(count) % 2} for count in examples)
     return Task(model, image_loss, train, test)
 

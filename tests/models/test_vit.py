@@ -257,6 +257,7 @@ def test_biases_of_a_vision_transformer_train_with_the_head_alone():
         ({"lora_rank": 2, "trainable": "biases"}, "trainable is 'biases' and lora_rank is 2; with LoRA leave trainable out"),
         ({"lora_rank": 2, "trainable": "head"}, "trainable is 'head' and lora_rank is 2; with LoRA leave trainable out"),
         ({"lora_rank": -1}, "lora_rank is -1"),
+        ({"lora_alpha": 4.0}, r"lora_alpha is 4\.0, but lora_rank is 0, which means no adapters; give lora_rank too"),
         ({"lora_rank": 2, "lora_targets": ["nothing"]}, "lora_targets is .*nothing.*does not fit this model"),
         ({"lora_rank": 2, "lora_alpha": 0}, "lora_alpha is 0"),
     ],
@@ -265,6 +266,45 @@ def test_parts_that_cannot_be_trained_are_one_sentence(options, message):
     pytest.importorskip("peft")
     with pytest.raises(InputError, match=message):
         models.vit(SMALL, 3, resolution=32, **options)
+
+
+def test_with_lora_trains_the_head_that_a_model_has_whatever_it_is_called_or_takes():
+    pytest.importorskip("peft")
+    import transformers
+
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    pictures = {**small, "image_size": 16, "patch_size": 8}
+    clip = transformers.CLIPForImageClassification(
+        transformers.CLIPConfig(vision_config=pictures, text_config=small, num_labels=2)
+    )
+    vit = transformers.ViTForImageClassification(transformers.ViTConfig(**pictures, num_labels=2))
+    for network in (clip, vit):
+        adapted = models.with_lora(network, 2, targets=["q_proj"])
+        trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+        assert {name for name in trained if "lora_" not in name} == {
+            f"base_model.model.classifier.modules_to_save.default.{what}" for what in ("weight", "bias")
+        }
+        assert adapted(pixel_values=torch.randn(1, 3, 16, 16)).logits.shape == (1, 2)
+
+
+def test_what_a_class_of_transformers_froze_stays_frozen():
+    """RoFormer's positions are fixed; no operation of its forward pass would use a gradient."""
+    import transformers
+
+    from dp_microadam.models.trainable_part import freeze_but
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 20}
+    encoder = transformers.RoFormerModel(transformers.RoFormerConfig(**sizes))
+    fixed = {name for name, parameter in encoder.named_parameters() if not parameter.requires_grad}
+    assert fixed
+    freeze_but(encoder, "all")
+    assert {name for name, parameter in encoder.named_parameters() if not parameter.requires_grad} == fixed
+
+
+def test_layers_to_adapt_are_named_where_peft_has_no_default():
+    pytest.importorskip("peft")
+    with pytest.raises(InputError, match=r"lora_targets is empty, and peft has no default .* 'q_proj', .*'all-linear'"):
+        models.with_lora(models.vit(SMALL, 3, resolution=32).backbone, 2)
 
 
 def test_the_head_of_a_model_of_ones_own_trains_beside_its_adapters():

@@ -16,7 +16,7 @@ from dp_microadam.errors import InputError, PrivacyError
 from dp_microadam.integrations.collated_alone import CollatedAlone
 from dp_microadam.integrations.isolated_metrics import IsolatedLoss
 from dp_microadam.integrations.private_steps import USER_OPTIONS, PrivateSteps
-from dp_microadam.models.lora import with_lora
+from dp_microadam.models.lora import adapted
 from dp_microadam.optimizers.tensor_adam import TensorAdam
 from dp_microadam.privacy.ledger_record import RUN_INSIDE
 from dp_microadam.privacy.plan import PrivacyPlan
@@ -341,17 +341,12 @@ def _public(logs: dict[str, float]) -> dict[str, float]:
 
 def _adapted(model: nn.Module, rank: int, alpha: float | None, targets: str | Sequence[str], chosen: Any) -> nn.Module:
     """The model, with adapters if ``rank`` is above 0. ``chosen`` is the method or optimizer that was made for it."""
-    if not rank:
-        for name, value in (("lora_alpha", alpha), ("lora_targets", targets or None)):
-            if value is not None:
-                raise InputError(f"{name} is {value!r}, but lora_rank is 0, which means no adapters; give lora_rank too")
-        return model
-    if chosen is not None:
+    if rank and chosen is not None:
         raise InputError(
             f"lora_rank is {rank}, but the {type(chosen).__name__} was made before there were adapters; make them by "
             "models.with_lora(model), and it from the result"
         )
-    return with_lora(model, rank, alpha, targets)
+    return adapted(model, rank, alpha, targets)
 
 
 def _state_in(checkpoint: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dp_microadam.errors import InputError
 from dp_microadam.layers.fixed_norm import FixedNorm
-from dp_microadam.models.lora import with_lora
+from dp_microadam.models.lora import adapted
 from dp_microadam.models.pretrained import is_fetched, quiet, require_reachable, transformers
 from dp_microadam.models.timm_weights import first_line
 from dp_microadam.models.trainable_part import freeze_but, require_part
@@ -152,15 +152,13 @@ def text_classifier(
     if require_one_of("pooling", pooling, ("own", "mean")) == "mean":
         encoder = _sentence_encoder(pretrained)
         freeze_but(encoder, trainable)
-        return SentenceClassifier(
-            with_lora(encoder, lora_rank, lora_alpha, lora_targets) if lora_rank else encoder, num_classes
-        )
+        return SentenceClassifier(adapted(encoder, lora_rank, lora_alpha, lora_targets), num_classes)
     network = _loaded_network("AutoModelForSequenceClassification", pretrained, num_labels=num_classes)
     freeze_but(network.base_model, trainable)
     if trainable == "head":
         for part in network.children():  # dropout between the two has no parameters
             part.train(any(parameter.requires_grad for parameter in part.parameters()))
-    return TextModel(with_lora(network, lora_rank, lora_alpha, lora_targets) if lora_rank else network)
+    return TextModel(adapted(network, lora_rank, lora_alpha, lora_targets))
 
 
 def saved_classifier(folder: Path) -> tuple[TextModel | SentenceClassifier, TextEncoder, tuple[str, ...], str]:
@@ -171,8 +169,8 @@ def saved_classifier(folder: Path) -> tuple[TextModel | SentenceClassifier, Text
     """
     if (folder / "adapter_config.json").is_file():
         raise InputError(
-            f"{folder} holds adapters without the model they belong to; load them with peft's "
-            "AutoPeftModelForSequenceClassification, or export a run of dp-microadam train without --adapters"
+            f"{folder} holds adapters without the model they belong to; load them as its README.md says, "
+            "or export a run of dp-microadam train without --adapters"
         )
     config = _loaded("AutoConfig", str(folder))
     head_beside = (folder / HEAD).is_file()
@@ -195,7 +193,7 @@ def saved_classifier(folder: Path) -> tuple[TextModel | SentenceClassifier, Text
 
 
 def _with_saved_head(folder: Path, num_classes: int) -> SentenceClassifier:
-    model = SentenceClassifier(_sentence_encoder(str(folder)), num_classes)
+    model = SentenceClassifier(_sentence_encoder(str(folder)).requires_grad_(False), num_classes)
     try:
         model.head.load_state_dict(load_file(folder / HEAD))
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -212,7 +210,7 @@ def language_model(
 ) -> TextModel:
     """A causal language model, ``AutoModelForCausalLM``; arguments are those of :func:`text_classifier`."""
     network = _loaded_network("AutoModelForCausalLM", pretrained)
-    return TextModel(with_lora(network, lora_rank, lora_alpha, lora_targets) if lora_rank else network)
+    return TextModel(adapted(network, lora_rank, lora_alpha, lora_targets))
 
 
 def _sentence_encoder(source: str) -> Any:

@@ -11,6 +11,9 @@ from torch import nn
 from dp_microadam.errors import InputError
 from dp_microadam.validation import require_integer, require_positive
 
+HEADS = ("classifier", "score", "head", "classification_head")
+"""What classifiers of ``transformers`` call their heads."""
+
 
 def peft() -> ModuleType:
     """The package ``peft``, imported on first use because that takes seconds."""
@@ -44,21 +47,47 @@ def with_lora(network: nn.Module, rank: int = 8, alpha: float | None = None, tar
         )
     chosen: Any = targets if isinstance(targets, str) else list(targets)
     try:
-        config = library.LoraConfig(r=rank, lora_alpha=alpha, target_modules=chosen or None, task_type=_task(network))
-        adapted: nn.Module = library.get_peft_model(network, config)
+        config = library.LoraConfig(r=rank, lora_alpha=alpha, target_modules=chosen or None, **_kind_of(network))
+        with_adapters: nn.Module = library.get_peft_model(network, config)
     except ValueError as error:
+        if not chosen:
+            raise InputError(
+                "lora_targets is empty, and peft has no default for this model; name some of its layers "
+                f"{_linear_in(network)}, or 'all-linear'"
+            ) from None
         raise InputError(
             f"lora_targets is {targets!r}, which does not fit this model ({str(error).splitlines()[0]}); name layers of "
             "the model, or 'all-linear'"
         ) from None
-    return adapted
+    return with_adapters
 
 
-def _task(network: Any) -> str | None:
-    """What ``peft`` calls the use of a model; the arguments of its forward pass and whether a head trains depend on it."""
+def adapted(network: nn.Module, rank: int, alpha: float | None, targets: str | Sequence[str]) -> nn.Module:
+    """The model with adapters (:func:`with_lora`) if ``rank`` is above 0, else as it is.
+
+    Raises:
+        InputError: if the other two are given without a rank.
+    """
+    if rank:
+        return with_lora(network, rank, alpha, targets)
+    for name, value in (("lora_alpha", alpha), ("lora_targets", targets or None)):
+        if value is not None:
+            raise InputError(f"{name} is {value!r}, but lora_rank is 0, which means no adapters; give lora_rank too")
+    return network
+
+
+def _kind_of(network: Any) -> dict[str, Any]:
+    """What ``peft`` has to know to call the model's forward pass as it wants to be called, and to train its head."""
     if getattr(network, "can_generate", lambda: False)():
-        return "CAUSAL_LM"
-    encoder: Any = getattr(network, "base_model", None)
-    if encoder is not network:
-        return "SEQ_CLS"  # an encoder inside a model with a head, which is trained, too
-    return "FEATURE_EXTRACTION" if encoder.main_input_name == "input_ids" else None  # None: images go through as they are
+        return {"task_type": "CAUSAL_LM"}
+    heads = [name for name, _ in network.named_children() if name in HEADS]
+    if getattr(network, "main_input_name", "input_ids") != "input_ids":  # images go through as they are
+        return {"modules_to_save": heads or None}
+    headless = not heads and getattr(network, "base_model", None) is network
+    return {"task_type": "FEATURE_EXTRACTION" if headless else "SEQ_CLS"}
+
+
+def _linear_in(network: nn.Module) -> str:
+    """The last parts of the names of linear layers, in the order in which they come."""
+    found = dict.fromkeys(name.rpartition(".")[2] for name, module in network.named_modules() if isinstance(module, nn.Linear))
+    return ", ".join(map(repr, found))

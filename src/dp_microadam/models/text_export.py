@@ -42,7 +42,9 @@ def save_text_model(
         encoder.tokenizer.save_pretrained(folder)
 
 
-def sentence_loading_code(model: SentenceClassifier, pretrained: str, max_length: int, *, adapters_alone: bool) -> str:
+def sentence_loading_code(
+    model: SentenceClassifier, pretrained: str, max_length: int, classes: tuple[str, ...], *, adapters_alone: bool
+) -> str:
     """Python code that loads the folder of a :class:`SentenceClassifier` and computes its scores, for the model card."""
     names, load = "from transformers import AutoModel, AutoTokenizer", 'AutoModel.from_pretrained(".").eval()'
     about = "a pooler that is reported as missing is not used"
@@ -58,7 +60,10 @@ encoder, tokenizer = {load}, AutoTokenizer.from_pretrained(".")
 head = load_file("{HEAD}")
 
 
-def scores(texts):  # of the classes in encoder.config.id2label
+classes = {list(classes)!r}
+
+
+def scores(texts):
     inputs = tokenizer(texts, truncation=True, max_length={max_length}, padding=True, return_tensors="pt")
     mask = inputs["attention_mask"].unsqueeze(-1)
     states = encoder(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).last_hidden_state

@@ -25,6 +25,16 @@ def freeze_but(encoder: nn.Module, trainable: str) -> None:
     >>> freeze_but(encoder, "biases")
     >>> encoder.weight.requires_grad, encoder.bias.requires_grad
     (False, True)
+
+    What is frozen already, such as fixed position embeddings, stays so.
+
+    Raises:
+        InputError: if biases are to be trained and there are none.
     """
+    if trainable == "all":
+        return
     for name, parameter in encoder.named_parameters():
-        parameter.requires_grad_(trainable == "all" or (trainable == "biases" and name.endswith("bias")))
+        if trainable == "head" or not name.endswith("bias"):
+            parameter.requires_grad_(False)
+    if trainable == "biases" and not any(parameter.requires_grad for parameter in encoder.parameters()):
+        raise InputError("trainable is 'biases', but the encoder has none; use 'head', 'all', or adapters (lora_rank)")

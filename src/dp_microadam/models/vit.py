@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dp_microadam.errors import InputError
 from dp_microadam.layers.fixed_norm import FixedNorm
-from dp_microadam.models.lora import with_lora
+from dp_microadam.models.lora import adapted
 from dp_microadam.models.normalization import CENTRED, IMAGENET, Normalization
 from dp_microadam.models.pretrained import config_of, pretrained_weights, transformers
 from dp_microadam.models.trainable_part import freeze_but, require_part
@@ -165,8 +165,7 @@ def _partly_trained(
     model: VisionTransformer, trainable: str, rank: int, alpha: float | None, targets: str | Sequence[str]
 ) -> VisionTransformer:
     freeze_but(model.backbone, trainable)
-    if rank:
-        model.backbone = with_lora(model.backbone, rank, alpha, targets or ADAPTED)
+    model.backbone = adapted(model.backbone, rank, alpha, targets or (ADAPTED if rank else ()))
     return model
 
 

@@ -108,6 +108,7 @@ def test_a_recipe_on_features_is_the_same_run_and_exports_the_whole_model(recipe
         ("crop_padding=4", "crop_padding changes images"),
         ("model_options.trainable=all", "more than the head of model 'vit-tiny' trains; set model_options.trainable to 'head'"),
         ("tune={expected_runs=2, learning_rate=[1, 2]}", r"\[tune\] is given"),
+        ("model_options.lora_rank=2", "with lora_rank features change from step to step"),
         ("cache_features=1", "it must be true or false"),
     ],
 )
@@ -171,7 +172,7 @@ def test_a_vision_transformer_with_adapters_is_trained_resumed_evaluated_and_exp
     images = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(names["model"](images), experiment.best_model().eval()(images))
     assert main(["export", str(folder), "--output", str(tmp_path / "adapters"), "--adapters"]) == 2
-    assert "adapters alone are written of text models" in capsys.readouterr().err
+    assert "only text models are exported as adapters" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -202,14 +203,15 @@ def test_the_code_of_a_sentence_classifiers_card_gives_the_scores_of_the_run(
     with torch.no_grad():
         expected = model(text_encoder(str(tmp_path / "bert"), LENGTH)(texts))
         torch.testing.assert_close(names["scores"](texts), expected)
+    assert names["classes"] == ["ham", "spam"]
     if options:
-        with pytest.raises(InputError, match="holds adapters without the model they belong to"):
+        with pytest.raises(InputError, match="holds adapters without the model they belong to; load them as its README"):
             saved_classifier(exported)
         return
     saved, encoder, classes, _ = saved_classifier(exported)  # what predict takes
     with torch.no_grad():
         torch.testing.assert_close(saved(encoder(texts)), expected)
-    assert names["encoder"].config.id2label == {0: "ham", 1: "spam"}
+    assert names["encoder"].config.id2label == {0: "ham", 1: "spam"}  # so that the hub shows them
     assert classes == ("ham", "spam")
     (exported / "head.safetensors").write_bytes(b"x")
     with pytest.raises(InputError, match=r"head\.safetensors cannot be read, export the model again"):

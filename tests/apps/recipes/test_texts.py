@@ -181,6 +181,55 @@ def test_clipped_gradients_of_padded_texts_agree_with_the_loop(folders, kind, lo
         torch.testing.assert_close(gradients.sums[name], expected[name], atol=1e-5, rtol=1e-4)
 
 
+PARTLY_TRAINED = [{"trainable": "head"}, {"trainable": "biases"}, {"lora_rank": 2}, {}]
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+@pytest.mark.parametrize("part", PARTLY_TRAINED, ids=str)
+def test_clipped_gradients_of_sentence_classifiers_agree_with_the_loop(folders, kind, part):
+    if kind == "llama" and part.get("trainable") == "biases":
+        with pytest.raises(InputError, match="trainable is 'biases', but the encoder has none"):
+            text_classifier(2, pretrained=folders[kind], pooling="mean", **part)
+        return
+    model = text_classifier(2, pretrained=folders[kind], pooling="mean", **part).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    tokens = text_encoder(folders[kind], LENGTH)(["win cash now", "hello mum see you at home tonight", "free"])
+    batch = tokens, torch.tensor([1, 0, 1])
+    gradients = ClippedGradients(model, class_loss, max_grad_norm=0.5)
+    gradients.accumulate(batch)
+    expected, _ = clipped_sum(model, class_loss, batch, max_grad_norm=0.5)
+    assert gradients.sums.keys() == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, found in gradients.sums.items():
+        torch.testing.assert_close(found, expected[name], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("pooling", ["own", "mean"])
+@pytest.mark.parametrize("part", PARTLY_TRAINED, ids=str)
+def test_what_trains_is_the_part_that_was_named_and_only_what_is_all_frozen_runs_without_dropout(folders, pooling, part):
+    model = text_classifier(2, pretrained=folders["bert"], pooling=pooling, **part).eval().train()
+    encoder = model.encoder if pooling == "mean" else model.network.base_model
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    inside = {name for name in trained if not any(head in name for head in ("classifier", "head."))}
+    if "lora_rank" in part:
+        assert inside
+        assert all("lora_" in name for name in inside)
+    elif part.get("trainable") == "biases":
+        assert inside
+        assert all(name.endswith("bias") for name in inside)
+    else:
+        assert bool(inside) == (part.get("trainable") != "head")
+    assert len(trained) - len(inside) == 2  # the head's weight and bias
+    if pooling == "mean":
+        assert encoder.training == (part.get("trainable") != "head")
+
+
+def test_adapters_that_are_described_without_a_rank_are_refused(folders):
+    with pytest.raises(InputError, match=r"lora_targets is .'query'., but lora_rank is 0"):
+        text_classifier(2, pretrained=folders["bert"], lora_targets=["query"])
+
+
 @pytest.mark.parametrize(
     ("recipe", "given", "words"),
     [

@@ -32,7 +32,8 @@ def export_texts(
     kind = "AutoModelForCausalLM" if recipe.predicts_tokens else "AutoModelForSequenceClassification"
     pretrained = recipe.model_options["pretrained"]
     if isinstance(model, SentenceClassifier):
-        code = sentence_loading_code(model, pretrained, encoder.max_length, adapters_alone=adapters_alone)
+        classes = class_names_of(recipe)
+        code = sentence_loading_code(model, pretrained, encoder.max_length, classes, adapters_alone=adapters_alone)
     else:
         code = text_loading_code(kind, pretrained, encoder.max_length, adapters_alone=adapters_alone)
     with new_folder(output) as folder:

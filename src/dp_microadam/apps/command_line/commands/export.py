@@ -44,7 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="K",
         help="the statement also says ε for somebody with up to K examples, or for K users together",
     )
-    parser.add_argument("--adapters", action="store_true", help="of a model trained with LoRA, write the adapters alone")
+    parser.add_argument("--adapters", action="store_true", help="of a text model trained with LoRA, write the adapters alone")
     parser.set_defaults(run=run)
 
 
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         raise InputError("--adapters is given, but the run was trained without LoRA; leave it out to export the whole model")
     if options.adapters and not experiment.data.tokens:
         raise InputError(
-            "--adapters is given, but adapters alone are written of text models; leave it out to export all weights"
+            "--adapters is given, but only text models are exported as adapters; leave it out to export all weights"
         )
     result = experiment.trainer.peek()
     counts, weights = experiment.test_results()
