@@ -74,7 +74,7 @@ def run(task: Task, part: str, epsilon: float, options: argparse.Namespace) -> d
     with tempfile.TemporaryDirectory() as folder:
         trainer = PrivateTrainer(
             model,
-            methods.dp_walk(model, lr=DISTANCES[part]),
+            methods.dp_walk(model, lr=options.distance or DISTANCES[part]),
             plan,
             loss,
             prepare=prepare,
@@ -111,6 +111,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=DISTANCES, default=list(DISTANCES))
     parser.add_argument("--epsilons", nargs="+", type=float, default=[1.0, 3.0, 8.0])
     parser.add_argument("--seed", nargs="+", type=int, default=[0], help="one run with each of these seeds")
+    parser.add_argument("--distance", type=float, help="that the noise walks, in place of each part's own")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--threads", type=int, default=1)
@@ -142,7 +143,7 @@ def main() -> None:
                 print(line, end="", file=sys.stderr, flush=True)
         if process.returncode:
             sys.exit(process.returncode)
-    names = ("task", "examples", "steps", "batch", "tokens", "resolution", "bf16")
+    names = ("task", "examples", "steps", "batch", "tokens", "resolution", "distance", "bf16")
     settings = {name: getattr(options, name) for name in names}
     deliver(options, "parts of a model", {**settings, "runs": results})
 
