@@ -4,12 +4,12 @@
     python benchmarks/finetune_parts.py imdb --pretrained DIR --data DIR
     python benchmarks/finetune_parts.py sms-spam --pretrained DIR --data DIR --examples 3648 886 --tokens 32 --bf16
 
-The tasks are those of frozen_features.py; sms-spam is imdb with another folder. DP-Walk trains everything at its default
-distance, all weights at a third of it (docs/walk.md says why), each part in a process of its own, whose largest resident set is
-its memory. Times are processor time. The head trains on features that are computed once; `features_seconds` is what that took,
-or what finding kept ones took. The head gets features of a fixed norm, whatever trains, and the average of the weights is
-evaluated. `--tokens` and `--resolution` make texts shorter and images smaller. Balanced accuracy is the mean of the
-accuracies of the classes.
+The tasks are those of frozen_features.py; sms-spam is imdb with another folder. DP-Walk trains a head, biases and adapters at
+its default distance, all weights at 0.5 (docs/walk.md says why), each part in a process of its own, whose largest resident set
+is its memory. Times are processor time. The head trains on features that are computed once; `features_seconds` is what that
+took, or what finding kept ones took. The head gets features of a fixed norm, whatever trains, and the average of the weights is
+evaluated. `--tokens` and `--resolution` make texts shorter and images smaller. Balanced accuracy is the mean of the accuracies
+of the classes.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from torch import nn
 from dp_microadam import FrozenFeatures, PrivacyPlan, PrivateTrainer, methods
 from dp_microadam.apps.experiments.measuring import add_options, deliver, tell, work_clock
 from dp_microadam.apps.recipes.vocabulary import WALK_EMA_DECAY
+from dp_microadam.privacy.walk import ADAPTER_DISTANCE, DISTANCE
 from dp_microadam.training.evaluation import evaluate
 
 TASKS = {**TASKS, "sms-spam": imdb}
-DISTANCES = {"all": 0.5, "biases": 1.5, "lora": 1.5, "head": 1.5}
+DISTANCES = {"all": 0.5, "biases": DISTANCE, "lora": ADAPTER_DISTANCE, "head": DISTANCE}
 
 
 def task_of(options: argparse.Namespace, part: str) -> Task:

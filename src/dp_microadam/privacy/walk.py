@@ -27,6 +27,10 @@ DISTANCE = 1.5
 """The distance D that the noise of a run walks, relative to d^¼. A learning rate of unit ``"walk"`` takes its place."""
 
 
+ADAPTER_DISTANCE = 0.75
+"""The same for adapters (LoRA): a longer walk carries pretrained weights away from what they know (``docs/walk.md``)."""
+
+
 def walk_scale(parameters: int) -> float:
     """The standard deviation of each coordinate of a walk of length d^¼, for d parameters: d^¼/√d.
 

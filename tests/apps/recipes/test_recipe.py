@@ -35,6 +35,14 @@ def test_recipes_in_the_box_are_private_and_can_be_compared_with_their_non_priva
     assert not load_recipe(name, ["method=non-private"]).private
 
 
+def test_adapters_walk_half_as_far_by_default():
+    adapted = load_recipe("sms-spam")
+    assert (adapted.method, adapted.learning_rate, adapted.resolved_learning_rate) == ("dp-walk", None, 0.75)
+    assert load_recipe("sms-spam", ["model_options.lora_rank=0"]).resolved_learning_rate == 1.5
+    assert load_recipe("sms-spam", ["method=dp-adam"]).resolved_learning_rate == 1e-3
+    assert load_recipe("sms-spam", ["learning_rate=2"]).resolved_learning_rate == 2.0
+
+
 def test_the_demo_and_fashion_mnist_leave_everything_at_its_defaults():
     for name in ("demo", "fashion-mnist"):
         recipe = load_recipe(name)

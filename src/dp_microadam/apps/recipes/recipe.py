@@ -15,6 +15,7 @@ from dp_microadam.apps.recipes.kept_features import refuse_changing_features
 from dp_microadam.data.catalogue import takes_columns
 from dp_microadam.data.columns import declaration
 from dp_microadam.errors import InputError
+from dp_microadam.privacy.walk import ADAPTER_DISTANCE
 
 
 def _key(check: checks.Check, **default: Any) -> Any:
@@ -209,7 +210,7 @@ class Recipe:
         if self.learning_rate is not None:
             return self.learning_rate
         if self.resolved_lr_unit == "walk":
-            return vocabulary.WALK_LEARNING_RATE
+            return ADAPTER_DISTANCE if self.model_options.get("lora_rank") else vocabulary.WALK_LEARNING_RATE
         method = "dp-sgd" if self._scales_gradients_for_sgd() else self.algorithm
         default = vocabulary.DEFAULT_LEARNING_RATES[method]
         return default if self.protected else vocabulary.NON_PRIVATE_LEARNING_RATES.get(method, default)

@@ -19,7 +19,7 @@ DEFAULT_LR_UNITS = {name: entry.lr_unit for name, entry in table.METHODS.items()
 """By method, for recipes without an ``lr_unit``."""
 
 WALK_LEARNING_RATE = table.METHODS["dp-walk"].learning_rate
-"""The default learning rate of any method with ``lr_unit = "walk"``."""
+"""The default learning rate of any method with ``lr_unit = "walk"``; with adapters it is ``ADAPTER_DISTANCE``."""
 
 WALK_EMA_DECAY = 0.99
 """Decay of the average of the weights that dp-walk keeps by default: larger steps than the last ones can be averaged out."""
