@@ -122,12 +122,13 @@ def loading_code(
     mean, std = (tuple(constants) for constants in normalization)
     scaled = f", as (value - mean) / std with mean {mean} and std {std}" if mean and std else ""
     pixels = ", pixels from 0 to 1" if len(shape) == 3 else ""
+    needed = "  # adapters need pip install peft" if options.get("lora_rank") else ""
     # The model takes the rows of a table as images of one row.
     built_for = tuple(shape) if len(shape) == 3 else (1, 1, *shape)
     return (
         "from safetensors.torch import load_file\n"
         "from dp_microadam import models\n\n"
-        f'model = models.build("{model}", {num_classes}, {built_for}{keywords})\n'
+        f'model = models.build("{model}", {num_classes}, {built_for}{keywords}){needed}\n'
         f'model.load_state_dict(load_file("{weights}"))\n'
         "model.eval()\n"
         f"# inputs: floats of shape [B, {', '.join(map(str, shape))}]{scaled}{pixels}"

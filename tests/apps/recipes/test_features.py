@@ -166,7 +166,9 @@ def test_a_vision_transformer_with_adapters_is_trained_resumed_evaluated_and_exp
     blocks = re.findall(r"```python\n(.*?)```", (exported / "README.md").read_text(), re.DOTALL)
     monkeypatch.chdir(exported)
     names = {}
-    exec(next(code for code in blocks if "models.build" in code), names)
+    code = next(code for code in blocks if "models.build" in code)
+    assert "pip install peft" in code
+    exec(code, names)
     experiment = open_run(folder)
     experiment.trainer.peek()
     images = torch.randn(2, 3, 32, 32)
