@@ -161,24 +161,29 @@ def test_a_row_of_tokens_depends_on_its_own_text_alone_and_padding_changes_no_sc
     torch.testing.assert_close(scores[0], beside)
 
 
-@pytest.mark.parametrize("lora_rank", [0, 2])
-@pytest.mark.parametrize(("kind", "loss"), [("bert", class_loss), ("llama", next_token_loss)])
-def test_clipped_gradients_of_padded_texts_agree_with_the_loop(folders, kind, loss, lora_rank):
-    build = {"bert": lambda **o: text_classifier(2, **o), "llama": language_model}[kind]
-    model = build(pretrained=folders[kind], lora_rank=lora_rank).eval()
+def assert_sums_agree_with_the_loop(model, loss, encoder):
+    """Compares clipped sums of three texts with those of one-by-one gradients; returns the names of what trains."""
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # zero at first, and the gradient of A with it
             torch.nn.init.normal_(parameter, std=0.1)
-    tokens = text_encoder(folders[kind], LENGTH)(["win cash now", "hello mum see you at home tonight", "free"])
-    batch = tokens, torch.tensor([1, 0, 1])
+    batch = encoder(["win cash now", "hello mum see you at home tonight", "free"]), torch.tensor([1, 0, 1])
     gradients = ClippedGradients(model, loss, max_grad_norm=0.5)
     gradients.accumulate(batch)
     expected, _ = clipped_sum(model, loss, batch, max_grad_norm=0.5)
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert gradients.sums.keys() == trainable
+    for name, found in gradients.sums.items():
+        torch.testing.assert_close(found, expected[name], atol=1e-5, rtol=1e-4)
+    return trainable
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+@pytest.mark.parametrize(("kind", "loss"), [("bert", class_loss), ("llama", next_token_loss)])
+def test_clipped_gradients_of_padded_texts_agree_with_the_loop(folders, kind, loss, lora_rank):
+    build = {"bert": lambda **o: text_classifier(2, **o), "llama": language_model}[kind]
+    model = build(pretrained=folders[kind], lora_rank=lora_rank).eval()
+    trainable = assert_sums_agree_with_the_loop(model, loss, text_encoder(folders[kind], LENGTH))
     assert lora_rank == 0 or all("lora_" in name or "classifier" in name for name in trainable)
-    for name in trainable:
-        torch.testing.assert_close(gradients.sums[name], expected[name], atol=1e-5, rtol=1e-4)
 
 
 PARTLY_TRAINED = [{"trainable": "head"}, {"trainable": "biases"}, {"lora_rank": 2}, {}]
@@ -192,17 +197,7 @@ def test_clipped_gradients_of_sentence_classifiers_agree_with_the_loop(folders, 
             text_classifier(2, pretrained=folders[kind], pooling="mean", **part)
         return
     model = text_classifier(2, pretrained=folders[kind], pooling="mean", **part).eval()
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    tokens = text_encoder(folders[kind], LENGTH)(["win cash now", "hello mum see you at home tonight", "free"])
-    batch = tokens, torch.tensor([1, 0, 1])
-    gradients = ClippedGradients(model, class_loss, max_grad_norm=0.5)
-    gradients.accumulate(batch)
-    expected, _ = clipped_sum(model, class_loss, batch, max_grad_norm=0.5)
-    assert gradients.sums.keys() == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for name, found in gradients.sums.items():
-        torch.testing.assert_close(found, expected[name], atol=1e-5, rtol=1e-4)
+    assert_sums_agree_with_the_loop(model, class_loss, text_encoder(folders[kind], LENGTH))
 
 
 @pytest.mark.parametrize("pooling", ["own", "mean"])
