@@ -22,10 +22,6 @@ def refuse_changing_features(recipe: Recipe) -> None:
     if recipe.model_options.get("lora_rank"):
         raise InputError("cache_features is true, but with lora_rank features change from step to step; leave one of them out")
     if recipe.model_options.get("trainable") != "head":
-        if recipe.model_options.get("lora_rank"):
-            raise InputError(
-                "cache_features is true, but with lora_rank features change from step to step; leave one of them out"
-            )
         able = [model for model, options in vocabulary.MODEL_OPTIONS.items() if "trainable" in options]
         raise InputError(
             f"cache_features is true, but more than the head of model {recipe.model!r} trains; set model_options.trainable to "
