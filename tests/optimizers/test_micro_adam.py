@@ -15,7 +15,11 @@ from dp_microadam.optimizers import selection
 from dp_microadam.optimizers.analytical_view import NoisyMicroAdam
 from dp_microadam.optimizers.micro_adam_reference import MicroAdamReference
 from dp_microadam.optimizers.micro_adam_state import layout_of
+from dp_microadam.optimizers.noise_response import step_under_noise
 from dp_microadam.optimizers.quantization import unpack
+
+PAPER = {"density": 0.01, "window": 10, "second_moment": "coordinate"}
+"""What the paper selects and divides by."""
 
 BOTH_PATHS = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 
@@ -23,6 +27,7 @@ options = st.fixed_dictionaries(
     {
         "density": st.sampled_from([0.001, 0.01, 0.1, 0.5, 1.0]),
         "window": st.sampled_from([1, 2, 3, 10]),
+        "second_moment": st.sampled_from(["tensor", "coordinate"]),
         "scope": st.sampled_from(["block", "tensor"]),
         "quantize": st.booleans(),
         "error_feedback": st.sampled_from([True, True, True, False]),
@@ -75,6 +80,7 @@ def reference_of(optimizer, param):
         mirrored = reference._initial_state(twin, reference.param_groups[0], 0)
         mirrored["t"] = int(state["step"])
         mirrored["window"] = dense_window(optimizer, param)
+        mirrored["second_moment"] = float(state.get("second_moment", 0.0))
         if "codes" in state:
             mirrored["codes"], (mirrored["lower"], mirrored["upper"]) = (
                 flat_codes(optimizer, param),
@@ -201,7 +207,7 @@ def test_at_full_density_with_a_long_exact_window_it_is_adam(fused):
     ours = torch.nn.Parameter(torch.randn(257))
     theirs = torch.nn.Parameter(ours.detach().clone())
     settings_of_adam = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8}
-    exact = {"density": 1.0, "window": 30, "window_dtype": torch.float32, "bias_correction": "paper"}
+    exact = {**PAPER, "density": 1.0, "window": 30, "window_dtype": torch.float32, "bias_correction": "paper"}
     optimizer = MicroAdam([ours], **settings_of_adam, **exact, fused=fused)
     adam = torch.optim.Adam([theirs], **settings_of_adam)
     for _ in range(30):
@@ -217,7 +223,7 @@ def test_weight_decay_is_adamw_s(fused):
     torch.manual_seed(1)
     ours = torch.nn.Parameter(torch.randn(50))
     theirs = torch.nn.Parameter(ours.detach().clone())
-    exact = {"density": 1.0, "window_dtype": torch.float32, "bias_correction": "paper"}
+    exact = {**PAPER, "density": 1.0, "window_dtype": torch.float32, "bias_correction": "paper"}
     optimizer = MicroAdam([ours], lr=0.1, weight_decay=0.2, **exact, fused=fused)
     adamw = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.2)
     for _ in range(10):
@@ -250,7 +256,8 @@ def test_bias_correction_settles_where_the_docs_say(fused, correction, taken):
     # Constant gradients of 1 at full density: v̂ is (1−β₂ᵐ)/(1−β₂ᵗ), so after t ≫ 1/(1−β₂) steps about m(1−β₂) = 0.01 with the
     # paper's correction and 1 with the window's; m̂ settles at 1 − 0.9¹⁰ and 1. The step is their quotient.
     param = torch.nn.Parameter(torch.zeros(4))
-    optimizer = MicroAdam([param], lr=1.0, density=1.0, bias_correction=correction, error_feedback=False, fused=fused)
+    options = {**PAPER, "density": 1.0, "bias_correction": correction}
+    optimizer = MicroAdam([param], lr=1.0, **options, error_feedback=False, fused=fused)
     steps = []
     for step in range(taken):
         if step == taken - 10:  # the window is full of equal gradients: all that changes until step 9000 is the number of steps
@@ -268,16 +275,19 @@ def test_bias_correction_settles_where_the_docs_say(fused, correction, taken):
     assert steps[0] == pytest.approx(last if correction == "steady" else 1.0, rel=1e-3)
 
 
-def test_state_takes_under_a_byte_per_parameter_at_defaults():
+@pytest.mark.parametrize("options", [{}, PAPER], ids=["default", "paper"])
+def test_state_takes_under_a_byte_per_parameter(options):
     params = [torch.nn.Parameter(torch.randn(512, 1000)), torch.nn.Parameter(torch.randn(1000))]
-    optimizer = MicroAdam(params)
+    optimizer = MicroAdam(params, **options)
     for param in params:
         param.grad = torch.randn_like(param)
     optimizer.step()
     assert optimizer.state_bytes() <= sum(param.numel() for param in params)
-    # The same, counted by hand: half a byte of code, eight bytes a bucket, window × kept × (2 + 2), an int64 each.
-    kept = 15 * 328 + math.ceil(0.01 * (512_000 - 15 * 32_768)) + 10
-    expected = 513_000 // 2 + 8 * (4000 + 8) + 10 * kept * 4 + 2 * 8
+    # The same, counted by hand: half a byte of code, eight bytes a bucket, window × kept × (2 + 2), an int64 each,
+    # and a float32 each for the second moments of tensors.
+    density, window, full, moment = (0.01, 10, 328, 0) if options else (0.1, 1, 3277, 4)
+    kept = 15 * full + math.ceil(density * (512_000 - 15 * 32_768)) + round(density * 1000)
+    expected = 513_000 // 2 + 8 * (4000 + 8) + window * kept * 4 + 2 * (8 + moment)
     assert optimizer.state_bytes() == expected
 
 
@@ -289,6 +299,7 @@ def test_state_takes_under_a_byte_per_parameter_at_defaults():
         ({"density": math.nan}, "density is nan"),
         ({"window": 0}, "window is 0; it must be a whole number at least 1"),
         ({"window": 2.5}, "window is 2.5"),
+        ({"second_moment": "block"}, "second_moment is 'block'; it must be one of 'tensor', 'coordinate'"),
         ({"betas": (1.0, 0.999)}, r"betas\[0\] is 1\.0; it must lie in \[0, 1\)"),
         ({"betas": (0.9, -0.1)}, r"betas\[1\] is -0\.1"),
         ({"lr": -1e-3}, "lr is -0.001"),
@@ -446,8 +457,8 @@ def test_the_second_moment_is_what_the_step_divides_by(fused):
     # One gradient, no error: v̂ is its square where it was selected, and zero elsewhere; then both rows of the window count.
     torch.manual_seed(0)
     param = torch.nn.Parameter(torch.zeros(70_000))
-    exact = {"window": 3, "window_dtype": torch.float32, "bias_correction": "paper"}
-    optimizer = MicroAdam([param], density=0.01, **exact, error_feedback=False, fused=fused)
+    exact = {**PAPER, "window": 3, "window_dtype": torch.float32, "bias_correction": "paper"}
+    optimizer = MicroAdam([param], **exact, error_feedback=False, fused=fused)
     assert optimizer.second_moment(param) is None
     rows = []
     for _ in range(2):
@@ -457,6 +468,67 @@ def test_the_second_moment_is_what_the_step_divides_by(fused):
     expected = (rows[1].square() + 0.999 * rows[0].square()) * (1 - 0.999) / (1 - 0.999**2)
     torch.testing.assert_close(optimizer.second_moment(param).double(), expected, rtol=1e-5, atol=1e-12)
     assert 0 < int((expected > 0).sum()) < 2000
+
+
+@BOTH_PATHS
+def test_a_second_moment_of_the_tensor_is_the_average_of_squares(fused):
+    torch.manual_seed(0)
+    param = torch.nn.Parameter(torch.zeros(70_000))
+    optimizer = MicroAdam([param], betas=(0.9, 0.75), fused=fused)
+    gradients = [torch.randn(70_000) * scale for scale in (1.0, 3.0)]
+    for gradient in gradients:
+        param.grad = gradient.clone()
+        optimizer.step()
+    squares = [float(gradient.double().square().mean()) for gradient in gradients]
+    expected = (0.25 * squares[1] + 0.75 * 0.25 * squares[0]) / (1 - 0.75**2)
+    found = optimizer.second_moment(param)
+    assert found.shape == param.shape
+    assert float(found[0]) == pytest.approx(expected, rel=1e-5)
+    assert (found == found[0]).all()
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("window", [1, 5])
+def test_with_one_second_moment_steps_add_up_to_all_gradients_but_the_residual(fused, window):
+    # Nothing of what was selected is lost or weighed: once it has left the window it has moved the weights by lr/√v̂ times itself.
+    param = torch.nn.Parameter(torch.zeros(3000))
+    exact = {"window_dtype": torch.float32, "quantize": False, "betas": (0.9, 0.0)}  # v̂ is the mean of the last squares
+    optimizer = MicroAdam([param], lr=0.5, window=window, **exact, fused=fused)
+    total = torch.zeros(3000)
+    torch.manual_seed(0)
+    for step in range(60):
+        gradient = torch.randn(3000)
+        gradient /= gradient.square().mean().sqrt()
+        if step >= 55:  # tiny ones, so that the window empties; scaled to the same v̂ by one large coordinate
+            gradient = torch.zeros(3000)
+            gradient[0] = math.sqrt(3000)
+        param.grad = gradient.clone()
+        total += gradient
+        optimizer.step()
+    arrived = total[1:] - optimizer.residual(param)[1:]
+    last = dense_window(optimizer, param)[:, 1:]
+    assert int((last[-1] != 0).sum()) > 0  # the newest rows still select what waits in the residual
+    weights = torch.tensor([0.9**age for age in range(window)])
+    ages = [(59 - slot) % window for slot in range(window)]
+    waiting = sum(last[slot] * float(weights[ages[slot] + 1 :].sum() / weights.sum()) for slot in range(window))
+    assert torch.allclose(param.detach()[1:], -0.5 * (arrived - waiting), atol=1e-4)
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("options", [{}, PAPER, {**PAPER, "density": 0.1, "window": 1}], ids=["default", "paper", "signs"])
+def test_noise_walks_as_far_as_the_learning_rate_says(fused, options):
+    # 100,000 coordinates: the root mean square is known to 0.3 %; the bound is 2 %, for what is still in the residual and for
+    # four bits. Steps before the window is full, and the paper's correction, would be others.
+    optimizer_of = {"lr": 1e-3, "quantize": False, "fused": fused, **options}
+    param = torch.nn.Parameter(torch.zeros(100_000))
+    optimizer = MicroAdam([param], **optimizer_of)
+    generator = torch.Generator().manual_seed(5)
+    steps = 2000 if options.get("window") == 10 else 400
+    for _ in range(steps):
+        param.grad = 0.3 * torch.randn(100_000, generator=generator)
+        optimizer.step()
+    walked = float(param.detach().square().mean().sqrt())
+    assert walked == pytest.approx(1e-3 * step_under_noise(optimizer.defaults) * math.sqrt(steps), rel=0.02)
 
 
 def test_the_residual_is_found_under_its_old_name_too():

@@ -52,6 +52,7 @@ from dp_microadam.optimizers.micro_adam_update import plain_update
 from dp_microadam.optimizers.micro_adam_views import decoded_residual, dense_second_moment, selected
 from dp_microadam.optimizers.quantization import derive_key
 from dp_microadam.optimizers.shards import is_sharded, local_shard, sharded_zeros
+from dp_microadam.optimizers.tensor_moment import averaged
 
 
 class _LocalPart(NamedTuple):
@@ -64,6 +65,7 @@ class _LocalPart(NamedTuple):
     form: StateFormat
     position: int
     fused: bool
+    second_moment: float | None = None  # of the whole tensor after this step, if its group has one
 
     @property
     def on_device(self) -> bool:
@@ -128,8 +130,9 @@ class MicroAdam(ExactStateOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        density: float = 0.01,
-        window: int = 10,
+        density: float = 0.1,
+        window: int = 1,
+        second_moment: str = "tensor",
         scope: str = "block",
         quantize: bool = True,
         error_feedback: bool = True,
@@ -148,6 +151,7 @@ class MicroAdam(ExactStateOptimizer):
             "weight_decay": weight_decay,
             "density": density,
             "window": window,
+            "second_moment": second_moment,
             "scope": scope,
             "quantize": quantize,
             "error_feedback": error_feedback,
@@ -235,7 +239,7 @@ class MicroAdam(ExactStateOptimizer):
         with self._lock:
             checked = self._check_and_prepare()
             work: _Work = [
-                (group, parts if isinstance(parts, PreparedGroup) else [self._with_state(part, group) for part in parts])
+                (group, parts if isinstance(parts, PreparedGroup) else self._with_states(parts, group))
                 for group, parts in checked
             ]
             self._update_on_device(checked, work)
@@ -258,7 +262,14 @@ class MicroAdam(ExactStateOptimizer):
         if not taken:
             return
         members = [
-            device_kernels.Member(part.own, part.given, local_state(part.param, part.state, part.form), part.form, group)
+            device_kernels.Member(
+                part.own,
+                part.given,
+                local_state(part.param, part.state, part.form),
+                part.form,
+                group,
+                part.second_moment,
+            )
             for group, part in taken
             if part.state is not None and part.own.numel() > 0
         ]
@@ -271,6 +282,7 @@ class MicroAdam(ExactStateOptimizer):
             self._refuse_gradients([part for part in given if part.own.numel() > 0])
         steps.finish()
         for _, part in taken:
+            _keep_second_moment(part)
             if part.own.numel() == 0:  # sharded, and this rank's shard is empty
                 part.state["step"] += 1  # type: ignore[index]
 
@@ -278,6 +290,7 @@ class MicroAdam(ExactStateOptimizer):
         own, common, form = part.own, part.state, part.form
         assert common is not None
         common["step"] += 1
+        _keep_second_moment(part)
         if own.numel() == 0:  # sharded, and this rank's shard is empty
             return
         layout, state = form.layout(own.numel()), local_state(part.param, common, form)
@@ -297,6 +310,16 @@ class MicroAdam(ExactStateOptimizer):
         if not direct:
             # Computed in float32, added in the wider of that and the parameter's dtype.
             own.add_(target.view_as(own))
+
+    def _with_states(self, parts: list[_LocalPart], group: dict[str, Any]) -> list[_LocalPart]:
+        """The parts with their states, new ones where they had none, and the second moments that they will have."""
+        parts = [self._with_state(part, group) for part in parts]
+        if group["second_moment"] != "tensor":
+            return parts
+        present = [part for part in parts if part.own.numel() > 0]
+        before = [_own_second_moment(part) for part in present]
+        moments = iter(averaged([part.given for part in present], before, group["betas"][1]))
+        return [part._replace(second_moment=next(moments)) if part.own.numel() > 0 else part for part in parts]
 
     def _with_state(self, part: _LocalPart, group: dict[str, Any]) -> _LocalPart:
         if part.state:
@@ -430,8 +453,19 @@ class MicroAdam(ExactStateOptimizer):
         return f"parameter {position} of group {number} (shape {tuple(param.shape)})"
 
 
+def _own_second_moment(part: _LocalPart) -> Tensor:
+    assert part.state is not None
+    found: Tensor = local_state(part.param, part.state, part.form)["second_moment"]
+    return found
+
+
+def _keep_second_moment(part: _LocalPart) -> None:
+    if part.second_moment is not None:
+        _own_second_moment(part).fill_(part.second_moment)
+
+
 _OF_EARLIER_VERSIONS = {
     name: parameter.default
     for name, parameter in inspect.signature(MicroAdam.__init__).parameters.items()
     if name not in ("self", "params")
-} | {"bias_correction": "paper"}
+} | {"bias_correction": "paper", "density": 0.01, "window": 10, "second_moment": "coordinate"}

@@ -11,7 +11,7 @@ from torch import Tensor
 from dp_microadam.errors import InputError
 from dp_microadam.optimizers import micro_adam_fused as fused_kernels
 from dp_microadam.optimizers import micro_adam_triton as device_kernels
-from dp_microadam.optimizers.bias import CORRECTIONS
+from dp_microadam.optimizers.bias import CORRECTIONS, SECOND_MOMENTS
 from dp_microadam.optimizers.micro_adam_state import MAX_BLOCK_SIZE
 from dp_microadam.optimizers.shards import is_sharded
 from dp_microadam.validation import (
@@ -96,6 +96,7 @@ def validate_options(options: dict[str, Any]) -> None:
     require_non_negative("weight_decay", options["weight_decay"])
     require_in_open_closed("density", options["density"], 0.0, 1.0)
     require_integer("window", options["window"], 1)
+    require_one_of("second_moment", options["second_moment"], SECOND_MOMENTS)
     require_one_of("scope", options["scope"], ("block", "tensor"))
     require_integer("bucket_size", options["bucket_size"], 2)
     if options["bucket_size"] % 2:

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dp_microadam.optimizers.bias import bias_correction
+from dp_microadam.optimizers.bias import scales
 from dp_microadam.optimizers.quantization import derive_key
 
 if TYPE_CHECKING:
@@ -72,9 +72,9 @@ def table_row(target: Tensor, gradient: Tensor, state: dict[str, Any], layout: L
     )
 
 
-def scales_of(step: int, group: dict[str, Any]) -> list[float]:
-    """The bias corrections of both moments."""
-    return [bias_correction(beta, step, group) for beta in group["betas"]]
+def second_moment_in(state: dict[str, Any]) -> float | None:
+    """The second moment of the whole tensor, if the state has one."""
+    return float(state["second_moment"]) if "second_moment" in state else None
 
 
 class Batch:
@@ -90,7 +90,7 @@ class Batch:
         """Queue one parameter. ``target`` and ``gradient`` are contiguous float32 of the same size."""
         step = int(state["step"])
         self._rows.append(table_row(target, gradient, state, layout, step))
-        self._scales.append(scales_of(step, self.group))
+        self._scales.append(scales(step, self.group, second_moment_in(state)))
         self._alive += [target, gradient, *state.values()]
 
     def run(self) -> None:

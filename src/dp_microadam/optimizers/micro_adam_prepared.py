@@ -13,10 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dp_microadam.optimizers.bias import scales
 from dp_microadam.optimizers.micro_adam_checks import is_plain, version_of
-from dp_microadam.optimizers.micro_adam_fused import gradients_within, scales_of, table_row, update_rows
+from dp_microadam.optimizers.micro_adam_fused import gradients_within, table_row, update_rows
 from dp_microadam.optimizers.micro_adam_state import StateFormat
 from dp_microadam.optimizers.quantization import derive_key
+from dp_microadam.optimizers.tensor_moment import averaged
 
 _PLAIN_TYPES = (torch.nn.Parameter, Tensor)
 _CPU = torch.device("cpu")
@@ -68,6 +70,7 @@ class PreparedGroup:
             dtype=np.int64,
         )
         self.steps = np.array([known.state["step"].data_ptr() for known in present], dtype=np.int64)
+        self.seconds = [known.state["second_moment"] for known in present if "second_moment" in known.state]
         self.keys = [int(known.state["rounding_key"]) if "rounding_key" in known.state else None for known in present]
 
     def unchanged(self, group: dict[str, Any], form: StateFormat, states: dict[Tensor, dict[str, Any]]) -> bool:
@@ -114,17 +117,27 @@ class PreparedGroup:
 
         steps = advance(self.steps)
         self.rows[:, STEP] = steps
-        scales = {step: scales_of(step, group) for step in set(steps.tolist())}
+        factors = self._factors(steps.tolist(), group)
         for number, (step, key) in enumerate(zip(steps.tolist(), self.keys, strict=True)):
             if key is not None:
                 self.rows[number, KEY] = derive_key(key, step)
         update_rows(
             self.rows.copy(),
-            np.array([scales[step] for step in steps.tolist()], dtype=np.float32),
+            np.array(factors, dtype=np.float32),
             group,
             1 - float(group["lr"]) * group["weight_decay"],
             [self, *self.gradients],
         )
+
+    def _factors(self, steps: list[int], group: dict[str, Any]) -> list[list[float]]:
+        """The scales of each parameter; those with one second moment for the tensor have it brought up to date."""
+        if not self.seconds:
+            by_step = {step: scales(step, group, None) for step in set(steps)}
+            return [by_step[step] for step in steps]
+        moments = averaged(self.gradients, self.seconds, group["betas"][1])
+        for second, moment in zip(self.seconds, moments, strict=True):
+            second.fill_(moment)
+        return [scales(step, group, moment) for step, moment in zip(steps, moments, strict=True)]
 
 
 def prepare(group: dict[str, Any], states: dict[Tensor, dict[str, Any]]) -> PreparedGroup | None:

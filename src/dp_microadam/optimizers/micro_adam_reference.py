@@ -33,8 +33,9 @@ class MicroAdamReference(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        density: float = 0.01,
-        window: int = 10,
+        density: float = 0.1,
+        window: int = 1,
+        second_moment: str = "tensor",
         scope: str = "block",
         quantize: bool = True,
         error_feedback: bool = True,
@@ -66,6 +67,7 @@ class MicroAdamReference(torch.optim.Optimizer):
         d, buckets = theta.numel(), math.ceil(theta.numel() / group["bucket_size"])
         self.state[theta] = {
             "t": 0,
+            "second_moment": 0.0,
             "codes": torch.zeros(d),
             "lower": torch.zeros(buckets),
             "upper": torch.zeros(buckets),
@@ -99,6 +101,11 @@ class MicroAdamReference(torch.optim.Optimizer):
         v_hat = adam_stats(beta_2, state["window"].square(), ages, corrected)  # line 13
         if group["bias_correction"] == "steady":  # where the paper's correction arrives
             m_hat, v_hat = m_hat * (1 - beta_1**m), v_hat * (1 - beta_2**m)
+        if group["second_moment"] == "tensor":  # ours: steps proportional to what was selected
+            state["second_moment"] = beta_2 * state["second_moment"] + (1 - beta_2) * float(g.square().mean())
+            weights = [beta_1**age for age in range(m)]
+            m_hat = sum(state["window"][(i - age) % m] * weights[age] / sum(weights) for age in range(m))
+            v_hat = torch.full_like(a, state["second_moment"] / (1 - beta_2**t))
         update = m_hat / (group["eps"] + v_hat.sqrt()) * group["lr"]
         if group["weight_decay"] != 0:
             theta.mul_(1 - group["lr"] * group["weight_decay"])

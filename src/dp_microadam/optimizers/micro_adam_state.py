@@ -23,7 +23,7 @@ SCALARS = ("step", "rounding_key")
 """Entries that are a single int64, read by ``step``; they may be on any device."""
 
 _SET_BACK = "which cannot change once training has begun; set it back or create a new optimizer"
-_SHAPING = "density, window, scope, block_size, bucket_size, quantize, error_feedback, window_dtype and rounding"
+_SHAPING = "density, window, second_moment, scope, block_size, bucket_size, quantize, error_feedback, window_dtype and rounding"
 
 Entries = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -81,6 +81,7 @@ class StateFormat(NamedTuple):
     error_feedback: bool
     window_dtype: torch.dtype
     rounding: str
+    second_moment: str
 
     @classmethod
     def of(cls, group: dict[str, Any]) -> StateFormat:
@@ -101,6 +102,8 @@ def entries_of(size: int, form: StateFormat) -> Entries:
         "indices": (window, layout.index_dtype),
         "values": (window, form.window_dtype),
     }
+    if form.second_moment == "tensor":
+        entries["second_moment"] = ((1,), torch.float32)
     if form.error_feedback and form.quantize:
         entries["codes"] = (((size + 1) // 2,), torch.uint8)
         entries["bounds"] = ((2, -(-size // form.bucket_size)), torch.float32)
@@ -198,6 +201,8 @@ def contents_mismatch(own: Tensor, state: dict[str, Any], form: StateFormat) -> 
         return f"has step {int(state['step'])} in its state; it must be at least 0"
     if own.numel() == 0:
         return None
+    if "second_moment" in state and not 0 <= float(state["second_moment"]) < math.inf:
+        return f"has second_moment {float(state['second_moment'])} in its state; it must be finite and at least 0"
     for segment in form.layout(own.numel()).segments:
         found = state["indices"][:, segment.window_start : segment.window_start + segment.rows * segment.kept]
         low, high = (int(end) for end in torch.aminmax(found))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import cache, lru_cache
 from importlib.util import find_spec
@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dp_microadam.optimizers.bias import bias_correction
+from dp_microadam.optimizers.bias import scales
 from dp_microadam.optimizers.micro_adam_state import StateFormat
 from dp_microadam.optimizers.quantization import derive_key
 
@@ -73,13 +73,17 @@ def _missing() -> str | None:
 
 
 class Member(NamedTuple):
-    """A parameter that is about to be updated: its local part, that of its gradient and state, and its parameter group."""
+    """A parameter that is about to be updated: its local part, that of its gradient and state, and its parameter group.
+
+    ``second_moment`` is that of the whole tensor after this step, if its group has one.
+    """
 
     own: Tensor
     given: Tensor
     state: dict[str, Any]
     form: StateFormat
     group: dict[str, Any]
+    second_moment: float | None = None
 
 
 class _Kind(NamedTuple):
@@ -271,11 +275,10 @@ class _ParameterList:
         if "rounding_key" in members[0].state:
             keys = torch.stack([member.state["rounding_key"] for member in members]).numpy()
             now[:, 2] = [derive_key(key, step) for key, step in zip(keys.tolist(), steps.tolist(), strict=True)]
-        scales = {
-            (step, setting): _scale_bits(step, self._groups[setting])
-            for step, setting in set(zip(steps.tolist(), self._setting_of, strict=True))
-        }
-        now[:, 3:5] = [scales[pair] for pair in zip(steps.tolist(), self._setting_of, strict=True)]
+        now[:, 3:5] = _scale_bits(
+            (step, self._groups[setting], member.second_moment)
+            for member, step, setting in zip(members, steps.tolist(), self._setting_of, strict=True)
+        )
         if self.kind.gradient_strided:
             now[:, 5:] = [_strides(member.given) for member in members]
         settings = np.array([_settings(group, window) for group in self._groups], dtype=np.float64)
@@ -331,9 +334,9 @@ def _settings(group: dict[str, Any], window: int) -> list[float]:
     return [lr, group["eps"], 1 - lr * group["weight_decay"], *powers]
 
 
-def _scale_bits(step: int, group: dict[str, Any]) -> list[int]:
-    corrections: NDArray[np.float32] = np.array([bias_correction(beta, step, group) for beta in group["betas"]], np.float32)
-    return [int(bits) for bits in corrections.view(np.int32)]
+def _scale_bits(arguments: Iterable[tuple[int, dict[str, Any], float | None]]) -> NDArray[np.int32]:
+    """Both scales of each parameter, as the bits of float32 numbers."""
+    return np.array([scales(*each) for each in arguments], dtype=np.float32).view(np.int32)
 
 
 def _uploaded(table: NDArray[np.int64], device: torch.device) -> Tensor:

@@ -5,13 +5,13 @@ The readable counterpart and the fallback of the Numba kernel in ``micro_adam_ke
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dp_microadam.optimizers.bias import bias_correction
+from dp_microadam.optimizers.bias import scales
 from dp_microadam.optimizers.micro_adam_state import Layout, Segment
 from dp_microadam.optimizers.quantization import (
     bucket_bounds,
@@ -38,6 +38,7 @@ def plain_update(target: Tensor, gradient: Tensor, state: dict[str, Any], layout
     window, bucket_size = group["window"], group["bucket_size"]
     step = int(state["step"])
     slot = (step - 1) % window
+    factors = scales(step, group, float(state["second_moment"]) if "second_moment" in state else None)
     for segment in layout.segments:
         for first, rows in _chunks(segment, target.device):
             start = segment.start + first * segment.length
@@ -54,7 +55,7 @@ def plain_update(target: Tensor, gradient: Tensor, state: dict[str, Any], layout
             del accumulator, blocks, selected
             indices = state["indices"][:, kept].view(window, rows, segment.kept)
             values = state["values"][:, kept].view(window, rows, segment.kept)
-            target[span].sub_(_step_from_window(indices, values, segment.length, step, group).view(-1))  # lines 12–14
+            target[span].sub_(_step_from_window(indices, values, segment.length, step, group, factors).view(-1))  # lines 12–14
 
 
 def _chunks(segment: Segment, device: torch.device) -> Iterator[tuple[int, int]]:
@@ -63,16 +64,18 @@ def _chunks(segment: Segment, device: torch.device) -> Iterator[tuple[int, int]]
         yield first, min(at_once, segment.rows - first)
 
 
-def _step_from_window(indices: Tensor, values: Tensor, length: int, step: int, group: dict[str, Any]) -> Tensor:
+def _step_from_window(
+    indices: Tensor, values: Tensor, length: int, step: int, group: dict[str, Any], factors: Sequence[float]
+) -> Tensor:
     """The dense step η·m̂/(ε_s + √v̂) for a chunk of blocks."""
-    first, second = moments_from_window(indices, values, length, step, group)
+    first, second = moments_from_window(indices, values, length, step, group, factors)
     return first.div_(second.sqrt_().add_(group["eps"])).mul_(float(group["lr"]))
 
 
 def moments_from_window(
-    indices: Tensor, values: Tensor, length: int, step: int, group: dict[str, Any]
+    indices: Tensor, values: Tensor, length: int, step: int, group: dict[str, Any], factors: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
-    """The dense moments m̂ and v̂ of a chunk of blocks."""
+    """The dense moments m̂ and v̂ of a chunk of blocks: the sums over the window times the two ``factors``."""
     (beta_1, beta_2), window = group["betas"], group["window"]
     slot = (step - 1) % window
     first = torch.zeros(indices.shape[1], length, device=indices.device)
@@ -83,7 +86,7 @@ def moments_from_window(
         # Indices are distinct within a row, so gather and scatter need no atomic addition.
         first.scatter_(1, where, first.gather(1, where) + what * beta_1**age)
         second.scatter_(1, where, second.gather(1, where) + what.square() * beta_2**age)
-    return first.mul_(bias_correction(beta_1, step, group)), second.mul_(bias_correction(beta_2, step, group))
+    return first.mul_(factors[0]), second.mul_(factors[1])
 
 
 def add_residual(accumulator: Tensor, start: int, state: dict[str, Any], bucket_size: int) -> None:

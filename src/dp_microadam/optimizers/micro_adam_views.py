@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dp_microadam.optimizers.bias import scales
 from dp_microadam.optimizers.micro_adam_state import StateFormat
 from dp_microadam.optimizers.micro_adam_update import add_residual, moments_from_window
 
@@ -34,12 +35,15 @@ def selected(group: dict[str, Any], own: Tensor, state: dict[str, Any]) -> tuple
 
 
 def dense_second_moment(group: dict[str, Any], own: Tensor, state: dict[str, Any]) -> Tensor:
-    """v̂ of the last step in float32: zero for coordinates not in the window."""
-    found = torch.empty(own.numel(), device=own.device)
+    """v̂ of the last step in float32: of the whole tensor, or zero for coordinates not in the window."""
+    step = int(state["step"])
+    if "second_moment" in state:
+        return torch.full_like(own, float(state["second_moment"]) / (1 - group["betas"][1] ** step), dtype=torch.float32)
+    found, factors = torch.empty(own.numel(), device=own.device), scales(step, group, None)
     for segment in StateFormat.of(group).layout(own.numel()).segments:
         kept = slice(segment.window_start, segment.window_start + segment.rows * segment.kept)
         indices = state["indices"][:, kept].view(-1, segment.rows, segment.kept)
         values = state["values"][:, kept].view(-1, segment.rows, segment.kept)
-        _, second = moments_from_window(indices, values, segment.length, int(state["step"]), group)
+        _, second = moments_from_window(indices, values, segment.length, step, group, factors)
         found[segment.start : segment.start + second.numel()] = second.view(-1)
     return found.view_as(own)

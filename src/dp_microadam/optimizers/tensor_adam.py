@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from dp_microadam.optimizers.exact_state import ExactStateOptimizer, evaluate
-from dp_microadam.optimizers.shards import is_sharded, local_shard
+from dp_microadam.optimizers.shards import local_shard
+from dp_microadam.optimizers.tensor_moment import mean_square
 from dp_microadam.validation import require_in_closed_open, require_non_negative, require_positive
 
 
@@ -64,7 +65,7 @@ class TensorAdam(ExactStateOptimizer):
         state["step"] += 1
         rate, beta = float(group["lr"]), group["beta"]
         gradient = gradient.to(torch.promote_types(param.dtype, torch.float32))
-        second = state["second_moment"].lerp_(_mean_square(gradient), 1 - beta)
+        second = state["second_moment"].lerp_(mean_square(gradient), 1 - beta)
         if group["weight_decay"] != 0:
             param.mul_(1 - rate * group["weight_decay"])
         root = (second / (1 - beta ** int(state["step"]))).sqrt_().add_(group["eps"]).squeeze(0)
@@ -74,10 +75,3 @@ class TensorAdam(ExactStateOptimizer):
     def state_bytes(self) -> int:
         """Size of the optimizer state in this process, in bytes."""
         return sum(value.numel() * value.element_size() for state in self.state.values() for value in state.values())
-
-
-def _mean_square(gradient: Tensor) -> Tensor:
-    norm = torch.linalg.vector_norm(gradient)
-    if is_sharded(norm):
-        norm = norm.full_tensor()
-    return (norm.square() / gradient.numel()).to(torch.float32)

@@ -184,13 +184,14 @@ class Method:
 
         Optimizers that divide by the size of single noisy gradients step less by that factor, although the noise of sums is
         smaller; their learning rate is multiplied by it, so that a rate chosen for one band serves any number. MicroAdam's
-        by its square root: what it selects is the sum of about a hundred steps, where most of the noise has cancelled, and
-        the size of a step does not depend on that of the sum.
+        with a second moment for every coordinate by its square root: what it selects is the sum of about a hundred steps, where
+        most of the noise has cancelled, and the size of a step does not depend on that of the sum.
         """
-        if isinstance(self.optimizer, MicroAdam):
+        if isinstance(self.optimizer, MicroAdam) and self.optimizer.defaults["second_moment"] == "coordinate":
             self.rate_for_noise = math.sqrt(growth)
         else:
-            self.rate_for_noise = growth if isinstance(self.optimizer, DIVIDE_BY_GRADIENT_SIZE) else 1.0
+            divides = isinstance(self.optimizer, (MicroAdam, *DIVIDE_BY_GRADIENT_SIZE))
+            self.rate_for_noise = growth if divides else 1.0
 
     def set_lr_unit(self, unit: str) -> None:
         """Say what the optimizer's learning rates are: ``"absolute"``, or ``"walk"``."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from dp_microadam.errors import InputError
+from dp_microadam.optimizers.micro_adam import MicroAdam
+from dp_microadam.optimizers.noise_response import step_under_noise
 from dp_microadam.optimizers.tensor_adam import TensorAdam
 from dp_microadam.privacy.walk import walk_scale
 
@@ -49,6 +51,8 @@ def walk_factor(optimizer: torch.optim.Optimizer, noise: RunNoise, parameters: i
     steps = walk_scale(parameters) / math.sqrt(noise.horizon)
     if isinstance(optimizer, DIVIDE_BY_GRADIENT_SIZE):
         return steps
+    if isinstance(optimizer, MicroAdam):
+        return steps / step_under_noise(optimizer.defaults)
     if not isinstance(optimizer, torch.optim.SGD):
         raise InputError(
             f"lr_unit is 'walk', but the optimizer is {type(optimizer).__name__}; it is defined for SGD, Adam, AdamW and "

@@ -1,0 +1,36 @@
+"""One second moment for a whole tensor: the average of g² over its coordinates and over past steps.
+
+Second moments shared by a block of weights are from Zhang et al., "Adam-mini: Use Fewer Learning Rates To Gain More" (2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dp_microadam.optimizers.shards import is_sharded
+
+
+def mean_square(gradient: Tensor) -> Tensor:
+    """The mean of g² as a float32 scalar; of a sharded gradient (DTensor) over all shards, which all ranks must ask for.
+
+    Coordinates are added up in their own order, so that the layout in memory does not change how the sum is rounded.
+    """
+    norm = torch.linalg.vector_norm(gradient.contiguous(), dtype=torch.promote_types(gradient.dtype, torch.float32))
+    if is_sharded(norm):
+        norm = norm.full_tensor()
+    return (norm.square() / gradient.numel()).to(torch.float32)
+
+
+def averaged(gradients: Sequence[Tensor], before: Sequence[Tensor], beta: float) -> list[float]:
+    """β·v + (1 − β)·mean(g²) of each gradient, in float32; ``before`` are the v so far, tensors of one number.
+
+    The host waits for the device once, however many gradients there are.
+    """
+    if not gradients:
+        return []
+    device = gradients[0].device
+    fresh = torch.stack([mean_square(gradient.detach()).to(device) for gradient in gradients])
+    return torch.cat([one.to(device) for one in before]).lerp_(fresh, 1 - beta).tolist()
