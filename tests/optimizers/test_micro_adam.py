@@ -490,7 +490,7 @@ def test_a_second_moment_of_the_tensor_is_the_average_of_squares(fused):
 @BOTH_PATHS
 @pytest.mark.parametrize("window", [1, 5])
 def test_with_one_second_moment_steps_add_up_to_all_gradients_but_the_residual(fused, window):
-    # Nothing of what was selected is lost or weighed: once it has left the window it has moved the weights by lr/√v̂ times itself.
+    # Nothing of what was selected is lost: once it has left the window it has moved the weights by lr/√v̂ times itself.
     param = torch.nn.Parameter(torch.zeros(3000))
     exact = {"window_dtype": torch.float32, "quantize": False, "betas": (0.9, 0.0)}  # v̂ is the mean of the last squares
     optimizer = MicroAdam([param], lr=0.5, window=window, **exact, fused=fused)

@@ -16,13 +16,13 @@ from dp_microadam.methods.table import METHODS
 if TYPE_CHECKING:
     from dp_microadam.methods.adam_bc import dp_adambc
     from dp_microadam.methods.bitfit import dp_bitfit
+    from dp_microadam.methods.micro_adam import dp_microadam
     from dp_microadam.methods.scale_sources import PublicExamples
     from dp_microadam.methods.scale_then_privatize import scale_then_privatize
     from dp_microadam.methods.sparta import sparta
     from dp_microadam.methods.walk import dp_walk
     from dp_microadam.training.method import Method
 
-    dp_microadam: Callable[..., Method]
     dp_sgd: Callable[..., Method]
     dp_adam: Callable[..., Method]
     dp_adamw: Callable[..., Method]

@@ -51,7 +51,7 @@ def build(name: str, model: nn.Module, lr: float, options: Mapping[str, Any], lr
         raise InputError(
             f"{name} does not accept {given} ({error}); give options and values that its signature takes"
         ) from None
-    if lr_unit is not None and lr_unit != table.METHODS[name].lr_unit:
+    if lr_unit is not None:
         method.set_lr_unit(lr_unit)
     return method
 

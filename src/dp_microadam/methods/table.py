@@ -50,6 +50,7 @@ _MICRO_ADAM_OPTIONS = (
     "weight_decay",
     "density",
     "window",
+    "second_moment",
     "scope",
     "quantize",
     "error_feedback",
@@ -73,6 +74,13 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
 _ANY = ("sgd", "adam", "adamw", "microadam")
 
 METHODS: Mapping[str, MethodEntry] = {
+    "dp-microadam": MethodEntry(
+        "MicroAdam on privatized gradients, with the learning rate that follows from the plan",
+        1.5,
+        path="dp_microadam.methods.micro_adam:dp_microadam",
+        base_optimizers=("microadam",),
+        lr_unit="walk",
+    ),
     "dp-walk": MethodEntry(
         "steps proportional to the privatized gradient, with the learning rate that follows from the plan",
         1.5,
@@ -80,7 +88,6 @@ METHODS: Mapping[str, MethodEntry] = {
         base_optimizers=("tensor-adam",),
         lr_unit="walk",
     ),
-    "dp-microadam": MethodEntry("MicroAdam on privatized gradients", 1e-3, optimizer="microadam"),
     "dp-sgd": MethodEntry("p ← p − lr·g̃ (Abadi et al., 2016), by torch's SGD", 4.0, optimizer="sgd"),
     "dp-adam": MethodEntry("torch's Adam on privatized gradients", 1e-3, optimizer="adam"),
     "dp-adamw": MethodEntry("torch's AdamW on privatized gradients", 1e-3, optimizer="adamw"),
@@ -117,8 +124,8 @@ METHODS: Mapping[str, MethodEntry] = {
 def as_markdown() -> str:
     """The table of methods, for the documentation.
 
-    >>> print(as_markdown().splitlines()[3])
-    | `"dp-microadam"` | MicroAdam on privatized gradients | 0.001 |
+    >>> print(as_markdown().splitlines()[4])
+    | `"dp-sgd"` | p ← p − lr·g̃ (Abadi et al., 2016), by torch's SGD | 4 |
     """
     rows = [f'| `"{name}"` | {entry.summary} | {entry.learning_rate:g} |' for name, entry in METHODS.items()]
     return "\n".join(["| method | what it does | learning rate |", "|---|---|---|", *rows])

@@ -17,7 +17,7 @@ from typing import Any
 
 
 def amount_per_selection(options: Mapping[str, Any]) -> float:
-    """How far ``second_moment="coordinate"`` moves a coordinate by selecting it once, relative to ``lr``, over the whole window.
+    """How far ``second_moment="coordinate"`` moves a coordinate by selecting it once, relative to ``lr``, over its window.
 
     ``options`` are those of a parameter group. With ``bias_correction="paper"`` it is the amount after a few thousand steps.
 

@@ -17,6 +17,7 @@ from typing import Any
 from dp_microadam.apps.recipes.pretrained import missing_files
 from dp_microadam.apps.recipes.recipe import Recipe
 from dp_microadam.apps.recipes.recipe_files import apply_overrides, recipe_values
+from dp_microadam.apps.recipes.stated import SELECTION, uses_micro_adam
 from dp_microadam.errors import InputError
 from dp_microadam.validation import require_integer, require_one_of
 
@@ -50,7 +51,8 @@ _FIRST_KEYS = (
     *("max_grad_norm", "clipping", "learning_rate", "schedule", "warmup", "ema_decay", "max_steps", "secure", "seed"),
     *("data_options", "model_options", "optimizer"),
 )
-_FIRST_BANDS, _FIRST_BIAS_CORRECTION = 1, "paper"
+_FIRST_BANDS = 1
+_FIRST_MICRO_ADAM = {"density": 0.01, "window": 10, "second_moment": "coordinate", "bias_correction": "paper"}
 _FIRST_NAMES_OF_BANDS: dict[int | str | None, str] = {"least": "auto", "auto": "few", None: "few"}
 
 
@@ -82,8 +84,9 @@ class Cell:
         if self.recipe.bands in _FIRST_NAMES_OF_BANDS:
             settings["bands"] = _FIRST_NAMES_OF_BANDS[self.recipe.bands]
         settings["accountant"] = self.recipe.resolved_accountant
-        if self.recipe.optimizer.get("bias_correction") == _FIRST_BIAS_CORRECTION:
-            settings["optimizer"] = {k: v for k, v in self.recipe.optimizer.items() if k != "bias_correction"}
+        if uses_micro_adam(self.recipe):
+            options = {"second_moment": SELECTION["second_moment"], **self.recipe.optimizer}
+            settings["optimizer"] = {name: value for name, value in options.items() if _FIRST_MICRO_ADAM.get(name) != value}
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
         readable = re.sub(r"[^a-z0-9.]+", "-", f"{self.recipe.data} {self.recipe.algorithm}".lower()).strip("-")
         return f"{readable}-{digest}"

@@ -12,9 +12,6 @@ from dp_microadam.errors import InputError
 _STEP_SIZES = ("lr", "learning_rate", "step_size")
 """Names of the learning rate in other libraries."""
 
-_DEFAULT_METHOD, _FORMER_DEFAULT_METHOD = "dp-walk", "dp-microadam"
-"""Recipes of version 0.1 that name no method may have options of the one that was the default."""
-
 
 def nearest(word: str, known: Iterable[str], sentence: str) -> str:
     """``sentence`` formatted with the known word closest to ``word``; empty if none is close."""
@@ -43,8 +40,6 @@ def _hint_for_option(option: str, known: Sequence[str], owner: str, recipe_keys:
         return f"{option} is a key of the recipe itself"
     if not known:
         return f"{owner} has no options"
-    if owner == _DEFAULT_METHOD and option in vocabulary.OPTIMIZER_OPTIONS[_FORMER_DEFAULT_METHOD]:
-        return f"it is an option of {_FORMER_DEFAULT_METHOD}: add method = {_FORMER_DEFAULT_METHOD!r}"
     hint = nearest(option, known, f"the nearest known option of {owner} is {{}}")
     return hint or f"known options of {owner} are {', '.join(known)}"
 

@@ -38,7 +38,7 @@ class Recipe:
     """
 
     name: str = _key(checks.name)
-    method: str = _key(checks.one_of(*vocabulary.METHODS), default="dp-walk")
+    method: str = _key(checks.one_of(*vocabulary.METHODS), default="dp-microadam")
     base: str | None = _key(checks.optional(checks.one_of(*vocabulary.BASES)), default=None)
     """For method ``"non-private"``: the method to run without clipping and noise. None: dp-microadam."""
 
@@ -119,12 +119,14 @@ class Recipe:
     """None: the default of the method."""
     lr_unit: str | None = _key(checks.optional(checks.one_of("absolute", "walk")), default=None)
     """What the learning rate is: the optimizer's own, or the distance that the noise of the run walks. None: the method's unit,
-    which is ``"absolute"`` for all but dp-walk."""
+    which is ``"walk"`` for dp-walk, and for dp-microadam in private recipes without a ``learning_rate``, else
+    ``"absolute"``."""
     schedule: str = _key(checks.one_of("constant", "cosine", "linear"), default="constant")
     warmup: float = _key(checks.below_one, default=0.0)
     """Fraction of the steps over which the learning rate rises linearly."""
     ema_decay: float | None = _key(checks.optional(checks.below_one), default=None)
-    """Decay of an exponential moving average of the weights; 0: none is kept. None: 0.99 with dp-walk, else 0."""
+    """Decay of an exponential moving average of the weights; 0: none is kept. None: 0.99 with dp-walk
+    and with dp-microadam whose rate is of unit ``"walk"``, else 0."""
 
     max_steps: int | None = _key(checks.optional(checks.count), default=None)
     """Stop after this many steps; schedule and noise stay those of the full run."""
@@ -217,7 +219,9 @@ class Recipe:
 
     @property
     def resolved_lr_unit(self) -> str:
-        """``lr_unit``, or the method's own."""
+        """``lr_unit``, or the method's own; a ``learning_rate`` of dp-microadam is MicroAdam's, as is that of a plain run."""
+        if self.lr_unit is None and self.algorithm == "dp-microadam" and (self.learning_rate is not None or not self.protected):
+            return "absolute"
         return self.lr_unit or vocabulary.DEFAULT_LR_UNITS[self.algorithm]
 
     @property
@@ -225,7 +229,8 @@ class Recipe:
         """``ema_decay``, or the method's default."""
         if self.ema_decay is not None:
             return self.ema_decay
-        return vocabulary.WALK_EMA_DECAY if self.algorithm == "dp-walk" else 0.0
+        averages = self.algorithm in vocabulary.AVERAGING and self.resolved_lr_unit == "walk"
+        return vocabulary.WALK_EMA_DECAY if averages else 0.0
 
     def _scales_gradients_for_sgd(self) -> bool:
         """Whether this is scale-then-privatize followed by SGD, the default of all its sources but ``"previous"``."""

@@ -14,16 +14,16 @@ from typing import Any
 from dp_microadam.apps.recipes.pretrained import stated_model_options
 from dp_microadam.apps.recipes.recipe import Recipe
 
-BIAS_CORRECTION = "steady"
-"""MicroAdam's default."""
+SELECTION = {"density": 0.1, "window": 1, "second_moment": "tensor", "bias_correction": "steady"}
+"""MicroAdam's defaults."""
 
 _IN_VERSION_0_1 = {"method": "dp-microadam", "lr_unit": "absolute", "ema_decay": 0.0, "accountant": "rdp", "bands": 1}
-_BIAS_CORRECTION_IN_VERSION_0_1 = "paper"
+_SELECTION_IN_VERSION_0_1 = {"density": 0.01, "window": 10, "second_moment": "coordinate", "bias_correction": "paper"}
 
 
 def stated(recipe: Recipe, bands: int) -> Recipe:
     """The recipe with the values of all defaults that may change, and the number of bands that its plan has."""
-    optimizer = {**({"bias_correction": BIAS_CORRECTION} if _uses_micro_adam(recipe) else {}), **recipe.optimizer}
+    optimizer = {**(SELECTION if uses_micro_adam(recipe) else {}), **recipe.optimizer}
     return replace(
         recipe,
         learning_rate=recipe.resolved_learning_rate,
@@ -53,10 +53,11 @@ def recipe_of_run(config: str) -> Recipe:
     values: Mapping[str, Any] = tomllib.loads(config)
     changes: dict[str, Any] = {key: value for key, value in _IN_VERSION_0_1.items() if key not in values}
     changes["model_options"] = stated_model_options(recipe, normalize=False)  # runs from before it was the default
-    if _uses_micro_adam(recipe):
-        changes["optimizer"] = {"bias_correction": _BIAS_CORRECTION_IN_VERSION_0_1, **recipe.optimizer}
+    if uses_micro_adam(recipe):
+        changes["optimizer"] = {**_SELECTION_IN_VERSION_0_1, **recipe.optimizer}
     return replace(recipe, **changes)
 
 
-def _uses_micro_adam(recipe: Recipe) -> bool:
+def uses_micro_adam(recipe: Recipe) -> bool:
+    """Whether MicroAdam takes the steps of a recipe."""
     return recipe.algorithm == "dp-microadam" or recipe.optimizer.get("base_optimizer") == "microadam"

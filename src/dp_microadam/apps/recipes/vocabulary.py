@@ -22,11 +22,14 @@ WALK_LEARNING_RATE = table.METHODS["dp-walk"].learning_rate
 """The default learning rate of any method with ``lr_unit = "walk"``; with adapters it is ``ADAPTER_DISTANCE``."""
 
 WALK_EMA_DECAY = 0.99
-"""Decay of the average of the weights that dp-walk keeps by default: larger steps than the last ones can be averaged out."""
+AVERAGING = ("dp-microadam", "dp-walk")
+"""Decay of the average of the weights, and the methods that keep one by default where their rate follows from the plan: larger
+steps than the last ones can be averaged out."""
 
 NON_PRIVATE = "non-private"
-NON_PRIVATE_LEARNING_RATES = {"dp-sgd": 0.1}
-"""Different defaults for runs without clipping: DP-SGD's 4.0 is tuned for gradients of norm at most one."""
+NON_PRIVATE_LEARNING_RATES = {"dp-sgd": 0.1, "dp-microadam": 1e-3}
+"""Different defaults for runs without clipping and noise: DP-SGD's 4.0 is tuned for gradients of norm at most one, and the walk
+of noise says nothing."""
 
 PARTLY_TRAINED = ("dp-bitfit", "sparta")
 """Methods that train a part of the parameters, or other parts in other phases."""
