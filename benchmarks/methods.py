@@ -30,24 +30,26 @@ from dp_microadam.training.trainer import UnprotectedPlan
 
 STP = "scale-then-privatize"
 SHORT = {"scoring_epochs": 0.2}
+PAPER: dict[str, object] = {"density": 0.01, "window": 10, "second_moment": "coordinate", "bias_correction": "paper"}
 VARIANTS: dict[str, tuple[str, dict[str, object], float]] = {
     # name: method, options, learning rate for few steps
-    "dp-microadam": ("dp-microadam", {}, 3e-3),
-    "dp-microadam, dense error": ("dp-microadam", {"quantize": False}, 3e-3),
-    "dp-microadam, no error feedback": ("dp-microadam", {"error_feedback": False}, 3e-3),
-    "dp-microadam, tensor scope": ("dp-microadam", {"scope": "tensor"}, 3e-3),
-    "dp-microadam, window's bias": ("dp-microadam", {"bias_correction": "window"}, 3e-3),
-    "dp-microadam, stochastic": ("dp-microadam", {"rounding": "stochastic"}, 3e-3),
-    "dp-microadam, density 0.1 %": ("dp-microadam", {"density": 0.001}, 1e-2),
-    "dp-microadam, density 10 %": ("dp-microadam", {"density": 0.1}, 1e-3),
-    "dp-microadam, density 100 %": ("dp-microadam", {"density": 1.0}, 1e-3),
+    "dp-microadam, default": ("dp-microadam", {}, 3e-3),
+    "dp-microadam": ("dp-microadam", PAPER, 3e-3),
+    "dp-microadam, dense error": ("dp-microadam", {**PAPER, "quantize": False}, 3e-3),
+    "dp-microadam, no error feedback": ("dp-microadam", {**PAPER, "error_feedback": False}, 3e-3),
+    "dp-microadam, tensor scope": ("dp-microadam", {**PAPER, "scope": "tensor"}, 3e-3),
+    "dp-microadam, window's bias": ("dp-microadam", {**PAPER, "bias_correction": "window"}, 3e-3),
+    "dp-microadam, stochastic": ("dp-microadam", {**PAPER, "rounding": "stochastic"}, 3e-3),
+    "dp-microadam, density 0.1 %": ("dp-microadam", {**PAPER, "density": 0.001}, 1e-2),
+    "dp-microadam, density 10 %": ("dp-microadam", {**PAPER, "density": 0.1}, 1e-3),
+    "dp-microadam, density 100 %": ("dp-microadam", {**PAPER, "density": 1.0}, 1e-3),
     "dp-sgd": ("dp-sgd", {}, 4.0),
     "dp-sgd, momentum": ("dp-sgd", {"momentum": 0.9}, 0.4),
     "dp-adam": ("dp-adam", {}, 1e-3),
     "dp-adamw": ("dp-adamw", {}, 1e-3),
     "dp-adambc": ("dp-adambc", {}, 1e-3),
     f"{STP}, Adam": (STP, {}, 3e-3),
-    f"{STP}, MicroAdam": (STP, {"base_optimizer": "microadam"}, 1e-2),
+    f"{STP}, MicroAdam": (STP, {"base_optimizer": "microadam", **PAPER}, 1e-2),
     f"{STP}, delayed": (STP, {"source": "delayed", "interval": 20, "rate_ratio": 0.025}, 4.0),
     f"{STP}, public": (STP, {"source": "public", "public": 540}, 2.0),
     "dp-bitfit": ("dp-bitfit", {}, 0.5),

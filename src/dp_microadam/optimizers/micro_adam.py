@@ -1,8 +1,10 @@
 """MicroAdam: a sparse Adam with error feedback, whose state takes less than one byte per parameter.
 
 Algorithm 1, lines 6–17, and Algorithm 2 of Hudişteanu, Kalinin and Cyffers, "DP-MicroAdam: Private and Frugal Algorithm for
-Training and Fine-tuning" (2025), after Modoranu et al., "MicroAdam" (2024). On privatized gradients it is DP-MicroAdam: the
-whole optimizer is post-processing. ``micro_adam_reference.py`` is the same algorithm, written to be compared with the paper.
+Training and Fine-tuning" (2025), after Modoranu et al., "MicroAdam" (2024), and by default a variant of it that loses less of a
+signal under noise: ten times as many coordinates, applied at once and in proportion to their values (``docs/optimizer.md``). On
+privatized gradients it is DP-MicroAdam: the whole optimizer is post-processing. ``micro_adam_reference.py`` is the same
+algorithm, written to be compared with the paper.
 
 State of a parameter with n coordinates, in blocks of at most 32,768 coordinates, of which each step keeps the k largest:
 
@@ -12,6 +14,8 @@ indices    window × kept, int16        coordinates kept in each of the last ``w
 values     window × kept, bfloat16     their values
 codes      n/2 bytes                   the residual in 4 bits, two codes per byte
 bounds     2 × buckets, float32        smallest and largest residual of each bucket
+second_    one float32                 average of g² over the tensor and past steps, if it is not computed from the window
+moment
 ========== =========================== ==========================================================
 """
 
@@ -77,16 +81,20 @@ _Work = list[tuple[dict[str, Any], list[_LocalPart] | PreparedGroup]]
 
 
 class MicroAdam(ExactStateOptimizer):
-    """Adam on the top-k coordinates of gradient plus residual (error feedback), with moments from a window of sparse gradients.
+    """Adam on the top-k coordinates of gradient plus residual (error feedback), divided by one second moment per tensor.
 
-    Each step adds the residual to the gradient, keeps the coordinates of largest magnitude, and stores the rest as the new
-    residual. Adam's moments are not stored: each step computes them from the sparse gradients of the last ``window`` steps.
+    Each step adds the residual to the gradient, moves the coordinates of largest magnitude, and stores the rest as the new
+    residual. ``density=0.01, window=10, second_moment="coordinate", bias_correction="paper"`` is the paper's optimizer: Adam's
+    moments of every coordinate, not stored, but computed from the sparse gradients of the last ``window`` steps.
 
     ``lr``, ``betas`` and ``eps`` are Adam's; ``weight_decay`` is decoupled as in AdamW.
 
     Arguments:
         density: the fraction of each block that a step keeps.
-        window: the number of past steps that the moments are computed from.
+        window: the number of past steps whose selected values a step applies, with weights β₁ to the power of their age.
+        second_moment: ``"tensor"`` divides by the root of one number, the bias-corrected average of g² over the tensor (that of
+            the local shard, if it is sharded) and over past steps, so that steps are proportional to what was selected;
+            ``"coordinate"`` by Adam's v̂ of each coordinate, from the window.
         scope: ``"block"`` selects within blocks of ``block_size`` coordinates, ``"tensor"`` over whole tensors, as in the
             paper's experiments; indices then take four bytes instead of two.
         quantize: store the residual in 4 bits; ``False`` stores it in float32, as in the paper's experiments.
@@ -94,10 +102,10 @@ class MicroAdam(ExactStateOptimizer):
         block_size: coordinates per block, at most 32,768 and a multiple of ``bucket_size``.
         bucket_size: the number of coordinates, even, that share a minimum and a maximum in the 4-bit residual.
         window_dtype: ``torch.bfloat16``, or ``torch.float32`` for exact comparisons.
-        bias_correction: ``"paper"`` divides by 1 − βᵗ although the window forgets, so v̂ settles near ``window``·(1 − β₂) of its
-            dense value and steps grow over the first few thousand; ``"steady"`` takes steps of that final size from the
-            start, which suits short runs; ``"window"`` divides by 1 − β^min(t, window), which needs 6.5 times the learning
-            rate.
+        bias_correction: of moments from the window. ``"paper"`` divides by 1 − βᵗ although the window forgets, so v̂ settles
+            near ``window``·(1 − β₂) of its dense value and steps grow over the first few thousand; ``"steady"`` takes steps of
+            that final size from the start, which suits short runs; ``"window"`` divides by 1 − β^min(t, window), which needs
+            6.5 times the learning rate with a window of ten.
         rounding: rounding of the 4-bit residual, ``"nearest"`` (Algorithm 2) or ``"stochastic"`` (the paper's appendix).
         seed: seed of stochastic rounding. By default it is drawn from torch's generator, but only if a group uses stochastic
             rounding. Random numbers are a function of seed, parameter, step and coordinate, so they are the same after loading
@@ -109,9 +117,9 @@ class MicroAdam(ExactStateOptimizer):
     not cross shards, so the selection depends on the world size.
 
     A parameter without a gradient is skipped, and its window does not advance. A gradient that is not finite is refused before
-    anything has changed. So is a state that does not match its parameter and its group: ``density``, ``window``, ``scope``,
-    ``quantize``, ``error_feedback``, ``block_size``, ``bucket_size``, ``window_dtype`` and ``rounding`` cannot be changed once
-    training has begun. ``step`` is thread-safe.
+    anything has changed. So is a state that does not match its parameter and its group: ``density``, ``window``,
+    ``second_moment``, ``scope``, ``quantize``, ``error_feedback``, ``block_size``, ``bucket_size``, ``window_dtype`` and
+    ``rounding`` cannot be changed once training has begun. ``step`` is thread-safe.
 
     >>> weights = torch.nn.Parameter(torch.zeros(1000))
     >>> optimizer = MicroAdam([weights], lr=0.01, density=0.1)
@@ -384,7 +392,10 @@ class MicroAdam(ExactStateOptimizer):
         )
 
     def second_moment(self, param: Tensor) -> Tensor | None:
-        """v̂ of the last step, dense and in float32: zero for coordinates not in the window; None before the first step."""
+        """v̂ of the last step, dense and in float32; None before the first step.
+
+        With ``second_moment="coordinate"`` it is zero for coordinates not in the window.
+        """
         if not self.state.get(param):
             return None
         return dense_second_moment(*self._own(param))

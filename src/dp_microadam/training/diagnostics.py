@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from dp_microadam.errors import InputError
-from dp_microadam.optimizers.bias import bias_correction
 from dp_microadam.optimizers.micro_adam import MicroAdam
 from dp_microadam.validation import require_integer
 
@@ -44,6 +43,7 @@ class MicroAdamDiagnostics:
         self._steps = 0
         self._watched_since: int | None = None
         self._accumulators: dict[Tensor, Tensor] = {}
+        self._previous: dict[Tensor, Tensor] = {}
         self._selected_before: dict[Tensor, Tensor] = {}
         self._found: list[dict[str, Any]] | None = None
         self._hooks = [
@@ -72,6 +72,8 @@ class MicroAdamDiagnostics:
         for group in self._optimizer.param_groups:
             for param in _updated(group):
                 residual = self._optimizer.residual(param)
+                if self._optimizer.state.get(param):
+                    self._previous[param] = self._optimizer.window(param)[0][0]
                 gradient = param.grad.reshape(-1).float()  # type: ignore[union-attr]
                 self._accumulators[param] = gradient.clone() if residual is None else residual.add_(gradient)
 
@@ -87,6 +89,7 @@ class MicroAdamDiagnostics:
             if measured:
                 found.append({"group": number, **self._measure(group)})
         self._accumulators.clear()
+        self._previous.clear()
         if measured:
             self._found = found
 
@@ -102,18 +105,20 @@ class MicroAdamDiagnostics:
         step_sizes = []
         for param in _updated(group):
             accumulator = self._accumulators[param]
-            window, values = self._optimizer.window(param)
+            window, _ = self._optimizer.window(param)
             whole += _square(accumulator)
             accumulator[window[0]] = 0.0
             left += _square(accumulator)
             residual = self._optimizer.residual(param)
             lost += 0.0 if residual is None else _square(residual.sub_(accumulator))
-            if len(window) > 1:
-                repeated += int(torch.isin(window[0], window[1], assume_unique=True).sum())
+            if param in self._previous:
+                repeated += int(torch.isin(window[0], self._previous[param], assume_unique=True).sum())
             selected += window.shape[1]
             covered += int(self._selected_before[param].sum())
             coordinates += param.numel()
-            step_sizes.append(_step_sizes(window, values, param.numel(), int(self._optimizer.state[param]["step"]), group))
+            second = self._optimizer.second_moment(param)
+            assert second is not None, "a step has just been taken"
+            step_sizes.append(float(group["lr"]) / (second.reshape(-1)[window[0]].sqrt_() + group["eps"]))
         contraction, quantization = _ratio(left, whole), _ratio(lost, left)
         joint = (1 + quantization) * contraction
         return {
@@ -138,13 +143,3 @@ def _square(values: Tensor) -> float:
 
 def _ratio(part: float, whole: float) -> float:
     return math.sqrt(part / whole) if whole > 0 else 0.0
-
-
-def _step_sizes(window: Tensor, values: Tensor, numel: int, step: int, group: dict[str, Any]) -> Tensor:
-    """η/(ε_s + √v̂) of the newest selection."""
-    beta_2 = group["betas"][1]
-    second = torch.zeros(numel, device=window.device)
-    for age, (where, what) in enumerate(zip(window, values, strict=True)):
-        second[where] += beta_2**age * what.square()
-    v_hat = second[window[0]] * bias_correction(beta_2, step, group)
-    return float(group["lr"]) / (v_hat.sqrt_() + group["eps"])
