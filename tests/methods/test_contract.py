@@ -13,18 +13,20 @@ from dp_microadam.methods.registry import build
 from dp_microadam.methods.table import METHODS
 
 STP = "scale-then-privatize"
+PAPER = {"density": 0.01, "window": 10, "second_moment": "coordinate"}
 VARIANTS = {
     # name: method, options on the tiny problem, and for training: more options and a learning rate for 200 steps
     "dp-walk": ("dp-walk", {}, {}, 1.5),
-    "dp-microadam": ("dp-microadam", {}, {}, 3e-3),
-    "dense error": ("dp-microadam", {"quantize": False}, {}, 3e-3),
-    "no error feedback": ("dp-microadam", {"error_feedback": False}, {}, 3e-3),
-    "tensor scope": ("dp-microadam", {"scope": "tensor"}, {}, 3e-3),
-    "window's bias": ("dp-microadam", {"bias_correction": "window"}, {}, 3e-3),
-    "no warm-up": ("dp-microadam", {"bias_correction": "steady"}, {}, 1e-3),
-    "stochastic": ("dp-microadam", {"rounding": "stochastic"}, {}, 3e-3),
-    "density 0.1 %": ("dp-microadam", {"density": 0.001}, {}, 1e-2),
-    "density 100 %": ("dp-microadam", {"density": 1.0, "window_dtype": "float32"}, {}, 1e-3),
+    "dp-microadam": ("dp-microadam", {}, {}, 1.5),
+    "dense error": ("dp-microadam", {"quantize": False}, {}, 1.5),
+    "no error feedback": ("dp-microadam", {"error_feedback": False}, {}, 1.5),
+    "tensor scope": ("dp-microadam", {"scope": "tensor"}, {}, 1.5),
+    "paper": ("dp-microadam", {**PAPER, "bias_correction": "paper"}, {}, 1.5),
+    "window's bias": ("dp-microadam", {**PAPER, "bias_correction": "window"}, {}, 1.5),
+    "no warm-up": ("dp-microadam", {**PAPER, "bias_correction": "steady"}, {}, 1.5),
+    "stochastic": ("dp-microadam", {"rounding": "stochastic"}, {}, 1.5),
+    "density 0.1 %": ("dp-microadam", {"density": 0.001}, {}, 1.5),
+    "density 100 %": ("dp-microadam", {"density": 1.0, "window_dtype": "float32"}, {}, 1.5),
     "dp-sgd": ("dp-sgd", {}, {}, 2.0),
     "momentum": ("dp-sgd", {"momentum": 0.9}, {}, 0.2),
     "dp-adam": ("dp-adam", {}, {}, 1e-3),
@@ -45,6 +47,7 @@ ON_DIGITS = [
     *(
         "dp-walk",
         "dp-microadam",
+        "paper",
         "density 0.1 %",
         "density 100 %",
         "dp-sgd",

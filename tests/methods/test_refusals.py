@@ -201,7 +201,7 @@ def test_options_of_another_optimizer_are_refused():
         dp_sgd(NETWORK, density=0.1)
     with pytest.raises(InputError, match=r"adam does not accept density = 0\.1"):
         build("scale-then-privatize", NETWORK, 0.1, {"density": 0.1})
-    with pytest.raises(InputError, match="method is 'dp-lion'; it must be one of 'dp-walk'"):
+    with pytest.raises(InputError, match="method is 'dp-lion'; it must be one of 'dp-microadam'"):
         build("dp-lion", NETWORK, 0.1, {})
 
 

@@ -110,7 +110,7 @@ def test_absolute_rates_are_what_they_were():
 @pytest.mark.parametrize(
     ("make", "noise", "words"),
     [
-        (MicroAdam, 1.0, "the optimizer is MicroAdam; it is defined for SGD, Adam, AdamW and TensorAdam"),
+        (torch.optim.Adagrad, 1.0, "the optimizer is Adagrad; it is defined for SGD, Adam, AdamW, TensorAdam and MicroAdam"),
         (lambda params: torch.optim.SGD(params, lr=1.0), 0.0, "this run adds none"),
     ],
 )
@@ -119,6 +119,13 @@ def test_a_unit_that_does_not_fit_is_refused_before_a_step_is_spent(make, noise,
         Method(make([torch.nn.Parameter(torch.zeros(3))]), lr_unit="walk").measure(RunNoise(noise, 4.0))
     with pytest.raises(InputError, match="lr_unit is 'steps'; it must be"):
         Method(make([torch.nn.Parameter(torch.zeros(3))]), lr_unit="steps")
+
+
+def test_microadam_walks_as_far_as_the_unit_says():
+    weights = [torch.nn.Parameter(torch.zeros(10_000))]
+    assert walk_factor(MicroAdam(weights), RunNoise(0.5, 100), 10_000) == pytest.approx(0.01)
+    paper = MicroAdam(weights, density=0.01, window=10, second_moment="coordinate")
+    assert walk_factor(paper, RunNoise(0.5, 100), 10_000) == pytest.approx(0.01 / 2.06, rel=3e-3)
 
 
 def test_without_noise_optimizers_that_divide_by_the_gradient_keep_the_unit():

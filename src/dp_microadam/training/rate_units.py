@@ -55,8 +55,8 @@ def walk_factor(optimizer: torch.optim.Optimizer, noise: RunNoise, parameters: i
         return steps / step_under_noise(optimizer.defaults)
     if not isinstance(optimizer, torch.optim.SGD):
         raise InputError(
-            f"lr_unit is 'walk', but the optimizer is {type(optimizer).__name__}; it is defined for SGD, Adam, AdamW and "
-            "TensorAdam, so use one of these or lr_unit 'absolute'"
+            f"lr_unit is 'walk', but the optimizer is {type(optimizer).__name__}; it is defined for SGD, Adam, AdamW, "
+            "TensorAdam and MicroAdam, so use one of these or lr_unit 'absolute'"
         )
     if not noise.single_step:
         raise InputError(

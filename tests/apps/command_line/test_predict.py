@@ -210,7 +210,7 @@ def test_rows_of_a_csv_file_are_predicted_by_the_names_of_their_columns(tmp_path
     lines = predicted(capsys, tmp_path / "model", tmp_path / "new.csv")
     program = load_program(tmp_path / "model" / "model.pt2")
     wanted = program(torch.tensor([[0.9, 0.1], [0.2, 0.8]]))
-    assert [list(line["probabilities"].values()) for line in lines] == [pytest.approx(row) for row in wanted.tolist()]
+    assert [list(line["probabilities"].values()) for line in lines] == [pytest.approx(row, abs=1e-6) for row in wanted.tolist()]
     assert [line["file"] for line in lines] == [f"{tmp_path / 'new.csv'} row 1", f"{tmp_path / 'new.csv'} row 2"]
     (tmp_path / "new.csv").write_text("patient,age\nx,0.9\n")
     assert main(["predict", str(tmp_path / "model"), str(tmp_path / "new.csv")]) == 2

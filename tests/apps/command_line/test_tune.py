@@ -40,7 +40,7 @@ hidden = 4
 
 [tune]
 expected_runs = 3
-learning_rate = [0.001, 0.01]
+learning_rate = [0.5, 1.5]
 max_grad_norm = { low = 0.5, high = 2, count = 2 }
 optimizer.density = [0.02, 0.1]
 """

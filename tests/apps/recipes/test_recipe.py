@@ -37,7 +37,7 @@ def test_recipes_in_the_box_are_private_and_can_be_compared_with_their_non_priva
 
 def test_adapters_walk_half_as_far_by_default():
     adapted = load_recipe("sms-spam")
-    assert (adapted.method, adapted.learning_rate, adapted.resolved_learning_rate) == ("dp-walk", None, 0.75)
+    assert (adapted.method, adapted.learning_rate, adapted.resolved_learning_rate) == ("dp-microadam", None, 0.75)
     assert load_recipe("sms-spam", ["model_options.lora_rank=0"]).resolved_learning_rate == 1.5
     assert load_recipe("sms-spam", ["method=dp-adam"]).resolved_learning_rate == 1e-3
     assert load_recipe("sms-spam", ["learning_rate=2"]).resolved_learning_rate == 2.0
@@ -46,7 +46,7 @@ def test_adapters_walk_half_as_far_by_default():
 def test_the_demo_and_fashion_mnist_leave_everything_at_its_defaults():
     for name in ("demo", "fashion-mnist"):
         recipe = load_recipe(name)
-        assert (recipe.method, recipe.optimizer, recipe.resolved_learning_rate) == ("dp-walk", {}, 1.5)
+        assert (recipe.method, recipe.optimizer, recipe.resolved_learning_rate) == ("dp-microadam", {}, 1.5)
         assert (recipe.resolved_lr_unit, recipe.resolved_ema_decay) == ("walk", 0.99)
         assert (recipe.max_grad_norm, recipe.secure, recipe.seed) == (1.0, False, None)
 
@@ -79,7 +79,9 @@ def test_the_recipes_of_the_paper_have_its_settings():
     assert (imagenet.validation_size, imagenet.ema_decay, imagenet.resized_crop) == (10_000, 0.99999, True)
     for recipe in (cifar, imagenet):
         assert (recipe.method, recipe.resolved_learning_rate, recipe.max_grad_norm) == ("dp-microadam", 1e-3, 1.0)
-        assert (recipe.accountant, recipe.bands, recipe.optimizer) == ("rdp", 1, {"bias_correction": "paper"})
+        assert (recipe.accountant, recipe.bands, recipe.resolved_lr_unit) == ("rdp", 1, "absolute")
+        selection = {"density": 0.01, "window": 10, "second_moment": "coordinate"}
+        assert recipe.optimizer == {**selection, "bias_correction": "paper"}
 
 
 def test_options_of_the_data_are_checked():
@@ -117,9 +119,8 @@ def test_an_unknown_key_is_refused_with_its_value_and_the_nearest_known_key(key,
     [
         ("optimizer.lr=0.1", "the learning rate is the recipe's own key learning_rate"),
         ("optimizer.batch_size=3", "batch_size is a key of the recipe itself"),
-        ("optimizer.weight_deca=0.1", "the nearest known option of dp-walk is weight_decay"),
-        ("optimizer.xyz=1", "known options of dp-walk are beta, eps, weight_decay"),
-        ("optimizer.density=0.1", "it is an option of dp-microadam: add method = 'dp-microadam'"),
+        ("optimizer.weight_deca=0.1", "the nearest known option of dp-microadam is weight_decay"),
+        ("optimizer.xyz=1", "known options of dp-microadam are betas, eps, weight_decay, density"),
         ("model_options.depth=3", "tanh-cnn has no options"),
         ("density=0.1", "it is an option, optimizer.density"),
         ("xyz=1", "known keys are name, method, base"),
@@ -283,20 +284,31 @@ def test_a_fixed_seed_makes_a_recipe_not_private():
 
 def test_learning_rates_default_by_method():
     rates = {method: make(method=method).resolved_learning_rate for method in vocabulary.METHODS}
-    assert (rates.pop("dp-sgd"), rates.pop("dp-walk")) == (4.0, 1.5)
+    assert [rates.pop(method) for method in ("dp-sgd", "dp-walk", "dp-microadam")] == [4.0, 1.5, 1.5]
     assert set(rates.values()) == {1e-3}
     assert make(method="non-private", base="dp-sgd").resolved_learning_rate == 0.1
+    assert make(method="non-private", base="dp-microadam").resolved_learning_rate == 1e-3
     assert make(method="dp-sgd", learning_rate=1).resolved_learning_rate == 1.0
 
 
 def test_the_unit_of_a_learning_rate_and_its_default():
     units = {method: make(method=method).resolved_lr_unit for method in vocabulary.METHODS}
-    assert units.pop("dp-walk") == "walk"
+    assert units.pop("dp-walk") == units.pop("dp-microadam") == "walk"
+    assert make(method="non-private", base="dp-microadam").resolved_lr_unit == "absolute"
     assert set(units.values()) == {"absolute"}
     walking = make(method="dp-sgd", lr_unit="walk")
     assert (walking.resolved_lr_unit, walking.resolved_learning_rate, walking.resolved_ema_decay) == ("walk", 1.5, 0.0)
     assert make(learning_rate=0.5).resolved_lr_unit == "walk"
-    assert make(lr_unit="absolute", learning_rate=1e-3).resolved_lr_unit == "absolute"
+    own = make(lr_unit="absolute", learning_rate=1e-3)
+    assert (own.resolved_lr_unit, own.resolved_ema_decay) == ("absolute", 0.0)
+
+
+def test_a_rate_of_microadam_itself_is_not_taken_for_a_distance():
+    with pytest.raises(InputError, match=r"learning_rate is 0\.001, a distance .* add lr_unit = 'absolute'"):
+        make(method="dp-microadam", learning_rate=1e-3)
+    with pytest.raises(InputError, match=r"learning_rate is 0\.001, a distance"):
+        make(method="dp-microadam", lr_unit="walk", learning_rate=1e-3)
+    assert make(method="dp-sgd", learning_rate=1e-3).resolved_lr_unit == "absolute"
 
 
 def test_options_are_checked_against_the_method_and_the_model():
@@ -376,7 +388,7 @@ recipes = st.builds(
     steps=st.integers(1, 10**12),
     delta=st.floats(1e-300, 0.5, exclude_min=True),
     batch_size=st.integers(1, 10**12),
-    learning_rate=st.none() | st.floats(1e-12, 1e12) | st.integers(1, 9),
+    learning_rate=st.none() | st.floats(0.02, 1e12) | st.integers(1, 9),
     max_steps=st.none() | st.integers(1, 10**6),
     secure=st.booleans(),
     seed=st.none() | st.integers(0, 2**63 - 1),

@@ -9,6 +9,7 @@ from dp_microadam.apps.recipes.stated import recipe_of_run
 from dp_microadam.errors import InputError
 from dp_microadam.optimizers.micro_adam import MicroAdam
 
+PAPER = {"density": 0.01, "window": 10, "second_moment": "coordinate", "bias_correction": "paper"}
 SMALL = ["method=dp-microadam", "model=mlp", "model_options.hidden=[8]", "steps=200", "batch_size=16", "epsilon=20.0"]
 
 
@@ -28,13 +29,14 @@ def test_a_folder_of_version_0_1_keeps_its_accountant_bands_and_bias_correction(
     recipe = recipe_of_run(written)
     plan = plan_of(recipe, 3600, parameters=1000)
     assert (plan.accountant, plan.bands) == ("rdp", 1)
-    assert recipe.optimizer == {"bias_correction": "paper"}
+    assert recipe.optimizer == PAPER
+    assert (recipe.resolved_lr_unit, recipe.resolved_learning_rate, recipe.resolved_ema_decay) == ("absolute", 1e-3, 0.0)
     assert "bias_correction" not in recipe_of_run(load_recipe("demo", [*SMALL, "method=dp-sgd"]).to_toml()).optimizer
 
 
 def test_another_method_forgets_options_that_the_file_gave_to_its_own():
     assert load_recipe("cifar10", ["method=dp-sgd", "optimizer.momentum=0.9"]).optimizer == {"momentum": 0.9}
-    assert load_recipe("cifar10", ["method=non-private"]).optimizer == {"bias_correction": "paper"}
+    assert load_recipe("cifar10", ["method=non-private"]).optimizer == PAPER
     with pytest.raises(InputError, match=r"optimizer\.density"):
         load_recipe("cifar10", ["method=dp-sgd", "optimizer.density=0.1"])
 
@@ -52,7 +54,7 @@ def test_another_method_forgets_options_that_the_file_gave_to_its_own():
         (["method=scale-then-privatize"], 1),
         (["method=sparta"], 1),
         (["method=dp-adambc"], 1),
-        (["tune={expected_runs=4, learning_rate=[0.001, 0.01]}"], 1),
+        (["tune={expected_runs=4, learning_rate=[0.5, 1.5]}"], 1),
     ],
 )
 def test_bands_are_automatic_for_methods_that_gain_from_them(settings, bands):
@@ -65,12 +67,13 @@ def test_every_recipe_without_pins_has_the_defaults_of_the_library():
         assert (recipe.resolved_accountant, recipe.bands, recipe.optimizer) == ("pld", None, {})
 
 
-def test_the_stated_bias_correction_is_the_optimizer_s_own_default():
+def test_what_is_stated_of_the_selection_are_the_optimizer_s_own_defaults():
     import inspect
 
-    from dp_microadam.apps.recipes.stated import BIAS_CORRECTION
+    from dp_microadam.apps.recipes.stated import SELECTION
 
-    assert inspect.signature(MicroAdam.__init__).parameters["bias_correction"].default == BIAS_CORRECTION
+    known = inspect.signature(MicroAdam.__init__).parameters
+    assert {name: known[name].default for name in SELECTION} == SELECTION
 
 
 def test_an_automatic_plan_is_stated_in_numbers_and_processes_no_more_examples(tmp_path):

@@ -40,7 +40,7 @@ def train(folder, *settings, steps=12, show=()):
 def runs(tmp_path_factory):
     """A folder with one run of each kind."""
     here = tmp_path_factory.mktemp("runs")
-    own = ("method=dp-microadam", "bands=1", "ema_decay=0.9", "diagnostics_every=6", "schedule=linear")
+    own = ("method=dp-microadam", "lr_unit=absolute", "bands=1", "ema_decay=0.9", "diagnostics_every=6", "schedule=linear")
     train(here / "private", *own, show=("--show-private-metrics",))
     train(here / "seeded", "method=dp-microadam", "seed=1", "max_steps=8")
     train(here / "unprotected", "method=non-private")

@@ -41,7 +41,8 @@ def test_algorithm_3_steps_as_noisy_micro_adam_does():
 def test_algorithm_1_steps_as_the_reference_does(bias_correction):
     many = MicroAdams(np.ones((SEEDS, DIMENSION)), lr=0.1, eps=0.3, kept=3, bias_correction=bias_correction)
     ones = [torch.nn.Parameter(torch.ones(DIMENSION)) for _ in range(SEEDS)]
-    options = {"density": 0.25, "window_dtype": torch.float32, "bias_correction": bias_correction}
+    options = {"density": 0.25, "window": 10, "second_moment": "coordinate", "bias_correction": bias_correction}
+    options["window_dtype"] = torch.float32
     optimizers = [MicroAdamReference([one], lr=0.1, eps=0.3, **options) for one in ones]
     for gradient in gradients(1):
         gradient = gradient.astype(np.float32).astype(np.float64)

@@ -51,7 +51,7 @@ _FIRST_KEYS = (
     *("max_grad_norm", "clipping", "learning_rate", "schedule", "warmup", "ema_decay", "max_steps", "secure", "seed"),
     *("data_options", "model_options", "optimizer"),
 )
-_FIRST_BANDS = 1
+_FIRST_BANDS, _FIRST_LR_UNIT = 1, "absolute"
 _FIRST_MICRO_ADAM = {"density": 0.01, "window": 10, "second_moment": "coordinate", "bias_correction": "paper"}
 _FIRST_NAMES_OF_BANDS: dict[int | str | None, str] = {"least": "auto", "auto": "few", None: "few"}
 
@@ -84,6 +84,8 @@ class Cell:
         if self.recipe.bands in _FIRST_NAMES_OF_BANDS:
             settings["bands"] = _FIRST_NAMES_OF_BANDS[self.recipe.bands]
         settings["accountant"] = self.recipe.resolved_accountant
+        if self.recipe.resolved_lr_unit == _FIRST_LR_UNIT:
+            settings.pop("lr_unit", None)
         if uses_micro_adam(self.recipe):
             options = {"second_moment": SELECTION["second_moment"], **self.recipe.optimizer}
             settings["optimizer"] = {name: value for name, value in options.items() if _FIRST_MICRO_ADAM.get(name) != value}

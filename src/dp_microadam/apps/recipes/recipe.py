@@ -119,8 +119,7 @@ class Recipe:
     """None: the default of the method."""
     lr_unit: str | None = _key(checks.optional(checks.one_of("absolute", "walk")), default=None)
     """What the learning rate is: the optimizer's own, or the distance that the noise of the run walks. None: the method's unit,
-    which is ``"walk"`` for dp-walk, and for dp-microadam in private recipes without a ``learning_rate``, else
-    ``"absolute"``."""
+    which is ``"walk"`` for dp-walk and, in private runs, for dp-microadam, else ``"absolute"``."""
     schedule: str = _key(checks.one_of("constant", "cosine", "linear"), default="constant")
     warmup: float = _key(checks.below_one, default=0.0)
     """Fraction of the steps over which the learning rate rises linearly."""
@@ -177,6 +176,7 @@ class Recipe:
             raise InputError(f"columns are declared, but data is {self.data!r}; they are for tables, leave them out")
         refuse_changing_features(self)
         self._refuse_canaries_out_of_place()
+        self._refuse_rate_of_another_unit()
         self._refuse_unsolvable_budget()
         self._refuse_idle_coefficients()
         self._refuse_unknown_users()
@@ -214,13 +214,13 @@ class Recipe:
         if self.resolved_lr_unit == "walk":
             return ADAPTER_DISTANCE if self.model_options.get("lora_rank") else vocabulary.WALK_LEARNING_RATE
         method = "dp-sgd" if self._scales_gradients_for_sgd() else self.algorithm
-        default = vocabulary.DEFAULT_LEARNING_RATES[method]
+        default = vocabulary.ABSOLUTE_LEARNING_RATES[method]
         return default if self.protected else vocabulary.NON_PRIVATE_LEARNING_RATES.get(method, default)
 
     @property
     def resolved_lr_unit(self) -> str:
-        """``lr_unit``, or the method's own; a ``learning_rate`` of dp-microadam is MicroAdam's, as is that of a plain run."""
-        if self.lr_unit is None and self.algorithm == "dp-microadam" and (self.learning_rate is not None or not self.protected):
+        """``lr_unit``, or the method's own; without noise that of dp-microadam is MicroAdam's."""
+        if self.lr_unit is None and self.algorithm == "dp-microadam" and not self.protected:
             return "absolute"
         return self.lr_unit or vocabulary.DEFAULT_LR_UNITS[self.algorithm]
 
@@ -292,6 +292,15 @@ class Recipe:
                     f"audit_canaries is {self.audit_canaries}, but {other}; leave one of them out: canaries are for single "
                     "private runs whose unit is an example, without weights of classes"
                 )
+
+    def _refuse_rate_of_another_unit(self) -> None:
+        """Refuse a rate that was meant for MicroAdam itself, as in version 0.1, where it is a distance now."""
+        rate, least = self.learning_rate, vocabulary.SHORTEST_WALK
+        if self.algorithm == "dp-microadam" and self.resolved_lr_unit == "walk" and rate is not None and rate < least:
+            raise InputError(
+                f"learning_rate is {rate:g}, a distance that the noise of the run walks; it must be at least {least}, and "
+                f"{vocabulary.WALK_LEARNING_RATE} is usual; if it is MicroAdam's own rate, add lr_unit = 'absolute'"
+            )
 
     def _refuse_unsolvable_budget(self) -> None:
         budget = {"epsilon": self.epsilon, "noise_multiplier": self.noise_multiplier, "steps": self.steps}

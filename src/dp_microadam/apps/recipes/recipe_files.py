@@ -34,7 +34,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
         InputError: if there is no such recipe, or it or an override cannot be used.
     """
     values = recipe_values(name_or_path)
-    method, own = values.get("method"), set(values.get("optimizer", {}))
+    method, own = values.get("method"), set(values.get("optimizer", {})) - _options_in(overrides)
     apply_overrides(values, overrides)
     if values.get("method") != method:
         _forget_options_of_another_method(values, own)
@@ -51,6 +51,11 @@ def recipe_values(name_or_path: str) -> dict[str, Any]:
         source = resources.files("dp_microadam.apps.recipes") / f"{name_or_path}.toml"
         return parse_toml(source.read_text("utf-8"), name_or_path)
     return {"name": Path(name_or_path).stem, **parse_toml(_read(name_or_path), name_or_path)}
+
+
+def _options_in(overrides: Sequence[str]) -> set[str]:
+    """The options of the optimizer that overrides name."""
+    return {key.removeprefix("optimizer.") for key in (override.partition("=")[0].strip() for override in overrides)}
 
 
 def _forget_options_of_another_method(values: dict[str, Any], own: set[str]) -> None:

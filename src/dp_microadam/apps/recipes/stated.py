@@ -6,13 +6,11 @@ Runs of version 0.1 do not state it; what they left out means what it meant then
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from dp_microadam.apps.recipes.pretrained import stated_model_options
-from dp_microadam.apps.recipes.recipe import Recipe
+from dp_microadam.apps.recipes.recipe import Recipe, parse_toml
 
 SELECTION = {"density": 0.1, "window": 1, "second_moment": "tensor", "bias_correction": "steady"}
 """MicroAdam's defaults."""
@@ -49,9 +47,8 @@ def recipe_of_run(config: str) -> Recipe:
     Raises:
         InputError: if it cannot be used.
     """
-    recipe = Recipe.from_toml(config)
-    values: Mapping[str, Any] = tomllib.loads(config)
-    changes: dict[str, Any] = {key: value for key, value in _IN_VERSION_0_1.items() if key not in values}
+    recipe = Recipe.from_dict({**_IN_VERSION_0_1, **parse_toml(config, "the recipe")})
+    changes: dict[str, Any] = {}
     changes["model_options"] = stated_model_options(recipe, normalize=False)  # runs from before it was the default
     if uses_micro_adam(recipe):
         changes["optimizer"] = {**_SELECTION_IN_VERSION_0_1, **recipe.optimizer}

@@ -15,11 +15,17 @@ OPTIMIZER_OPTIONS = {name: entry.all_options for name, entry in table.METHODS.it
 DEFAULT_LEARNING_RATES = {name: entry.learning_rate for name, entry in table.METHODS.items()}
 """By method, for recipes without a ``learning_rate``: the values of the paper's tables."""
 
+ABSOLUTE_LEARNING_RATES = {**DEFAULT_LEARNING_RATES, "dp-microadam": 1e-3}
+"""The same where the unit is ``"absolute"``, which is not dp-microadam's own."""
+
 DEFAULT_LR_UNITS = {name: entry.lr_unit for name, entry in table.METHODS.items()}
 """By method, for recipes without an ``lr_unit``."""
 
 WALK_LEARNING_RATE = table.METHODS["dp-walk"].learning_rate
 """The default learning rate of any method with ``lr_unit = "walk"``; with adapters it is ``ADAPTER_DISTANCE``."""
+
+SHORTEST_WALK = 0.02
+"""Shorter walks than this of dp-microadam are taken for rates of another unit."""
 
 WALK_EMA_DECAY = 0.99
 AVERAGING = ("dp-microadam", "dp-walk")
@@ -27,9 +33,8 @@ AVERAGING = ("dp-microadam", "dp-walk")
 steps than the last ones can be averaged out."""
 
 NON_PRIVATE = "non-private"
-NON_PRIVATE_LEARNING_RATES = {"dp-sgd": 0.1, "dp-microadam": 1e-3}
-"""Different defaults for runs without clipping and noise: DP-SGD's 4.0 is tuned for gradients of norm at most one, and the walk
-of noise says nothing."""
+NON_PRIVATE_LEARNING_RATES = {"dp-sgd": 0.1}
+"""Different defaults for runs without clipping: DP-SGD's 4.0 is tuned for gradients of norm at most one."""
 
 PARTLY_TRAINED = ("dp-bitfit", "sparta")
 """Methods that train a part of the parameters, or other parts in other phases."""

@@ -16,7 +16,7 @@ def numbers_of_run(run_dir: Path) -> dict[str, Any]:
     Raises:
         InputError: if ``run_dir`` is not a run folder, or the run has another optimizer.
     """
-    from dp_microadam.apps.recipes.recipe import Recipe
+    from dp_microadam.apps.recipes.stated import recipe_of_run
     from dp_microadam.privacy.ledger import read_ledger
     from dp_microadam.training.checkpoint import CheckpointFolder
     from dp_microadam.training.run_folder import CHECKPOINTS, CONFIG
@@ -24,7 +24,7 @@ def numbers_of_run(run_dir: Path) -> dict[str, Any]:
     config = run_dir / CONFIG
     if not config.is_file():
         raise InputError(f"run is {str(run_dir)!r}, which is not a run folder: it has no {CONFIG}")
-    recipe = Recipe.from_toml(config.read_text(encoding="utf-8"))
+    recipe = recipe_of_run(config.read_text(encoding="utf-8"))
     if recipe.algorithm != "dp-microadam":
         raise InputError(f"run has method {recipe.algorithm!r}; the theorem is about dp-microadam")
     steps, noise_multiplier = recipe.steps, 0.0
