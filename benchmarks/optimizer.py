@@ -96,6 +96,7 @@ def optimizers(torchao: bool) -> Optimizers:
         "AdamW foreach": lambda params: torch.optim.AdamW(params, foreach=True),
         "AdamW fused": lambda params: torch.optim.AdamW(params, fused=True),
         "MicroAdam": lambda params: MicroAdam(params),
+        "MicroAdam, paper": lambda params: MicroAdam(params, density=0.01, window=10, second_moment="coordinate"),
         "MicroAdam, stochastic": lambda params: MicroAdam(params, rounding="stochastic"),
         "MicroAdam, plain torch": lambda params: MicroAdam(params, fused=False),
     }

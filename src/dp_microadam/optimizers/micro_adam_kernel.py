@@ -138,7 +138,7 @@ def step_blocks(rows, scales, low, high, powers, decay, lr, eps, bucket_size, er
                     indices[slot, kept_before + i] = selected[i]
                 if wide:
                     for i in range(kept):
-                        exact[slot, kept_before + i] = values[selected[i]]
+                        exact[slot, kept_before + i] = scratch.exact[i] = values[selected[i]]
                 else:
                     _write_rounded(values, selected, short[slot, kept_before:kept_end])
                 for i in range(kept):
@@ -151,6 +151,10 @@ def step_blocks(rows, scales, low, high, powers, decay, lr, eps, bucket_size, er
                 if decay != ONE:
                     for j in range(begin, end):
                         target[j] *= decay
+                if window == 1 and scale[1] == ZERO:
+                    _move(target[begin:end], row, short[slot, kept_before:kept_end], wide, scale[0], lr, eps, end, scratch)
+                    kept_before = kept_end
+                    continue
                 columns = indices[:filled, kept_before:kept_end]
                 found = 0
                 for line in range(filled):
@@ -170,6 +174,24 @@ def _write_rounded(values, selected, short):
     for i in range(len(short)):
         word = bits[selected[i]]
         short[i] = (word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _move(target, row, short, wide, scale, lr, eps, end, scratch):
+    """Lines 12–14 where the window is this step's selection and one second moment serves the tensor: η·value·scale/ε.
+
+    If values are ``wide``, they are in the scratch memory, otherwise in ``short``.
+    """
+    steps, exact, words = scratch.steps, scratch.exact, scratch.exact.view(np.uint32)
+    if not wide:
+        for i in range(len(short)):
+            words[i] = np.uint32(short[i]) << np.uint32(16)
+    for i in range(len(short)):
+        steps[i] = (exact[i] * scale) / eps * lr
+    selected = scratch.selected
+    for i in range(len(short)):
+        prefetch(row[GRADIENT] + 4 * end + LINE * i)
+        target[selected[i]] -= steps[i]
 
 
 @njit(nogil=True, cache=True)

@@ -7,6 +7,8 @@ Without the sign bit, float32 numbers have the order of their bits as integers.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numba import njit
 
@@ -45,9 +47,11 @@ def select(values, kept, count, floor, margin, scratch):
         selected[found] = selected[i]
         found += np.int64(magnitudes[i] > threshold) | (np.int64(tied) & np.int64(ties > 0))
         ties -= np.int64(tied)
-    if count > 2 * kept:
+    # Counts of similar blocks differ by about √kept: as many more are marked as that needs, because each costs time.
+    deviation = np.int64(math.sqrt(kept)) + 1
+    if count > kept + 12 * deviation:
         margin = max(margin // 2, SMALLEST_MARGIN)
-    elif 4 * count < 5 * kept:
+    elif count < kept + 4 * deviation:
         margin = min(margin * 2, LARGEST_MARGIN)
     return np.uint32(max(np.int64(threshold) - margin, 0)), margin
 

@@ -5,6 +5,7 @@ Second moments shared by a block of weights are from Zhang et al., "Adam-mini: U
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -21,7 +22,7 @@ def mean_square(gradient: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm(gradient.contiguous(), dtype=torch.promote_types(gradient.dtype, torch.float32))
     if is_sharded(norm):
         norm = norm.full_tensor()
-    return (norm.square() / gradient.numel()).to(torch.float32)
+    return (norm / math.sqrt(gradient.numel())).square().to(torch.float32)
 
 
 def averaged(gradients: Sequence[Tensor], before: Sequence[Tensor], beta: float) -> list[float]:
