@@ -488,6 +488,23 @@ def test_a_second_moment_of_the_tensor_is_the_average_of_squares(fused):
 
 
 @BOTH_PATHS
+@pytest.mark.parametrize("options", [{}, {"window": 3}, PAPER], ids=["default", "window", "paper"])
+def test_gradients_up_to_the_limit_move_weights_by_finite_steps(fused, options):
+    param = torch.nn.Parameter(torch.zeros(1000))
+    optimizer = MicroAdam([param], lr=1e-3, **options, fused=fused)
+    for sign in (1.0, 1.0, 1.0, -1.0):
+        param.grad = torch.full((1000,), sign * 9.9e14)
+        optimizer.step()
+    assert param.isfinite().all()
+    assert 0 < float(param.detach().abs().max()) < 0.1
+    param.grad[3] = 1.1e15
+    before = param.detach().clone()
+    with pytest.raises(InputError, match=r"magnitude 1\.1e\+15; it must be finite and at most 1e\+15; nothing was changed"):
+        optimizer.step()
+    assert torch.equal(param, before)
+
+
+@BOTH_PATHS
 @pytest.mark.parametrize("window", [1, 5])
 def test_with_one_second_moment_steps_add_up_to_all_gradients_but_the_residual(fused, window):
     # Nothing of what was selected is lost: once it has left the window it has moved the weights by lr/√v̂ times itself.

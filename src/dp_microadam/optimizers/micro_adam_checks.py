@@ -22,8 +22,8 @@ from dp_microadam.validation import (
     require_one_of,
 )
 
-GRADIENT_LIMIT = 1e18
-"""Larger gradients count as non-finite: squares of sums of a few such values would overflow float32."""
+GRADIENT_LIMIT = 1e15
+"""Larger gradients count as non-finite: the sum of their squares over a tensor could overflow float32."""
 
 _MIN_EPS = 1e-30
 """Smaller values underflow in float32, and coordinates outside the window would divide 0 by 0."""
