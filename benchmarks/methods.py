@@ -106,7 +106,15 @@ def train(name: str, steps: int, batch_size: int, folder: str, private: bool) ->
         "fashion-mnist", [f"steps={steps}", f"batch_size={batch_size}", f"data_folder={folder}", "ema_decay=0"]
     )
     values = {key: value for key, value in vars(recipe).items() if value is not None}
-    values.update(method=method, optimizer=options, learning_rate=rate, schedule="constant", warmup=0.0, evaluate_every=10**6)
+    values.update(
+        method=method,
+        optimizer=options,
+        learning_rate=rate,
+        lr_unit="absolute",
+        schedule="constant",
+        warmup=0.0,
+        evaluate_every=10**6,
+    )
     if not private:
         values.update(method="non-private", base=method, learning_rate=min(rate, 0.1))
     with tempfile.TemporaryDirectory() as run:

@@ -336,7 +336,11 @@ def test_sparta(check, private, scores, rows_only):
 def test_microadam_at_full_density_with_a_long_exact_window_is_adam(hand, tmp_path, private):
     options = {"density": 1.0, "window": 20, "second_moment": "coordinate", "bias_correction": "paper"}
     options["window_dtype"] = "float32"
-    ours = hand.train(lambda model: build("dp-microadam", model, LR, options), tmp_path / "ours", steps=12, private=private)
+
+    def make(model):
+        return build("dp-microadam", model, LR, options, "absolute")
+
+    ours = hand.train(make, tmp_path / "ours", steps=12, private=private)
     adam = hand.train(lambda model: dp_adam(model, lr=LR), tmp_path / "adam", steps=12, private=private)
     for run in (ours, adam):
         run.trainer.fit(run.data)

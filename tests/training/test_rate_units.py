@@ -128,6 +128,40 @@ def test_microadam_walks_as_far_as_the_unit_says():
     assert walk_factor(paper, RunNoise(0.5, 100), 10_000) == pytest.approx(0.01 / 2.06, rel=3e-3)
 
 
+def test_signs_walk_by_the_number_of_steps_whatever_bands_take_back():
+    weights = [torch.nn.Parameter(torch.zeros(10_000))]
+    noise = RunNoise(0.5, horizon=25, steps=100)
+    assert walk_factor(MicroAdam(weights), noise, 10_000) == pytest.approx(0.1 / 5)
+    paper = MicroAdam(weights, density=0.01, window=10, second_moment="coordinate")
+    assert walk_factor(paper, noise, 10_000) == pytest.approx(0.1 / 10 / 2.06, rel=3e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"error_feedback": False}, "without error feedback"),
+        ({"second_moment": "coordinate", "window": 10}, "density·window of at most 0.3; it is 1"),
+    ],
+)
+def test_microadam_whose_walk_is_not_known_is_refused(options, words):
+    method = Method(MicroAdam([torch.nn.Parameter(torch.zeros(100))], lr=1.5, **options), lr_unit="walk")
+    with pytest.raises(InputError, match=words):
+        method.measure(RunNoise(1.0, 4.0))
+
+
+def test_every_group_has_the_factor_of_its_own_options():
+    one, other = torch.nn.Parameter(torch.zeros(5_000)), torch.nn.Parameter(torch.zeros(5_000))
+    paper = {"density": 0.01, "window": 10, "second_moment": "coordinate"}
+    method = Method(MicroAdam([{"params": [one]}, {"params": [other], **paper}], lr=1.0), lr_unit="walk")
+    method.measure(RunNoise(1.0, 4.0))
+    factors = [method._rate_factor(group) for group in method.optimizer.param_groups]
+    assert factors[0] / factors[1] == pytest.approx(2.06, rel=3e-3)
+    method = Method(method.optimizer, lr_unit="absolute")
+    method.set_lr_unit("absolute")
+    method.correlate(4.0)
+    assert [method._rate_factor(group) for group in method.optimizer.param_groups] == [4.0, 2.0]
+
+
 def test_without_noise_optimizers_that_divide_by_the_gradient_keep_the_unit():
     adam = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(10_000))])
     assert walk_factor(adam, RunNoise(0.0, 100), 10_000) == pytest.approx(0.01)

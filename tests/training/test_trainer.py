@@ -7,11 +7,12 @@ import re
 import pytest
 import torch
 
-from dp_microadam import InputError, PrivacyError, PrivacyPlan
+from dp_microadam import InputError, MicroAdam, PrivacyError, PrivacyPlan
 from dp_microadam.clipping.per_example import clipped_sum
 from dp_microadam.privacy import accounting
 from dp_microadam.privacy.ledger import read_ledger
 from dp_microadam.training.evaluation import class_loss
+from dp_microadam.training.method import Method
 from dp_microadam.training.schedules import Schedule
 from dp_microadam.training.trainer import StepReport, UnprotectedPlan
 
@@ -312,6 +313,21 @@ def test_checkpoints_hold_no_random_state_and_no_partial_sums(make_trainer, trai
     assert all(param.grad is None for param in trainer.model.parameters())
     # Of the optimizer's own seed it holds the one for rounding, which is post-processing.
     assert set(content["optimizer"]["state"][0]) == {"step", "indices", "values", "codes", "bounds", "second_moment"}
+
+
+@pytest.mark.parametrize("began", ["absolute", "walk"])
+def test_a_run_keeps_the_rate_it_began_with_if_it_is_resumed_with_another_unit(make_trainer, training_part, tmp_path, began):
+    rates = {"absolute": 1e-3, "walk": 0.5}
+
+    def method(params, unit):
+        return Method(MicroAdam(params, lr=rates[unit], seed=0), lr_unit=unit)
+
+    make_trainer(optimizer=lambda params: method(params, began), max_steps=3, checkpoint_every=1).fit(training_part)
+    other = "walk" if began == "absolute" else "absolute"
+    resumed = make_trainer(optimizer=lambda params: method(params, other), run="other").resume(tmp_path / "run")
+    resumed.fit(training_part)
+    (group,) = resumed.optimizer.param_groups
+    assert (group["lr"], group.get("lr_unit", "absolute")) == (rates[began], began)
 
 
 def test_an_optimizer_of_other_parameters_is_refused(make_trainer):

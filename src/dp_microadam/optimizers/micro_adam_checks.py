@@ -109,6 +109,11 @@ def validate_options(options: dict[str, Any]) -> None:
     if options["window_dtype"] not in (torch.bfloat16, torch.float32):
         raise InputError(f"window_dtype is {options['window_dtype']}; it must be torch.bfloat16 or torch.float32")
     require_one_of("bias_correction", options["bias_correction"], CORRECTIONS)
+    if options["second_moment"] == "tensor" and options["bias_correction"] != "steady":
+        raise InputError(
+            f"bias_correction is {options['bias_correction']!r}, which is for second_moment 'coordinate'; set that too, or "
+            "leave it out"
+        )
     require_one_of("rounding", options["rounding"], ("nearest", "stochastic"))
     if options["seed"] is not None or options["rounding"] == "stochastic":
         require_integer("seed", options["seed"], 0)

@@ -135,8 +135,7 @@ class PreparedGroup:
             by_step = {step: scales(step, group, None) for step in set(steps)}
             return [by_step[step] for step in steps]
         moments = averaged(self.gradients, self.seconds, group["betas"][1])
-        for second, moment in zip(self.seconds, moments, strict=True):
-            second.fill_(moment)
+        torch._foreach_copy_(self.seconds, list(torch.tensor(moments).split(1)))
         return [scales(step, group, moment) for step, moment in zip(steps, moments, strict=True)]
 
 

@@ -15,6 +15,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from dp_microadam.errors import InputError
+
+_MOST_IN_WINDOW = 0.3
+
 
 def amount_per_selection(options: Mapping[str, Any]) -> float:
     """How far ``second_moment="coordinate"`` moves a coordinate by selecting it once, relative to ``lr``, over its window.
@@ -37,12 +41,23 @@ def step_under_noise(options: Mapping[str, Any]) -> float:
 
     T steps of rate lr walk a distance of lr·√(T·d) times this with d parameters. With ``second_moment="coordinate"`` that is
     because signs of different selections are independent; it holds where the window has most coordinates once, with
-    ``density``·``window`` well below 1 or a window of 1.
+    ``density``·``window`` well below 1 or a window of 1, and others are refused. So is selection without error feedback, which
+    leaves out most of the noise.
 
     >>> options = {"betas": (0.9, 0.999), "window": 10, "density": 0.01, "bias_correction": "paper"}
     >>> [round(step_under_noise({**options, "second_moment": moment}), 2) for moment in ("tensor", "coordinate")]
     [1.0, 2.06]
+
+    Raises:
+        InputError: for options with which it is not known.
     """
+    if not options.get("error_feedback", True):
+        raise InputError("lr_unit is 'walk', which is not defined without error feedback; use lr_unit 'absolute'")
     if options["second_moment"] == "tensor":
         return 1.0
+    if options["window"] > 1 and options["density"] * options["window"] > _MOST_IN_WINDOW:
+        raise InputError(
+            f"lr_unit is 'walk' and second_moment 'coordinate', which needs density·window of at most {_MOST_IN_WINDOW}; it is "
+            f"{options['density'] * options['window']:g}; use lr_unit 'absolute'"
+        )
     return amount_per_selection(options) * math.sqrt(options["density"])

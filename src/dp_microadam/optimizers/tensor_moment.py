@@ -19,7 +19,7 @@ def mean_square(gradient: Tensor) -> Tensor:
 
     Coordinates are added up in their own order, so that the layout in memory does not change how the sum is rounded.
     """
-    norm = torch.linalg.vector_norm(gradient.contiguous(), dtype=torch.promote_types(gradient.dtype, torch.float32))
+    norm = torch.linalg.vector_norm(gradient.contiguous(), dtype=_wide(gradient))
     if is_sharded(norm):
         norm = norm.full_tensor()
     return (norm / math.sqrt(gradient.numel())).square().to(torch.float32)
@@ -32,6 +32,13 @@ def averaged(gradients: Sequence[Tensor], before: Sequence[Tensor], beta: float)
     """
     if not gradients:
         return []
-    device = gradients[0].device
-    fresh = torch.stack([mean_square(gradient.detach()).to(device) for gradient in gradients])
+    device, given = gradients[0].device, [gradient.detach().contiguous() for gradient in gradients]
+    wide = all(gradient.dtype is torch.float32 for gradient in given)
+    norms = torch._foreach_norm(given) if wide else [torch.linalg.vector_norm(one, dtype=_wide(one)) for one in given]
+    fresh = torch.stack([norm.to(device, torch.float32) for norm in norms])
+    fresh.div_(torch.tensor([math.sqrt(gradient.numel()) for gradient in given]).to(device)).square_()
     return torch.cat([one.to(device) for one in before]).lerp_(fresh, 1 - beta).tolist()
+
+
+def _wide(gradient: Tensor) -> torch.dtype:
+    return torch.promote_types(gradient.dtype, torch.float32)

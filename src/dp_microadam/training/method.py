@@ -121,8 +121,8 @@ class Method:
 
     _procedure: Method | None = None
 
-    rate_for_noise = 1.0
-    """By which the learning rate is multiplied in a run with correlated noise; :meth:`correlate` sets it."""
+    noise_growth = 1.0
+    """The noise of a single step relative to one band with the same ε; :meth:`correlate` sets it."""
 
     run_noise: RunNoise | None = None
     """The noise of the run, from :meth:`measure` on."""
@@ -187,11 +187,13 @@ class Method:
         with a second moment for every coordinate by its square root: what it selects is the sum of about a hundred steps, where
         most of the noise has cancelled, and the size of a step does not depend on that of the sum.
         """
-        if isinstance(self.optimizer, MicroAdam) and self.optimizer.defaults["second_moment"] == "coordinate":
-            self.rate_for_noise = math.sqrt(growth)
-        else:
-            divides = isinstance(self.optimizer, (MicroAdam, *DIVIDE_BY_GRADIENT_SIZE))
-            self.rate_for_noise = growth if divides else 1.0
+        self.noise_growth = growth
+
+    def _rate_for_noise(self, group: Mapping[str, Any]) -> float:
+        """By which the learning rate of a parameter group is multiplied in a run with correlated noise."""
+        if isinstance(self.optimizer, MicroAdam) and group["second_moment"] == "coordinate":
+            return math.sqrt(self.noise_growth)
+        return self.noise_growth if isinstance(self.optimizer, (MicroAdam, *DIVIDE_BY_GRADIENT_SIZE)) else 1.0
 
     def set_lr_unit(self, unit: str) -> None:
         """Say what the optimizer's learning rates are: ``"absolute"``, or ``"walk"``."""
@@ -208,13 +210,13 @@ class Method:
     def _rate_factor(self, group: Mapping[str, Any]) -> float:
         """By which the learning rate of a parameter group is multiplied in this phase."""
         if group.get("lr_unit", ABSOLUTE) != WALK:
-            return self.phase.rate * self.rate_for_noise
+            return self.phase.rate * self._rate_for_noise(group)
         if self.run_noise is None:
             raise InputError(
                 "lr_unit is 'walk', but no run has begun by whose noise it is measured; take steps with PrivateStep"
             )
         trained = sum(p.numel() for part in self.optimizer.param_groups for p in part["params"] if p.requires_grad)
-        return self.phase.rate * walk_factor(self.optimizer, self.run_noise, max(1, trained))
+        return self.phase.rate * walk_factor(self.optimizer, self.run_noise, max(1, trained), group)
 
     def refuse_data(self, train: Any) -> None:
         """Raise an InputError if the method cannot be used with this training data. Must not read its examples."""

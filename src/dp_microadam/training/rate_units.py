@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,16 +30,19 @@ class RunNoise:
     """The noise of a run in each coordinate of a mean. Public.
 
     ``single_step`` is its standard deviation in one step, 0 without privacy. ``horizon`` is the number of steps over which
-    independent noise of that deviation adds up to what the whole run leaves in the sum of its means: all steps with one band,
-    fewer with correlated noise.
+    independent noise of that deviation adds up to what the whole run leaves in the sum of its means: all ``steps`` with one
+    band, fewer with correlated noise.
     """
 
     single_step: float
     horizon: float
+    steps: float | None = None
 
 
-def walk_factor(optimizer: torch.optim.Optimizer, noise: RunNoise, parameters: int) -> float:
-    """By which a learning rate of unit ``"walk"`` is multiplied for this optimizer.
+def walk_factor(
+    optimizer: torch.optim.Optimizer, noise: RunNoise, parameters: int, group: Mapping[str, Any] | None = None
+) -> float:
+    """By which a learning rate of unit ``"walk"`` is multiplied for this optimizer, and this parameter group of it.
 
     With rate r the noise alone moves the weights by r·d^¼ in the whole run, d being ``parameters``.
 
@@ -52,7 +57,10 @@ def walk_factor(optimizer: torch.optim.Optimizer, noise: RunNoise, parameters: i
     if isinstance(optimizer, DIVIDE_BY_GRADIENT_SIZE):
         return steps
     if isinstance(optimizer, MicroAdam):
-        return steps / step_under_noise(optimizer.defaults)
+        options = optimizer.defaults if group is None else group
+        if options["second_moment"] == "coordinate":  # its steps are signs, which do not take back correlated noise
+            steps = walk_scale(parameters) / math.sqrt(noise.steps or noise.horizon)
+        return steps / step_under_noise(options)
     if not isinstance(optimizer, torch.optim.SGD):
         raise InputError(
             f"lr_unit is 'walk', but the optimizer is {type(optimizer).__name__}; it is defined for SGD, Adam, AdamW, "

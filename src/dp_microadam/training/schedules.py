@@ -96,6 +96,7 @@ class LearningRates:
         self._optimizer = optimizer
         self._schedule = schedule
         self._own = [group["lr"] for group in optimizer.param_groups]
+        self._units = [group.get("lr_unit") for group in optimizer.param_groups]
 
     def before_step(self, updates: int) -> None:
         """Set the learning rates of optimizer step number ``updates``, counted from 0."""
@@ -127,5 +128,11 @@ class LearningRates:
                     "the checkpoint has no state of a torch scheduler; resume with the schedule that the run began with"
                 )
             self._schedule.load_state_dict(state["schedule"])
-        else:
-            self.restore()
+            return
+        # A rate of another unit than the run began with would be another rate: the run keeps its own then.
+        groups = self._optimizer.param_groups
+        self._own = [
+            own if group.get("lr_unit") == unit else group["lr"]
+            for group, own, unit in zip(groups, self._own, self._units, strict=True)
+        ]
+        self.restore()

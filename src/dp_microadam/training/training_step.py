@@ -132,7 +132,8 @@ class TrainingStep(ABC):
         if self.privacy is None:
             return RunNoise(0.0, self.plan.steps)
         ratios = self.privacy.noise_ratios
-        return RunNoise(self.noise_deviation, self.plan.steps * (ratios.running_sum / ratios.single_step) ** 2)
+        horizon = self.plan.steps * (ratios.running_sum / ratios.single_step) ** 2
+        return RunNoise(self.noise_deviation, horizon, self.plan.steps)
 
     @property
     def noise_memory(self) -> int:

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dp_microadam.apps.experiments.study import known_studies, load_study, parse_study
+from dp_microadam.apps.experiments.study import Cell, known_studies, load_study, parse_study
 from dp_microadam.apps.recipes.assemble import plan_of
+from dp_microadam.apps.recipes.recipe import Recipe
 from dp_microadam.errors import InputError
 from dp_microadam.methods.registry import build
 
@@ -184,6 +185,19 @@ def test_overrides_reach_every_cell_and_no_other_study():
     assert {cell.recipe.optimizer["weight_decay"] for cell in study.cells} == {0.2}
     assert {cell.recipe.max_steps for cell in study.cells} == {3}
     assert {cell.recipe.optimizer["weight_decay"] for cell in parse_study(SMALL, "small", "own").cells} == {0.1}
+
+
+def test_a_cells_key_tells_selections_apart():
+    base = {"name": "x", "data": "digits", "model": "mlp", "epsilon": 8, "steps": 9, "batch_size": 16}
+
+    def key(unit="walk", **optimizer):
+        return Cell({}, Recipe(**base, method="dp-microadam", lr_unit=unit, optimizer=optimizer)).key
+
+    paper = {"density": 0.01, "window": 10, "second_moment": "coordinate", "bias_correction": "paper"}
+    assert key() == key(density=0.1, window=1, second_moment="tensor")
+    assert key("absolute", **paper) != key("absolute", second_moment="coordinate", bias_correction="paper")
+    different = [key(), key(density=0.01), key(density=0.01, window=10), key(**paper), key("absolute", **paper)]
+    assert len(set(different)) == 5
 
 
 def test_a_cells_key_follows_what_is_trained_and_nothing_else():

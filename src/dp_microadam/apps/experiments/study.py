@@ -53,6 +53,7 @@ _FIRST_KEYS = (
 )
 _FIRST_BANDS, _FIRST_LR_UNIT = 1, "absolute"
 _FIRST_MICRO_ADAM = {"density": 0.01, "window": 10, "second_moment": "coordinate", "bias_correction": "paper"}
+_SINCE_THEN = {name: value for name, value in SELECTION.items() if name != "second_moment"}
 _FIRST_NAMES_OF_BANDS: dict[int | str | None, str] = {"least": "auto", "auto": "few", None: "few"}
 
 
@@ -87,8 +88,9 @@ class Cell:
         if self.recipe.resolved_lr_unit == _FIRST_LR_UNIT:
             settings.pop("lr_unit", None)
         if uses_micro_adam(self.recipe):
-            options = {"second_moment": SELECTION["second_moment"], **self.recipe.optimizer}
-            settings["optimizer"] = {name: value for name, value in options.items() if _FIRST_MICRO_ADAM.get(name) != value}
+            options = {**SELECTION, **self.recipe.optimizer}
+            first = _FIRST_MICRO_ADAM if options["second_moment"] == _FIRST_MICRO_ADAM["second_moment"] else _SINCE_THEN
+            settings["optimizer"] = {name: value for name, value in options.items() if first.get(name) != value}
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
         readable = re.sub(r"[^a-z0-9.]+", "-", f"{self.recipe.data} {self.recipe.algorithm}".lower()).strip("-")
         return f"{readable}-{digest}"

@@ -120,7 +120,7 @@ def refuse_unsearchable(recipe: Recipe) -> None:
     if not recipe.tune:
         raise InputError(
             f"recipe {recipe.name!r} has no [tune] table; name there what to choose among, as in --set tune.expected_runs=10 "
-            "--set tune.learning_rate=[0.001,0.003]"
+            "--set tune.learning_rate=[0.75,1.5]"
         )
     if not recipe.private:
         reason = f"method is {recipe.method!r}" if not recipe.protected else f"seed is {recipe.seed}"
@@ -144,13 +144,13 @@ def refuse_unsearchable(recipe: Recipe) -> None:
 
 def searches_on_same_data(recipe: Recipe, folder: Path) -> list[Path]:
     """Folders of finished searches in ``folder`` whose recipe names the same data."""
-    from dp_microadam.apps.recipes.recipe import Recipe as Known
+    from dp_microadam.apps.recipes.stated import recipe_of_run
     from dp_microadam.training.run_folder import CONFIG, SELECTION
 
     found = []
     for marker in sorted(folder.glob(f"*/{SELECTION}")) if folder.is_dir() else []:
         try:
-            other = Known.from_toml((marker.parent / CONFIG).read_text(encoding="utf-8"))
+            other = recipe_of_run((marker.parent / CONFIG).read_text(encoding="utf-8"))
         except (OSError, ValueError, DPMicroAdamError):
             continue
         if all(getattr(other, key) == getattr(recipe, key) for key in ("data", "data_folder", "data_options")):
