@@ -14,6 +14,7 @@ import sys
 import torch
 
 from dp_microadam import InputError, MicroAdam
+from dp_microadam.optimizers.bias import CORRECTIONS
 
 PAGE = mmap.PAGESIZE
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -64,7 +65,9 @@ def options(draw):
         "bucket_size": bucket,
         "block_size": bucket * draw.choice([1, 2, 16, 200]),
         "window_dtype": draw.choice([torch.bfloat16, torch.float32]),
-        "bias_correction": draw.choice(["paper", "steady", "window"]),
+        **draw.choice(
+            [{}, *({"second_moment": "coordinate", "bias_correction": one} for one in ("paper", "steady", "window"))]
+        ),
         "rounding": draw.choice(["nearest", "stochastic"]),
         "seed": 5,
     }

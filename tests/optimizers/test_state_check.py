@@ -277,7 +277,7 @@ def test_a_saved_state_that_is_not_contiguous_is_loaded_in_order():
 @pytest.mark.parametrize("option", ["bias_correction", "rounding", "seed", "fused", "error_feedback"])
 def test_options_that_an_old_checkpoint_or_pickle_lacks_are_filled_in(option):
     # What the first version that had the option did without it.
-    (one, first), (other, second) = (trained(fused=None, bias_correction="paper") for _ in range(2))
+    (one, first), (other, second) = (trained(fused=None, second_moment="coordinate", bias_correction="paper") for _ in range(2))
     buffer = io.BytesIO()
     saved = first.state_dict()
     del saved["param_groups"][0][option]
@@ -298,9 +298,9 @@ def test_options_that_an_old_checkpoint_or_pickle_lacks_are_filled_in(option):
 
 
 def test_what_an_old_version_did_is_not_overruled_by_this_optimizer_s_own_choice():
-    saved = trained()[1].state_dict()
-    del saved["param_groups"][0]["bias_correction"]
-    _, optimizer = trained(bias_correction="window")
+    saved = trained(second_moment="coordinate")[1].state_dict()
+    del saved["param_groups"][0]["bias_correction"], saved["param_groups"][0]["second_moment"]
+    _, optimizer = trained(second_moment="coordinate", bias_correction="window")
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["bias_correction"] == "paper"
 
