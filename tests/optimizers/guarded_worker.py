@@ -65,9 +65,7 @@ def options(draw):
         "bucket_size": bucket,
         "block_size": bucket * draw.choice([1, 2, 16, 200]),
         "window_dtype": draw.choice([torch.bfloat16, torch.float32]),
-        **draw.choice(
-            [{}, *({"second_moment": "coordinate", "bias_correction": one} for one in ("paper", "steady", "window"))]
-        ),
+        **draw.choice([{}, *({"second_moment": "coordinate", "bias_correction": one} for one in CORRECTIONS)]),
         "rounding": draw.choice(["nearest", "stochastic"]),
         "seed": 5,
     }
