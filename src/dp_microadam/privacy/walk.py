@@ -27,6 +27,22 @@ DISTANCE = 1.5
 """The distance D that the noise of a run walks, relative to d^¼. A learning rate of unit ``"walk"`` takes its place."""
 
 
+WIDE, WIDE_GROWTH = 250_000, 1 / 6
+"""Networks that begin anew with more weights than this walk farther than d^¼ says, by this power of how many more they have."""
+
+
+def distance_from_scratch(parameters: int) -> float:
+    """The distance, relative to d^¼, of networks of d ``parameters`` none of which are pretrained.
+
+    Fully connected ones of 1,068,810 and 4,770,314 parameters do better with two to two and a half than with 1.5
+    (``docs/walk.md``).
+
+    >>> [round(distance_from_scratch(size), 2) for size in (26_010, 1_068_810, 4_770_314)]
+    [1.5, 1.91, 2.45]
+    """
+    return DISTANCE * max(1.0, require_integer("parameters", parameters, 1) / WIDE) ** WIDE_GROWTH
+
+
 ADAPTER_DISTANCE = 0.75
 """The same for adapters (LoRA): a longer walk carries pretrained weights away from what they know (``docs/walk.md``)."""
 

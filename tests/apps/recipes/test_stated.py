@@ -67,6 +67,19 @@ def test_every_recipe_without_pins_has_the_defaults_of_the_library():
         assert (recipe.resolved_accountant, recipe.bands, recipe.optimizer) == ("pld", None, {})
 
 
+def test_wide_networks_from_scratch_walk_farther_and_runs_state_how_far(tmp_path):
+    def rate(*settings):
+        made = assemble(load_recipe("demo", [*SMALL, *settings]), tmp_path / str(len(settings)), show_progress=False)
+        again = recipe_of_run(made.recipe.to_toml())
+        assert again.learning_rate == made.recipe.learning_rate == made.trainer.optimizer.param_groups[0]["lr"]
+        return again.learning_rate
+
+    wide = "model_options.hidden=[400, 256]"  # 419,226 parameters
+    assert rate("bands=1") == 1.5
+    assert rate("bands=1", wide) == pytest.approx(1.5 * (419_226 / 250_000) ** (1 / 6))
+    assert rate("bands=1", wide, "learning_rate=1.5") == 1.5
+
+
 def test_what_is_stated_of_the_selection_are_the_optimizer_s_own_defaults():
     import inspect
 

@@ -31,6 +31,7 @@ from dp_microadam.methods.registry import build, refuse_bad_options
 from dp_microadam.privacy.band_choice import DEFAULT_NOISE_MEMORY_GIB
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.selection_plan import SelectionPlan
+from dp_microadam.privacy.walk import distance_from_scratch
 from dp_microadam.training.distributed import Ranks, ranks_here
 from dp_microadam.training.evaluation import (
     PerExample,
@@ -88,6 +89,7 @@ def assemble(
         plan = plan_of(recipe, count, trainable_parameters(model))
     if plan.bands > 1:
         recipe = _with_exact_residual(recipe)
+    recipe = _with_walk_from_scratch(recipe, trainable_parameters(model))
     recipe = stated(recipe, plan.bands)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     normalization = models.normalization_of(model)
@@ -140,6 +142,14 @@ def assemble(
         ranks=ranks,
     )
     return Experiment(recipe, data, model, trainer, canaries, features)
+
+
+def _with_walk_from_scratch(recipe: Recipe, parameters: int) -> Recipe:
+    """The recipe with the distance of a network that begins anew, if it leaves it to the default and nothing is pretrained."""
+    anew = recipe.algorithm == "dp-microadam" and "pretrained" not in recipe.model_options
+    if not anew or recipe.resolved_lr_unit != "walk" or recipe.learning_rate is not None or recipe.tune:
+        return recipe
+    return replace(recipe, learning_rate=distance_from_scratch(parameters))
 
 
 def _with_exact_residual(recipe: Recipe) -> Recipe:
