@@ -195,7 +195,7 @@ def traffic(coordinates: int = 65_536) -> dict[str, dict[str, float]]:
 
     torch.manual_seed(0)
     weights = torch.nn.Parameter(torch.randn(coordinates))
-    optimizer = MicroAdam([weights], fused=True)
+    optimizer = MicroAdam([weights], density=0.01, window=10, second_moment="coordinate", fused=True)
     for _ in range(12):
         weights.grad = torch.randn(coordinates)
         optimizer.step()

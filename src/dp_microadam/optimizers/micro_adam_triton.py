@@ -2,7 +2,8 @@
 
 They compute the same as the CPU kernel and as ``micro_adam_update.plain_update``. Tables of addresses are made once for a list
 of parameters and made again when an address changes. A step uploads one small table and reads one number back: whether a
-gradient is not finite, before anything has changed.
+gradient is not finite, before anything has changed. Where one second moment serves a tensor, a few more launches and one more
+read come before.
 
 Triton is optional: without it :func:`unsupported_reason` says so and plain torch runs instead.
 """

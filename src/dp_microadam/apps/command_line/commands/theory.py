@@ -49,7 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     read.add_argument("--beta-1", type=float, metavar="B", help="β₁ of the optimizer (default: 0.9)")
     read.add_argument("--eps", type=float, metavar="E", help="ε_s under the root (default: 1e-16, the square of Adam's 1e-8)")
     read.add_argument(
-        "--density", type=float, metavar="P", help="fraction of the coordinates selected per step (default: 0.01)"
+        "--density", type=float, metavar="P", help="fraction of the coordinates selected per step (default: 0.01, the paper's)"
     )
     read.add_argument("--bits", type=int, metavar="B", help="bits of the quantized error; 0 for no quantization (default: 4)")
     read.add_argument("--bucket-size", type=int, metavar="N", help="coordinates per quantization bucket (default: 128)")
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read(options: argparse.Namespace) -> tuple[Setting, int, int | None]:
-    """The setting from the command line, else from the run, else from the defaults of ``MicroAdam``; the number of steps; and,
+    """The setting from the command line, else from the run, else the paper's; the number of steps; and,
     if these are what a run has planned, how many updates it has done of them."""
     from dp_microadam.apps.theory.bounds import Setting, block_contraction, noise_deviation, stochastic_rounding_error
     from dp_microadam.errors import InputError
