@@ -308,12 +308,12 @@ class MicroAdam(ExactStateOptimizer):
         target = own if direct else torch.zeros(own.numel(), device=own.device)
         gradient = part.given if given_directly else part.given.float().resolve_neg().contiguous()
         if part.fused:
-            pending.add(target, gradient, state, layout)
+            pending.add(target, gradient, state, layout, part.second_moment)
             if not direct or not given_directly:
                 # Run now, so that copies can be freed: scratch memory must not grow with the model.
                 pending.run()
         else:
-            plain_update(target.view(-1), gradient.view(-1), state, layout, group)
+            plain_update(target.view(-1), gradient.view(-1), state, layout, group, part.second_moment)
             self._remember(part.param, own, common, form)
         if not direct:
             # Computed in float32, added in the wider of that and the parameter's dtype.

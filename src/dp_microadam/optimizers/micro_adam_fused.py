@@ -72,11 +72,6 @@ def table_row(target: Tensor, gradient: Tensor, state: dict[str, Any], layout: L
     )
 
 
-def second_moment_in(state: dict[str, Any]) -> float | None:
-    """The second moment of the whole tensor, if the state has one."""
-    return float(state["second_moment"]) if "second_moment" in state else None
-
-
 class Batch:
     """Parameters of one group that are queued for one call of the kernel."""
 
@@ -86,11 +81,16 @@ class Batch:
         self._scales: list[list[float]] = []
         self._alive: list[Tensor] = []
 
-    def add(self, target: Tensor, gradient: Tensor, state: dict[str, Any], layout: Layout) -> None:
-        """Queue one parameter. ``target`` and ``gradient`` are contiguous float32 of the same size."""
+    def add(
+        self, target: Tensor, gradient: Tensor, state: dict[str, Any], layout: Layout, second_moment: float | None = None
+    ) -> None:
+        """Queue one parameter. ``target`` and ``gradient`` are contiguous float32 of the same size.
+
+        ``second_moment`` is that of the whole tensor, if its group has one.
+        """
         step = int(state["step"])
         self._rows.append(table_row(target, gradient, state, layout, step))
-        self._scales.append(scales(step, self.group, second_moment_in(state)))
+        self._scales.append(scales(step, self.group, second_moment))
         self._alive += [target, gradient, *state.values()]
 
     def run(self) -> None:

@@ -29,8 +29,17 @@ _CHUNK_ON_ACCELERATORS = 1 << 22
 """Coordinates the plain torch path handles at once; bounds its scratch memory to a few times this many floats."""
 
 
-def plain_update(target: Tensor, gradient: Tensor, state: dict[str, Any], layout: Layout, group: dict[str, Any]) -> None:
+def plain_update(
+    target: Tensor,
+    gradient: Tensor,
+    state: dict[str, Any],
+    layout: Layout,
+    group: dict[str, Any],
+    second_moment: float | None = None,
+) -> None:
     """Lines 6–14 of Algorithm 1 in plain torch: subtract one step from ``target``, a flat float32 tensor.
+
+    ``second_moment`` is that of the whole tensor, if its group has one.
 
     Works through chunks of blocks, so that scratch memory is bounded; with ``scope="tensor"`` only the accumulator is as
     large as the tensor.
@@ -38,7 +47,7 @@ def plain_update(target: Tensor, gradient: Tensor, state: dict[str, Any], layout
     window, bucket_size = group["window"], group["bucket_size"]
     step = int(state["step"])
     slot = (step - 1) % window
-    factors = scales(step, group, float(state["second_moment"]) if "second_moment" in state else None)
+    factors = scales(step, group, second_moment)
     for segment in layout.segments:
         for first, rows in _chunks(segment, target.device):
             start = segment.start + first * segment.length

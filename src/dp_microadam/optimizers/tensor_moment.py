@@ -35,9 +35,15 @@ def averaged(gradients: Sequence[Tensor], before: Sequence[Tensor], beta: float)
     device, given = gradients[0].device, [gradient.detach().contiguous() for gradient in gradients]
     wide = all(gradient.dtype is torch.float32 for gradient in given)
     norms = torch._foreach_norm(given) if wide else [torch.linalg.vector_norm(one, dtype=_wide(one)) for one in given]
-    fresh = torch.stack([norm.to(device, torch.float32) for norm in norms])
-    fresh.div_(torch.tensor([math.sqrt(gradient.numel()) for gradient in given]).to(device)).square_()
-    return torch.cat([one.to(device) for one in before]).lerp_(fresh, 1 - beta).tolist()
+    both = [norm.to(device, torch.float32) for norm in norms] + [one.to(device).squeeze(0) for one in before]
+    numbers: list[float] = torch.stack(both).tolist()
+    means = [norm**2 / gradient.numel() for norm, gradient in zip(numbers, given, strict=False)]
+    return [_rounded(beta * v + (1 - beta) * mean) for v, mean in zip(numbers[len(given) :], means, strict=True)]
+
+
+def _rounded(value: float) -> float:
+    """To float32, in which it is kept, so that a step after loading a state is the same."""
+    return torch.tensor(value, dtype=torch.float32).item()
 
 
 def _wide(gradient: Tensor) -> torch.dtype:
