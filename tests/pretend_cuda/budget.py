@@ -1,7 +1,8 @@
 """How often a training step may wait for the device, and how much it may launch there.
 
 The goal is one synchronisation for each physical chunk, three for each logical step, and none for each layer or tensor. The
-tables say what is allowed today; they are lowered, and were raised once, by the second moments of tensors, which MicroAdam reads. :mod:`pretend_cuda.cases.budgets` counts, by line.
+tables say what is allowed today; they are lowered, and were raised once, for second moments of tensors, which MicroAdam reads.
+:mod:`pretend_cuda.cases.budgets` counts, by line.
 """
 
 from __future__ import annotations
