@@ -276,7 +276,7 @@ def test_ctrl_c_stops_a_search_and_says_how_to_go_on(recipe, tmp_path):
 def test_every_search_of_the_study_of_tuning_can_be_made():
     cells = load_study("tuning", "cpu").cells
     searches = [cell for cell in cells if cell.labels["hyperparameters"] == "tuned"]
-    assert len(cells) == 60
+    assert len(cells) == 72
     for cell in searches:
         refuse_unsearchable(cell.recipe)
         assert len({cell.key, replace(cell, recipe=replace(cell.recipe, tune={})).key}) == 2

@@ -244,12 +244,12 @@ class Recipe:
 
         Keys that are None (TOML has no such value) and empty tables are left out.
 
-        >>> recipe = Recipe(name="mine", data="digits", model="mlp", epsilon=8, steps=9, batch_size=16, optimizer={"beta": 0.9})
+        >>> recipe = Recipe(name="mine", data="digits", model="mlp", epsilon=8, steps=9, batch_size=16, optimizer={"eps": 1e-6})
         >>> print(recipe.to_toml())
         name = "mine"
         ...
         [optimizer]
-        beta = 0.9
+        eps = 1e-06
         """
         return tomli_w.dumps({key: value for key, value in asdict(self).items() if value is not None and value != {}})
 

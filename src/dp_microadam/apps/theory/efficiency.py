@@ -72,8 +72,8 @@ def efficiency(density: float) -> Efficiency:
     """Solve for the threshold of a density, and integrate over the walk until it is crossed.
 
     >>> found = efficiency(0.1)
-    >>> f"signs keep {found.signs:.2f} of the signal, {found.lag:.1f} steps behind"
-    'signs keep 0.98 of the signal, 1.4 steps behind'
+    >>> f"signs keep {found.signs:.3f} of the signal, {found.lag:.1f} steps behind"
+    'signs keep 0.975 of the signal, 1.4 steps behind'
     """
     require_in_open_closed("density", density, 0.0, 1.0)
     if density == 1:
