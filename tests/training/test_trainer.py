@@ -330,6 +330,20 @@ def test_a_run_keeps_the_rate_it_began_with_if_it_is_resumed_with_another_unit(m
     assert (group["lr"], group.get("lr_unit", "absolute")) == (rates[began], began)
 
 
+def test_a_run_whose_groups_say_no_unit_goes_on_with_its_schedule(make_trainer, training_part, tmp_path):
+    schedule = {"schedule": Schedule("cosine", 6)}
+    make_trainer(max_steps=3, checkpoint_every=1, **schedule).fit(training_part)
+
+    def said(params):
+        method = Method(MicroAdam(params, lr=1e-2, seed=0))
+        method.set_lr_unit("absolute")
+        return method
+
+    resumed = make_trainer(optimizer=said, run="other", **schedule).resume(tmp_path / "run")
+    resumed.fit(training_part)
+    assert resumed.optimizer.param_groups[0]["lr"] == 1e-2
+
+
 def test_an_optimizer_of_other_parameters_is_refused(make_trainer):
     with pytest.raises(InputError, match="that is not the model's"):
         make_trainer(optimizer=lambda params: torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1))

@@ -96,7 +96,7 @@ class LearningRates:
         self._optimizer = optimizer
         self._schedule = schedule
         self._own = [group["lr"] for group in optimizer.param_groups]
-        self._units = [group.get("lr_unit") for group in optimizer.param_groups]
+        self._units = [_unit(group) for group in optimizer.param_groups]
 
     def before_step(self, updates: int) -> None:
         """Set the learning rates of optimizer step number ``updates``, counted from 0."""
@@ -131,8 +131,16 @@ class LearningRates:
             return
         # A rate of another unit than the run began with would be another rate: the run keeps its own then.
         groups = self._optimizer.param_groups
-        self._own = [
-            own if group.get("lr_unit") == unit else group["lr"]
-            for group, own, unit in zip(groups, self._own, self._units, strict=True)
-        ]
+        differ = [_unit(group) != unit for group, unit in zip(groups, self._units, strict=True)]
+        if any(differ) and isinstance(self._schedule, Schedule) and self._schedule.all_factors() is not None:
+            raise InputError(
+                f"lr_unit is {self._units[differ.index(True)]!r}, but the run began with another, and its schedule changes the "
+                "rate; resume with the lr_unit and learning rate that it began with"
+            )
+        self._own = [group["lr"] if other else own for group, own, other in zip(groups, self._own, differ, strict=True)]
         self.restore()
+
+
+def _unit(group: Mapping[str, Any]) -> str:
+    """The unit of a group's learning rate; groups of version 0.1 do not say it."""
+    return str(group.get("lr_unit", "absolute"))
