@@ -216,3 +216,22 @@ def test_a_doubt_about_any_weight_of_a_layer_is_settled(cancelling):
     exact = (deltas.double().transpose(2, 3) @ inputs.double()).square().sum((0, 2, 3)).sqrt()
     torch.testing.assert_close(settled.norms.double(), exact, rtol=1e-6, atol=0)
     assert [len(weight._exceptions) > 0 for weight in call.parts.values()][cancelling]
+
+
+@pytest.mark.parametrize("clipping", ["flat", "per-layer"])
+@pytest.mark.parametrize("strategy", [None, "ghost", "keep", "drop"])
+@pytest.mark.parametrize("kind", ["linear", "1x1 convolution"])
+def test_an_example_whose_squared_norm_rounds_below_zero_is_measured_again_and_contributes(kind, strategy, clipping):
+    """One position takes back what the other adds, so that the Gram norm of every third of these examples is below zero."""
+    torch.manual_seed(0)
+    x = 1000 * torch.randn(320, 1, 64) + 0.01 * torch.randn(320, 2, 64)
+    model, batch = nn.Linear(64, 64, bias=False), (x, torch.tensor([1.0, -1.0]).view(1, 2, 1).repeat(320, 1, 64))
+    if kind == "1x1 convolution":
+        model, batch = nn.Conv1d(64, 64, 1, bias=False), tuple(one.transpose(1, 2).contiguous() for one in batch)
+    engine = ClippedGradients(model, linear_loss, max_grad_norm=0.5, strategy=strategy, clipping=clipping)
+    found = engine.accumulate(batch)
+    gradients = (x[:, 0].double() - x[:, 1].double()).unsqueeze(1).expand(320, 64, 64)
+    norms = gradients.flatten(1).norm(dim=1)
+    torch.testing.assert_close(found.double(), norms, rtol=1e-5, atol=0)
+    expected = (gradients * (0.5 / norms).clamp(max=1).view(-1, 1, 1)).sum(0)
+    assert (engine.sums["weight"].squeeze(-1) - expected).norm() <= 1e-5 * expected.norm()

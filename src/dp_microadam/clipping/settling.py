@@ -38,10 +38,10 @@ def settle(parts: Sequence[Part], others: Sequence[Tensor] = ()) -> Settled:
     Formal guarantees: afterwards no norm is smaller than that of what the part would add to the sum, up to the rounding that
     ``outer_product.py`` states.
     """
-    norms = sum_of([part.squared for part in parts]).sqrt()
-    unusable = ~torch.isfinite(norms)
+    squared = sum_of([part.squared for part in parts])
+    unusable = ~torch.isfinite(squared)  # and not its root: a square that rounded below zero is in doubt, and taken again
     doubts = [(part, doubt) for part in parts if (doubt := part.call.doubt()) is not None]
-    counts = [unusable.sum().view(1), *(flag.to(norms.device, torch.long, non_blocking=True).view(1) for flag in others)]
+    counts = [unusable.sum().view(1), *(flag.to(squared.device, torch.long, non_blocking=True).view(1) for flag in others)]
     if doubts:
         flags = torch.stack([doubt.norms for _, doubt in doubts]) < torch.stack([doubt.least for _, doubt in doubts])
         present = [doubt.present for _, doubt in doubts if doubt.present is not None]
@@ -53,5 +53,5 @@ def settle(parts: Sequence[Part], others: Sequence[Tensor] = ()) -> Settled:
         for (part, _), row, count in zip(doubts, flags, doubtful, strict=True):
             if count:
                 part.squared = part.call.settle(row, count)
-        norms = sum_of([part.squared for part in parts]).sqrt()
-    return Settled(norms, flagged_rows(unusable, lost) if lost else None, [bool(flag) for flag in found[: len(others)]])
+        squared = sum_of([part.squared for part in parts])
+    return Settled(squared.sqrt(), flagged_rows(unusable, lost) if lost else None, [bool(flag) for flag in found[: len(others)]])
