@@ -54,4 +54,5 @@ def settle(parts: Sequence[Part], others: Sequence[Tensor] = ()) -> Settled:
             if count:
                 part.squared = part.call.settle(row, count)
         squared = sum_of([part.squared for part in parts])
-    return Settled(squared.sqrt(), flagged_rows(unusable, lost) if lost else None, [bool(flag) for flag in found[: len(others)]])
+    removed = flagged_rows(unusable, lost) if lost else None
+    return Settled(squared.sqrt(), removed, [bool(flag) for flag in found[: len(others)]])
