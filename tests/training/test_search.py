@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import stat
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from thoroughness import THOROUGH
 from dp_microadam import InputError, MicroAdam, PrivacyError, PrivacyPlan, PrivateSearch, PrivateTrainer, SelectionPlan
 from dp_microadam.privacy.ledger import read_ledger
 from dp_microadam.privacy.selection import Repetitions
+from dp_microadam.training.run_statistics import Pace
 from dp_microadam.training.secret_state import SecretState, destroy
 
 PLAN = SelectionPlan(dataset_size=20, batch_size=5, noise_multiplier=1.0, steps=2, delta=1e-2, expected_runs=3)
@@ -127,6 +130,22 @@ def test_a_sceptical_reader_finds_nothing_of_other_runs_in_what_a_search_leaves(
         assert found["best/ledger.jsonl"] == names["best/ledger.jsonl"]
         assert abs(sum(found.values()) - sum(names.values())) < 300, "figures have different numbers of digits"
         assert said == ["", ""]
+
+
+def test_nothing_published_depends_on_how_busy_or_warm_the_process_was(tmp_path, draws, monkeypatch):
+    """The first run of a process is slower, so that its pace would tell whether the best run was the first."""
+    plan = replace(PLAN, steps=5)
+    monkeypatch.setattr(f"{__name__}.PLAN", plan)
+    draws.append(1)
+    paces = []
+    monkeypatch.setattr(Pace, "take", lambda self: paces.append(76.543) or 76.543)
+    result = search(tmp_path, lambda *given: make_trainer(*given, evaluate_every=4)).fit(TRAIN, VALIDATION)
+    assert paces
+    for name, content in everything_in(result.run_dir).items():
+        assert b"76.543" not in content, name
+        assert name.endswith(".ckpt") or not re.search(rb"second|\d\d:\d\d", content), name
+    for line in (result.run_dir / "metrics.jsonl").read_text().splitlines():
+        assert json.loads(line).keys() == {"step", "epsilon", "validation_loss", "learning_rate"}
 
 
 @pytest.mark.slow
