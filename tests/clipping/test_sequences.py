@@ -187,3 +187,14 @@ def test_transposed_convolutions_agree_with_the_loop(assert_agrees, case, batch)
     model, shape = case
     torch.manual_seed(0)
     assert_agrees(model, torch.randn(batch, *shape))
+
+
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stride", "more", "dilation", "padding", "groups"), [(1, 1, 2, 1, 1), (1, 2, 3, 0, 2), (2, 2, 3, 2, 1), (3, 2, 1, 1, 1)]
+)
+def test_output_padding_of_any_size_agrees_with_the_loop(assert_agrees, dimensions, stride, more, dilation, padding, groups):
+    family = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dimensions - 1]
+    torch.manual_seed(0)
+    layer = family(2 * groups, 3 * groups, 2, stride, padding, more, groups, dilation=dilation)
+    assert_agrees(layer, torch.randn(3, 2 * groups, *[3, 2, 2][:dimensions]))

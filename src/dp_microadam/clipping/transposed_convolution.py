@@ -6,6 +6,7 @@ output gradient is a.
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from dp_microadam.clipping.convolution import ConvolutionFactors, ConvolutionRule
@@ -13,4 +14,6 @@ from dp_microadam.clipping.convolution import ConvolutionFactors, ConvolutionRul
 
 class TransposedConvolutionRule(ConvolutionRule):
     def factors(self, inputs: Tensor, deltas: Tensor) -> ConvolutionFactors:
-        return ConvolutionFactors(deltas, inputs, self.layout.geometry)
+        # Output padding of a stride or more leaves room for further positions of the convolution, where nothing came from.
+        more = [side for p, s in zip(self.module.output_padding, self.module.stride, strict=True) for side in (p // s, 0)][::-1]
+        return ConvolutionFactors(deltas, F.pad(inputs, more) if any(more) else inputs, self.layout.geometry)
