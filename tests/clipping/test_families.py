@@ -152,6 +152,13 @@ def test_texts_without_a_gradient_are_not_formed_one_by_one(monkeypatch):
     assert not formed
 
 
+def fixed(norm: nn.Module) -> nn.Module:
+    """A batch normalization with statistics of its own, which no example changes."""
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(0.5, 2)
+    return norm.eval()
+
+
 NORMS = {
     "group": (lambda: nn.GroupNorm(2, 6), (6, 4, 3)),
     "group of features": (lambda: nn.GroupNorm(2, 6), (6,)),
@@ -165,6 +172,11 @@ NORMS = {
         lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True).eval(),
         (3, 4, 5),
     ),
+    "batch norm of features with fixed statistics": (lambda: fixed(nn.BatchNorm1d(3)), (3,)),
+    "batch norm 1d with fixed statistics": (lambda: fixed(nn.BatchNorm1d(3)), (3, 7)),
+    "batch norm 2d with fixed statistics": (lambda: fixed(nn.BatchNorm2d(3)), (3, 4, 5)),
+    "batch norm 3d with fixed statistics": (lambda: fixed(nn.BatchNorm3d(3)), (3, 2, 4, 3)),
+    "batch norm over processes with fixed statistics": (lambda: fixed(nn.SyncBatchNorm(3)), (3, 4, 5)),
     "rms": (lambda: nn.RMSNorm(5), (3, 5)),
     "rms with eps": (lambda: nn.RMSNorm((2, 5), eps=1e-3), (3, 2, 5)),
 }

@@ -6,6 +6,7 @@ import sys
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from dp_microadam.clipping.batchnorm import is_batchnorm
@@ -35,6 +36,7 @@ _RULES: dict[type[nn.Module], type[LayerRule]] = {
     nn.InstanceNorm1d: ChannelNormalizationRule,
     nn.InstanceNorm2d: ChannelNormalizationRule,
     nn.InstanceNorm3d: ChannelNormalizationRule,
+    _BatchNorm: ChannelNormalizationRule,  # with fixed statistics; others are refused below
     nn.LayerNorm: FeatureNormalizationRule,
     nn.RMSNorm: FeatureNormalizationRule,
     nn.Embedding: EmbeddingRule,
@@ -116,12 +118,11 @@ def refuse_batch_statistics(model: nn.Module) -> None:
     """Raise :class:`InputError` for layers that mix examples, or store statistics of them, in the model's current mode."""
     for name, module in model.named_modules():
         if is_batchnorm(module):
-            frozen = not any(parameter.requires_grad for parameter in module.parameters())
-            if module.training or module.running_mean is None or not frozen:
+            if module.training or module.running_mean is None:
                 raise InputError(
                     f"module {name!r} is {type(module).__name__}, which mixes the examples of a batch; use "
-                    "dp_microadam.replace_batchnorm(model), which puts GroupNorm in its place, or freeze it and "
-                    "call its eval()"
+                    "dp_microadam.replace_batchnorm(model), which puts GroupNorm in its place, or call its "
+                    "eval(), if its running statistics are of public data"
                 )
         elif isinstance(module, _InstanceNorm) and module.training and module.track_running_stats:
             raise InputError(

@@ -1,4 +1,4 @@
-"""Affine parameters of GroupNorm, LayerNorm, InstanceNorm and RMSNorm: ∂γ = Σₜ δₜx̂ₜ and ∂β = Σₜ δₜ, kept per example.
+"""Affine parameters of GroupNorm, LayerNorm, InstanceNorm, RMSNorm and BatchNorm with fixed statistics: ∂γ = Σₜ δₜx̂ₜ and ∂β = Σₜ δₜ, kept per example.
 
 x̂, the normalized input without gain, is computed again rather than divided out of the output, which fails at γ = 0.
 """
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from dp_microadam.clipping.rule import GradientRows, LayerCall, LayerRule, PartsCall, UnchangedInput, at_least_float32, folded
 
@@ -61,9 +62,9 @@ class NormalizationRule(LayerRule):
 
 
 class ChannelNormalizationRule(NormalizationRule):
-    """GroupNorm and InstanceNorm: one gain per channel, the second dimension."""
+    """GroupNorm, InstanceNorm and BatchNorm in eval mode: one gain per channel, the second dimension."""
 
-    module: nn.GroupNorm | InstanceNorm
+    module: nn.GroupNorm | InstanceNorm | _BatchNorm
 
     def normalized(self, inputs: Tensor) -> Tensor:
         if isinstance(self.module, nn.GroupNorm):
