@@ -1,6 +1,7 @@
-"""Affine parameters of GroupNorm, LayerNorm, InstanceNorm, RMSNorm and BatchNorm with fixed statistics: ∂γ = Σₜ δₜx̂ₜ and ∂β = Σₜ δₜ, kept per example.
+"""Affine parameters of GroupNorm, LayerNorm, InstanceNorm, RMSNorm and fixed BatchNorm: ∂γ = Σₜ δₜx̂ₜ and ∂β = Σₜ δₜ.
 
-x̂, the normalized input without gain, is computed again rather than divided out of the output, which fails at γ = 0.
+They are kept per example. x̂, the normalized input without gain, is computed again rather than divided out of the output,
+which fails at γ = 0.
 """
 
 from __future__ import annotations
