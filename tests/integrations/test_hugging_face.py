@@ -495,6 +495,14 @@ def test_metrics_of_rows_of_the_training_tensors_are_refused(make):
         trainer.evaluate(rows({name: value[:16] for name, value in columns.items()}))
 
 
+def test_metrics_of_training_data_by_the_name_of_a_dict_s_entry_are_refused(make):
+    trainer = make(eval_dataset={"held_out": rows(sentences(16, 1)), "train": None})
+    trainer.eval_dataset["train"] = trainer.train_dataset
+    with pytest.raises(InputError, match="hold it out"):
+        trainer.evaluate("train")
+    assert "eval_loss" in trainer.evaluate("held_out")
+
+
 class Gathering(BertForSequenceClassification):
     """Keeps figures of what goes through it, as models with metrics of their own do."""
 

@@ -555,6 +555,90 @@ class Views(Dataset):
         return self.inputs[index], self.labels[index]
 
 
+class Iterated:
+    """A loader that is no DataLoader."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return iter([self.data[0].split(20)[0], self.data[1].split(20)[0]] for _ in range(2))
+
+    def __len__(self):
+        return 2
+
+
+LOADERS = {
+    "DataLoader": lambda data: DataLoader(TensorDataset(*data), batch_size=30),
+    "its own": Iterated,
+    "around another": lambda data: Iterated([DataLoader(TensorDataset(*data)), DataLoader(TensorDataset(*data))]),
+    "by name": lambda data: {"seen": DataLoader(TensorDataset(*data), batch_size=30)},
+    "generator": lambda data: (tuple(part[rows] for part in data) for rows in torch.arange(40).split(20)),
+}
+
+
+class Told(Classifier):
+    """Says what it was given to evaluate on, and overrides every hook, as people do, without the base class's."""
+
+    def __init__(self, network):
+        super().__init__(network)
+        self.told, self.later = [], None
+
+    def on_validation_start(self):
+        pass
+
+    on_test_start = on_predict_start = on_validation_model_eval = on_test_model_eval = on_validation_start
+
+    def setup(self, stage):
+        pass
+
+    def val_dataloader(self):
+        return [] if self.later is None else self.later
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.told.append(batch)
+
+    test_step = predict_step = validation_step
+
+
+@pytest.mark.parametrize("look", ["validate", "test", "predict", "fit"])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_whatever_is_evaluated_on_it_is_held_out(make_network, make_steps, make_trainer, train, kind, look):
+    module = Told(make_network())
+    if look == "fit":
+        with pytest.raises(InputError, match="hold it out"):
+            make_trainer().fit(module, make_steps(), LOADERS[kind](train))
+    else:
+        make_trainer(max_steps=1).fit(module, make_steps())
+        for trainer in (make_trainer(), module.trainer):
+            with pytest.raises(InputError, match="hold it out"):
+                getattr(trainer, look)(module, LOADERS[kind](train), weights_only=True)
+    assert not module.told
+
+
+def test_held_out_data_is_evaluated_on_whatever_the_loader(make_network, make_steps, make_trainer, held_out):
+    module = Told(make_network())
+    make_trainer(max_steps=1).fit(module, make_steps(), LOADERS["its own"](held_out))
+    for look in ("validate", "test", "predict"):
+        for kind in ("DataLoader", "its own", "generator"):
+            module.told.clear()
+            getattr(make_trainer(), look)(module, LOADERS[kind](held_out), weights_only=True)
+            assert module.told, (look, kind)
+
+
+def test_a_validation_loader_that_appears_later_is_looked_at_too(make_network, make_steps, make_trainer, train):
+    module = Told(make_network())
+
+    class Late(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
+            module.later = LOADERS["DataLoader"](train)
+
+    with pytest.raises(InputError, match="hold it out"):
+        make_trainer(callbacks=[Late()]).fit(module, make_steps())
+    assert not module.told
+
+
 def test_a_training_step_of_one_s_own_is_refused(make_network, make_steps, make_trainer):
     class Own(Classifier):
         def training_step(self, batch, batch_idx):

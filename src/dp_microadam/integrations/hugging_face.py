@@ -22,7 +22,7 @@ from dp_microadam.privacy.ledger_record import RUN_INSIDE
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.walk import DISTANCE
 from dp_microadam.training.evaluation import PerExample
-from dp_microadam.training.held_out import share_examples
+from dp_microadam.training.held_out import reads_examples
 from dp_microadam.training.method import Method
 from dp_microadam.training.progress import tell
 from dp_microadam.training.rate_units import WALK
@@ -229,15 +229,11 @@ class PrivateHFTrainer(Trainer):
         self._count_epochs()
         super().log({**_public(logs), **spent}, start_time)
 
-    def evaluate(self, eval_dataset: Any = None, *arguments: Any, **options: Any) -> dict[str, float]:
-        """As the host does, on data that is not trained on."""
-        self._refuse_training_data("eval_dataset", self.eval_dataset if eval_dataset is None else eval_dataset)
-        return super().evaluate(eval_dataset, *arguments, **options)
-
-    def predict(self, test_dataset: Any, *arguments: Any, **options: Any) -> Any:
-        """As the host does, on data that is not trained on."""
-        self._refuse_training_data("test_dataset", test_dataset)
-        return super().predict(test_dataset, *arguments, **options)
+    def evaluation_loop(self, dataloader: Any, *arguments: Any, **options: Any) -> Any:
+        """As the host does, on data that is not trained on: every evaluation and prediction begins here."""
+        if reads_examples(dataloader, self.train_dataset):
+            raise InputError("evaluation data shares examples with train_dataset; its metrics would be private, hold it out")
+        return super().evaluation_loop(dataloader, *arguments, **options)
 
     def hyperparameter_search(self, *arguments: Any, **options: Any) -> Any:
         """Refused: every trial looks at the training data again."""
@@ -273,11 +269,6 @@ class PrivateHFTrainer(Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """There is none."""
-
-    def _refuse_training_data(self, name: str, data: Any) -> None:
-        for one in data.values() if isinstance(data, dict) else [data]:
-            if one is not None and share_examples(self.train_dataset, one):
-                raise InputError(f"{name} shares examples with train_dataset; its metrics would be private, hold it out")
 
     def _refuse_environment(self) -> None:
         if self.args.n_gpu > 1 or self.is_model_parallel:

@@ -19,7 +19,7 @@ from dp_microadam.training.distributed import ranks_here
 from dp_microadam.training.method import Method
 
 try:
-    from lightning.pytorch import LightningModule
+    from lightning.pytorch import Callback, LightningModule
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
     from lightning.pytorch.trainer.states import TrainerFn
 except ImportError as error:
@@ -89,6 +89,14 @@ class PrivateLightningModule(LightningModule):
         self._looking_at_examples = False
         self._stamp: dict[str, Any] | None = None
         self._method: Method | None = None
+        self._steps: PrivateSteps | None = None
+
+    @LightningModule.trainer.setter  # type: ignore[attr-defined]
+    def trainer(self, trainer: Any) -> None:
+        """Attach the trainer, which then looks at the data of every evaluation, whichever hooks a module overrides."""
+        LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
+        if trainer is not None and not any(isinstance(one, _HeldOut) and one.module is self for one in trainer.callbacks):
+            trainer.callbacks.insert(0, _HeldOut(self))
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Lightning calls ``configure_optimizers`` itself and knows optimizers only."""
@@ -97,8 +105,8 @@ class PrivateLightningModule(LightningModule):
             setattr(cls, "configure_optimizers", _keeping_the_method(cls.__dict__["configure_optimizers"]))  # noqa: B010
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies of the module have no optimizer."""
-        return {**super().__getstate__(), "_method": None}
+        """Copies of the module have neither optimizer nor training data."""
+        return {**super().__getstate__(), "_method": None, "_steps": None}
 
     def per_example_loss(self, batch: Any) -> Tensor:
         """One loss per example of the batch."""
@@ -188,11 +196,8 @@ class PrivateLightningModule(LightningModule):
             )
         if not steps.begun:
             self._refuse_settings()
-            for loader in tree_leaves(self.trainer.val_dataloaders):
-                if isinstance(loader, DataLoader) and steps.holds(loader.dataset):
-                    raise InputError(
-                        "validation shares examples with the training data; its metrics would be private, hold it out"
-                    )
+            self._steps = steps
+            self._refuse_training_data(self.trainer.fit_loop.epoch_loop.val_loop)
             with self._nothing_logged(steps):
                 steps.begin(
                     self,
@@ -203,6 +208,15 @@ class PrivateLightningModule(LightningModule):
                 )
             self.trainer.should_stop = not steps.remaining  # a finished run that is resumed
         return steps
+
+    def _refuse_training_data(self, loop: Any) -> None:
+        """Refuse an evaluation on training examples, those of this module's last training."""
+        steps = self._steps or self.trainer.fit_loop._data_source.instance  # the latter before training begins
+        loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
+        if isinstance(steps, PrivateSteps) and any(map(steps.holds, loaders)):
+            raise InputError(
+                "the data to evaluate on shares examples with the training data; its metrics would be private, hold it out"
+            )
 
     def _optimizer_of(self, configured: Any) -> Any:
         if not isinstance(configured, Method):
@@ -244,11 +258,11 @@ class PrivateLightningModule(LightningModule):
             (
                 isinstance(trainer.limit_train_batches, int)  # 1 is one batch, 1.0 all
                 or trainer.limit_train_batches != 1.0
-                or trainer.overfit_batches != 0.0,  # type: ignore[attr-defined]
+                or trainer.overfit_batches != 0.0,
                 "limit_train_batches, overfit_batches or fast_dev_run is set; stop early by max_steps, every step counts",
             ),
             (
-                trainer.reload_dataloaders_every_n_epochs != 0,  # type: ignore[attr-defined]
+                trainer.reload_dataloaders_every_n_epochs != 0,
                 "reload_dataloaders_every_n_epochs is set; a run has one PrivateSteps, leave it at 0",
             ),
             (len(trainer.optimizers) > 1, f"there are {len(trainer.optimizers)} optimizers; a private step has one"),
@@ -266,10 +280,27 @@ class PrivateLightningModule(LightningModule):
         ):
             if wrong:
                 raise InputError(sentence)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in trainer.callbacks:
             for kind in type(callback).__mro__:
                 if kind.__name__ in _REFUSED_CALLBACKS:
                     raise InputError(f"callback {kind.__name__} is in use: {_REFUSED_CALLBACKS[kind.__name__]}")
+
+
+class _HeldOut(Callback):
+    """Looks at the data of each evaluation when it starts."""
+
+    def __init__(self, module: PrivateLightningModule) -> None:
+        self.module = module
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self.module._refuse_training_data(trainer.fit_loop.epoch_loop.val_loop if fitting else trainer.validate_loop)
+
+    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
+        self.module._refuse_training_data(trainer.test_loop)
+
+    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
+        self.module._refuse_training_data(trainer.predict_loop)
 
 
 def _keeping_the_method(configure: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -17,7 +17,7 @@ from dp_microadam.privacy.ledger import refuse_second_run
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.training.evaluation import PerExample
 from dp_microadam.training.gradients import set_gradients
-from dp_microadam.training.held_out import refuse_shared_users, share_examples
+from dp_microadam.training.held_out import reads_examples, refuse_shared_users
 from dp_microadam.training.method import Method
 from dp_microadam.training.private_step import PrivateStep
 from dp_microadam.training.progress import CHECKING, said_if_slow
@@ -169,8 +169,8 @@ class PrivateSteps:
         return {} if self.method is None else self.method.state_dict()
 
     def holds(self, data: Any) -> bool:
-        """Whether ``data`` shares examples with the training data, as far as that can be seen without comparing values."""
-        return share_examples(self._train, data)
+        """Whether ``data``, or a loader of it, has training examples, as far as that can be seen without comparing values."""
+        return reads_examples(data, self._train)
 
     def write_privacy(self, folder: str | Path | None = None) -> None:
         """Write ``privacy.json`` and the statement in words, as of the steps spent so far, into ``folder`` or the run's own."""

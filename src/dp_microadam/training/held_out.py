@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path, PurePath
+from types import GeneratorType
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from dp_microadam.training.example_entries import (
     unwrapped,
 )
 
-__all__ = ["refuse_shared_users", "share_examples", "unwrapped"]
+__all__ = ["reads_examples", "refuse_shared_users", "share_examples", "unwrapped"]
 
 
 def refuse_shared_users(users: Any, held_out: Any) -> None:
@@ -86,6 +87,44 @@ def share_examples(one: Any, other: Any) -> bool:
     mapped = _MappedFiles()
     mine, theirs = ([_Seen(each, mapped) for each in _once(found)] for found in (entries, other_entries))
     return any(each.meets(one) for each in mine for one in theirs) or _views_overlap(arrays, other_arrays, mapped)
+
+
+def reads_examples(loader: Any, train: Any) -> bool:
+    """Whether a loader of any type visibly reads examples of ``train``: data it holds, or a generator's variables, share some.
+
+    >>> import torch
+    >>> images = torch.zeros(10, 3)
+    >>> loader = torch.utils.data.DataLoader(images[4:8])
+    >>> reads_examples(loader, (images[:8],)), reads_examples(iter(loader), (images[:4],))
+    (True, False)
+    """
+    return any(share_examples(train, data) for data in _held_by(loader, _DEPTH, set()))
+
+
+_DEPTH, _FEW = 4, 64
+"""How deep a loader is searched for data, and the longest list whose entries are searched too."""
+
+
+def _held_by(value: Any, depth: int, entered: set[int]) -> Iterator[Any]:
+    if depth == 0 or id(value) in entered or value is None or isinstance(value, _ATOMS):
+        return
+    entered.add(id(value))
+    if isinstance(value, Dataset | list | tuple | Mapping) or is_array(value) or is_arrow(value):
+        yield value
+    if isinstance(value, Dataset) or is_array(value) or is_arrow(value):
+        return
+    if hasattr(value, "dataset"):
+        inside: list[Any] = [value.dataset]
+    elif isinstance(value, Mapping):
+        inside = list(value.values())
+    elif isinstance(value, list | tuple):
+        inside = list(value) if len(value) <= _FEW else []
+    elif isinstance(value, GeneratorType):
+        inside = list(value.gi_frame.f_locals.values()) if value.gi_frame else []
+    else:
+        inside = [held for _, held in attributes_of(value)] if depth == _DEPTH or is_searched(value) else []
+    for one in inside:
+        yield from _held_by(one, depth - 1, entered)
 
 
 def _count_up(data: Any) -> bool:
