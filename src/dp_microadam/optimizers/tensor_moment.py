@@ -25,6 +25,15 @@ def mean_square(gradient: Tensor) -> Tensor:
     return (norm / math.sqrt(gradient.numel())).square().to(torch.float32)
 
 
+def mean_squares(gradients: Sequence[Tensor]) -> list[float]:
+    """:func:`mean_square` of each gradient, as numbers. The host waits for the device once, however many there are."""
+    if all(gradient.dtype is torch.float32 and not is_sharded(gradient) for gradient in gradients):
+        norms = torch._foreach_norm([gradient.contiguous() for gradient in gradients])
+        together: list[float] = torch.stack(norms).tolist() if norms else []
+        return [norm**2 / gradient.numel() for norm, gradient in zip(together, gradients, strict=True)]
+    return [float(mean_square(gradient)) for gradient in gradients]
+
+
 def averaged(gradients: Sequence[Tensor], before: Sequence[Tensor], beta: float) -> list[float]:
     """β·v + (1 − β)·mean(g²) of each gradient, in float32; ``before`` are the v so far, tensors of one number.
 

@@ -1,0 +1,262 @@
+"""ThresholdAdam against a plain twin, closed forms and simulation."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dp_microadam.errors import InputError
+from dp_microadam.optimizers import threshold_adam
+from dp_microadam.optimizers.threshold_adam import LEVELS, THRESHOLD, ThresholdAdam
+
+SHAPES = [(4, 3), (7,), (1,), (5, 2, 3), (0,)]
+
+
+def parameters(shapes=SHAPES, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def give(params, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in params:
+        parameter.grad = (torch.randn(parameter.shape, generator=generator) + 0.2).to(parameter.dtype)
+
+
+class Twin:
+    """The docstring's three lines in float64, one coordinate after the other."""
+
+    def __init__(self, start, lr, threshold, beta=0.999, eps=1e-8):
+        self.p, self.v, self.t = [float(x) for x in start], 0.0, 0
+        self.level = [0] * len(self.p)
+        self.lr, self.c, self.beta, self.eps = lr, threshold, beta, eps
+
+    def step(self, gradient):
+        self.t += 1
+        self.v = self.beta * self.v + (1 - self.beta) * sum(g * g for g in gradient) / len(gradient)
+        root = math.sqrt(self.v / (1 - self.beta**self.t)) + self.eps
+        offset = (math.sqrt(5) - 1) / 2 * self.t % 1
+        for i, g in enumerate(gradient):
+            a = g / root + self.level[i] * self.c / LEVELS
+            if abs(a) > self.c:
+                self.p[i] -= self.lr * a
+                self.level[i] = 0
+            else:
+                self.level[i] = math.floor(a * LEVELS / self.c + offset)
+
+
+@pytest.mark.parametrize("threshold", [THRESHOLD, 0.7])
+def test_a_step_is_the_three_lines_of_the_docstring(threshold):
+    params = parameters()
+    twins = [Twin(parameter.detach().flatten().tolist(), 0.1, threshold) for parameter in params]
+    optimizer = ThresholdAdam(params, lr=0.1, threshold=threshold)
+    for step in range(20):
+        give(params, step)
+        optimizer.step()
+        for parameter, twin in zip(params, twins, strict=True):
+            if parameter.numel():
+                twin.step(parameter.grad.flatten().tolist())
+    for parameter, twin in zip(params, twins, strict=True):
+        assert torch.allclose(parameter.flatten(), torch.tensor(twin.p), atol=1e-5)
+        expected = torch.tensor(twin.level, dtype=torch.float32) * threshold / LEVELS
+        assert torch.allclose(optimizer.residual(parameter).flatten(), expected)
+
+
+@given(
+    shapes=st.lists(st.lists(st.integers(1, 6), max_size=3), min_size=1, max_size=4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    threshold=st.sampled_from([0.5, THRESHOLD]),
+)
+@settings(max_examples=20, deadline=None)
+def test_tensors_updated_together_and_one_by_one_agree(shapes, dtype, threshold):
+    together, alone = parameters(shapes, dtype=dtype), parameters(shapes, dtype=dtype)
+    one = ThresholdAdam(together, threshold=threshold, weight_decay=0.1)
+    many = [ThresholdAdam([parameter], threshold=threshold, weight_decay=0.1) for parameter in alone]
+    for step in range(4):
+        give(together, step)
+        give(alone, step)
+        one.step()
+        for optimizer in many:
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+
+
+@pytest.mark.skipif(threshold_adam._compiler() is None, reason="torch.compile needs a C++ compiler")
+def test_the_compiled_update_is_the_plain_one(monkeypatch):
+    plain, compiled = parameters([(31, 5), (64,)]), parameters([(31, 5), (64,)])
+    one, other = ThresholdAdam(plain, lr=0.1), ThresholdAdam(compiled, lr=0.1)
+    for step in range(6):
+        give(plain, step)
+        give(compiled, step)
+        one.step()
+        with monkeypatch.context() as patched:
+            patched.setattr(threshold_adam, "_WORTH_COMPILING", 1)
+            patched.setattr(threshold_adam, "_COMPILED_FROM", 2)
+            other.step()
+    for a, b in zip(plain, compiled, strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+        assert torch.equal(one.state[a]["residual"], other.state[b]["residual"])
+
+
+def test_weights_and_residual_hold_the_sum_of_all_scaled_gradients_whatever_becomes_of_the_second_moment():
+    """In expectation over the rounding, whose error is below one level a step and averages out over steps."""
+    parameter = torch.nn.Parameter(torch.zeros(4000, dtype=torch.float64))
+    optimizer = ThresholdAdam([parameter], lr=1.0, beta=0.5)
+    steps, exact = 300, torch.zeros(4000, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    dense = ThresholdAdam([torch.nn.Parameter(exact)], lr=1.0, beta=0.5, threshold=0)
+    for step in range(steps):
+        parameter.grad = torch.randn(4000, generator=generator, dtype=torch.float64) * 10 ** (step % 3)  # √v̂ changes
+        dense.param_groups[0]["params"][0].grad = parameter.grad.clone()
+        optimizer.step()
+        dense.step()
+    error = parameter.detach() - optimizer.residual(parameter) - dense.param_groups[0]["params"][0].detach()
+    level = THRESHOLD / LEVELS
+    # Each rounding errs by at most a level, with mean zero: 0.41·level a step for independent ones, and half of it as a bound.
+    assert error.abs().mean() < 0.5 * level * math.sqrt(steps)
+    assert abs(float(error.mean())) < 0.05 * level * math.sqrt(steps)  # 4,000 coordinates: eight deviations
+
+
+def test_without_a_threshold_a_step_is_linear_in_the_gradient_and_there_is_no_residual():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([3.0, -1.0])
+    optimizer = ThresholdAdam([weight], lr=0.5, threshold=0)
+    optimizer.step()
+    assert weight.tolist() == pytest.approx([-1.5 / math.sqrt(5), 0.5 / math.sqrt(5)])
+    assert set(optimizer.state[weight]) == {"step", "second_moment"}
+
+
+def test_under_noise_a_tenth_of_the_coordinates_moves_and_steps_have_the_size_of_adams():
+    """Closed form: of a walk that leaves ±c, a crossing needs about (c + 0.583)² steps; 0.583 is the mean overshoot of Gaussian
+    steps (Siegmund, 1985)."""
+    size, steps = 20_000, 60
+    weight = torch.nn.Parameter(torch.zeros(size))
+    optimizer = ThresholdAdam([weight], lr=1.0)
+    generator = torch.Generator().manual_seed(0)
+    moved, squares = [], []
+    for _ in range(steps):
+        before = weight.detach().clone()
+        weight.grad = torch.randn(size, generator=generator)
+        optimizer.step()
+        change = weight.detach() - before
+        moved.append(float((change != 0).float().mean()))
+        squares.append(float(change.square().mean()))
+    settled = slice(20, None)
+    assert np.mean(moved[settled]) == pytest.approx(1 / (THRESHOLD + 0.583) ** 2, rel=0.05)
+    assert np.mean(moved[settled]) == pytest.approx(0.1, rel=0.06)
+    assert math.sqrt(np.mean(squares[settled])) == pytest.approx(1.0, rel=0.05)
+
+
+def test_the_state_is_half_a_byte_per_parameter():
+    weight = torch.nn.Parameter(torch.zeros(1000, 100))
+    weight.grad = torch.ones_like(weight)
+    optimizer = ThresholdAdam([weight])
+    optimizer.step()
+    assert optimizer.state_bytes() <= 0.501 * weight.numel()
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that would be kernels on a GPU: all but views, and but those of numbers, which are on the host."""
+
+    views = (
+        "view",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "unbind",
+        "detach",
+        "alias",
+        "reshape",
+        "select",
+        "_unsafe_view",
+        "lift_fresh",
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor)]
+        self.count += func.overloadpacket.__name__ not in self.views and any(tensor.dim() for tensor in tensors)
+        return result
+
+
+def test_launches_do_not_grow_with_the_number_of_tensors_and_are_at_most_twenty():
+    counts = []
+    for tensors in (2, 40):
+        params = parameters([(3, 5)] * tensors)
+        optimizer = ThresholdAdam(params)
+        give(params, 0)
+        optimizer.step()
+        with Launches() as launches:
+            optimizer.step()
+        counts.append(launches.count)
+    assert counts[0] == counts[1] <= 20
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 2, 2), (6, 5)])
+def test_the_memory_layout_of_a_tensor_changes_nothing(shape):
+    plain = parameters([shape])[0]
+    strided = torch.nn.Parameter(plain.detach().clone().transpose(0, 1).contiguous().transpose(0, 1))
+    results = []
+    for parameter in (plain, strided):
+        optimizer = ThresholdAdam([parameter], lr=0.1, threshold=0.5)
+        for step in range(3):
+            give([parameter], step)
+            optimizer.step()
+        results.append((parameter.detach().clone(), optimizer.residual(parameter)))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_a_loaded_state_goes_on_as_if_it_had_never_been_saved():
+    straight, first = parameters(), parameters()
+    whole, before = ThresholdAdam(straight, lr=0.1), ThresholdAdam(first, lr=0.1)
+    for step in range(6):
+        give(straight, step)
+        whole.step()
+        if step == 3:
+            second = [torch.nn.Parameter(parameter.detach().clone()) for parameter in first]
+            after = ThresholdAdam(second)
+            after.load_state_dict(before.state_dict())
+            first, before = second, after
+        give(first, step)
+        before.step()
+    assert all(torch.equal(a, b) for a, b in zip(straight, first, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda state: state.pop("residual"), "ThresholdAdam's has residual, second_moment, step"),
+        (lambda state: state.update(residual=torch.zeros(3, dtype=torch.int8)), "has shape (3,)"),
+        (lambda state: state.update(residual=torch.zeros(6)), "torch.float32"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(change, sentence):
+    params = parameters([(4, 3)])
+    optimizer = ThresholdAdam(params)
+    give(params, 0)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    change(saved["state"][0])
+    with pytest.raises(InputError, match=sentence.replace("(", r"\(").replace(")", r"\)")):
+        ThresholdAdam(params).load_state_dict(saved)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("lr", -1.0), ("threshold", -0.1), ("beta", 1.0), ("eps", 0.0), ("weight_decay", -1.0)]
+)
+def test_options_out_of_range_are_refused_by_name(option, value):
+    with pytest.raises(InputError, match=option):
+        ThresholdAdam(parameters(), **{option: value})
