@@ -202,7 +202,7 @@ def project(alone: dict[str, float]) -> dict[str, dict[int, dict[str, float]]]:
                 # About 20 bytes are read and written per parameter: weights, gradient, state, average.
                 "optimizer, average": 20 * parameters / ASSUMED["bytes/s of GPU memory"],
                 "messages, ledger": alone["ledger, per step (wall clock)"]
-                + 4 * 2 * hops * ASSUMED["seconds per hop of a message on the CPU"],
+                + 5 * 2 * hops * ASSUMED["seconds per hop of a message on the CPU"],
             }
     return found
 

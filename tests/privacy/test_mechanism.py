@@ -164,7 +164,7 @@ def test_slices_of_the_noise_divide_the_coordinates_whatever_the_order_of_tensor
     for rank in range(size):
         names = list(sums)
         shuffled.shuffle(names)
-        own = noise_ranges({name: sums[name] for name in names}, partial(slice_of, rank, size))
+        own = noise_ranges({name: sums[name] for name in names}, slice_of(rank, size, sum(sizes)))
         assert sum(map(len, own.values())) <= -(-sum(sizes) // size)
         for name in sums:
             covered[name] += own[name]

@@ -10,6 +10,7 @@ import signal
 import sys
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import distributed as dist
@@ -18,6 +19,7 @@ from torch.utils.data import Dataset
 
 from dp_microadam import ClippedGradients, DPMicroAdamError, MicroAdam, PrivacyPlan, methods
 from dp_microadam.privacy.ledger import read_ledger
+from dp_microadam.training import distributed
 from dp_microadam.training.distributed import Ranks, TorchRanks
 from dp_microadam.training.evaluation import class_hits, class_loss, evaluate
 from dp_microadam.training.trainer import PrivateTrainer
@@ -239,6 +241,77 @@ def other_plan(folder, ranks):
     return outcome(lambda: trainer_of(folder / "plan", plan=plan_of(noise_multiplier=0.7 + ranks.rank)).fit(problem()))
 
 
+class Blocks(nn.Module):
+    """Blocks of eight numbers each, of which some train."""
+
+    def __init__(self, trained, shape=(8, 1), dtype=torch.float32):
+        super().__init__()
+        for name in "paz":
+            setattr(self, name, nn.Linear(*shape, bias=False, dtype=dtype).requires_grad_(name in trained))
+
+    def forward(self, inputs):
+        return sum(getattr(self, name)(inputs).sum(1) for name in "paz")
+
+
+def other_models(folder, ranks):
+    """What is said when rank 1 differs in one thing, whether its weights are still its own, and whether a run was begun."""
+    second = ranks.rank == 1
+    for_rank = {
+        "trained": (Blocks("pz" if second else "pa"), {}),
+        "shape": (Blocks("pa", (4, 2) if second else (8, 1)), {}),
+        "dtype": (Blocks("pa", dtype=torch.float64 if second else torch.float32), {}),
+        "groups": (Blocks("pa"), {"names": "ap" if second else "pa"}),
+        "optimizer": (Blocks("pa"), {"kind": torch.optim.Adam if second else torch.optim.SGD}),
+        "version": (Blocks("pa"), {"version": "2.0" if second else "1.0"}),
+    }
+    return {case: refused_model(folder / f"model-{case}", model, **more) for case, (model, more) in for_rank.items()}
+
+
+def refused_model(folder, model, names="", kind=torch.optim.SGD, version="1.0"):
+    parts = [getattr(model, name).parameters() for name in names] or [model.parameters()]
+    before = flattened(model.state_dict())
+    optimizer = kind([{"params": list(part)} for part in parts], lr=0.5)
+    inputs = torch.ones(EXAMPLES, model.p.in_features, dtype=model.p.weight.dtype)
+    with mock.patch.object(distributed, "library_versions", return_value={"torch": version}):
+        said = outcome(
+            lambda: trainer_of(folder, model, optimizer, plan=plan_of(1), loss=lambda model, x: model(x)).fit(inputs)
+        )
+    return said, torch.equal(flattened(model.state_dict()), before), folder.exists()
+
+
+def combined(ranks):
+    """Sums of tensors in another order on each rank; then what is said of tensors, or owners of noise, that do not fit."""
+    own = {name: torch.full((2,), number + 1.0) for number, name in enumerate("ab")}
+    turned = dict(sorted(own.items(), reverse=ranks.rank % 2 == 1))
+    ranks.sum_(turned, noised=ranks.shard(4))
+    shard, last = ranks.shard(12), ranks.rank == ranks.world_size - 1
+    other_name = {"b" if last else "a": torch.zeros(3)}
+    two_or_one = {name: torch.zeros(3) for name in ("a" if last else "ab")}
+    refused = {
+        "size": lambda: ranks.sum_({"a": torch.zeros(3 + last)}),
+        "name": lambda: ranks.sum_(other_name),
+        "count": lambda: ranks.broadcast_(two_or_one),
+        "dtype": lambda: ranks.broadcast_({"a": torch.zeros(3, dtype=torch.float64 if last else torch.float32)}),
+        "bare": lambda: ranks.sum_({"a": torch.zeros(12)}, noised=range(shard.start + last, shard.stop)),
+        "bare end": lambda: ranks.sum_({"a": torch.zeros(12)}, noised=range(shard.start, shard.stop - last)),
+        "twice": lambda: ranks.sum_({"a": torch.zeros(12)}, noised=range(shard.start - last, shard.stop)),
+        "all": lambda: ranks.sum_({"a": torch.zeros(12)}, noised=range(12)),
+        "unsaid": lambda: ranks.sum_({"a": torch.zeros(12)}, noised=None if last else shard),
+    }
+    return {"sums": turned, **{case: outcome(work) for case, work in refused.items()}}
+
+
+def slices_that_leave_a_gap(folder, ranks):
+    """The last rank adds no noise to the first coordinate of its slice: what is said, and whether any weight moved."""
+    model = network()
+    trainer = trainer_of(folder / "gap", model)
+    own = trainer.step._mechanism._noise_slice
+    if ranks.rank == ranks.world_size - 1:
+        trainer.step._mechanism._noise_slice = lambda count: own(count)[1:]
+    before = flattened(network().state_dict())
+    return outcome(lambda: trainer.fit(problem())), torch.equal(flattened(model.state_dict()), before)
+
+
 def other_weights(folder, ranks):
     """Rank 1 changes one weight by one unit in the last place."""
     trainer = trainer_of(folder / "weights", plan=plan_of(steps=4))
@@ -324,6 +397,9 @@ def main(folder):
         "order": lambda: other_order(folder, ranks),
         "files": lambda: listed_files(folder, ranks),
         "plan": lambda: other_plan(folder, ranks),
+        "models": lambda: other_models(folder, ranks),
+        "combined": lambda: combined(ranks),
+        "gap": lambda: slices_that_leave_a_gap(folder, ranks),
         "weights": lambda: other_weights(folder, ranks),
         "interrupted": lambda: interrupted(folder, ranks),
         "micro": lambda: micro_adam_from_different_starts(folder, ranks),

@@ -168,6 +168,43 @@ def test_ranks_that_were_given_different_things_are_refused_before_anything_is_w
     assert not (left.folder / check).exists()
 
 
+@pytest.mark.parametrize(
+    ("case", "what"),
+    {
+        "trained": "'a.weight' is (1, 8) float32 cpu trained on rank 0 and (1, 8) float32 cpu not trained on rank 1",
+        "shape": "'p.weight' is (1, 8) float32 cpu trained on rank 0 and (2, 4) float32 cpu trained on rank 1",
+        "dtype": "'p.weight' is (1, 8) float32 cpu trained on rank 0 and (1, 8) float64 cpu trained on rank 1",
+        "groups": "parameter 0 of group 0 of the optimizer is 'p.weight' on rank 0 and 'a.weight' on rank 1",
+        "optimizer": "the optimizer is SGD on rank 0 and Adam on rank 1",
+        "version": "the version of torch is 1.0 on rank 0 and 2.0 on rank 1",
+    }.items(),
+)
+def test_ranks_that_train_different_parameters_are_refused_by_name_before_a_weight_is_sent(left, case, what):
+    """All coordinates of p were summed without noise: names order the slices of noise, and a dict ordered the sum."""
+    for found in left["models"]:
+        said, unchanged, begun = found[case]
+        begin = "InputError: the processes of this run differ in versions, model or optimizer: "
+        assert said == f"{begin}{what}; this must be the same in all of them"
+        assert unchanged
+        assert not begun
+
+
+def test_sums_follow_names_and_what_does_not_fit_ends_in_a_sentence_on_every_rank(left):
+    for found in left["combined"]:
+        assert [found["sums"][name].tolist() for name in "ab"] == [[1.0 * left.size] * 2, [2.0 * left.size] * 2]
+        for case in ("size", "name", "count", "dtype", "unsaid"):
+            assert found[case].startswith("InputError: the processes of this run have different tensors to combine ("), case
+        for case in ("bare", "bare end", "twice", "all"):
+            assert found[case].startswith("PrivacyError: the noise of this run's processes does not cover each of 12"), case
+
+
+def test_nothing_is_summed_unless_each_coordinate_has_noise_from_exactly_one_rank(left):
+    for said, unmoved in left["gap"]:
+        assert said.startswith("PrivacyError: the noise of this run's processes does not cover each of 83 coordinates")
+        assert unmoved
+    assert read_ledger(left.folder / "gap").steps == 1
+
+
 def test_files_listed_in_another_order_are_refused_and_their_shards_never_overlap(left):
     for found in left["files"]:
         for case in ("other order", "other root", "other ids"):

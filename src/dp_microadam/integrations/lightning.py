@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from dp_microadam.errors import InputError, PrivacyError
 from dp_microadam.integrations.isolated_metrics import IsolatedLoss, nothing_logged
 from dp_microadam.integrations.private_steps import PrivateSteps
-from dp_microadam.training.distributed import ranks_here
+from dp_microadam.training.distributed import broadcast_start, ranks_here
 from dp_microadam.training.method import Method
 
 try:
@@ -58,7 +58,7 @@ class PrivateDDPStrategy(DDPStrategy):
         """Give all processes the weights of rank 0, as ``DistributedDataParallel`` would."""
         model = self.model
         assert model is not None
-        ranks_here().broadcast_(model.state_dict().values())
+        broadcast_start(ranks_here(), model, None)
 
 
 class PrivateLightningModule(LightningModule):

@@ -81,6 +81,8 @@ class GaussianMechanism:
             raise InputError(f"noise_share is {noise_share}; it is a share of the noise variance and must be from 0 to 1")
         self.noise_share = noise_share
         self._noise_slice = noise_slice
+        self.noised = range(0)
+        """The coordinates, tensor after tensor in the order of their names, to which the last step's noise was added."""
         self._randomness = randomness if randomness is not None else Randomness.from_entropy()
         self._last_step = -1
         self._correlation = correlation
@@ -158,7 +160,7 @@ class GaussianMechanism:
             PrivacyError: for a repeated step, for sums that are not finite and so have no bounded sensitivity, or for a
                 mechanism that adds only a share of the noise, or adds it to a slice of the coordinates.
         """
-        if any(len(own) < sums[name].numel() for name, own in noise_ranges(sums, self._noise_slice).items()):
+        if len(self._noise_slice(count := sum(total.numel() for total in sums.values()))) < count:
             raise PrivacyError(
                 "noise_slice leaves coordinates without noise, which the noise of other processes must protect; call add_noise "
                 "in each process and sum what it returns"
@@ -184,7 +186,8 @@ class GaussianMechanism:
                 "ClippedGradients, which leaves out examples whose gradients are not finite"
             )
         self._last_step = step
-        ranges = noise_ranges(sums, self._noise_slice)
+        self.noised = self._noise_slice(sum(total.numel() for total in sums.values()))
+        ranges = noise_ranges(sums, self.noised)
         wide = self._randomness.secure or any(total.dtype == torch.float64 for total in sums.values())
         dtype = torch.float64 if wide else torch.float32
         noise = white_noise(sums, ranges, self._randomness, step=step, dtype=dtype)

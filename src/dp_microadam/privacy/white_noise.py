@@ -7,7 +7,7 @@ of their names; a tensor's part of it is a range of that tensor's coordinates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -20,19 +20,16 @@ _ALIGNMENT = 64
 """Tensors that become the result begin at a multiple of so many numbers in the buffer, for kernels that load many at once."""
 
 
-def noise_ranges(sums: Mapping[str, Tensor], noise_slice: Callable[[int], range] = range) -> dict[str, range]:
-    """The coordinates of each tensor, flattened, that lie in this process' slice of all coordinates.
-
-    ``noise_slice`` is called with the number of all coordinates. The default is all of them.
+def noise_ranges(sums: Mapping[str, Tensor], own: range) -> dict[str, range]:
+    """The coordinates of each tensor, flattened, that lie in this process' slice ``own`` of all coordinates.
 
     Formal guarantees: if the slices of all processes are a partition of the coordinates, so are their ranges in each tensor.
     The order of ``sums`` does not matter.
 
-    >>> noise_ranges({"a": torch.zeros(3), "b": torch.zeros(2, 2)}, lambda count: range(2, count - 1))
+    >>> noise_ranges({"a": torch.zeros(3), "b": torch.zeros(2, 2)}, range(2, 6))
     {'a': range(2, 3), 'b': range(0, 3)}
     """
     count = sum(total.numel() for total in sums.values())
-    own = noise_slice(count)
     if own.step != 1 or not 0 <= own.start <= own.stop <= count:
         raise PrivacyError(f"noise_slice gave {own}; it must give consecutive coordinates of the {count} there are")
     found, begin = {}, 0

@@ -14,13 +14,15 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from dp_microadam.errors import DPMicroAdamError, InputError
+from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError
+from dp_microadam.privacy.ledger import library_versions
 
 Answer = TypeVar("Answer")
 
@@ -74,11 +76,23 @@ class Ranks:
         """
         return self.shard(count) if private else range(count if self.main else 0)
 
-    def sum_(self, tensors: Mapping[str, Tensor]) -> None:
-        """All-reduce: replace each tensor by its sum over all ranks, bitwise the same on each of them."""
+    def sum_(self, tensors: Mapping[str, Tensor], noised: range | None = None) -> None:
+        """All-reduce, in the order of names: replace each tensor by its sum over all ranks, bitwise the same on each of them.
 
-    def broadcast_(self, tensors: Iterable[Tensor]) -> None:
-        """Broadcast: replace each tensor by that of rank 0."""
+        ``noised`` are those of all coordinates, in that order, to which this rank added noise.
+
+        Formal guarantees: nothing is reduced unless all ranks have tensors of the same names, shapes and dtypes and, if
+        ``noised`` is given, each coordinate is in that of exactly one rank.
+
+        Raises:
+            InputError: on every rank, if tensors differ.
+            PrivacyError: on every rank, if a coordinate has noise from none of them, or from several.
+        """
+        if noised is not None:
+            _require_one_owner([(noised.start, noised.stop)], sum(tensor.numel() for tensor in tensors.values()))
+
+    def broadcast_(self, tensors: Mapping[str, Tensor]) -> None:
+        """Broadcast, in the order of names: replace each tensor by that of rank 0. Raises what :meth:`sum_` raises."""
 
     def total(self, numbers: Sequence[float]) -> list[float]:
         """Each number summed over all ranks."""
@@ -110,7 +124,8 @@ class Ranks:
         """Check that ``value`` is the same on all ranks.
 
         Raises:
-            InputError: on every rank, if ``value`` differs from that of rank 0 on any.
+            InputError: on every rank, if ``value`` differs from that of rank 0 on any. Of a mapping, which must be public, it
+                quotes the first entry that differs.
         """
 
     def alike(self, tensors: Iterable[Tensor]) -> bool:
@@ -127,8 +142,8 @@ class TorchRanks(Ranks):
         gloo = "gloo" in str(dist.get_backend_config())
         self._messages = None if gloo else dist.new_group(backend="gloo")
 
-    def sum_(self, tensors: Mapping[str, Tensor]) -> None:
-        for bucket in _buckets(tensors.values()):
+    def sum_(self, tensors: Mapping[str, Tensor], noised: range | None = None) -> None:
+        for bucket in _buckets(self._agreed(tensors, noised)):
             flat = bucket[0].view(-1) if len(bucket) == 1 and bucket[0].is_contiguous() else _gathered(bucket)
             with _heard():
                 dist.all_reduce(flat, group=self._group_of(flat))
@@ -136,13 +151,33 @@ class TorchRanks(Ranks):
                 for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
                     tensor.copy_(part.view_as(tensor))
 
-    def broadcast_(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
+    def broadcast_(self, tensors: Mapping[str, Tensor]) -> None:
+        for tensor in self._agreed(tensors):
             whole = tensor.detach().contiguous()
             with _heard():
                 dist.broadcast(whole, 0, group=self._group_of(whole))
             if whole.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(whole)
+
+    def _agreed(self, tensors: Mapping[str, Tensor], noised: range | None = None) -> list[Tensor]:
+        """The tensors in the order of their names, once all ranks are known to have the same, and one owner of each noise."""
+        names = sorted(tensors)
+        layout = repr((noised is None, [(name, *_described(tensors[name])) for name in names])).encode()
+        digest = int.from_bytes(blake2b(layout, digest_size=8).digest(), "little", signed=True)
+        own = torch.tensor([digest, *((noised.start, noised.stop) if noised is not None else (0, 0))])
+        found = [torch.empty_like(own) for _ in range(self.world_size)]
+        with _heard():
+            dist.all_gather(found, own, group=self._messages)
+        digests, starts, stops = zip(*(each.tolist() for each in found), strict=True)
+        if len(set(digests)) > 1:
+            raise InputError(
+                f"the processes of this run have different tensors to combine ({len(names)} with "
+                f"{sum(tensor.numel() for tensor in tensors.values())} numbers on rank {self.rank}); names, shapes and dtypes "
+                "must be the same in all of them"
+            )
+        if noised is not None:
+            _require_one_owner(zip(starts, stops, strict=True), sum(tensor.numel() for tensor in tensors.values()))
+        return [tensors[name] for name in names]
 
     def total(self, numbers: Sequence[float]) -> list[float]:
         summed = torch.tensor(numbers, dtype=torch.float64)
@@ -208,7 +243,8 @@ class TorchRanks(Ranks):
     def require_same(self, what: str, value: Any) -> None:
         theirs = self.from_main(lambda: value)
         if self.any(value != theirs):
-            raise InputError(f"the processes of this run differ in {what}; this must be the same in all of them")
+            example = next(filter(None, self.gather(_difference(theirs, value, self.rank))), "")
+            raise InputError(f"the processes of this run differ in {what}{example}; this must be the same in all of them")
 
     def alike(self, tensors: Iterable[Tensor]) -> bool:
         own = torch.zeros((), dtype=torch.int64)
@@ -243,16 +279,25 @@ def broadcast_start(ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optim
     """Broadcast the weights of rank 0 and the settings of its optimizer, including the seed of stochastic rounding.
 
     Raises:
-        InputError: if models or optimizers differ in more than values.
+        InputError: if models, what trains of them, optimizers or libraries differ in more than values; nothing is sent then.
     """
     if ranks.world_size == 1:
         return
-    shapes = [(name, tuple(value.shape), value.dtype) for name, value in model.state_dict().items()]
-    param_groups = [] if optimizer is None else optimizer.param_groups
-    groups = [len(group["params"]) for group in param_groups]
-    ranks.require_same("model or optimizer", (shapes, type(optimizer).__name__, groups))
-    ranks.broadcast_(model.state_dict().values())
-    for group in param_groups:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tensors = {name: value for name, value in {**model.state_dict(), **parameters}.items() if isinstance(value, Tensor)}
+    names = {id(parameter): name for name, parameter in reversed(parameters.items())}
+    groups = [] if optimizer is None else optimizer.param_groups
+    compared = {f"the version of {name}": version for name, version in library_versions().items()}
+    for name, value in tensors.items():
+        trains = "trained" if value.requires_grad else "not trained"
+        compared[f"{name!r}"] = " ".join(map(str, (*_described(value), trains)))
+    compared["the optimizer"] = type(optimizer).__name__
+    for number, group in enumerate(groups):
+        for place, parameter in enumerate(group["params"]):
+            compared[f"parameter {place} of group {number} of the optimizer"] = repr(names.get(id(parameter)))
+    ranks.require_same("versions, model or optimizer", compared)
+    ranks.broadcast_(tensors)
+    for group in groups:
         own = {name: value for name, value in group.items() if name != "params"}
         group.update(ranks.from_main(lambda own=own: own))  # type: ignore[misc]
 
@@ -266,7 +311,8 @@ def refuse_diverged(ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optim
     if ranks.world_size == 1:
         return
     values = [value for state in optimizer.state.values() for value in state.values()] if optimizer is not None else []
-    if not ranks.alike([*model.parameters(), *(value for value in values if isinstance(value, Tensor))]):
+    parameters = [parameter for _, parameter in sorted(model.named_parameters())]
+    if not ranks.alike([*parameters, *(value for value in values if isinstance(value, Tensor))]):
         raise DPMicroAdamError(
             f"after step {step} the processes of this run have different weights or optimizer states; all must compute the "
             "same: use the same devices and library versions"
@@ -305,6 +351,28 @@ def _heard() -> Iterator[None]:
     except RuntimeError as error:
         reason = str(error).partition("] ")[2].partition(". ")[0][:80] or type(error).__name__
         raise ProcessLost(f"another process of this run is gone ({reason}); this one stops too") from error
+
+
+def _require_one_owner(slices: Iterable[tuple[int, int]], count: int) -> None:
+    """Raise PrivacyError unless the slices, each from a start to a stop, are a partition of ``count`` coordinates."""
+    covered = 0
+    for start, stop in sorted(own for own in slices if own[0] < own[1]):
+        covered = stop if start == covered else -1
+    if covered != count:
+        raise PrivacyError(
+            f"the noise of this run's processes does not cover each of {count} coordinates exactly once; nothing was summed"
+        )
+
+
+def _described(tensor: Tensor) -> tuple[tuple[int, ...], str, str]:
+    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.device.type
+
+
+def _difference(theirs: Any, own: Any, rank: int) -> str:
+    if not isinstance(own, Mapping) or own == theirs:
+        return ""
+    name = next(name for name in (*theirs, *own) if theirs.get(name) != own.get(name))
+    return f": {name} is {theirs.get(name, 'missing')} on rank 0 and {own.get(name, 'missing')} on rank {rank}"
 
 
 def _without_text(error: Exception) -> ProcessLost:

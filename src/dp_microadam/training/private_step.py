@@ -127,7 +127,7 @@ class PrivateStep(TrainingStep):
                 with self._synced_at_the_end():  # before other ranks hear of a failure, too
                     sums = self._sums(index)
                 noisy_sums = self._mechanism.add_noise(sums, step=index)
-            self.ranks.sum_(noisy_sums)
+            self.ranks.sum_(noisy_sums, self._mechanism.noised)
             means = self._mechanism.mean(noisy_sums, like=sums)
             return self._finish(means)
 

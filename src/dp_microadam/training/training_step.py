@@ -324,7 +324,7 @@ class TrainingStep(ABC):
             with self.loading.stream(self.model, index, self.ranks.rank):
                 scale = self._method.scale()
         # A scale from public examples may differ in the last bits between devices; all ranks must use the same.
-        self.ranks.broadcast_(scale.values())
+        self.ranks.broadcast_(scale)
         engine.scale = scale
         engine.row_masks = self._method.row_masks()
 

@@ -48,7 +48,7 @@ class ValidationMetrics:
 
     def _measure(self, data: Any, prefix: str) -> dict[str, float]:
         # Without privacy, buffers of batch normalization depend on a rank's own shard of the examples.
-        self._ranks.broadcast_(self._model.buffers())
+        self._ranks.broadcast_(dict(self._model.named_buffers()))
         found = evaluate(
             self._model,
             data,
