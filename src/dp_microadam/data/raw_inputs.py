@@ -83,7 +83,7 @@ def from_description(description: Mapping[str, Any]) -> RawInput:
     """
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in description.items()}
     kind = fields.pop("kind", None)
-    del fields["in_words"]
+    fields.pop("in_words", None)
     if kind not in _KINDS:
         raise InputError(f"the input of this export is {kind!r}; it must be one of {', '.join(_KINDS)}")
     module, _, name = _KINDS[kind].partition(":")

@@ -57,10 +57,12 @@ class Contract:
         """
         try:
             values = json.loads((folder / CONTRACT).read_text(encoding="utf-8"))
+            if values["program"] not in (None, PROGRAM):
+                raise ValueError("a program elsewhere")
             return cls(
                 values["name"],
-                tuple(values["classes"]),
-                values["input"],
+                tuple(map(str, values["classes"])),
+                dict(values["input"]),
                 values["normalization"],
                 values["weights"],
                 values["program"],

@@ -73,7 +73,8 @@ def input_section(contract: Contract, raw: RawInput | None) -> str:
         lines += [
             "",
             f"`{contract.program}` is the whole model as a program of `torch.export`. It takes this input, prepares it as in "
-            "training and returns the output, on the CPU, and needs torch alone:",
+            "training and returns the output, on the CPU, and needs torch alone. torch runs whatever code such a file holds, "
+            "so load it only if you trust its author; `dp-microadam predict` runs operators of networks and nothing else:",
             "",
             _code("python", _program_code(contract, raw)),
         ]

@@ -30,11 +30,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "files", type=Path, nargs="+", metavar="FILE", help="image, CSV, .npy or text files, or folders of them"
     )
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else, with the probability of every class")
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="run whatever code the program of an exported model holds; only if you trust its author with this machine",
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    predict, source, classes = _opened(options.model)
+    predict, source, classes = _opened(options.model, options.trust)
     found: list[dict[str, Any]] = []
     unread = 0
     for file in _files(options.files, source.endings):
@@ -73,7 +78,7 @@ class _Source(Protocol):
     def read(self, file: Path) -> Iterator[tuple[str, Any]]: ...
 
 
-def _opened(folder: Path) -> tuple[Callable[..., Any], _Source, tuple[str, ...]]:
+def _opened(folder: Path, trust: bool) -> tuple[Callable[..., Any], _Source, tuple[str, ...]]:
     """The function of raw inputs, how files are read for it, and the names of its classes."""
     from dp_microadam.training.export import CONTRACT
 
@@ -86,7 +91,7 @@ def _opened(folder: Path) -> tuple[Callable[..., Any], _Source, tuple[str, ...]]
         if contract.program is None:
             raise InputError(f"{folder} has weights without a program; it must be exported from Python with program=True")
         raw = from_description(contract.input)
-        return load_program(folder / contract.program), raw, contract.classes
+        return load_program(folder / contract.program, trust=trust), raw, contract.classes
     if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):  # as transformers and peft write
         from dp_microadam.apps.recipes.text_predictions import TextClassifier
 
