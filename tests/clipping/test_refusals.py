@@ -101,32 +101,10 @@ def test_mixing_before_a_frozen_embedding_is_refused(batch):
     refuses(Centred(), torch.randint(5, (batch,)), "mixes examples")
 
 
-def test_a_sequence_with_time_first_is_refused():
-    class TimeFirst(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x.transpose(0, 1)).transpose(0, 1)
-
-    # As many steps as examples, or as the independence check has: the shape alone does not tell rows from columns.
-    for steps in (3, 4):
-        refuses(TimeFirst(), torch.randn(4, steps, 3), "layer 'layer'.*first dimension must be the batch")
-    refuses(TimeFirst(), torch.randn(4, 5, 3), "layer 'layer'.*first dimension must be the batch")
-
-
-def test_a_transformer_layer_with_time_first_is_refused():
-    class TimeFirst(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x.transpose(0, 1)).transpose(0, 1)
-
-    for steps in (3, 5):
-        refuses(TimeFirst(), torch.randn(3, steps, 4), "first dimension must be the batch.*batch_first=True")
+@pytest.mark.parametrize("steps", [3, 5])
+def test_a_layer_with_time_first_that_is_given_the_batch_first_is_refused(steps):
+    """It attends from one example to the next."""
+    refuses(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0), torch.randn(3, steps, 4), "mixes examples")
 
 
 def test_view_major_augmentation_is_refused():
@@ -186,7 +164,7 @@ def test_packed_sequences_are_refused():
             packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
             return self.lstm(packed)[1][0][0]
 
-    refuses(Packed(), torch.randn(3, 5, 4), "LSTM was given PackedSequence")
+    refuses(Packed(), torch.randn(3, 5, 4), "LSTM was given PackedSequence; pass .* padded to a length")
 
 
 def test_a_parameter_written_by_index_is_refused_by_name():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from opacus.layers import DPMultiheadAttention
 from thoroughness import THOROUGH, examples
 from torch import Tensor, nn
 
@@ -198,3 +199,64 @@ def test_output_padding_of_any_size_agrees_with_the_loop(assert_agrees, dimensio
     torch.manual_seed(0)
     layer = family(2 * groups, 3 * groups, 2, stride, padding, more, groups, dilation=dilation)
     assert_agrees(layer, torch.randn(3, 2 * groups, *[3, 2, 2][:dimensions]))
+
+
+class TimeFirst(nn.Module):
+    """Runs a network, and what is done to its result, with the batch in the second dimension."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.network(x.transpose(0, 1))
+        return (output[0] if isinstance(output, tuple) else output).transpose(0, 1)
+
+
+class Positions(nn.Module):
+    """A table of positions, a token at the end, a normalization and a weight without a layer, all with time first."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(steps, 1, 4))
+        self.token, self.weight = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(3, 4))
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([x + self.positions, self.token.repeat(1, x.shape[1], 1)])
+        return self.norm(x) @ self.weight.t()
+
+
+class SelfAttention(DPMultiheadAttention):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x, x, x)[0]
+
+
+class Seq2Seq(nn.Transformer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x, torch.tanh(x[:2]))
+
+
+TIME_FIRST = {
+    "linear": lambda steps: nn.Linear(4, 3),
+    "norm": lambda steps: nn.LayerNorm(4),
+    "parameters": Positions,
+    "encoder layer": lambda steps: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0),
+    "transformer": lambda steps: Seq2Seq(4, 2, 1, 1, 8, dropout=0.0),
+    "recurrent": lambda steps: nn.Sequential(nn.Linear(4, 4), nn.GRU(4, 3)),
+    "Opacus' attention": lambda steps: SelfAttention(4, 2, add_bias_kv=True, add_zero_attn=True),
+}
+
+
+# As many steps as examples, as the independence check has, and as it learns from: the shape does not tell rows from columns.
+@pytest.mark.parametrize("steps", [4, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 11, 13, 26))])
+@pytest.mark.parametrize("name", TIME_FIRST)
+def test_layers_with_time_first_agree_with_the_loop(assert_agrees, name, steps):
+    torch.manual_seed(0)
+    assert_agrees(TimeFirst(TIME_FIRST[name](steps)), torch.randn(4, steps, 4), strategies=(None, "ghost"))
+
+
+def test_an_embedding_with_time_first_agrees_with_the_loop(assert_agrees):
+    torch.manual_seed(0)
+    tokens = torch.tensor([[0, 1, 1], [2, 2, 2], [0, 2, 1], [1, 0, 0]])
+    assert_agrees(TimeFirst(nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 3))), tokens, strategies=(None,))

@@ -9,12 +9,13 @@ its graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dp_microadam.clipping.cost import Estimate
 from dp_microadam.clipping.embedding import EmbeddingCall
@@ -246,6 +247,30 @@ def call_of_operation(
     rule = rules.setdefault(f"{name} ({what})", OperationRule(name, nn.Identity(), tuple(found.names)))
     rule.estimate = Estimate("keep", float("nan"), float("nan"), 4.0 * sum(r.numel() for r in found.roots.values()))
     return found, found.names
+
+
+def with_batch_first(
+    function: Callable[..., Any], leaves: list[Any], rows: Sequence[int]
+) -> tuple[Callable[..., Any], list[Any]]:
+    """The operation on tensors whose second dimension, where that is the batch, has changed places with the first.
+
+    ``rows`` holds the rows per example of the result and of each tensor among ``leaves``, negative for such tensors.
+    """
+    rows_of = iter(rows[1:])
+    second = [isinstance(leaf, Tensor) and next(rows_of) < 0 for leaf in leaves]
+
+    def turned(values: list[Any]) -> list[Any]:
+        return [value.transpose(0, 1) if turn else value for value, turn in zip(values, second, strict=True)]
+
+    @wraps(function)
+    def operation(*args: Any, **kwargs: Any) -> Tensor:
+        values, structure = tree_flatten((args, kwargs))
+        args, kwargs = tree_unflatten(turned(values), structure)
+        output = function(*args, **kwargs)
+        return output.transpose(0, 1) if rows[0] < 0 else output
+
+    # These take all positions alike and need not know which dimension is which.
+    return function if function in (F.linear, F.embedding) else operation, turned(leaves)
 
 
 class OperationRule(LayerRule):

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from dp_microadam.clipping import attention, recurrent
-from dp_microadam.clipping.operations import call_of_operation
+from dp_microadam.clipping.operations import call_of_operation, with_batch_first
 from dp_microadam.clipping.rows import RowTable
 from dp_microadam.clipping.rule import LayerCall, LayerRule
 from dp_microadam.clipping.shared import SharedTensor, is_shared
@@ -169,7 +169,7 @@ class Recording:
                     "its parameters sit in layers that return one tensor, or freeze it with requires_grad_(False)"
                 )
             (rows,) = self._rows(kind, [output])
-            if not rows:
+            if rows <= 0:
                 return module.forward(*args, **kwargs)  # once more, with its parameters as shared tensors
             if self._in_backward:
                 return self._repeated(output)
@@ -242,9 +242,14 @@ class Recording:
         if self._in_backward:
             return self._repeated(output)
         operations = self._observed.operations
-        call, own_names = call_of_operation(function, leaves, structure, rows[1:], rows[0], copied, operations)
         label = f"parameter {names[0]!r} in {getattr(function, '__name__', 'operation')!r}"
-        return self._watch(Use(call, own_names, label), output)
+        if any(count < 0 for count in rows):
+            function, leaves = with_batch_first(function, leaves, rows)
+            if copied is not None:
+                copied = SharedTensor.holding(copied.plain.transpose(0, 1), copied.roots, self)
+        given = [abs(count) for count in rows]
+        call, own_names = call_of_operation(function, leaves, structure, given[1:], given[0], copied, operations)
+        return self._watch(Use(call, own_names, label), output, second=rows[0] < 0)
 
     def _shared(self, function: Callable[..., Any], leaves: list[Any], structure: Any) -> Any:
         """The operation with its graph; results that depend on parameters are shared tensors."""
@@ -268,11 +273,11 @@ class Recording:
         rows = self._observed.table.look_up(kind, ordinal, shapes, self._batch_size)
         return rows if self._per_unit == 1 else tuple(count * self._per_unit for count in rows)
 
-    def _watch(self, use: Use, output: Tensor) -> Tensor:
+    def _watch(self, use: Use, output: Tensor, *, second: bool = False) -> Tensor:
         self.uses.update(use.names.values())
 
         def report(gradient: Tensor) -> None:
-            self._on_output_gradient(use, gradient.detach())
+            self._on_output_gradient(use, gradient.detach().transpose(0, 1) if second else gradient.detach())
 
         if output.requires_grad:
             output.register_hook(report)

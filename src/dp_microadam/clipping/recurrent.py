@@ -37,7 +37,8 @@ def forward(module: nn.RNNBase, input: Tensor, hx: Any = None) -> tuple[Tensor, 
     if not isinstance(input, Tensor) or input.dim() != 3:
         what = f"a tensor of {input.dim()} dimensions" if isinstance(input, Tensor) else type(input).__name__
         raise InputError(
-            f"{type(module).__name__} was given {what}; pass padded sequences as one tensor with a batch dimension"
+            f"{type(module).__name__} was given {what}; pass one tensor with a batch dimension, of sequences that are "
+            "padded to a length which does not depend on the batch, and take each one's output at its own last step"
         )
     steps = input if module.batch_first else input.transpose(0, 1)
     initial = _initial_state(module, steps, hx)
