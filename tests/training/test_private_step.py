@@ -3,11 +3,15 @@
 import copy
 import errno
 import json
+import logging
 import os
 import random
+import sys
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -20,6 +24,7 @@ from dp_microadam import InputError, PrivacyError, PrivacyPlan, PrivateStep, Ran
 from dp_microadam.clipping.per_example import clipped_sum
 from dp_microadam.privacy.ledger import read_ledger
 from dp_microadam.training.plain_step import PlainStep, UnprotectedPlan
+from dp_microadam.training.withheld import withheld
 
 EXAMPLES = 40
 
@@ -578,6 +583,110 @@ def test_an_error_about_an_example_leads_nowhere_to_its_text(make, error):
     assert "93" not in str(caught.value)
     assert caught.value.__cause__ is None
     assert caught.value.__context__ is None
+
+
+class Talking:
+    """Reads an example as libraries do that say something of it."""
+
+    def __init__(self):
+        self.armed = False
+
+    def __call__(self, index=0):
+        if not self.armed:
+            return
+        _warn_of_it()
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.warn("patient 93 again", stacklevel=1)
+        logging.getLogger("decoder").critical("patient 93")
+        Thread(target=lambda: 1 / (0 if index == index else 1), name="patient 93").start()
+        Broken()
+
+
+class Broken:
+    def __del__(self):
+        raise ValueError("patient 93")
+
+
+def _warn_of_it():
+    warnings.warn("patient 93 has a palette", stacklevel=1)
+
+
+def _shown_by(work, capfd):
+    """What ``work`` shows on the terminal of a program that shows warnings and log messages as Python does."""
+    hooks = sys.unraisablehook, threading.excepthook
+    handler = logging.StreamHandler(sys.stderr)
+    logging.getLogger("decoder").addHandler(handler)
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        warnings.showwarning = lambda message, *where, **options: print(message, file=sys.stderr)
+        sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+        try:
+            work()
+        finally:
+            sys.unraisablehook, threading.excepthook = hooks
+            logging.getLogger("decoder").removeHandler(handler)
+    return "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("where", ["Dataset", "worker", "spawned worker", "loss", "prepare"])
+def test_nothing_python_says_while_examples_are_read_is_shown(make, capfd, where):
+    talk = Talking()
+    say = {"read": talk} if where in ("Dataset", "worker", "spawned worker") else {}
+    options = whole_batch(data=Rows(**say))
+    if "worker" in where:
+        options |= {"num_workers": 1, "loader_options": {"worker_init_fn": _talk_again}}
+        options["loader_options"] |= {"multiprocessing_context": "spawn"} if where == "spawned worker" else {}
+    if where == "loss":
+        options["per_example_loss"] = lambda model, batch: talk() or loss(model, batch)
+    if where == "prepare":
+        options["prepare"] = lambda batch: talk() or batch
+
+    def train():
+        step = make(**options)
+        step.begin()
+        talk.armed = True
+        step.take()
+        talk.armed = False
+
+    assert "93" not in _shown_by(train, capfd)
+
+
+def _talk_again(worker):
+    warnings.simplefilter("always")
+    warnings.showwarning = lambda message, *where, **options: print(message, file=sys.stderr)
+
+
+def test_warnings_are_shown_as_ever_outside_of_steps_and_whatever_steps_withheld(make, capfd):
+    talk = Talking()
+    step = make(data=Rows(talk), **whole_batch())
+    step.begin()
+
+    def train():
+        for _ in range(2):
+            talk.armed = True
+            step.take()
+            talk.armed = False
+        for _ in range(3):
+            _warn_of_it()
+            step.take() if step.remaining else None
+
+    assert _shown_by(train, capfd).count("patient 93 has a palette") == 1, "once, as Python does"
+
+
+def test_two_threads_that_withhold_at_once_leave_things_as_they_were():
+    hooks = warnings.showwarning, sys.unraisablehook, threading.excepthook, logging.root.manager.disable, warnings.filters[:]
+    barrier = threading.Barrier(2)
+    with ThreadPoolExecutor(2) as pool:
+        for found in [pool.submit(withheld, barrier.wait) for _ in range(2)]:
+            found.result()
+    assert hooks == (
+        warnings.showwarning,
+        sys.unraisablehook,
+        threading.excepthook,
+        logging.root.manager.disable,
+        warnings.filters[:],
+    )
 
 
 def test_randomness_with_a_secret_from_elsewhere_is_refused():

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from dp_microadam.errors import DPMicroAdamError
 from dp_microadam.privacy.sampling import Chunks
 from dp_microadam.training.distributed import Ranks
+from dp_microadam.training.withheld import MutedLikeItsParent
 
 PerExample = Callable[[nn.Module, Any], Tensor]
 """``f(model, batch)`` returns one number per example."""
@@ -166,7 +167,9 @@ def batches(data: Any, batch_size: int, num_workers: int = 0, *, ranks: Ranks | 
             return
         rows = torch.arange(shard.start, shard.stop).split(batch_size)
         chunks = Chunks(data, default_collate)
-        loader: DataLoader[Any] = DataLoader(chunks, sampler=rows, batch_size=None, num_workers=num_workers)
+        loader: DataLoader[Any] = DataLoader(
+            chunks, sampler=rows, batch_size=None, num_workers=num_workers, worker_init_fn=MutedLikeItsParent()
+        )
         for batch in loader:
             if isinstance(batch, DPMicroAdamError):
                 raise batch

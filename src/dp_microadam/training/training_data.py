@@ -24,7 +24,7 @@ from dp_microadam.privacy.units import Units, WeightedRows
 from dp_microadam.training.evaluation import batches
 from dp_microadam.training.prefetch import copied_ahead, pinned
 from dp_microadam.training.torch_randomness import UnpredictableWorker, forked_torch, seeded_torch, unpredictable_torch
-from dp_microadam.training.withheld import READING, TRANSFORMS, at_stage, read_at_stage
+from dp_microadam.training.withheld import READING, TRANSFORMS, MutedLikeItsParent, at_stage, read_at_stage
 from dp_microadam.validation import require_integer
 
 _NOT_A_LOADERS_CHOICE = {
@@ -119,8 +119,9 @@ class TrainingData:
         self._model = model
         self._rank = rank
         self._options = dict(loading.loader_options)
-        if loading.seed is None and loading.num_workers:
-            self._options["worker_init_fn"] = UnpredictableWorker(self._options.get("worker_init_fn"))
+        if loading.num_workers:
+            init = MutedLikeItsParent(self._options.get("worker_init_fn"))
+            self._options["worker_init_fn"] = UnpredictableWorker(init) if loading.seed is None else init
         self._options.setdefault("collate_fn", default_collate)
         if _device(model).type == "cuda":
             self._options.setdefault("pin_memory", True)

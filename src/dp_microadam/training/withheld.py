@@ -1,11 +1,15 @@
-"""Withholds error messages that may reveal training examples, and says at which stage of a step the error came up."""
+"""Withholds errors, warnings and log messages that may reveal training examples, and says at which stage an error came up."""
 
 from __future__ import annotations
 
+import logging
 import re
+import sys
+import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, TypeVar
 
 from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError
 
@@ -48,8 +52,73 @@ def read_at_stage(stage: Stage, items: Iterable[Item]) -> Iterator[Item]:
         yield item
 
 
+class MutedLikeItsParent:
+    """A loader's ``worker_init_fn``, which mutes the worker if :func:`withheld` was running where the worker was started."""
+
+    def __init__(self, worker_init_fn: Callable[[int], None] | None = None) -> None:
+        self._worker_init_fn = worker_init_fn
+        self._muted = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For workers that are not forked, and know of their parent what is pickled."""
+        return {**self.__dict__, "_muted": _muted > 0}
+
+    def __call__(self, worker: int) -> None:
+        if self._worker_init_fn is not None:
+            self._worker_init_fn(worker)
+        if self._muted or _muted:
+            _silence()
+
+
+@contextmanager
+def _mute() -> Iterator[None]:
+    """Within the block no thread shows warnings, log messages, or errors in destructors and threads.
+
+    That one came up, and when, is private like its text, so nothing is told in its place.
+    """
+    global _muted, _hooks
+    with _switching:
+        _hooks = _hooks if _muted else _silence()
+        _muted += 1
+    try:
+        yield
+    finally:
+        with _switching:
+            _muted -= 1
+            if not _muted:
+                _set_hooks(_hooks)
+                with suppress(ValueError):
+                    warnings.filters.remove(_IGNORED)  # type: ignore[attr-defined]
+
+
+def _silence() -> tuple[Any, ...]:
+    """Show nothing from now on; returns what showed it.
+
+    Python is not told of the filter: it would repeat warnings outside that it gives once. It keeps no record of a warning that
+    is ignored, so that one that is missing later does not tell of this one.
+    """
+    warnings.filters.insert(0, _IGNORED)  # type: ignore[attr-defined]
+    return _set_hooks((_say_nothing, _say_nothing, _say_nothing, sys.maxsize))
+
+
+def _set_hooks(new: tuple[Any, ...]) -> tuple[Any, ...]:
+    old = warnings.showwarning, sys.unraisablehook, threading.excepthook, logging.root.manager.disable
+    warnings.showwarning, sys.unraisablehook, threading.excepthook, level = new
+    logging.disable(level)
+    return old
+
+
+def _say_nothing(*message: Any, **options: Any) -> None:
+    """In place of what shows a message."""
+
+
+_IGNORED = "ignore", None, Warning, re.compile(""), 0
+_switching, _muted = threading.Lock(), 0
+_hooks: tuple[Any, ...] = ()
+
+
 def withheld(work: Callable[[], Result]) -> Result:
-    """Call ``work``, which processes training examples; errors say nothing of them.
+    """Call ``work``, which processes training examples; errors, warnings and log messages say nothing of them.
 
     Which examples fail, how many and how is private. Our own errors keep their message with all numbers removed, because these
     may describe sampled examples, unless they came from reading an example and may name it. Of any other error only the type
@@ -58,7 +127,8 @@ def withheld(work: Callable[[], Result]) -> Result:
     """
     replacement: BaseException
     try:
-        return work()
+        with _mute():
+            return work()
     except KeyboardInterrupt:
         replacement = KeyboardInterrupt()
     except (Exception, SystemExit, GeneratorExit) as error:
