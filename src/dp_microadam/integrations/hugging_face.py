@@ -21,6 +21,7 @@ from dp_microadam.optimizers.tensor_adam import TensorAdam
 from dp_microadam.privacy.ledger_record import RUN_INSIDE
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.walk import DISTANCE
+from dp_microadam.training.checkpoint import load_plain
 from dp_microadam.training.evaluation import PerExample
 from dp_microadam.training.held_out import reads_examples
 from dp_microadam.training.method import Method
@@ -349,5 +350,5 @@ def _state_in(checkpoint: Path) -> dict[str, Any]:
         )
     state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if (checkpoint / METHOD_NAME).is_file():  # version 0.1 wrote none
-        state["method"] = torch.load(checkpoint / METHOD_NAME, map_location="cpu", weights_only=True)
+        state["method"] = load_plain(checkpoint / METHOD_NAME, checkpoint / METHOD_NAME)
     return state

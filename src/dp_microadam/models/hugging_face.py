@@ -252,7 +252,7 @@ def _loaded(kind: str, source: str, **options: Any) -> Any:
     try:
         with quiet(library):
             return getattr(library, kind).from_pretrained(
-                str(path) if path.is_dir() else source, local_files_only=local, **options
+                str(path) if path.is_dir() else source, local_files_only=local, trust_remote_code=False, **options
             )
     except Exception as error:  # transformers, its readers and the network raise many types
         what = "tokenizer" if kind == "AutoTokenizer" else "model"

@@ -134,9 +134,8 @@ def _from_transformers(
         found, _ = library.ViTConfig.get_config_dict(source, **where)
         _require_config(source, found, family, size, patch_size)
         with quiet(library):
-            model, report = library.ViTForImageClassification.from_pretrained(
-                source, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True, **where
-            )
+            options = {"ignore_mismatched_sizes": True, "output_loading_info": True, "trust_remote_code": False, **where}
+            model, report = library.ViTForImageClassification.from_pretrained(source, dtype=torch.float32, **options)
     except InputError:
         raise
     except Exception as error:  # transformers, its readers and the network raise many types

@@ -52,10 +52,6 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             found: Any = load_file(path)
         else:
             found = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise InputError(
-            f"pretrained is {str(path)!r}, which is not a PyTorch file of tensors only; save the state dict"
-        ) from None
     except Exception as error:  # each reader has exceptions of its own for what is cut short or damaged
         raise InputError(f"pretrained is {str(path)!r}, which cannot be read: {first_line(error)}") from None
     for key in ("model", "state_dict"):  # how training scripts wrap the weights
@@ -68,6 +64,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def first_line(error: Exception) -> str:
     """The beginning of another library's message, which may run over many lines."""
+    if isinstance(error, pickle.UnpicklingError) or any(
+        option in str(error) for option in ("weights_only", "trust_remote_code")
+    ):
+        return "it holds more than tensors, perhaps code, which is never run"  # theirs says how to run it
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import pickle
 import re
 from pathlib import Path
 from typing import IO, Any
@@ -143,5 +144,19 @@ def _read(path: Path) -> dict[str, Any] | None:
         opening = file.read(start)
         if opening != _HEADER + hashlib.file_digest(file, "sha256").digest():
             return None
-        content: dict[str, Any] = torch.load(_Body(file, start), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+        return load_plain(_Body(file, start), path)
+
+
+def load_plain(file: Any, path: Path) -> dict[str, Any]:
+    """What ``torch.save`` wrote to a file, which is called ``path``; only tensors and plain values.
+
+    Raises:
+        CheckpointError: if it holds anything else, which ``torch`` would tell how to run.
+    """
+    try:
+        content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError):
+        raise CheckpointError(
+            f"{path} holds more than tensors and plain values, perhaps code, which is never run; use what this library wrote"
+        ) from None
     return content
