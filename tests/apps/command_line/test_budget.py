@@ -15,9 +15,21 @@ from dp_microadam.privacy.ledger import LEDGER_NAME, RunSettings, read_ledger
 from dp_microadam.privacy.statement import write_privacy_files
 
 
-def make(folder, *, batch_size=100, noise_multiplier=2.0, steps=30, delta=1e-5, private=True, dataset_size=10_000):
-    plan = PrivacyPlan(dataset_size, batch_size, noise_multiplier, 100, delta)
-    described = RunSettings(private=private, randomness="entropy" if private else "fixed seed 1", sensitivity=1.0)
+def make(
+    folder,
+    *,
+    batch_size=100,
+    noise_multiplier=2.0,
+    steps=30,
+    delta=1e-5,
+    private=True,
+    dataset_size=10_000,
+    unit=("example", ""),
+):
+    whose = {"unit": "user", "examples_per_user": 3} if unit[0] == "user" else {}
+    plan = PrivacyPlan(dataset_size, batch_size, noise_multiplier, 100, delta, **whose)
+    randomness = "entropy" if private else "fixed seed 1"
+    described = RunSettings(private=private, randomness=randomness, sensitivity=1.0, unit_name=unit[1])
     with PrivacyLedger.create(folder, plan, described) as ledger:
         for _ in range(steps):
             ledger.record_step()
@@ -73,6 +85,29 @@ def test_a_run_that_is_not_private_makes_the_whole_not_private(tmp_path, capsys)
 def test_datasets_of_different_sizes_are_a_warning(tmp_path, capsys):
     assert main(["budget", make(tmp_path / "a"), make(tmp_path / "b", dataset_size=20_000)]) == 0
     assert "different sizes [10000, 20000]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "adds_up"),
+    [
+        (("user", "patient"), ("user", "hospital"), False),
+        (("user", "patient"), ("user", ""), False),
+        (("user", "patient"), ("example", "patient"), False),
+        (("example", "patient"), ("example", "hospital"), False),
+        (("example", "patient"), ("example", ""), True),
+        (("user", "patient"), ("user", "patient"), True),
+    ],
+    ids=str,
+)
+def test_runs_of_different_units_do_not_add_up(tmp_path, capsys, one, other, adds_up):
+    runs = [make(tmp_path / "first", unit=one), make(tmp_path / "second", unit=other)]
+    assert main(["budget", *runs]) == (0 if adds_up else 2)
+    shown = capsys.readouterr()
+    if adds_up:
+        assert f"for a {one[1]}" in shown.out if one == other else "for a" not in shown.out, "the unit that holds for both"
+    else:
+        assert "which do not add up; name runs of one unit at a time" in shown.err
+        assert "second' protects one" in shown.err
 
 
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])

@@ -182,4 +182,4 @@ def test_runs_for_users_and_for_examples_are_not_added_up(recipe, tmp_path, caps
     for name, overrides in (("users", []), ("examples", ["--set", "unit=example", "--set", "examples_per_user=none"])):
         assert main(["train", recipe, "--quiet", *overrides, "--run-dir", str(tmp_path / name)]) == 0
     assert main(["budget", str(tmp_path / "users"), str(tmp_path / "examples")]) == 2
-    assert "protects users and others protect examples, which do not add up" in capsys.readouterr().err
+    assert "protects one training example, which do not add up" in capsys.readouterr().err

@@ -66,12 +66,7 @@ def run(options: argparse.Namespace) -> int:
     deltas = {record.plan.delta for record in records.values()}
     if options.delta is None and len(deltas) > 1:
         raise InputError(f"the runs have different deltas ({', '.join(f'{d:g}' for d in sorted(deltas))}); give --delta")
-    units = {record.plan.unit for record in records.values()}
-    if len(units) > 1:
-        by_user = next(name for name, record in records.items() if record.plan.unit == "user")
-        raise InputError(
-            f"run {by_user!r} protects users and others protect examples, which do not add up; name runs of one unit at a time"
-        )
+    _refuse_different_units(records)
     sizes = {record.plan.dataset_size for record in records.values()}
     if len(sizes) > 1:
         warnings.warn(
@@ -113,6 +108,19 @@ def _refuse_unprotected(run: str) -> None:
         f"run {run!r} is not private: it was trained without clipping and noise, so no budget covers what it reveals about "
         "its data; leave it out, and do not publish it"
     )
+
+
+def _refuse_different_units(records: dict[str, LedgerRecord]) -> None:
+    """Raise InputError for runs whose ε are for different units; that for an example holds for runs that name theirs, too."""
+    from dp_microadam.errors import InputError
+    from dp_microadam.privacy.statement import unit_in_words
+
+    units = {(record.plan.unit, record.settings.unit_name): name for name, record in records.items()}
+    if all(unit == "example" for unit, _ in units):
+        units.pop(("example", ""), None)
+    if len(units) > 1:
+        whom = [f"run {run!r} protects {unit_in_words(*unit)}" for unit, run in units.items()]
+        raise InputError(f"{' and '.join(whom[:2])}, which do not add up; name runs of one unit at a time")
 
 
 def _compose(records: dict[str, LedgerRecord], delta: float, options: argparse.Namespace) -> dict[str, Any]:
