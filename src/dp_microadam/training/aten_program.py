@@ -79,6 +79,10 @@ _Values = dict[str, Any]
 _Node = tuple[Callable[..., Any], dict[str, Callable[[_Values], Any]], list[Any]]
 
 
+class _Refused(Exception):
+    """What a program holds that is not run, in words that complete "FILE holds …"."""
+
+
 class AtenProgram:
     """The program in a file, as a function of raw inputs.
 
@@ -100,7 +104,7 @@ class AtenProgram:
             self._values, self._inputs = _bound(module["signature"]["input_specs"], tensors)
             self._output = _output(module)
             self._nodes = [_node(node) for node in module["graph"]["nodes"]]
-        except InputError as error:
+        except _Refused as error:
             raise InputError(
                 f"{path} holds {error}; if you trust its author with all that you may do on this machine, add --trust"
             ) from None
@@ -131,7 +135,7 @@ def _tensors(archive: zipfile.ZipFile, folder: str, config: str) -> dict[str, Te
     found = {}
     for name, entry in json.loads(archive.read(folder + config))["config"].items():
         if entry["use_pickle"] or entry["tensor_meta"] is None:
-            raise InputError(f"{name} as a pickle, which can be any code")
+            raise _Refused(f"{name} as a pickle, which can be any code")
         meta = entry["tensor_meta"]
         content = bytearray(archive.read(folder + entry["path_name"]))
         flat = (
@@ -153,7 +157,7 @@ def _bound(specs: list[Any], tensors: dict[str, Tensor]) -> tuple[_Values, list[
         elif kind in ("parameter", "buffer", "tensor_constant"):
             values[entry["arg"]["name"]] = tensors[entry[f"{kind}_name"]]
         else:
-            raise InputError(f"an input of kind {kind}")
+            raise _Refused(f"an input of kind {kind}")
     return values, inputs
 
 
@@ -161,7 +165,7 @@ def _output(module: Mapping[str, Any]) -> str:
     (spec,) = module["signature"]["output_specs"][:1] or [{}]
     structure = json.loads(module["module_call_graph"][0]["signature"]["out_spec"])[1]["type"]
     if len(module["signature"]["output_specs"]) != 1 or structure is not None or "as_tensor" not in spec["user_output"]["arg"]:
-        raise InputError("outputs other than one tensor")
+        raise _Refused("outputs other than one tensor")
     name: str = spec["user_output"]["arg"]["as_tensor"]["name"]
     return name
 
@@ -179,7 +183,7 @@ def _function(target: str) -> Callable[..., Any]:
         found = getattr(getattr(torch.ops.aten, match[1]), match[2])
         if isinstance(found, torch._ops.OpOverload):
             return found
-    raise InputError(f"the operator {target[:80]!r}, which is none that networks are known to need")
+    raise _Refused(f"the operator {target[:80]!r}, which is none that networks are known to need")
 
 
 def _argument(argument: Mapping[str, Any]) -> Callable[[_Values], Any]:
@@ -210,7 +214,7 @@ def _argument(argument: Mapping[str, Any]) -> Callable[[_Values], Any]:
     elif kind == "as_float":
         value = float(value)  # JSON has infinity as text
     elif kind not in ("as_int", "as_bool", "as_string"):
-        raise InputError(f"an argument of kind {kind[:80]!r}")
+        raise _Refused(f"an argument of kind {kind[:80]!r}")
     return lambda _: value
 
 
