@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from dp_microadam.errors import InputError
+
 
 @contextmanager
 def write_durably(path: Path, *, replace: bool = True) -> Iterator[IO[bytes]]:
@@ -39,6 +41,19 @@ def write_text_durably(path: Path, text: str) -> None:
     """Replace a text file atomically and durably."""
     with write_durably(path) as file:
         file.write(text.encode())
+
+
+def refuse_links_out(folder: Path) -> None:
+    """Check that nothing in a folder, which somebody may have sent, is a link to what lies outside of it.
+
+    Raises:
+        InputError: naming the link. ``folder`` itself may be one.
+    """
+    inside = folder.resolve()
+    for parent, folders, files in os.walk(inside):
+        for entry in (Path(parent, name) for name in (*folders, *files)):
+            if entry.is_symlink() and not Path(os.path.realpath(entry)).is_relative_to(inside):
+                raise InputError(f"{entry} is a link to {os.readlink(entry)}, outside of {folder}; put the file itself there")
 
 
 def sync_folder(path: Path) -> None:

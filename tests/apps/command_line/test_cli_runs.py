@@ -35,6 +35,33 @@ def test_a_model_that_learned_nothing_is_told_what_naming_one_class_gets(tmp_pat
     assert (sentence in told) == (tested["test_accuracy"] <= tested["majority_accuracy"])
 
 
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        *((command, "log.txt") for command in ("evaluate", "report", "budget", "export", "audit", "predict", "theory")),
+        *(("resume", name) for name in ("log.txt", "test.json.unfinished", "checkpoints/step-000000099.ckpt", "up")),
+    ],
+)
+def test_no_command_follows_a_link_out_of_the_folder_of_a_run(finished_run, tmp_path, capsys, command, name):
+    sent, mine = tmp_path / "sent", tmp_path / "mine.txt"
+    shutil.copytree(finished_run, sent)
+    mine.write_text("mine")
+    (sent / name).unlink(missing_ok=True)
+    (sent / name).symlink_to(mine if name != "up" else sent.parent)
+    more = {"predict": ["x.png"], "theory": ["--initial-gap=1", "--smoothness=1", "--gradient-deviation=1"]}
+    assert main([command, str(sent), *more.get(command, [])]) == 2
+    assert f"outside of {sent}; put the file itself there" in capsys.readouterr().err
+    assert mine.read_text() == "mine"
+
+
+def test_a_run_may_be_reached_by_a_link_and_have_links_inside(finished_run, tmp_path):
+    shutil.copytree(finished_run, tmp_path / "run")
+    (tmp_path / "run" / "log-of-today.txt").symlink_to("log.txt")
+    (tmp_path / "run" / "loop").symlink_to("loop")
+    (tmp_path / "latest").symlink_to(tmp_path / "run")
+    assert main(["budget", str(tmp_path / "latest")]) == 0
+
+
 def test_a_run_folder_holds_what_it_promises(finished_run):
     names = {path.name for path in finished_run.iterdir()}
     promised = {

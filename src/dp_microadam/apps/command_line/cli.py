@@ -13,10 +13,12 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 from dp_microadam import __version__
 from dp_microadam.apps.command_line.commands import COMMANDS
+from dp_microadam.durable_files import refuse_links_out
 from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyWarning
 
 
@@ -65,6 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         with _privacy_warnings_as_sentences():
+            for name in ("run_dir", "runs", "model"):
+                given = getattr(options, name, None) or ()
+                for run in [given] if isinstance(given, str | Path) else given:
+                    refuse_links_out(Path(run))
             code = int(options.run(options) or 0)
             sys.stdout.flush()  # here, where it can be handled that nobody reads
             return code
