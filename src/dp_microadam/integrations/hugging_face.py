@@ -56,6 +56,9 @@ _PHYSICAL_BATCH_SIZE = 32
 _AUTOCAST = {"no": None, "bf16": torch.bfloat16}
 """Mixed precisions of accelerate that private steps have."""
 
+_HIDDEN = ("callback_handler", "accelerator")
+"""Attributes of the trainer that lead to loggers."""
+
 _NOT_MEASURED = ("loss", "train_loss", "total_flos", "train_samples_per_second")
 """What the host logs of training: 0 here, since the loss of training examples is private and is not computed."""
 
@@ -130,7 +133,7 @@ class PrivateHFTrainer(Trainer):
         self._refuse_environment()
         if self.train_dataset is None:
             raise InputError("train_dataset is not given; a private run needs it from the beginning")
-        self._per_example_loss = IsolatedLoss(per_example_loss or classification_loss)
+        self._per_example_loss = per_example_loss or classification_loss
         self._resumed_from: dict[str, Any] | None = None
         collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
         step_options.setdefault("num_workers", args.dataloader_num_workers)
@@ -180,7 +183,7 @@ class PrivateHFTrainer(Trainer):
                 optimizer = optimizer.optimizer
             self.private_steps.begin(
                 model,
-                self._per_example_loss,
+                IsolatedLoss(self._per_example_loss, lambda: {"trainer": self, "trainer.state": self.state}, _HIDDEN),
                 self._resumed_from,
                 method=Method(optimizer) if self._method is None else self._method,
                 autocast=_AUTOCAST[self.accelerator.mixed_precision],
@@ -224,7 +227,7 @@ class PrivateHFTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """What the host would log, without figures of training examples and with ε; nothing from within the loss."""
-        if self._per_example_loss.running:
+        if self.private_steps.looking:
             raise PrivacyError(f"{sorted(logs)} were logged from training examples, and are private; log in evaluation")
         spent = {"epsilon": self.private_steps.epsilon()} if "loss" in logs else {}
         self._count_epochs()
