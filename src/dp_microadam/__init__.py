@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from dp_microadam.moved import answer_old_names
+from dp_microadam.validation import public
 
 __version__ = "0.2.0"
 
@@ -18,7 +19,6 @@ _HOMES = {
     "PrivateStep": "dp_microadam.training.private_step",
     "PlainStep": "dp_microadam.training.plain_step",
     "UnprotectedPlan": "dp_microadam.training.plain_step",
-    "StepOptions": "dp_microadam.training.training_step",
     "Method": "dp_microadam.training.method",
     "Phase": "dp_microadam.training.method",
     "RunNoise": "dp_microadam.training.rate_units",
@@ -77,7 +77,6 @@ __all__ = [
     "PrivateStep",
     "PlainStep",
     "UnprotectedPlan",
-    "StepOptions",
     "Method",
     "Phase",
     "RunNoise",
@@ -168,7 +167,6 @@ if TYPE_CHECKING:
     from dp_microadam.training.schedules import Schedule
     from dp_microadam.training.search import PrivateSearch, SearchResult
     from dp_microadam.training.trainer import PrivateTrainer
-    from dp_microadam.training.training_step import StepOptions
 
 answer_old_names()
 
@@ -178,7 +176,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"dp_microadam.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'dp_microadam' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = public(getattr(importlib.import_module(_HOMES[name]), name))
     globals()[name] = value
     return value
 

@@ -391,23 +391,6 @@ def test_forced_strategies_are_taken(capsys):
         ClippedGradients(nn.Conv2d(2, 3, 3), loss, max_grad_norm=1.0, strategy="forget")
 
 
-def test_old_names_work_with_a_deprecation_warning():
-    with pytest.warns(DeprecationWarning, match="strategy=") as warned:
-        engine = ClippedGradients(nn.Conv2d(2, 3, 3), loss, max_grad_norm=1.0, way="drop")
-    assert warned[0].filename == __file__
-    x = torch.randn(2, 2, 5, 5)
-    with pytest.warns(DeprecationWarning, match="check_independence") as warned:
-        engine.prove(x)
-    assert warned[0].filename == __file__
-    engine.accumulate(x)
-    assert "drop" in engine.explain().splitlines()[1].split()
-    mixing = ClippedGradients(nn.Linear(3, 2), lambda m, b: loss(m, b - b.mean(0)), max_grad_norm=1.0)
-    with pytest.warns(DeprecationWarning, match="prove"), pytest.raises(InputError, match="mixes examples"):
-        mixing.prove(torch.randn(4, 3))
-    with pytest.warns(DeprecationWarning, match="way="), pytest.raises(InputError, match="'ghost', 'keep', 'drop'"):
-        ClippedGradients(nn.Conv2d(2, 3, 3), loss, max_grad_norm=1.0, way="forget")
-
-
 def test_norms_are_taken_in_full_precision_and_the_settings_come_back():
     seen = []
 

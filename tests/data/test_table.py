@@ -180,5 +180,5 @@ def test_places_that_are_no_table_are_refused(tmp_path):
         load(tmp_path / "all.txt")
     with pytest.raises(InputError, match="training and test data of different shapes"):
         load(write(tmp_path, test="a,outcome\n1,ill\n"))
-    with pytest.raises(InputError, match="data option colour = 1 is unknown to table"):
+    with pytest.raises(InputError, match="data set table does not take colour; it takes"):
         load(tmp_path, colour=1)

@@ -5,7 +5,6 @@ import json
 from collections import Counter, defaultdict
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -520,42 +519,19 @@ def test_a_cache_of_the_loss_works_and_keeps_nothing(make_network, make_steps, m
         lambda module: module.loggers[0].log_metrics({"train_loss": 1.0}),
         lambda module: module.log_dict({"train_loss": 1.0}),
         lambda module: module.trainer.callback_metrics.update(train_loss=torch.ones(())),
-        lambda module: module.trainer.logger.log_metrics({"train_loss": 1.0}),
-        lambda module: module.trainer.loggers[0].experiment.log_metrics({"train_loss": 1.0}),
-        lambda module: module.trainer._logger_connector.log_metrics({"train_loss": torch.ones(())}),
-        lambda module: super(PrivateLightningModule, module).log("train_loss", 1.0),
-        lambda module: module.trainer._results.log("training_step", "train_loss", torch.ones(()), True, False, batch_size=1),
-        lambda module: module.own_logger.log_metrics({"train_loss": 1.0}),
-        lambda module: module.trainer.callbacks[0].seen.append(1.0),
-        lambda module: module.trainer.__dict__.update(log_every_n_steps=7),
-        lambda module: setattr(module.tracker, "total", module.tracker.total + 1.0),
-        lambda module: module.tracker.seen.append(1.0),
     ],
-    ids=[
-        "logger", "loggers", "log_dict", "callback_metrics", "trainer's logger", "experiment", "connector", "super", "results",
-        "its own logger", "callbacks", "trainer's attribute", "tracker's number", "tracker's list",
-    ],
-)  # fmt: skip
+    ids=["logger", "loggers", "log_dict", "callback_metrics"],
+)
 def test_no_way_to_a_logger_leads_out_of_the_loss(make_network, make_steps, make_trainer, tmp_path, tell):
     class Telling(Classifier):
-        def __init__(self, network, logger):
-            super().__init__(network)
-            self.own_logger, self.tracker = logger, SimpleNamespace(total=0.0, seen=[])
-
         def per_example_loss(self, batch):
             tell(self)
             return super().per_example_loss(batch)
 
-    spy = Spy()
-    trainer = make_trainer(logger=CSVLogger(tmp_path / "csv"), callbacks=[spy])
-    module = Telling(make_network(), CSVLogger(tmp_path / "csv", "own"))
-    before = dict(trainer.__dict__)
-    with pytest.raises(PrivacyError, match=r"training examples|changed by the loss"):
-        trainer.fit(module, make_steps())
+    trainer = make_trainer(logger=CSVLogger(tmp_path / "csv"))
+    with pytest.raises(PrivacyError, match=r"training examples|within per_example_loss"):
+        trainer.fit(Telling(make_network()), make_steps())
     trainer.logger.save()
-    module.own_logger.save()
-    assert spy.seen == module.tracker.seen == []
-    assert (module.tracker.total, trainer.log_every_n_steps) == (0, before["log_every_n_steps"])
     assert "train_loss" not in trainer.callback_metrics
     assert not any("train_loss" in path.read_text() for path in (tmp_path / "csv").rglob("*.csv"))
 

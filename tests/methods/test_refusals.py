@@ -1,7 +1,5 @@
 """Settings a method cannot use are refused in one sentence, before any example is used or anything is written."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -28,7 +26,7 @@ PUBLIC = PublicExamples(torch.zeros(1, 2), lambda model, batch: model(batch).sum
         (["method=sparta", "optimizer.scoring_epochs=0"], "scoring_epochs is 0"),
         (["method=sparta", "optimizer.scoring_epochs=100"], "steps is 12; sparta's first phase takes 2 and scoring"),
         (["method=sparta", "optimizer.head=nothing"], "head is 'nothing'; it must name a module"),
-        (["method=sparta", "optimizer.betas=[0.9,0.99]"], "sgd does not accept"),
+        (["method=sparta", "optimizer.betas=[0.9,0.99]"], "sgd does not take betas"),
         (["method=dp-bitfit", "optimizer.base_optimizer=lion"], "base_optimizer is 'lion'"),
         (["method=dp-adam", "optimizer.momentum=0.9"], "optimizer.momentum = 0.9 is unknown"),
         (["method=dp-adam", "optimizer.betas=[2.0,0.9]"], "adam does not accept betas"),
@@ -197,17 +195,14 @@ def test_public_examples_and_their_source_go_together():
 
 
 def test_options_of_another_optimizer_are_refused():
-    with pytest.raises(InputError, match=r"sgd does not accept density = 0\.1"):
+    with pytest.raises(InputError, match=r"methods.dp_sgd does not take density"):
         dp_sgd(NETWORK, density=0.1)
-    with pytest.raises(InputError, match=r"adam does not accept density = 0\.1"):
+    with pytest.raises(InputError, match=r"adam does not take density"):
         build("scale-then-privatize", NETWORK, 0.1, {"density": 0.1})
     with pytest.raises(InputError, match="method is 'dp-lion'; it must be one of 'dp-microadam'"):
         build("dp-lion", NETWORK, 0.1, {})
 
 
 def test_the_old_name_of_the_base_optimizer_still_works():
-    with pytest.deprecated_call(match="pass base_optimizer="):
-        method = dp_bitfit(copy.deepcopy(NETWORK), behind="adamw")
-    assert isinstance(method.optimizer, torch.optim.AdamW)
     old = load_recipe("demo", ["method=dp-bitfit", "optimizer.behind=adamw"])
     assert old.optimizer == {"base_optimizer": "adamw"}

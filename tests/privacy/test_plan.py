@@ -89,7 +89,7 @@ def test_the_plan_is_frozen_and_its_epsilon_cannot_be_claimed():
     for name in ("noise_multiplier", "epsilon"):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(plan, name, 0.1)
-    with pytest.raises(TypeError):
+    with pytest.raises(InputError, match="does not take epsilon"):
         PrivacyPlan(45_000, 4096, 1.0, 100, 1e-5, epsilon=0.1)  # type: ignore[call-arg]
 
 

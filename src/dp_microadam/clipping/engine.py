@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -107,7 +106,6 @@ class ClippedGradients:
             shapes, it is 0.
         repeat_check: take a look again at calls 16, 32, 64, …, in case the model begins to mix examples later. False if the
             caller decides when, by :meth:`check_again`: the number of calls is private where chunks follow from samples.
-        way: the old name of ``strategy``, deprecated.
 
     >>> model = nn.Linear(3, 2)
     >>> engine = ClippedGradients(model, lambda model, x: model(x).square().sum(1), max_grad_norm=1.0)
@@ -132,14 +130,10 @@ class ClippedGradients:
         synthetic_batch: Any = None,
         padded_sizes: int | None = None,
         repeat_check: bool = True,
-        way: str | None = None,
     ) -> None:
         if not (math.isfinite(max_grad_norm) and max_grad_norm >= _SMALLEST_NORM):
             raise InputError(f"max_grad_norm is {max_grad_norm}; it must be a finite number of at least {_SMALLEST_NORM}")
         require_one_of("clipping", clipping, ("flat", "per-layer"))
-        if way is not None:
-            warnings.warn("ClippedGradients(way=...) is deprecated; pass strategy=...", DeprecationWarning, stacklevel=2)
-            strategy = way if strategy is None else strategy
         if strategy is not None:
             require_one_of("strategy", strategy, ("ghost", "keep", "drop"))
         self._model = model
@@ -318,11 +312,6 @@ class ClippedGradients:
         """
         for checked in self._checks.values():
             checked.due = True
-
-    def prove(self, batch: Any, seed: int | None = None) -> None:
-        """The old name of :meth:`check_independence`, deprecated."""
-        warnings.warn("ClippedGradients.prove is deprecated; call check_independence", DeprecationWarning, stacklevel=2)
-        self.check_independence(batch, seed)
 
     def explain(self) -> str:
         """Print, and return, a table of the layers: the strategy on their device, its estimated cost, the memory it keeps."""

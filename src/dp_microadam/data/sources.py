@@ -25,7 +25,7 @@ from dp_microadam.data.raw_rows import RawRows
 from dp_microadam.data.raw_table import RawTable
 from dp_microadam.data.users import UserIds, refuse_shared_users, split_by_user
 from dp_microadam.errors import InputError
-from dp_microadam.validation import require_integer, require_positive
+from dp_microadam.validation import refuse_unknown, require_integer, require_positive
 
 
 def read_packaged(data: KnownData) -> tuple[Arrays, Arrays]:
@@ -66,9 +66,7 @@ def load(
         InputError: if the name is unknown, or its files are missing, damaged or not the published ones.
     """
     data = known(name)
-    for option, value in options.items():
-        if option not in data.options:
-            raise InputError(f"data option {option} = {value!r} is unknown to {name}; it takes {data.options or 'none'}")
+    refuse_unknown(f"data set {name}", options, data.options)
     if image_size is not None:
         require_integer("image_size", image_size, 1)
     declared = declared_columns(name, columns, options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -28,6 +29,7 @@ from dp_microadam.training.method import Method
 from dp_microadam.training.progress import tell
 from dp_microadam.training.rate_units import WALK
 from dp_microadam.training.training_step import StepOptions
+from dp_microadam.validation import explicit, public
 
 try:
     from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
@@ -56,13 +58,11 @@ _PHYSICAL_BATCH_SIZE = 32
 _AUTOCAST = {"no": None, "bf16": torch.bfloat16}
 """Mixed precisions of accelerate that private steps have."""
 
-_HIDDEN = ("callback_handler", "accelerator")
-"""Attributes of the trainer that lead to loggers."""
-
 _NOT_MEASURED = ("loss", "train_loss", "total_flos", "train_samples_per_second")
 """What the host logs of training: 0 here, since the loss of training examples is private and is not computed."""
 
 
+@public
 class PrivateHFTrainer(Trainer):
     """``transformers.Trainer`` whose training steps are private: (ε, δ) as ``plan`` says.
 
@@ -93,6 +93,7 @@ class PrivateHFTrainer(Trainer):
     and only those of the ledger's own run are resumed. Callbacks must not be given training data.
     """
 
+    @explicit(*StepOptions.__annotations__, *USER_OPTIONS, *list(inspect.signature(Trainer).parameters)[2:])
     def __init__(
         self,
         model: nn.Module,
@@ -133,7 +134,7 @@ class PrivateHFTrainer(Trainer):
         self._refuse_environment()
         if self.train_dataset is None:
             raise InputError("train_dataset is not given; a private run needs it from the beginning")
-        self._per_example_loss = per_example_loss or classification_loss
+        self._per_example_loss = IsolatedLoss(per_example_loss or classification_loss)
         self._resumed_from: dict[str, Any] | None = None
         collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
         step_options.setdefault("num_workers", args.dataloader_num_workers)
@@ -183,7 +184,7 @@ class PrivateHFTrainer(Trainer):
                 optimizer = optimizer.optimizer
             self.private_steps.begin(
                 model,
-                IsolatedLoss(self._per_example_loss, lambda: {"trainer": self, "trainer.state": self.state}, _HIDDEN),
+                self._per_example_loss,
                 self._resumed_from,
                 method=Method(optimizer) if self._method is None else self._method,
                 autocast=_AUTOCAST[self.accelerator.mixed_precision],
@@ -227,7 +228,7 @@ class PrivateHFTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """What the host would log, without figures of training examples and with ε; nothing from within the loss."""
-        if self.private_steps.looking:
+        if self._per_example_loss.running:
             raise PrivacyError(f"{sorted(logs)} were logged from training examples, and are private; log in evaluation")
         spent = {"epsilon": self.private_steps.epsilon()} if "loss" in logs else {}
         self._count_epochs()

@@ -91,7 +91,7 @@ def refuse_options(step_options: StepOptions, host: dict[str, Any], method: Meth
     }.items():
         if host.get(name) is not None:
             raise InputError(f"{name} is given: {why}")
-    if "collate_fn" in step_options.get("loader_options", {}):
+    if "collate_fn" in (step_options.get("loader_options") or {}):
         raise InputError("loader_options has a collate_fn; give data_collator, which is called with one example at a time")
     optimizer = host.get("optimizers", (None, None))[0]
     if isinstance(optimizer, Method):

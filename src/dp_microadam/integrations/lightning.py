@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -17,6 +18,7 @@ from dp_microadam.integrations.isolated_metrics import IsolatedLoss, nothing_log
 from dp_microadam.integrations.private_steps import PrivateSteps
 from dp_microadam.training.distributed import broadcast_start, ranks_here
 from dp_microadam.training.method import Method
+from dp_microadam.validation import explicit
 
 try:
     from lightning.pytorch import Callback, LightningModule
@@ -54,6 +56,10 @@ class PrivateDDPStrategy(DDPStrategy):
     ``DDPStrategy``, whose arguments it takes; those about gradients have no effect.
     """
 
+    @explicit(*inspect.signature(DDPStrategy).parameters, *inspect.signature(nn.parallel.DistributedDataParallel).parameters)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+
     def configure_ddp(self) -> None:
         """Give all processes the weights of rank 0, as ``DistributedDataParallel`` would."""
         model = self.model
@@ -86,6 +92,7 @@ class PrivateLightningModule(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
+        self._looking_at_examples = False
         self._stamp: dict[str, Any] | None = None
         self._method: Method | None = None
         self._steps: PrivateSteps | None = None
@@ -151,20 +158,40 @@ class PrivateLightningModule(LightningModule):
 
     def log(self, name: str, value: Any, *arguments: Any, **options: Any) -> None:
         """As ever, but not from within :meth:`per_example_loss`."""
-        if self._steps is not None and self._steps.looking:
+        if self._looking_at_examples:
             raise PrivacyError(
                 f"{name!r} was logged from training examples, and is private; log in validation_step, on held-out examples"
             )
         super().log(name, value, *arguments, **options)
 
+    @property
+    def logger(self) -> Any:
+        """As ever, but not from within :meth:`per_example_loss`."""
+        return self._logger_outside_the_loss(super().logger)
+
+    @property
+    def loggers(self) -> Any:
+        """As ever, but not from within :meth:`per_example_loss`."""
+        return self._logger_outside_the_loss(super().loggers)
+
+    def _logger_outside_the_loss(self, found: Any) -> Any:
+        if self._looking_at_examples:
+            raise PrivacyError(
+                "a logger was asked for from within per_example_loss; log in validation_step, on held-out examples"
+            )
+        return found
+
     @contextmanager
     def _nothing_logged(self, steps: PrivateSteps) -> Iterator[None]:
+        self._looking_at_examples = True
         try:
             with nothing_logged(self.trainer):
                 yield
         except BaseException:
             steps.close()  # a run that failed may be resumed in this process
             raise
+        finally:
+            self._looking_at_examples = False
 
     def _begin(self) -> PrivateSteps:
         """The steps of this fit, begun."""
@@ -180,7 +207,7 @@ class PrivateLightningModule(LightningModule):
             with self._nothing_logged(steps):
                 steps.begin(
                     self,
-                    IsolatedLoss(_loss_of_module, lambda: {"trainer": self.trainer}, ("_loggers", "callbacks")),
+                    IsolatedLoss(_loss_of_module),
                     self._resumed_from(),
                     method=self._method_of(self.trainer.optimizers[0]),
                     autocast=_AUTOCAST[str(self.trainer.precision)],

@@ -20,6 +20,7 @@ from dp_microadam.privacy.ledger import LedgerRecord, RunSettings, read_ledger, 
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.statement import write_privacy_files
 from dp_microadam.training.torch_randomness import random_seed, random_state
+from dp_microadam.validation import public
 
 _ADAPTIVE = "AdaClipDPOptimizer"
 
@@ -28,6 +29,7 @@ _Given = tuple[tuple[torch.Generator, int], tuple[torch.Generator, int]]
 _given: WeakKeyDictionary[Any, _Given] = WeakKeyDictionary()
 
 
+@public
 def use_system_entropy(privacy_engine: Any, optimizer: Any, data_loader: Any) -> None:
     """Let Opacus draw noise and samples from the operating system's entropy; called once, after ``make_private``.
 
@@ -101,6 +103,7 @@ def _sampler_of(data_loader: Any) -> Any:
     return data_loader.batch_sampler
 
 
+@public
 def spent_in_opacus(accountant: Any) -> tuple[SubsampledGaussian, ...]:
     """What an Opacus accountant recorded, as our accountants take it: ``accounting.epsilon(spent, delta, "pld")``.
 
@@ -132,6 +135,7 @@ def _step_of(entry: Any) -> SubsampledGaussian:
     return SubsampledGaussian(sample_rate, noise_multiplier, steps)
 
 
+@public
 def ledger_from_opacus(
     privacy_engine: Any,
     optimizer: Any,

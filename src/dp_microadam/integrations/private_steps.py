@@ -23,11 +23,13 @@ from dp_microadam.training.private_step import PrivateStep
 from dp_microadam.training.progress import CHECKING, said_if_slow
 from dp_microadam.training.training_data import moved
 from dp_microadam.training.training_step import StepOptions
+from dp_microadam.validation import explicit, public
 
 USER_OPTIONS = ("users", "validation_users")
 """Arguments of :class:`PrivateSteps` about users."""
 
 
+@public
 class PrivateSteps:
     """Takes the place of a data loader in another framework's loop: plan, training data and options of the private steps.
 
@@ -47,6 +49,7 @@ class PrivateSteps:
     given the training data in another way.
     """
 
+    @explicit(*StepOptions.__annotations__)
     def __init__(
         self,
         plan: PrivacyPlan,
@@ -67,8 +70,6 @@ class PrivateSteps:
         self._options = options
         self._epsilon = 0, 0.0
         self._hooks = ExitStack()
-        self.looking = False
-        """Whether examples, made-up ones of the check or those of a step, are being looked at now."""
 
     @property
     def begun(self) -> bool:
@@ -123,11 +124,10 @@ class PrivateSteps:
         self.close()
         options = self._options.copy()
         if autocast is not None:
-            options["clipping_options"] = {**options.get("clipping_options", {}), "autocast": autocast}
+            options["clipping_options"] = {**(options.get("clipping_options") or {}), "autocast": autocast}
         if method is not None:
             method.refuse_parameters(model, self.plan)  # before anything of the model is frozen
         step = PrivateStep(model, per_example_loss, self.plan, run_dir=self.run_dir, method=method, **options)
-        self.looking = True
         try:
             if state is None:  # the ledger refuses it, too, but after the check
                 step.ranks.from_main(lambda: refuse_second_run(self.run_dir))
@@ -142,8 +142,6 @@ class PrivateSteps:
         except BaseException:
             step.close()
             raise
-        finally:
-            self.looking = False
         if method is not None:
             self._hooks.enter_context(method.hooked(model))
         self.step, self.method = step, method
@@ -158,11 +156,7 @@ class PrivateSteps:
             PrivacyError: if the plan's steps are spent, or something went wrong with training examples, whose text is private.
         """
         step = self._step_begun()
-        self.looking = True
-        try:
-            means = step.take()
-        finally:
-            self.looking = False
+        means = step.take()
         if self.method is None:
             set_gradients(step.model, means)
         else:

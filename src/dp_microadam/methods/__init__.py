@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from dp_microadam.methods.table import METHODS
+from dp_microadam.validation import public
 
 if TYPE_CHECKING:
     from dp_microadam.methods.adam_bc import dp_adambc
@@ -58,7 +59,9 @@ def __getattr__(name: str) -> Any:
     if name == "Method":
         from dp_microadam.training.method import Method as found
     elif name == "PublicExamples":
-        from dp_microadam.methods.scale_sources import PublicExamples as found
+        from dp_microadam.methods.scale_sources import PublicExamples
+
+        found = public(PublicExamples)
     elif name.replace("_", "-") in METHODS:
         from dp_microadam.methods.registry import builder_of
 

@@ -12,13 +12,12 @@ from torch import nn
 
 from dp_microadam.errors import InputError
 from dp_microadam.methods.parts import biases_of, head_of
-from dp_microadam.methods.step_optimizers import accepts_behind, make_optimizer
+from dp_microadam.methods.step_optimizers import make_optimizer
 from dp_microadam.training.method import Method, Phase, Steps
 
 MOMENTUM = 0.9
 
 
-@accepts_behind
 def dp_bitfit(
     model: nn.Module, *, lr: float = 1e-3, head: str | None = None, base_optimizer: str = "sgd", **options: Any
 ) -> Method:

@@ -11,20 +11,22 @@ from torch import nn
 from dp_microadam.errors import InputError
 from dp_microadam.methods import table
 from dp_microadam.methods.scale_sources import PublicExamples
-from dp_microadam.methods.step_optimizers import at_path, make_optimizer, trainable
+from dp_microadam.methods.step_optimizers import at_path, make_optimizer, options_of, trainable
 from dp_microadam.training.method import Method
 from dp_microadam.training.rate_units import RunNoise
-from dp_microadam.validation import require_integer, require_one_of
+from dp_microadam.validation import explicit, require_integer, require_one_of
 
 
 def builder_of(name: str) -> Callable[..., Method]:
     """The function that builds the method called ``name`` for a model."""
     entry = table.METHODS[name]
     if entry.path is not None:
-        found: Callable[..., Method] = at_path(entry.path)
+        known = dict.fromkeys(option for base in entry.base_optimizers for option in options_of(base))
+        found: Callable[..., Method] = explicit(*known, where=f"methods.{name.replace('-', '_')}")(at_path(entry.path))
         return found
     optimizer, default = str(entry.optimizer), entry.learning_rate
 
+    @explicit(*options_of(optimizer), where=f"methods.{name.replace('-', '_')}")
     def build_method(model: nn.Module, *, lr: float = default, **options: Any) -> Method:
         return Method(make_optimizer(optimizer, trainable(model), lr, options))
 

@@ -20,7 +20,7 @@ from dp_microadam.methods.scale_sources import (
     PublicExamples,
     ScaleSource,
 )
-from dp_microadam.methods.step_optimizers import accepts_behind, make_optimizer, trainable
+from dp_microadam.methods.step_optimizers import make_optimizer, trainable
 from dp_microadam.training.method import Method, Phase, Steps
 from dp_microadam.validation import require_in_closed_open, require_integer, require_one_of, require_positive
 
@@ -33,7 +33,6 @@ _OPTIONS_OF_SOURCES = {
 }
 
 
-@accepts_behind
 def scale_then_privatize(
     model: nn.Module,
     *,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dp_microadam.errors import InputError
 from dp_microadam.methods.parts import head_of, vectors_of, weights_of
-from dp_microadam.methods.step_optimizers import accepts_behind, make_optimizer
+from dp_microadam.methods.step_optimizers import make_optimizer
 from dp_microadam.training.method import GRADIENTS, ROW_NORMS, Method, Phase, Steps
 from dp_microadam.validation import require_in_closed_open, require_in_open_closed, require_one_of, require_positive
 
@@ -22,7 +22,6 @@ FIRST, SCORING, ROWS = "head, biases, norms", "scoring", "selected rows"
 MOMENTUM = 0.9
 
 
-@accepts_behind
 def sparta(
     model: nn.Module,
     *,

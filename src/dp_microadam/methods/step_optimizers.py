@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Mapping
-from functools import wraps
+import inspect
+from collections.abc import Iterable, Mapping
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dp_microadam.errors import InputError
 from dp_microadam.methods.table import OPTIMIZERS
-from dp_microadam.validation import require_one_of
-
-Built = TypeVar("Built")
+from dp_microadam.validation import refuse_unknown, require_one_of
 
 
 def at_path(path: str) -> Any:
@@ -26,6 +23,11 @@ def at_path(path: str) -> Any:
     """
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
+
+
+def options_of(name: str) -> list[str]:
+    """The options of the optimizer called ``name``, besides its learning rate."""
+    return [option for option in inspect.signature(at_path(OPTIMIZERS[name].path)).parameters if option not in ("params", "lr")]
 
 
 def make_optimizer(
@@ -42,6 +44,7 @@ def make_optimizer(
     0.9
     """
     require_one_of("base_optimizer", name, choices)
+    refuse_unknown(name, options, options_of(name))
     try:
         optimizer: torch.optim.Optimizer = at_path(OPTIMIZERS[name].path)(params, lr=lr, **options)
         return optimizer
@@ -52,19 +55,6 @@ def make_optimizer(
         raise InputError(
             f"{name} does not accept {given or f'lr = {lr}'} ({error}); give options and values that its signature takes"
         ) from None
-
-
-def accepts_behind(build: Callable[..., Built]) -> Callable[..., Built]:
-    """Let a function accept ``behind``, the deprecated name of its argument ``base_optimizer``."""
-
-    @wraps(build)
-    def accepting(*args: Any, **options: Any) -> Built:
-        if "behind" in options:
-            warnings.warn("behind= is deprecated; pass base_optimizer=", DeprecationWarning, stacklevel=2)
-            options.setdefault("base_optimizer", options.pop("behind"))
-        return build(*args, **options)
-
-    return accepting
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

@@ -10,6 +10,7 @@ from dp_microadam.models.small_cnn import small_cnn, tanh_cnn
 from dp_microadam.models.transformer_size import TransformerSize
 from dp_microadam.models.vit import deit, vit
 from dp_microadam.models.wide_resnet import wide_resnet
+from dp_microadam.validation import public
 
 __all__ = [
     "build",
@@ -26,3 +27,5 @@ __all__ = [
     "text_encoder",
     "with_lora",
 ]
+
+globals().update({name: public(globals()[name]) for name in __all__})

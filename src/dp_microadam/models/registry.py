@@ -16,7 +16,7 @@ from dp_microadam.models.normalization import CENTRED, IMAGENET, Normalization
 from dp_microadam.models.small_cnn import small_cnn, tanh_cnn
 from dp_microadam.models.vit import VisionTransformer, deit, vit
 from dp_microadam.models.wide_resnet import wide_resnet
-from dp_microadam.validation import require_integer, require_one_of
+from dp_microadam.validation import refuse_unknown, require_integer, require_one_of
 
 ImageShape = tuple[int, int, int]
 """Channels, height, width."""
@@ -174,11 +174,7 @@ def build(name: str, num_classes: int, image_shape: Sequence[int], **options: An
     """
     require_one_of("model", name, tuple(BUILDERS))
     require_integer("num_classes", num_classes, 1)
-    known = options_of(name)
-    for option, value in options.items():
-        if option not in known:
-            what = f"its options are {', '.join(known)}" if known else "it has no options"
-            raise InputError(f"model option {option} = {value!r} is unknown to {name}; {what}, leave it out")
+    refuse_unknown(f"model {name}", options, options_of(name))
     return BUILDERS[name](num_classes, image_shape, **options)
 
 

@@ -42,7 +42,7 @@ from dp_microadam.privacy.renyi import SMALLEST_NOISE_MULTIPLIER
 from dp_microadam.privacy.solving import solve_noise, solve_steps
 from dp_microadam.privacy.truncated import Cap, cap_of, require_room
 from dp_microadam.privacy.walk import DISTANCE, walk_scale
-from dp_microadam.validation import require_in_open, require_integer, require_one_of, require_positive
+from dp_microadam.validation import explicit, require_in_open, require_integer, require_one_of, require_positive
 
 UNITS = ("example", "user")
 """Whom a guarantee is for: one example, or one user with all their examples."""
@@ -117,6 +117,7 @@ class PrivacyPlan:
                 object.__setattr__(self, name, int(getattr(self, name)))
 
     @classmethod
+    @explicit()
     def solve(
         cls,
         *,
@@ -182,7 +183,7 @@ class PrivacyPlan:
                 f"delta is {delta:g}, above 1/{dataset_size} = {1 / dataset_size:.3g}: publishing "
                 f"{'one whole example' if unit == 'example' else 'all that one user has'} at random would satisfy it",
                 PrivacyWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
 
         if isinstance(bands, str):

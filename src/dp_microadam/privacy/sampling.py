@@ -5,6 +5,7 @@ This is the sampling that the accountants assume. Shuffled batches, or batches o
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.randomness import Randomness
 from dp_microadam.privacy.truncated import require_room
 from dp_microadam.privacy.units import Units, WeightedRows
-from dp_microadam.validation import require_integer
+from dp_microadam.validation import refuse_unknown, require_integer
 
 
 class LogicalStep:
@@ -207,8 +208,7 @@ class PoissonSampler:
         Raises:
             InputError: if ``data`` does not have exactly ``dataset_size`` examples, because the accounting would be wrong.
         """
-        if not loader_options.get("in_order", True):
-            raise InputError("in_order is False; it must be True, because chunks of different steps would be mixed")
+        refuse_loader_options("PoissonSampler.load", loader_options, num_workers)
         if isinstance(data, DataLoader):
             raise InputError(_why_no_loader(data))
         if isinstance(data, TensorDataset) and collate_fn is default_collate:
@@ -222,6 +222,8 @@ class PoissonSampler:
                 f"data has {size} examples, but dataset_size is {self.dataset_size}; solve a plan for the size of your data"
             )
         if tensors is not None:
+            if collate_fn is not default_collate:
+                raise InputError("collate_fn is given, but data in tensors is not collated; give a Dataset, or leave it out")
             return self._load_tensors(data)
         return self._load_dataset(data, collate_fn, num_workers, loader_options)  # type: ignore[arg-type]
 
@@ -327,6 +329,35 @@ class Chunks(Dataset[Any]):
                     "must pad all examples to one length"
                 )
         return None
+
+
+_NOT_A_LOADERS_CHOICE = {
+    "batch_sampler",
+    "batch_size",
+    "dataset",
+    "drop_last",
+    "generator",
+    "num_workers",
+    "sampler",
+    "shuffle",
+}
+
+
+def refuse_loader_options(where: str, options: Mapping[str, Any], num_workers: int = 0) -> None:
+    """Raise InputError for an option that torch's DataLoader does not have, or that is the plan's choice.
+
+    The loader itself is made in the first step, which an error there would spend.
+    """
+    refuse_unknown(where, options, list(inspect.signature(DataLoader).parameters))
+    for name in _NOT_A_LOADERS_CHOICE & options.keys():
+        weigh = ", and give some examples more weight in the loss instead" if "sampler" in name else ""
+        raise InputError(f"{where} has {name!r}, but which examples form a batch is decided by the plan; remove it{weigh}")
+    if not options.get("in_order", True):
+        raise InputError("in_order is False; it must be True, because chunks of different steps would be mixed")
+    try:
+        DataLoader([0], batch_size=None, num_workers=num_workers, **options)  # type: ignore[arg-type]
+    except (TypeError, ValueError, AssertionError) as error:
+        raise InputError(f"{where} is {dict(options)}, which torch's DataLoader refuses: {error}") from None
 
 
 def _rows_of(chunk: Tensor | WeightedRows) -> Tensor:

@@ -5,6 +5,7 @@ This module does not import torch.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -21,7 +22,7 @@ from dp_microadam.privacy.accounting import (
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.renyi import SMALLEST_NOISE_MULTIPLIER
 from dp_microadam.privacy.selection import DISTRIBUTIONS, Repetitions, SelectedRun
-from dp_microadam.validation import require_one_of
+from dp_microadam.validation import explicit, require_one_of
 
 _MULTIPLES_PER_UNIT = round(1 / NOISE_RESOLUTION)
 _LEAST_MULTIPLE = round(SMALLEST_NOISE_MULTIPLIER / NOISE_RESOLUTION)
@@ -64,6 +65,7 @@ class SelectionPlan(PrivacyPlan):
         object.__setattr__(self, "runs_shape", repetitions.shape)
 
     @classmethod
+    @explicit(*inspect.signature(PrivacyPlan.solve).parameters)
     def solve(  # type: ignore[override]  # it needs more
         cls, *, expected_runs: float, distribution: str = "geometric", **options: Any
     ) -> SelectionPlan:

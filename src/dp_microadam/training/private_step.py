@@ -18,7 +18,7 @@ from dp_microadam.clipping.engine import FIRST_REPETITION, ClippedGradients
 from dp_microadam.clipping.row_norms import ClippedRowNorms
 from dp_microadam.clipping.transform_check import check_transform
 from dp_microadam.errors import InputError, PrivacyError
-from dp_microadam.privacy.band_choice import DEFAULT_NOISE_MEMORY_GIB, refuse_memory
+from dp_microadam.privacy.band_choice import refuse_memory
 from dp_microadam.privacy.ledger import LEDGER_NAME, PrivacyLedger, RunSettings, read_ledger
 from dp_microadam.privacy.mechanism import GaussianMechanism
 from dp_microadam.privacy.plan import PrivacyPlan
@@ -32,9 +32,6 @@ from dp_microadam.training.torch_randomness import forked_torch
 from dp_microadam.training.training_data import TrainingData
 from dp_microadam.training.training_step import Result, TrainingStep, phases_in_words
 from dp_microadam.training.withheld import withheld
-
-PUBLIC = ("normalization constants of the input",)
-"""What a run declares public by default, besides plan and clipping norm."""
 
 _RUN_ID_OF_VERSION_0_1 = "run_id.txt"
 
@@ -177,15 +174,15 @@ class PrivateStep(TrainingStep):
             self._engines.current.sensitivity,  # type: ignore[attr-defined]
             noise_slice=partial(self.ranks.noise_slice, private=self._randomness.private),
             randomness=self._randomness,
-            noise_history=self._options.get("noise_history", "device"),
+            noise_history=self._noise_history,
         )
 
     def _refuse_noise_memory(self) -> None:
         named = frozenset().union(*(phase.trainable for phase in self.phases if phase.trainable is not None))
         trained = [p for name, p in self.model.named_parameters() if p.requires_grad or name in named]
         wide = self._randomness.secure or any(parameter.dtype == torch.float64 for parameter in trained)
-        limit = self._options.get("noise_memory_gib", DEFAULT_NOISE_MEMORY_GIB)
-        refuse_memory(self.plan.bands, max(1, sum(parameter.numel() for parameter in trained)), limit, wide=wide)
+        count = max(1, sum(parameter.numel() for parameter in trained))
+        refuse_memory(self.plan.bands, count, self._noise_memory_gib, wide=wide)
 
     @property
     def sensitivity(self) -> float:
@@ -334,8 +331,8 @@ class PrivateStep(TrainingStep):
 
     def _settings(self) -> RunSettings:
         clipped, own = (Method.clipped, ()) if self._method is None else (self._method.clipped, self._method.public)
-        public = ("clipping norm", *self._options.get("public", PUBLIC), *own, *phases_in_words(self.phases))
-        name = self._options.get("unit_name", "")
+        public = ("clipping norm", *self._public, *own, *phases_in_words(self.phases))
+        name = self._unit_name
         if self.plan.unit == "user":
             whose = f"the mean gradient of each {name or 'user'}'s examples"
             clipped = clipped.replace("the gradient of each example", whose, 1)
@@ -344,17 +341,14 @@ class PrivateStep(TrainingStep):
 
     @property
     def _clipping(self) -> str:
-        return self._options.get("clipping", "flat")
+        return str(self._clipping_options["clipping"])
 
     def _make_engine(self, phase: Phase) -> GradientSums:
         if not isinstance(self.plan, PrivacyPlan):
             kind = type(self.plan).__name__
             raise InputError(f"plan is a {kind}; a private run needs a PrivacyPlan, as PrivacyPlan.solve gives")
         engine = ClippedRowNorms if phase.query == ROW_NORMS else ClippedGradients
-        further = self._options.get("clipping_options", {})
-        bound = self._options.get("max_grad_norm", 1.0)
-        options = {"clipping": self._clipping, "repeat_check": False, **further}
-        return engine(self.model, self._loss, max_grad_norm=bound, **options)
+        return engine(self.model, self._loss, repeat_check=False, **self._clipping_options)
 
     def _check_model(self, data: TrainingData) -> None:
         refuse_repeats(data.data)

@@ -33,7 +33,7 @@ from dp_microadam.training.run_result import RunResult, StepReport
 from dp_microadam.training.schedules import Schedule
 from dp_microadam.training.training_step import StepOptions, TrainingStep
 from dp_microadam.training.validation_metrics import ValidationMetrics, in_words
-from dp_microadam.validation import require_integer, require_positive
+from dp_microadam.validation import explicit, require_integer, require_positive
 
 __all__ = ["PrivateTrainer", "RunResult", "StepReport", "UnprotectedPlan"]
 
@@ -69,6 +69,7 @@ class PrivateTrainer:
     only through what the run publishes.
     """
 
+    @explicit(*StepOptions.__annotations__)
     def __init__(
         self,
         model: nn.Module,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -18,25 +18,14 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from dp_microadam.clipping.batches import select
-from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError
-from dp_microadam.privacy.sampling import Chunks, LogicalStep, PoissonSampler
+from dp_microadam.errors import DPMicroAdamError, PrivacyError
+from dp_microadam.privacy.sampling import Chunks, LogicalStep, PoissonSampler, refuse_loader_options
 from dp_microadam.privacy.units import Units, WeightedRows
 from dp_microadam.training.evaluation import batches
 from dp_microadam.training.prefetch import copied_ahead, pinned
 from dp_microadam.training.torch_randomness import UnpredictableWorker, forked_torch, seeded_torch, unpredictable_torch
 from dp_microadam.training.withheld import READING, TRANSFORMS, MutedLikeItsParent, at_stage, read_at_stage
 from dp_microadam.validation import require_integer
-
-_NOT_A_LOADERS_CHOICE = {
-    "batch_sampler",
-    "batch_size",
-    "dataset",
-    "drop_last",
-    "generator",
-    "num_workers",
-    "sampler",
-    "shuffle",
-}
 
 
 @dataclass(frozen=True)
@@ -57,16 +46,7 @@ class Loading:
     def __post_init__(self) -> None:
         require_integer("physical_batch_size", self.physical_batch_size, 1)
         require_integer("num_workers", self.num_workers, 0)
-        for name in _NOT_A_LOADERS_CHOICE & self.loader_options.keys():
-            weigh = ", and give some examples more weight in the loss instead" if "sampler" in name else ""
-            raise InputError(
-                f"loader_options has {name!r}, but which examples form a batch is decided by the plan; remove it{weigh}"
-            )
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Loading:
-        """The options of a training step that concern loading."""
-        return cls(**{field.name: options[field.name] for field in fields(cls) if field.name in options})
+        refuse_loader_options("loader_options", self.loader_options, self.num_workers)
 
     def transformed(self, batch: Any, model: nn.Module) -> Any:
         """A training batch on the model's device, augmented and prepared."""

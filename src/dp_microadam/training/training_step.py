@@ -6,12 +6,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from dp_microadam.errors import InputError
+from dp_microadam.privacy.band_choice import DEFAULT_NOISE_MEMORY_GIB
 from dp_microadam.privacy.dropping import alone
 from dp_microadam.privacy.plan import PrivacyPlan
 from dp_microadam.privacy.randomness import Randomness
@@ -28,7 +29,7 @@ from dp_microadam.training.method import Method, Phase, Steps, phase_at
 from dp_microadam.training.rate_units import RunNoise
 from dp_microadam.training.training_data import Loading, TrainingData
 from dp_microadam.training.withheld import LOSS, at_stage
-from dp_microadam.validation import require_integer
+from dp_microadam.validation import refuse_unknown, require_integer
 
 Result = TypeVar("Result")
 
@@ -36,8 +37,12 @@ _COMPARE_EVERY = 100
 """Steps between checks that all ranks have the same weights and optimizer state."""
 
 
+CLIPPING_OPTIONS = ("autocast", "synthetic_batch", "layer_weights", "strategy", "tensor_cores", "padded_sizes")
+"""What ``clipping_options`` may have: the arguments of the clipping engine that no other option or the step itself decides."""
+
+
 class StepOptions(TypedDict, total=False):
-    """Options of a training step, as :class:`PrivateStep` documents them; trainers and adapters pass them on."""
+    """Options of a training step, as :class:`PrivateStep` documents them, which trainers and adapters pass on as they are."""
 
     max_grad_norm: float
     clipping: str
@@ -75,7 +80,22 @@ class TrainingStep(ABC):
         run_dir: str | Path = "",
         method: Method | None = None,
         training_measures: Mapping[str, PerExample] | None = None,
-        **options: Unpack[StepOptions],
+        max_grad_norm: float = 1.0,
+        clipping: str = "flat",
+        clipping_options: Mapping[str, Any] | None = None,
+        physical_batch_size: int = 256,
+        prepare: Callable[[Any], Any] | None = None,
+        augment: Callable[[Any], Any] | None = None,
+        num_workers: int = 0,
+        loader_options: Mapping[str, Any] | None = None,
+        max_steps: int | None = None,
+        public: Iterable[str] = ("normalization constants of the input",),
+        unit_name: str = "",
+        noise_history: str = "device",
+        noise_memory_gib: float = DEFAULT_NOISE_MEMORY_GIB,
+        secure: bool = False,
+        seed: int | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         if not str(run_dir):
             raise InputError(
@@ -84,18 +104,20 @@ class TrainingStep(ABC):
         self.run_dir = Path(run_dir)
         self.model = model
         self._plan = plan
-        ranks, max_steps = options.get("ranks"), options.get("max_steps")
+        refuse_unknown("clipping_options", clipping_options or (), CLIPPING_OPTIONS)
         self.ranks = ranks_here() if ranks is None else ranks
         self.last_step = min(plan.steps, plan.steps if max_steps is None else require_integer("max_steps", max_steps, 1))
         self.position = 0
         self.updates = 0
-        self.loading = Loading.of(options)
+        self.loading = Loading(physical_batch_size, prepare, augment, num_workers, loader_options or {}, seed)
         self.training_metrics: dict[str, float] = {}
         """Means of ``training_measures`` over the last step's sample; they are private."""
         self._loss = per_example_loss
         self._method = method
-        self._options = options
-        self._randomness = _randomness(options)
+        self._clipping_options = {"max_grad_norm": max_grad_norm, "clipping": clipping, **(clipping_options or {})}
+        self._public, self._unit_name = tuple(public), unit_name
+        self._noise_history, self._noise_memory_gib = noise_history, noise_memory_gib
+        self._randomness = Randomness.from_entropy(secure=secure) if seed is None else Randomness.seeded(seed, secure=secure)
         self._training_measures = dict(training_measures or {})
         self._totals: list[float] = []
         self._data: TrainingData | None = None
@@ -121,7 +143,7 @@ class TrainingStep(ABC):
     @property
     def unit_name(self) -> str:
         """What a unit is called: example or user, or by its own name, such as patient."""
-        return self._options.get("unit_name") or self.plan.unit
+        return self._unit_name or self.plan.unit
 
     @property
     @abstractmethod
@@ -393,11 +415,6 @@ def units_of(plan: Steps, users: Any) -> Units | None:
             "users is given, but the plan's unit is the example; solve a plan with unit='user' and examples_per_user"
         )
     return None if users is None else Units(users, plan.examples_per_user or 1)
-
-
-def _randomness(options: StepOptions) -> Randomness:
-    seed, secure = options.get("seed"), options.get("secure", False)
-    return Randomness.from_entropy(secure=secure) if seed is None else Randomness.seeded(seed, secure=secure)
 
 
 def phases_in_words(phases: Sequence[Phase]) -> list[str]:

@@ -351,7 +351,7 @@ def test_methods_and_their_options_of_the_vocabulary_are_those_of_the_code():
         "dp-adambc": [AdamBC],
     }
     for method in vocabulary.BASES:
-        function = builder_of(method)
+        function = inspect.unwrap(builder_of(method))
         own = {
             name for name, parameter in inspect.signature(function).parameters.items() if parameter.kind.name == "KEYWORD_ONLY"
         }
