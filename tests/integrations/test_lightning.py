@@ -12,6 +12,7 @@ import torch
 import torchmetrics
 from lightning.pytorch.callbacks import (
     Callback,
+    DeviceStatsMonitor,
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
@@ -208,6 +209,8 @@ def test_a_checkpoint_holds_no_random_states(make_network, make_steps, make_trai
         ({"callbacks": [StochasticWeightAveraging(1e-2)]}, "through the training data once more"),
         ({"callbacks": [GradientAccumulationScheduler({0: 2})]}, "noise is added once|not supported"),
         ({"callbacks": [LearningRateFinder()]}, "training loss, which is private"),
+        ({"callbacks": [DeviceStatsMonitor(False)], "logger": CSVLogger("unused")}, "how large batches were, which is private"),
+        ({"profiler": "advanced"}, "profiler is AdvancedProfiler, which counts"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )

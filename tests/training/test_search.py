@@ -1,6 +1,7 @@
 """A private search: what it publishes, what it leaves behind, and how it goes on after it was stopped."""
 
 import json
+import logging
 import os
 import re
 import stat
@@ -48,6 +49,7 @@ class Watched:
     def __call__(self, settings, run_dir):
         trainer = make_trainer(settings, run_dir)
         warnings.warn("as a library may, once per run", stacklevel=1)
+        logging.getLogger("library").warning("as a library may, once per run")
         fit = trainer.fit
 
         def noting(*data, **users):
@@ -97,7 +99,7 @@ def test_the_published_run_can_be_opened_and_is_finished(tmp_path):
     assert trainer.fit(TRAIN, VALIDATION).epsilon == PLAN.epsilon
 
 
-def test_a_sceptical_reader_finds_nothing_of_other_runs_in_what_a_search_leaves(tmp_path, draws, capfd):
+def test_a_sceptical_reader_finds_nothing_of_other_runs_in_what_a_search_leaves(tmp_path, draws, capfd, caplog):
     """The same files of the same sizes, the same words on the screen, and no run, score or time but those of the winner."""
     left = {}
     for runs in (1, 2, 7) if THOROUGH else (1, 3):
@@ -106,7 +108,7 @@ def test_a_sceptical_reader_finds_nothing_of_other_runs_in_what_a_search_leaves(
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             result = search(folder, watched).fit(TRAIN, VALIDATION)
-        assert not warned, "a warning per run counts them"
+        assert [*warned, *caplog.records] == [], "a warning or a message per run counts them"
         assert len(watched.runs) == runs
         files = everything_in(folder)
         assert {name.split("/")[0] for name in files} == {"best"}, "the folder of the search is gone"

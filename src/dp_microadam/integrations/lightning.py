@@ -22,6 +22,7 @@ from dp_microadam.validation import explicit
 
 try:
     from lightning.pytorch import Callback, LightningModule
+    from lightning.pytorch.profilers import PassThroughProfiler
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
     from lightning.pytorch.trainer.states import TrainerFn
 except ImportError as error:
@@ -44,6 +45,7 @@ _REFUSED_CALLBACKS = {
     "StochasticWeightAveraging": "it goes through the training data once more; average weights by WeightAveraging",
     "GradientAccumulationScheduler": "noise is added once per step; large batches are cut into chunks by PrivateSteps",
     "BatchSizeFinder": "its trial steps would be spent; choose physical_batch_size of PrivateSteps yourself",
+    "DeviceStatsMonitor": "memory in use tells how large batches were, which is private",
     "LearningRateFinder": "it looks at the training loss, which is private; MicroAdam's default needs no search",
 }
 
@@ -270,6 +272,11 @@ class PrivateLightningModule(LightningModule):
             (
                 trainer.reload_dataloaders_every_n_epochs != 0,
                 "reload_dataloaders_every_n_epochs is set; a run has one PrivateSteps, leave it at 0",
+            ),
+            (
+                not isinstance(trainer.profiler, PassThroughProfiler),
+                f"profiler is {type(trainer.profiler).__name__}, which counts and times what is done for each example of a "
+                "batch, and its size is private; leave it None, and profile made-up data",
             ),
             (len(trainer.optimizers) > 1, f"there are {len(trainer.optimizers)} optimizers; a private step has one"),
             (

@@ -10,7 +10,6 @@ import math
 import secrets
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from dp_microadam.training.publication import write_published
 from dp_microadam.training.run_folder import DECLARATION, SELECTION, never_trained, read_metrics, refuse_existing, search_folder
 from dp_microadam.training.secret_state import SecretState, destroy
 from dp_microadam.training.trainer import PrivateTrainer
+from dp_microadam.training.withheld import muted
 
 _STATE = "state"
 _PUBLISHED = "published"
@@ -181,8 +181,7 @@ class PrivateSearch:
         if state["choice"] is None:
             destroy(folder)  # of a run that lost, if the process was killed before removing it
             state.write(choice=[secrets.randbelow(len(listed)) for listed in self.values.values()])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a warning per run would count them
+        with muted():  # a warning or a message per run would count them
             trainer = self._trainer(self._settings(state["choice"]), folder)
             if folder.exists() and not never_trained(folder):
                 trainer.resume()

@@ -61,31 +61,31 @@ class MutedLikeItsParent:
 
     def __getstate__(self) -> dict[str, Any]:
         """For workers that are not forked, and know of their parent what is pickled."""
-        return {**self.__dict__, "_muted": _muted > 0}
+        return {**self.__dict__, "_muted": _depth > 0}
 
     def __call__(self, worker: int) -> None:
         if self._worker_init_fn is not None:
             self._worker_init_fn(worker)
-        if self._muted or _muted:
+        if self._muted or _depth:
             _silence()
 
 
 @contextmanager
-def _mute() -> Iterator[None]:
+def muted() -> Iterator[None]:
     """Within the block no thread shows warnings, log messages, or errors in destructors and threads.
 
     That one came up, and when, is private like its text, so nothing is told in its place.
     """
-    global _muted, _hooks
+    global _depth, _hooks
     with _switching:
-        _hooks = _hooks if _muted else _silence()
-        _muted += 1
+        _hooks = _hooks if _depth else _silence()
+        _depth += 1
     try:
         yield
     finally:
         with _switching:
-            _muted -= 1
-            if not _muted:
+            _depth -= 1
+            if not _depth:
                 _set_hooks(_hooks)
                 with suppress(ValueError):
                     warnings.filters.remove(_IGNORED)  # type: ignore[attr-defined]
@@ -113,7 +113,7 @@ def _say_nothing(*message: Any, **options: Any) -> None:
 
 
 _IGNORED = "ignore", None, Warning, re.compile(""), 0
-_switching, _muted = threading.Lock(), 0
+_switching, _depth = threading.Lock(), 0
 _hooks: tuple[Any, ...] = ()
 
 
@@ -127,7 +127,7 @@ def withheld(work: Callable[[], Result]) -> Result:
     """
     replacement: BaseException
     try:
-        with _mute():
+        with muted():
             return work()
     except KeyboardInterrupt:
         replacement = KeyboardInterrupt()
