@@ -145,6 +145,23 @@ def test_resuming_goes_on_with_the_ledger_and_lost_steps_stay_spent(make, plan, 
     assert result.metrics["epsilon"] == pytest.approx(plan.epsilon)
 
 
+def test_with_bands_a_resumed_run_counts_its_sessions_and_ends_within_epsilon(make, tmp_path, capsys):
+    banded = PrivacyPlan(COUNT, 30, 1.0, 9, 1e-3, bands=4)
+    make(plan=banded, arguments={"max_steps": 5, "save_strategy": "steps", "save_steps": 5}).train()
+    result = make(plan=banded).train(resume_from_checkpoint=True)
+    record = read_ledger(tmp_path / "out" / "privacy")
+    assert (result.global_step, record.steps, record.resumed_at) == (9, 9, (5,))
+    assert result.metrics["epsilon"] == record.epsilon() == banded.epsilon
+    again = make(plan=banded, out="again", arguments={"max_steps": 1, "save_strategy": "steps", "save_steps": 1})
+    again.train()
+    make(plan=banded, out="again", arguments={"max_steps": 2, "save_strategy": "steps", "save_steps": 2}).train(True)
+    capsys.readouterr()
+    result = make(plan=banded, out="again").train(resume_from_checkpoint=True)
+    assert "resumed at step 2, so that training ends after 6 updates instead of 9" in capsys.readouterr().err
+    assert result.global_step == 6
+    assert result.metrics["epsilon"] == read_ledger(tmp_path / "again" / "privacy").epsilon() == banded.epsilon
+
+
 @pytest.mark.slow
 def test_resuming_at_the_last_step_takes_none(make, plan, tmp_path):
     make(arguments={"save_strategy": "steps"}).train()

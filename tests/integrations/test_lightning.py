@@ -23,7 +23,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from dp_microadam import InputError, PrivacyError, PrivateTrainer, methods
+from dp_microadam import InputError, PrivacyError, PrivacyPlan, PrivateTrainer, methods
 from dp_microadam.integrations.lightning import PrivateLightningModule, PrivateSteps
 from dp_microadam.privacy.ledger import read_ledger
 from dp_microadam.training.evaluation import class_loss
@@ -56,7 +56,7 @@ def make_steps(plan, train, tmp_path):
     opened = []
 
     def make(run="run", **options):
-        opened.append(PrivateSteps(plan, train, run_dir=tmp_path / run, **options))
+        opened.append(PrivateSteps(options.pop("plan", plan), train, run_dir=tmp_path / run, **options))
         return opened[-1]
 
     yield make
@@ -162,6 +162,18 @@ def test_resuming_goes_on_with_the_ledger_and_lost_steps_stay_spent(make_network
     assert trainer.global_step == plan.steps - 3
     assert read_ledger(tmp_path / "run").steps == plan.steps
     assert json.loads((tmp_path / "run" / "privacy.json").read_text())["epsilon"] == pytest.approx(plan.epsilon)
+
+
+def test_with_bands_a_resumed_run_counts_its_sessions_and_ends_within_epsilon(make_network, make_steps, make_trainer, tmp_path):
+    banded = PrivacyPlan(120, 30, 1.0, 9, 1e-3, bands=4)
+    make_trainer(max_steps=2, **saving(tmp_path, 1)).fit(Classifier(make_network()), make_steps(plan=banded))
+    for last, max_steps in ((2, 3), (3, -1)):
+        trainer = make_trainer(max_steps=max_steps, **saving(tmp_path, 1))
+        trainer.fit(Classifier(make_network()), make_steps(plan=banded), ckpt_path=tmp_path / "saved" / f"step={last}.ckpt")
+    record = read_ledger(tmp_path / "run")
+    assert (trainer.global_step, record.steps, record.resumed_at) == (7, 7, (2, 3))
+    assert float(trainer.logged_metrics["epsilon"]) == pytest.approx(banded.epsilon, rel=1e-6)
+    assert json.loads((tmp_path / "run" / "privacy.json").read_text())["epsilon"] == record.epsilon() == banded.epsilon
 
 
 def test_resuming_a_finished_run_ends_at_once(make_network, make_steps, make_trainer, plan, tmp_path):

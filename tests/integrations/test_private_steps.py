@@ -221,3 +221,16 @@ def test_a_plan_with_bands_is_all_that_correlated_noise_needs(make_steps, make_n
     assert all(torch.equal(one, two) for one, two in zip(found, other, strict=True))
     assert read_ledger(steps.run_dir).spent[0].bands == 4
     assert steps.epsilon() == banded.epsilon
+
+
+def test_with_bands_every_session_counts_by_itself(make_steps, make_network):
+    banded, state = PrivacyPlan(120, 10, 1.0, 12, 1e-3, bands=4), None
+    for session in range(3):
+        steps = make_steps(plan=banded)
+        steps.begin(make_network(), class_loss, state)
+        steps.take()
+        state = steps.stamp()
+        assert steps.epsilon() == read_ledger(steps.run_dir).epsilon() == banded.epsilon_after(4 * session + 1)
+        steps.close()
+    assert steps.epsilon() == banded.epsilon
+    assert steps.remaining == 3

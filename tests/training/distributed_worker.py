@@ -17,7 +17,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
-from dp_microadam import ClippedGradients, DPMicroAdamError, MicroAdam, PrivacyPlan, methods
+from dp_microadam import ClippedGradients, DPMicroAdamError, MicroAdam, PrivacyPlan, PrivateStep, methods
 from dp_microadam.privacy.ledger import read_ledger
 from dp_microadam.training import distributed
 from dp_microadam.training.distributed import Ranks, TorchRanks
@@ -70,6 +70,19 @@ def methods_for(size):
     """In ``make test-all`` all of them once, with two processes; what they could do differently with three shows in two."""
     few = ("adam", "sparta") if size > 2 else ("adam", "sparta", "delayed")
     return METHODS if size == 2 and os.environ.get("DP_MICROADAM_THOROUGH") == "1" else few
+
+
+def resumed_with_bands(folder, ranks):
+    """ε, the last step and the sessions on this rank, after one step in each of two sessions."""
+    plan, state = PrivacyPlan(EXAMPLES, 8, 1.0, 8, 1e-2, bands=4), None
+    for _ in range(2):
+        step = PrivateStep(network(), class_loss, plan, problem(), run_dir=folder / "bands")
+        step.begin() if state is None else step.load_state_dict(state)
+        step.take()
+        state = step.state_dict()
+        found = step.epsilon(), step.last_step, step.resumed_at
+        step.close()
+    return found
 
 
 def sources_for(size):
@@ -313,17 +326,14 @@ def slices_that_leave_a_gap(folder, ranks):
 
 
 def other_weights(folder, ranks):
-    """Rank 1 changes one weight by one unit in the last place."""
+    """Rank 1 changes one weight by one unit in the last place, after the last step: another could round the difference away."""
     trainer = trainer_of(folder / "weights", plan=plan_of(steps=4))
 
     def disturb(report):
-        if ranks.rank == 1 and report.step == 3:
+        if ranks.rank == 1 and report.step == 4:
             with torch.no_grad():
                 weight = trainer.model[0].weight.view(-1)
-                large = weight.abs() > weight.abs().median()
-                # Just above a power of two: were it to pass the next one, a later step could round the difference away.
-                place = torch.where(large, torch.frexp(weight.abs()).mantissa, 1.0).argmin()
-                weight[place] = torch.nextafter(weight[place], weight.new_tensor(9.0))
+                weight[0] = torch.nextafter(weight[0], weight.new_tensor(9.0))
 
     trainer.callbacks = (disturb,)
     return outcome(lambda: trainer.fit(problem()))
@@ -399,6 +409,7 @@ def main(folder):
         "plan": lambda: other_plan(folder, ranks),
         "models": lambda: other_models(folder, ranks),
         "combined": lambda: combined(ranks),
+        "bands": lambda: resumed_with_bands(folder, ranks),
         "gap": lambda: slices_that_leave_a_gap(folder, ranks),
         "weights": lambda: other_weights(folder, ranks),
         "interrupted": lambda: interrupted(folder, ranks),

@@ -226,6 +226,67 @@ def test_a_method_that_is_used_again_has_its_own_rate(tmp_path):
         assert method.learning_rate == pytest.approx(1e-3 * growth)
 
 
+@pytest.mark.parametrize("how", ["resumed", "attached"])
+def test_data_in_another_order_after_every_step_spends_no_more_than_the_ledger_says(tmp_path, how):
+    """Everybody takes part in the steps of their group, and the first example is always given the number of the next one's."""
+    plan = PrivacyPlan(8, 1, 5.0, 64, 1e-2, bands=8)
+    seen = []
+
+    def loss(model, batch):
+        seen.append(int((batch[:, 0] == 1.0).sum()))
+        return worker.numbered(model, batch)
+
+    model, state = torch.nn.Linear(8, 1, bias=False), None
+    step = PrivateStep(model, loss, plan, run_dir=tmp_path)
+    taken = 0
+    while state is None or step.remaining:
+        if how == "resumed":
+            step.close()
+            step = PrivateStep(model, loss, plan, run_dir=tmp_path)
+        step.attach(torch.eye(8).roll(taken, 0))
+        if state is None:
+            step.begin()
+        elif how == "resumed":
+            step.load_state_dict(state)
+        if not step.remaining:
+            break
+        seen.clear()
+        step.take()
+        assert sum(seen) == 1, "the first example is in every step"
+        taken, state = taken + 1, step.state_dict()
+        record = read_ledger(tmp_path)
+        assert record.spent[0].steps == taken
+        assert step.epsilon() == record.epsilon() == plan.epsilon_after(taken, range(1, taken)) <= plan.epsilon
+    assert taken == 8
+    step.close()
+
+
+def test_the_chain_of_noise_begins_anew_with_data_that_is_attached_between_steps(tmp_path):
+    plan = PrivacyPlan(60, 6, 1.0, 8, 1e-3, bands=8)
+    step, _ = digits_step(tmp_path, plan)
+    for _ in range(2):
+        step.begin() if not step.begun else None
+        step.take()
+    assert step.noise_memory
+    step.attach((torch.randn(60, 5), torch.randint(0, 3, (60,))))
+    assert not step.noise_memory
+    step.close()
+
+
+def test_users_with_bands_count_each_session_too(tmp_path):
+    plan = PrivacyPlan(20, 4, 2.0, 12, 1e-2, bands=4, unit="user", examples_per_user=2)
+    data, ids = (torch.randn(60, 5), torch.randint(0, 3, (60,))), [number % 20 for number in range(60)]
+    state = None
+    for session in range(3):
+        step = PrivateStep(torch.nn.Linear(5, 3), class_loss, plan, data, users=ids[::-1] if session else ids, run_dir=tmp_path)
+        step.begin() if state is None else step.load_state_dict(state)
+        step.take()
+        state = step.state_dict()
+        assert step.epsilon() == plan.epsilon_after(session + 1, range(1, session + 1)) <= plan.epsilon
+        step.close()
+    assert read_ledger(tmp_path).epsilon() == plan.epsilon
+
+
 RECIPE = """
 name = "bands"
 data = "digits"
@@ -256,13 +317,34 @@ def test_a_recipe_with_bands_killed_and_resumed_counts_every_step(tmp_path, caps
     assert 20 <= killed.steps < 60
     assert main(["resume", str(run), "--quiet"]) == 0
     record = read_ledger(run)
-    assert record.steps == 60
+    assert record.resumed_at == (killed.steps,)
+    assert 52 <= record.steps == record.plan.last_step(record.resumed_at) <= 60
     assert record.spent[0].steps == 8
     assert record.epsilon() == record.plan.epsilon <= 8.0
     lines = [json.loads(line) for line in ledger.read_text().splitlines()[1:]]
-    assert [line["group"] for line in lines] == [step % 8 for step in range(60)]
+    assert [line["group"] for line in lines] == [step % 8 for step in range(record.steps)]
     assert json.loads((run / "privacy.json").read_text())["noise"]["bands"] == 8
     capsys.readouterr()
+
+
+def test_a_recipe_that_goes_on_says_what_its_sessions_spend_and_where_it_ends(tmp_path, capsys):
+    recipe, run = tmp_path / "bands.toml", tmp_path / "run"
+    recipe.write_text(RECIPE.replace("steps = 60", "steps = 16"))
+    assert main(["train", str(recipe), "--set", "max_steps=3", "--run-dir", str(run)]) == 0
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace("max_steps = 3", "max_steps = 16"))
+    capsys.readouterr()
+    assert main(["resume", str(run)]) == 0
+    assert "to stay within ε, the run ends at step 11 instead of 16" in capsys.readouterr().err
+    record = read_ledger(run)
+    assert (record.steps, record.resumed_at) == (11, (3,))
+    report = json.loads((run / "privacy.json").read_text())
+    assert report["epsilon"] == report["epsilon_planned"] == record.plan.epsilon
+    assert report["composition"]["sessions"] == 2
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[-1]["epsilon"] == record.plan.epsilon
+    assert main(["budget", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["epsilon"] == record.plan.epsilon
 
 
 def test_bands_on_the_command_line_and_auto_for_the_memory_of_the_model(tmp_path, capsys):

@@ -205,6 +205,12 @@ def test_nothing_is_summed_unless_each_coordinate_has_noise_from_exactly_one_ran
     assert read_ledger(left.folder / "gap").steps == 1
 
 
+def test_with_bands_all_ranks_count_each_session_and_end_at_the_same_step(left):
+    record = read_ledger(left.folder / "bands")
+    assert left["bands"] == [(record.epsilon(), 5, (1,))] * left.size
+    assert record.epsilon() == record.plan.epsilon
+
+
 def test_files_listed_in_another_order_are_refused_and_their_shards_never_overlap(left):
     for found in left["files"]:
         for case in ("other order", "other root", "other ids"):

@@ -217,6 +217,31 @@ def test_a_run_that_was_stopped_in_the_middle_goes_on_with_its_own_hyperparamete
     assert read_ledger(result.run_dir).steps == 2, "a step that was recorded and lost stays spent"
 
 
+def test_with_bands_a_run_that_was_stopped_begins_again_so_that_no_session_of_it_has_to_be_published(tmp_path, draws):
+    draws.append(1)
+    plan = replace(PLAN, bands=2, steps=4)
+    begun = []
+
+    def stopping(settings, run_dir):
+        trainer = make_trainer(settings, run_dir, plan=plan)
+        begun.append(trainer)
+        if len(begun) == 1:
+            taken = trainer.step.take
+            trainer.step.take = lambda: (taken(), (_ for _ in ()).throw(KeyboardInterrupt))[0]
+        return trainer
+
+    def again():
+        return PrivateSearch(plan, VALUES, stopping, score="validation_loss", run_dir=tmp_path / "best").fit(TRAIN, VALIDATION)
+
+    with pytest.raises(KeyboardInterrupt):
+        again()
+    result = again()
+    record = read_ledger(result.run_dir)
+    assert (record.steps, record.resumed_at) == (4, ())
+    assert result.epsilon == plan.epsilon
+    assert begun[1].step.updates == 4
+
+
 @pytest.mark.slow
 def test_a_run_that_ends_in_nan_loses_against_any_other(tmp_path, draws, monkeypatch):
     draws.append(3)

@@ -368,7 +368,7 @@ def test_callbacks_learn_public_facts_only(make_trainer, training_part):
     trainer.fit(training_part)
     assert [(report.step, report.steps) for report in reports] == [(1, 3), (2, 3), (3, 3)]
     assert reports[-1].epsilon == pytest.approx(trainer.plan.epsilon)
-    assert set(vars(reports[0])) == {"step", "steps", "plan", "learning_rate", "metrics"}
+    assert set(vars(reports[0])) == {"step", "steps", "plan", "learning_rate", "metrics", "resumed_at"}
 
 
 def test_epsilon_is_composed_only_for_callbacks_that_read_it():

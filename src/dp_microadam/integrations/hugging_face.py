@@ -209,12 +209,14 @@ class PrivateHFTrainer(Trainer):
     def _tell_what_was_lost(self) -> None:
         step = self.private_steps.step
         assert step is not None, "it has begun"
-        lost = 0 if self._resumed_from is None else step.position - int(self._resumed_from["steps_spent"])
-        if lost and step.ranks.main:
-            end = step.updates + step.last_step - step.position
-            wanted = self.args.max_steps
-            rest = f", so that training ends after {end} updates instead of {wanted}" if end < wanted else ""
-            tell(f"resumed at step {step.updates}; {lost} steps after it were lost and stay spent{rest}")
+        if self._resumed_from is None or not step.ranks.main:
+            return
+        lost = step.position - int(self._resumed_from["steps_spent"])
+        end, wanted = step.updates + step.last_step - step.position, self.args.max_steps
+        said = f"; {lost} steps after it were lost and stay spent" if lost else ""
+        said += f", so that training ends after {end} updates instead of {wanted}" if end < wanted else ""
+        if said:
+            tell(f"resumed at step {step.updates}{said}")
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """That of dp-walk, unless there is one."""

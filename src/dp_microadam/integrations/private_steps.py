@@ -89,7 +89,7 @@ class PrivateSteps:
     def epsilon(self) -> float:
         """ε of the steps spent so far, at the plan's δ."""
         if self._epsilon[0] != self.position:
-            self._epsilon = self.position, self.plan.epsilon_after(self.position)
+            self._epsilon = self.position, self._step_begun().epsilon()
         return self._epsilon[1]
 
     def __len__(self) -> int:

@@ -19,7 +19,9 @@ could be closer than b steps, their rows would overlap, and the sensitivity woul
 Assumptions: groups depend on an example's number alone, never on its contents; the noise z is unpredictable and drawn anew for
 each step; sums have sensitivity S. Neighbouring relation: one example is added or removed, and every other example keeps its
 number, and with it its group. Shorter columns are covered too: if the sequence of noise vectors begins anew at some step, C
-becomes block diagonal, its columns are cut off at the end of a block, and their norms only fall.
+becomes block diagonal, its columns are cut off at the end of a block, and their norms only fall. If examples are numbered anew
+there, as they may be when a run is resumed, each block of n steps has at most ⌈n/b⌉ participations of an example, and the sum
+of these over the blocks takes the place of ⌈T/b⌉.
 
 The default coefficients are those of the banded square root (Kalinin and Lampert 2024, "Banded square root matrix
 factorization for differentially private model training"): the matrix A of prefix sums has the square root with coefficients

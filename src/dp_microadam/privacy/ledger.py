@@ -73,7 +73,8 @@ class PrivacyLedger:
 
     Formal guarantees: when :meth:`record_step` returns, the step is on disk; with ``wait=False`` it is in the file, where a
     killed process leaves it, and on disk when :meth:`wait_until_synced` returns. It never records more than the plan's steps;
-    no second process can append to the same file meanwhile. A killed process leaves at worst an incomplete line, which counts
+    of a plan with bands that was resumed, never so many that an example could be in more of them than the plan's ε covers.
+    No second process can append to the same file meanwhile. A killed process leaves at worst an incomplete line, which counts
     as a step. If anything else writes to, replaces or removes the file, no further step is recorded. Assumes a file system
     whose fsync and flock work as specified.
     """
@@ -106,7 +107,9 @@ class PrivacyLedger:
             raise
         self._steps = self._record.steps
         self._run = self._record.run
-        self._opened: str | None = secrets.token_hex(8)
+        self._resumed_at = self._record.resumed_at
+        self._opened: str | None = None
+        self.begin_session()
 
     @classmethod
     def create(cls, run: str | os.PathLike[str], plan: PrivacyPlan, settings: RunSettings) -> PrivacyLedger:
@@ -165,9 +168,20 @@ class PrivacyLedger:
         return self._steps
 
     @property
+    def resumed_at(self) -> tuple[int, ...]:
+        """The steps before which the run was resumed, the next one too if that was now."""
+        return self._resumed_at
+
+    @property
     def remaining(self) -> int:
-        """Steps that the plan still allows."""
-        return max(0, self.plan.steps - self._steps)
+        """Steps that the plan still allows: fewer if it has bands and the run was resumed, so that its ε is never exceeded."""
+        return max(0, self.plan.last_step(self._resumed_at) - self._steps)
+
+    def begin_session(self) -> None:
+        """The data may come in another order from here on, so that with bands an example may be in another group."""
+        if self._opened is None:
+            self._opened = secrets.token_hex(8)
+            self._resumed_at += (self._steps,) if self._steps else ()
 
     @property
     def head(self) -> str:
@@ -190,10 +204,9 @@ class PrivacyLedger:
                 f"{self.path} is not open in this process, so no step can be recorded; resume it with PrivacyLedger.resume"
             )
         if self.remaining == 0:
-            raise PrivacyError(
-                f"all {self.plan.steps} steps of the plan are spent; one more would exceed its epsilon, so stop here or "
-                "solve a new plan"
-            )
+            resumed = f"{self._steps} steps of a run that was resumed {len(self._resumed_at)} times"
+            spent = f"all {self.plan.steps} steps of the plan" if self._steps >= self.plan.steps else resumed
+            raise PrivacyError(f"{spent} are spent; one more would exceed its epsilon, so stop here or solve a new plan")
         self.wait_until_synced()  # of a step before, which failed
         step = self._steps
         event = self._marked(planned_event(self.plan, step))

@@ -12,8 +12,9 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,9 +39,10 @@ class UnusableLine(Exception):
 class RecordedSteps:
     """The steps recorded in the lines after the header.
 
-    ``history`` has, for each step, the hash up to and including it, and its mechanism. ``head`` is the hash of all complete
-    lines. It leaves out a line that is still being written, or that a killed process left incomplete: the result of such a
-    step was never used.
+    ``history`` has, for each step, the hash up to and including it, and its mechanism. ``resumed_at`` are the steps before
+    which another session began; a line that cannot be read may have begun one, and counts as one. ``head`` is the hash of all
+    complete lines. It leaves out a line that is still being written, or that a killed process left incomplete: the result of
+    such a step was never used.
     """
 
     head: str
@@ -48,28 +50,37 @@ class RecordedSteps:
     torn: int = 0
     phases: Counter[str] = field(default_factory=Counter)
     processes: Counter[int] = field(default_factory=Counter)
+    resumed_at: list[int] = field(default_factory=list)
     run: str | None = None
     bands: int = 1
     cap: Cap | None = None
 
     @property
     def spent(self) -> tuple[SubsampledGaussian, ...]:
-        steps = ((number, mechanism) for number, (_, mechanism) in enumerate(self.history))
-        return most_of_one_group(steps, self.bands, self.cap)
+        firsts = enumerate(first_steps(self.resumed_at, len(self.history)))
+        return most_of_one_example(((first, step, self.history[step][1]) for step, first in firsts), self.bands, self.cap)
 
 
-def most_of_one_group(
-    steps: Iterable[tuple[int, Mechanism]], bands: int, cap: Cap | None = None
+def first_steps(resumed_at: Sequence[int], steps: int) -> Iterator[int]:
+    """For each step the first one of its session, in a run that was resumed before the given steps."""
+    for start, stop in pairwise([0, *resumed_at, steps]):
+        yield from repeat(start, stop - start)
+
+
+def most_of_one_example(
+    steps: Iterable[tuple[Hashable, int, Mechanism]], bands: int, cap: Cap | None = None
 ) -> tuple[SubsampledGaussian, ...]:
-    """The steps that the examples of one group can have been in at most, from all steps by number; one band is one group.
+    """The steps that an example can have been in at most, from all steps by session and number; one band is one group.
 
-    Formal guarantees: for every group, and every mechanism, the result has at least as many steps as the group had.
+    Formal guarantees: for every mechanism, the result has at least as many steps as an example that is in one group in each
+    session, and in whichever of them, can have been in.
     """
-    by_group = Counter((mechanism, number % bands) for number, mechanism in steps)
-    most: dict[Mechanism, int] = {}
-    for (mechanism, _), count in by_group.items():
-        most[mechanism] = max(most.get(mechanism, 0), count)
-    return tuple(SubsampledGaussian(*mechanism, count, bands, cap) for mechanism, count in most.items())
+    by_group = Counter((mechanism, session, number % bands) for session, number, mechanism in steps)
+    most: dict[Mechanism, dict[Hashable, int]] = {}
+    for (mechanism, session, _), count in by_group.items():
+        sessions = most.setdefault(mechanism, {})
+        sessions[session] = max(sessions.get(session, 0), count)
+    return tuple(SubsampledGaussian(*mechanism, sum(found.values()), bands, cap) for mechanism, found in most.items())
 
 
 def is_head(text: str) -> bool:
@@ -144,6 +155,7 @@ def read_steps(
                 found.torn += 1
                 # Two lines without the newline between them are one line that cannot be read: each counts.
                 count = max(1, line.count(b'"step"'))
+                found.resumed_at += range(max(1, len(found.history)), len(found.history) + count)
                 found.history += [(found.head if part == 0 else f"{found.head} {part}", ordinary) for part in range(count)]
         except UnusableLine as error:
             raise edited(path, number, error) from None
@@ -190,6 +202,8 @@ def _add_step(
         )
     # A gap in an old ledger means that steps were recorded and lost, so they count as spent.
     found.history += [(f"{found.head} {missing}", ordinary) for missing in range(total, step)]
+    if "opened" in values and step:
+        found.resumed_at.append(step)
     found.history.append((found.head, mechanism))
     if "phase" in values:
         if not isinstance(values["phase"], str):

@@ -19,10 +19,11 @@ from dp_microadam.privacy.ledger_lines import (
     Mechanism,
     UnusableLine,
     edited,
+    first_steps,
     follow,
     is_head,
     link_unchained,
-    most_of_one_group,
+    most_of_one_example,
     read_object,
     read_steps,
 )
@@ -97,10 +98,12 @@ class LedgerRecord:
     """The contents of a ledger at the time it was read. Immutable; reading takes no lock.
 
     ``spent`` has every step, including those whose lines a crash left incomplete or lost; they count as steps of the plan. If
-    the plan has bands, it has the steps that the examples of one group can have been in, which is what privacy accounts for. If
-    the plan is a :class:`~dp_microadam.privacy.selection_plan.SelectionPlan`, it covers the selection among such runs.
+    the plan has bands, it has the steps that one example can have been in, which is what privacy accounts for: after a resume
+    the data may have come in another order, and the example may be in another group. If the plan is a
+    :class:`~dp_microadam.privacy.selection_plan.SelectionPlan`, it covers the selection among such runs.
     ``phases`` counts the steps of each phase, for runs that have phases. ``processes`` counts the steps by world size, for
-    steps that more than one process took together.
+    steps that more than one process took together. ``resumed_at`` are the steps before which a process began that went on with
+    the run.
 
     ``run`` is a random 128-bit identifier of the run, the same in all copies of its folder; a ledger of version 0.1 has none
     until a later version continues it. ``head`` is the hash of all complete lines: if it is published, anyone can check later
@@ -114,6 +117,7 @@ class LedgerRecord:
     torn_lines: int
     phases: Mapping[str, int] = field(default_factory=dict)
     processes: Mapping[int, int] = field(default_factory=dict)
+    resumed_at: tuple[int, ...] = ()
     run: str | None = None
     head: str = NO_HEAD
     history: tuple[tuple[str, Mechanism], ...] = field(default=(), repr=False)
@@ -201,6 +205,7 @@ def read_ledger(run: str | os.PathLike[str]) -> LedgerRecord:
         steps.torn,
         dict(steps.phases),
         dict(steps.processes),
+        tuple(steps.resumed_at),
         header["run"] if chained else steps.run,
         steps.head,
         tuple(steps.history),
@@ -227,8 +232,8 @@ def spent_together(records: Iterable[LedgerRecord]) -> tuple[Spent, ...]:
 
     A run that was selected counts as the selection among runs like it, once for all copies.
 
-    With bands, an example is in the steps of its group only; the group with the most steps counts, for each run by itself,
-    because the same example may be in the largest group of each.
+    With bands, an example is in the steps of its group only; the group with the most steps counts, for each session of each run
+    by itself, because the same example may be in the largest group of each.
 
     Formal guarantees: no step of any of the ledgers is left out. Two ledgers have a step in common if it has the same hash in
     both; the hash covers the run's random identifier and everything recorded since the run began.
@@ -236,7 +241,7 @@ def spent_together(records: Iterable[LedgerRecord]) -> tuple[Spent, ...]:
     together: Counter[tuple[float, float, int, Cap | None]] = Counter()
     selected: list[Spent] = []
     for plan, steps in _distinct_steps(records).values():
-        spent = most_of_one_group(steps.values(), plan.bands, plan.cap)
+        spent = most_of_one_example(steps.values(), plan.bands, plan.cap)
         if isinstance(plan, SelectionPlan):
             selected += _covering_selection(plan, spent)
             continue
@@ -251,14 +256,16 @@ def steps_together(records: Iterable[LedgerRecord]) -> int:
     return sum(len(steps) for _, steps in _distinct_steps(records).values())
 
 
-def _distinct_steps(records: Iterable[LedgerRecord]) -> dict[object, tuple[PrivacyPlan, dict[str, tuple[int, Mechanism]]]]:
-    """For each run its plan and its steps: by hash, the step's number and mechanism."""
-    runs: dict[object, tuple[PrivacyPlan, dict[str, tuple[int, Mechanism]]]] = {}
+def _distinct_steps(records: Iterable[LedgerRecord]) -> dict[object, tuple[PrivacyPlan, dict[str, tuple[str, int, Mechanism]]]]:
+    """For each run its plan and its steps: by hash, that of the first step of its session, the step's number and mechanism."""
+    runs: dict[object, tuple[PrivacyPlan, dict[str, tuple[str, int, Mechanism]]]] = {}
     for position, record in enumerate(records):
         # Two runs of version 0.1 with the same plan have identical lines, so runs without an identifier count separately.
         name = position if record.run is None else record.run
         _, steps = runs.setdefault((name, record.plan.bands, record.plan.cap, type(record.plan)), (record.plan, {}))
-        steps.update({link: (number, mechanism) for number, (link, mechanism) in enumerate(record.history)})
+        for number, first in enumerate(first_steps(record.resumed_at, record.steps)):
+            link, mechanism = record.history[number]
+            steps[link] = record.history[first][0], number, mechanism
     return runs
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from dp_microadam.errors import InputError, PrivacyWarning
@@ -76,7 +77,8 @@ class PrivacyPlan:
     Formal guarantees: a run that samples, clips and adds noise as the plan says, for at most ``steps`` steps, is
     (``epsilon``, ``delta``)-differentially private under adding or removing one training example, or one user with all their
     examples, however many, while the others keep their numbers. With correlated noise ε is that of ⌈steps/bands⌉ steps of rate
-    bands·B/N and the same noise multiplier, by the theorem of ``banded.py``. With ``max_batch_size`` it holds for each of the
+    bands·B/N and the same noise multiplier, by the theorem of ``banded.py``. A run that is resumed, when the data may come in
+    another order, must begin its noise anew and end at :meth:`last_step`. With ``max_batch_size`` it holds for each of the
     ``dataset_size`` examples or users, compared with the same data without them; it depends on that number, which is public.
 
     >>> plan = PrivacyPlan.solve(dataset_size=45_000, batch_size=4096, delta=1e-5, epsilon=8.0, noise_multiplier=3.0)
@@ -289,13 +291,39 @@ class PrivacyPlan:
         """ε at ``delta`` after all ``steps`` steps, computed by ``accountant``."""
         return self.epsilon_after(self.steps)
 
-    def epsilon_after(self, steps: int, *, accountant: str | None = None) -> float:
+    def epsilon_after(self, steps: int, resumed_at: Sequence[int] = (), *, accountant: str | None = None) -> float:
         """ε at ``delta`` after the first ``steps`` steps, by default with the plan's own accountant."""
-        return epsilon([self.spent_after(steps)], self.delta, accountant or self.accountant)
+        return epsilon([self.spent_after(steps, resumed_at)], self.delta, accountant or self.accountant)
 
-    def spent_after(self, steps: int) -> Spent:
-        """The first ``steps`` steps, as input for the accountants; with bands, those that sample from the first group."""
-        return SubsampledGaussian(self.sample_rate, self.noise_multiplier, -(-steps // self.bands), self.bands, self.cap)
+    def spent_after(self, steps: int, resumed_at: Sequence[int] = ()) -> Spent:
+        """The first ``steps`` steps, as input for the accountants; with bands, those that may have sampled one example."""
+        count = self.participations(steps, resumed_at)
+        return SubsampledGaussian(self.sample_rate, self.noise_multiplier, count, self.bands, self.cap)
+
+    def participations(self, steps: int, resumed_at: Sequence[int] = ()) -> int:
+        """How many of the first ``steps`` steps, of a run that was resumed before some of them, can sample the same example.
+
+        ``resumed_at`` are the numbers of these steps, in ascending order.
+
+        Formal guarantees: holds whatever numbers the examples have in each session, from one resume to the next, if they do
+        not change within it.
+
+        >>> plan = PrivacyPlan(1000, 10, 1.0, 64, 1e-5, bands=8)
+        >>> plan.participations(64), plan.participations(64, [4]), plan.participations(64, range(1, 64))
+        (8, 9, 64)
+        """
+        edges = [0, *(step for step in resumed_at if step < steps), steps]
+        return sum(-(-(stop - start) // self.bands) for start, stop in pairwise(edges))
+
+    def last_step(self, resumed_at: Sequence[int] = ()) -> int:
+        """The number of steps after which a run that was resumed before these steps ends, so that it stays within ε.
+
+        >>> PrivacyPlan(1000, 10, 1.0, 64, 1e-5, bands=8).last_step([4])
+        60
+        """
+        *before, start = (0, *resumed_at)
+        left = self.participations(self.steps) - self.participations(start, before)
+        return max(start, min(self.steps, start + left * self.bands))
 
     def noise_deviation(self, sensitivity: float) -> float:
         """Standard deviation of the noise in each coordinate of a privatized mean: σ·S/B.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -124,9 +124,9 @@ class SelectionPlan(PrivacyPlan):
         """As for one run, whose own ε it compares with."""
         return self.single_run.single_step_growth
 
-    def spent_after(self, steps: int) -> Spent:
+    def spent_after(self, steps: int, resumed_at: Sequence[int] = ()) -> Spent:
         """The selection among runs of ``steps`` steps, as input for the accountants."""
-        return SelectedRun((super().spent_after(steps),), self.repetitions)
+        return SelectedRun((super().spent_after(steps, resumed_at),), self.repetitions)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SelectionPlan:

@@ -116,6 +116,7 @@ def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, An
             "steps": max((part.steps for part in record.spent), default=0),
             "sample_rate": plan.sample_rate,
             "noise_multiplier": plan.noise_multiplier,
+            "sessions": 1 + len(record.resumed_at),
         }
     report["meaning"] = meaning(record.spent, plan.delta)
     if plan.max_batch_size is not None:
@@ -127,7 +128,7 @@ def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, An
             "distribution_of_runs": plan.repetitions.name,
             "expected_runs": plan.expected_runs,
             "shape": plan.runs_shape,
-            "epsilon_of_one_run": plan.single_run.epsilon_after(record.steps),
+            "epsilon_of_one_run": plan.single_run.epsilon_after(record.steps, record.resumed_at),
         }
         report["outside_the_guarantee"] += OUTSIDE_A_SELECTION
     if record.phases:
@@ -261,9 +262,11 @@ def _selection_in_words(selection: Mapping[str, Any]) -> str:
 def _correlation_in_words(report: Mapping[str, Any]) -> str:
     """What correlated noise does, and the composition that ε is computed for."""
     noise, composition = report["noise"], report["composition"]
+    sessions = composition["sessions"]
+    resumed = f" within one of its {sessions} sessions, which count each by itself" if sessions > 1 else ""
     return (
         f"{noise['bands']} bands, {noise['coefficients']}: the noise of a step partly takes back that of the last "
-        f"{noise['bands'] - 1}; no {called(report)} is in two steps closer than {noise['bands']}, so ε is that of "
+        f"{noise['bands'] - 1}; no {called(report)} is in two steps closer than {noise['bands']}{resumed}, so ε is that of "
         f"{composition['steps']} steps with probability {composition['sample_rate']:.6g} and independent noise of "
         f"{composition['noise_multiplier']:g} times the bound"
     )

@@ -201,10 +201,10 @@ class PrivateStep(TrainingStep):
 
     def epsilon(self) -> float:
         """ε of the steps spent so far, at the plan's δ."""
-        return self.plan.epsilon_after(self.position) if self.position else 0.0
+        return self.plan.epsilon_after(self.position, self.resumed_at) if self.position else 0.0
 
     def describe_spent(self, steps: int) -> str:
-        spent = round_up(self.plan.epsilon_after(max(1, steps)))
+        spent = round_up(self.plan.epsilon_after(max(1, steps), self.resumed_at))
         return f"ε {spent}" + ("" if self.private else " (not private)")
 
     def begin(self) -> None:
@@ -225,11 +225,27 @@ class PrivateStep(TrainingStep):
             PrivacyError: if the ledger does not belong to the checkpoint, is shorter, is open in another process, or has
                 another plan or other settings.
         """
-        self._continue_at(self.ranks.from_main(lambda: self._open_ledger(position, ledger_head)), updates)
+        spent, resumed_at = self.ranks.from_main(lambda: self._open_ledger(position, ledger_head))
+        self._continue_session(spent, resumed_at, updates)
         self._begun = True
 
     def peek(self, position: int, updates: int) -> None:
-        self._continue_at(read_ledger(self.run_dir).steps, updates)
+        record = read_ledger(self.run_dir)
+        self._continue_session(record.steps, record.resumed_at, updates)
+
+    def attach(self, train: Any, users: Any = None) -> None:
+        """Set the training data. Between steps it may be in another order, and begins a session that counts by itself in ε."""
+        if self._begun and self.position > max(self.resumed_at, default=0):
+            self._continue_session(self.position, (*self.resumed_at, self.position), self.updates)
+        if self._ledger is not None:
+            self._ledger.begin_session()
+        super().attach(train, users)
+
+    def _continue_session(self, position: int, resumed_at: tuple[int, ...], updates: int) -> None:
+        self._mechanism.forget_noise()
+        self.resumed_at = resumed_at
+        self.last_step = min(self.last_step, self.plan.last_step(resumed_at))
+        self._continue_at(position, updates)
 
     def state_dict(self) -> dict[str, Any]:
         """The state to save in a checkpoint, with which :meth:`load_state_dict` verifies that it belongs to this run."""
@@ -314,7 +330,7 @@ class PrivateStep(TrainingStep):
         """Spend the next step before anything of it is drawn."""
         if self._ledger is None:
             raise PrivacyError("no ledger is open, so no step can be taken; call begin or resume first")
-        if self.last_step < self.plan.steps and not self.remaining:
+        if self._ledger.remaining and not self.remaining:
             raise InputError(f"max_steps is {self.last_step}, and that many steps are taken; make a step with a larger one")
         phase = phase_at(self.phases, self.updates).name if len(self.phases) > 1 else None
         index = self._ledger.record_step(phase, processes=self.ranks.world_size, wait=False)
@@ -325,9 +341,9 @@ class PrivateStep(TrainingStep):
     def _create_ledger(self) -> None:
         self._ledger = PrivacyLedger.create(self.run_dir, self.plan, self._settings())
 
-    def _open_ledger(self, position: int, head: str | None) -> int:
+    def _open_ledger(self, position: int, head: str | None) -> tuple[int, tuple[int, ...]]:
         self._ledger = PrivacyLedger.resume(self.run_dir, self.plan, self._settings(), position=position, head=head)
-        return self._ledger.steps
+        return self._ledger.steps, self._ledger.resumed_at
 
     def _settings(self) -> RunSettings:
         clipped, own = (Method.clipped, ()) if self._method is None else (self._method.clipped, self._method.public)

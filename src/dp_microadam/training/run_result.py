@@ -18,11 +18,12 @@ class StepReport:
     plan: PrivacyPlan | None
     learning_rate: float
     metrics: dict[str, float] | None
+    resumed_at: tuple[int, ...] = ()
 
     @cached_property
     def epsilon(self) -> float | None:
         """ε spent so far, computed when it is first read; None without privacy."""
-        return None if self.plan is None else self.plan.epsilon_after(self.step)
+        return None if self.plan is None else self.plan.epsilon_after(self.step, self.resumed_at)
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,8 @@ class PrivateSearch:
     Each run draws its hyperparameters uniformly from ``values``, independently of all others. While the search runs, its state
     and at most two runs are in the folder ``run_dir`` + ``.unpublished``, which only its owner may read. In the end that folder
     is overwritten and removed, and ``run_dir`` has the files of the best run. A search that was interrupted or killed goes on
-    where it was when ``fit`` is called again with the same declaration, with the number of runs that was drawn when it began.
+    where it was when ``fit`` is called again with the same declaration, with the number of runs that was drawn when it began;
+    the run it was in begins again if the plan has bands.
 
     Arguments:
         plan: the plan of each run, whose ε covers the selection; :meth:`SelectionPlan.solve` gives it.
@@ -181,6 +182,8 @@ class PrivateSearch:
         if state["choice"] is None:
             destroy(folder)  # of a run that lost, if the process was killed before removing it
             state.write(choice=[secrets.randbelow(len(listed)) for listed in self.values.values()])
+        elif self.plan.bands > 1:
+            destroy(folder)  # ε counts the sessions of such a run, and what is published tells of none: it begins again
         with muted():  # a warning or a message per run would count them
             trainer = self._trainer(self._settings(state["choice"]), folder)
             if folder.exists() and not never_trained(folder):

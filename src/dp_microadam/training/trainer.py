@@ -261,6 +261,7 @@ class PrivateTrainer:
             self.record = self._record_in(Path(run_dir))
             self.step.run_dir = self.record.path
         position, content, damaged = self._load_newest()
+        end = self.step.last_step
         self.step.resume(position, content["updates"], content.get("ledger_head"))
         if self.finished:
             self.step.close()
@@ -269,6 +270,8 @@ class PrivateTrainer:
             self.record.log_and_tell(f"checkpoint {name} is damaged and was skipped", shown=self.show_progress)
         lost = self.step.position - position
         rest = f"; {lost} steps after it were lost and stay spent" if lost else ""
+        if self.step.last_step < end:  # with bands ε counts every session by itself
+            rest += f"; to stay within ε, the run ends at step {self.step.last_step} instead of {end}"
         self.record.log_and_tell(f"resumed at step {position}{rest}", shown=self.show_progress)
         self.record.forget_metrics_after(position)
         self._resumed = True
@@ -341,7 +344,8 @@ class PrivateTrainer:
         return metrics
 
     def _call_back(self, metrics: dict[str, float] | None) -> None:
-        report = StepReport(self.step.position, self.plan.steps, self.step.privacy, self.method.learning_rate, metrics)
+        step, rate = self.step, self.method.learning_rate
+        report = StepReport(step.position, self.plan.steps, step.privacy, rate, metrics, step.resumed_at)
         for callback in self.callbacks:
             callback(report)
 

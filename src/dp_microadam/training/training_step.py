@@ -108,6 +108,8 @@ class TrainingStep(ABC):
         self.ranks = ranks_here() if ranks is None else ranks
         self.last_step = min(plan.steps, plan.steps if max_steps is None else require_integer("max_steps", max_steps, 1))
         self.position = 0
+        self.resumed_at: tuple[int, ...] = ()
+        """The steps before which the run was resumed, or given its data anew; with bands ε counts each session by itself."""
         self.updates = 0
         self.loading = Loading(physical_batch_size, prepare, augment, num_workers, loader_options or {}, seed)
         self.training_metrics: dict[str, float] = {}

@@ -98,7 +98,7 @@ def spent_over_steps(run: Run) -> list[tuple[float, float]]:
         return []
     count = min(_POINTS_OF_EPSILON[run.ledger.plan.accountant], run.steps)
     steps = sorted({1 + round(number * (run.steps - 1) / max(1, count - 1)) for number in range(count)})
-    before = [(float(step), run.ledger.plan.epsilon_after(step)) for step in steps if step < run.steps]
+    before = [(float(step), run.ledger.plan.epsilon_after(step, run.ledger.resumed_at)) for step in steps if step < run.steps]
     return [*before, (float(run.steps), run.epsilon)]
 
 
