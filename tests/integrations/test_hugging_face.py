@@ -520,6 +520,16 @@ def test_metrics_of_training_data_by_the_name_of_a_dict_s_entry_are_refused(make
     assert "eval_loss" in trainer.evaluate("held_out")
 
 
+class Writer:
+    """As TensorBoard's."""
+
+    def __init__(self):
+        self.written = []
+
+    def add_scalar(self, *scalar):
+        self.written.append(scalar)
+
+
 class Gathering(BertForSequenceClassification):
     """Keeps figures of what goes through it, as models with metrics of their own do."""
 
@@ -540,18 +550,45 @@ class Gathering(BertForSequenceClassification):
         (lambda model, logits: model.accuracy.update(logits.argmax(1).sum()), "metric 'accuracy'"),
         (lambda model, logits: model.seen.append(len(logits)), "attribute 'seen'"),
         (lambda model, logits: model.trainer().log({"train_loss": 1.0}), r"\['train_loss'\] were logged"),
+        (lambda model, logits: model.trainer().state.log_history.append({"train_loss": 1.0}), "'trainer.state.log_history'"),
+        (lambda model, logits: model.trainer().callback_handler.callbacks, "'?trainer.callback_handler'? was used"),
+        (lambda model, logits: model.trainer().accelerator.log({"train_loss": 1.0}), "'?trainer.accelerator'? was used"),
+        (lambda model, logits: setattr(model.trainer().state, "best_metric", 1.0), None),
+        (lambda model, logits: setattr(model.trainer().control, "should_training_stop", True), None),
+        (lambda model, logits: model.trainer().optimizer.param_groups[0].update(lr=0.1), "'optimizer.param_groups'"),
+        (lambda model, logits: setattr(model.config, "train_loss", 1.0), None),
+        (lambda model, logits: setattr(model.config, "num_hidden_layers", 7), "attribute 'config'"),
+        (lambda model, logits: model.writer.add_scalar("train_loss", 1.0), "'?writer'? was used"),
     ],
-    ids=["metric", "list", "log"],
+    ids=[
+        "metric",
+        "list",
+        "log",
+        "history",
+        "callbacks",
+        "trackers",
+        "state",
+        "control",
+        "rate",
+        "config",
+        "config's number",
+        "writer",
+    ],
 )
 def test_figures_of_the_loss_reach_no_log(make, tmp_path, tell, sentence):
     torch.manual_seed(1)
     model = Gathering(bert().config)
     trainer = make(model, eval_dataset=None)
     model.trainer = lambda: trainer
-    model.tell = tell
+    model.tell, model.writer = tell, Writer()
+    if sentence is None:  # attributes that are set are put back
+        trainer.train()
+        assert (trainer.state.best_metric, hasattr(model.config, "train_loss")) == (None, False)
+        assert trainer.state.global_step == trainer.state.max_steps
+        return
     with pytest.raises(PrivacyError, match=sentence):
         trainer.train()
-    assert model.seen == []
+    assert model.seen == model.writer.written == []
     assert model.accuracy.compute() == 0
     assert trainer.state.log_history == []
     assert not (tmp_path / "out" / "privacy").exists(), "refused before the first step"

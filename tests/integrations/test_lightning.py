@@ -5,6 +5,7 @@ import json
 from collections import Counter, defaultdict
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -221,7 +222,7 @@ def test_a_checkpoint_holds_no_random_states(make_network, make_steps, make_trai
         ({"callbacks": [StochasticWeightAveraging(1e-2)]}, "through the training data once more"),
         ({"callbacks": [GradientAccumulationScheduler({0: 2})]}, "noise is added once|not supported"),
         ({"callbacks": [LearningRateFinder()]}, "training loss, which is private"),
-        ({"callbacks": [DeviceStatsMonitor(False)], "logger": CSVLogger("unused")}, "how large batches were, which is private"),
+        ({"callbacks": [DeviceStatsMonitor(False)], "logger": True}, "how large batches were, which is private"),
         ({"profiler": "advanced"}, "profiler is AdvancedProfiler, which counts"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
@@ -534,21 +535,58 @@ def test_a_cache_of_the_loss_works_and_keeps_nothing(make_network, make_steps, m
         lambda module: module.loggers[0].log_metrics({"train_loss": 1.0}),
         lambda module: module.log_dict({"train_loss": 1.0}),
         lambda module: module.trainer.callback_metrics.update(train_loss=torch.ones(())),
+        lambda module: module.trainer.logger.log_metrics({"train_loss": 1.0}),
+        lambda module: module.trainer.loggers[0].experiment.log_metrics({"train_loss": 1.0}),
+        lambda module: module.trainer._logger_connector.log_metrics({"train_loss": torch.ones(())}),
+        lambda module: super(PrivateLightningModule, module).log("train_loss", 1.0),
+        lambda module: module.trainer._results.log("training_step", "train_loss", torch.ones(()), True, False, batch_size=1),
+        lambda module: module.own_logger.log_metrics({"train_loss": 1.0}),
+        lambda module: module.trainer.callbacks[0].seen.append(1.0),
+        lambda module: module.trainer.__dict__.update(log_every_n_steps=7),
+        lambda module: module.optimizers().param_groups[0].update(lr=module.trainer.global_step + 0.25),
+        lambda module: setattr(module.tracker, "total", module.tracker.total + 1.0),
+        lambda module: module.tracker.seen.append(1.0),
     ],
-    ids=["logger", "loggers", "log_dict", "callback_metrics"],
-)
+    ids=[
+        "logger", "loggers", "log_dict", "callback_metrics", "trainer's logger", "experiment", "connector", "super", "results",
+        "its own logger", "callbacks", "trainer's attribute", "rate", "tracker's number", "tracker's list",
+    ],
+)  # fmt: skip
 def test_no_way_to_a_logger_leads_out_of_the_loss(make_network, make_steps, make_trainer, tmp_path, tell):
     class Telling(Classifier):
+        def __init__(self, network, logger):
+            super().__init__(network)
+            self.own_logger, self.tracker = logger, SimpleNamespace(total=0.0, seen=[])
+
         def per_example_loss(self, batch):
             tell(self)
             return super().per_example_loss(batch)
 
-    trainer = make_trainer(logger=CSVLogger(tmp_path / "csv"))
-    with pytest.raises(PrivacyError, match=r"training examples|within per_example_loss"):
-        trainer.fit(Telling(make_network()), make_steps())
+    spy = Spy()
+    trainer = make_trainer(logger=CSVLogger(tmp_path / "csv"), callbacks=[spy])
+    module = Telling(make_network(), CSVLogger(tmp_path / "csv", "own"))
+    before = dict(trainer.__dict__)
+    with pytest.raises(PrivacyError, match=r"training examples|changed by the loss"):
+        trainer.fit(module, make_steps())
     trainer.logger.save()
+    module.own_logger.save()
+    assert spy.seen == module.tracker.seen == []
+    assert (module.tracker.total, trainer.log_every_n_steps) == (0, before["log_every_n_steps"])
     assert "train_loss" not in trainer.callback_metrics
     assert not any("train_loss" in path.read_text() for path in (tmp_path / "csv").rglob("*.csv"))
+
+
+def test_no_loss_decides_how_long_a_run_is_or_what_its_checkpoints_hold(make_network, make_steps, make_trainer, plan):
+    class Deciding(Classifier):
+        def per_example_loss(self, batch):
+            self.trainer.should_stop = True
+            self.trainer.optimizers[0].param_groups[0]["seen"] = self.trainer.optimizers[0].state["seen"] = len(batch[0])
+            return super().per_example_loss(batch)
+
+    trainer = make_trainer()
+    trainer.fit(Deciding(make_network()), make_steps())
+    assert trainer.global_step == plan.steps
+    assert "seen" not in str(trainer.optimizers[0].state_dict())
 
 
 @pytest.mark.parametrize("part", [lambda train: Views(train[0][:16], train[1][:16])], ids=["views"])

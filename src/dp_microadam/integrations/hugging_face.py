@@ -58,6 +58,9 @@ _PHYSICAL_BATCH_SIZE = 32
 _AUTOCAST = {"no": None, "bf16": torch.bfloat16}
 """Mixed precisions of accelerate that private steps have."""
 
+_HIDDEN = ("callback_handler", "accelerator")
+"""Attributes of the trainer that lead to loggers."""
+
 _NOT_MEASURED = ("loss", "train_loss", "total_flos", "train_samples_per_second")
 """What the host logs of training: 0 here, since the loss of training examples is private and is not computed."""
 
@@ -134,7 +137,7 @@ class PrivateHFTrainer(Trainer):
         self._refuse_environment()
         if self.train_dataset is None:
             raise InputError("train_dataset is not given; a private run needs it from the beginning")
-        self._per_example_loss = IsolatedLoss(per_example_loss or classification_loss)
+        self._per_example_loss = per_example_loss or classification_loss
         self._resumed_from: dict[str, Any] | None = None
         collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
         step_options.setdefault("num_workers", args.dataloader_num_workers)
@@ -184,7 +187,7 @@ class PrivateHFTrainer(Trainer):
                 optimizer = optimizer.optimizer
             self.private_steps.begin(
                 model,
-                self._per_example_loss,
+                IsolatedLoss(self._per_example_loss, partial(self._host, optimizer), _HIDDEN),
                 self._resumed_from,
                 method=Method(optimizer) if self._method is None else self._method,
                 autocast=_AUTOCAST[self.accelerator.mixed_precision],
@@ -205,6 +208,10 @@ class PrivateHFTrainer(Trainer):
                 self.control.should_evaluate |= self.args.eval_strategy == "steps" and last >= self.args.eval_delay
                 self.control.should_save |= self.args.save_strategy == "steps"
         return torch.zeros((), device=self.args.device)
+
+    def _host(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """What of the host must not change while a loss looks at examples."""
+        return {"trainer": self, "trainer.state": self.state, "trainer.control": self.control, "optimizer": optimizer}
 
     def _tell_what_was_lost(self) -> None:
         step = self.private_steps.step
@@ -230,7 +237,7 @@ class PrivateHFTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """What the host would log, without figures of training examples and with ε; nothing from within the loss."""
-        if self._per_example_loss.running:
+        if self.private_steps.looking:
             raise PrivacyError(f"{sorted(logs)} were logged from training examples, and are private; log in evaluation")
         spent = {"epsilon": self.private_steps.epsilon()} if "loss" in logs else {}
         self._count_epochs()

@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import ProxyType
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from dp_microadam.errors import PrivacyError
+from dp_microadam.integrations.private_steps import PrivateSteps
 from dp_microadam.training.evaluation import PerExample
 
 _OF_TORCH = frozenset(nn.Module().__dict__)
@@ -26,34 +31,46 @@ _OF_TORCH = frozenset(nn.Module().__dict__)
 _DEPTH = 4
 """Lists in dicts in lists … of an attribute that are looked at."""
 
+_NOT_LOOKED_INTO = (Tensor, nn.Module, Dataset, PrivateSteps, type, FunctionType, MethodType, ModuleType, ProxyType)
+"""Attributes whose own attributes are not compared: they are looked at otherwise, are data, or belong to code."""
+
 _LARGE = 65_536
 """Longer lists, and tensors of more numbers, are refused when they change, and not put back."""
 
 
 class IsolatedLoss:
-    """A per-example loss after which the model's own Python attributes are as they were before.
+    """A per-example loss after which the Python attributes of the model, and of its host, are as they were before.
 
-    ``running`` tells whether the loss is looking at examples now.
+    ``host`` gives objects of the framework by name, such as its trainer, and ``hidden`` names their attributes that lead to
+    loggers and callbacks: within the loss they cannot be used.
 
     Formal guarantees: in every module of the model, no torchmetrics ``Metric`` was updated, and plain attributes hold what
-    they held: numbers, tensors, lists, sets and dicts, up to four levels deep. Updates of metrics are refused, and so are
-    numbers, lists and sets that changed and tensors that were written to; other attributes, such as a cache or the last
-    activations, are put back. Not seen are global variables, attributes of classes, objects that are no modules, and files.
+    they held: numbers, tensors, lists, sets and dicts, up to four levels deep, and attributes of objects. Updates of metrics
+    are refused, and so are numbers, lists and sets that changed, tensors that were written to, and any use of a logger; other
+    attributes, such as a cache or the last activations, are put back. Not seen are global variables, attributes of classes,
+    objects inside objects, and files.
     """
 
-    def __init__(self, loss: PerExample) -> None:
+    def __init__(self, loss: PerExample, host: Callable[[], Mapping[str, Any]], hidden: Collection[str]) -> None:
         self._loss = loss
-        self.running = False
+        self._host = host
+        self._hidden = hidden
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        kept = [_KeptAttributes(name, module) for name, module in model.named_modules() if not _is_metric(module)]
+        owners = {name: module for name, module in model.named_modules() if not _is_metric(module)}
+        entered: set[int] = set()
+        kept = [_KeptAttributes(name, module, _DEPTH, entered) for name, module in owners.items()]
+        kept += [
+            _KeptAttributes(name, part, 2 if isinstance(part, torch.optim.Optimizer) else 1, entered)
+            for name, part in self._host().items()
+        ]
         changed: list[str] = []
-        self.running = True
         try:
+            for each in kept:
+                each.hide(self._hidden)
             with _no_metric_updated(model):
                 losses = self._loss(model, batch)
         finally:
-            self.running = False
             for each in kept:
                 changed += each.put_back()
         if changed:
@@ -86,14 +103,38 @@ def nothing_logged(trainer: Any) -> Iterator[None]:
         )
 
 
-class _KeptAttributes:
-    """The plain attributes of one module at one moment."""
+class _Hidden:
+    """Stands in for what would carry figures out, and refuses whatever is asked of it."""
 
-    def __init__(self, name: str, module: nn.Module) -> None:
+    def __init__(self, name: str) -> None:
+        self.__dict__["_name"] = name
+
+    def _refuse(self, *arguments: Any, **options: Any) -> Any:
+        raise PrivacyError(
+            f"{self.__dict__['_name']} was used while training examples were read; log in validation, on held-out examples"
+        )
+
+    __getattr__ = __setattr__ = __getitem__ = __iter__ = __call__ = __len__ = _refuse
+
+
+_LOGGERS = ("log_metrics", "log_metric", "log_dict", "add_scalar", "define_metric")
+"""What loggers of Lightning, MLflow, Comet, Fabric, TensorBoard and Weights & Biases have a method of."""
+
+
+class _KeptAttributes:
+    """The plain attributes of one module, or object of a host, at one moment."""
+
+    def __init__(self, name: str, module: Any, depth: int, entered: set[int]) -> None:
         self._prefix = f"{name}." if name else ""
         self._module = module
         self._before = {key: value for key, value in module.__dict__.items() if key not in _OF_TORCH}
-        self._marks = [(key, restore) for key, value in self._before.items() for restore in _ways_back(value, _DEPTH)]
+        self._marks = [(key, restore) for key, value in self._before.items() for restore in _ways_back(value, depth, entered)]
+
+    def hide(self, names: Collection[str]) -> None:
+        """Let nobody use the attributes with these names, nor loggers, until they are put back."""
+        for key, value in self._before.items():
+            if key in names or _is_logger(type(value)):  # type: ignore[arg-type]  # types are hashable
+                self._module.__dict__[key] = _Hidden(self._prefix + key)
 
     def put_back(self) -> list[str]:
         """The names of attributes that gathered something; all of them are put back."""
@@ -110,8 +151,16 @@ class _KeptAttributes:
         return [f"attribute {self._prefix + key!r}" for key in gathered]
 
 
-def _ways_back(value: Any, depth: int) -> Iterator[Callable[[], bool]]:
-    """Functions that put a container, or what is inside, back, and say whether it gathered something."""
+@cache
+def _is_logger(kind: type) -> bool:
+    return any(hasattr(kind, method) for method in _LOGGERS)
+
+
+def _ways_back(value: Any, depth: int, entered: set[int]) -> Iterator[Callable[[], bool]]:
+    """Functions that put a container, or what is inside, back, and say whether it gathered something.
+
+    Objects in ``entered``, such as a configuration that all modules hold, have theirs.
+    """
     if depth == 0:
         return
     if isinstance(value, list | deque):
@@ -128,10 +177,14 @@ def _ways_back(value: Any, depth: int) -> Iterator[Callable[[], bool]]:
     else:
         if isinstance(value, Tensor) and not value.is_inference():
             yield _tensor_back(value)
-        return
+        if depth < _DEPTH or id(value) in entered or isinstance(value, _NOT_LOOKED_INTO) or not hasattr(value, "__dict__"):
+            return
+        entered.add(id(value))
+        yield _dict_back(value.__dict__)
+        inside, depth = list(value.__dict__.values()), 2
     for one in inside:
         if isinstance(one, list | deque | set | dict | tuple | Tensor):
-            yield from _ways_back(one, depth - 1)
+            yield from _ways_back(one, depth - 1, entered)
 
 
 def _list_back(value: list[Any] | deque[Any]) -> Callable[[], bool]:

@@ -94,7 +94,6 @@ class PrivateLightningModule(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self._looking_at_examples = False
         self._stamp: dict[str, Any] | None = None
         self._method: Method | None = None
         self._steps: PrivateSteps | None = None
@@ -160,40 +159,20 @@ class PrivateLightningModule(LightningModule):
 
     def log(self, name: str, value: Any, *arguments: Any, **options: Any) -> None:
         """As ever, but not from within :meth:`per_example_loss`."""
-        if self._looking_at_examples:
+        if self._steps is not None and self._steps.looking:
             raise PrivacyError(
                 f"{name!r} was logged from training examples, and is private; log in validation_step, on held-out examples"
             )
         super().log(name, value, *arguments, **options)
 
-    @property
-    def logger(self) -> Any:
-        """As ever, but not from within :meth:`per_example_loss`."""
-        return self._logger_outside_the_loss(super().logger)
-
-    @property
-    def loggers(self) -> Any:
-        """As ever, but not from within :meth:`per_example_loss`."""
-        return self._logger_outside_the_loss(super().loggers)
-
-    def _logger_outside_the_loss(self, found: Any) -> Any:
-        if self._looking_at_examples:
-            raise PrivacyError(
-                "a logger was asked for from within per_example_loss; log in validation_step, on held-out examples"
-            )
-        return found
-
     @contextmanager
     def _nothing_logged(self, steps: PrivateSteps) -> Iterator[None]:
-        self._looking_at_examples = True
         try:
             with nothing_logged(self.trainer):
                 yield
         except BaseException:
             steps.close()  # a run that failed may be resumed in this process
             raise
-        finally:
-            self._looking_at_examples = False
 
     def _begin(self) -> PrivateSteps:
         """The steps of this fit, begun."""
@@ -209,13 +188,17 @@ class PrivateLightningModule(LightningModule):
             with self._nothing_logged(steps):
                 steps.begin(
                     self,
-                    IsolatedLoss(_loss_of_module),
+                    IsolatedLoss(_loss_of_module, self._host, ("_loggers", "callbacks")),
                     self._resumed_from(),
                     method=self._method_of(self.trainer.optimizers[0]),
                     autocast=_AUTOCAST[str(self.trainer.precision)],
                 )
             self.trainer.should_stop = not steps.remaining  # a finished run that is resumed
         return steps
+
+    def _host(self) -> dict[str, Any]:
+        """What of the host must not change while a loss looks at examples."""
+        return {"trainer": self.trainer, "trainer.fit_loop": self.trainer.fit_loop, "optimizer": self.trainer.optimizers[0]}
 
     def _refuse_training_data(self, loop: Any) -> None:
         """Refuse an evaluation on training examples, those of this module's last training."""

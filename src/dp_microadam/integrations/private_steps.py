@@ -70,6 +70,8 @@ class PrivateSteps:
         self._options = options
         self._epsilon = 0, 0.0
         self._hooks = ExitStack()
+        self.looking = False
+        """Whether examples, made-up ones of the check or those of a step, are being looked at now."""
 
     @property
     def begun(self) -> bool:
@@ -128,6 +130,7 @@ class PrivateSteps:
         if method is not None:
             method.refuse_parameters(model, self.plan)  # before anything of the model is frozen
         step = PrivateStep(model, per_example_loss, self.plan, run_dir=self.run_dir, method=method, **options)
+        self.looking = True
         try:
             if state is None:  # the ledger refuses it, too, but after the check
                 step.ranks.from_main(lambda: refuse_second_run(self.run_dir))
@@ -142,6 +145,8 @@ class PrivateSteps:
         except BaseException:
             step.close()
             raise
+        finally:
+            self.looking = False
         if method is not None:
             self._hooks.enter_context(method.hooked(model))
         self.step, self.method = step, method
@@ -156,7 +161,11 @@ class PrivateSteps:
             PrivacyError: if the plan's steps are spent, or something went wrong with training examples, whose text is private.
         """
         step = self._step_begun()
-        means = step.take()
+        self.looking = True
+        try:
+            means = step.take()
+        finally:
+            self.looking = False
         if self.method is None:
             set_gradients(step.model, means)
         else:
