@@ -351,15 +351,15 @@ def test_a_model_can_be_checked_before_the_first_step_and_nothing_is_checked_twi
 
     engine = ClippedGradients(nn.Linear(5, 3), counted, max_grad_norm=1.0)
     engine.check_independence(batch_of(8))
-    assert passes == 45 + 5 + 3  # the independence check, the check of the clip, the check at this size
+    assert passes == 46 + 5 + 3  # the independence check, the check of the clip, the check at this size
     assert all(not total.any() for total in engine.sums.values())
     engine.check_independence(batch_of(8))
-    assert passes == 53
+    assert passes == 54
     for count in (8, 3, 1, 5):
         engine.accumulate(batch_of(count))
-    assert passes == 53 + 4
+    assert passes == 54 + 4
     engine.accumulate(batch_of(9))
-    assert passes == 57 + 3 + 1
+    assert passes == 58 + 3 + 1
     with pytest.raises(InputError, match="mixes examples"):
         ClippedGradients(nn.Linear(5, 3), MIXING["minus the last"], max_grad_norm=1.0).check_independence(batch_of(8))
 
@@ -373,7 +373,7 @@ def test_a_model_with_dropout_is_checked_with_the_stated_number_of_passes():
         return cross_entropy(model, batch)
 
     ClippedGradients(ACCEPTED["dropout"](), counted, max_grad_norm=1.0).check_independence(batch_of(8))
-    assert passes == 50 + 32 + 4 + 4  # the independence check, the check of the clip, the check at this size
+    assert passes == 51 + 32 + 4 + 4  # the independence check, the check of the clip, the check at this size
 
 
 def test_the_check_leaves_the_model_and_all_random_streams_as_they_were():

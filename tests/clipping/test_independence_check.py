@@ -4,6 +4,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -253,6 +254,77 @@ def test_a_mean_over_the_tokens_of_the_batch_that_are_not_padding_is_refused():
     batch = torch.randint(50, (4, 7)), torch.randint(50, (4, 7))
     assert_refused(model, loss, batch)
     assert_accepted(model, apart, batch)
+
+
+def distances(x: Tensor) -> Tensor:
+    return (x.flatten(1).double()[:, None] - x.flatten(1).double()).abs().amax(2)
+
+
+def near(x: Tensor) -> Tensor:
+    """Pairs of examples that are no copies of each other."""
+    return (distances(x) > 0) & (distances(x) < 1e-4)
+
+
+def among_earlier_ones(pairs: Tensor) -> Tensor:
+    return pairs.tril(-1).any(1)
+
+
+def among_later_ones(pairs: Tensor) -> Tensor:
+    return pairs.triu(1).any(1)
+
+
+def one_token_from_another(x: Tensor, labels: Tensor) -> Tensor:
+    return ((x.flatten(1)[:, None] != x.flatten(1)).sum(2) == 1).any(1)
+
+
+LEFT_OUT = {
+    "copies of another label": (lambda x, y: ((distances(x) == 0) & (y[:, None] != y)).any(1), features),
+    "an earlier copy of another label": (lambda x, y: among_earlier_ones((distances(x) == 0) & (y[:, None] != y)), features),
+    "a later near copy of another label": (lambda x, y: among_later_ones(near(x) & (y[:, None] != y)), features),
+    "near copies": (lambda x, y: near(x).any(1), features),
+    "an earlier near copy of its label": (lambda x, y: among_earlier_ones(near(x) & (y[:, None] == y)), features),
+    "images of another label": (lambda x, y: ((distances(x) == 0) & (y[:, None] != y)).any(1), images),
+    "images a shade apart": (lambda x, y: (distances(x) == 1).any(1), images),
+    "texts a token apart": (one_token_from_another, lambda: (torch.randint(90, (5, 6)), torch.randint(4, (5,)))),
+}
+
+
+@pytest.mark.parametrize("kind", LEFT_OUT)
+def test_leaving_out_examples_that_resemble_others_is_refused(kind):
+    """Such an example would move the sum by the gradients of all those that are left out because of it."""
+    torch.manual_seed(0)  # with the seeds of the check fixed, too, nothing is left to chance
+    left_out, batch = LEFT_OUT[kind]
+    model = nn.Linear(5, 4)
+    if batch is images:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(192, 10))
+    elif batch is not features:
+        model = nn.Sequential(nn.Embedding(90, 3), nn.Flatten(), nn.Linear(18, 4))
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        x = batch[0].float() if batch[0].dtype == torch.uint8 else batch[0]
+        return cross_entropy(model, (x, batch[1])) * ~left_out(*batch)
+
+    engine, examples = ClippedGradients(model, loss, max_grad_norm=1.0), batch()
+    assert all(mixing_is_found(engine, examples, seed=seed) for seed in range(3))
+
+
+def test_examples_that_resemble_each_other_are_left_alone_where_their_parts_belong_together():
+    """Numbers that only go with their own text make no example with another's."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        if (batch[0].sum(1) != batch[1]).any():
+            raise ValueError("sums do not go with their numbers")
+        return model(batch[0].float()).squeeze(1)
+
+    def of_copies(model: nn.Module, batch: Batch) -> Tensor:
+        return loss(model, batch) / (distances(batch[0]) == 0).sum(1)
+
+    numbers = torch.arange(24).view(6, 4)
+    batch = numbers, numbers.sum(1)
+    for one in (loss, of_copies):
+        engine = ClippedGradients(nn.Linear(4, 1), one, max_grad_norm=1.0, synthetic_batch=batch)
+        with pytest.raises(InputError, match="mixes examples") if one is of_copies else nullcontext():
+            engine.accumulate(batch)
 
 
 class Keeps(nn.Module):

@@ -57,7 +57,21 @@ class MovingMean:
         return batch[0].float() - self.mean, batch[1]
 
 
+def without_contradictions(batch: Batch) -> Batch:
+    """Examples that occur with another label are blank."""
+    pixels = batch[0].flatten(1).float()
+    contradicted = ((pixels[:, None] == pixels).all(2) & (batch[1][:, None] != batch[1])).any(1)
+    return batch[0] * ~contradicted.view(-1, 1, 1, 1), batch[1]
+
+
+def without_near_copies(x: Tensor) -> Tensor:
+    apart = (x.flatten(1)[:, None] - x.flatten(1)).abs().sum(2)
+    return x * ~(apart < 2).tril(-1).any(1).view(-1, 1, 1, 1)
+
+
 MIXING = {
+    "without contradictions": without_contradictions,
+    "without near copies": on_pixels(without_near_copies),
     "mixup": on_pixels(mixup),
     "mixup by NumPy": on_pixels(lambda x: x + np.random.beta(0.2, 0.2) * (x[np.random.permutation(len(x))] - x)),  # noqa: NPY002
     "cutmix": cutmix,

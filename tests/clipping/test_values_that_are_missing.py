@@ -368,7 +368,7 @@ def test_a_list_that_grows_by_examples_is_refused():
 
 
 class Experts(nn.Module):
-    """Each example goes to one of eight experts, which take 1.25 times their even share of the batch and at least four."""
+    """Each example goes to one of eight experts, which take 1.25 times their even share of the batch and at least eight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -377,7 +377,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         share = F.one_hot(self.router(20 * (x - 0.5)).argmax(1), 8).to(x.dtype)
-        share = share * (share.cumsum(0) <= max(4, int(1.25 * len(x) / 8)))
+        share = share * (share.cumsum(0) <= max(8, int(1.25 * len(x) / 8)))
         return (share.unsqueeze(2) * self.experts(x).unflatten(1, (8, 3))).sum(1)
 
 

@@ -184,6 +184,40 @@ def repeat_example(batch: Any, index: int, count: int) -> Any:
     return select(batch, torch.arange(count).clamp(max=index))
 
 
+def resembling(batch: Any, others: Any) -> tuple[Any, int]:
+    """Example 0 and the same with the other example's last leaf (its target, say), and these again at the end.
+
+    Between them are near copies of both, and example 0 with each further leaf of the other example. In a near copy
+    floating-point numbers are a millionth larger, and of each leaf with several integers the last is one closer to that of the
+    other example. A batch that is a single tensor has the example and its near copy only. Also returns how many are repeated.
+    """
+    count = sum(isinstance(leaf, Tensor) for leaf in tree_leaves(batch))
+    position = iter(range(count))
+
+    def rows(leaf: Any, other: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        own, of_other, index = leaf[:1], other[:1], next(position)
+        ends, near = [own], [_near(own, of_other)]
+        if count > 1:
+            last = index == count - 1
+            ends, near = [own, of_other if last else own], [*near, of_other if last else near[0]]
+        return torch.cat([*ends, *near, *(of_other if index == i else own for i in range(count - 1)), *ends])
+
+    return tree_map(rows, batch, others), min(count, 2)
+
+
+def _near(own: Tensor, other: Tensor) -> Tensor:
+    if _is_floating(own):
+        return own * (1 + 1e-6)
+    near = own.clone()
+    if own.numel() > 1:
+        last, target = (part.flatten()[-1].long() for part in (own, other))
+        # Negative numbers, such as labels to ignore, have no valid ones beside them.
+        near.view(-1)[-1] = last + (target - last).sign() * ((last >= 0) & (target >= 0))
+    return near
+
+
 def with_extreme_integers(batch: Any, bounds: Sequence[int]) -> Any:
     """A copy whose first example has the largest integers within the bounds, and whose second has zeros there."""
     leaf_bounds = iter(bounds)

@@ -9,7 +9,7 @@ Formal guarantees: after :func:`check_independence` has returned, on this input,
 
   - with three examples, for each of them;
   - with examples multiplied by 1000, 1 and 30, and by -30, 1 and -1000, where each gave the same alone as beside the others;
-  - with one example three times;
+  - with one example twice, near copies between, both with another target, and it with any one leaf of another example;
   - with one example beside others that are a million and ten thousand times as large;
   - with numbers that are NaN, infinite or exactly zero, in one example and in all of them, for losses only.
 
@@ -46,6 +46,8 @@ The check can miss the following, which is outside the guarantee (docs/clipping.
   at calls 16, 32, 64, …, so that it is refused then, but steps taken before were not bounded;
 - mixing where numbers are missing, if it shows in gradients only, or if the model raises an exception on such numbers in the
   check and not in a step;
+- a filter of examples that resemble each other in another way: by more than a millionth of their numbers, by more than one
+  integer and otherwise than by all leaves but one, unless any two random examples resemble each other like that;
 - a layer with room for a part of the batch, if everything that takes part in the check goes where the same room is;
 - mixing weaker than the tolerances above;
 - mixing by random draws that none of about 20 seeds gives, in the forward pass, or that none of four gives, in the backward
@@ -82,10 +84,10 @@ from dp_microadam.clipping.losses import PerExampleLoss
 from dp_microadam.clipping.mixing_check import (
     InteractionError,
     Neighbours,
-    check_identical_examples,
     check_no_mixing,
     check_nothing_is_kept,
     check_random_draws,
+    check_similar_examples,
     check_special_values,
 )
 from dp_microadam.clipping.module_attributes import put_back_tensors
@@ -125,11 +127,12 @@ def check_independence(
     A randomized numerical check; the docstring of this module says what it can miss. It leaves random streams, parameters,
     their gradients, buffers and modes as they were.
 
-    It takes 29 forward and backward passes of one to three examples, or 34 if the model draws random numbers. In addition it
-    takes four forward passes of two or three examples, nine for floating-point input, of three examples and one more for each
-    further tensor of such input, 32 if the model draws random numbers, and one or a few to find out which integers the model
-    accepts. Two forward passes of 13 and 11 examples, and up to 30 more for layers that are skipped at random, teach
-    ``observed.table`` which tensors have rows for each example.
+    It takes 30 forward and backward passes of one to three examples, or 35 if the model draws random numbers, one less if the
+    batch is a single tensor; one of them is of five examples and one more for each tensor of the batch. In addition it takes
+    four forward passes of two or three examples, nine for floating-point input, of three examples and one more for each further
+    tensor of such input, 32 if the model draws random numbers, and one or a few to find out which integers the model accepts.
+    Two forward passes of 13 and 11 examples, and up to 30 more for layers that are skipped at random, teach ``observed.table``
+    which tensors have rows for each example.
 
     Args:
         model: is copied for most passes.
@@ -156,7 +159,7 @@ def check_independence(
         observed.caches.update(check_nothing_is_kept(exact, *map(cast, (examples, others, later))))
         exact.seed = source.seed
         random = check_no_mixing(exact, cast(examples), cast(others), _ONE_OR_TWO, source.magnitude)
-        check_identical_examples(exact, cast(repeat_example(examples, 0, CHECK_SIZE)), source.magnitude)
+        check_similar_examples(exact, cast(examples), cast(others), source.magnitude)
         for step, factors in enumerate(_OTHER_SCALES, start=2):
             further = source.reseeded(step)
             exact.seed = further.seed

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_microadam.clipping.batches import batch_size, replace_rows, select
+from dp_microadam.clipping.batches import batch_size, repeat_example, replace_rows, resembling, select
 from dp_microadam.clipping.check_errors import refuse_if_out_of_memory
 from dp_microadam.clipping.checked_model import CheckedModel, PassResult
 from dp_microadam.clipping.losses import losses_of
@@ -63,17 +63,27 @@ def check_no_mixing(
     return used_random
 
 
-def check_identical_examples(checked: CheckedModel, batch: Any, scale: float) -> None:
-    """Copies of one example give what the example gives alone: no layer has a capacity that some of them exceed."""
-    together = _first_run(checked, batch, required=False)
+def check_similar_examples(checked: CheckedModel, batch: Any, others: Any, scale: float) -> None:
+    """An example gives what it gives alone, before and after a copy, near copies, and these with another target.
+
+    So does the example with the other target: where the loss of one is saturated, that of the other is not.
+
+    So no layer has a capacity that some copies exceed, and no loss leaves out, or weighs, examples that resemble others.
+    """
+    similar, repeated = resembling(batch, others)
+    together = _first_run(checked, similar, required=False)
+    if together is None:  # an example's leaves may belong together
+        similar, repeated = repeat_example(batch, 0, batch_size(batch)), 1
+        together = _first_run(checked, similar, required=False)
     if together is None:
         return
     random = together.used_torch_random
     if random:
-        together = checked.run(batch, identical_rows=True)
-    alone = checked.run(select(batch, torch.tensor([0])), identical_rows=random)
-    everyone = torch.arange(batch_size(batch))
-    _refuse_difference(checked, together, alone, everyone, torch.zeros_like(everyone), scale, "removing", random)
+        together = checked.run(similar, identical_rows=True)
+    for row in range(repeated):
+        alone = checked.run(select(similar, torch.tensor([row])), identical_rows=random)
+        places = torch.tensor([row, batch_size(similar) - repeated + row])
+        _refuse_difference(checked, together, alone, places, torch.zeros_like(places), scale, "removing", random)
 
 
 def check_random_draws(

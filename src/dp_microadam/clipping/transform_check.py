@@ -10,6 +10,7 @@ Formal guarantees: after :func:`check_transform` has returned, on synthetic raw 
   with floating-point numbers in [0, 1), and multiplied by 1000, 1 and 30; with integers up to what they index, or 255; with
   one seed, or with 32 if the transform draws random numbers. It was also tried with numbers that are NaN, infinite or exactly
   zero, in one example and in all, unless the transform raises an exception on them;
+- so did removing copies of an example, near copies, and these with another target;
 - so did removing one or two examples, which shows what depends on the size of a batch. There, torch's generators give
   the same number to all examples. This is left out for transforms that draw from Python or NumPy, or that draw until the
   result satisfies a condition;
@@ -38,7 +39,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from dp_microadam.clipping.batches import batch_size, repeat_example, replace_rows, scaled, select, with_extreme_integers
+from dp_microadam.clipping.batches import (
+    batch_size,
+    repeat_example,
+    replace_rows,
+    resembling,
+    scaled,
+    select,
+    with_extreme_integers,
+)
 from dp_microadam.clipping.check_errors import refuse_if_out_of_memory
 from dp_microadam.clipping.integer_ranges import IndexTracker
 from dp_microadam.clipping.mixing_check import without
@@ -89,6 +98,9 @@ def check_transform(transform: Transform, batch: Any, model: nn.Module, *, what:
             further = source.reseeded(step)
             examples, others = further.draw(raw.batch, _EXAMPLES, None, spread=True)
             check.check_no_mixing(scaled(examples, _SCALES), others, further.seed, [[0], [1], [2]], [[0, 2]], required=False)
+        similar, _ = resembling(*source.draw(raw.batch, _EXAMPLES, None))
+        each = list(range(batch_size(similar)))
+        check.check_no_mixing(similar, similar, source.seed, [], [each[1:], each[:-1]], required=False)
         check.check_special_values(source)
         for step in range(_SEEDS_OF_DRAWS if drew else 0):
             further = source.reseeded(1 + _SPREAD + step)
