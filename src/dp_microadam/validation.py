@@ -19,6 +19,9 @@ from typing import Any, TypeVar
 
 from dp_microadam.errors import InputError
 
+_LARGEST = 1e30
+"""Of what is above zero: products with larger numbers, and float32, overflow."""
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _OF_THE_PLAN = "the plan has it, which PrivacyPlan.solve makes"
@@ -176,6 +179,8 @@ def require_positive(name: str, value: float) -> float:
     _require_number(name, value)
     if not (value > 0 and math.isfinite(value)):
         raise InputError(f"{name} is {value}; it must be a finite number above 0")
+    if value > _LARGEST:
+        raise InputError(f"{name} is {value}; it must be at most {_LARGEST:g}")
     return value
 
 

@@ -19,7 +19,7 @@ VARIANTS = {
     "dp-walk": ("dp-walk", {}, {}, 1.5),
     "dp-microadam": ("dp-microadam", {}, {}, 1.5),
     "dense error": ("dp-microadam", {"quantize": False}, {}, 1.5),
-    "no error feedback": ("dp-microadam", {"error_feedback": False}, {}, 1.5),
+    "no error feedback": ("dp-microadam", {"error_feedback": False}, {}, 3e-3),
     "tensor scope": ("dp-microadam", {"scope": "tensor"}, {}, 1.5),
     "paper": ("dp-microadam", {**PAPER, "bias_correction": "paper"}, {}, 1.5),
     "window's bias": ("dp-microadam", {**PAPER, "bias_correction": "window"}, {}, 1.5),

@@ -1,5 +1,9 @@
 """Settings a method cannot use are refused in one sentence, before any example is used or anything is written."""
 
+import re
+import tomllib
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -7,9 +11,10 @@ from torch.utils.data import Subset, TensorDataset
 
 from dp_microadam import InputError, PrivacyPlan, PrivateTrainer
 from dp_microadam.apps.command_line.cli import main
+from dp_microadam.apps.recipes.recipe import Recipe
 from dp_microadam.apps.recipes.recipe_files import load_recipe
 from dp_microadam.methods import PublicExamples, dp_bitfit, dp_sgd, scale_then_privatize, sparta
-from dp_microadam.methods.registry import build
+from dp_microadam.methods.registry import build, refuse_bad_options
 
 NETWORK = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
 PUBLIC = PublicExamples(torch.zeros(1, 2), lambda model, batch: model(batch).sum(1))
@@ -206,3 +211,15 @@ def test_options_of_another_optimizer_are_refused():
 def test_the_old_name_of_the_base_optimizer_still_works():
     old = load_recipe("demo", ["method=dp-bitfit", "optimizer.behind=adamw"])
     assert old.optimizer == {"base_optimizer": "adamw"}
+
+
+def test_every_ablation_that_the_documentation_lists_is_taken_by_a_recipe():
+    page = (Path(__file__).parents[2] / "docs" / "methods.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\|[^|]+\| (`\w+ = [^|]+) \|", page.partition("## DP-MicroAdam and its ablations")[2], re.MULTILINE)
+    assert "`error_feedback = false`" in cells
+    for cell in cells:
+        options = tomllib.loads("\n".join(re.findall(r"`(\w+ = [^`]+)`", cell)))
+        recipe = Recipe(name="x", data="digits", model="mlp", epsilon=8.0, steps=12, batch_size=64, optimizer=options)
+        unit = "absolute" if "error_feedback" in options else "walk"
+        assert (recipe.resolved_lr_unit, recipe.resolved_learning_rate) == (unit, {"absolute": 1e-3, "walk": 1.5}[unit])
+        refuse_bad_options(recipe.algorithm, recipe.resolved_learning_rate, recipe.optimizer, recipe.resolved_lr_unit)

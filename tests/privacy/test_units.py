@@ -70,6 +70,27 @@ def test_other_ids_are_refused(ids):
         Units(ids, 2)
 
 
+@pytest.mark.parametrize(
+    "ids",
+    [
+        np.ma.masked_array([1, 2, 2], mask=[False, True, False]),
+        np.ma.masked_array(["a", "b"], mask=[False, True]),
+        np.array(["a", np.nan]),
+        np.array(["a", None]).astype(str),
+        np.array(["a", float("nan")], object),
+        ["a", ""],
+        np.array(["a", " "], object),
+        ["a", "a\0"],
+        np.array(["a", "a\0"], object),
+        [b"a", b"a\0"],
+    ],
+    ids=repr,
+)
+def test_two_users_are_never_taken_for_one_because_their_ids_are_missing_or_cut(ids):
+    with pytest.raises(InputError, match=r"^users (is|holds)"):
+        Units(ids, 2)
+
+
 @examples(200, quick=30)
 @given(
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=40),

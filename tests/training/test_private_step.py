@@ -25,6 +25,7 @@ from dp_microadam.clipping.per_example import clipped_sum
 from dp_microadam.privacy.ledger import read_ledger
 from dp_microadam.training.plain_step import PlainStep, UnprotectedPlan
 from dp_microadam.training.withheld import withheld
+from dp_microadam.validation import require_positive
 
 EXAMPLES = 40
 
@@ -235,6 +236,37 @@ def test_a_message_that_is_withheld_says_at_which_stage_and_how_to_see_it(make, 
     with pytest.raises(PrivacyError, match=rf"\(ValueError\) while {stage}.* withheld; to see it, .*made-up") as caught:
         step.take()
     assert "private text" not in str(caught.value)
+
+
+def _refuse_as_this_library_does(text):
+    raise InputError(text)
+
+
+@pytest.mark.parametrize(
+    "refuse",
+    [
+        _refuse_as_this_library_does,
+        lambda text: (_ for _ in ()).throw(PrivacyError(text)),
+        lambda text: require_positive(text, -1.0),
+    ],
+    ids=["input", "privacy", "by a function of the library"],
+)
+@pytest.mark.parametrize("part", ["loss", "prepare"])
+def test_this_library_s_own_errors_show_no_text_that_a_loss_gave_them(make, part, refuse):
+    armed = []
+
+    def fail(value):
+        if armed:
+            refuse("patient Anna")
+        return value
+
+    of_part = {"per_example_loss": lambda model, batch: fail(loss(model, batch))} if part == "loss" else {"prepare": fail}
+    step = make(**of_part, **whole_batch())
+    step.begin()
+    armed.append(True)
+    with pytest.raises(PrivacyError, match=r"could not be processed \((Input|Privacy)Error\)") as caught:
+        step.take()
+    assert "Anna" not in str(caught.value)
 
 
 def test_the_check_is_repeated_where_the_expected_number_of_passes_is_a_power_of_two(make):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,8 +31,8 @@ from dp_microadam.clipping.unit_check import check_units
 from dp_microadam.errors import InputError
 from dp_microadam.validation import require_integer, require_one_of
 
-# Squares of smaller numbers may vanish in float32, and with them the norm that is to be compared with the bound.
-_SMALLEST_NORM = 1e-12
+# Squares of other numbers may vanish or overflow in float32, and with them the norm that is to be compared with the bound.
+_SMALLEST_NORM, _LARGEST_NORM = 1e-12, 1e15
 
 FIRST_REPETITION = 16
 """The first call, and power of two, at which a look is taken again."""
@@ -131,8 +130,8 @@ class ClippedGradients:
         padded_sizes: int | None = None,
         repeat_check: bool = True,
     ) -> None:
-        if not (math.isfinite(max_grad_norm) and max_grad_norm >= _SMALLEST_NORM):
-            raise InputError(f"max_grad_norm is {max_grad_norm}; it must be a finite number of at least {_SMALLEST_NORM}")
+        if not _SMALLEST_NORM <= max_grad_norm <= _LARGEST_NORM:
+            raise InputError(f"max_grad_norm is {max_grad_norm}; it must be from {_SMALLEST_NORM:g} to {_LARGEST_NORM:g}")
         require_one_of("clipping", clipping, ("flat", "per-layer"))
         if strategy is not None:
             require_one_of("strategy", strategy, ("ghost", "keep", "drop"))

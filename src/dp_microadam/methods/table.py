@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,11 @@ METHODS: Mapping[str, MethodEntry] = {
         base_optimizers=_ANY,
     ),
 }
+
+
+def lr_unit_of(method: str, options: Mapping[str, Any]) -> str:
+    """The unit of a method's learning rate where none is given; how far MicroAdam walks without error feedback is not known."""
+    return "absolute" if options.get("error_feedback") is False else METHODS[method].lr_unit
 
 
 def as_markdown() -> str:

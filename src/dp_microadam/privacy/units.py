@@ -148,8 +148,17 @@ def _together(counts: Integers, most: int, physical_batch_size: int) -> Iterator
         waiting = rest
 
 
+_NOBODY = ("", "nan", "NaN", "None", "NaT", "<NA>")
+"""What missing ids become when an array or a table of strings is made of them."""
+
+
 def _as_ids(users: Any) -> NDArray[Any]:
-    """The ids as an array of integers or strings."""
+    """The ids as an array of integers or strings.
+
+    NumPy would take ids that are masked or end in NUL for others, and two users that are taken for one move a sum by twice C.
+    """
+    if np.ma.is_masked(users):
+        raise InputError("users is an array in which ids are masked; every example must have one")
     if isinstance(users, Tensor):
         users = users.detach().cpu().numpy()
     if isinstance(users, Sequence) and not isinstance(users, str):
@@ -157,8 +166,12 @@ def _as_ids(users: Any) -> NDArray[Any]:
         if len(kinds) > 1 and not all(issubclass(kind, int | np.integer) and kind is not bool for kind in kinds):
             raise InputError("users holds ids of different types; all must be integers, or all strings")
     found = np.asarray(users)
-    if found.dtype == object and found.ndim == 1 and all(isinstance(one, str) for one in found):
-        found = found.astype(str)
+    texts = users if isinstance(users, Sequence) else found
+    if found.ndim == 1 and found.dtype.kind in "OUS" and all(isinstance(one, str | bytes) for one in texts):
+        plain = [one if isinstance(one, str) else one.decode("latin-1") for one in texts]
+        if any(one.endswith("\0") or one.strip() in _NOBODY for one in plain):
+            raise InputError("users holds ids that are empty, say 'nan' or 'None', or end in NUL; give every user another id")
+        found = found.astype(str) if found.dtype == object and all(isinstance(one, str) for one in texts) else found
     if found.ndim != 1 or not len(found) or found.dtype.kind not in "iuUS":
         raise InputError(
             f"users is an array of {found.ndim} dimensions and type {found.dtype}; it must have one id per example, an integer "

@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -138,7 +139,7 @@ def withheld(work: Callable[[], Result]) -> Result:
 
 
 def _without_private_text(error: BaseException) -> BaseException:
-    if isinstance(error, DPMicroAdamError) and not getattr(error, "about_an_example", False):
+    if isinstance(error, DPMicroAdamError) and not getattr(error, "about_an_example", False) and not _from_the_loss(error):
         if isinstance(error, InputError) and not isinstance(error, PrivacyError):
             return PrivacyError(f"{re.sub('[0-9]+', '…', str(error))} (numbers are withheld)")
         return _detached(error)
@@ -147,6 +148,13 @@ def _without_private_text(error: BaseException) -> BaseException:
         f"a training batch could not be processed ({type(error).__name__}) while {stage.what}; the message may hold private "
         f"data and is withheld; to see it, {stage.how_to_see}, or train on made-up data with show_private_metrics=True"
     )
+
+
+def _from_the_loss(error: BaseException) -> bool:
+    """Whether the loss or the model may have given the error its text: by raising it, or by calling what names a value."""
+    modules = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names_no_value = isinstance(error, PrivacyError) and modules[-1] == "dp_microadam"
+    return not names_no_value and any(module not in ("dp_microadam", "torch") for module in modules)
 
 
 def _detached(error: DPMicroAdamError) -> DPMicroAdamError:

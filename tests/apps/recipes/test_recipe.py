@@ -138,6 +138,10 @@ def test_a_recipe_name_that_resembles_none_gets_no_nearest():
 
 
 WRONG_VALUES = [
+    ("epsilon", 1e308),
+    ("noise_memory_gib", 1e308),
+    ("max_grad_norm", 1e308),
+    ("data_memory_gib", 1e308),
     ("name", " "),
     ("name", 3),
     ("name", "../elsewhere"),
@@ -384,7 +388,7 @@ recipes = st.builds(
     model_options=st.fixed_dictionaries({}, optional={"hidden": st.lists(st.integers(1, 512)) | st.integers(1, 9)}),
     method=st.just("dp-microadam"),
     optimizer=st.fixed_dictionaries({}, optional=options),
-    epsilon=st.floats(1e-300, 1e300),
+    epsilon=st.floats(1e-300, 1e30),
     steps=st.integers(1, 10**12),
     delta=st.floats(1e-300, 0.5, exclude_min=True),
     batch_size=st.integers(1, 10**12),

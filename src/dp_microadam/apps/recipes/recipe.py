@@ -15,6 +15,7 @@ from dp_microadam.apps.recipes.kept_features import refuse_changing_features
 from dp_microadam.data.catalogue import takes_columns
 from dp_microadam.data.columns import declaration
 from dp_microadam.errors import InputError
+from dp_microadam.methods.table import lr_unit_of
 from dp_microadam.privacy.walk import ADAPTER_DISTANCE
 
 
@@ -222,7 +223,7 @@ class Recipe:
         """``lr_unit``, or the method's own; without noise that of dp-microadam is MicroAdam's."""
         if self.lr_unit is None and self.algorithm == "dp-microadam" and not self.protected:
             return "absolute"
-        return self.lr_unit or vocabulary.DEFAULT_LR_UNITS[self.algorithm]
+        return self.lr_unit or lr_unit_of(self.algorithm, self.optimizer)
 
     @property
     def resolved_ema_decay(self) -> float:

@@ -18,9 +18,6 @@ DEFAULT_LEARNING_RATES = {name: entry.learning_rate for name, entry in table.MET
 ABSOLUTE_LEARNING_RATES = {**DEFAULT_LEARNING_RATES, "dp-microadam": 1e-3}
 """The same where the unit is ``"absolute"``, which is not dp-microadam's own."""
 
-DEFAULT_LR_UNITS = {name: entry.lr_unit for name, entry in table.METHODS.items()}
-"""By method, for recipes without an ``lr_unit``."""
-
 WALK_LEARNING_RATE = table.METHODS["dp-walk"].learning_rate
 """The default learning rate of any method with ``lr_unit = "walk"``; with adapters it is ``ADAPTER_DISTANCE``."""
 
