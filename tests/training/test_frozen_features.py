@@ -206,6 +206,35 @@ def test_kept_features_are_readable_by_their_owner_alone_and_gone_after_clean(tm
     assert not folder.exists()
 
 
+def test_kept_features_of_which_any_byte_has_changed_are_computed_again(tmp_path):
+    train, folder = examples(), tmp_path / "features"
+    ((rows, _),) = FrozenFeatures(Classifier(), loss, folder=folder).of(train)
+    wanted = rows.clone()  # not of the file, which is mapped
+    (file,) = folder.glob("*/0.npy")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 64  # of the last example, which a comparison of the first ones does not see
+    file.write_bytes(content)
+    ((found, _),) = FrozenFeatures(Classifier(), loss, folder=folder).of(train)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("change", ["link", "writable", "owner"])
+def test_features_are_kept_in_a_folder_of_their_own_user_alone(tmp_path, monkeypatch, change):
+    folder = tmp_path / "features"
+    FrozenFeatures(Classifier(), loss, folder=folder).of(examples())
+    if change == "link":
+        folder.rename(tmp_path / "elsewhere")
+        folder.symlink_to(tmp_path / "elsewhere")
+    elif change == "writable":
+        folder.chmod(0o777)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    with pytest.raises(InputError, match=r"a folder of your own \(chmod go-w\)"):
+        FrozenFeatures(Classifier(), loss, folder=folder).of(examples())
+    with pytest.raises(InputError):
+        FeatureStore(folder).clean()
+
+
 def test_data_that_are_held_out_and_examples_that_repeat_are_refused_as_in_a_run_on_examples(tmp_path):
     data = TensorDataset(*examples())
     features = FrozenFeatures(Classifier(), loss, folder=tmp_path)

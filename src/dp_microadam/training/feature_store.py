@@ -7,9 +7,11 @@ renamed, so that an entry is complete if it exists. Only the user who wrote it c
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from dp_microadam.errors import InputError
 
 Arrays = list[NDArray[Any]]
 
+_DIGEST = "sha256"
 _ENTRY = re.compile(r"[0-9a-f]{64}(\.(?P<writer>\d+)\.unfinished)?")
 
 
@@ -34,20 +37,30 @@ def default_folder() -> Path:
 class FeatureStore:
     """The entries of one folder.
 
-    Formal guarantees: an entry that :meth:`read` returns was written to its end. Entries and what interrupted processes left of
-    theirs have permissions 0700, their files 0600, and :meth:`clean` removes both.
+    Formal guarantees: an entry that :meth:`read` returns was written to its end, by this user, and every byte of it is as it
+    was written. Entries and what interrupted processes left of theirs have permissions 0700, their files 0600, and
+    :meth:`clean` removes both. A folder that is a link, or that others own or may write to, is refused.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self.folder = default_folder() if folder is None else Path(folder).expanduser()
 
     def read(self, key: str) -> Arrays | None:
-        """The arrays of an entry, memory-mapped; None if there is none."""
+        """The arrays of an entry, memory-mapped; None if there is none, or none as it was written."""
         entry = self.folder / key
-        if not entry.is_dir():
+        if not self.holds(key) or not _is_own(entry):
             return None
-        # Copy on write: torch wants arrays that can be written to, and the files must not change.
-        return [np.load(entry / f"{number}.npy", mmap_mode="c") for number in range(len(list(entry.iterdir())))]
+        try:
+            if (entry / _DIGEST).read_text() != _digest(entry):
+                return None
+        except OSError:
+            return None
+        return _mapped(entry)
+
+    def holds(self, key: str) -> bool:
+        """Whether there is such an entry, which :meth:`read` looks into."""
+        self._refuse_folder_of_others()
+        return (self.folder / key).is_dir()
 
     def write(
         self, key: str, shapes: Sequence[tuple[tuple[int, ...], np.dtype[Any]]], fill: Callable[[Arrays], None]
@@ -60,6 +73,7 @@ class FeatureStore:
             InputError: if there is not enough room on the disk.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._refuse_folder_of_others()
         self._remove_abandoned()
         self._refuse_full_disk(sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in shapes))
         unfinished = self.folder / f"{key}.{os.getpid()}.unfinished"
@@ -71,6 +85,8 @@ class FeatureStore:
             for array in arrays:
                 array.flush()
             del arrays
+            (unfinished / _DIGEST).touch(mode=0o600)
+            (unfinished / _DIGEST).write_text(_digest(unfinished))
             for file in unfinished.iterdir():
                 _sync(file)
             sync_folder(unfinished)
@@ -80,12 +96,11 @@ class FeatureStore:
             sync_folder(self.folder)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-        written = self.read(key)
-        assert written is not None, "it was renamed"
-        return written
+        return _mapped(self.folder / key)
 
     def clean(self) -> int:
         """Remove all entries and what was left unfinished; returns the number of bytes. Other files are left alone."""
+        self._refuse_folder_of_others()
         freed = 0
         for entry in self._entries():
             freed += sum(file.stat().st_size for file in entry.iterdir())
@@ -96,7 +111,7 @@ class FeatureStore:
 
     def _entries(self) -> list[Path]:
         found = self.folder.iterdir() if self.folder.is_dir() else ()
-        return [entry for entry in found if _ENTRY.fullmatch(entry.name) and entry.is_dir()]
+        return [entry for entry in found if _ENTRY.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink()]
 
     def _remove_abandoned(self) -> None:
         for entry in self._entries():
@@ -105,6 +120,13 @@ class FeatureStore:
             if writer and not _is_running(int(writer)):
                 shutil.rmtree(entry, ignore_errors=True)
 
+    def _refuse_folder_of_others(self) -> None:
+        if os.path.lexists(self.folder) and not _is_own(self.folder):
+            raise InputError(
+                f"features would be kept in {self.folder}, which is a link, or which others own or may write to; give a "
+                "folder of your own (chmod go-w), or set XDG_CACHE_HOME to one"
+            )
+
     def _refuse_full_disk(self, wanted: int) -> None:
         free = shutil.disk_usage(self.folder).free
         if wanted > free:
@@ -112,6 +134,25 @@ class FeatureStore:
                 f"features would take {wanted / 2**30:.1f} GiB, but {self.folder} has {free / 2**30:.1f} GiB free; make room, "
                 "set XDG_CACHE_HOME to a larger disk, or do not keep them"
             )
+
+
+def _is_own(folder: Path) -> bool:
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
+def _digest(entry: Path) -> str:
+    """The digest of all arrays of an entry."""
+    whole = hashlib.sha256()
+    for path in sorted(entry.glob("*.npy")):
+        with path.open("rb") as file:
+            whole.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return whole.hexdigest()
+
+
+def _mapped(entry: Path) -> Arrays:
+    # Copy on write: torch wants arrays that can be written to, and the files must not change.
+    return [np.load(entry / f"{number}.npy", mmap_mode="c") for number in range(len(list(entry.glob("*.npy"))))]
 
 
 def _new_array(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:

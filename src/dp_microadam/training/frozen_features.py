@@ -130,7 +130,7 @@ class FrozenFeatures:
                 self._refuse_random_data(train)
             keys = {id(part): withheld(partial(self._key, part)) for part in parts}
             if not self._leaves:
-                if any(self._store.read(key) is None for key in keys.values()):
+                if not all(map(self._store.holds, keys.values())):
                     self._check(train)
                 self._learn(train)
             try:
