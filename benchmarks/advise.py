@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 from sklearn.datasets import make_classification
 
-from dp_microadam.apps.experiments.measuring import add_options, deliver, tell
-from dp_microadam.apps.recipes.advice import with_advice
-from dp_microadam.apps.recipes.assemble import assemble, load_data, model_of, number_of_units, trainable_parameters
-from dp_microadam.apps.recipes.recipe import Recipe
-from dp_microadam.apps.recipes.recipe_files import load_recipe
-from dp_microadam.data.dataset import LabelledData
-from dp_microadam.privacy.advice import MOST_STEPS
+from dp_microadam.plan.advice import MOST_STEPS
+from dp_microadam.workbench.command_line.measuring import add_options, deliver, tell
+from dp_microadam.workbench.data.dataset import LabelledData
+from dp_microadam.workbench.recipes.advice import with_advice
+from dp_microadam.workbench.recipes.assemble import assemble, load_data, model_of, number_of_units, trainable_parameters
+from dp_microadam.workbench.recipes.recipe import Recipe
+from dp_microadam.workbench.recipes.recipe_files import load_recipe
 
 DATA = ("digits", "table", "fashion-mnist")
 

@@ -23,7 +23,8 @@ MEASURED = """
 import json, tempfile, time
 import torch
 from torch import nn
-from dp_microadam import ClippedGradients, MicroAdam, PrivacyPlan, PrivateTrainer, models
+from dp_microadam import ClippedGradients, MicroAdam, PrivacyPlan, PrivateTrainer
+from dp_microadam.workbench import models
 
 torch.set_num_threads(1)
 torch.manual_seed(0)

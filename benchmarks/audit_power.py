@@ -22,14 +22,14 @@ from scipy.optimize import brentq
 from scipy.special import ndtr
 from scipy.stats import binom, chi2
 
-from dp_microadam.apps.audit.check import FALSE_ALARM, count_range, mean_square_range
-from dp_microadam.apps.audit.mechanism_checks import check_mechanisms
-from dp_microadam.apps.audit.noise_checks import NoisyModel
-from dp_microadam.apps.audit.probes import COMPOSITION, NOISE, SAMPLING, Experiment
-from dp_microadam.apps.audit.sampling_checks import sampler_plan
-from dp_microadam.apps.audit.suite import PROFILES
-from dp_microadam.apps.audit.two_world import DIRECTIONS, TARGET, audit_two_worlds
-from dp_microadam.apps.experiments.measuring import tell
+from dp_microadam.workbench.audit.check import FALSE_ALARM, count_range, mean_square_range
+from dp_microadam.workbench.audit.mechanism_checks import check_mechanisms
+from dp_microadam.workbench.audit.noise_checks import NoisyModel
+from dp_microadam.workbench.audit.probes import COMPOSITION, NOISE, SAMPLING, Experiment
+from dp_microadam.workbench.audit.sampling_checks import sampler_plan
+from dp_microadam.workbench.audit.suite import PROFILES
+from dp_microadam.workbench.audit.two_world import DIRECTIONS, TARGET, audit_two_worlds
+from dp_microadam.workbench.command_line.measuring import tell
 
 Worlds = tuple[NDArray[np.float64], NDArray[np.float64]]
 RNG = np.random.default_rng(0)

@@ -18,10 +18,10 @@ from functools import partial
 import torch
 
 from dp_microadam import ClippedGradients
-from dp_microadam.apps.experiments.measuring import add_options, deliver, seconds, tell
-from dp_microadam.data import Augmentation, LabelledData, Preparation
-from dp_microadam.models import wide_resnet
 from dp_microadam.training.evaluation import class_loss, over_views
+from dp_microadam.workbench.command_line.measuring import add_options, deliver, seconds, tell
+from dp_microadam.workbench.data import Augmentation, LabelledData, Preparation
+from dp_microadam.workbench.models import wide_resnet
 
 WAYS = {
     "crop with padding 4, flip": Augmentation(crop_padding=4, flip=True),

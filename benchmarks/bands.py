@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from dp_microadam import ClippedGradients, GaussianMechanism, MicroAdam, PrivacyPlan, Randomness
-from dp_microadam.apps.experiments.measuring import add_options, deliver, tell, wall_clock, work_clock
-from dp_microadam.models import wide_resnet
 from dp_microadam.training.evaluation import class_loss
 from dp_microadam.training.gradients import set_gradients
+from dp_microadam.workbench.command_line.measuring import add_options, deliver, tell, wall_clock, work_clock
+from dp_microadam.workbench.models import wide_resnet
 
 CLOCKS = {"processor": work_clock, "wall": wall_clock}
 

@@ -17,10 +17,11 @@ from collections.abc import Callable
 
 import torch
 
-from dp_microadam import ClippedGradients, GaussianMechanism, MicroAdam, Randomness, models
-from dp_microadam.apps.experiments.measuring import add_options, deliver, seconds, tell
+from dp_microadam import ClippedGradients, GaussianMechanism, MicroAdam, Randomness
 from dp_microadam.training.diagnostics import MicroAdamDiagnostics
 from dp_microadam.training.evaluation import class_loss
+from dp_microadam.workbench import models
+from dp_microadam.workbench.command_line.measuring import add_options, deliver, seconds, tell
 
 
 def optimizer_round(params: list[torch.nn.Parameter], watched: bool, every: int, device: str) -> Callable[[], float]:

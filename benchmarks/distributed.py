@@ -35,11 +35,11 @@ import torch
 from torch import distributed as dist
 
 from dp_microadam import GaussianMechanism, MicroAdam, PrivacyLedger, PrivacyPlan, PrivateTrainer, Randomness
-from dp_microadam.apps.experiments.measuring import add_options, deliver, seconds, tell, wall_clock
-from dp_microadam.models import wide_resnet
-from dp_microadam.privacy.ledger import RunSettings
+from dp_microadam.ledger.ledger import RunSettings
 from dp_microadam.training.distributed import Ranks, TorchRanks, checksum
 from dp_microadam.training.evaluation import class_loss
+from dp_microadam.workbench.command_line.measuring import add_options, deliver, seconds, tell, wall_clock
+from dp_microadam.workbench.models import wide_resnet
 
 ASSUMED = {
     "private images/s of NF-ResNet-50 per GPU": 400.0,

@@ -30,10 +30,10 @@ from frozen_features import DELTA, TASKS, Task, hits, imdb
 from torch import nn
 
 from dp_microadam import FrozenFeatures, PrivacyPlan, PrivateTrainer, methods
-from dp_microadam.apps.experiments.measuring import add_options, deliver, tell, work_clock
-from dp_microadam.apps.recipes.vocabulary import WALK_EMA_DECAY
-from dp_microadam.privacy.walk import ADAPTER_DISTANCE, DISTANCE
+from dp_microadam.plan.learning_rate import ADAPTER_DISTANCE, DISTANCE
 from dp_microadam.training.evaluation import evaluate
+from dp_microadam.workbench.command_line.measuring import add_options, deliver, tell, work_clock
+from dp_microadam.workbench.recipes.vocabulary import WALK_EMA_DECAY
 
 TASKS = {**TASKS, "sms-spam": imdb}
 DISTANCES = {"all": 0.5, "biases": DISTANCE, "lora": ADAPTER_DISTANCE, "head": DISTANCE}

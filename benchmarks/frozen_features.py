@@ -26,12 +26,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dp_microadam import FrozenFeatures, PrivacyPlan, PrivateStep, models
-from dp_microadam.apps.experiments.measuring import add_options, deliver, tell, work_clock
-from dp_microadam.data import cifar
-from dp_microadam.data.contents import Reading
-from dp_microadam.models.hugging_face import text_classifier
-from dp_microadam.models.trainable_part import freeze_but
+from dp_microadam import FrozenFeatures, PrivacyPlan, PrivateStep
+from dp_microadam.workbench import models
+from dp_microadam.workbench.command_line.measuring import add_options, deliver, tell, work_clock
+from dp_microadam.workbench.data import cifar
+from dp_microadam.workbench.data.contents import Reading
+from dp_microadam.workbench.models.hugging_face import text_classifier
+from dp_microadam.workbench.models.trainable_part import freeze_but
 
 DELTA = 1e-5
 TOKENS = 128

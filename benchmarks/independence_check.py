@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dp_microadam import ClippedGradients, models
-from dp_microadam.apps.experiments.measuring import add_options, deliver, seconds, tell
+from dp_microadam import ClippedGradients
+from dp_microadam.workbench import models
+from dp_microadam.workbench.command_line.measuring import add_options, deliver, seconds, tell
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -20,12 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dp_microadam import PrivacyPlan, PrivateTrainer, data, methods
-from dp_microadam.apps.reporting.figures import add_legend, new_figure, save_png
-from dp_microadam.apps.reporting.palette import STYLES, styles_for
-from dp_microadam.data.preparation import Preparation
+from dp_microadam import PrivacyPlan, PrivateTrainer, methods
+from dp_microadam.accounting.trade_off import trade_off
 from dp_microadam.durable_files import write_text_durably
-from dp_microadam.privacy.trade_off import trade_off
+from dp_microadam.workbench import data
+from dp_microadam.workbench.data.preparation import Preparation
+from dp_microadam.workbench.reporting.figures import add_legend, new_figure, save_png
+from dp_microadam.workbench.reporting.palette import STYLES, styles_for
 
 ORDINARY, ODD = 1000, 200
 RATES = np.linspace(0, 1, 201)

@@ -30,10 +30,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from dp_microadam import ClippedGradients, GaussianMechanism
-from dp_microadam.apps.experiments.measuring import add_options, deliver, tell, wall_clock
 from dp_microadam.methods.registry import build
-from dp_microadam.models import wide_resnet
 from dp_microadam.training.gradients import set_gradients
+from dp_microadam.workbench.command_line.measuring import add_options, deliver, tell, wall_clock
+from dp_microadam.workbench.models import wide_resnet
 
 Batch = tuple[Tensor, Tensor]
 OURS: dict[str, tuple[str, dict[str, Any]]] = {

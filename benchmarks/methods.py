@@ -18,15 +18,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from dp_microadam.apps.experiments.measuring import add_options, deliver, tell
-from dp_microadam.apps.recipes.assemble import assemble
-from dp_microadam.apps.recipes.recipe_files import load_recipe
-from dp_microadam.apps.recipes.vocabulary import DEFAULT_LEARNING_RATES
 from dp_microadam.methods import Method, PublicExamples
 from dp_microadam.methods.registry import build
-from dp_microadam.models import wide_resnet
 from dp_microadam.training.method import Phase
 from dp_microadam.training.trainer import UnprotectedPlan
+from dp_microadam.workbench.command_line.measuring import add_options, deliver, tell
+from dp_microadam.workbench.models import wide_resnet
+from dp_microadam.workbench.recipes.assemble import assemble
+from dp_microadam.workbench.recipes.recipe_files import load_recipe
+from dp_microadam.workbench.recipes.vocabulary import DEFAULT_LEARNING_RATES
 
 STP = "scale-then-privatize"
 SHORT = {"scoring_epochs": 0.2}

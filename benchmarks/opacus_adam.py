@@ -3,8 +3,8 @@
     python benchmarks/opacus_adam.py [--problems digits-195 …] [--epsilons 1 3 8] [--seeds 3] [--optimizer plan] [--out FILE]
 
 Opacus' PrivacyEngine with Poisson sampling, Adam at its default rate of 1e-3, clipping norm 1, noise by its PRV accountant. The
-same data, network, batch size, steps, ε and δ as in `dp-microadam reproduce leaderboard --scale cpu`. With `--optimizer plan`
-it is the same loop with SGD at the learning rate that follows from the plan. Test accuracy in percent.
+same data, network, batch size, steps, ε and δ as in `python -m research reproduce leaderboard --scale cpu`. With
+`--optimizer plan` it is the same loop with SGD at the learning rate that follows from the plan. Test accuracy in percent.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from opacus import PrivacyEngine
 from opacus.accountants.utils import get_noise_multiplier
 from torch.utils.data import DataLoader, TensorDataset
 
-from dp_microadam import PrivacyPlan, data, models
-from dp_microadam.data.preparation import Preparation
+from dp_microadam import PrivacyPlan
+from dp_microadam.workbench import data, models
+from dp_microadam.workbench.data.preparation import Preparation
 
 DELTA = 1e-5
 PROBLEMS = {

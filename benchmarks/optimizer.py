@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from dp_microadam import MicroAdam
-from dp_microadam.apps.experiments.measuring import add_options, deliver, tell, wall_clock
+from dp_microadam.workbench.command_line.measuring import add_options, deliver, tell, wall_clock
 
 Shapes = list[tuple[int, ...]]
 Optimizers = dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]]

@@ -22,7 +22,7 @@ import numpy as np
 import scipy.fft
 from scipy.optimize import brentq
 
-from dp_microadam.privacy.accounting import ORDERS, SubsampledGaussian, epsilon, rdp_of_one_step
+from dp_microadam.accounting.costs import ORDERS, SubsampledGaussian, epsilon, rdp_of_one_step
 
 
 def root_of_decreasing(delta_of: Callable[[float], float], delta: float, largest: float) -> float:

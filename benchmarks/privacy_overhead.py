@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 
 from dp_microadam import GaussianMechanism, PoissonSampler, PrivacyLedger, PrivacyPlan, Randomness
-from dp_microadam.apps.experiments.measuring import add_options, deliver, seconds, tell, wall_clock
-from dp_microadam.privacy.ledger import RunSettings
+from dp_microadam.ledger.ledger import RunSettings
+from dp_microadam.workbench.command_line.measuring import add_options, deliver, seconds, tell, wall_clock
 
 
 def median_seconds(work: Callable[[], object], repeats: int, device: str = "cpu") -> float:

@@ -2,7 +2,8 @@
 
     python benchmarks/results_page.py [--check]
 
-Results append: after `dp-microadam reproduce NAME --scale cpu --seeds 2 --out results/NAME` this brings the page up to date.
+Results append: after `python -m research reproduce NAME --scale cpu --seeds 2 --out results/NAME` this brings
+the page up to date.
 On the page a table stands between the comments `results NAME` and `end`; `results NAME range` is the table by that name that
 the study has beside its main one. `--check` writes nothing and fails if the page is not up to date.
 """
@@ -15,9 +16,11 @@ import shutil
 import sys
 from pathlib import Path
 
-from dp_microadam.apps.reporting.report import write_sweep
-from dp_microadam.apps.reporting.sweep import Sweep
-from dp_microadam.apps.reporting.sweep_tables import NOT_RUN, sweep_tables
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from research.experiments.page import write_sweep
+from research.experiments.results import Sweep
+from research.experiments.sweep_tables import NOT_RUN, sweep_tables
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE, IMAGES = ROOT / "results", ROOT / "docs" / "results.md", ROOT / "docs" / "images"

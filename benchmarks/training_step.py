@@ -24,13 +24,13 @@ from pathlib import Path
 import torch
 
 from dp_microadam import ClippedGradients, GaussianMechanism, MicroAdam, PoissonSampler, PrivacyLedger, PrivacyPlan, Randomness
-from dp_microadam.apps.experiments.measuring import add_options, deliver, tell, wall_clock
-from dp_microadam.data import Augmentation
-from dp_microadam.models import wide_resnet
-from dp_microadam.privacy.ledger import RunSettings
+from dp_microadam.ledger.ledger import RunSettings
 from dp_microadam.training.ema import WeightAverage
 from dp_microadam.training.evaluation import class_loss
 from dp_microadam.training.gradients import set_gradients
+from dp_microadam.workbench.command_line.measuring import add_options, deliver, tell, wall_clock
+from dp_microadam.workbench.data import Augmentation
+from dp_microadam.workbench.models import wide_resnet
 
 CLIPPING = "forward, backward, clipping"
 FIRST_LOOK = 256

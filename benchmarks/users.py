@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from dp_microadam import ClippedGradients, Randomness
-from dp_microadam.apps.experiments.measuring import add_options, deliver, seconds, tell
-from dp_microadam.models import mlp, small_cnn, tanh_cnn, wide_resnet
-from dp_microadam.privacy.units import Units, widths
+from dp_microadam.sampling.users import Units, widths
+from dp_microadam.workbench.command_line.measuring import add_options, deliver, seconds, tell
+from dp_microadam.workbench.models import mlp, small_cnn, tanh_cnn, wide_resnet
 
 LARGEST = 24
 

@@ -10,8 +10,9 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from dp_microadam import MicroAdam, PrivacyPlan, PrivateTrainer, data
+from dp_microadam import MicroAdam, PrivacyPlan, PrivateTrainer
 from dp_microadam.training.evaluation import class_hits, class_loss
+from dp_microadam.workbench import data
 
 
 def network():

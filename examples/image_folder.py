@@ -6,7 +6,7 @@ from pathlib import Path
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from dp_microadam.apps.command_line.cli import main
+from dp_microadam.workbench.command_line.cli import main
 
 folder = Path(tempfile.mkdtemp())
 images, labels = load_digits(return_X_y=True)

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from research.experiments.study import parse_study
 
-from dp_microadam.apps.command_line.cli import build_parser, main
-from dp_microadam.apps.experiments.study import parse_study
-from dp_microadam.apps.recipes.recipe import Recipe
-from dp_microadam.apps.recipes.recipe_files import load_recipe
 from dp_microadam.training.trainer import PrivateTrainer
+from dp_microadam.workbench.command_line.cli import build_parser, main
+from dp_microadam.workbench.recipes.recipe import Recipe
+from dp_microadam.workbench.recipes.recipe_files import load_recipe
 
 ROOT = Path(__file__).parents[1]
 STEPS = 2
@@ -30,6 +30,7 @@ FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<code>.*?)^(?P=inde
 
 NOT_RUN = {
     r"pip install ": "changes the environment that the tests run in",
+    r"python -m research ": "takes hours, or needs a run of the reader's own; tests/research runs its commands",
     r"make ": "the commands of the Makefile are what runs these tests",
     r"torchrun ": "starts several processes; tests/training/test_distributed.py does",
     r"DP_MICROADAM_DEVICE=": "needs a GPU; tests/pretend_cuda runs the same cases on a pretend one",
@@ -39,20 +40,19 @@ NOT_RUN = {
 """Lines of shell blocks that are neither run nor parsed here, and why."""
 
 ONLY_PARSED = {
-    r"dp-microadam doctor --out": "takes a minute on a GPU; tests/apps/command_line/test_doctor.py runs it",
-    r"dp-microadam tune": "takes as long as all its runs; tests/apps/command_line/test_tune.py runs it",
-    r"dp-microadam audit": "takes a minute; tests/apps/command_line/test_audit.py runs it",
-    r"dp-microadam report": "needs runs of the reader's own; tests/apps/reporting/test_runs.py makes some and runs it",
-    r"dp-microadam reproduce": "takes hours; tests/experiments runs a small study",
-    r"dp-microadam data get": "needs a network; tests/apps/command_line/test_data.py runs it against a server of its own",
+    r"dp-microadam doctor --out": "takes a minute on a GPU; tests/workbench/command_line/test_doctor.py runs it",
+    r"dp-microadam tune": "takes as long as all its runs; tests/workbench/command_line/test_tune.py runs it",
+    r"dp-microadam audit": "takes a minute; tests/workbench/command_line/test_audit.py runs it",
+    r"dp-microadam report": "needs runs of the reader's own; tests/workbench/reporting/test_runs.py makes some and runs it",
+    r"dp-microadam data get": "needs a network; tests/workbench/command_line/test_data.py runs it against a server of its own",
     r"dp-microadam data check imagenet": "needs ImageNet, which nobody may pass on",
     r"dp-microadam data check my\.(toml|csv)": "stands for a file of the reader's own",
-    r"dp-microadam train (sms-spam|imdb|language-model)": "needs a pretrained model; tests/apps/recipes/test_texts.py",
+    r"dp-microadam train (sms-spam|imdb|language-model)": "needs a pretrained model; tests/workbench/recipes/test_texts.py",
     r"dp-microadam train (cifar|fashion)": "needs files that must be downloaded first; tests/recipes runs such recipes",
-    r"dp-microadam train +#": "the demo, which tests/apps/command_line/test_cli_runs.py runs",
+    r"dp-microadam train +#": "the demo, which tests/workbench/command_line/test_cli_runs.py runs",
     r"dp-microadam (train|plan) my\.toml": "stands for a file of the reader's own",
     r"dp-microadam (resume|evaluate|export|predict|budget) runs/mine": "a run of the reader's own; test_cli_runs.py has one",
-    r"dp-microadam predict spam-filter": "needs what the page exports; tests/apps/recipes/test_texts.py predicts by such",
+    r"dp-microadam predict spam-filter": "needs what the page exports; tests/workbench/recipes/test_texts.py predicts by such",
     r"dp-microadam train .*--set data=small-digits": "run on the patched tree by tests/test_docs_diffs.py",
 }
 """Commands whose options must be accepted, and whose recipe must be one, but which are not run, and why."""

@@ -40,8 +40,8 @@ def run(tree: Path, *arguments: str) -> str:
 
 
 def test_the_page_has_an_optimizer_a_layer_and_a_dataset():
-    added = [re.search(r"^\+\+\+ b/src/dp_microadam/(\w+)/\w+\.py\n@@ -0,0", diff, re.MULTILINE)[1] for diff in DIFFS]
-    assert added == ["optimizers", "data"]
+    added = [re.search(r"^\+\+\+ b/src/dp_microadam/([\w/]+)/\w+\.py\n@@ -0,0", diff, re.MULTILINE)[1] for diff in DIFFS]
+    assert added == ["optimizers", "workbench/data"]
     assert "`examples/custom_layer.py`" in PAGE
     assert (ROOT / "examples" / "custom_layer.py").is_file()
 

@@ -12,24 +12,27 @@ import pytest
 SOURCES = Path(__file__).parents[1] / "src" / "dp_microadam"
 
 LIBRARY = (
-    {"errors", "moved"},
+    {"errors"},
     {"validation", "durable_files"},
-    {"layers"},
-    {"clipping", "privacy", "optimizers", "models", "data"},
+    {"layers", "accounting"},
+    {"plan"},
+    {"noise"},
+    {"sampling", "ledger", "clipping", "optimizers"},
     {"training"},
     {"methods", "integrations"},
 )
-"""Rooms of the library and of what experiments are made of, from the ground up."""
+"""Rooms of the library, from the ground up."""
 
-APPLICATIONS = (
-    {"apps.recipes", "apps.reporting"},
-    {"apps.audit", "apps.experiments", "apps.theory"},
-    {"apps.command_line"},
+WORKBENCH = (
+    {"workbench.data", "workbench.models"},
+    {"workbench.recipes", "workbench.reporting"},
+    {"workbench.audit"},
+    {"workbench.command_line"},
     {"__main__"},
 )
 """What stands on top."""
 
-ROW = (*LIBRARY, *APPLICATIONS)
+ROW = (*LIBRARY, *WORKBENCH)
 """A module imports from floors below its own, never from its own floor's other rooms."""
 
 FLOOR = {room: floor for floor, rooms in enumerate(ROW) for room in rooms}
@@ -38,25 +41,10 @@ WITHOUT_TORCH = (
     "durable_files.py",
     "methods/__init__.py",
     "methods/table.py",
-    "privacy/plan.py",
-    "privacy/accounting.py",
-    "privacy/banded.py",
-    "privacy/band_choice.py",
-    "privacy/privacy_loss.py",
-    "privacy/trade_off.py",
-    "privacy/replacement.py",
-    "privacy/meaning.py",
-    "privacy/renyi.py",
-    "privacy/solving.py",
-    "privacy/step_loss.py",
-    "privacy/dropping.py",
-    "privacy/truncated.py",
-    "privacy/selection.py",
-    "privacy/selection_plan.py",
-    "apps/theory/bounds.py",
-    "apps/recipes/recipe.py",
-    "apps/recipes/recipe_files.py",
-    "apps/recipes/vocabulary.py",
+    *(f"{room}/*.py" for room in ("accounting", "plan")),
+    "workbench/recipes/recipe.py",
+    "workbench/recipes/recipe_files.py",
+    "workbench/recipes/vocabulary.py",
 )
 
 
@@ -66,8 +54,8 @@ def imports_of(path: Path) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {name.name for name in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module == "dp_microadam":
-            found |= {f"dp_microadam.{name.name}" for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module in ("dp_microadam", "dp_microadam.workbench"):
+            found |= {f"{node.module}.{name.name}" for name in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module)
     return found
@@ -75,7 +63,7 @@ def imports_of(path: Path) -> set[str]:
 
 def room_of(parts: Sequence[str]) -> str:
     """The room a module belongs to, by the parts of its name below the package."""
-    return ".".join(parts[:2]) if parts[0] == "apps" else parts[0]
+    return ".".join(parts[:2]) if parts[0] == "workbench" else parts[0]
 
 
 def parts_of(path: Path) -> tuple[str, ...]:
@@ -83,12 +71,12 @@ def parts_of(path: Path) -> tuple[str, ...]:
 
 
 def is_front_door(path: Path) -> bool:
-    return parts_of(path) in (("__init__",), ("apps", "__init__"))
+    return parts_of(path) in (("__init__",), ("workbench", "__init__"))
 
 
 def test_every_room_has_its_place():
     rooms = {room_of(parts_of(path)) for path in SOURCES.rglob("*.py") if not is_front_door(path)}
-    assert rooms <= FLOOR.keys(), "a new room; say in LIBRARY or APPLICATIONS from where it may be imported"
+    assert rooms <= FLOOR.keys(), "a new room; say in LIBRARY or WORKBENCH from where it may be imported"
 
 
 def test_no_arrow_is_turned_around():
@@ -109,11 +97,12 @@ def test_no_arrow_is_turned_around():
 
 @pytest.mark.parametrize("adapters", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_library_works_without_what_stands_on_top(tmp_path, adapters):
-    """Everything below apps/ is imported, and trains a step, from a copy in which apps/ is missing.
+    """Everything below workbench/ is imported, and trains a step, from a copy in which workbench/ is missing.
 
     With the adapters to other libraries, importing takes most of the time.
     """
-    shutil.copytree(SOURCES, tmp_path / "dp_microadam", ignore=shutil.ignore_patterns("apps", "__main__.py", "__pycache__"))
+    left_out = shutil.ignore_patterns("workbench", "__main__.py", "__pycache__")
+    shutil.copytree(SOURCES, tmp_path / "dp_microadam", ignore=left_out)
     modules = [
         ".".join(("dp_microadam", *parts_of(path))).removesuffix(".__init__")
         for path in sorted((tmp_path / "dp_microadam").rglob("*.py"), key=str)
@@ -137,22 +126,14 @@ print(trainer.fit(torch.rand(20, 3)).steps_done)
     assert done.stdout.split() == ["1"], done.stderr
 
 
-@pytest.mark.parametrize("name", ["cli", "recipes.vocabulary", "theory.bounds", "audit", "commands.plan"])
-def test_modules_under_their_names_of_version_0_1_are_found_with_a_warning(name):
-    code = f"import dp_microadam.{name} as found; print(found.__name__)"
-    done = subprocess.run([sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.startswith("dp_microadam.apps."), done.stderr
-    assert "DeprecationWarning" in done.stderr
-
-
 def test_modules_that_answer_without_torch_do_not_import_it():
-    for name in WITHOUT_TORCH:
-        assert not {module for module in imports_of(SOURCES / name) if module.partition(".")[0] == "torch"}, name
+    for path in (path for name in WITHOUT_TORCH for path in SOURCES.glob(name)):
+        assert not {module for module in imports_of(path) if module.partition(".")[0] == "torch"}, path
 
 
 def test_only_the_applications_import_what_only_they_need():
     for path in sorted(SOURCES.rglob("*.py")):
-        if parts_of(path)[0] != "apps":
+        if parts_of(path)[0] != "workbench":
             assert not {module.partition(".")[0] for module in imports_of(path)} & {"tomli_w", "argcomplete"}, path
 
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import dp_microadam
-from dp_microadam import InputError, PlainStep, PoissonSampler, PrivacyPlan, PrivateStep, PrivateTrainer, methods, models
+from dp_microadam import InputError, PlainStep, PoissonSampler, PrivacyPlan, PrivateStep, PrivateTrainer, methods
 from dp_microadam.methods.table import METHODS
-from dp_microadam.models.registry import BUILDERS
+from dp_microadam.workbench import models
+from dp_microadam.workbench.models.registry import BUILDERS
 
 ADAPTERS = {
     "hugging_face": ("PrivateHFTrainer",),

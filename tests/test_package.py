@@ -19,7 +19,7 @@ def test_importing_the_package_does_not_import_torch():
 
 
 def test_help_does_not_import_torch():
-    main = "from dp_microadam.apps.command_line.cli import main"
+    main = "from dp_microadam.workbench.command_line.cli import main"
     code = f"import sys; {main}\ntry: main(['--help'])\nfinally: print('torch' in sys.modules)"
     assert run("-c", code).stdout.strip().endswith("False")
 

@@ -56,7 +56,7 @@ def test_the_wheel_holds_types_recipes_and_the_licence(built):
     source = ROOT / "src"
     wanted = {str(path.relative_to(source)) for path in (source / "dp_microadam").rglob("*") if path.suffix in (".py", ".toml")}
     assert "dp_microadam/py.typed" in names
-    assert "dp_microadam/apps/recipes/demo.toml" in wanted <= names
+    assert "dp_microadam/workbench/recipes/demo.toml" in wanted <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not [name for name in names if name.startswith(("tests/", "examples/")) or name.endswith((".nbc", ".nbi", ".pyc"))]
 

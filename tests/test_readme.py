@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dp_microadam.apps.command_line.cli import main
+from dp_microadam.workbench.command_line.cli import main
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 

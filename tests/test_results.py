@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from dp_microadam.apps.experiments.study import load_study
-from dp_microadam.apps.reporting.sweep import Sweep
+from research.experiments.results import Sweep
+from research.experiments.study import load_study
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = sorted(path.parent for path in (ROOT / "results").glob("*/results.jsonl"))

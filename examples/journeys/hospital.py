@@ -17,7 +17,7 @@ from pathlib import Path
 from clock import command, print_times, timed
 from PIL import Image
 
-from dp_microadam import data
+from dp_microadam.workbench import data
 
 RECIPE = r"""
 name = "scans"

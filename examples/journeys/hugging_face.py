@@ -17,10 +17,11 @@ from typing import Any
 from clock import command, print_times, timed
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
 
-from dp_microadam import PrivacyPlan, models
-from dp_microadam.data import places
-from dp_microadam.data.catalogue import known
+from dp_microadam import PrivacyPlan
 from dp_microadam.integrations.hugging_face import PrivateHFTrainer
+from dp_microadam.workbench import models
+from dp_microadam.workbench.data import places
+from dp_microadam.workbench.data.catalogue import known
 
 
 def read(path: Path, tokenizer: Any, length: int) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dp_microadam.moved import answer_old_names
 from dp_microadam.validation import public
 
 __version__ = "0.2.0"
@@ -30,9 +29,9 @@ _HOMES = {
     "SearchResult": "dp_microadam.training.search",
     "PerExample": "dp_microadam.training.evaluation",
     "StepReport": "dp_microadam.training.run_result",
-    "RawInput": "dp_microadam.data.raw_inputs",
-    "RawImages": "dp_microadam.data.raw_images",
-    "RawRows": "dp_microadam.data.raw_rows",
+    "RawInput": "dp_microadam.training.raw_inputs",
+    "RawImages": "dp_microadam.workbench.data.raw_images",
+    "RawRows": "dp_microadam.workbench.data.raw_rows",
     "MicroAdam": "dp_microadam.optimizers.micro_adam",
     "AdamBC": "dp_microadam.optimizers.adam_bc",
     "TensorAdam": "dp_microadam.optimizers.tensor_adam",
@@ -46,23 +45,23 @@ _HOMES = {
     "GradientRows": "dp_microadam.clipping.rule",
     "UnchangedInput": "dp_microadam.clipping.rule",
     "per_example_gradients": "dp_microadam.clipping.per_example",
-    "PrivacyPlan": "dp_microadam.privacy.plan",
-    "SelectionPlan": "dp_microadam.privacy.selection_plan",
-    "PoissonSampler": "dp_microadam.privacy.sampling",
-    "GaussianMechanism": "dp_microadam.privacy.mechanism",
-    "CorrelatedNoise": "dp_microadam.privacy.correlated_noise",
-    "PrivacyLedger": "dp_microadam.privacy.ledger",
-    "RunSettings": "dp_microadam.privacy.ledger",
-    "LedgerRecord": "dp_microadam.privacy.ledger",
-    "read_ledger": "dp_microadam.privacy.ledger",
-    "SubsampledGaussian": "dp_microadam.privacy.accounting",
-    "Spent": "dp_microadam.privacy.accounting",
-    "Cap": "dp_microadam.privacy.truncated",
-    "Units": "dp_microadam.privacy.units",
-    "WeightedRows": "dp_microadam.privacy.units",
-    "LogicalStep": "dp_microadam.privacy.sampling",
-    "privacy_report": "dp_microadam.privacy.statement",
-    "Randomness": "dp_microadam.privacy.randomness",
+    "PrivacyPlan": "dp_microadam.plan.plan",
+    "SelectionPlan": "dp_microadam.plan.selection_plan",
+    "PoissonSampler": "dp_microadam.sampling.poisson",
+    "GaussianMechanism": "dp_microadam.noise.mechanism",
+    "CorrelatedNoise": "dp_microadam.noise.correlated",
+    "PrivacyLedger": "dp_microadam.ledger.ledger",
+    "RunSettings": "dp_microadam.ledger.ledger",
+    "LedgerRecord": "dp_microadam.ledger.ledger",
+    "read_ledger": "dp_microadam.ledger.ledger",
+    "SubsampledGaussian": "dp_microadam.accounting.costs",
+    "Spent": "dp_microadam.accounting.costs",
+    "Cap": "dp_microadam.accounting.truncated",
+    "Units": "dp_microadam.sampling.users",
+    "WeightedRows": "dp_microadam.sampling.users",
+    "LogicalStep": "dp_microadam.sampling.poisson",
+    "privacy_report": "dp_microadam.ledger.statement",
+    "Randomness": "dp_microadam.noise.randomness",
     "DPMicroAdamError": "dp_microadam.errors",
     "InputError": "dp_microadam.errors",
     "PrivacyWarning": "dp_microadam.errors",
@@ -70,7 +69,7 @@ _HOMES = {
 }
 
 # Public modules, imported as a whole.
-_MODULES = ("methods", "models")
+_MODULES = ("methods",)
 
 __all__ = [
     "PrivateTrainer",
@@ -126,36 +125,32 @@ __all__ = [
     "PrivacyWarning",
     "PrivacyError",
     "methods",
-    "models",
     "__version__",
 ]
 
 if TYPE_CHECKING:
-    from dp_microadam import methods, models
+    from dp_microadam import methods
+    from dp_microadam.accounting.costs import Spent, SubsampledGaussian
+    from dp_microadam.accounting.truncated import Cap
     from dp_microadam.clipping.batchnorm import replace_batchnorm
     from dp_microadam.clipping.engine import ClippedGradients
     from dp_microadam.clipping.families import register_rule
     from dp_microadam.clipping.outer_product import Doubt
     from dp_microadam.clipping.per_example import per_example_gradients
     from dp_microadam.clipping.rule import GradientRows, LayerCall, LayerRule, PartsCall, UnchangedInput
-    from dp_microadam.data.raw_images import RawImages
-    from dp_microadam.data.raw_inputs import RawInput
-    from dp_microadam.data.raw_rows import RawRows
     from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError, PrivacyWarning
+    from dp_microadam.ledger.ledger import LedgerRecord, PrivacyLedger, RunSettings, read_ledger
+    from dp_microadam.ledger.statement import privacy_report
+    from dp_microadam.noise.correlated import CorrelatedNoise
+    from dp_microadam.noise.mechanism import GaussianMechanism
+    from dp_microadam.noise.randomness import Randomness
     from dp_microadam.optimizers.adam_bc import AdamBC
     from dp_microadam.optimizers.micro_adam import MicroAdam
     from dp_microadam.optimizers.tensor_adam import TensorAdam
-    from dp_microadam.privacy.accounting import Spent, SubsampledGaussian
-    from dp_microadam.privacy.correlated_noise import CorrelatedNoise
-    from dp_microadam.privacy.ledger import LedgerRecord, PrivacyLedger, RunSettings, read_ledger
-    from dp_microadam.privacy.mechanism import GaussianMechanism
-    from dp_microadam.privacy.plan import PrivacyPlan
-    from dp_microadam.privacy.randomness import Randomness
-    from dp_microadam.privacy.sampling import LogicalStep, PoissonSampler
-    from dp_microadam.privacy.selection_plan import SelectionPlan
-    from dp_microadam.privacy.statement import privacy_report
-    from dp_microadam.privacy.truncated import Cap
-    from dp_microadam.privacy.units import Units, WeightedRows
+    from dp_microadam.plan.plan import PrivacyPlan
+    from dp_microadam.plan.selection_plan import SelectionPlan
+    from dp_microadam.sampling.poisson import LogicalStep, PoissonSampler
+    from dp_microadam.sampling.users import Units, WeightedRows
     from dp_microadam.training.distributed import Ranks
     from dp_microadam.training.evaluation import PerExample
     from dp_microadam.training.frozen_features import FrozenFeatures
@@ -163,12 +158,13 @@ if TYPE_CHECKING:
     from dp_microadam.training.plain_step import PlainStep, UnprotectedPlan
     from dp_microadam.training.private_step import PrivateStep
     from dp_microadam.training.rate_units import RunNoise
+    from dp_microadam.training.raw_inputs import RawInput
     from dp_microadam.training.run_result import RunResult, StepReport
     from dp_microadam.training.schedules import Schedule
     from dp_microadam.training.search import PrivateSearch, SearchResult
     from dp_microadam.training.trainer import PrivateTrainer
-
-answer_old_names()
+    from dp_microadam.workbench.data.raw_images import RawImages
+    from dp_microadam.workbench.data.raw_rows import RawRows
 
 
 def __getattr__(name: str) -> Any:

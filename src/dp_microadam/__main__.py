@@ -2,7 +2,7 @@
 
 import sys
 
-from dp_microadam.apps.command_line.cli import main
+from dp_microadam.workbench.command_line.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,10 +8,11 @@ from thoroughness import THOROUGH, examples
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from dp_microadam import ClippedGradients, models
+from dp_microadam import ClippedGradients
 from dp_microadam.clipping.families import rule_class
 from dp_microadam.clipping.linear import TransposedFactors, TransposedLinearRule
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
+from dp_microadam.workbench import models
 
 quick = settings(examples(12, quick=5), derandomize=True)
 OF_WHOLE_NETWORKS = (None, "ghost", "keep", "drop") if THOROUGH else (None, "ghost")

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from thoroughness import examples
 from torch import Tensor, nn
 
-from dp_microadam import ClippedGradients, models
+from dp_microadam import ClippedGradients
 from dp_microadam.clipping.linear import LinearFactors
 from dp_microadam.clipping.per_example import clipped_sum
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
+from dp_microadam.workbench import models
 
 STRATEGIES = (None, "ghost", "keep", "drop")
 

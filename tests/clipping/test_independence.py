@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dp_microadam import ClippedGradients, InputError, models
+from dp_microadam import ClippedGradients, InputError
 from dp_microadam.clipping.identical_random_rows import identical_random_rows
+from dp_microadam.workbench import models
 
 Batch = tuple[Tensor, Tensor]
 

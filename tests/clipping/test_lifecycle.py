@@ -16,9 +16,10 @@ from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import handle_torch_function, has_torch_function
 
-from dp_microadam import ClippedGradients, InputError, models
+from dp_microadam import ClippedGradients, InputError
 from dp_microadam.clipping.per_example import clipped_sum
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
+from dp_microadam.workbench import models
 
 
 def loss(model: nn.Module, batch: Tensor) -> Tensor:

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dp_microadam import ClippedGradients, PrivacyPlan, PrivateStep, models
+from dp_microadam import ClippedGradients, PrivacyPlan, PrivateStep
 from dp_microadam.clipping.per_example import clipped_sum
+from dp_microadam.workbench import models
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

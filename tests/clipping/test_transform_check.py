@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dp_microadam import InputError
 from dp_microadam.clipping.transform_check import _ConstantDraws, check_transform
-from dp_microadam.data.augmentation import Augmentation
+from dp_microadam.workbench.data.augmentation import Augmentation
 
 Batch = tuple[Tensor, Tensor]
 

@@ -19,11 +19,12 @@ from transformers import (
     TrainingArguments,
 )
 
-from dp_microadam import InputError, PrivacyError, PrivacyPlan, PrivateTrainer, methods, models
+from dp_microadam import InputError, PrivacyError, PrivacyPlan, PrivateTrainer, methods
 from dp_microadam.clipping.per_example import clipped_sum
 from dp_microadam.integrations.hugging_face import PrivateHFTrainer, causal_language_loss, classification_loss
 from dp_microadam.integrations.private_steps import PrivateSteps
-from dp_microadam.privacy.ledger import read_ledger
+from dp_microadam.ledger.ledger import read_ledger
+from dp_microadam.workbench import models
 
 WORKER = Path(__file__).with_name("hugging_face_worker.py")
 _spec = importlib.util.spec_from_file_location("hugging_face_worker", WORKER)

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dp_microadam import InputError, PrivacyError, PrivacyPlan, PrivateTrainer, methods
 from dp_microadam.integrations.lightning import PrivateLightningModule, PrivateSteps
-from dp_microadam.privacy.ledger import read_ledger
+from dp_microadam.ledger.ledger import read_ledger
 from dp_microadam.training.evaluation import class_loss
 
 WORKER = Path(__file__).with_name("lightning_worker.py")

@@ -9,9 +9,9 @@ from opacus.accountants import RDPAccountant
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_microadam import InputError, MicroAdam, PrivacyError, Randomness
-from dp_microadam.apps.command_line.cli import main
+from dp_microadam.accounting.costs import epsilon
 from dp_microadam.integrations.opacus import ledger_from_opacus, spent_in_opacus, use_system_entropy
-from dp_microadam.privacy.accounting import epsilon
+from dp_microadam.workbench.command_line.cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Opacus recommends its secure mode and warns of hooks
 

@@ -9,7 +9,7 @@ import torch
 
 from dp_microadam import InputError, PrivacyError, PrivacyPlan, PrivateStep, methods
 from dp_microadam.integrations.private_steps import PrivateSteps
-from dp_microadam.privacy.ledger import read_ledger
+from dp_microadam.ledger.ledger import read_ledger
 from dp_microadam.training.evaluation import class_loss
 from dp_microadam.training.method import Method
 

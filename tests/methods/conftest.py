@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from dp_microadam import PrivacyPlan, PrivateTrainer
-from dp_microadam.privacy.randomness import Randomness
-from dp_microadam.privacy.sampling import PoissonSampler
+from dp_microadam.noise.randomness import Randomness
+from dp_microadam.sampling.poisson import PoissonSampler
 from dp_microadam.training.trainer import UnprotectedPlan
 
 SEED, BOUND, SIGMA, EXAMPLES, BATCH = 7, 0.6, 0.8, 8, 4

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from dp_microadam import InputError
-from dp_microadam.apps.recipes.assemble import assemble
-from dp_microadam.apps.recipes.recipe import Recipe
 from dp_microadam.methods import PublicExamples
 from dp_microadam.methods.registry import build
 from dp_microadam.methods.table import METHODS
+from dp_microadam.workbench.recipes.assemble import assemble
+from dp_microadam.workbench.recipes.recipe import Recipe
 
 STP = "scale-then-privatize"
 PAPER = {"density": 0.01, "window": 10, "second_moment": "coordinate"}

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from dp_microadam import ClippedGradients, PrivacyPlan, PrivateTrainer
+from dp_microadam.ledger.ledger import read_ledger
 from dp_microadam.methods import dp_adambc, dp_bitfit, scale_then_privatize, sparta
 from dp_microadam.methods.sparta import ROWS, SCORING, Sparta, top_rows
-from dp_microadam.privacy.ledger import read_ledger
 
 
 def flat(tensors):

@@ -10,11 +10,11 @@ from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
 from dp_microadam import InputError, PrivacyPlan, PrivateTrainer
-from dp_microadam.apps.command_line.cli import main
-from dp_microadam.apps.recipes.recipe import Recipe
-from dp_microadam.apps.recipes.recipe_files import load_recipe
 from dp_microadam.methods import PublicExamples, dp_bitfit, dp_sgd, scale_then_privatize, sparta
 from dp_microadam.methods.registry import build, refuse_bad_options
+from dp_microadam.workbench.command_line.cli import main
+from dp_microadam.workbench.recipes.recipe import Recipe
+from dp_microadam.workbench.recipes.recipe_files import load_recipe
 
 NETWORK = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
 PUBLIC = PublicExamples(torch.zeros(1, 2), lambda model, batch: model(batch).sum(1))
@@ -78,7 +78,7 @@ def test_bad_options_are_refused_before_data_is_read(tmp_path, capsys, monkeypat
 
 
 def test_a_public_set_that_overlaps_training_indices_is_refused(tmp_path, capsys, monkeypatch):
-    from dp_microadam.data.dataset import split
+    from dp_microadam.workbench.data.dataset import split
 
     monkeypatch.chdir(tmp_path)
     training, held_out = split(4000, 0.1, 0)

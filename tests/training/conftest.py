@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from dp_microadam import MicroAdam, PrivacyPlan
-from dp_microadam import data as sources
-from dp_microadam.data.preparation import Preparation
 from dp_microadam.training.evaluation import class_hits, class_loss
 from dp_microadam.training.trainer import PrivateTrainer
+from dp_microadam.workbench import data as sources
+from dp_microadam.workbench.data.preparation import Preparation
 
 
 @pytest.fixture(scope="session")

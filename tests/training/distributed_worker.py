@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from dp_microadam import ClippedGradients, DPMicroAdamError, MicroAdam, PrivacyPlan, PrivateStep, methods
-from dp_microadam.privacy.ledger import read_ledger
+from dp_microadam.ledger.ledger import read_ledger
 from dp_microadam.training import distributed
 from dp_microadam.training.distributed import Ranks, TorchRanks
 from dp_microadam.training.evaluation import class_hits, class_loss, evaluate

@@ -6,9 +6,9 @@ Every draw of the number of runs, which is then RUNS, and every run that begins 
 import sys
 from pathlib import Path
 
-from dp_microadam.apps.command_line.cli import main
-from dp_microadam.privacy.selection import Repetitions
+from dp_microadam.accounting.selection import Repetitions
 from dp_microadam.training.search import PrivateSearch
+from dp_microadam.workbench.command_line.cli import main
 
 
 def note(what):

@@ -15,11 +15,11 @@ import torch
 from scipy import stats
 
 from dp_microadam import InputError, PlainStep, PrivacyPlan, PrivateStep, PrivateTrainer, methods
-from dp_microadam.apps.command_line.cli import main
-from dp_microadam.privacy.ledger import read_ledger
+from dp_microadam.ledger.ledger import read_ledger
 from dp_microadam.training.checkpoint import CheckpointFolder
 from dp_microadam.training.distributed import Ranks
 from dp_microadam.training.evaluation import class_loss
+from dp_microadam.workbench.command_line.cli import main
 
 WORKER = Path(__file__).with_name("bands_worker.py")
 ALARM = 1e-8

@@ -13,9 +13,9 @@ import time
 
 import pytest
 
-from dp_microadam.apps.command_line.cli import main
-from dp_microadam.privacy.ledger import read_ledger
+from dp_microadam.ledger.ledger import read_ledger
 from dp_microadam.training.checkpoint import CheckpointFolder
+from dp_microadam.workbench.command_line.cli import main
 
 STEPS = 60
 COMMAND = [sys.executable, "-m", "dp_microadam"]
@@ -136,7 +136,7 @@ def test_a_second_process_on_the_same_run_is_refused(tmp_path, capsys):
 # Trains, and is killed by the system when it is about to write a file of the run's folder that has this name.
 KILLED_AT = """
 import os, signal, sys
-from dp_microadam.apps.command_line.cli import main
+from dp_microadam.workbench.command_line.cli import main
 from dp_microadam import durable_files
 from dp_microadam.training import checkpoint
 

@@ -22,9 +22,9 @@ from thoroughness import examples
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from dp_microadam import InputError
-from dp_microadam.data.images import ImageFolder
 from dp_microadam.training import data_digest as module
 from dp_microadam.training.data_digest import content_digest, data_digest
+from dp_microadam.workbench.data.images import ImageFolder
 
 
 class Keeping(Dataset):

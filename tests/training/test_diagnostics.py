@@ -190,7 +190,7 @@ def test_diagnostics_never_stand_before_the_statement_that_covers_them(make_trai
 
 
 def test_the_model_card_of_an_exported_run_shows_the_last_figures(tmp_path, capsys):
-    from dp_microadam.apps.command_line.cli import main
+    from dp_microadam.workbench.command_line.cli import main
 
     run = tmp_path / "run"
     settings = ["method=dp-microadam", "model=mlp", "steps=5", "batch_size=32", "diagnostics_every=2"]

@@ -18,10 +18,10 @@ import torch
 from scipy import stats
 
 from dp_microadam import InputError
-from dp_microadam.apps.command_line.cli import main
-from dp_microadam.privacy.ledger import read_ledger
+from dp_microadam.ledger.ledger import read_ledger
 from dp_microadam.training.checkpoint import CheckpointFolder
 from dp_microadam.training.distributed import Ranks, ranks_here
+from dp_microadam.workbench.command_line.cli import main
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
 ALARM = 1e-8

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from thoroughness import examples
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
-from dp_microadam.data.arrays import Arrays, MappedRows
-from dp_microadam.data.images import ImageFolder
 from dp_microadam.errors import InputError
 from dp_microadam.training.held_out import refuse_shared_users, share_examples
+from dp_microadam.workbench.data.arrays import Arrays, MappedRows
+from dp_microadam.workbench.data.images import ImageFolder
 
 
 class Keeping(Dataset):

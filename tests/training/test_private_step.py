@@ -22,7 +22,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 
 from dp_microadam import InputError, PrivacyError, PrivacyPlan, PrivateStep, Randomness, methods
 from dp_microadam.clipping.per_example import clipped_sum
-from dp_microadam.privacy.ledger import read_ledger
+from dp_microadam.ledger.ledger import read_ledger
 from dp_microadam.training.plain_step import PlainStep, UnprotectedPlan
 from dp_microadam.training.withheld import withheld
 from dp_microadam.validation import require_positive

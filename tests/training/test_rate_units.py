@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dp_microadam import InputError, Method, MicroAdam, PrivacyPlan, PrivateStep, methods
-from dp_microadam.privacy.walk import DISTANCE, walk_scale
+from dp_microadam.plan.learning_rate import DISTANCE, walk_scale
 from dp_microadam.training.rate_units import RunNoise, walk_factor
 
 PLAN = PrivacyPlan(dataset_size=1000, batch_size=50, noise_multiplier=1.5, steps=400, delta=1e-5)

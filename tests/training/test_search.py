@@ -15,8 +15,8 @@ import torch
 from thoroughness import THOROUGH
 
 from dp_microadam import InputError, MicroAdam, PrivacyError, PrivacyPlan, PrivateSearch, PrivateTrainer, SelectionPlan
-from dp_microadam.privacy.ledger import read_ledger
-from dp_microadam.privacy.selection import Repetitions
+from dp_microadam.accounting.selection import Repetitions
+from dp_microadam.ledger.ledger import read_ledger
 from dp_microadam.training.run_statistics import Pace
 from dp_microadam.training.secret_state import SecretState, destroy
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dp_microadam import InputError, MicroAdam, PrivacyError, PrivacyPlan
+from dp_microadam.accounting import costs as accounting
 from dp_microadam.clipping.per_example import clipped_sum
-from dp_microadam.privacy import accounting
-from dp_microadam.privacy.ledger import read_ledger
+from dp_microadam.ledger.ledger import read_ledger
 from dp_microadam.training.evaluation import class_loss
 from dp_microadam.training.method import Method
 from dp_microadam.training.schedules import Schedule
@@ -49,9 +49,9 @@ def test_max_steps_stops_early_and_changes_nothing_else(make_trainer, training_p
 
 def test_a_step_is_clipped_sum_plus_noise_over_the_expected_batch(make_trainer, training_part, digits):
     # The same step from its definition: one example at a time, in float64, with the noise and the sample that the seed gives.
-    from dp_microadam.data.preparation import Preparation
-    from dp_microadam.privacy.randomness import Randomness
-    from dp_microadam.privacy.sampling import PoissonSampler
+    from dp_microadam.noise.randomness import Randomness
+    from dp_microadam.sampling.poisson import PoissonSampler
+    from dp_microadam.workbench.data.preparation import Preparation
 
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
     trainer = make_trainer(
@@ -73,8 +73,8 @@ def test_a_step_is_clipped_sum_plus_noise_over_the_expected_batch(make_trainer, 
 
 def test_an_empty_batch_is_a_step_of_pure_noise_and_is_accounted(make_trainer, training_part):
     # One example in 3,600 is expected per step. Which steps are empty follows from the seed: of these eight, some are.
-    from dp_microadam.privacy.randomness import Randomness
-    from dp_microadam.privacy.sampling import PoissonSampler
+    from dp_microadam.noise.randomness import Randomness
+    from dp_microadam.sampling.poisson import PoissonSampler
 
     trainer = make_trainer(steps=8, batch_size=1, seed=3, optimizer=lambda params: torch.optim.SGD(params, lr=1.0))
     plan = trainer.plan
@@ -128,7 +128,7 @@ def test_the_weight_average_follows_its_formula(make_trainer, training_part):
 def test_raw_and_averaged_weights_are_evaluated_and_the_raw_ones_come_back(
     make_trainer, training_part, validation_part, digits
 ):
-    from dp_microadam.data.preparation import Preparation
+    from dp_microadam.workbench.data.preparation import Preparation
 
     trainer = make_trainer(steps=4, ema_decay=0.9, evaluate_every=2)
     stepped = []
@@ -247,9 +247,9 @@ def test_a_non_private_run_is_stamped_so_and_claims_no_epsilon(make_trainer, tra
 
 
 def test_a_non_private_step_is_the_plain_gradient_over_the_expected_batch(make_trainer, training_part, digits):
-    from dp_microadam.data.preparation import Preparation
-    from dp_microadam.privacy.randomness import Randomness
-    from dp_microadam.privacy.sampling import PoissonSampler
+    from dp_microadam.noise.randomness import Randomness
+    from dp_microadam.sampling.poisson import PoissonSampler
+    from dp_microadam.workbench.data.preparation import Preparation
 
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
     plan = UnprotectedPlan(len(training_part[0]), 64, 1)
@@ -559,7 +559,7 @@ def test_a_preparation_that_standardizes_by_the_batch_is_refused_before_anything
 
 
 def test_several_views_of_each_image_are_one_example(make_trainer, training_part):
-    from dp_microadam.data.augmentation import Augmentation
+    from dp_microadam.workbench.data.augmentation import Augmentation
 
     def mean_over_views(model, batch):
         views, labels = batch

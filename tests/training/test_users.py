@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, TensorDataset
 from dp_microadam import InputError, PlainStep, PrivacyError, PrivacyPlan, PrivateStep, PrivateTrainer, UnprotectedPlan, methods
 from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.clipping.per_example import clipped_sum
-from dp_microadam.privacy.ledger import read_ledger
+from dp_microadam.ledger.ledger import read_ledger
 from dp_microadam.training.distributed import Ranks
 
 WORKER = Path(__file__).with_name("users_worker.py")

@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from dp_microadam import InputError, PoissonSampler
-from dp_microadam.apps.recipes.assemble import assemble
-from dp_microadam.apps.recipes.recipe import Recipe
 from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.training.evaluation import class_loss, weighted_class_loss
 from dp_microadam.training.training_data import Loading
+from dp_microadam.workbench.recipes.assemble import assemble
+from dp_microadam.workbench.recipes.recipe import Recipe
 
 
 def batch_of(count: int, classes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from dp_microadam.errors import InputError, PrivacyError
 from dp_microadam.integrations.collated_alone import CollatedAlone
 from dp_microadam.integrations.isolated_metrics import IsolatedLoss
+from dp_microadam.integrations.lora import adapted
 from dp_microadam.integrations.private_steps import USER_OPTIONS, PrivateSteps
-from dp_microadam.models.lora import adapted
+from dp_microadam.ledger.ledger_record import RUN_INSIDE
 from dp_microadam.optimizers.tensor_adam import TensorAdam
-from dp_microadam.privacy.ledger_record import RUN_INSIDE
-from dp_microadam.privacy.plan import PrivacyPlan
-from dp_microadam.privacy.walk import DISTANCE
+from dp_microadam.plan.learning_rate import DISTANCE
+from dp_microadam.plan.plan import PrivacyPlan
 from dp_microadam.training.checkpoint import load_plain
 from dp_microadam.training.evaluation import PerExample
 from dp_microadam.training.held_out import reads_examples
@@ -81,7 +81,7 @@ class PrivateHFTrainer(Trainer):
         plan: a :class:`~dp_microadam.PrivacyPlan` for as many examples as ``train_dataset`` has, or for their ``users``.
         method: a method of ``dp_microadam.methods`` in place of an optimizer in ``optimizers``, whose scheduler may be given.
         lora_rank: above 0 the model's weights are frozen, and low-rank adapters and a classifier's head are trained, by
-            :func:`~dp_microadam.models.with_lora`, to which ``lora_alpha`` and ``lora_targets`` go as well.
+            :func:`~dp_microadam.workbench.models.with_lora`, to which ``lora_alpha`` and ``lora_targets`` go as well.
         per_example_loss: ``f(model, batch)`` returns one loss per example; by default the cross-entropy of classification
             models, and :func:`causal_language_loss` serves for language models.
         run_dir: of the ledger and the privacy statement; ``privacy`` in ``args.output_dir`` by default.

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from dp_microadam.errors import InputError
-from dp_microadam.privacy.plan import PrivacyPlan
+from dp_microadam.plan.plan import PrivacyPlan
 from dp_microadam.training.method import Method
 from dp_microadam.training.training_step import StepOptions
 

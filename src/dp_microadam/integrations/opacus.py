@@ -14,11 +14,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from dp_microadam.accounting.costs import DEFAULT_ACCOUNTANT, SubsampledGaussian
 from dp_microadam.errors import InputError, PrivacyError
-from dp_microadam.privacy.accounting import DEFAULT_ACCOUNTANT, SubsampledGaussian
-from dp_microadam.privacy.ledger import LedgerRecord, RunSettings, read_ledger, write_past_steps
-from dp_microadam.privacy.plan import PrivacyPlan
-from dp_microadam.privacy.statement import write_privacy_files
+from dp_microadam.ledger.ledger import LedgerRecord, RunSettings, read_ledger, write_past_steps
+from dp_microadam.ledger.statement import write_privacy_files
+from dp_microadam.plan.plan import PrivacyPlan
 from dp_microadam.training.torch_randomness import random_seed, random_state
 from dp_microadam.validation import public
 

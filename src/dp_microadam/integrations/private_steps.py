@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dp_microadam.errors import PrivacyError
-from dp_microadam.privacy.ledger import refuse_second_run
-from dp_microadam.privacy.plan import PrivacyPlan
+from dp_microadam.ledger.ledger import refuse_second_run
+from dp_microadam.plan.plan import PrivacyPlan
 from dp_microadam.training.evaluation import PerExample
 from dp_microadam.training.gradients import set_gradients
 from dp_microadam.training.held_out import reads_examples, refuse_shared_users

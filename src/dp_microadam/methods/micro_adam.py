@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from dp_microadam.methods.step_optimizers import make_optimizer, trainable
-from dp_microadam.privacy.walk import DISTANCE
+from dp_microadam.plan.learning_rate import DISTANCE
 from dp_microadam.training.method import Method
 from dp_microadam.training.rate_units import ABSOLUTE, WALK
 
@@ -15,7 +15,7 @@ from dp_microadam.training.rate_units import ABSOLUTE, WALK
 def dp_microadam(model: nn.Module, *, lr: float | None = None, **options: Any) -> Method:
     """Gradients add up until a coordinate is among the largest of its block; then it moves by η/√v̂ times their sum.
 
-    Without ``lr`` the noise of the run walks a distance of 1.5·d^¼, as ``privacy/walk.py`` derives it. A given ``lr`` is
+    Without ``lr`` the noise of the run walks a distance of 1.5·d^¼, as ``plan/learning_rate.py`` derives it. A given ``lr`` is
     MicroAdam's own, about what Adam's is. ``options`` are those of :class:`~dp_microadam.MicroAdam`; with ``density=0.01,
     window=10, second_moment="coordinate", bias_correction="paper", lr=1e-3`` it is the paper's optimizer.
     """

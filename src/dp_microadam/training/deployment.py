@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dp_microadam.data.raw_inputs import RawInput, RawTensor
 from dp_microadam.durable_files import write_text_durably
 from dp_microadam.errors import InputError
-from dp_microadam.privacy.statement import STATEMENT_NAME, statement_in_words, write_privacy_report
+from dp_microadam.ledger.statement import STATEMENT_NAME, statement_in_words, write_privacy_report
 from dp_microadam.training.checkpoint import CheckpointFolder
 from dp_microadam.training.export import (
     AVERAGED_WEIGHTS,
@@ -28,6 +27,7 @@ from dp_microadam.training.export import (
 )
 from dp_microadam.training.model_card import input_section, model_card
 from dp_microadam.training.program import DeployedModel, for_deployment, save_program
+from dp_microadam.training.raw_inputs import RawInput, RawTensor
 from dp_microadam.training.run_folder import CHECKPOINTS, privacy_of, read_metrics
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError
-from dp_microadam.privacy.ledger import library_versions
+from dp_microadam.ledger.ledger import library_versions
 
 Answer = TypeVar("Answer")
 

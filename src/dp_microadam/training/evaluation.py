@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from dp_microadam.errors import DPMicroAdamError
-from dp_microadam.privacy.sampling import Chunks
+from dp_microadam.sampling.poisson import Chunks
 from dp_microadam.training.distributed import Ranks
 from dp_microadam.training.withheld import MutedLikeItsParent
 

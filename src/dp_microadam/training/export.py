@@ -30,7 +30,7 @@ class Contract:
     classes: tuple[str, ...]
     """Names of the outputs; empty if the outputs are not probabilities of classes."""
     input: Mapping[str, Any]
-    """See :meth:`~dp_microadam.data.raw_inputs.RawInput.description`."""
+    """See :meth:`~dp_microadam.training.raw_inputs.RawInput.description`."""
     normalization: Mapping[str, Any] = field(default_factory=dict)
     weights: str = WEIGHTS
     program: str | None = PROGRAM

@@ -129,8 +129,8 @@ class Method:
 
     def __init__(self, optimizer: torch.optim.Optimizer, procedure: Method | None = None, *, lr_unit: str = ABSOLUTE) -> None:
         """With ``lr_unit="walk"`` the optimizer's learning rates are distances that the noise of the run may walk, relative to
-        the fourth root of the number of parameters (``privacy/walk.py``); 1.5 is a good one. It is kept in the optimizer's
-        parameter groups. ``procedure`` is deprecated: the hooks are methods of a subclass of this class.
+        the fourth root of the number of parameters (``plan/learning_rate.py``); 1.5 is a good one. It is kept in the
+        optimizer's parameter groups. ``procedure`` is deprecated: the hooks are methods of a subclass of this class.
         """
         self.optimizer = optimizer
         if lr_unit != ABSOLUTE:

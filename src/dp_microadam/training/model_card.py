@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dp_microadam.data.raw_inputs import RawInput
 from dp_microadam.training.export import CONTRACT, Contract
+from dp_microadam.training.raw_inputs import RawInput
 
 _SHOWN_CLASSES = 100
 DIAGNOSTICS_NOTE = "Computed from privatized gradients alone, at no privacy cost."
@@ -112,7 +112,7 @@ def loading_code(
 
     >>> print(loading_code("mlp", {"hidden": 32}, 10, (1, 28, 28), "model.safetensors", ((0.13,), (0.31,))))
     from safetensors.torch import load_file
-    from dp_microadam import models
+    from dp_microadam.workbench import models
     <BLANKLINE>
     model = models.build("mlp", 10, (1, 28, 28), hidden=32)
     model.load_state_dict(load_file("model.safetensors"))
@@ -128,7 +128,7 @@ def loading_code(
     built_for = tuple(shape) if len(shape) == 3 else (1, 1, *shape)
     return (
         "from safetensors.torch import load_file\n"
-        "from dp_microadam import models\n\n"
+        "from dp_microadam.workbench import models\n\n"
         f'model = models.build("{model}", {num_classes}, {built_for}{keywords}){needed}\n'
         f'model.load_state_dict(load_file("{weights}"))\n'
         "model.eval()\n"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from dp_microadam.accounting.truncated import require_room
 from dp_microadam.clipping.row_norms import ClippedRowNorms
-from dp_microadam.privacy.plan import require_unit
-from dp_microadam.privacy.statement import write_privacy_report
-from dp_microadam.privacy.truncated import require_room
+from dp_microadam.ledger.statement import write_privacy_report
+from dp_microadam.plan.plan import require_unit
 from dp_microadam.training.gradients import GradientSums, UnclippedGradients
 from dp_microadam.training.method import ROW_NORMS, Phase
 from dp_microadam.training.training_data import TrainingData

@@ -18,12 +18,12 @@ from dp_microadam.clipping.engine import FIRST_REPETITION, ClippedGradients
 from dp_microadam.clipping.row_norms import ClippedRowNorms
 from dp_microadam.clipping.transform_check import check_transform
 from dp_microadam.errors import InputError, PrivacyError
-from dp_microadam.privacy.band_choice import refuse_memory
-from dp_microadam.privacy.ledger import LEDGER_NAME, PrivacyLedger, RunSettings, read_ledger
-from dp_microadam.privacy.mechanism import GaussianMechanism
-from dp_microadam.privacy.plan import PrivacyPlan
-from dp_microadam.privacy.statement import round_up, statement_in_words, unit_in_words, write_privacy_report
-from dp_microadam.privacy.units import widths
+from dp_microadam.ledger.ledger import LEDGER_NAME, PrivacyLedger, RunSettings, read_ledger
+from dp_microadam.ledger.statement import round_up, statement_in_words, unit_in_words, write_privacy_report
+from dp_microadam.noise.mechanism import GaussianMechanism
+from dp_microadam.plan.band_choice import refuse_memory
+from dp_microadam.plan.plan import PrivacyPlan
+from dp_microadam.sampling.users import widths
 from dp_microadam.training.gradients import GradientSums
 from dp_microadam.training.method import ROW_NORMS, Method, Phase, phase_at, phases_from
 from dp_microadam.training.repeats import refuse_repeats

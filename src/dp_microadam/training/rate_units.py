@@ -13,12 +13,12 @@ from dp_microadam.errors import InputError
 from dp_microadam.optimizers.micro_adam import MicroAdam
 from dp_microadam.optimizers.noise_response import step_under_noise
 from dp_microadam.optimizers.tensor_adam import TensorAdam
-from dp_microadam.privacy.walk import walk_scale
+from dp_microadam.plan.learning_rate import walk_scale
 
 ABSOLUTE = "absolute"
 WALK = "walk"
 LR_UNITS = (ABSOLUTE, WALK)
-"""What a learning rate is: the optimizer's own, or relative to the noise of the run, as ``privacy/walk.py`` derives it."""
+"""What a learning rate is: the optimizer's own, or relative to the noise of the run, as ``plan/learning_rate.py`` says."""
 
 DIVIDE_BY_GRADIENT_SIZE = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, TensorAdam)
 """Optimizers whose steps do not depend on the size of the gradients, AdamW among them: under noise, a step of rate η is η times

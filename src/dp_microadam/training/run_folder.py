@@ -9,8 +9,8 @@ from typing import Any
 
 from dp_microadam.durable_files import write_text_durably
 from dp_microadam.errors import DPMicroAdamError, InputError
-from dp_microadam.privacy.ledger import LEDGER_NAME, discard_unspent, read_ledger
-from dp_microadam.privacy.statement import privacy_report
+from dp_microadam.ledger.ledger import LEDGER_NAME, discard_unspent, read_ledger
+from dp_microadam.ledger.statement import privacy_report
 
 CONFIG = "config.toml"
 SELECTION = "selection.json"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from dp_microadam.privacy.plan import PrivacyPlan
+from dp_microadam.plan.plan import PrivacyPlan
 
 
 @dataclass(frozen=True)

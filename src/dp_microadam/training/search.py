@@ -1,6 +1,6 @@
 """Private search for hyperparameters: a random number of private runs, of which only the best is published.
 
-Papernot and Steinke 2022, "Hyperparameter tuning with Rényi differential privacy". ``privacy/selection.py`` has the theorem.
+Papernot and Steinke 2022, "Hyperparameter tuning with Rényi differential privacy". ``accounting/selection.py`` has the theorem.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 from dp_microadam.durable_files import sync_folder, write_text_durably
 from dp_microadam.errors import InputError, PrivacyError
-from dp_microadam.privacy.ledger import read_ledger
-from dp_microadam.privacy.selection_plan import SelectionPlan
+from dp_microadam.ledger.ledger import read_ledger
+from dp_microadam.plan.selection_plan import SelectionPlan
 from dp_microadam.training.interrupts import Interruptible
 from dp_microadam.training.progress import clock, tell
 from dp_microadam.training.publication import write_published

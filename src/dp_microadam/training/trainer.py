@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from dp_microadam.data.raw_inputs import RawInput
 from dp_microadam.errors import InputError
-from dp_microadam.privacy.plan import PrivacyPlan
+from dp_microadam.plan.plan import PrivacyPlan
 from dp_microadam.training.deprecated import as_in_version_0_1
 from dp_microadam.training.diagnostics import MicroAdamDiagnostics
 from dp_microadam.training.distributed import ProcessLost, ranks_here
@@ -27,6 +26,7 @@ from dp_microadam.training.model_update import ModelUpdate
 from dp_microadam.training.plain_step import PlainStep, UnprotectedPlan
 from dp_microadam.training.private_step import PrivateStep
 from dp_microadam.training.progress import CHECKING, Progress, said_if_slow
+from dp_microadam.training.raw_inputs import RawInput
 from dp_microadam.training.run_folder import default_folder, how_to_go_on
 from dp_microadam.training.run_record import RunRecord
 from dp_microadam.training.run_result import RunResult, StepReport

@@ -19,8 +19,8 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from dp_microadam.clipping.batches import select
 from dp_microadam.errors import DPMicroAdamError, PrivacyError
-from dp_microadam.privacy.sampling import Chunks, LogicalStep, PoissonSampler, refuse_loader_options
-from dp_microadam.privacy.units import Units, WeightedRows
+from dp_microadam.sampling.poisson import Chunks, LogicalStep, PoissonSampler, refuse_loader_options
+from dp_microadam.sampling.users import Units, WeightedRows
 from dp_microadam.training.evaluation import batches
 from dp_microadam.training.prefetch import copied_ahead, pinned
 from dp_microadam.training.torch_randomness import UnpredictableWorker, forked_torch, seeded_torch, unpredictable_torch

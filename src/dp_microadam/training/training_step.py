@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from dp_microadam.errors import InputError
-from dp_microadam.privacy.band_choice import DEFAULT_NOISE_MEMORY_GIB
-from dp_microadam.privacy.dropping import alone
-from dp_microadam.privacy.plan import PrivacyPlan
-from dp_microadam.privacy.randomness import Randomness
-from dp_microadam.privacy.sampling import PoissonSampler
-from dp_microadam.privacy.units import Units
+from dp_microadam.noise.randomness import Randomness
+from dp_microadam.plan.band_choice import DEFAULT_NOISE_MEMORY_GIB
+from dp_microadam.plan.plan import PrivacyPlan
+from dp_microadam.sampling.cap import alone
+from dp_microadam.sampling.poisson import PoissonSampler
+from dp_microadam.sampling.users import Units
 from dp_microadam.training.data_digest import require_same_data
 from dp_microadam.training.distributed import Ranks, broadcast_start, ranks_here, refuse_diverged
 from dp_microadam.training.engines import Engines

@@ -13,9 +13,10 @@ import torch
 from pretend_cuda.watch import Watch
 from torch import Tensor, nn
 
-from dp_microadam import Method, MicroAdam, PrivacyPlan, PrivateStep, models
-from dp_microadam.models.transformer_size import TransformerSize
+from dp_microadam import Method, MicroAdam, PrivacyPlan, PrivateStep
 from dp_microadam.training.evaluation import class_loss
+from dp_microadam.workbench import models
+from dp_microadam.workbench.models.transformer_size import TransformerSize
 
 EXAMPLES, BATCH, STEPS, MEASURED = 64, 32, 3, 2
 LARGE, SMALL = 64, 12

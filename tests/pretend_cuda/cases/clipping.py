@@ -15,14 +15,15 @@ from pretend_cuda.watch import Watch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dp_microadam import ClippedGradients, models, replace_batchnorm
-from dp_microadam.apps.audit.layer_families import FAMILIES, Family, patterned_loss
+from dp_microadam import ClippedGradients, replace_batchnorm
 from dp_microadam.clipping.batches import select
 from dp_microadam.clipping.self_check import check_exactness
 from dp_microadam.errors import InputError
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 from dp_microadam.training.evaluation import weighted_class_loss
 from dp_microadam.training.gradients import UnclippedGradients
+from dp_microadam.workbench import models
+from dp_microadam.workbench.audit.layer_families import FAMILIES, Family, patterned_loss
 
 CPU = torch.device("cpu")
 WEIGHTS = torch.tensor([0.3, 3.0, 1.0, 2.0, 0.5, float("nan")])

@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from dp_microadam import PlainStep, PrivacyPlan, PrivateStep, UnprotectedPlan
-from dp_microadam.privacy.ledger import read_ledger
-from dp_microadam.privacy.sampling import PoissonSampler
+from dp_microadam.ledger.ledger import read_ledger
+from dp_microadam.sampling.poisson import PoissonSampler
 from dp_microadam.training import prefetch
 from dp_microadam.training.evaluation import class_loss
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 EXAMPLES = 60
 INPUTS, LABELS = torch.randn(EXAMPLES, 6), torch.randint(3, (EXAMPLES,))
 ON_THE_WAY = ("training_data.py", "prefetch.py", "sampling.py")
-BESIDE_CLIPPING = ("privacy/", "training/")
+BESIDE_CLIPPING = ("noise/", "sampling/", "training/")
 PLAN = PrivacyPlan.solve(dataset_size=EXAMPLES, batch_size=30, delta=1e-5, noise_multiplier=1.0, steps=3)
 
 

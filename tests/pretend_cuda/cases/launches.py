@@ -9,7 +9,8 @@ import torch
 from pretend_cuda.watch import Watch
 from torch import nn
 
-from dp_microadam import MicroAdam, models
+from dp_microadam import MicroAdam
+from dp_microadam.workbench import models
 
 OPTIMIZERS = {"MicroAdam": partial(MicroAdam, fused=False), "AdamW": partial(torch.optim.AdamW, foreach=True)}
 

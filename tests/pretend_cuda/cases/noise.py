@@ -11,8 +11,8 @@ from pretend_cuda.cases.comparison import all_agree, moved, placed
 from pretend_cuda.watch import Watch
 
 from dp_microadam import GaussianMechanism, PrivacyError, Randomness
-from dp_microadam.privacy import device_noise, randomness
-from dp_microadam.privacy.chacha import chacha_normals
+from dp_microadam.noise import device_noise, randomness
+from dp_microadam.noise.chacha import chacha_normals
 
 CPU = torch.device("cpu")
 SUMS = {"a": torch.randn(33, 7), "b": torch.randn(10, 20).t(), "none": torch.zeros(0), "c": torch.randn(1), "d": torch.randn(5)}

@@ -15,9 +15,9 @@ from torch import nn
 
 from dp_microadam import MicroAdam, PrivacyPlan
 from dp_microadam.errors import PrivacyError
-from dp_microadam.privacy.mechanism import GaussianMechanism
-from dp_microadam.privacy.randomness import Randomness
-from dp_microadam.privacy.sampling import PoissonSampler
+from dp_microadam.noise.mechanism import GaussianMechanism
+from dp_microadam.noise.randomness import Randomness
+from dp_microadam.sampling.poisson import PoissonSampler
 from dp_microadam.training import data_digest, distributed
 
 CPU = torch.device("cpu")

@@ -19,17 +19,17 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dp_microadam import MicroAdam, PrivacyPlan, PrivateTrainer
-from dp_microadam.apps.recipes.assemble import assemble
-from dp_microadam.apps.recipes.language import written
-from dp_microadam.apps.recipes.recipe import Recipe
-from dp_microadam.data.augmentation import Augmentation
-from dp_microadam.data.dataset import LabelledData
-from dp_microadam.models.hugging_face import language_model
 from dp_microadam.training import prefetch
 from dp_microadam.training.evaluation import class_hits, class_loss, over_views
 from dp_microadam.training.schedules import Schedule
 from dp_microadam.training.torch_randomness import seeded_torch, unpredictable_torch
 from dp_microadam.training.trainer import UnprotectedPlan
+from dp_microadam.workbench.data.augmentation import Augmentation
+from dp_microadam.workbench.data.dataset import LabelledData
+from dp_microadam.workbench.models.hugging_face import language_model
+from dp_microadam.workbench.recipes.assemble import assemble
+from dp_microadam.workbench.recipes.language import written
+from dp_microadam.workbench.recipes.recipe import Recipe
 
 CPU = torch.device("cpu")
 IMAGES, LABELS = torch.rand(200, 3, 8, 8), torch.randint(4, (200,))
@@ -194,7 +194,7 @@ def continued_text(device: torch.device) -> None:
 
 def strategies_measured(device: torch.device) -> None:
     """What ``doctor`` measures on a GPU: every strategy runs on it, for every typical layer."""
-    from dp_microadam.apps.experiments import strategy_times
+    from research.experiments import strategy_times
 
     with Watch() as watch:
         first = next(iter(strategy_times.measure_strategies(str(device), 2)))
@@ -219,7 +219,7 @@ def copies_ahead(device: torch.device) -> None:
 
 
 def doctor(device: torch.device) -> None:
-    from dp_microadam.apps.command_line.commands import doctor as command
+    from dp_microadam.workbench.command_line.commands import doctor as command
 
     found = command._devices()
     assert [one["device"] for one in found[1:]] == [f"cuda:{index}" for index in range(torch.cuda.device_count())], found

@@ -12,15 +12,15 @@ from pretend_cuda.cases.comparison import SAME_DRAWS, agree, existing, moved, pl
 from pretend_cuda.watch import Watch
 from torch import Tensor, nn
 
-from dp_microadam import models
-from dp_microadam.apps.audit.own_run import canary_scores
-from dp_microadam.apps.recipes.canaries import Canaries
 from dp_microadam.clipping.transform_check import _ConstantDraws, check_transform
-from dp_microadam.data.augmentation import Augmentation, random_boxes
-from dp_microadam.data.dataset import LabelledData
-from dp_microadam.data.preparation import Preparation
-from dp_microadam.data.resampling import ResizedCentre
 from dp_microadam.errors import InputError
+from dp_microadam.workbench import models
+from dp_microadam.workbench.audit.own_run import canary_scores
+from dp_microadam.workbench.data.augmentation import Augmentation, random_boxes
+from dp_microadam.workbench.data.dataset import LabelledData
+from dp_microadam.workbench.data.preparation import Preparation
+from dp_microadam.workbench.data.resampling import ResizedCentre
+from dp_microadam.workbench.recipes.canaries import Canaries
 
 CPU = torch.device("cpu")
 CHECKS = existing("clipping/test_transform_check.py")

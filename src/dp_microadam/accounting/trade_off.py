@@ -1,0 +1,234 @@
+"""What ε means for an attacker: the trade-off between false accusations and misses, and μ of Gaussian differential privacy.
+
+An attacker looks at what a run published and says whether an example took part. Two error rates judge the attack: α, the share
+of those who did not take part and are accused (false positives), and β, the share of those who did and are missed (false
+negatives). For any attack β is at least f(α), the trade-off function of the run (Dong, Roth and Su 2022, "Gaussian
+differential privacy"). From the privacy profile δ(ε), the larger of both directions,
+
+    f(α) = max over ε ≥ 0 of  1 − δ(ε) − e^ε·α  and  e^(−ε)·(1 − δ(ε) − α).
+
+Each ε gives two lines below f. With upper bounds on δ(ε) the lines only fall, so that the largest of finitely many lines is a
+lower bound on f: here those of about a thousand ε, with δ(ε) from the composition of privacy loss distributions.
+
+*μ*. A Gaussian mechanism with means μ standard deviations apart has the trade-off G_μ(α) = Φ(Φ⁻¹(1 − α) − μ). The smallest μ
+with G_μ ≤ f says in one number what the curve says. It is found from the corners of the lines: between two corners f is linear
+and G_μ convex, so that G_μ ≤ f at the corners is G_μ ≤ f. With subsampling the far tail of f is that of an example sampled in
+every step, and a μ for arbitrarily small α would say little about others; the smallest rate it holds for belongs to μ. (Gomez
+et al. 2025, "Gaussian DP for reporting differential privacy guarantees in machine learning", propose to report μ.) The
+central limit theorem, whose μ need not be an upper bound, is not used.
+
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import brentq
+from scipy.special import ndtri
+
+from dp_microadam.accounting.costs import (
+    PLD_LEAST_NOISE,
+    PLD_MOST_STEPS,
+    Spent,
+    SubsampledGaussian,
+    least_noise,
+    loss_per_step,
+    steps_alone,
+)
+from dp_microadam.accounting.privacy_loss import Window, reach_for, window_from_zero
+from dp_microadam.accounting.step_loss import PrivacyLoss
+from dp_microadam.errors import InputError
+from dp_microadam.validation import require_in_open
+
+Floats = NDArray[np.float64]
+
+SMALLEST_RATE = 1e-5
+"""μ holds for attacks whose rates of false positives and of false negatives are both at least this, or less."""
+
+# How many ε have a line, at equal distances, and a quarter of that at equal ratios from a small one on; and the largest ε,
+# above which exponentials leave floating point.
+_LINES = 1024
+_FINEST = 1e-5
+_LARGEST_EPSILON = 300.0
+
+# The range of δ(ε) that matters. A smaller one is resolved if δ(0) itself is smaller.
+_LARGEST_DELTA = 1e-3
+_LEAST_DELTA = 1e-3 * SMALLEST_RATE
+_NEGLIGIBLE_DELTA = 1e-11
+
+# μ is rounded up to a multiple of one over this. No smaller rate than the tiny one is looked at.
+_MULTIPLES_OF_MU = 100
+_TINY = 1e-300
+
+
+@dataclass(frozen=True, eq=False)
+class TradeOff:
+    """A lower bound on the trade-off function of a run, as lines: those of (ε, δ)-privacy for several pairs at once.
+
+    ``ratios`` are e^ε, growing from 1; ``deltas`` are upper bounds on δ(ε). All lines are needed: none lies below the others.
+    """
+
+    ratios: Floats
+    deltas: Floats
+
+    def true_positives(self, rate: float) -> float:
+        """The largest share of those who took part that an attack with this rate of false positives finds, rounded up.
+
+        Formal guarantees: no attack on what the run published, whatever else the attacker knows, finds a larger share of those
+        who took part while accusing at most ``rate`` of those who did not.
+        """
+        require_in_open("rate", rate, 0, 1)
+        accused = float(np.min(self.deltas + self.ratios * rate))
+        cleared = 1 - float(np.max((1 - self.deltas - rate) / self.ratios))
+        return min(1.0, min(accused, cleared) * (1 + 1e-12))
+
+    def false_negatives(self, rate: float) -> float:
+        """f(α): the least share that an attack with this rate of false positives misses, rounded down."""
+        return 1 - self.true_positives(rate)
+
+    def delta(self, epsilon: float) -> float:
+        """An upper bound on δ(ε), which is convex in e^ε: by interpolation between the lines."""
+        return float(np.interp(math.exp(epsilon), self.ratios, self.deltas))
+
+    def corners(self) -> tuple[Floats, Floats]:
+        """Rates of false and of true positives at the corners of the curve, up to its middle, from where it is mirrored.
+
+        In the middle both kinds of error are as frequent. False positives fall from the first corner to the last.
+        """
+        middle = float(np.max((1 - self.deltas) / (1 + self.ratios)))
+        alphas = -np.diff(self.deltas) / np.diff(self.ratios)
+        found = self.deltas[:-1] + self.ratios[:-1] * alphas
+        inside = alphas < middle
+        return np.append(middle, alphas[inside]), np.append(1 - middle, found[inside])
+
+
+@dataclass(frozen=True)
+class GaussianBound:
+    """μ of Gaussian differential privacy as an upper bound, and the smallest error rates it holds for."""
+
+    mu: float
+    smallest_rate: float
+
+
+def trade_off(spent: Sequence[Spent]) -> TradeOff:
+    """The trade-off between false positives and false negatives after all steps in ``spent``, as a lower bound.
+
+    Formal guarantees: for two datasets of which one is the other with one example added, and for both orders of the two, no
+    attack has error rates below the curve; under the assumptions of :func:`~dp_microadam.accounting.costs.epsilon`.
+
+    Raises:
+        InputError: for what privacy loss distributions are not computed for: too many steps, too little noise, selections.
+
+    >>> three = [SubsampledGaussian(sample_rate=1.0, noise_multiplier=math.sqrt(3), steps=3)]
+    >>> f"{trade_off(three).true_positives(0.1):.4f}"  # a Gaussian mechanism with μ = 1 has Φ(1 − Φ⁻¹(0.9)) = 0.38914
+    '0.3892'
+    """
+    parts = tuple(part for part in steps_alone(spent) if part.steps > 0)
+    if not parts:
+        return TradeOff(np.ones(1), np.zeros(1))
+    steps = sum(part.steps for part in parts)
+    if steps > PLD_MOST_STEPS:
+        raise InputError(f"steps is {steps}; for the trade-off of attacks it must be at most {PLD_MOST_STEPS}")
+    if least_noise(parts) < PLD_LEAST_NOISE:
+        noise = min(part.noise_multiplier for part in parts)
+        raise InputError(f"noise_multiplier is {noise}; the trade-off of attacks needs at least {PLD_LEAST_NOISE}")
+    return _trade_off(parts)
+
+
+@lru_cache(maxsize=64)
+def _trade_off(spent: tuple[SubsampledGaussian, ...]) -> TradeOff:
+    reach = reach_for(_LEAST_DELTA, sum(part.steps for part in spent))
+    assert reach is not None  # for any number of steps that is allowed
+    # Without subsampling both directions are the same.
+    directions = (True,) if all(part.sample_rate == 1.0 and part.cap is None for part in spent) else (True, False)
+    compositions = [[(loss_per_step(part, 1, removed, reach), part.steps) for part in spent] for removed in directions]
+    profiles = [_windows(parts) for parts in compositions]
+    largest = min(max((epsilon for windows in profiles for _, epsilon in windows), default=0.0), _LARGEST_EPSILON)
+    fine = np.geomspace(_FINEST * largest, largest, _LINES // 4) if largest else np.zeros(1)
+    epsilons = np.unique(np.concatenate([np.linspace(0, largest, _LINES), fine]))
+    bounds = [_deltas(windows, epsilons) for windows in profiles]
+    return _needed_lines(np.exp(epsilons), np.max(bounds, axis=0))
+
+
+def _windows(parts: Sequence[tuple[PrivacyLoss, int]]) -> list[tuple[Window, float]]:
+    """The composition for δ of two sizes: the largest of several below δ(0), and the smallest that matters.
+
+    None if δ(0) is below ``_NEGLIGIBLE_DELTA``.
+    """
+    found: list[tuple[Window, float]] = []
+    delta = _LARGEST_DELTA
+    while len(found) < 2 and delta > _NEGLIGIBLE_DELTA / 2:
+        try:
+            found.append(window_from_zero(parts, delta))
+            delta = _LEAST_DELTA if delta > 10 * _LEAST_DELTA else _NEGLIGIBLE_DELTA
+        except LookupError:
+            delta /= 10
+    return found
+
+
+def _deltas(windows: Sequence[tuple[Window, float]], epsilons: Floats) -> Floats:
+    """The least of the bounds on δ(ε)."""
+    if not windows:
+        return np.full_like(epsilons, _NEGLIGIBLE_DELTA)
+    return np.min([window.deltas(epsilons) for window, _ in windows], axis=0)
+
+
+def _needed_lines(ratios: Floats, deltas: Floats) -> TradeOff:
+    """The lines that are not below others everywhere: the corners of the lower convex hull of δ as a function of e^ε."""
+    kept: list[tuple[float, float, float]] = []  # e^ε, δ, and the slope of the hull up to there
+    for ratio, delta in zip(ratios.tolist(), deltas.tolist(), strict=True):
+        slope = -math.inf
+        while kept:
+            slope = (delta - kept[-1][1]) / (ratio - kept[-1][0])
+            if slope > kept[-1][2]:
+                break
+            kept.pop()
+        kept.append((ratio, delta, slope))
+    falling = np.array([line for line in kept if line[2] < 0])
+    return TradeOff(falling[:, 0], falling[:, 1])
+
+
+def gaussian_bound(curve: TradeOff, rate: float = SMALLEST_RATE) -> GaussianBound | None:
+    """The smallest μ, rounded up to two decimals, whose Gaussian trade-off lies below ``curve`` from ``rate`` on.
+
+    None if no μ does, because an attack with that rate may find everyone. Both curves are symmetric, so that the same holds
+    where the rate of false negatives is at least ``rate``. Rounding up leaves some room, which extends μ to smaller rates; the
+    smallest is returned with it, rounded up.
+
+    Formal guarantees: every attack whose rates of false positives α and of false negatives are both at least
+    ``smallest_rate`` misses at least G_μ(α).
+    """
+    alphas, found = curve.corners()
+    needed = ndtri(found) - ndtri(alphas)
+    mu = max([_mu_through(curve, rate), *needed[alphas > rate]])
+    if not math.isfinite(mu):
+        return None
+    rounded = math.ceil(max(mu, 0.0) * (1 + 1e-9) * _MULTIPLES_OF_MU) / _MULTIPLES_OF_MU
+    # It holds from the last corner on before the first that needs more, and on a part of the line in between.
+    smaller = [float(alpha) for alpha in alphas[(alphas < rate) & (needed <= rounded)]]
+    too_small = [float(alpha) for alpha in alphas[(alphas < rate) & (needed > rounded)]]
+    fails = max(too_small, default=_TINY)
+    holds = min((alpha for alpha in smaller if alpha > fails), default=rate)
+    if _mu_through(curve, fails) > rounded:
+        fails = math.exp(
+            brentq(lambda log: _mu_through(curve, math.exp(log)) - rounded, math.log(fails), math.log(holds), xtol=1e-3)
+        )
+    return GaussianBound(rounded, min(rate, _rounded_up(1.01 * fails)))
+
+
+def _rounded_up(rate: float) -> float:
+    """The rate with two digits, rounded up."""
+    unit = 10.0 ** (math.floor(math.log10(rate)) - 1)
+    return float(f"{math.ceil(rate / unit * (1 - 1e-12)) * unit:.1e}")
+
+
+def _mu_through(curve: TradeOff, alpha: float) -> float:
+    """The μ whose Gaussian trade-off passes through the curve at this rate of false positives."""
+    found = curve.true_positives(alpha)
+    return math.inf if found >= 1 else float(ndtri(found) - ndtri(alpha))

@@ -1,0 +1,1 @@
+"""What has been spent: the record on disk, and what it says in words."""

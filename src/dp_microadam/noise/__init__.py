@@ -1,0 +1,1 @@
+"""The Gaussian mechanism, correlated noise and the randomness behind them."""

@@ -1,0 +1,266 @@
+"""The Gaussian mechanism: adds noise to the clipped sum once per logical step, then divides by the expected batch size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dp_microadam.errors import InputError, PrivacyError
+from dp_microadam.noise.correlated import CorrelatedNoise
+from dp_microadam.noise.randomness import Randomness
+from dp_microadam.noise.white_noise import noise_ranges, white_noise
+from dp_microadam.plan.plan import PrivacyPlan
+from dp_microadam.validation import require_integer, require_positive
+
+# In secure mode results are rounded to a grid of about a millionth of the noise standard deviation: far coarser than
+# float64 resolution there, far finer than the noise.
+_GRID_BITS = 20
+
+
+class GaussianMechanism:
+    """The Gaussian mechanism: turns clipped sums into privatized means, (Σ + N(0, σ²S²)) / B.
+
+    ``sensitivity`` S is the largest change of the sums that one example can cause, all tensors together in L2 norm. Take
+    it from the object that did the clipping instead of repeating a number. ``expected_batch_size`` B is the plan's, never
+    the number of examples a step happened to sample: that number is private, and dividing by it would let one example
+    change every coordinate.
+
+    Noise is drawn in float64 and added in float32 or wider, whatever the dtype of the sums. The results have that dtype
+    too; rounding them to bfloat16 is post-processing. With a secure source the addition happens in float64 and its result
+    is rounded to a fixed grid, because the last bits of a floating-point sum can reveal the summands. This mitigates such
+    attacks; it is not a proof against them.
+
+    Formal guarantees: if adding or removing one example changes the joint vector of sums by at most S in L2 norm,
+    then the joint result of one call is a Gaussian mechanism of noise multiplier σ on real numbers; calls of
+    different steps are independent. Assumes unpredictable randomness, one call per logical step, and sums accumulated
+    over all its chunks.
+
+    In distributed training each rank holds a part of the sum and adds a part of the noise. Each rank calls :meth:`add_noise` on
+    its own sums; the results are all-reduced, and :meth:`mean` turns the total into what :meth:`privatize` returns for a
+    complete sum. There are two ways to divide the noise. ``noise_slice`` gives, for a number of coordinates, the range of them
+    that this rank adds noise to, all tensors together: if the slices of all ranks are a partition and their sources are
+    independent, every coordinate of the total has noise of variance σ²S², and no rank draws more than its slice.
+    ``noise_share`` is this rank's share of the variance in each of these coordinates: if shares add up to 1, so do the
+    variances. Either way ranks trust each other: what one of them sends is not protected by itself, and outside of its slice it
+    has no noise at all.
+
+    With ``correlation`` the noise of a step partly takes back that of the steps before it. The guarantee is then that of the
+    banded matrix mechanism for all steps together, if each example is sampled at most once in as many steps as there are bands
+    (``banded.py``); calls of different steps are not independent.
+
+    >>> mechanism = GaussianMechanism(noise_multiplier=1.0, sensitivity=0.5, expected_batch_size=100)
+    >>> means = mechanism.privatize({"weight": torch.zeros(2, 3)}, step=0)
+    >>> means["weight"].shape
+    torch.Size([2, 3])
+    >>> mechanism.privatize({"weight": torch.zeros(2, 3)}, step=0)
+    Traceback (most recent call last):
+        ...
+    dp_microadam.errors.PrivacyError: step 0 was privatized already; noise is added once per logical step, to the sum
+    ...
+    """
+
+    def __init__(
+        self,
+        noise_multiplier: float,
+        sensitivity: float,
+        expected_batch_size: float,
+        *,
+        noise_share: float = 1.0,
+        noise_slice: Callable[[int], range] = range,
+        randomness: Randomness | None = None,
+        correlation: CorrelatedNoise | None = None,
+        single_step_ratio: float = 1.0,
+    ) -> None:
+        self._noise_multiplier = float(require_positive("noise_multiplier", noise_multiplier))
+        self._sensitivity = float(require_positive("sensitivity", sensitivity))
+        self._expected_batch_size = require_positive("expected_batch_size", expected_batch_size)
+        if not 0.0 <= noise_share <= 1.0:
+            raise InputError(f"noise_share is {noise_share}; it is a share of the noise variance and must be from 0 to 1")
+        self.noise_share = noise_share
+        self._noise_slice = noise_slice
+        self.noised = range(0)
+        """The coordinates, tensor after tensor in the order of their names, to which the last step's noise was added."""
+        self._randomness = randomness if randomness is not None else Randomness.from_entropy()
+        self._last_step = -1
+        self._correlation = correlation
+        self._single_step_ratio = single_step_ratio
+
+    @classmethod
+    def from_plan(
+        cls,
+        plan: PrivacyPlan,
+        sensitivity: float,
+        *,
+        noise_share: float = 1.0,
+        noise_slice: Callable[[int], range] = range,
+        randomness: Randomness | None = None,
+        noise_history: str = "device",
+    ) -> GaussianMechanism:
+        """The mechanism that ``plan`` accounts for, on sums of the given sensitivity.
+
+        If the plan has bands, ``noise_history`` says where the noise of the last steps is kept: on the ``"device"`` of the
+        sums, or in main memory (``"cpu"``).
+        """
+        chain = CorrelatedNoise(plan.noise_coefficients.tolist(), place=noise_history)
+        return cls(
+            plan.noise_multiplier,
+            sensitivity,
+            plan.batch_size,
+            noise_share=noise_share,
+            noise_slice=noise_slice,
+            randomness=randomness,
+            correlation=chain if plan.bands > 1 and noise_share else None,
+            single_step_ratio=plan.noise_ratios.single_step,
+        )
+
+    @property
+    def noise_multiplier(self) -> float:
+        """σ; it cannot be changed, because the accounting has read it."""
+        return self._noise_multiplier
+
+    @property
+    def sensitivity(self) -> float:
+        """S."""
+        return self._sensitivity
+
+    @property
+    def expected_batch_size(self) -> float:
+        """B."""
+        return self._expected_batch_size
+
+    @property
+    def private(self) -> bool:
+        """Whether the noise is unpredictable, that is, not from a fixed seed."""
+        return self._randomness.private
+
+    @property
+    def noise_deviation(self) -> float:
+        """Standard deviation of the noise in each coordinate of the privatized mean: σ·S/B, times the ratio of single steps."""
+        return self.noise_multiplier * self.sensitivity / self.expected_batch_size * self._single_step_ratio
+
+    @property
+    def noise_memory(self) -> int:
+        """Bytes of noise kept for the next steps; 0 without correlation."""
+        return 0 if self._correlation is None else self._correlation.memory
+
+    def forget_noise(self) -> None:
+        """Forget the noise of past steps, as after a step that failed; the next step begins a new chain."""
+        if self._correlation is not None:
+            self._correlation.forget()
+
+    def privatize(self, sums: Mapping[str, Tensor], *, step: int) -> dict[str, Tensor]:
+        """The privatized mean of each tensor of ``sums``, which together are the clipped sum of one logical step.
+
+        Step numbers must increase: a step that was already privatized, or an earlier one, is refused.
+
+        Raises:
+            PrivacyError: for a repeated step, for sums that are not finite and so have no bounded sensitivity, or for a
+                mechanism that adds only a share of the noise, or adds it to a slice of the coordinates.
+        """
+        if len(self._noise_slice(count := sum(total.numel() for total in sums.values()))) < count:
+            raise PrivacyError(
+                "noise_slice leaves coordinates without noise, which the noise of other processes must protect; call add_noise "
+                "in each process and sum what it returns"
+            )
+        if self.noise_share != 1.0:
+            raise PrivacyError(
+                f"noise_share is {self.noise_share:g}, so the noise of one process does not protect a sum; call add_noise in "
+                "each process and sum what it returns"
+            )
+        return self.mean(self.add_noise(sums, step=step), like=sums)
+
+    def add_noise(self, sums: Mapping[str, Tensor], *, step: int) -> dict[str, Tensor]:
+        """Add this process' part of the noise to ``sums``. Raises what :meth:`privatize` raises for steps and sums."""
+        require_integer("step", step, 0)
+        if step <= self._last_step:
+            raise PrivacyError(
+                f"step {step} was privatized already; noise is added once per logical step, to the sum over all its chunks: "
+                "call this after the last chunk"
+            )
+        if not _all_finite(sums):
+            raise PrivacyError(
+                "the clipped sums are not finite, so no amount of noise bounds what they reveal; use "
+                "ClippedGradients, which leaves out examples whose gradients are not finite"
+            )
+        self._last_step = step
+        self.noised = self._noise_slice(sum(total.numel() for total in sums.values()))
+        ranges = noise_ranges(sums, self.noised)
+        wide = self._randomness.secure or any(total.dtype == torch.float64 for total in sums.values())
+        dtype = torch.float64 if wide else torch.float32
+        noise = white_noise(sums, ranges, self._randomness, step=step, dtype=dtype)
+        if self._correlation is not None:
+            self._correlation.correlate_(noise, step=step)
+        return self._added({name: total.detach() for name, total in sums.items()}, ranges, noise)
+
+    def mean(self, noisy_sums: Mapping[str, Tensor], *, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Divide sums that carry all their noise by the expected batch size, in place.
+
+        ``like`` are the sums before noise was added; they determine the dtypes of the result.
+        """
+        totals = list(noisy_sums.values())
+        if totals and self._randomness.secure:
+            grid = 2.0 ** (math.floor(math.log2(self.noise_multiplier * self.sensitivity)) - _GRID_BITS)
+            torch._foreach_div_(totals, grid)
+            torch._foreach_round_(totals)
+            torch._foreach_mul_(totals, grid)
+        if totals:
+            torch._foreach_div_(totals, self.expected_batch_size)
+        return {name: total.to(_wide(like[name].dtype)) for name, total in noisy_sums.items()}
+
+    def _added(self, sums: Mapping[str, Tensor], ranges: Mapping[str, range], noise: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The sums with noise in the coordinates that are this process' own; the noise is overwritten."""
+        found: dict[str, Tensor] = {}
+        parts = []
+        for name, total in sums.items():
+            own = ranges[name]
+            if len(own) < total.numel():
+                found[name] = torch.empty(total.shape, dtype=self._dtype(total), device=total.device).copy_(total)
+                total = found[name].view(-1)[own.start : own.stop]
+            parts.append(total)
+        for (name, total), part, noisy in zip(sums.items(), parts, self._noisy(parts, list(noise.values())), strict=True):
+            if len(ranges[name]) < total.numel():
+                part.copy_(noisy)
+            else:
+                found[name] = noisy
+        return {name: found[name] for name in sums}
+
+    def _noisy(self, totals: list[Tensor], standard: list[Tensor]) -> list[Tensor]:
+        """total + σS · √share · standard normal of each tensor, computed in place of the noise, all tensors at once."""
+        deviation = self.noise_multiplier * self.sensitivity * math.sqrt(self.noise_share)
+        noisy = [one.to(self._dtype(total)).view(total.shape) for total, one in zip(totals, standard, strict=True)]
+        if noisy:
+            torch._foreach_mul_(noisy, deviation)
+            torch._foreach_add_(noisy, totals)
+        return noisy
+
+    def _dtype(self, total: Tensor) -> torch.dtype:
+        return torch.float64 if self._randomness.secure else _wide(total.dtype)
+
+    def __repr__(self) -> str:
+        return (
+            f"GaussianMechanism(noise_multiplier={self.noise_multiplier}, sensitivity={self.sensitivity}, "
+            f"expected_batch_size={self.expected_batch_size}, randomness={self._randomness.description!r})"
+        )
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _all_finite(sums: Mapping[str, Tensor]) -> bool:
+    totals = list(sums.values())
+    if not totals:
+        return True
+    if all(total.is_cuda for total in totals):
+        # A few kernels for all tensors together instead of several for each. In double, magnitudes of single precision add up
+        # to something finite; one that is not makes the sum infinite or NaN.
+        return bool(_gathered(torch._foreach_norm(totals, 1, dtype=torch.float64)).isfinite().all())
+    return bool(_gathered([total.isfinite().all() for total in totals]).all())
+
+
+def _gathered(numbers: Sequence[Tensor]) -> Tensor:
+    """Numbers on one device, so that looking at them waits for it once and not once per tensor."""
+    return torch.stack([number.to(numbers[0].device) for number in numbers])

@@ -1,0 +1,1 @@
+"""What a run does and what it may cost: one frozen, public object. No torch."""

@@ -1,0 +1,424 @@
+"""Poisson sampling: each step includes each example, or each of the step's group, independently with the same probability.
+
+This is the sampling that the accountants assume. Shuffled batches, or batches of a fixed size, spend more than they compute.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, TensorDataset, default_collate
+
+from dp_microadam.accounting.truncated import require_room
+from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError, UnreadableExample
+from dp_microadam.noise.randomness import Randomness
+from dp_microadam.plan.band_choice import refuse_bands
+from dp_microadam.plan.plan import PrivacyPlan
+from dp_microadam.sampling.cap import Exchange, alone, keep_smallest
+from dp_microadam.sampling.users import Units, WeightedRows
+from dp_microadam.validation import refuse_unknown, require_integer
+
+
+class LogicalStep:
+    """One logical step: its number, which is public, and its physical batches, which are private.
+
+    A step without chunks is an empty batch. It counts like any other step; its result is pure noise.
+    """
+
+    __slots__ = ("chunks", "index")
+
+    def __init__(self, index: int, chunks: Iterable[Any]) -> None:
+        self.index = index
+        self.chunks = chunks
+
+    def __repr__(self) -> str:
+        return f"LogicalStep({self.index})"
+
+
+class PoissonSampler:
+    """Poisson sampler: yields the logical steps of a run, each as physical batches of example indices that fit in memory.
+
+    ``batch_size`` is the expected number of examples per step, ``physical_batch_size`` the largest number processed at
+    once. ``first_step`` is where a resumed run continues. ``shard`` is this process' part of the examples when several
+    processes train together; other examples are never sampled here. With several ``bands`` sampling is cyclic: example i
+    belongs to group i mod ``bands``, and step t samples from group t mod ``bands`` only, with a probability ``bands`` times as
+    large. With ``units`` users are sampled instead: all sizes but ``physical_batch_size`` count users, and so does the shard;
+    chunks are then :class:`~dp_microadam.sampling.users.WeightedRows`.
+
+    ``max_batch_size`` is the largest number of examples, or users, in a step: of a larger sample so many are kept at random. A
+    step of examples then has at most ⌈max_batch_size / physical_batch_size⌉ chunks. The cap is for all processes together; they
+    agree on who is dropped through ``exchange`` (``dropping.py``).
+
+    Formal guarantees: each example of the shard is in each step, with several bands in each step of its group and in no other,
+    with probability ``bands · batch_size / dataset_size`` (rounded up to a multiple of 2⁻⁵³), independently of all other
+    examples and steps, and of how a step is split into chunks. Its group depends on its number alone, not on shards. The union
+    of the samples that processes draw from disjoint shards, each with its own randomness, is one Poisson sample. Only the
+    chunks reveal what was drawn; the sampler's length, its representation and its state do not. With ``max_batch_size`` M, if
+    more than M are sampled, every set of M of them is kept with the same probability (truncated Poisson sampling:
+    ``truncated.py``); groups then count as equally large, the smaller ones with an empty place that may be sampled too.
+
+    >>> sampler = PoissonSampler(dataset_size=1000, batch_size=100, steps=3, physical_batch_size=32)
+    >>> [step.index for step in sampler]
+    [0, 1, 2]
+    >>> all(len(indices) <= 32 for step in sampler for indices in step.chunks)
+    True
+    """
+
+    def __init__(
+        self,
+        dataset_size: int,
+        batch_size: int,
+        *,
+        steps: int,
+        physical_batch_size: int | None = None,
+        first_step: int = 0,
+        shard: range | None = None,
+        bands: int = 1,
+        randomness: Randomness | None = None,
+        units: Units | None = None,
+        max_batch_size: int | None = None,
+        exchange: Exchange = alone,
+    ) -> None:
+        self.dataset_size = require_integer("dataset_size", dataset_size, 1)
+        self.batch_size = require_integer("batch_size", batch_size, 1)
+        if batch_size > dataset_size:
+            raise InputError(
+                f"batch_size is {batch_size}, more than the {dataset_size} examples of the dataset; "
+                "it must be at most dataset_size"
+            )
+        refuse_bands(bands, dataset_size, batch_size)
+        self.bands = bands
+        require_room(max_batch_size, batch_size)
+        self.max_batch_size = max_batch_size
+        self._exchange = exchange
+        self.steps = require_integer("steps", steps, 0)
+        self.first_step = require_integer("first_step", first_step, 0, steps)
+        if physical_batch_size is None:
+            physical_batch_size = dataset_size
+        self.physical_batch_size = require_integer("physical_batch_size", physical_batch_size, 1)
+        self.shard = range(dataset_size) if shard is None else shard
+        if self.shard.step != 1 or not 0 <= self.shard.start <= self.shard.stop <= dataset_size:
+            raise InputError(f"shard is {self.shard}; it must be consecutive examples of the {dataset_size} there are")
+        self._randomness = randomness if randomness is not None else Randomness.from_entropy()
+        self._units = units
+        if units is not None and len(units) != dataset_size:
+            raise InputError(
+                f"users has {len(units)} different ids, but dataset_size is {dataset_size}; solve a plan for as many users"
+            )
+        if units is not None and units.most > self.physical_batch_size:
+            raise InputError(
+                f"examples_per_user is {units.most}, more than physical_batch_size, which is {self.physical_batch_size}; a "
+                "user's examples go through the model together, so it must be at most that"
+            )
+
+    @classmethod
+    def from_plan(
+        cls,
+        plan: PrivacyPlan,
+        *,
+        physical_batch_size: int | None = None,
+        first_step: int = 0,
+        shard: range | None = None,
+        randomness: Randomness | None = None,
+        units: Units | None = None,
+        exchange: Exchange = alone,
+    ) -> PoissonSampler:
+        """The sampler that ``plan`` accounts for; it ends at the plan's last step."""
+        if (plan.unit == "user") != (units is not None):
+            raise InputError(f"the plan's unit is {plan.unit!r}; units must be given for users, and for users only")
+        return cls(
+            plan.dataset_size,
+            plan.batch_size,
+            steps=plan.steps,
+            physical_batch_size=physical_batch_size,
+            first_step=first_step,
+            shard=shard,
+            bands=plan.bands,
+            randomness=randomness,
+            units=units,
+            max_batch_size=plan.max_batch_size,
+            exchange=exchange,
+        )
+
+    @property
+    def sample_rate(self) -> float:
+        """The probability of each example in a step of its group."""
+        return self.bands * self.batch_size / self.dataset_size
+
+    def __len__(self) -> int:
+        """The number of remaining steps, which is public."""
+        return self.steps - self.first_step
+
+    def __iter__(self) -> Iterator[LogicalStep]:
+        """Logical steps whose chunks are tensors of example indices, in ascending order."""
+        for index in range(self.first_step, self.steps):
+            yield LogicalStep(index, self.draw(index))
+
+    def draw(self, step: int) -> tuple[Any, ...]:
+        """The chunks of one step. In a private run, drawing the same step again gives a new sample."""
+        group = step % self.bands
+        # Members of the group within the shard, numbered within the group: member j is example group + j·bands.
+        first, end = (-((group - edge) // self.bands) for edge in (self.shard.start, self.shard.stop))
+        if self.max_batch_size is not None and self.shard and self.shard.stop == self.dataset_size:
+            end = -(-self.dataset_size // self.bands)  # the empty place of a smaller group
+        uniforms = self._randomness.uniforms("sampling", step, end - first, first=first)
+        sampled = np.flatnonzero(uniforms < self.sample_rate)
+        if self.max_batch_size is not None:
+            sampled = self._within_cap(sampled, step, first, end)
+        chosen = group + self.bands * (first + sampled)
+        chosen = chosen[chosen < self.dataset_size]
+        return self._in_chunks(chosen, step) if len(chosen) else ()
+
+    def _within_cap(self, sampled: NDArray[np.int64], step: int, first: int, end: int) -> NDArray[np.int64]:
+        """Those of the sampled members first … end − 1 of a group that are kept."""
+        assert self.max_batch_size is not None
+        if self._exchange is alone and len(sampled) <= self.max_batch_size:
+            return sampled
+        priorities = self._randomness.uniforms("dropping", step, 2 * (end - first), first=2 * first).reshape(-1, 2)
+        return sampled[keep_smallest(priorities[sampled], self.max_batch_size, self._exchange)]
+
+    def _in_chunks(self, chosen: NDArray[np.int64], step: int) -> tuple[Any, ...]:
+        """The chosen examples, or what the chosen users bring, in parts that fit in memory."""
+        if self._units is None:
+            return torch.from_numpy(chosen).split(self.physical_batch_size)
+        return self._units.batches(chosen, step, self._randomness, self.physical_batch_size)
+
+    def load(
+        self,
+        data: Dataset[Any] | Tensor | tuple[Tensor, ...] | Mapping[str, Tensor],
+        *,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        num_workers: int = 0,
+        **loader_options: Any,
+    ) -> Iterator[LogicalStep]:
+        """Yields logical steps whose chunks are batches of ``data``, loaded when they are iterated over.
+
+        Tensors in memory (one, or a tuple or dict of them with examples along the first dimension) are indexed directly.
+        A map-style Dataset is read example by example and collated, in ``num_workers`` worker processes if that is not 0;
+        further options are passed to torch's DataLoader. A step's chunks must be consumed before the next step is taken.
+        Workers prefetch within a step only: nothing of a step is drawn or read before that step is taken from the iterator.
+
+        Raises:
+            InputError: if ``data`` does not have exactly ``dataset_size`` examples, because the accounting would be wrong.
+        """
+        refuse_loader_options("PoissonSampler.load", loader_options, num_workers)
+        if isinstance(data, DataLoader):
+            raise InputError(_why_no_loader(data))
+        if isinstance(data, TensorDataset) and collate_fn is default_collate:
+            data = data.tensors
+        tensors = _tensors_of(data)
+        size = len(data) if tensors is None else _common_length(tensors)  # type: ignore[arg-type]
+        if self._units is not None and not self._units.belong_to(size):
+            raise InputError("users and data have different lengths; users must have one id for each example")
+        if self._units is None and size != self.dataset_size:
+            raise InputError(
+                f"data has {size} examples, but dataset_size is {self.dataset_size}; solve a plan for the size of your data"
+            )
+        if tensors is not None:
+            if collate_fn is not default_collate:
+                raise InputError("collate_fn is given, but data in tensors is not collated; give a Dataset, or leave it out")
+            return self._load_tensors(data)
+        return self._load_dataset(data, collate_fn, num_workers, loader_options)  # type: ignore[arg-type]
+
+    def _load_tensors(self, data: Any) -> Iterator[LogicalStep]:
+        for step in self:
+            yield LogicalStep(step.index, _weighted(step.chunks, (_take(data, rows) for rows in map(_rows_of, step.chunks))))
+
+    def _load_dataset(
+        self, data: Dataset[Any], collate_fn: Callable[[list[Any]], Any], num_workers: int, options: dict[str, Any]
+    ) -> Iterator[LogicalStep]:
+        # One pass of the loader is one step: workers persist, and prefetch within a step only.
+        requests: list[Tensor] = []
+        own: dict[str, Any] = {"persistent_workers": True} if num_workers else {}
+        # Each pass draws a seed for the workers. With its own generator it leaves torch's default generator unchanged.
+        own["generator"] = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+        loader: DataLoader[Any] = DataLoader(
+            Chunks(data, collate_fn, alone=1),
+            sampler=requests,
+            batch_size=None,
+            num_workers=num_workers,
+            **{**own, **options},
+        )
+        current = self.first_step
+
+        def refuse_passed(index: int) -> None:
+            if index != current:
+                raise InputError(f"step {index} is over; its chunks must be consumed before the next step is taken")
+
+        def batches(index: int) -> Iterator[Any]:
+            refuse_passed(index)
+            read = 0
+            for batch in loader if requests else ():  # an empty step is a step without chunks
+                refuse_passed(index)
+                if isinstance(batch, DPMicroAdamError):
+                    raise batch
+                read += 1
+                yield batch
+            if read < len(requests):
+                raise PrivacyError("the loader ended before all examples of the step were read; a step must be summed up whole")
+
+        for step in self:
+            current = step.index
+            requests[:] = map(_rows_of, step.chunks)
+            yield LogicalStep(current, _weighted(step.chunks, batches(current)))
+
+    def __repr__(self) -> str:
+        cyclic = f"bands={self.bands}, " if self.bands > 1 else ""
+        cyclic += "" if self.max_batch_size is None else f"max_batch_size={self.max_batch_size}, "
+        return (
+            f"PoissonSampler(dataset_size={self.dataset_size}, batch_size={self.batch_size}, steps={self.steps}, "
+            f"physical_batch_size={self.physical_batch_size}, {cyclic}randomness={self._randomness.description!r})"
+        )
+
+
+class Chunks(Dataset[Any]):
+    """A Dataset whose items are whole chunks, collated where they are read: indices give a batch.
+
+    If a batch cannot be read and the error is one of ours, the error is returned in its place: torch would wrap what a worker
+    raises into the text of its traceback. Unless ``alone`` is 0, batches in which the row of an example depends on the others
+    are refused, as far as shapes tell: of a collate function of the user's, so many examples are collated by themselves too.
+    """
+
+    def __init__(self, data: Any, collate_fn: Callable[[list[Any]], Any], *, alone: int = 0) -> None:
+        self.data = data
+        self.collate_fn = collate_fn
+        self.alone = alone
+
+    def __getitem__(self, indices: Tensor) -> Any:
+        try:
+            examples = [self.data[i] for i in indices.tolist()]
+            batch = self.collate_fn(examples)
+        except UnreadableExample as error:
+            return error
+        except DPMicroAdamError as error:
+            return _about_an_example(error)
+        except StopIteration:  # which a loader takes for the end of the data
+            sentence = "an example could not be read (StopIteration); the Dataset must return one for every index"
+            return _about_an_example(InputError(sentence))
+        except RuntimeError:
+            if self.collate_fn is not default_collate or len({_shapes_in(example) for example in examples}) == 1:
+                raise
+            return InputError(
+                "examples have different shapes, so that they cannot be stacked; pass loader_options={'collate_fn': …} with a "
+                "function that pads all to one length, whatever the batch"
+            )
+        return self._refusal(examples, batch) or batch if self.alone else batch
+
+    def _refusal(self, examples: list[Any], batch: Any) -> InputError | None:
+        if any(leaf.is_nested for leaf in _tensors_with_rows(batch)):
+            return InputError("collate_fn returns a nested tensor, whose rows cannot be told apart; pad all to one length")
+        if any(len(leaf) > len(examples) for leaf in _tensors_with_rows(batch)):
+            return InputError(
+                "collate_fn returns more rows than it is given examples; it must return one row for each, and treat each by "
+                "itself"
+            )
+        if self.collate_fn is default_collate or len(examples) == 1:
+            return None
+        shapes = [leaf.shape[1:] for leaf in _tensors_with_rows(batch)]
+        for example in examples[: self.alone]:
+            if [leaf.shape[1:] for leaf in _tensors_with_rows(self.collate_fn([example]))] != shapes:
+                return InputError(
+                    "collate_fn gives an example another shape beside others than alone, as padding to the longest does; it "
+                    "must pad all examples to one length"
+                )
+        return None
+
+
+_NOT_A_LOADERS_CHOICE = {
+    "batch_sampler",
+    "batch_size",
+    "dataset",
+    "drop_last",
+    "generator",
+    "num_workers",
+    "sampler",
+    "shuffle",
+}
+
+
+def refuse_loader_options(where: str, options: Mapping[str, Any], num_workers: int = 0) -> None:
+    """Raise InputError for an option that torch's DataLoader does not have, or that is the plan's choice.
+
+    The loader itself is made in the first step, which an error there would spend.
+    """
+    refuse_unknown(where, options, list(inspect.signature(DataLoader).parameters))
+    for name in _NOT_A_LOADERS_CHOICE & options.keys():
+        weigh = ", and give some examples more weight in the loss instead" if "sampler" in name else ""
+        raise InputError(f"{where} has {name!r}, but which examples form a batch is decided by the plan; remove it{weigh}")
+    if not options.get("in_order", True):
+        raise InputError("in_order is False; it must be True, because chunks of different steps would be mixed")
+    try:
+        DataLoader([0], batch_size=None, num_workers=num_workers, **options)  # type: ignore[arg-type]
+    except (TypeError, ValueError, AssertionError) as error:
+        raise InputError(f"{where} is {dict(options)}, which torch's DataLoader refuses: {error}") from None
+
+
+def _rows_of(chunk: Tensor | WeightedRows) -> Tensor:
+    return chunk.rows if isinstance(chunk, WeightedRows) else chunk
+
+
+def _weighted(chunks: Iterable[Any], batches: Iterator[Any]) -> Iterator[Any]:
+    """The batches that were read for these chunks, those of users with the weights of their rows."""
+    for batch, chunk in zip(batches, chunks, strict=True):
+        yield WeightedRows(batch, chunk.weights) if isinstance(chunk, WeightedRows) else batch
+
+
+def _why_no_loader(loader: DataLoader[Any]) -> str:
+    sampler = loader.sampler
+    if isinstance(sampler, SequentialSampler | RandomSampler) or loader.batch_size is None:
+        return "data is a DataLoader, which chooses its own batches; pass its dataset instead, which is sampled here"
+    return (
+        f"data is a DataLoader with a {type(sampler).__name__}; ε is computed for equal sample rates (it would be that of "
+        "whoever is drawn most often, and the expected batch size would tell how many there are of each kind), so pass its "
+        "dataset instead, and give some examples more weight in the loss"
+    )
+
+
+def _about_an_example(error: DPMicroAdamError) -> DPMicroAdamError:
+    """Mark an error whose message may name an example, such as a file."""
+    error.about_an_example = True  # type: ignore[attr-defined]
+    return error
+
+
+def _tensors_with_rows(batch: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+
+
+def _shapes_in(example: Any) -> tuple[torch.Size, ...]:
+    return tuple(leaf.shape for leaf in tree_leaves(example) if isinstance(leaf, Tensor | np.ndarray))
+
+
+def _tensors_of(data: Any) -> list[Tensor] | None:
+    """The tensors ``data`` consists of, or None if it is a Dataset."""
+    if isinstance(data, Tensor):
+        return [data]
+    if isinstance(data, Mapping):
+        parts = list(data.values())
+    elif isinstance(data, tuple):
+        parts = list(data)
+    else:
+        return None
+    return parts if parts and all(isinstance(part, Tensor) for part in parts) else None
+
+
+def _common_length(tensors: list[Tensor]) -> int:
+    lengths = {len(tensor) for tensor in tensors}
+    if len(lengths) != 1:
+        raise InputError(f"the tensors of data have {sorted(lengths)} examples; all must have the same number")
+    return lengths.pop()
+
+
+def _take(data: Any, indices: Tensor) -> Any:
+    if isinstance(data, Tensor):
+        # Pinned, so that the host does not wait for the copy of the indices.
+        return data[indices.pin_memory().to(data.device, non_blocking=True) if data.is_cuda else indices]
+    if isinstance(data, Mapping):
+        return {name: _take(tensor, indices) for name, tensor in data.items()}
+    return tuple(_take(tensor, indices) for tensor in data)

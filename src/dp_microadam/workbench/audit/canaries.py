@@ -1,0 +1,133 @@
+"""Canary examples for audits, and the privatized gradients that the trainer computes from them.
+
+The model is one linear layer W without bias. Canary (a, b) has the unit vector e_a as input and output b, times a constant, as
+loss: its gradient is that constant at the single entry W[b, a], for any weights. So the gradients of different canaries are
+orthogonal, each is clipped to exactly the clipping norm, and every step repeats the same experiment.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import one_hot
+from torch.utils.data import Dataset
+
+from dp_microadam.optimizers.micro_adam import MicroAdam
+from dp_microadam.plan.plan import PrivacyPlan
+from dp_microadam.training.trainer import PrivateTrainer
+from dp_microadam.workbench.audit.published import memory_folder
+
+# Far above the clipping norm, so that missing clipping is detected.
+GRADIENT_NORM = 10.0
+CLIPPING_NORM = 1.0
+
+Batch = tuple[Tensor, Tensor]
+
+
+def canary_width(directions: int) -> int:
+    """Width of the smallest square layer with at least ``directions`` weights."""
+    return math.isqrt(directions - 1) + 1
+
+
+def canary_batch(indices: Tensor, width: int) -> Batch:
+    """Inputs and output weights of the canaries ``indices``; canary i is (i div width, i mod width)."""
+    return one_hot(indices // width, width).float(), GRADIENT_NORM * one_hot(indices % width, width).float()
+
+
+class _Places(Dataset[int]):
+    """The places of a dataset, each of which may hold a canary."""
+
+    def __init__(self, count: int) -> None:
+        self.example_ids = range(count)
+
+    def __len__(self) -> int:
+        return len(self.example_ids)
+
+    def __getitem__(self, place: int) -> int:
+        return self.example_ids[place]
+
+
+def _batch_of_users(places: Tensor, present: Tensor, width: int, each: int) -> Batch:
+    """``each`` equal canaries for every user; those of a user who is not present have no gradient."""
+    users = places // each
+    inputs, outputs = canary_batch(users, width)
+    return inputs, outputs * present[users].unsqueeze(1)
+
+
+def _present_batch(places: Tensor, present: Tensor, width: int) -> Batch:
+    """The canaries that are present at these places."""
+    return canary_batch(places[present[places]], width)
+
+
+def canary_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """One loss per canary, linear in the weights."""
+    inputs, output_weights = batch
+    return (model(inputs) * output_weights).sum(1)
+
+
+def by_canary(gradient: Tensor) -> Tensor:
+    """The layer's gradient as a vector whose entry i belongs to canary i; further entries belong to none."""
+    return gradient.detach().t().reshape(-1)
+
+
+def watch_trainer(
+    plan: PrivacyPlan,
+    present: Tensor,
+    observe: Callable[[Tensor], None],
+    *,
+    directions: int | None = None,
+    physical_batch_size: int = 256,
+    seed: int | None = None,
+) -> None:
+    """Train on the canaries that are ``present``, and call ``observe`` with the privatized gradient of each step.
+
+    This is ``PrivateTrainer`` with MicroAdam, as users run it, with the real sampler, clipping, noise, ledger and optimizer.
+    The gradients are read after the noise by torch's optimizer step pre-hook, and scaled so that a sampled canary contributes
+    1.
+
+    A canary that is not present leaves an empty place in the dataset: its index may be sampled, but contributes nothing. So the
+    two datasets have the same public size and sample rate, and differ exactly by the removal of examples. In a plan of users,
+    each place is a user with twice as many equal canaries as may enter a step.
+
+    ``seed`` makes all randomness repeatable; without it the run draws from the operating system's entropy, as private ones do.
+    """
+    width = canary_width(directions or len(present))
+    model = nn.Linear(width, width, bias=False)
+    optimizer = MicroAdam(model.parameters())
+    unit = plan.batch_size / CLIPPING_NORM
+    each = 2 * plan.examples_per_user if plan.examples_per_user is not None else 1
+
+    def collate(places: list[int]) -> Batch:
+        found = torch.tensor(places)
+        return _present_batch(found, present, width) if plan.unit == "example" else _batch_of_users(found, present, width, each)
+
+    def look(*_: object) -> None:
+        assert model.weight.grad is not None
+        observe(by_canary(model.weight.grad) * unit)
+
+    optimizer.register_step_pre_hook(look)
+    with tempfile.TemporaryDirectory(prefix="dp-microadam-audit-", dir=memory_folder()) as folder:
+        trainer = PrivateTrainer(
+            model,
+            optimizer,
+            # RDP composes any number of steps quickly; the audit compares with a claim of its own.
+            replace(plan, accountant="rdp"),
+            canary_loss,
+            max_grad_norm=CLIPPING_NORM,
+            physical_batch_size=physical_batch_size,
+            loader_options={"collate_fn": collate},
+            evaluate_every=plan.steps,
+            checkpoint_every=plan.steps,
+            run_dir=Path(folder) / "run",
+            seed=seed,
+            show_progress=False,
+        )
+        users = None if plan.unit == "example" else torch.arange(len(present)).repeat_interleave(each)
+        if not trainer.fit(_Places(each * len(present)), users=users).finished:
+            raise KeyboardInterrupt

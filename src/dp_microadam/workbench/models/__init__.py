@@ -1,0 +1,31 @@
+"""Networks of the paper's experiments, without batch statistics, initialised as published; and text models of transformers."""
+
+from dp_microadam.integrations.lora import with_lora
+from dp_microadam.validation import public
+from dp_microadam.workbench.models.hugging_face import text_encoder
+from dp_microadam.workbench.models.mlp import mlp
+from dp_microadam.workbench.models.nf_resnet import nf_resnet_50
+from dp_microadam.workbench.models.normalization import Normalization
+from dp_microadam.workbench.models.registry import build, normalization_of
+from dp_microadam.workbench.models.small_cnn import small_cnn, tanh_cnn
+from dp_microadam.workbench.models.transformer_size import TransformerSize
+from dp_microadam.workbench.models.vit import deit, vit
+from dp_microadam.workbench.models.wide_resnet import wide_resnet
+
+__all__ = [
+    "build",
+    "normalization_of",
+    "Normalization",
+    "wide_resnet",
+    "nf_resnet_50",
+    "deit",
+    "vit",
+    "TransformerSize",
+    "small_cnn",
+    "tanh_cnn",
+    "mlp",
+    "text_encoder",
+    "with_lora",
+]
+
+globals().update({name: public(globals()[name]) for name in __all__})

@@ -1,0 +1,339 @@
+"""Builds data, model, optimizer, privacy plan and trainer from a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from dp_microadam.errors import InputError
+from dp_microadam.methods.registry import build, refuse_bad_options
+from dp_microadam.plan.band_choice import DEFAULT_NOISE_MEMORY_GIB
+from dp_microadam.plan.learning_rate import distance_from_scratch
+from dp_microadam.plan.plan import PrivacyPlan
+from dp_microadam.plan.selection_plan import SelectionPlan
+from dp_microadam.training.distributed import Ranks, ranks_here
+from dp_microadam.training.evaluation import (
+    PerExample,
+    class_hits,
+    class_loss,
+    over_views,
+    weighted_class_loss,
+)
+from dp_microadam.training.method import Method
+from dp_microadam.training.run_folder import default_folder
+from dp_microadam.training.schedules import Schedule
+from dp_microadam.training.token_losses import next_token_hits, next_token_loss
+from dp_microadam.training.trainer import PrivateTrainer, UnprotectedPlan
+from dp_microadam.workbench import models
+from dp_microadam.workbench.data.augmentation import Augmentation
+from dp_microadam.workbench.data.dataset import LabelledData, size_of
+from dp_microadam.workbench.data.images import ImageFolder
+from dp_microadam.workbench.data.preparation import Preparation
+from dp_microadam.workbench.data.sources import load
+from dp_microadam.workbench.data.users import count_users
+from dp_microadam.workbench.recipes.advice import bands_of, noise_memory_of, refuse_unadvisable, with_advice
+from dp_microadam.workbench.recipes.canaries import add_canaries, canaries_in_words, with_canary_key
+from dp_microadam.workbench.recipes.experiment import Experiment
+from dp_microadam.workbench.recipes.kept_features import features_of
+from dp_microadam.workbench.recipes.pretrained import located_options
+from dp_microadam.workbench.recipes.public_part import public_examples
+from dp_microadam.workbench.recipes.recipe import Recipe
+from dp_microadam.workbench.recipes.stated import stated
+from dp_microadam.workbench.recipes.texts import text_arguments, texts_in_words
+from dp_microadam.workbench.recipes.vocabulary import OPTIMIZER_OPTIONS
+
+
+def assemble(
+    recipe: Recipe,
+    run_dir: str | Path | None = None,
+    *,
+    data: LabelledData | None = None,
+    show_progress: bool = True,
+    show_private_metrics: bool = False,
+    ranks: Ranks | None = None,
+    features_folder: str | Path | None = None,
+) -> Experiment:
+    """Load the data of a recipe and build its model and trainer. Nothing is written to disk yet.
+
+    ``data`` replaces the data set that the recipe names. ``ranks`` is passed to the trainer. ``features_folder`` is where
+    a recipe with ``cache_features`` keeps features, by default in the user's cache.
+
+    Raises:
+        InputError: if data cannot be found or read, or something does not fit.
+    """
+    ranks = ranks_here() if ranks is None else ranks
+    refuse_bad_options(recipe.algorithm, recipe.resolved_learning_rate, recipe.optimizer, recipe.resolved_lr_unit)
+    if data is None:
+        with ranks.one_per_machine_first():
+            data = load_data(recipe)
+    recipe = with_canary_key(recipe, ranks)
+    own = data.train
+    data, canaries = add_canaries(recipe, data)
+    augment = _augmentation(recipe, data)
+    _refuse_named_examples(recipe, data)
+    count = number_of_units(recipe, data)
+    if recipe.plan is not None:
+        refuse_unadvisable(recipe)
+    plan = None if recipe.bands == "least" else plan_of(recipe, count)  # refused before anything takes long
+    if recipe.seed is not None:
+        torch.manual_seed(recipe.seed)
+    model = model_of(recipe, data)
+    if recipe.plan is not None:
+        recipe, _, _ = with_advice(recipe, count, trainable_parameters(model))
+        plan = plan_of(recipe, count)
+    elif plan is None or bands_of(recipe) == "auto":  # how much noise can be kept depends on the model
+        plan = plan_of(recipe, count, trainable_parameters(model))
+    if plan.bands > 1:
+        recipe = _with_exact_residual(recipe)
+    recipe = _with_walk_from_scratch(recipe, trainable_parameters(model))
+    recipe = stated(recipe, plan.bands)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    normalization = models.normalization_of(model)
+    if normalization is not None:  # pretrained weights expect the constants they were trained with
+        data = replace(data, mean=normalization.mean, std=normalization.std)
+    method = _method(recipe, model, replace(data, train=own))
+    loss = _loss(recipe, data)
+    features = features_of(
+        recipe, model, loss, prepare=Preparation(data), folder=features_folder, show_progress=show_progress and ranks.main
+    )
+    measured = features.on if features is not None else partial(over_views, example_shape=data.example_shape)
+    trainer = PrivateTrainer(
+        model,
+        method,
+        plan,
+        measured(loss),
+        per_example_accuracy=measured(_hits(recipe)),
+        private=recipe.protected,
+        max_grad_norm=recipe.max_grad_norm,
+        clipping=recipe.clipping,
+        physical_batch_size=recipe.physical_batch_size,
+        prepare=Preparation(data) if features is None else None,
+        augment=augment,
+        schedule=Schedule(recipe.schedule, plan.steps, recipe.warmup),
+        ema_decay=recipe.resolved_ema_decay,
+        max_steps=recipe.max_steps,
+        evaluate_every=recipe.evaluate_every,
+        diagnostics_every=recipe.diagnostics_every,
+        checkpoint_every=recipe.checkpoint_every,
+        checkpoint_minutes=recipe.checkpoint_minutes,
+        keep_checkpoints=recipe.keep_checkpoints,
+        run_dir=default_folder(recipe.name) if run_dir is None else run_dir,
+        config=recipe.to_toml(),
+        public=(
+            *(texts_in_words(recipe) or [_inputs_in_words(recipe)]),
+            *_held_out_in_words(recipe, data),
+            *([] if recipe.predicts_tokens else ["number and names of the classes"]),
+            *_weights_in_words(recipe),
+            *([canaries_in_words(canaries)] if canaries is not None else []),
+            *([f"the pretrained weights {pretrained!r}"] if (pretrained := recipe.model_options.get("pretrained")) else []),
+        ),
+        unit_name=recipe.unit_name or "",
+        num_workers=recipe.num_workers,
+        noise_history=recipe.noise_history or "device",
+        noise_memory_gib=recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB,
+        secure=recipe.secure,
+        seed=recipe.seed,
+        show_progress=show_progress,
+        show_private_metrics=show_private_metrics,
+        ranks=ranks,
+    )
+    return Experiment(recipe, data, model, trainer, canaries, features)
+
+
+def _with_walk_from_scratch(recipe: Recipe, parameters: int) -> Recipe:
+    """The recipe with the distance of a network that begins anew, if it leaves it to the default and nothing is pretrained."""
+    anew = recipe.algorithm == "dp-microadam" and "pretrained" not in recipe.model_options
+    if not anew or recipe.resolved_lr_unit != "walk" or recipe.learning_rate is not None or recipe.tune:
+        return recipe
+    return replace(recipe, learning_rate=distance_from_scratch(parameters))
+
+
+def _with_exact_residual(recipe: Recipe) -> Recipe:
+    """The recipe with MicroAdam's residual in float32, unless it says how the residual is kept; for correlated noise.
+
+    Four bits add an error to the residual in every step. Steps do not take it back as they take back correlated noise, so that
+    after a hundred steps it is as large as what is left of the noise. Beside the noise of the last steps a float32 residual
+    takes little memory.
+    """
+    if recipe.algorithm != "dp-microadam" or "quantize" in recipe.optimizer:
+        return recipe
+    return replace(recipe, optimizer={**recipe.optimizer, "quantize": False})
+
+
+def _inputs_in_words(recipe: Recipe) -> str:
+    return "kinds, ranges and values of the columns" if recipe.columns else "normalization constants of the input"
+
+
+def _hits(recipe: Recipe) -> PerExample:
+    return next_token_hits if recipe.predicts_tokens else class_hits
+
+
+def _loss(recipe: Recipe, data: LabelledData) -> PerExample:
+    if recipe.predicts_tokens:
+        return next_token_loss
+    if recipe.class_weights is None:
+        return class_loss
+    if len(recipe.class_weights) != data.num_classes:
+        raise InputError(
+            f"class_weights has {len(recipe.class_weights)} numbers, but {recipe.data} has {data.num_classes} classes; it must "
+            "have one for each"
+        )
+    return weighted_class_loss(recipe.class_weights)
+
+
+def _held_out_in_words(recipe: Recipe, data: LabelledData) -> list[str]:
+    drawn = f"which {recipe.train_size} examples of {recipe.data} are trained on (split seed {recipe.split_seed})"
+    used = [] if recipe.train_size is None else [drawn]
+    if not size_of(data.validation):
+        return used
+    share = recipe.validation_size or f"{recipe.validation_fraction:g}"
+    whole = recipe.data if data.train_users is None else f"the {recipe.unit_name or 'user'}s of {recipe.data}"
+    verb = "are" if recipe.validation_size else "is"
+    return [*used, f"which {share} of {whole} {verb} held out (split seed {recipe.split_seed})"]
+
+
+def _weights_in_words(recipe: Recipe) -> list[str]:
+    if recipe.class_weights is None:
+        return []
+    return [f"weights of the classes in the loss ({', '.join(f'{weight:g}' for weight in recipe.class_weights)})"]
+
+
+def _method(recipe: Recipe, model: nn.Module, data: LabelledData) -> Method:
+    options = dict(recipe.optimizer)
+    if "public" in options:
+        options["public"] = public_examples(recipe, data, options["public"])
+    return build(recipe.algorithm, model, recipe.resolved_learning_rate, options, recipe.resolved_lr_unit)
+
+
+def load_data(recipe: Recipe) -> LabelledData:
+    """The data that a recipe names."""
+    return load(
+        recipe.data,
+        recipe.data_folder or None,
+        validation_fraction=recipe.validation_fraction,
+        validation_size=recipe.validation_size,
+        train_size=recipe.train_size,
+        test_size=recipe.test_size,
+        split_seed=recipe.split_seed,
+        image_size=recipe.image_size,
+        verify=recipe.verify_data,
+        memory_gib=recipe.data_memory_gib,
+        **text_arguments(recipe),
+        columns=recipe.columns,
+        **recipe.data_options,
+    )
+
+
+def _augmentation(recipe: Recipe, data: LabelledData) -> Augmentation | None:
+    """The augmentation of training images on the device; None if there is none."""
+    augments = bool(recipe.crop_padding or recipe.flip or recipe.resized_crop)
+    if not data.images and (augments or recipe.multiplicity > 1):
+        raise InputError(
+            f"data is {recipe.data!r}, not images; crop_padding, flip, resized_crop and multiplicity are for images, leave "
+            "them out"
+        )
+    if not augments:
+        if recipe.multiplicity > 1:
+            raise InputError(
+                f"multiplicity is {recipe.multiplicity}, but without crop_padding, flip or resized_crop all views are the "
+                "same; set one of them"
+            )
+        return None
+    height, width = data.example_shape[-2:]
+    augmentation = Augmentation(
+        recipe.crop_padding, recipe.flip, recipe.resized_crop, recipe.multiplicity, size=(height, width)
+    )
+    if isinstance(data.train, ImageFolder) and recipe.resized_crop:
+        return Augmentation(flip=recipe.flip)
+    return augmentation
+
+
+def model_of(recipe: Recipe, data: LabelledData) -> nn.Module:
+    """The model that a recipe names, for the shape and classes of its data."""
+    return models.build(recipe.model, data.num_classes, _model_shape(recipe, data), **located_options(recipe))
+
+
+def trainable_parameters(model: nn.Module) -> int:
+    """The number of trainable parameters."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _model_shape(recipe: Recipe, data: LabelledData) -> tuple[int, ...]:
+    if data.tokens:
+        return data.example_shape
+    if data.images:
+        channels, height, width = data.example_shape
+        return channels, height, width
+    if recipe.model != "mlp":
+        raise InputError(f"model is {recipe.model!r}, which takes images; for the rows of a table it must be 'mlp'")
+    return 1, 1, data.example_shape[0]
+
+
+def _refuse_named_examples(recipe: Recipe, data: LabelledData) -> None:
+    """Refuse to call an example by the name of a unit that has several, if the data say whose each example is."""
+    users = data.train_users
+    if recipe.unit == "example" and recipe.unit_name and users is not None and count_users(users) < len(users):
+        raise InputError(
+            f"unit_name is {recipe.unit_name!r} and unit is 'example', but some have several examples; set unit = 'user' "
+            "and examples_per_user, which protects each with all they have"
+        )
+
+
+def number_of_units(recipe: Recipe, data: LabelledData) -> int:
+    """The number of training examples, or of users if these are the recipe's unit."""
+    if recipe.unit == "example":
+        return size_of(data.train)
+    if data.train_users is None:
+        raise InputError(f"unit is 'user', but nothing says whose each example of {data.name} is; its data need ids of users")
+    return count_users(data.train_users)
+
+
+def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) -> PrivacyPlan | UnprotectedPlan:
+    """The privacy plan of a recipe for ``dataset_size`` training examples or users and a number of trainable ``parameters``.
+
+    For a recipe that declares a search, it is the plan of each run, whose ε covers the search.
+    """
+    if recipe.batch_size > dataset_size:
+        raise InputError(
+            f"batch_size is {recipe.batch_size}, more than the {dataset_size} {recipe.unit_name or recipe.unit}s to train on, "
+            f"validation and test parts aside; it must be at most {dataset_size}"
+        )
+    if recipe.protected:
+        search = {name: recipe.tune[name] for name in ("expected_runs", "distribution") if recipe.tune}
+        solve = SelectionPlan.solve if recipe.tune else PrivacyPlan.solve
+        plan = solve(
+            dataset_size=dataset_size,
+            batch_size=recipe.batch_size,
+            delta=recipe.delta,
+            epsilon=recipe.epsilon,
+            noise_multiplier=recipe.noise_multiplier,
+            steps=recipe.steps,
+            accountant=recipe.resolved_accountant,
+            bands=bands_of(recipe),
+            parameters=parameters,
+            noise_memory_gib=noise_memory_of(recipe),
+            max_batch_size=recipe.max_batch_size,
+            unit=recipe.unit,
+            examples_per_user=recipe.examples_per_user,
+            **search,
+        )
+        if recipe.band_coefficients != "optimised":
+            return plan
+        rates = Schedule(recipe.schedule, plan.steps, recipe.warmup).all_factors()
+        momentum = recipe.band_momentum
+        return plan.optimised_for(momentum=_momentum(recipe) if momentum is None else momentum, rates=rates)
+    assert recipe.steps is not None, "recipes without privacy must say how many steps they take"
+    return UnprotectedPlan(
+        dataset_size, recipe.batch_size, recipe.steps, recipe.unit, recipe.examples_per_user, recipe.max_batch_size
+    )
+
+
+def _momentum(recipe: Recipe) -> float:
+    """The weight of the past in the steps of the recipe's optimizer: SGD's momentum, or β₁ where it averages gradients."""
+    if recipe.algorithm == "dp-sgd":
+        return float(recipe.optimizer.get("momentum", 0.0))
+    return float(recipe.optimizer.get("betas", (0.9, 0.999))[0]) if "betas" in OPTIMIZER_OPTIONS[recipe.algorithm] else 0.0

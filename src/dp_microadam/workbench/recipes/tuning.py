@@ -1,0 +1,210 @@
+"""The ``[tune]`` table of a recipe: what a private search chooses among, and how many runs it takes on average.
+
+Everything in it is public and must not be derived from private data. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dp_microadam.accounting.selection import DISTRIBUTIONS, MOST_EXPECTED_RUNS
+from dp_microadam.errors import DPMicroAdamError, InputError
+from dp_microadam.validation import require_in_open_closed
+from dp_microadam.workbench.recipes import checks
+
+if TYPE_CHECKING:
+    from dp_microadam.workbench.recipes.recipe import Recipe
+
+_TUNABLE = (
+    "method",
+    "model",
+    "max_grad_norm",
+    "clipping",
+    "learning_rate",
+    "schedule",
+    "warmup",
+    "ema_decay",
+    "crop_padding",
+    "flip",
+)
+_TABLES = ("optimizer", "model_options")
+"""Tables of which every option can be tuned."""
+
+_OF_THE_PLAN = (
+    "epsilon",
+    "noise_multiplier",
+    "steps",
+    "delta",
+    "accountant",
+    "batch_size",
+    "max_batch_size",
+    "bands",
+    "unit",
+    "examples_per_user",
+    "max_steps",
+    "seed",
+)
+
+_MOST_COMBINATIONS = 10_000
+_RANGE = ("low", "high", "count", "spacing")
+
+
+def table(key: str, value: Any) -> dict[str, Any]:
+    """The table in its plain form: settings of the search, then a list for each key, options of tables as ``table.option``.
+
+    >>> table("tune", {"expected_runs": 10, "max_grad_norm": {"low": 0.1, "high": 10, "count": 3, "spacing": "logarithmic"}})
+    {'expected_runs': 10.0, 'distribution': 'geometric', 'score': 'accuracy', 'max_grad_norm': [0.1, 1.0, 10.0]}
+
+    Raises:
+        InputError: for a key that cannot be tuned, or values that are no list or range.
+    """
+    if not isinstance(value, Mapping):
+        raise InputError(f"{key} is {value!r}; it must be a table of keys to tune")
+    if not value:
+        return {}
+    given = _flat(value)
+    if "expected_runs" not in given:
+        raise InputError(f"{key}.expected_runs is missing; it must be the mean number of runs, such as 10")
+    runs = checks.positive(f"{key}.expected_runs", given.pop("expected_runs"))
+    settings = {
+        "expected_runs": require_in_open_closed(f"{key}.expected_runs", runs, 1, MOST_EXPECTED_RUNS),
+        "distribution": checks.one_of(*DISTRIBUTIONS)(f"{key}.distribution", given.pop("distribution", "geometric")),
+        "score": checks.one_of("accuracy", "loss")(f"{key}.score", given.pop("score", "accuracy")),
+    }
+    if not given:
+        raise InputError(f"{key} names no key to tune; it must have at least one list, such as learning_rate = [0.001, 0.003]")
+    for name in given:
+        _refuse_untunable(key, name)
+    return {**settings, **{name: _listed(f"{key}.{name}", listed) for name, listed in given.items()}}
+
+
+def values_of(recipe: Recipe) -> dict[str, list[Any]]:
+    """The lists that a search draws from, by the recipe's key."""
+    return {name: value for name, value in recipe.tune.items() if isinstance(value, list)}
+
+
+def with_values(recipe: Recipe, chosen: Mapping[str, Any]) -> Recipe:
+    """The recipe of one run of a search.
+
+    Raises:
+        InputError: for a value that its key does not take.
+    """
+    changes: dict[str, Any] = {}
+    for name, value in chosen.items():
+        owner, _, option = name.partition(".")
+        if option:
+            value = {**changes.get(owner, getattr(recipe, owner)), option: value}
+        changes[owner] = value
+    return replace(recipe, **changes)
+
+
+def score_of(recipe: Recipe) -> str:
+    """The metric that decides: of the averaged weights, if the runs keep an average."""
+    averaged = recipe.resolved_ema_decay > 0 or "ema_decay" in recipe.tune
+    return f"{'ema_' if averaged else ''}validation_{recipe.tune['score']}"
+
+
+def refuse_unsearchable(recipe: Recipe) -> None:
+    """Check that a recipe declares a search, and that every combination of its values is a recipe.
+
+    Raises:
+        InputError: if not.
+    """
+    if recipe.tune and recipe.validation_fraction == 0 and recipe.validation_size is None:
+        raise InputError("validation_fraction is 0, but a search compares runs on held-out examples; it must be above 0")
+    if not recipe.tune:
+        raise InputError(
+            f"recipe {recipe.name!r} has no [tune] table; name there what to choose among, as in --set tune.expected_runs=10 "
+            "--set tune.learning_rate=[0.75,1.5]"
+        )
+    if not recipe.private:
+        reason = f"method is {recipe.method!r}" if not recipe.protected else f"seed is {recipe.seed}"
+        raise InputError(f"{reason}, with which a run is not private; a search must be")
+    if recipe.band_coefficients == "optimised":
+        raise InputError(
+            "band_coefficients is 'optimised', which depends on what is tuned; the runs of a search must have one plan, so it "
+            "must be 'square-root'"
+        )
+    listed = values_of(recipe)
+    count = math.prod(map(len, listed.values()))
+    if count > _MOST_COMBINATIONS:
+        raise InputError(f"tune has {count} combinations; it must have at most {_MOST_COMBINATIONS}")
+    for combination in itertools.product(*listed.values()):
+        one = with_values(recipe, dict(zip(listed, combination, strict=True)))
+        if not one.protected:
+            raise InputError(f"tune.method holds {one.method!r}, which is not private; leave it out")
+        if "ema_decay" in listed and one.resolved_ema_decay == 0:
+            raise InputError("tune.ema_decay holds 0, which keeps no average to compare; leave it out, or tune something else")
+
+
+def searches_on_same_data(recipe: Recipe, folder: Path) -> list[Path]:
+    """Folders of finished searches in ``folder`` whose recipe names the same data."""
+    from dp_microadam.training.run_folder import CONFIG, SELECTION
+    from dp_microadam.workbench.recipes.stated import recipe_of_run
+
+    found = []
+    for marker in sorted(folder.glob(f"*/{SELECTION}")) if folder.is_dir() else []:
+        try:
+            other = recipe_of_run((marker.parent / CONFIG).read_text(encoding="utf-8"))
+        except (OSError, ValueError, DPMicroAdamError):
+            continue
+        if all(getattr(other, key) == getattr(recipe, key) for key in ("data", "data_folder", "data_options")):
+            found.append(marker.parent)
+    return found
+
+
+def _flat(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of tables by their full name, however they were written."""
+    found: dict[str, Any] = {}
+    for name, given in value.items():
+        if name in _TABLES and isinstance(given, Mapping):
+            found |= {f"{name}.{option}": listed for option, listed in given.items()}
+        else:
+            found[name] = given
+    return found
+
+
+def _refuse_untunable(key: str, name: str) -> None:
+    owner, _, option = name.partition(".")
+    if name in _OF_THE_PLAN:
+        raise InputError(f"{key}.{name} decides the privacy of a run, which must be the same for all; set {name} itself")
+    if name == "optimizer.public" or not (name in _TUNABLE or (owner in _TABLES and option)):
+        tunable = ", ".join((*_TUNABLE, *(f"{owner}.…" for owner in _TABLES)))
+        raise InputError(f"{key}.{name} cannot be tuned; it must be one of {tunable}")
+
+
+def _listed(name: str, given: Any) -> list[Any]:
+    if isinstance(given, Mapping):
+        given = _spaced(name, given)
+    if not isinstance(given, list | tuple) or not given:
+        raise InputError(f"{name} is {given!r}; it must be a list, or a range with low, high, count and spacing")
+    seen = set()
+    for value in given:
+        if not isinstance(value, bool | int | float | str):
+            raise InputError(f"{name} holds {value!r}; it must hold numbers, strings, true or false")
+        if value in seen:
+            raise InputError(f"{name} holds {value!r} twice; each value must be there once, all are drawn equally often")
+        seen.add(value)
+    return list(given)
+
+
+def _spaced(name: str, given: Mapping[str, Any]) -> list[float]:
+    """The values of a range, evenly spaced or with equal ratios, to six digits."""
+    if set(given) - set(_RANGE) or not {"low", "high", "count"} <= set(given):
+        raise InputError(f"{name} is {dict(given)!r}; a range must have low, high, count and, if it is not linear, spacing")
+    low, high = (checks.positive(f"{name}.{end}", given[end]) for end in ("low", "high"))
+    count = checks.count(f"{name}.count", given["count"])
+    spacing = checks.one_of("linear", "logarithmic")(f"{name}.spacing", given.get("spacing", "linear"))
+    if count < 2 or not low < high or count > _MOST_COMBINATIONS:
+        raise InputError(
+            f"{name} goes from {low:g} to {high:g} in {count} values; low must be below high, and count from 2 to "
+            f"{_MOST_COMBINATIONS}"
+        )
+    shares = [index / (count - 1) for index in range(count)]
+    spaced = [low * (high / low) ** share if spacing == "logarithmic" else low + (high - low) * share for share in shares]
+    return [float(f"{value:.6g}") for value in spaced]

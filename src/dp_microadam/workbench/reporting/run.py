@@ -1,0 +1,295 @@
+"""Reads a run folder for reports, without torch: finished or not, and started from the command line or from Python."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from dp_microadam.errors import InputError
+from dp_microadam.ledger.ledger import LEDGER_NAME, LedgerRecord, read_ledger
+from dp_microadam.ledger.ledger_record import RUN_INSIDE, run_folder
+from dp_microadam.ledger.statement import PRIVACY_NAME, STATEMENT_NAME, called
+from dp_microadam.training.run_folder import (
+    ADAM_STATE,
+    CONFIG,
+    LOG,
+    METRICS,
+    OPTIMIZER_STATE,
+    STATISTICS,
+    TEST,
+    privacy_of,
+    read_metrics,
+)
+from dp_microadam.workbench.reporting.formats import is_number
+from dp_microadam.workbench.reporting.palette import method_name
+
+AUDIT = "audit.json"
+
+_FIGURES = (
+    "epsilon",
+    "validation_loss",
+    "validation_accuracy",
+    "ema_validation_loss",
+    "ema_validation_accuracy",
+    "learning_rate",
+    "steps_per_second",
+)
+"""The metrics that reports show. Metrics of training batches, which a run may have recorded on request, are never read."""
+
+_MACHINE_SETTINGS = ("data_folder",)
+"""Settings that describe the machine and not the run."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Public metrics of one evaluation; those that were not recorded are absent."""
+
+    step: int
+    figures: Mapping[str, float]
+
+    def get(self, name: str) -> float | None:
+        return self.figures.get(name)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The content of a run folder."""
+
+    folder: Path
+    settings: Mapping[str, Any]
+    privacy: Mapping[str, Any]
+    ledger: LedgerRecord | None
+    evaluations: tuple[Evaluation, ...]
+    diagnostics: Mapping[str, Any] | None
+    statistics: Mapping[str, Any]
+    test: Mapping[str, Any]
+    audit: Mapping[str, Any] | None
+    state: str
+    last_activity: datetime | None
+    words: str
+
+    @classmethod
+    def read(cls, folder: str | Path, group_size: int = 1) -> Run:
+        """Read a run folder. Its privacy statement has ε for a group of ``group_size`` if that is above 1.
+
+        Raises:
+            InputError: if ``folder`` is not a run folder, or its files cannot be parsed.
+        """
+        path = run_folder(folder)
+        if not (path / LEDGER_NAME).is_file() and not (path / PRIVACY_NAME).is_file():
+            raise InputError(
+                f"run is {str(folder)!r}; it must be a run folder, with a {LEDGER_NAME} or {PRIVACY_NAME}, or a sweep folder"
+            )
+        ledger = read_ledger(path) if (path / LEDGER_NAME).is_file() else None
+        privacy = _json(path / PRIVACY_NAME) if ledger is None else privacy_of(path, group_size)
+        settings = _settings(path / CONFIG)
+        statistics, lines = _json(path / STATISTICS), read_metrics(path)
+        words = path / STATEMENT_NAME
+        return cls(
+            folder=path,
+            settings=settings,
+            privacy=privacy,
+            ledger=ledger,
+            evaluations=_evaluations(lines),
+            diagnostics=next((line for line in reversed(lines) if "diagnostics" in line), None),
+            statistics=statistics,
+            test=_json(path / TEST),
+            audit=_json(path / AUDIT) or None,
+            state=_state(path, privacy, statistics.get("last_step") or settings.get("max_steps")),
+            last_activity=_last_activity(path),
+            words=words.read_text(encoding="utf-8") if ledger is None and words.is_file() else "",
+        )
+
+    @property
+    def name(self) -> str:
+        path = self.folder.resolve()
+        return path.parent.name if path.name == RUN_INSIDE else path.name
+
+    @property
+    def method(self) -> str:
+        """Display name of the method; the optimizer for runs started from Python, which have no recipe."""
+        method = self.settings.get("method")
+        if method == "non-private":
+            base = str(self.settings.get("base", "dp-microadam"))
+            return f"Non-private {method_name(base).removeprefix('DP-')}"
+        if method is not None:
+            return method_name(str(method))
+        optimizer = str(self.statistics.get("optimizer", "unknown method"))
+        return method_name(f"DP-{optimizer}") if self.ledger is not None and optimizer != "unknown method" else optimizer
+
+    @property
+    def private(self) -> bool:
+        return bool(self.privacy.get("private"))
+
+    @property
+    def stamp(self) -> str:
+        """``"private"``, or ``"not private"`` with the reason."""
+        if self.private:
+            return "private"
+        if self.ledger is None:
+            return str(self.privacy.get("reason", "not private"))
+        return f"not private: {self.privacy['randomness']}"
+
+    @property
+    def epsilon(self) -> float | None:
+        """ε spent, or for a seeded run the ε it would have with unpredictable randomness; None without clipping and noise."""
+        return self.privacy.get("epsilon")
+
+    @property
+    def unit(self) -> str:
+        """Whom ε is for, and what batches count: ``"example"``, ``"user"``, or what the run calls it, such as ``"patient"``."""
+        return called(self.privacy)
+
+    @property
+    def whom(self) -> str:
+        """``"for a user"``, or what a user or example is called; empty for examples without a name."""
+        return "" if self.unit == "example" else f"for a {self.unit}"
+
+    @property
+    def steps(self) -> int:
+        return int(self.privacy.get("steps_done", 0))
+
+    @property
+    def steps_planned(self) -> int:
+        return int(self.privacy.get("steps_planned", 0))
+
+    @property
+    def lost(self) -> int:
+        """Number of steps that were spent but are not in the last checkpoint."""
+        return int(self.statistics.get("steps_done", 0)) - int(self.statistics.get("updates", 0))
+
+    @property
+    def optimizer_state(self) -> tuple[int, int] | None:
+        """Bytes of optimizer state, and of Adam's for the same parameters; None before the first step."""
+        recorded = self.statistics.get("updates") and self.statistics.get(ADAM_STATE)
+        return (int(self.statistics[OPTIMIZER_STATE]), int(self.statistics[ADAM_STATE])) if recorded else None
+
+    @property
+    def averaged(self) -> bool:
+        """Whether averaged weights were evaluated; they then stand for the run."""
+        return any(one.get("ema_validation_accuracy") or one.get("ema_validation_loss") for one in self.evaluations)
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """Steps and values of one metric."""
+        return [(one.step, value) for one in self.evaluations if (value := one.get(name)) is not None]
+
+    def series_over_epsilon(self, name: str) -> list[tuple[float, float]]:
+        """ε and values of one metric."""
+        return [
+            (epsilon, value)
+            for one in self.evaluations
+            if (value := one.get(name)) is not None and (epsilon := one.get("epsilon")) is not None
+        ]
+
+    def headline(self, measure: str) -> str:
+        """The metric that stands for the run: that of the averaged weights if there are any."""
+        return f"ema_validation_{measure}" if self.averaged else f"validation_{measure}"
+
+    @property
+    def accuracy(self) -> tuple[float, str] | None:
+        """The accuracy of the run, and on which data it was measured."""
+        if is_number(self.test.get("test_accuracy")):
+            after = self.test.get("steps_done", self.steps)
+            at = "" if after == self.steps else f" after {after:,} steps"
+            return float(self.test["test_accuracy"]), f"test accuracy{at}"
+        found = self.series(self.headline("accuracy"))
+        return (found[-1][1], f"validation accuracy at step {found[-1][0]:,}") if found else None
+
+    @property
+    def perplexity(self) -> float | None:
+        """Perplexity of a language model on the test texts."""
+        value = self.test.get("test_perplexity")
+        return float(value) if is_number(value) else None
+
+    @property
+    def expected_batch(self) -> int | None:
+        """The expected batch size; realised batch sizes are private."""
+        if self.ledger is not None:
+            return self.ledger.plan.batch_size
+        return self.statistics.get("expected_batch_size") or self.settings.get("batch_size")
+
+    @property
+    def throughput(self) -> list[tuple[int, float]]:
+        """Steps, and expected examples (or users) per second before each."""
+        batch = self.expected_batch
+        return [(step, batch * rate) for step, rate in self.series("steps_per_second")] if batch else []
+
+    @property
+    def training_seconds(self) -> float | None:
+        """Training time without evaluations; None if it was not recorded for all steps."""
+        total, before = 0.0, 0
+        for one in self.evaluations:
+            rate = one.get("steps_per_second")
+            if not rate:
+                return None
+            total, before = total + (one.step - before) / rate, one.step
+        return total if before else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise InputError(f"{path} is not valid JSON, so the run cannot be reported; restore it or remove it") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path} must hold a JSON object")
+    return content
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} cannot be read, it must be valid TOML: {error}") from None
+    return {key: value for key, value in content.items() if key not in _MACHINE_SETTINGS}
+
+
+def _evaluations(lines: list[dict[str, Any]]) -> tuple[Evaluation, ...]:
+    found = []
+    for line in lines:
+        figures = {name: float(line[name]) for name in _FIGURES if is_number(line.get(name))}
+        if figures and is_number(line.get("step")):
+            found.append(Evaluation(int(line["step"]), figures))
+    return tuple(sorted(found, key=lambda one: one.step))
+
+
+def _state(path: Path, privacy: Mapping[str, Any], last_step: int | None) -> str:
+    """The state of the run in a few words."""
+    done, planned = privacy.get("steps_done", 0), privacy.get("steps_planned", 0)
+    if done >= planned:
+        return "finished"
+    if last_step is not None and done >= last_step:
+        return "finished early, at max_steps"
+    if _is_locked(path / LEDGER_NAME):
+        return "still training"
+    log = (path / LOG).read_text(encoding="utf-8").splitlines() if (path / LOG).is_file() else []
+    if log and "interrupted at step" in log[-1]:
+        return "interrupted"
+    return "stopped before its end" if (path / LEDGER_NAME).is_file() else "not finished"
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of this ledger, from ``/proc/locks``: trying to lock it could make that process fail.
+
+    Compared by inode only, since overlay file systems report another device there.
+    """
+    locks = Path("/proc/locks")
+    if not path.is_file() or not locks.is_file():
+        return False
+    inode = str(path.stat().st_ino)
+    rows = (line.split() for line in locks.read_text(encoding="ascii").splitlines())
+    return any("FLOCK" in row and any(part.rpartition(":")[2] == inode for part in row if part.count(":") == 2) for row in rows)
+
+
+def _last_activity(path: Path) -> datetime | None:
+    times = [file.stat().st_mtime for name in (LEDGER_NAME, METRICS, LOG) if (file := path / name).is_file()]
+    return datetime.fromtimestamp(max(times), UTC) if times else None

@@ -1,0 +1,223 @@
+"""The Gaussian mechanism. False-alarm rates of the statistical tests are below 1e-6."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+from thoroughness import examples
+
+from dp_microadam import GaussianMechanism, InputError, PrivacyError, PrivacyPlan, Randomness
+from dp_microadam.noise.white_noise import noise_ranges
+
+ALARM = 1e-7
+ZEROS = {"weight": torch.zeros(1000, 500), "bias": torch.zeros(77)}
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_noise_has_deviation_sigma_times_sensitivity_over_the_expected_batch(secure):
+    mechanism = GaussianMechanism(3.0, 0.5, 256, randomness=Randomness.from_entropy(secure=secure))
+    drawn = mechanism.privatize(ZEROS, step=0)["weight"].double().flatten().numpy()
+    deviation = 3.0 * 0.5 / 256
+    assert mechanism.noise_deviation == pytest.approx(deviation)
+    assert stats.kstest(drawn / deviation, "norm").pvalue > ALARM
+    error_of_variance = np.sqrt(2 / drawn.size)
+    assert abs(drawn.var() / deviation**2 - 1) < stats.norm.isf(ALARM / 2) * error_of_variance
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_the_sum_is_divided_by_the_expected_batch_size_never_by_the_realised_one(secure):
+    """With the same seed, two different sums differ after the mechanism by exactly their difference over B."""
+    means = []
+    for count in (3, 300):
+        mechanism = GaussianMechanism(2.0, 1.0, 100, randomness=Randomness.seeded(1, secure=secure))
+        means.append(mechanism.privatize({"w": torch.full((50,), float(count), dtype=torch.float64)}, step=0)["w"])
+    expected = torch.full((50,), 297 / 100, dtype=torch.float64)
+    torch.testing.assert_close(means[1] - means[0], expected, rtol=1e-12 if not secure else 1e-7, atol=0)
+
+
+def test_an_empty_batch_is_a_step_of_pure_noise():
+    mechanism = GaussianMechanism(2.0, 1.0, 100)
+    means = mechanism.privatize(ZEROS, step=0)
+    assert means.keys() == ZEROS.keys()
+    assert all(tensor.ne(0).any() for tensor in means.values())
+
+
+def test_noise_is_added_once_per_logical_step():
+    mechanism = GaussianMechanism(2.0, 1.0, 100)
+    mechanism.privatize(ZEROS, step=4)
+    for step in (4, 3, 0):
+        with pytest.raises(PrivacyError, match=f"step {step} was privatized already"):
+            mechanism.privatize(ZEROS, step=step)
+    mechanism.privatize(ZEROS, step=5)
+
+
+@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_noise_is_float32_or_wider_whatever_the_sums_are(dtype, secure):
+    mechanism = GaussianMechanism(1.0, 1.0, 1, randomness=Randomness.from_entropy(secure=secure))
+    mean = mechanism.privatize({"w": torch.zeros(100_000, dtype=dtype)}, step=0)["w"]
+    assert mean.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    # A bfloat16 or float16 number survives the way there and back; numbers of float32 almost never do.
+    for narrow in (torch.bfloat16, torch.float16):
+        assert (mean.to(narrow).to(mean.dtype) != mean).float().mean() > 0.9
+
+
+def test_what_goes_in_is_not_changed_and_shapes_are_kept():
+    sums = {"w": torch.ones(3, 4, 5), "scalar": torch.tensor(2.0), "transposed": torch.arange(6.0).view(2, 3).t()}
+    before = {name: tensor.clone() for name, tensor in sums.items()}
+    means = GaussianMechanism(1.0, 1.0, 10).privatize(sums, step=0)
+    for name, tensor in sums.items():
+        assert torch.equal(tensor, before[name])
+        assert means[name].shape == tensor.shape
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_sums_that_are_not_finite_are_refused(value):
+    mechanism = GaussianMechanism(1.0, 1.0, 10)
+    with pytest.raises(PrivacyError, match="not finite"):
+        mechanism.privatize({"good": torch.zeros(3), "bad": torch.tensor([0.0, value])}, step=0)
+
+
+def test_the_plan_reaches_the_noise():
+    """What the plan solved is what the mechanism adds."""
+    plan = PrivacyPlan.solve(dataset_size=45_000, batch_size=4096, delta=1e-5, epsilon=1.0, steps=500)
+    mechanism = GaussianMechanism.from_plan(plan, sensitivity=1.5)
+    drawn = mechanism.privatize(ZEROS, step=0)["weight"].double()
+    deviation = plan.noise_deviation(1.5)
+    error_of_deviation = 1 / np.sqrt(2 * drawn.numel())
+    assert abs(drawn.std().item() / deviation - 1) < stats.norm.isf(ALARM / 2) * error_of_deviation
+
+
+def test_a_seeded_step_is_repeatable_and_steps_and_tensors_differ():
+    sums = {"a": torch.zeros(1000), "b": torch.zeros(1000)}
+    one, other = (GaussianMechanism(1.0, 1.0, 10, randomness=Randomness.seeded(3)) for _ in range(2))
+    first = one.privatize(sums, step=7)
+    again = other.privatize(dict(reversed(sums.items())), step=7)
+    assert torch.equal(first["a"], again["a"])
+    assert torch.equal(first["b"], again["b"])
+    assert not torch.equal(first["a"], first["b"])
+    assert not torch.equal(first["a"], one.privatize(sums, step=8)["a"])
+    assert not one.private
+    assert "not private" in repr(one)
+
+
+def test_seeded_noise_is_drawn_for_the_purpose_noise_and_the_tensors_name():
+    """So that no tensor's name can make its noise and the sample of a step come from the same stream."""
+    mechanism = GaussianMechanism(1.0, 1.0, 1, randomness=Randomness.seeded(3))
+    mean = mechanism.privatize({"sampling": torch.zeros(100)}, step=2)["sampling"]
+    assert torch.equal(mean, Randomness.seeded(3).normals("noise sampling", 2, 100))
+    assert not torch.equal(mean, Randomness.seeded(3).normals("sampling", 2, 100))
+
+
+def test_noise_of_successive_steps_is_independent():
+    mechanism = GaussianMechanism(1.0, 1.0, 1)
+    a, b = (mechanism.privatize(ZEROS, step=step)["weight"].double() for step in (0, 1))
+    assert abs((a * b).mean().item()) < stats.norm.isf(ALARM / 2) / np.sqrt(a.numel())
+
+
+def test_secure_results_lie_on_a_grid_that_hides_the_last_bits():
+    """All results are multiples of one power of two, whatever the sums were: float64's last bits are gone."""
+    mechanism = GaussianMechanism(3.0, 1.0, 1, randomness=Randomness.from_entropy(secure=True))
+    sums = torch.rand(10_000, dtype=torch.float64) * 1e-3
+    cells = mechanism.privatize({"w": sums}, step=0)["w"] * 2**19  # grid: 2^(⌊log2 3⌋ − 20)
+    assert torch.equal(cells, cells.round())
+    assert len(cells.unique()) > 9_900
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_shares_of_the_noise_add_up_to_what_the_plan_says(secure):
+    shares = [0.5, 0.25, 0.25]
+    mechanisms = [
+        GaussianMechanism(3.0, 0.5, 16, noise_share=share, randomness=Randomness.from_entropy(secure=secure))
+        for share in shares
+    ]
+    noisy = [mechanism.add_noise(ZEROS, step=0)["weight"] for mechanism in mechanisms]
+    for share, one in zip(shares, noisy, strict=True):
+        expected = share * 1.5**2
+        assert abs(one.double().var().item() / expected - 1) < stats.norm.isf(ALARM / 2) * np.sqrt(2 / one.numel())
+    mean = mechanisms[0].mean({"weight": noisy[0] + noisy[1] + noisy[2]}, like=ZEROS)["weight"].double()
+    assert abs(mean.var().item() / (1.5 / 16) ** 2 - 1) < stats.norm.isf(ALARM / 2) * np.sqrt(2 / mean.numel())
+    if secure:
+        cells = mean * 16 * 2**20  # grid: 2^(⌊log2 1.5⌋ − 20)
+        assert torch.equal(cells, cells.round())
+
+
+def test_a_share_of_the_noise_alone_is_refused_as_protection():
+    mechanism = GaussianMechanism(1.0, 1.0, 10, noise_share=0.5)
+    with pytest.raises(PrivacyError, match=r"noise_share is 0\.5, so the noise of one process does not protect a sum"):
+        mechanism.privatize(ZEROS, step=0)
+
+
+def slice_of(rank, size, count):
+    return range(count * rank // size, count * (rank + 1) // size)
+
+
+@examples(40)
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=5), st.integers(1, 6), st.randoms())
+def test_slices_of_the_noise_divide_the_coordinates_whatever_the_order_of_tensors(sizes, size, shuffled):
+    sums = {f"tensor {number}": torch.zeros(count) for number, count in enumerate(sizes)}
+    covered = {name: [] for name in sums}
+    for rank in range(size):
+        names = list(sums)
+        shuffled.shuffle(names)
+        own = noise_ranges({name: sums[name] for name in names}, slice_of(rank, size, sum(sizes)))
+        assert sum(map(len, own.values())) <= -(-sum(sizes) // size)
+        for name in sums:
+            covered[name] += own[name]
+    assert covered == {name: list(range(total.numel())) for name, total in sums.items()}
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_noise_in_slices_is_that_of_one_process_and_elsewhere_the_sum_stays(secure):
+    sums = {"b": torch.randn(40, 30).t(), "a": torch.randn(777), "c": torch.randn(5), "none": torch.zeros(0)}
+    deviation = 3.0 * 0.5
+    noisy = [
+        GaussianMechanism(
+            3.0, 0.5, 16, noise_slice=partial(slice_of, rank, 3), randomness=Randomness.from_entropy(secure=secure)
+        ).add_noise(sums, step=0)
+        for rank in range(3)
+    ]
+    drawn = []
+    for name, total in sums.items():
+        added = torch.stack([one[name].double() - total.double() for one in noisy])
+        assert added.shape[1:] == total.shape
+        assert added.ne(0).sum(0).eq(1).all(), "each coordinate has noise from one rank and from no other"
+        drawn.append(added.sum(0).flatten() / deviation)
+    assert stats.kstest(torch.cat(drawn).numpy(), "norm").pvalue > ALARM
+
+
+def test_noise_in_a_slice_alone_is_refused_as_protection():
+    mechanism = GaussianMechanism(1.0, 1.0, 10, noise_slice=lambda count: range(count - 1))
+    with pytest.raises(PrivacyError, match="noise_slice leaves coordinates without noise"):
+        mechanism.privatize(ZEROS, step=0)
+
+
+@pytest.mark.parametrize("own", [range(1, 0), range(-1, 4), range(6), range(0, 4, 2)])
+def test_a_slice_of_other_coordinates_than_there_are_is_refused(own):
+    mechanism = GaussianMechanism(1.0, 1.0, 10, noise_slice=lambda count: own)
+    with pytest.raises(PrivacyError, match="noise_slice gave"):
+        mechanism.add_noise({"w": torch.zeros(5)}, step=0)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+def test_a_share_that_is_no_part_of_the_noise_is_refused(share):
+    with pytest.raises(InputError, match="noise_share is"):
+        GaussianMechanism(1.0, 1.0, 10, noise_share=share)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0.0, 1.0, 10), "noise_multiplier is 0.0"),
+        ((1.0, 0.0, 10), "sensitivity is 0.0"),
+        ((1.0, float("inf"), 10), "sensitivity is inf"),
+        ((1.0, 1.0, 0), "expected_batch_size is 0"),
+    ],
+)
+def test_bad_input_is_refused(arguments, message):
+    with pytest.raises(InputError, match=message):
+        GaussianMechanism(*arguments)

@@ -1,0 +1,263 @@
+"""The banded matrix of correlated noise: coefficients, inverse, closed forms, the choice of bands and what ε they have."""
+
+import math
+from fractions import Fraction
+from itertools import pairwise
+
+import dp_accounting
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from thoroughness import examples
+
+from dp_microadam import InputError, PrivacyPlan
+from dp_microadam.accounting.costs import SubsampledGaussian, as_dp_event, epsilon, group_epsilon
+from dp_microadam.plan import banded
+from dp_microadam.plan.band_choice import band_table, least_bands
+from dp_microadam.plan.banded import (
+    banded_square_root,
+    inverse_coefficients,
+    noise_ratios,
+    optimised_coefficients,
+    square_root_coefficients,
+    workload_error,
+)
+
+
+def toeplitz(coefficients, steps):
+    matrix = np.zeros((steps, steps))
+    for age, value in enumerate(coefficients[:steps]):
+        matrix += np.diag(np.full(steps - age, value), -age)
+    return matrix
+
+
+def test_the_coefficients_are_the_central_binomials_over_powers_of_four():
+    exact = [Fraction(math.comb(2 * k, k), 4**k) for k in range(200)]
+    assert exact[:5] == [1, Fraction(1, 2), Fraction(3, 8), Fraction(5, 16), Fraction(35, 128)]
+    np.testing.assert_allclose(square_root_coefficients(200), [float(value) for value in exact], rtol=1e-13)
+
+
+def test_the_square_of_the_square_root_is_the_prefix_sums():
+    root = toeplitz(square_root_coefficients(50), 50)
+    np.testing.assert_allclose(root @ root, np.tri(50), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("bands", [1, 2, 3, 8, 128, 2000])
+def test_no_column_is_longer_than_one(bands):
+    """Computed exactly: rounding must not make the sensitivity larger than ε assumes."""
+    length = sum(Fraction(value) ** 2 for value in banded_square_root(bands).tolist())
+    assert 1 - Fraction(1, 10**13) < length <= 1
+    assert sum(Fraction(value) ** 2 for value in optimised_coefficients(min(bands, 16), 100).tolist()) <= 1
+
+
+@examples(50)
+@given(bands=st.integers(1, 12), steps=st.integers(1, 40), seed=st.integers(0, 2**32 - 1))
+def test_the_inverse_is_the_inverse(bands, steps, seed):
+    c = np.random.default_rng(seed).uniform(0.1, 1, bands)
+    c = np.sort(c)[::-1]
+    product = toeplitz(c, steps) @ toeplitz(inverse_coefficients(c, steps), steps)
+    np.testing.assert_allclose(product, np.eye(steps), atol=1e-9)
+
+
+@examples(50)
+@given(bands=st.integers(1, 10), participations=st.integers(1, 5), data=st.data())
+def test_participations_a_cycle_apart_move_disjoint_rows_by_at_most_one_each(bands, participations, data):
+    """What the theorem rests on: columns of C that are at least ``bands`` steps apart share no row."""
+    steps = bands * participations + data.draw(st.integers(0, 5))
+    matrix = toeplitz(banded_square_root(bands), steps)
+    group = data.draw(st.integers(0, bands - 1))
+    columns = matrix[:, group::bands]
+    assert (np.count_nonzero(columns, axis=1) <= 1).all()
+    assert (np.linalg.norm(columns, axis=0) <= 1).all()
+    if bands > 1 and steps > bands:  # one step closer, and they do
+        assert np.count_nonzero(matrix[:, [0, bands - 1]], axis=1).max() == 2
+
+
+def test_one_band_is_independent_noise():
+    assert banded_square_root(1).tolist() == [1.0]
+    found = noise_ratios(banded_square_root(1), 1234)
+    assert (found.single_step, found.running_sum, found.last_sum) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 17, 1000])
+def test_two_bands_agree_with_geometric_sums(steps):
+    """For c = (1, 1/2): w_k = (−1/2)^k and S_k = (2/3)(1 − (−1/2)^(k+1)); columns have norm √(5/4)."""
+    k = [Fraction(-1, 2) ** power for power in range(steps)]
+    sums = [Fraction(2, 3) * (1 - Fraction(-1, 2) ** (power + 1)) for power in range(steps)]
+    singles = [sum(w * w for w in k[: t + 1]) for t in range(min(steps, 60))]
+    singles += [Fraction(4, 3)] * (steps - len(singles))
+    squares = np.cumsum([float(s * s) for s in sums])
+    found = noise_ratios(banded_square_root(2), steps)
+    assert found.single_step == pytest.approx(math.sqrt(1.25 * float(sum(singles)) / steps), rel=1e-12)
+    assert found.running_sum == pytest.approx(math.sqrt(1.25 * squares.sum() / (steps * (steps + 1) / 2)), rel=1e-12)
+    assert found.last_sum == pytest.approx(math.sqrt(1.25 * squares[-1] / steps), rel=1e-12)
+
+
+@pytest.mark.parametrize("steps", [5, 64, 400])
+def test_the_whole_square_root_leaves_its_own_length_twice(steps):
+    """With all bands A·C⁻¹ is the square root itself: the last sum has noise Σ c_k², times the squared norm of the columns."""
+    squares = float(sum(Fraction(math.comb(2 * k, k), 4**k) ** 2 for k in range(steps)))
+    found = noise_ratios(banded_square_root(steps), steps)
+    assert found.last_sum == pytest.approx(squares / math.sqrt(steps), rel=1e-12)
+
+
+@examples(30)
+@given(bands=st.integers(1, 20), steps=st.integers(1, 60))
+def test_ratios_are_norms_of_the_dense_matrices(bands, steps):
+    inverse = np.linalg.inv(toeplitz(banded_square_root(bands), steps))
+    sums = np.tri(steps) @ inverse
+    found = noise_ratios(banded_square_root(bands), steps)
+    assert found.single_step == pytest.approx(np.linalg.norm(inverse) / math.sqrt(steps), rel=1e-10)
+    assert found.running_sum == pytest.approx(np.linalg.norm(sums) / np.linalg.norm(np.tri(steps)), rel=1e-10)
+    assert found.last_sum == pytest.approx(np.linalg.norm(sums[-1]) / math.sqrt(steps), rel=1e-10)
+    assert found.single_step >= 1 - 1e-12
+
+
+@pytest.mark.parametrize("bands", [2, 16, 64])
+def test_what_is_not_computed_of_a_long_run_is_known_in_closed_form(monkeypatch, bands):
+    whole = noise_ratios(banded_square_root(bands), 20_000)
+    monkeypatch.setattr(banded, "_COMPUTED", 1)
+    banded._noise_ratios.cache_clear()
+    cut = noise_ratios(banded_square_root(bands), 20_000)
+    banded._noise_ratios.cache_clear()
+    for name in ("single_step", "running_sum", "last_sum"):
+        assert getattr(cut, name) == pytest.approx(getattr(whole, name), rel=1e-12)
+
+
+WORKLOADS = {
+    "prefix sums": {},
+    "momentum": {"momentum": 0.9},
+    "decay": {"rates": np.linspace(1, 0.01, 80)},
+    "both": {"momentum": 0.5, "rates": 0.5 * (1 + np.cos(np.linspace(0, np.pi, 80)))},
+}
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_the_error_of_a_workload_is_that_of_the_dense_matrix_and_its_gradient_the_slope(workload):
+    options = WORKLOADS[workload]
+    rates, momentum = options.get("rates", np.ones(80)), options.get("momentum", 0.0)
+    weights = np.tri(80) @ np.diag(rates) @ toeplitz(momentum ** np.arange(80.0), 80)
+    c = square_root_coefficients(6) * np.random.default_rng(1).uniform(0.9, 1.1, 6)
+
+    def by_hand(c):
+        return np.linalg.norm(weights @ np.linalg.inv(toeplitz(c, 80))) ** 2 * (c @ c)
+
+    value, gradient = workload_error(c, 80, **options)
+    assert value == pytest.approx(by_hand(c), rel=1e-10)
+    for index in range(6):
+        step = np.eye(6)[index] * 1e-6
+        slope = (by_hand(c + step) - by_hand(c - step)) / 2e-6
+        assert gradient[index] == pytest.approx(slope, rel=1e-5, abs=1e-5 * value)
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("bands", [2, 8])
+def test_optimised_coefficients_are_no_worse_than_the_square_root(workload, bands):
+    options = WORKLOADS[workload]
+    best = optimised_coefficients(bands, 80, **options)
+    value, gradient = workload_error(best, 80, **options)
+    before, _ = workload_error(banded_square_root(bands), 80, **options)
+    assert value <= before
+    assert np.abs(gradient[1:]).max() < 1e-3 * value, "an optimum is flat"
+    if options:
+        assert value < 0.999 * before
+
+
+@pytest.mark.parametrize(
+    ("target", "batch", "ratio", "bands"),
+    [
+        pytest.param(3, 64, 0.34, 128, marks=pytest.mark.slow),
+        pytest.param(3, 128, 0.47, 64, marks=pytest.mark.slow),
+        (3, 256, 0.66, 16),
+        pytest.param(3, 512, 0.89, 4, marks=pytest.mark.slow),
+        (3, 1024, 1.00, 2),
+        pytest.param(8, 256, 0.46, 128, marks=pytest.mark.slow),
+        pytest.param(8, 1024, 0.85, 8, marks=pytest.mark.slow),
+    ],
+)
+def test_noise_of_the_running_sum_relative_to_independent_noise_is_as_computed_before(target, batch, ratio, bands):
+    """For 54,000 examples and 2,000 steps, from a computation that was made before this library had bands."""
+    setting = {"dataset_size": 54_000, "batch_size": batch, "steps": 2000, "epsilon": target, "delta": 1e-5}
+    table = band_table(**setting, accountant="rdp", most=128)
+    best = min(table, key=lambda choice: choice.running_sum)
+    assert best.running_sum == pytest.approx(ratio, abs=0.005)
+    assert best.bands == bands == least_bands(table)
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_jax_privacy_s_documented_choices_are_made(accountant):
+    """N = 1000, B = 100, 100 steps, δ = 1e-6: at ε = 20 all 10 bands, at ε = 0.1 none but one."""
+    setting = {"dataset_size": 1000, "batch_size": 100, "delta": 1e-6, "steps": 100, "accountant": accountant}
+    assert PrivacyPlan.solve(**setting, epsilon=20.0, bands="least").bands == 10
+    assert PrivacyPlan.solve(**setting, epsilon=0.1, bands="least").bands == 1
+
+
+def test_without_amplification_the_noise_is_that_of_ten_gaussians_as_jax_privacy_tests_it():
+    """N = 100, B = 10, 100 steps, ε = 2, δ = 1e-6 with 10 bands: all of a group in each of its 10 steps."""
+    plan = PrivacyPlan.solve(dataset_size=100, batch_size=10, delta=1e-6, epsilon=2.0, steps=100, bands=10, accountant="rdp")
+    assert plan.sample_rate == 1.0
+    one = dp_accounting.calibrate_dp_mechanism(
+        dp_accounting.rdp.RdpAccountant,
+        lambda sigma: dp_accounting.GaussianDpEvent(sigma),
+        2.0,
+        1e-6,
+        bracket_interval=dp_accounting.ExplicitBracketInterval(0.1, 50.0),
+    )
+    assert plan.noise_multiplier == pytest.approx(one * math.sqrt(10), rel=2e-3)
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+@pytest.mark.parametrize(("bands", "steps"), [(1, 100), (8, 100), (8, 104), (32, 1000)])
+def test_epsilon_is_that_of_dp_accounting_s_composition_of_the_steps_of_one_group(accountant, bands, steps):
+    plan = PrivacyPlan(54_000, 256, 1.1, steps, 1e-5, accountant, bands)
+    event = dp_accounting.SelfComposedDpEvent(
+        dp_accounting.PoissonSampledDpEvent(bands * 256 / 54_000, dp_accounting.GaussianDpEvent(1.1)), math.ceil(steps / bands)
+    )
+    kind = {"rdp": dp_accounting.rdp.RdpAccountant, "pld": dp_accounting.pld.PLDAccountant}[accountant]
+    reference = kind().compose(event).get_epsilon(1e-5)
+    assert plan.epsilon == pytest.approx(reference, rel=2e-3 if accountant == "pld" else 3e-2)
+    assert as_dp_event([plan.spent_after(steps)]) == dp_accounting.ComposedDpEvent([event])
+
+
+def test_epsilon_grows_when_a_group_is_sampled_again_and_not_between():
+    plan = PrivacyPlan(1000, 10, 1.0, 24, 1e-5, bands=8)
+    after = [plan.epsilon_after(step) for step in range(1, 25)]
+    assert [step + 2 for step, (one, other) in enumerate(pairwise(after)) if other > one] == [9, 17]
+    assert plan.epsilon == after[-1]
+
+
+def test_groups_of_examples_get_the_general_bound_when_noise_is_correlated():
+    """k·ε at δ·Σ exp(i·ε), checked by hand; it is above what members of one cyclic group get, which is exact."""
+    correlated = SubsampledGaussian(0.1, 2.0, 20, bands=8)
+    independent = SubsampledGaussian(0.1, 2.0, 20)
+    for size in (2, 3, 5):
+        found = group_epsilon([correlated], 1e-5, size)
+        share = 1e-5 / sum(math.exp(i * found / size) for i in range(size))
+        assert found / size >= epsilon([correlated], share, "rdp") * (1 - 1e-9)
+        assert found / size <= epsilon([correlated], share, "rdp") * 1.01
+        assert found > group_epsilon([independent], 1e-5, size)
+        assert found == group_epsilon([correlated, SubsampledGaussian(0.1, 2.0, 0)], 1e-5, size)
+    assert group_epsilon([correlated], 1e-5, 1) == group_epsilon([independent], 1e-5, 1)
+    # The epsilon of one group of a run that has both kinds covers both.
+    assert group_epsilon([correlated, independent], 1e-5, 2) > group_epsilon([correlated], 1e-5, 2)
+
+
+def test_groups_too_large_for_the_general_bound_are_refused_by_name():
+    with pytest.raises(InputError, match="group_size is 1000; "):
+        group_epsilon([SubsampledGaussian(0.1, 0.5, 20, bands=8)], 1e-5, 1000)
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: square_root_coefficients(0), "bands is 0"),
+        (lambda: inverse_coefficients([0.0, 1.0], 3), "first must be above 0"),
+        (lambda: optimised_coefficients(4, 10, momentum=1.0), "momentum is 1.0"),
+        (lambda: optimised_coefficients(4, 10, rates=[1.0] * 9), "rates must be 10"),
+        (lambda: optimised_coefficients(4, 3, rates=[-1.0, 1, 1]), "rates must be 3"),
+    ],
+)
+def test_bad_input_is_refused(call, named):
+    with pytest.raises(InputError, match=named):
+        call()

@@ -1,0 +1,105 @@
+"""The many-seed algorithms take the same steps as the one-seed optimizers they stand for."""
+
+import numpy as np
+import pytest
+import torch
+from research.theory.bounds import stochastic_rounding_error
+from research.theory.many_seeds import AnalyticalViews, MicroAdams, rounded, top_k
+from research.theory.problem import CauchyRegression
+
+from dp_microadam.optimizers.analytical_view import NoisyMicroAdam
+from dp_microadam.optimizers.micro_adam_reference import MicroAdamReference
+from dp_microadam.optimizers.quantization import derive_key, rounding_offsets
+
+SEEDS, DIMENSION, STEPS = 3, 12, 40
+
+
+def gradients(seed=0):
+    return np.random.default_rng(seed).standard_normal((STEPS, SEEDS, DIMENSION))
+
+
+def test_algorithm_3_steps_as_noisy_micro_adam_does():
+    """From the same state at every step, as rounding and selection are discontinuous."""
+    many = AnalyticalViews(np.ones((SEEDS, DIMENSION)), lr=0.1, eps=0.3, kept=3, bits=4)
+    ones = [torch.nn.Parameter(torch.ones(DIMENSION, dtype=torch.float64)) for _ in range(SEEDS)]
+    optimizers = [NoisyMicroAdam([one], lr=0.1, eps=0.3, density=0.25, seed=seed) for seed, one in enumerate(ones)]
+    for step, gradient in enumerate(gradients(), start=1):
+        keys = [derive_key(derive_key(seed, 0), step) for seed in range(SEEDS)]
+        offsets = np.stack([rounding_offsets(key, 0, DIMENSION).double().numpy() for key in keys])
+        for one, optimizer, row in zip(ones, optimizers, gradient, strict=True):
+            one.grad = torch.from_numpy(row)
+            optimizer.step()
+        many.step(gradient, offsets)
+        for seed, (one, optimizer) in enumerate(zip(ones, optimizers, strict=True)):
+            np.testing.assert_allclose(many.theta[seed], one.detach().numpy(), rtol=0, atol=1e-6)
+            np.testing.assert_allclose(many.error[seed], optimizer.state[one]["error"].numpy(), rtol=0, atol=1e-6)
+            # The twin quantizes in float32; go on from its error, so that rounding differences do not add up.
+            many.error[seed] = optimizer.state[one]["error"].numpy()
+
+
+@pytest.mark.parametrize("bias_correction", ["paper", "window"])
+def test_algorithm_1_steps_as_the_reference_does(bias_correction):
+    many = MicroAdams(np.ones((SEEDS, DIMENSION)), lr=0.1, eps=0.3, kept=3, bias_correction=bias_correction)
+    ones = [torch.nn.Parameter(torch.ones(DIMENSION)) for _ in range(SEEDS)]
+    options = {"density": 0.25, "window": 10, "second_moment": "coordinate", "bias_correction": bias_correction}
+    options["window_dtype"] = torch.float32
+    optimizers = [MicroAdamReference([one], lr=0.1, eps=0.3, **options) for one in ones]
+    for gradient in gradients(1):
+        gradient = gradient.astype(np.float32).astype(np.float64)
+        for one, optimizer, row in zip(ones, optimizers, gradient, strict=True):
+            one.grad = torch.from_numpy(row).float()
+            optimizer.step()
+        many.step(gradient)
+        for seed, (one, optimizer) in enumerate(zip(ones, optimizers, strict=True)):
+            np.testing.assert_allclose(many.theta[seed], one.detach().numpy(), rtol=0, atol=2e-5)
+            error = optimizer._error(optimizer.state[one], optimizer.param_groups[0]).double().numpy()
+            np.testing.assert_allclose(many.error[seed], error, rtol=0, atol=1e-5)
+            many.error[seed] = error
+
+
+def test_top_k_keeps_the_signed_largest():
+    assert top_k(np.array([[1.0, -3.0, 2.0]]), 2).tolist() == [[0.0, -3.0, 2.0]]
+
+
+@pytest.mark.parametrize("bits", [1, 4, 8])
+def test_rounding_at_random_is_unbiased_and_within_omega(bits):
+    """A mean over 40,000 draws lies within 6 standard errors: a false alarm in fewer than 1e-7 of runs, 24 coordinates."""
+    values = np.random.default_rng(2).standard_normal(8)
+    draws = rounded(np.tile(values, (40_000, 1)), bits, np.random.default_rng(3).random((40_000, 8)))
+    level = (values.max() - values.min()) / (2**bits - 1)
+    assert np.abs(draws.mean(axis=0) - values).max() <= 6 * level / 2 / np.sqrt(40_000)
+    errors = np.linalg.norm(draws - values, axis=1) / np.linalg.norm(values)
+    assert errors.max() <= stochastic_rounding_error(8, bits, values.min(), values.max())
+
+
+def test_rows_of_equal_values_survive_rounding():
+    assert rounded(np.full((2, 3), 0.7), 4, 0.5).tolist() == [[0.7] * 3] * 2
+
+
+def test_constants_of_the_problem_hold():
+    """∇f is that of f; no example's gradient exceeds G; no difference quotient of ∇f exceeds L; batches vary within σ_g."""
+    problem = CauchyRegression.drawn()
+    rng = np.random.default_rng(0)
+    points = 0.1 * rng.standard_normal((500, problem.dimension))
+    exact, batch = problem.gradients(points, rng)
+    direction, small = rng.standard_normal(points.shape), 1e-6
+    quotient = (problem.loss(points + small * direction) - problem.loss(points - small * direction)) / (2 * small)
+    np.testing.assert_allclose(quotient, (exact * direction).sum(axis=1), rtol=1e-4, atol=1e-8)
+    assert np.linalg.norm(batch, axis=1).max() <= problem.gradient_bound
+    moved = points + 0.01 * direction
+    change = np.linalg.norm(problem.gradients(moved, rng)[0] - exact, axis=1) / np.linalg.norm(moved - points, axis=1)
+    assert change.max() <= problem.smoothness * (1 + 1e-12)
+    # L is attained where residuals vanish, up to what the outliers take away: it is not a careless bound.
+    assert problem.smoothness == pytest.approx(2 / problem.dimension)
+    single = CauchyRegression(problem.inputs, problem.targets, problem.scale, 1)
+    each = np.stack([single.gradients(points[:1], rng)[1][0] for _ in range(300)])
+    assert np.linalg.norm(each, axis=1).max() <= problem.gradient_bound
+    assert ((each - exact[0]) ** 2).sum(axis=1).mean() <= problem.gradient_deviation**2 * problem.batch_size
+
+
+def test_the_problem_is_not_convex():
+    problem = CauchyRegression.drawn()
+    rng = np.random.default_rng(1)
+    ends = [0.3 * rng.standard_normal((2000, problem.dimension)) for _ in range(2)]
+    middle = problem.loss((ends[0] + ends[1]) / 2)
+    assert (middle > (problem.loss(ends[0]) + problem.loss(ends[1])) / 2).any()

@@ -1,0 +1,339 @@
+"""Users as the unit of privacy: who is drawn, what they bring, and what the plan says. Alarm rates are below 1e-6."""
+
+import copy
+import json
+import math
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import optimize, stats
+from thoroughness import THOROUGH, examples
+from torch.utils.data import Dataset, TensorDataset
+
+from dp_microadam import InputError, PoissonSampler, PrivacyError, PrivacyPlan, Randomness
+from dp_microadam.ledger.ledger import LEDGER_NAME, PrivacyLedger, RunSettings, read_ledger
+from dp_microadam.sampling.users import Units, WeightedRows, widths
+
+ALARM = 1e-8
+STEPS = 3000 if THOROUGH else 1000
+SETTINGS = RunSettings(private=True, randomness="entropy", sensitivity=1.0)
+
+
+def ids_of(sizes, seed=0):
+    """Ids of users with so many examples, shuffled over the data."""
+    return np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)) * 7 + 3, sizes))
+
+
+def brought(sampler, ids):
+    """For each step the examples of weight above zero, by the number of their user, and the weights."""
+    numbers = {one: number for number, one in enumerate(dict.fromkeys(np.asarray(ids).tolist()))}
+    for step in sampler:
+        found = {}
+        for rows, weights in step.chunks:
+            for own, weight in zip(rows.view_as(weights).tolist(), weights.tolist(), strict=True):
+                present = [row for row, value in zip(own, weight, strict=True) if value]
+                (user,) = {numbers[ids[row]] for row in own}  # rows that fill up are the user's own too
+                assert user not in found
+                assert own[len(present) :] == own[:1] * (len(own) - len(present))
+                assert weight[: len(present)] == [1 / len(present)] * len(present)
+                found[user] = present
+        yield found
+
+
+def test_users_are_numbered_in_the_order_of_their_first_example():
+    units = Units(["z", "b", "z", "a", "b"], 9)
+    rows, counts = units.draw(np.arange(3), 0, Randomness.from_entropy())
+    assert rows.tolist() == [0, 2, 1, 4, 3]
+    assert counts.tolist() == [2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "ids", [[4, 4, 1], ("x", "x", "y"), np.array([2**40, 2**40, 3], dtype=np.uint64), torch.tensor([1, 1, 0], dtype=torch.int8)]
+)
+def test_ids_may_be_integers_or_strings_in_a_list_an_array_or_a_tensor(ids):
+    rows, counts = Units(ids, 2).draw(np.array([0]), 0, Randomness.from_entropy())
+    assert (rows.tolist(), counts.tolist(), len(Units(ids, 2))) == ([0, 1], [2], 2)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [[], "abc", [1.5, 2.0], [1.0, float("nan")], ["a", None], [1, "1"], [True, False], np.zeros((3, 2), int), 5, {"a": 1}],
+    ids=str,
+)
+def test_other_ids_are_refused(ids):
+    with pytest.raises(InputError, match=r"^users (is|holds)"):
+        Units(ids, 2)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        np.ma.masked_array([1, 2, 2], mask=[False, True, False]),
+        np.ma.masked_array(["a", "b"], mask=[False, True]),
+        np.array(["a", np.nan]),
+        np.array(["a", None]).astype(str),
+        np.array(["a", float("nan")], object),
+        ["a", ""],
+        np.array(["a", " "], object),
+        ["a", "a\0"],
+        np.array(["a", "a\0"], object),
+        [b"a", b"a\0"],
+    ],
+    ids=repr,
+)
+def test_two_users_are_never_taken_for_one_because_their_ids_are_missing_or_cut(ids):
+    with pytest.raises(InputError, match=r"^users (is|holds)"):
+        Units(ids, 2)
+
+
+@examples(200, quick=30)
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=40),
+    most=st.integers(1, 12),
+    room=st.integers(0, 40),
+    seed=st.integers(0, 99),
+)
+def test_each_user_brings_at_most_k_of_their_examples_in_batches_that_fit(sizes, most, room, seed):
+    ids = ids_of(sizes, seed)
+    sampler = PoissonSampler(
+        len(sizes),
+        max(1, len(sizes) * 2 // 3),
+        steps=2,
+        physical_batch_size=most + room,
+        units=Units(ids, most),
+        randomness=Randomness.seeded(seed),
+    )
+    for step in sampler:
+        assert all(weights.numel() == len(rows) <= most + room for rows, weights in step.chunks)
+        assert all(weights.shape[1] in widths(most) for _, weights in step.chunks)
+    numbered = [sizes[(one - 3) // 7] for one in dict.fromkeys(ids.tolist())]
+    for found in brought(sampler, ids):
+        for user, rows in found.items():
+            assert len(set(rows)) == len(rows) == min(most, numbered[user])
+
+
+def test_rows_that_fill_up_are_few():
+    """Users of 1 to 16 examples, all sizes alike: at most a fifth of what goes through the model."""
+    ids = ids_of(np.random.default_rng(0).integers(1, 17, 400))
+    sampler = PoissonSampler(400, 200, steps=20, physical_batch_size=256, units=Units(ids, 16))
+    weights = [chunk.weights for step in sampler for chunk in step.chunks]
+    rows, filling = sum(w.numel() for w in weights), sum(int((w == 0).sum()) for w in weights)
+    assert filling < 0.2 * rows
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    """Which examples each step drew: 60 users with 1, 3 or 8 examples, of which at most 3 enter a step."""
+    sizes = [1, 3, 8] * 20
+    ids = ids_of(sizes)
+    sampler = PoissonSampler(60, 15, steps=STEPS, physical_batch_size=32, units=Units(ids, 3))
+    found = np.zeros((STEPS, len(ids)), dtype=np.int8)
+    for row, step in zip(found, brought(sampler, ids), strict=True):
+        for rows in step.values():
+            row[rows] += 1
+    return ids, found
+
+
+def of_users(ids, found):
+    order = list(dict.fromkeys(ids.tolist()))
+    return np.stack([found[:, ids == one].sum(1) for one in order], 1)
+
+
+def test_every_user_is_drawn_with_the_plans_rate_however_many_examples_they_have(drawn):
+    """χ² over users, and for each number of examples by itself."""
+    ids, found = drawn
+    present = of_users(ids, found) > 0
+    statistic = ((present.sum(0) - STEPS / 4) ** 2).sum() / (STEPS * 0.25 * 0.75)
+    assert ALARM / 2 < stats.chi2.cdf(statistic, df=60) < 1 - ALARM / 2
+    sizes = np.array([int((ids == one).sum()) for one in dict.fromkeys(ids.tolist())])
+    for size in (1, 3, 8):
+        assert stats.binomtest(int(present[:, sizes == size].sum()), STEPS * 20, 0.25).pvalue > ALARM
+
+
+def test_users_are_drawn_independently_of_each_other_and_of_other_steps(drawn):
+    present = of_users(*drawn) > 0
+    for both in (present[:, :-1] & present[:, 1:], present[:-1] & present[1:]):
+        assert stats.binomtest(int(both.sum()), both.size, 0.0625).pvalue > ALARM
+
+
+def test_a_users_examples_are_drawn_anew_each_step_all_with_the_same_probability(drawn):
+    """Of eight examples three: each with 3/8, each pair of successive steps independent."""
+    ids, found = drawn
+    for one in dict.fromkeys(ids.tolist()):
+        own = found[:, ids == one]
+        own = own[own.sum(1) > 0]
+        if own.shape[1] < 8:
+            assert own.all()
+            continue
+        # Sums over examples have the covariance of draws without replacement, which χ² over 7 degrees of freedom takes out.
+        variance = len(own) * (3 / 8) * (5 / 8) * 8 / 7
+        statistic = ((own.sum(0) - len(own) * 3 / 8) ** 2).sum() / variance
+        assert ALARM / 2 < stats.chi2.cdf(statistic, df=7) < 1 - ALARM / 2
+        again = (own[:-1] & own[1:]).sum(1)  # hypergeometric: mean 9/8, variance 3·(3/8)(5/8)(5/7)
+        error = (again.mean() - 9 / 8) / math.sqrt(3 * (3 / 8) * (5 / 8) * (5 / 7) / len(again))
+        assert abs(error) < stats.norm.isf(ALARM / 2)
+
+
+def test_a_fixed_seed_draws_the_same_however_users_are_divided():
+    """Two shards together are the whole, example by example."""
+    ids = ids_of([1, 9, 2, 7, 5, 5, 30, 1])
+
+    def all_of(**options):
+        units = Units(ids, 4)
+        sampler = PoissonSampler(8, 6, steps=5, physical_batch_size=9, units=units, randomness=Randomness.seeded(1), **options)
+        return [dict(sorted(found.items())) for found in brought(sampler, ids)]
+
+    whole = all_of()
+    parts = [all_of(shard=range(3)), all_of(shard=range(3, 8))]
+    assert whole == [{**one, **other} for one, other in zip(*parts, strict=True)]
+
+
+def test_bands_are_groups_of_users():
+    ids = ids_of([2, 1, 4, 3, 1, 1])
+    sampler = PoissonSampler(6, 3, steps=8, physical_batch_size=9, bands=2, units=Units(ids, 4))
+    assert sampler.sample_rate == 1.0
+    for step, found in enumerate(brought(sampler, ids)):
+        assert sorted(found) == [user for user in range(6) if user % 2 == step % 2]
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return torch.tensor(10.0 * index)
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_tensors_and_datasets_give_each_user_their_own_rows(workers):
+    ids = [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
+
+    def loaded(data, **options):
+        sampler = PoissonSampler(4, 3, steps=4, physical_batch_size=6, units=Units(ids, 3), randomness=Randomness.seeded(0))
+        return [list(step.chunks) for step in sampler.load(data, **options)]
+
+    numbers = 10.0 * torch.arange(10.0)
+    plain, wrapped = loaded(numbers), loaded(TensorDataset(numbers))
+    read = loaded(Numbers(), num_workers=workers)
+    for step, with_tensors, step_read in zip(plain, wrapped, read, strict=True):
+        for chunk, (single,), other in zip(step, (c.rows for c in with_tensors), step_read, strict=True):
+            assert isinstance(chunk, WeightedRows)
+            assert isinstance(other, WeightedRows)
+            assert torch.equal(chunk.rows, single)
+            assert torch.equal(chunk.rows, other.rows)
+            owners = torch.tensor(ids)[(chunk.rows / 10).long()].view_as(chunk.weights)
+            assert (owners == owners[:, :1]).all()
+
+
+def test_how_many_examples_anyone_has_is_not_shown():
+    some, others = Units([1, 1, 1, 2], 3), Units([1, 2, 2, 2], 3)
+    assert repr(some) == repr(others) == "Units(2 users, at most 3 examples of each in a step)"
+    shown = [repr(PoissonSampler(2, 1, steps=1, physical_batch_size=4, units=units)) for units in (some, others)]
+    assert shown[0] == shown[1]
+    for save in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(PrivacyError, match="which examples belong to which user is private"):
+            save(some)
+    sampler = PoissonSampler(2, 1, steps=1, physical_batch_size=4, units=some)
+    with pytest.raises(InputError) as refused:
+        sampler.load(torch.zeros(9))
+    assert not any(character.isdigit() for character in str(refused.value))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"dataset_size": 3}, "users has 2 different ids, but dataset_size is 3"),
+        ({"physical_batch_size": 4}, "examples_per_user is 5, more than physical_batch_size, which is 4"),
+    ],
+)
+def test_units_that_do_not_fit_are_refused(arguments, sentence):
+    options = {"dataset_size": 2, "batch_size": 1, "steps": 1, "physical_batch_size": 9, **arguments}
+    with pytest.raises(InputError, match=sentence):
+        PoissonSampler(units=Units([1, 1, 2], 5), **options)
+
+
+PLAN = PrivacyPlan.solve(
+    dataset_size=500, batch_size=50, delta=1e-4, noise_multiplier=1.2, steps=30, unit="user", examples_per_user=8
+)
+
+
+def test_a_sampler_of_a_plan_of_users_needs_users_and_one_of_examples_has_none():
+    with pytest.raises(InputError, match="unit is 'user'"):
+        PoissonSampler.from_plan(PLAN)
+    with pytest.raises(InputError, match="unit is 'example'"):
+        PoissonSampler.from_plan(replace(PLAN, unit="example", examples_per_user=None), units=Units([1], 2))
+
+
+def test_epsilon_of_all_users_in_every_step_is_that_of_the_gaussian_mechanism():
+    """The exact ε of Balle and Wang (2018), Theorem 8, for T steps of noise multiplier σ, however many examples users have."""
+    sigma, steps, delta = 6.0, 4, 1e-4
+    s = sigma / math.sqrt(steps)
+
+    def excess(epsilon):
+        return stats.norm.cdf(0.5 / s - epsilon * s) - math.exp(epsilon) * stats.norm.cdf(-0.5 / s - epsilon * s) - delta
+
+    exact = optimize.brentq(excess, 1e-3, 20)
+    for k in (1, 8, 1000):
+        plan = PrivacyPlan(300, 300, sigma, steps, delta, accountant="pld", unit="user", examples_per_user=k)
+        assert exact <= plan.epsilon <= exact * 1.001
+
+
+def test_epsilon_of_users_is_that_of_as_many_examples_whatever_k():
+    assert {replace(PLAN, examples_per_user=k).epsilon for k in (1, 8, 500)} == {
+        replace(PLAN, unit="example", examples_per_user=None).epsilon
+    }
+
+
+def test_a_plan_of_users_survives_json_and_one_of_examples_leaves_no_trace():
+    read = PrivacyPlan.from_dict(json.loads(json.dumps(PLAN.to_dict())))
+    assert read == PLAN
+    assert (read.unit, read.examples_per_user) == ("user", 8)
+    plain = replace(PLAN, unit="example", examples_per_user=None)
+    assert not {"unit", "examples_per_user"} & plain.to_dict().keys()
+    assert PrivacyPlan.from_dict(plain.to_dict()) == plain
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"unit": "patient"}, "unit is 'patient'"),
+        ({"unit": "user"}, "examples_per_user is missing"),
+        ({"unit": "user", "examples_per_user": 0}, "examples_per_user is 0"),
+        ({"unit": "user", "examples_per_user": 2.5}, "examples_per_user is 2.5"),
+        ({"examples_per_user": 4}, "examples_per_user is 4, but unit is 'example'"),
+        ({"unit": "user", "examples_per_user": 2, "batch_size": 501}, "more than the 500 users"),
+    ],
+)
+def test_plans_of_users_that_cannot_be_get_one_sentence(options, sentence):
+    arguments = {"dataset_size": 500, "batch_size": 50, "delta": 1e-4, "noise_multiplier": 1.2, "steps": 30, **options}
+    with pytest.raises(InputError, match=sentence):
+        PrivacyPlan.solve(**arguments)
+    with pytest.raises(InputError, match=sentence):
+        PrivacyPlan(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sentence"),
+    [
+        (PLAN, replace(PLAN, unit="example", examples_per_user=None), "unit = 'user' and cannot continue with 'example'"),
+        (replace(PLAN, unit="example", examples_per_user=None), PLAN, "unit = 'example' and cannot continue with 'user'"),
+        (PLAN, replace(PLAN, examples_per_user=9), "examples_per_user = 8 and cannot continue with 9"),
+    ],
+)
+def test_a_ledger_of_one_kind_does_not_go_on_as_the_other(tmp_path, before, after, sentence):
+    PrivacyLedger.create(tmp_path, before, SETTINGS).close()
+    assert read_ledger(tmp_path).plan == before
+    with pytest.raises(PrivacyError, match=sentence):
+        PrivacyLedger.resume(tmp_path, after, SETTINGS, position=0)
+
+
+def test_a_ledger_of_examples_is_written_as_before_there_were_users(tmp_path):
+    PrivacyLedger.create(tmp_path, replace(PLAN, unit="example", examples_per_user=None), SETTINGS).close()
+    header = json.loads((tmp_path / LEDGER_NAME).read_text().splitlines()[0])
+    assert not {"unit", "examples_per_user"} & header["plan"].keys()
+    assert header["settings"]["unit"] == "one training example"

@@ -1,0 +1,192 @@
+"""The bounds audits rest on, against published examples, closed forms and exact enumeration."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import brentq
+from scipy.stats import binom, binomtest, norm
+from thoroughness import examples
+
+from dp_microadam.errors import InputError
+from dp_microadam.workbench.audit.probes import BANDS, COMPOSITION, NOISE, SAMPLING
+from dp_microadam.workbench.audit.statistics import (
+    largest_one_run_epsilon,
+    one_run_epsilon,
+    one_run_p_value,
+    rate_upper_bound,
+    two_world_epsilon,
+)
+from dp_microadam.workbench.audit.two_world import Probe, audit_two_worlds, strength
+
+
+def gaussian_epsilon(noise_multiplier, delta):
+    """Closed form of the Gaussian mechanism (Balle and Wang 2018, theorem 8)."""
+    mu = 1 / noise_multiplier
+
+    def gap(epsilon):
+        return norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu) - delta
+
+    return brentq(gap, 0, 100) if gap(0) > 0 else 0.0
+
+
+@pytest.mark.parametrize(
+    ("canaries", "guesses", "correct", "delta", "published"),
+    [
+        (1000, 100, 75, 1e-4, 0.673),  # appendix D of the paper
+        (100_000, 1510, 1439, 1e-5, 2.675),  # its section 7
+    ],
+)
+def test_the_published_examples_of_one_run_are_reproduced(canaries, guesses, correct, delta, published):
+    assert one_run_epsilon(canaries, guesses, correct, delta, 0.95) == pytest.approx(published, abs=1e-3)
+
+
+def test_one_run_saturates_as_published():
+    assert round(largest_one_run_epsilon(1_000, 1e-5, 0.95), 1) == 5.8
+    assert round(largest_one_run_epsilon(10_000, 1e-5, 0.95), 1) == 7.8
+
+
+def test_without_delta_all_right_guesses_give_the_closed_form():
+    # (e^ε/(1+e^ε))^r = 1 − confidence, solved for ε.
+    accuracy = 0.05 ** (1 / 200)
+    assert one_run_epsilon(500, 200, 200, 0.0, 0.95) == pytest.approx(math.log(accuracy / (1 - accuracy)), rel=1e-9)
+
+
+def test_guesses_no_better_than_a_coin_show_nothing():
+    assert one_run_epsilon(1000, 500, 250, 1e-5, 0.95) == 0.0
+
+
+@examples(40)
+@given(st.data())
+def test_the_p_value_is_the_published_formula_summed_term_by_term(data):
+    guesses = data.draw(st.integers(1, 40))
+    correct = data.draw(st.integers(0, guesses))
+    canaries = data.draw(st.integers(guesses, 100))
+    epsilon, delta = data.draw(st.floats(0, 5)), data.draw(st.floats(0, 0.01))
+    q = math.exp(epsilon) / (1 + math.exp(epsilon))
+    mass = [math.comb(guesses, k) * q**k * (1 - q) ** (guesses - k) for k in range(guesses + 1)]
+    slopes = [sum(mass[correct - i : correct]) / i for i in range(1, correct + 1)]
+    expected = min(1.0, sum(mass[correct:]) + 2 * canaries * delta * max(slopes, default=0.0))
+    assert one_run_p_value(canaries, guesses, correct, epsilon, delta) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_randomized_response_is_never_accused():
+    """The worst ε-private mechanism reports each membership truthfully with probability e^ε/(1+e^ε). The chance that the bound
+    exceeds ε, summed exactly over all numbers of right guesses, stays below 5 %."""
+    for epsilon in (0.2, 1.0, 3.0):
+        chances = binom.pmf(range(101), 100, 1 / (1 + math.exp(-epsilon)))
+        bounds = [one_run_epsilon(100, 100, right, 0.0, 0.95) for right in range(101)]
+        accused = sum(chance for chance, bound in zip(chances, bounds, strict=True) if bound > epsilon * (1 + 1e-9))
+        assert 0.005 < accused <= 0.05
+
+
+@examples(40)
+@given(st.data())
+def test_rates_are_bounded_as_by_clopper_and_pearson(data):
+    trials = data.draw(st.integers(1, 500))
+    events = data.draw(st.integers(0, trials))
+    confidence = data.draw(st.floats(0.5, 0.9999999))
+    other = binomtest(events, trials, alternative="less").proportion_ci(confidence, method="exact").high
+    assert float(rate_upper_bound(events, trials, confidence)) == pytest.approx(other, rel=1e-6)
+
+
+@examples(25)
+@given(st.floats(0.3, 3.0), st.floats(0.001, 0.3), st.floats(-2, 3))
+def test_exact_error_rates_of_the_gaussian_mechanism_never_exceed_its_curve(noise, delta, threshold):
+    """With as good as infinitely many trials the bound is what the error rates imply, and no threshold beats the curve."""
+    trials = 10**12
+    alarms = norm.sf(threshold / noise) * trials
+    misses = norm.cdf((threshold - 1) / noise) * trials
+    bound = float(two_world_epsilon(round(alarms), round(misses), trials, trials, delta, 0.95))
+    assert bound <= gaussian_epsilon(noise, delta) + 1e-9
+
+
+@pytest.mark.parametrize("noise", [0.7, 1.5])
+@pytest.mark.parametrize("delta", [0.01, 0.1, 0.2])
+def test_the_best_threshold_reaches_the_curve(noise, delta):
+    epsilon = gaussian_epsilon(noise, delta)
+    threshold = epsilon * noise**2 + 0.5  # where the likelihood ratio is e^ε
+    trials = 10**14
+    alarms = round(norm.sf(threshold / noise) * trials)
+    misses = round(norm.cdf((threshold - 1) / noise) * trials)
+    assert float(two_world_epsilon(alarms, misses, trials, trials, delta, 0.95)) == pytest.approx(epsilon, rel=1e-3)
+
+
+def gaussian_worlds(seed, repetitions, noise=0.7):
+    rng = np.random.default_rng(seed)
+    without, present = noise * rng.standard_normal((2, repetitions, 1, 1))
+    return without, present + 1
+
+
+def test_many_samples_of_the_gaussian_mechanism_come_close_to_its_curve_and_stay_below():
+    """False alarm below 1e-7, by the confidence; the bound is within a tenth of the truth."""
+    probe = Probe("strength", "", strength, delta=0.1)
+    truth = gaussian_epsilon(0.7, 0.1)
+    found = audit_two_worlds(*gaussian_worlds(3, 400_000), probe, truth, confidence=1 - 1e-7)
+    assert 0.9 * truth < found.bound < truth
+    assert not found.violated
+
+
+def test_bounds_of_small_samples_exceed_the_truth_no_more_often_than_stated():
+    """400 audits at 90 %: above the truth at most 40 times on average; 75 or more has probability 6e-8."""
+    probe = Probe("strength", "", strength, delta=0.1)
+    truth = gaussian_epsilon(0.7, 0.1)
+    above = sum(audit_two_worlds(*gaussian_worlds(seed, 400), probe, truth, confidence=0.9).violated for seed in range(400))
+    assert binom.sf(74, 400, 0.1) < 1e-7
+    assert above < 75
+
+
+def test_the_threshold_is_chosen_on_the_half_that_is_not_judged():
+    """The judged half decides alone: with it shuffled into one world the bound is zero, whatever the first half shows."""
+    probe = Probe("strength", "", strength, delta=0.1)
+    apart = np.concatenate([np.zeros(500), np.ones(500)])[:, None, None]
+    assert audit_two_worlds(-apart, 5 - apart, probe, 1.0).violated  # worlds differ in both halves
+    same_when_judged = np.concatenate([np.ones(500), np.zeros(500)])[:, None, None]
+    assert audit_two_worlds(0 * same_when_judged, same_when_judged, probe, 1.0).bound == 0.0
+
+
+def test_claims_of_the_experiments_are_exact():
+    for probe in NOISE.probes:
+        assert NOISE.claim(probe) == pytest.approx(gaussian_epsilon(NOISE.plan.noise_multiplier, probe.delta), rel=5e-4)
+    (probe,) = BANDS.probes
+    assert BANDS.claim(probe) == pytest.approx(gaussian_epsilon(BANDS.plan.noise_multiplier, probe.delta), rel=5e-4)
+    for experiment in (COMPOSITION, SAMPLING):
+        for probe in experiment.probes:
+            assert experiment.claim(probe) == pytest.approx(
+                subsampled_epsilon(experiment.plan, probe.delta), rel=2e-3, abs=1e-3
+            )
+
+
+def subsampled_epsilon(plan, delta):
+    """Two subsampled Gaussian steps by quadrature over a grid of both outputs, in both directions of the neighbours."""
+    noise, q = plan.noise_multiplier, plan.sample_rate
+    grid = np.linspace(-9 * noise, 1 + 9 * noise, 2001)
+    cell = norm.pdf(grid, 0, noise) * (grid[1] - grid[0])
+    weight = np.outer(cell, cell)
+    ratio = 1 - q + q * np.exp((2 * grid - 1) / (2 * noise**2))
+    ratio = np.outer(ratio, ratio)
+
+    def gap(epsilon):
+        factor = math.exp(epsilon)
+        return max((weight * np.maximum(ratio - factor, 0)).sum(), (weight * np.maximum(1 - factor * ratio, 0)).sum()) - delta
+
+    return brentq(gap, 0, 20) if gap(0) > 0 else 0.0
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: one_run_p_value(10, 11, 5, 1.0, 0.0), "guesses is 11"),
+        (lambda: one_run_p_value(10, 10, 11, 1.0, 0.0), "correct is 11"),
+        (lambda: one_run_p_value(10, 10, 5, -1.0, 0.0), "epsilon is -1.0"),
+        (lambda: one_run_epsilon(10, 10, 5, 1.0, 0.9), "delta is 1.0"),
+        (lambda: one_run_epsilon(10, 10, 5, 0.0, 1.0), "confidence is 1.0"),
+        (lambda: two_world_epsilon(0, 0, 10, 10, -0.1, 0.9), "delta is -0.1"),
+        (lambda: rate_upper_bound(0, 0, 0.9), "trials is 0"),
+    ],
+)
+def test_what_cannot_be_a_count_or_a_probability_is_refused(call, named):
+    with pytest.raises(InputError, match=named):
+        call()

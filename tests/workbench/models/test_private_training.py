@@ -1,0 +1,137 @@
+"""Every family of models is clipped exactly: sums and norms are those of one example at a time."""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from dp_microadam import MicroAdam, PrivacyPlan, PrivateTrainer
+from dp_microadam.clipping.engine import ClippedGradients
+from dp_microadam.clipping.per_example import clipped_sum
+from dp_microadam.training.evaluation import class_loss
+from dp_microadam.training.export import save_weights
+from dp_microadam.workbench import models
+from dp_microadam.workbench.models import TransformerSize
+from dp_microadam.workbench.models.nf_resnet import NormalizerFreeResNet
+
+SMALL = TransformerSize(width=16, layers=2, heads=2)
+REAL = os.environ.get("DP_MICROADAM_VIT_TINY")
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def batch_of(count: int, side: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, 3, side, side, generator=generator, dtype=dtype), torch.arange(count) % 3
+
+
+def small_nf_resnet() -> nn.Module:
+    return NormalizerFreeResNet((2, 1), 1, 3, alpha=0.2, skip_gain=1.0, stochastic_depth=0.0, gain=True)
+
+
+FAMILIES = {
+    # name: model, side of its images
+    "wide-resnet": (lambda: models.wide_resnet(10, 1, 3), 8),
+    "nf-resnet": (small_nf_resnet, 32),
+    "vit": (lambda: models.vit(SMALL, 3, resolution=16, patch_size=8), 16),
+    "vit, resized": (lambda: models.vit(SMALL, 3, resolution=24, patch_size=8), 16),
+    "vit, head only": (lambda: models.vit(SMALL, 3, resolution=16, patch_size=8, trainable="head"), 16),
+}
+
+
+def assert_clipped_exactly(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    _, norms = clipped_sum(model, loss, batch, max_grad_norm=1.0)
+    bound = sorted(norms)[len(norms) // 2] * 0.999  # some examples are clipped, some are not
+    expected, _ = clipped_sum(model, loss, batch, max_grad_norm=bound)
+    engine = ClippedGradients(model, loss, max_grad_norm=bound)
+    found = engine.accumulate(batch)
+    torch.testing.assert_close(found, torch.tensor(norms, dtype=found.dtype), rtol=1e-9, atol=0)
+    assert engine.sums.keys() == expected.keys()
+    for name, total in expected.items():
+        torch.testing.assert_close(engine.sums[name], total, rtol=1e-7, atol=1e-9 * bound)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_clipped_sums_are_those_of_one_example_at_a_time(family):
+    torch.manual_seed(0)
+    build, side = FAMILIES[family]
+    assert_clipped_exactly(build().double(), batch_of(4, side))
+
+
+@pytest.mark.parametrize("trainable", ["all", "head"])
+def test_pretrained_weights_are_clipped_exactly(tmp_path, timm_checkpoint, trainable):
+    path = tmp_path / "weights.safetensors"
+    save_file(timm_checkpoint(), path)
+    torch.manual_seed(0)
+    model = models.vit(SMALL, 3, pretrained=str(path), resolution=16, patch_size=8, trainable=trainable)
+    assert_clipped_exactly(model.double(), batch_of(4, 16))
+
+
+def test_stochastic_depth_can_be_trained_privately():
+    torch.manual_seed(0)
+    model = NormalizerFreeResNet((1, 1), 1, 3, alpha=0.2, skip_gain=1.0, stochastic_depth=0.9, gain=True)
+    engine = ClippedGradients(model, loss, max_grad_norm=1e6)
+    images, labels = batch_of(6, 32, torch.float32)
+    engine.check_independence((images, labels))
+    torch.manual_seed(7)
+    engine.accumulate((images, labels))
+    torch.manual_seed(7)
+    loss(model, (images, labels)).sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(engine.sums[name], parameter.grad, rtol=1e-3, atol=1e-5)
+
+
+# The others have no kind of parameter that these lack.
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("wide-resnet", "vit, resized"))) for name in FAMILIES]
+)
+def test_an_optimizer_step_changes_every_tensor_that_trains(family):
+    torch.manual_seed(0)
+    build, side = FAMILIES[family]
+    model = build()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine = ClippedGradients(model, loss, max_grad_norm=1.0)
+    engine.accumulate(batch_of(3, side, torch.float32))
+    for name, parameter in model.named_parameters():
+        parameter.grad = engine.sums.get(name)
+    MicroAdam([p for p in model.parameters() if p.requires_grad], fused=False).step()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]) != parameter.requires_grad, name
+
+
+@pytest.mark.skipif(not REAL, reason="DP_MICROADAM_VIT_TINY names no vit_tiny_patch16_224.safetensors")
+@pytest.mark.parametrize("trainable", ["all", "head"])
+def test_a_pretrained_model_of_real_size_is_clipped_to_the_bound(trainable):
+    torch.manual_seed(0)
+    model = models.vit("tiny", 3, pretrained=REAL, resolution=32, trainable=trainable)
+    engine = ClippedGradients(model, loss, max_grad_norm=1e-3)
+    norms = engine.accumulate(batch_of(3, 32, torch.float32))
+    assert bool((norms > 1e-3).all())
+    total = torch.cat([part.flatten() for part in engine.sums.values()])
+    assert 0 < float(total.norm()) <= 3e-3 * (1 + 1e-5)
+
+
+def test_a_pretrained_model_trains_through_the_trainer_resumes_and_is_exported(tmp_path, timm_checkpoint):
+    save_file(timm_checkpoint(), tmp_path / "weights.safetensors")
+    images, labels = batch_of(30, 16, torch.float32)
+    plan = PrivacyPlan.solve(dataset_size=30, batch_size=6, delta=1e-3, noise_multiplier=1.0, steps=4)
+
+    def trainer(**options):
+        torch.manual_seed(0)
+        model = models.vit(SMALL, 3, pretrained=str(tmp_path / "weights.safetensors"), resolution=16, patch_size=8)
+        options = {"run_dir": tmp_path / "run", "show_progress": False, "physical_batch_size": 4, "ema_decay": 0.9, **options}
+        return PrivateTrainer(model, MicroAdam(model.parameters(), fused=False), plan, class_loss, **options), model
+
+    interrupted, _ = trainer(max_steps=2, checkpoint_every=1)
+    assert interrupted.fit((images, labels)).steps_done == 2
+    resumed, model = trainer()
+    assert resumed.resume().fit((images, labels)).steps_done == 4
+    save_weights(model.state_dict(), tmp_path / "exported.safetensors")
+    plain = models.vit(SMALL, 3, resolution=16, patch_size=8)
+    plain.load_state_dict(load_file(tmp_path / "exported.safetensors"))
+    assert torch.equal(plain.eval()(images), model.eval()(images))

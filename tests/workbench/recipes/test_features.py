@@ -1,0 +1,232 @@
+"""Recipes with ``cache_features``: the same run, computed once; evaluated, resumed and exported like any other."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_text_models import LENGTH, save_bert, write_messages
+
+from dp_microadam.errors import InputError
+from dp_microadam.layers.fixed_norm import FEATURE_NORM
+from dp_microadam.workbench.command_line.cli import main
+from dp_microadam.workbench.command_line.commands.running import open_run
+from dp_microadam.workbench.models.hugging_face import saved_classifier, text_encoder
+from dp_microadam.workbench.recipes import load_recipe
+from dp_microadam.workbench.recipes.pretrained import located
+from dp_microadam.workbench.recipes.stated import recipe_of_run, stated
+
+pytest.importorskip("transformers")
+
+COMMON = """
+name = "small"
+method = "dp-sgd"
+learning_rate = 1.0
+noise_multiplier = 1.0
+steps = 4
+batch_size = 16
+physical_batch_size = 8
+seed = 1
+"""
+
+
+def write_images(folder):
+    """Made-up images in CIFAR-10's format."""
+    random = np.random.default_rng(0)
+    for name in (*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"):
+        records = random.integers(0, 256, (8, 3073), dtype=np.uint8)
+        records[:, 0] %= 10
+        (folder / f"{name}.bin").write_bytes(records.tobytes())
+
+
+@pytest.fixture
+def recipe_of(tmp_path, monkeypatch):
+    """Writes the recipe of a head on a frozen model; features go to a cache of their own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def write(kind, pooling="own"):
+        if kind == "images":
+            write_images(tmp_path)
+            own = f'data = "cifar10"\nverify_data = false\ndata_folder = "{tmp_path}"\nmodel = "vit-tiny"\n'
+            options = '[model_options]\nresolution = 16\ntrainable = "head"\n'
+        else:
+            write_messages(tmp_path / "texts")
+            own = f'data = "sms-spam"\ndata_folder = "{tmp_path / "texts"}"\nmodel = "hugging-face"\n'
+            options = f'[model_options]\npretrained = "{save_bert(tmp_path / "bert")}"\ntrainable = "head"\n'
+            options += f'pooling = "{pooling}"\n'
+            options += f"[data_options]\nmax_length = {LENGTH}\n"
+        path = tmp_path / "small.toml"
+        path.write_text(COMMON + own + options)
+        return path
+
+    return write
+
+
+def run(capsys, *arguments):
+    assert main([*map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def weights_of(capsys, folder, target):
+    assert main(["export", str(folder), "--output", str(target)]) == 0
+    capsys.readouterr()
+    return load_file(sorted(target.rglob("*.safetensors"))[0])
+
+
+@pytest.mark.parametrize("kind", ["texts", pytest.param("images", marks=pytest.mark.slow)])
+def test_a_recipe_on_features_is_the_same_run_and_exports_the_whole_model(recipe_of, tmp_path, capsys, kind):
+    recipe = recipe_of(kind)
+    slow, fast = tmp_path / "slow", tmp_path / "fast"
+    expected = run(capsys, "train", recipe, "--quiet", "--run-dir", slow)
+    stopped = ["--set", "cache_features=true", "--set", "max_steps=2"]
+    run(capsys, "train", recipe, *stopped, "--quiet", "--run-dir", fast)
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.npy")}
+    assert len(kept) == 2 * 3  # features and labels of training, validation and test part
+
+    (fast / "config.toml").write_text((fast / "config.toml").read_text().replace("max_steps = 2\n", ""))
+    found = run(capsys, "resume", fast, "--quiet")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.npy")} == kept
+    for name in ("validation_loss", "test_accuracy", "epsilon", "steps_done"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-4), name
+
+    assert run(capsys, "data", "clean")["freed_bytes"] > 0
+    assert not list((tmp_path / "cache").rglob("*.npy"))
+    assert run(capsys, "evaluate", fast)["test_accuracy"] == found["test_accuracy"]
+    whole, other = weights_of(capsys, slow, tmp_path / "a"), weights_of(capsys, fast, tmp_path / "b")
+    assert whole.keys() == other.keys()
+    assert len(whole) > 20  # the frozen part too
+    for name, value in whole.items():
+        torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("flip=true", "flip changes images from step to step"),
+        ("crop_padding=4", "crop_padding changes images"),
+        ("model_options.trainable=all", "more than the head of model 'vit-tiny' trains; set model_options.trainable to 'head'"),
+        ("tune={expected_runs=2, learning_rate=[1, 2]}", r"\[tune\] is given"),
+        ("model_options.lora_rank=2", "with lora_rank features change from step to step"),
+        ("cache_features=1", "it must be true or false"),
+    ],
+)
+def test_features_that_cannot_be_kept_are_refused_before_anything_is_read(recipe_of, override, message):
+    with pytest.raises(InputError, match=message):
+        load_recipe(str(recipe_of("images")), ["cache_features=true", override])
+
+
+@pytest.mark.slow
+def test_features_of_a_head_have_one_norm_and_every_command_says_so(recipe_of, tmp_path, capsys):
+    """The export checks that its program agrees with evaluation; the card's code builds the same model."""
+    recipe = recipe_of("images")
+    folder, exported = tmp_path / "run", tmp_path / "exported"
+    run(capsys, "train", recipe, "--set", "cache_features=true", "--quiet", "--run-dir", folder)
+    assert "normalize_features = true" in (folder / "config.toml").read_text()
+    kept = torch.from_numpy(np.load(next((tmp_path / "cache").rglob("0.npy"))))
+    torch.testing.assert_close(kept.norm(dim=1), torch.full((len(kept),), FEATURE_NORM), atol=1e-4, rtol=0)
+    assert main(["export", str(folder), "--output", str(exported)]) == 0
+    assert "normalize_features=True" in (exported / "README.md").read_text()
+
+
+def test_a_run_from_before_heads_had_features_of_one_norm_goes_on_without(recipe_of):
+    recipe = load_recipe(str(recipe_of("images")))
+    assert stated(recipe, bands=1).model_options["normalize_features"] is True
+    assert recipe_of_run(recipe.to_toml()).model_options["normalize_features"] is False
+    assert recipe_of_run(stated(recipe, bands=1).to_toml()).model_options["normalize_features"] is True
+    everything = load_recipe(str(recipe_of("images")), ["model_options.trainable=all"])
+    assert "normalize_features" not in stated(everything, bands=1).model_options
+
+
+ADAPTED = ("--set", "model_options.trainable=all", "--set", "model_options.lora_rank=2")
+
+
+def test_features_before_a_head_have_one_norm_with_adapters_and_biases_too(recipe_of):
+    adapted = load_recipe(str(recipe_of("images")), list(ADAPTED[1::2]))
+    assert stated(adapted, bands=1).model_options["normalize_features"] is True
+    biases = load_recipe(str(recipe_of("images")), ["model_options.trainable=biases"])
+    assert stated(biases, bands=1).model_options["normalize_features"] is True
+    texts = load_recipe(str(recipe_of("texts")), list(ADAPTED[1::2]))
+    assert "normalize_features" not in stated(texts, bands=1).model_options
+
+
+@pytest.mark.slow
+def test_a_vision_transformer_with_adapters_is_trained_resumed_evaluated_and_exported(recipe_of, tmp_path, capsys, monkeypatch):
+    """The export checks that its program, which needs no peft, agrees with evaluation."""
+    recipe, folder, exported = recipe_of("images"), tmp_path / "run", tmp_path / "exported"
+    run(capsys, "train", recipe, *ADAPTED, "--set", "max_steps=2", "--quiet", "--run-dir", folder)
+    (folder / "config.toml").write_text((folder / "config.toml").read_text().replace("max_steps = 2\n", ""))
+    trained = run(capsys, "resume", folder, "--quiet")
+    assert run(capsys, "evaluate", folder)["test_accuracy"] == trained["test_accuracy"]
+    whole = run(capsys, "train", recipe, *ADAPTED, "--quiet", "--run-dir", tmp_path / "whole")
+    assert trained["validation_loss"] == pytest.approx(whole["validation_loss"], rel=1e-4)
+    assert main(["export", str(folder), "--output", str(exported)]) == 0
+    assert "program checked on" in capsys.readouterr().out
+    blocks = re.findall(r"```python\n(.*?)```", (exported / "README.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(exported)
+    names = {}
+    code = next(code for code in blocks if "models.build" in code)
+    assert "pip install peft" in code
+    exec(code, names)
+    experiment = open_run(folder)
+    experiment.trainer.peek()
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(names["model"](images), experiment.best_model().eval()(images))
+    assert main(["export", str(folder), "--output", str(tmp_path / "adapters"), "--adapters"]) == 2
+    assert "only text models are exported as adapters" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        (("--set", "cache_features=true"), ()),
+        (("--set", "model_options.trainable=all"), ()),
+        (ADAPTED, ()),
+        (ADAPTED, ("--adapters",)),
+    ],
+)
+def test_the_code_of_a_sentence_classifiers_card_gives_the_scores_of_the_run(
+    recipe_of, tmp_path, capsys, monkeypatch, settings, options
+):
+    recipe = recipe_of("texts", pooling="mean")
+    folder, exported = tmp_path / "run", tmp_path / "exported"
+    run(capsys, "train", recipe, *settings, "--quiet", "--run-dir", folder)
+    assert main(["export", str(folder), "--output", str(exported), *options]) == 0
+    code = re.search(r"```python\n(.*?)```", (exported / "README.md").read_text(), re.DOTALL)[1]
+    monkeypatch.chdir(exported)
+    names = {}
+    exec(code, names)
+    texts = ["win cash now", "hello mum see you at home tonight", "free"]
+    experiment = open_run(folder)
+    experiment.trainer.peek()
+    model = experiment.best_model().eval()
+    with torch.no_grad():
+        expected = model(text_encoder(str(tmp_path / "bert"), LENGTH)(texts))
+        torch.testing.assert_close(names["scores"](texts), expected)
+    assert names["classes"] == ["ham", "spam"]
+    if options:
+        with pytest.raises(InputError, match="holds adapters without the model they belong to; load them as its README"):
+            saved_classifier(exported)
+        return
+    saved, encoder, classes, _ = saved_classifier(exported)  # what predict takes
+    with torch.no_grad():
+        torch.testing.assert_close(saved(encoder(texts)), expected)
+    assert names["encoder"].config.id2label == {0: "ham", 1: "spam"}  # so that the hub shows them
+    assert classes == ("ham", "spam")
+    (exported / "head.safetensors").write_bytes(b"x")
+    with pytest.raises(InputError, match=r"head\.safetensors cannot be read, export the model again"):
+        saved_classifier(exported)
+
+
+def test_weights_are_found_by_name_beside_the_data(tmp_path, monkeypatch):
+    monkeypatch.setenv("DP_MICROADAM_DATA", str(tmp_path))
+    assert located("small-vit") == "small-vit"
+    (tmp_path / "small-vit").mkdir()
+    weights = tmp_path / "small-vit" / "any.safetensors"
+    weights.touch()
+    assert located("small-vit") == str(weights)
+    (tmp_path / "small-vit" / "config.json").touch()
+    assert located("small-vit") == str(tmp_path / "small-vit")
+    assert located("facebook/deit-tiny-patch16-224") == "facebook/deit-tiny-patch16-224"

@@ -1,0 +1,98 @@
+"""The unit of a run has a name, such as patient: statement, card, report and the last line of a run use it."""
+
+import json
+
+import pytest
+
+from dp_microadam.errors import InputError
+from dp_microadam.workbench.command_line.cli import main
+from dp_microadam.workbench.recipes import load_recipe
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """A recipe for a table with one row of each patient."""
+    (tmp_path / "patients.csv").write_text("x,patient,label\n" + "".join(f"{n % 7 / 7},p{n},{n % 2}\n" for n in range(60)))
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(
+        f'data = "table"\ndata_folder = "{tmp_path}/patients.csv"\nmodel = "mlp"\nepsilon = 7.0\nsteps = 3\nbatch_size = 8\n'
+        'delta = 0.01\nunit_name = "patient"\n[data_options]\nclasses = 2\nuser_column = "patient"\n'
+    )
+    return recipe
+
+
+def test_statement_card_and_report_say_what_the_unit_is_called(recipe, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(["train", str(recipe), "--set", "model_options.hidden=2000", "--quiet", "--run-dir", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert "ε = 7.00 for a patient at δ = 0.01" in shown
+    assert "parameters hardly learn then: more patients, a larger ε" in shown
+    statement = (run / "privacy.txt").read_text()
+    for words in (
+        "differentially private for one patient (one training example each):",
+        "7.00 at δ = 0.01, for a patient, for the steps done",
+        "each of 43 patients in each step",
+        "one patient changes the sum by at most 1",
+        "several patients together, such as a family, are protected less",
+    ):
+        assert words in statement, words
+    assert main(["export", str(run), "--output", str(tmp_path / "exported"), "--group-size", "2"]) == 0
+    card = next((tmp_path / "exported").glob("*.md")).read_text()
+    assert "one patient (one training example each)" in card
+    assert "up to 2 patients together: ε = " in card
+    assert json.loads((tmp_path / "exported" / "privacy.json").read_text())["group_size"] == 2
+    assert main(["report", str(run), "--page-only", "--group-size", "2"]) == 0
+    page = (run / "report.html").read_text()
+    assert "for a patient, at δ = 0.01" in page
+    assert "43 patients" in page
+    assert "up to 2 patients together: ε = " in page
+    assert main(["export", str(run), "--output", str(tmp_path / "other"), "--group-size", "0"]) == 2
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_name_is_refused_for_examples_of_which_somebody_has_several(recipe, tmp_path, capsys):
+    (tmp_path / "patients.csv").write_text("x,patient,label\n" + "".join(f"{n % 7 / 7},p{n // 2},{n % 2}\n" for n in range(60)))
+    assert main(["train", str(recipe), "--run-dir", str(tmp_path / "run")]) == 2
+    assert "some have several examples; set unit = 'user' and examples_per_user" in capsys.readouterr().err
+    users = ["--set", "unit=user", "--set", "examples_per_user=2", "--quiet"]
+    assert main(["train", str(recipe), *users, "--run-dir", str(tmp_path / "run")]) == 0
+    assert "for a patient with all their examples at δ" in capsys.readouterr().out
+    statement = (tmp_path / "run" / "privacy.txt").read_text()
+    assert "one patient with all their training examples" in statement
+    assert "with one patient added or removed, with all their examples" in statement
+    assert "mean gradient of each patient's examples" in statement
+    assert "user" not in statement
+
+
+def test_a_batch_larger_than_the_training_part_is_refused_in_its_units(recipe, tmp_path, capsys):
+    assert main(["train", str(recipe), "--set", "batch_size=50", "--run-dir", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert "batch_size is 50, more than the 43 patients to train on, validation and test parts aside; it must" in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_plan_budget_and_report_of_users_call_them_by_their_name(recipe, tmp_path, capsys):
+    run, users = tmp_path / "run", ["--set", "unit=user", "--set", "examples_per_user=2"]
+    assert main(["train", str(recipe), *users, "--quiet", "--run-dir", str(run)]) == 0
+    capsys.readouterr()
+    assert main(["plan", str(recipe), *users, "--group-size", "2"]) == 0
+    shown = capsys.readouterr().out
+    for words in ("one patient with all their training", "│ patients", "expected patients per step", "examples of a patient"):
+        assert words in shown, words
+    for words in ("ε for 2 patients together", "ε for a patient ", "if one patient is replaced by another"):
+        assert words in shown, words
+    assert main(["budget", str(run), "--group-size", "2"]) == 0
+    spent = capsys.readouterr().out
+    for words in ("Privacy spent, for a patient with all their", "together for a patient: ε", "up to 2 patients together: ε"):
+        assert words in spent, words
+    assert main(["report", str(run), "--page-only"]) == 0
+    page = (run / "report.html").read_text()
+    for text in (shown, spent, page[page.index("<body") : page.index('id="settings"')]):
+        assert "user" not in text
+
+
+@pytest.mark.parametrize("name", ["", "p4", " patient", "a\nb", "x" * 41, 3])
+def test_a_name_that_is_no_noun_is_refused(recipe, name):
+    with pytest.raises(InputError, match="unit_name is"):
+        load_recipe(str(recipe), [f"unit_name={json.dumps(name)}"])

@@ -1,0 +1,185 @@
+"""Recipes whose unit of privacy is the user: from a table with a column of users to the statement."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dp_microadam.errors import InputError
+from dp_microadam.ledger.ledger import read_ledger
+from dp_microadam.workbench.command_line.cli import main
+from dp_microadam.workbench.recipes import load_recipe
+from dp_microadam.workbench.recipes.assemble import assemble
+from dp_microadam.workbench.recipes.public_part import public_examples
+
+SIZES = [1, 2, 3, 5, 8, 13] * 5
+"""Examples of thirty users: 160 in all."""
+
+OWN_NUMBERS = {str(number) for number in (*SIZES, sum(SIZES)) if number > 3}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """A recipe for a table in which the users' rows do not lie together."""
+    users = np.repeat(np.arange(30), SIZES)
+    np.random.default_rng(0).shuffle(users)
+    path = tmp_path / "patients.csv"
+    path.write_text("x,patient,y,label\n" + "".join(f"{n % 7},p{user:03d},{n % 5},{n % 2}\n" for n, user in enumerate(users)))
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(
+        f'data = "table"\ndata_folder = "{path}"\nmodel = "mlp"\nunit = "user"\nexamples_per_user = 2\nepsilon = 7.0\n'
+        'steps = 9\nbatch_size = 4\ndelta = 0.01\nevaluate_every = 4\n[data_options]\nclasses = 2\nuser_column = "patient"\n'
+    )
+    return str(recipe)
+
+
+def test_a_table_of_patients_is_trained_and_stated_for_users(recipe, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(["train", recipe, "--run-dir", str(run)]) == 0
+    shown = capsys.readouterr()
+    assert "for a user with all their examples at δ = 0.01" in shown.out
+    plan = read_ledger(run).plan
+    assert (plan.unit, plan.dataset_size, plan.examples_per_user) == ("user", 22, 2)  # of 30: a fifth for tests, then a tenth
+    statement = (run / "privacy.txt").read_text()
+    for words in (
+        "-differentially private for one user with all their training examples",
+        "with one user added or removed, with all their examples, however many",
+        "each of 22 users in each step with probability 0.181818",
+        "of each, at most 2 examples, drawn anew in every step, enter as their mean",
+        "the mean gradient of each user's examples",
+        "one user changes the sum by at most 1",
+        "several users together, such as a family, are protected less",
+        "the number of users, which is taken as public",
+        "which 0.1 of the users of table is held out",
+    ):
+        assert words in statement, words
+    assert not re.search(r"one example|one training example", statement)
+    assert main(["budget", str(run), "--group-size", "2"]) == 0
+    assert re.search(r"up to 2 users together: ε = ", capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_report_and_model_card_of_a_run_for_users_say_users(recipe, tmp_path):
+    run = tmp_path / "run"
+    assert main(["train", recipe, "--quiet", "--run-dir", str(run)]) == 0
+    assert main(["export", str(run), "--output", str(tmp_path / "exported")]) == 0
+    card = next((tmp_path / "exported").glob("*.md")).read_text()
+    assert "one user with all their training examples" in card
+    assert main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert "for a user, at δ = 0.01" in page
+    assert "users/s (expected)" in page
+
+
+@pytest.mark.slow
+def test_nothing_that_is_written_or_shown_depends_on_anyones_number_of_examples(recipe, tmp_path, capsys):
+    """Users with one example each and users with many: with the same seed for all else, all that is public is the same."""
+    shown = []
+    for number, repeats in enumerate((1, 4)):
+        table = tmp_path / "patients.csv"
+        lines = [f"{n % 7},p{n:03d},{n % 5},{n % 2}\n" for n in range(30)]
+        table.write_text(
+            "x,patient,y,label\n" + "".join(line for line in lines for _ in range(repeats if "p00" in line else 1))
+        )
+        run = tmp_path / f"run{number}"
+        assert main(["train", recipe, "--run-dir", str(run), "--set", "seed=1"]) == 0
+        assert main(["data", "check", recipe]) == 0
+        captured = capsys.readouterr()
+        words = re.sub(r"run\d|[0-9a-f]{32}|\d+(\.\d+)? %", "", captured.out + (run / "privacy.txt").read_text())
+        statistics = {key: value for key, value in json.loads((run / "run.json").read_text()).items() if "memory" not in key}
+        shown.append((words, statistics["dataset_size"], statistics["expected_batch_size"], (run / "config.toml").read_text()))
+    assert shown[0] == shown[1]
+
+
+def test_held_out_users_are_not_trained_on_and_public_examples_are_theirs(recipe, tmp_path):
+    loaded = assemble(load_recipe(recipe), tmp_path / "run", show_progress=False)
+    data = loaded.data
+    assert set(data.train_users).isdisjoint(data.validation_users)
+    position = int(data.held_out_rows[1])
+    chosen = public_examples(loaded.recipe, data, [position])
+    assert torch.equal(chosen.data[0], data.validation[0][1:2])
+    trained = next(row for row in range(len(data.train_users)) if row not in data.held_out_rows.tolist())
+    with pytest.raises(InputError, match="of the training data"):
+        public_examples(loaded.recipe, data, [trained])
+    with pytest.raises(InputError, match="it must hold positions of examples"):
+        public_examples(loaded.recipe, data, [10_000])
+
+
+@pytest.mark.slow
+def test_images_of_patients_train_with_a_pattern(tmp_path, capsys):
+    for part, patients in (("train", range(12)), ("val", (20, 21))):
+        for name in ("ant", "bee"):
+            (tmp_path / part / name).mkdir(parents=True)
+            for patient in patients:
+                for number in range(patient % 3 + 1):
+                    Image.new("RGB", (8, 8), (patient, number, 0)).save(tmp_path / part / name / f"p{patient}_{number}.png")
+    recipe = tmp_path / "images.toml"
+    recipe.write_text(
+        f'data = "image-folder"\ndata_folder = "{tmp_path}"\nmodel = "mlp"\nimage_size = 8\nunit = "user"\n'
+        "examples_per_user = 4\nnoise_multiplier = 1.0\nsteps = 3\nbatch_size = 4\ndelta = 0.01\nvalidation_size = 2\n"
+        "[data_options]\nuser_pattern = '(p\\d+)_\\d\\.png'\n"
+    )
+    assert main(["train", str(recipe), "--quiet", "--json", "--run-dir", str(tmp_path / "run")]) == 0
+    assert json.loads(capsys.readouterr().out)["private"] is True
+    assert read_ledger(tmp_path / "run").plan.dataset_size == 10
+
+
+@pytest.mark.slow
+def test_a_run_for_users_can_be_resumed_and_evaluated(recipe, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(["train", recipe, "--quiet", "--run-dir", str(run), "--set", "max_steps=2"]) == 0
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace("max_steps = 2\n", ""))
+    assert main(["resume", str(run), "--quiet"]) == 0
+    assert main(["evaluate", str(run)]) == 0
+    assert "for a user with all their examples" in capsys.readouterr().out
+    assert read_ledger(run).steps == 9
+
+
+@pytest.mark.slow
+def test_the_column_of_users_is_no_input_for_examples_either_and_divides_the_data_by_user(recipe, tmp_path):
+    overrides = ["unit=example", "examples_per_user=none", "method=non-private"]
+    experiment = assemble(load_recipe(recipe, overrides), tmp_path / "run", show_progress=False)
+    assert experiment.data.example_shape == (2,)
+    assert set(experiment.data.train_users).isdisjoint(experiment.data.validation_users)
+    assert experiment.fit().steps_done == 9
+
+
+@pytest.mark.slow
+def test_the_same_run_without_privacy_samples_users_too(recipe, tmp_path):
+    experiment = assemble(load_recipe(recipe, ["method=non-private"]), tmp_path / "run", show_progress=False)
+    assert (experiment.trainer.plan.dataset_size, experiment.trainer.plan.unit) == (22, "user")
+    assert experiment.fit().steps_done == 9
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["examples_per_user=none"], "unit is 'user' and examples_per_user is None"),
+        (["unit=example"], "unit is 'example' and examples_per_user is 2"),
+        (["unit=patient"], "unit is 'patient'; it must be one of"),
+        (["examples_per_user=0"], "examples_per_user is 0"),
+        (["audit_canaries=100"], "audit_canaries is 100, but unit is 'user'"),
+        (["data_options.user_column=none"], r"nothing says whose each example of table is; use data_options\.user_column"),
+        (["data=mnist", "data_options={}"], "nothing says whose each example of mnist is; use data 'table' or 'image-folder'"),
+        (["batch_size=23"], "batch_size is 23, more than the 22 users"),
+        (["validation_size=24"], "validation_size is 24; of 24 users"),
+    ],
+)
+def test_users_that_do_not_fit_are_refused_in_one_sentence(recipe, tmp_path, overrides, message):
+    with pytest.raises(InputError, match=message) as refusal:
+        assemble(load_recipe(recipe, overrides), tmp_path / "run")
+    assert "\n" not in str(refusal.value)
+    assert not OWN_NUMBERS & set(re.findall(r"\d+", str(refusal.value)))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_runs_for_users_and_for_examples_are_not_added_up(recipe, tmp_path, capsys):
+    for name, overrides in (("users", []), ("examples", ["--set", "unit=example", "--set", "examples_per_user=none"])):
+        assert main(["train", recipe, "--quiet", *overrides, "--run-dir", str(tmp_path / name)]) == 0
+    assert main(["budget", str(tmp_path / "users"), str(tmp_path / "examples")]) == 2
+    assert "protects one training example, which do not add up" in capsys.readouterr().err
