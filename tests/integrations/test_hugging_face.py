@@ -408,16 +408,6 @@ def test_a_second_run_in_the_same_folder_is_refused_before_anything_is_checked(m
         make().train()
 
 
-@pytest.mark.slow
-def test_a_checkpoint_of_version_0_1_is_resumed(make, plan, tmp_path):
-    make(arguments={"max_steps": 4, "save_strategy": "steps"}).train()
-    checkpoint = tmp_path / "out" / "checkpoint-4"
-    (checkpoint / "dp_microadam_method.pt").unlink()
-    stamp = json.loads((checkpoint / "dp_microadam.json").read_text())
-    (checkpoint / "dp_microadam.json").write_text(json.dumps({name: stamp[name] for name in ("run", "steps_spent")}))
-    assert make().train(resume_from_checkpoint=True).global_step == plan.steps
-
-
 class OwnLoss(PrivateHFTrainer):
     def compute_loss(self, model, inputs, **options):
         return super().compute_loss(model, inputs, **options)

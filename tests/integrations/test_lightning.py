@@ -377,16 +377,6 @@ def test_a_failed_step_is_spent_and_the_run_can_be_resumed_in_the_same_process(
     assert read_ledger(tmp_path / "run").steps == plan.steps
 
 
-def test_a_checkpoint_of_version_0_1_is_resumed(make_network, make_steps, make_trainer, plan, tmp_path):
-    make_trainer(max_steps=3, **saving(tmp_path, 3)).fit(Classifier(make_network()), make_steps())
-    content = torch.load(tmp_path / "saved" / "step=3.ckpt", weights_only=True)
-    content["dp_microadam"] = {name: content["dp_microadam"][name] for name in ("run", "steps_spent")}
-    torch.save(content, tmp_path / "before.ckpt")
-    trainer = make_trainer()
-    trainer.fit(Classifier(make_network()), make_steps(), ckpt_path=tmp_path / "before.ckpt", weights_only=True)
-    assert trainer.global_step == read_ledger(tmp_path / "run").steps == plan.steps
-
-
 def test_a_loader_that_draws_its_own_batches_is_refused(make_network, make_trainer, train):
     with pytest.raises(PrivacyError, match=r"give trainer.fit a PrivateSteps"):
         make_trainer().fit(Classifier(make_network()), DataLoader(TensorDataset(*train), batch_size=30))

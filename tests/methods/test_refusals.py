@@ -128,20 +128,6 @@ def test_public_examples_that_are_training_examples_are_refused_by_the_trainer(k
     assert not (tmp_path / "run").exists()
 
 
-def test_a_method_in_two_parts_works_as_in_version_0_1_and_is_told_to_be_one(tmp_path):
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-    method = sparta(model, first_phase=0.2)
-    plan, loss = PrivacyPlan(20, 10, 1.0, 9, 1e-2), lambda m, b: m(b).sum(1)
-    with pytest.warns(DeprecationWarning, match="pass the method itself"):
-        trainer = PrivateTrainer(model, method.optimizer, plan, loss, procedure=method.procedure, run_dir=tmp_path / "run")
-    assert [phase.name for phase in trainer.step.phases] == ["head, biases, norms", "scoring", "selected rows"]
-    with (
-        pytest.warns(DeprecationWarning, match="pass the method itself"),
-        pytest.raises(InputError, match="optimizer is not that of the method"),
-    ):
-        PrivateTrainer(model, torch.optim.SGD(model.parameters()), plan, loss, procedure=method.procedure)
-
-
 def test_an_optimizer_that_lacks_trainable_parameters_is_refused_by_name(tmp_path):
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     plan, loss = PrivacyPlan(20, 10, 1.0, 9, 1e-2), lambda m, b: m(b).sum(1)

@@ -280,18 +280,6 @@ def test_slices_of_the_noise_are_a_partition_for_any_number_of_ranks(size, priva
     assert covered == list(range(1001))
 
 
-def test_the_world_size_is_found_under_its_old_name_too():
-    with pytest.warns(DeprecationWarning, match=r"use Ranks\.world_size"):
-        assert Ranks().size == 1
-
-
-def test_shares_of_the_noise_variance_still_add_up():
-    ranks = Ranks()
-    ranks.world_size = 4
-    with pytest.warns(DeprecationWarning, match=r"use Ranks\.noise_slice"):
-        assert ranks.noise_share(private=True) == 0.25
-
-
 def test_processes_that_were_not_introduced_to_each_other_are_refused(monkeypatch):
     assert ranks_here().world_size == 1
     monkeypatch.setenv("RANK", "1")

@@ -309,7 +309,7 @@ def test_checkpoints_hold_no_random_state_and_no_partial_sums(make_trainer, trai
     trainer = make_trainer(ema_decay=0.5)
     trainer.fit(training_part)
     _, content, _ = trainer.record.checkpoints.newest()
-    assert content.keys() == {"updates", "model", "optimizer", "procedure", "ledger_head", "average"}
+    assert content.keys() == {"updates", "model", "optimizer", "method", "ledger_head", "average"}
     assert all(param.grad is None for param in trainer.model.parameters())
     # Of the optimizer's own seed it holds the one for rounding, which is post-processing.
     assert set(content["optimizer"]["state"][0]) == {"step", "indices", "values", "codes", "bounds", "second_moment"}

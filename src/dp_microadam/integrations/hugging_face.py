@@ -355,13 +355,12 @@ def _adapted(model: nn.Module, rank: int, alpha: float | None, targets: str | Se
 
 
 def _state_in(checkpoint: Path) -> dict[str, Any]:
-    path = checkpoint / STAMP_NAME
-    if not path.is_file():
-        raise PrivacyError(
-            f"{checkpoint} has no {STAMP_NAME}, so no private run wrote it and what it has spent is unknown; resume from a "
-            "checkpoint of this run, or begin a new run"
-        )
-    state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if (checkpoint / METHOD_NAME).is_file():  # version 0.1 wrote none
-        state["method"] = load_plain(checkpoint / METHOD_NAME, checkpoint / METHOD_NAME)
+    for name in (STAMP_NAME, METHOD_NAME):
+        if not (checkpoint / name).is_file():
+            raise PrivacyError(
+                f"{checkpoint} has no {name}, so no private run wrote it and what it has spent is unknown; resume from a "
+                "checkpoint of this run, or begin a new run"
+            )
+    state: dict[str, Any] = json.loads((checkpoint / STAMP_NAME).read_text(encoding="utf-8"))
+    state["method"] = load_plain(checkpoint / METHOD_NAME, checkpoint / METHOD_NAME)
     return state

@@ -139,7 +139,7 @@ class PrivateSteps:
             if state is None:
                 step.begin()
             else:
-                if method is not None and "method" in state:  # version 0.1 had methods without state only
+                if method is not None:
                     method.load_state_dict(moved(state["method"], model))
                 step.load_state_dict(state)
         except BaseException:

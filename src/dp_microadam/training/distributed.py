@@ -11,7 +11,6 @@ connections close, and the other ranks notice at once.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
@@ -43,12 +42,6 @@ class Ranks:
     world_size = 1
 
     @property
-    def size(self) -> int:
-        """Deprecated name of ``world_size``."""
-        warnings.warn("Ranks.size is deprecated; use Ranks.world_size", DeprecationWarning, stacklevel=2)
-        return self.world_size
-
-    @property
     def main(self) -> bool:
         """Whether this is rank 0, which writes the run's folder and shows progress."""
         return self.rank == 0
@@ -63,11 +56,6 @@ class Ranks:
         [[0, 1], [2, 3], [4, 5, 6]]
         """
         return range(count * self.rank // self.world_size, count * (self.rank + 1) // self.world_size)
-
-    def noise_share(self, *, private: bool) -> float:
-        """Deprecated: a share of the noise variance in every coordinate, of which a rank draws all; see :meth:`noise_slice`."""
-        warnings.warn("Ranks.noise_share is deprecated; use Ranks.noise_slice", DeprecationWarning, stacklevel=2)
-        return 1 / self.world_size if private else float(self.main)
 
     def noise_slice(self, count: int, *, private: bool) -> range:
         """The coordinates, of ``count``, that this rank adds noise to; with a fixed seed rank 0 adds all, to be reproducible.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,9 +21,6 @@ from dp_microadam.validation import require_one_of
 GRADIENTS = "gradients"
 ROW_NORMS = "row norms"
 """The query a phase runs on the training data: Σ of clipped gradients, or Σ of the norms of their rows."""
-
-
-_SUBCLASS = "Method(optimizer, procedure) and Procedure are deprecated; make a subclass of Method with the same hooks"
 
 
 class Steps(Protocol):
@@ -119,32 +115,26 @@ class Method:
     phase = Phase("training", 1)
     """The current phase."""
 
-    _procedure: Method | None = None
-
     noise_growth = 1.0
     """The noise of a single step relative to one band with the same ε; :meth:`correlate` sets it."""
 
     run_noise: RunNoise | None = None
     """The noise of the run, from :meth:`measure` on."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, procedure: Method | None = None, *, lr_unit: str = ABSOLUTE) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, lr_unit: str = ABSOLUTE) -> None:
         """With ``lr_unit="walk"`` the optimizer's learning rates are distances that the noise of the run may walk, relative to
         the fourth root of the number of parameters (``plan/learning_rate.py``); 1.5 is a good one. It is kept in the
-        optimizer's parameter groups. ``procedure`` is deprecated: the hooks are methods of a subclass of this class.
+        optimizer's parameter groups.
         """
         self.optimizer = optimizer
         if lr_unit != ABSOLUTE:
             self.set_lr_unit(lr_unit)
-        if procedure is not None:
-            warnings.warn(_SUBCLASS, DeprecationWarning, stacklevel=2)
-            procedure.optimizer = optimizer
-            self._procedure = procedure
 
     @classmethod
     def of(cls, method_or_optimizer: Method | torch.optim.Optimizer) -> Method:
         """The method itself, or a torch optimizer wrapped as a method."""
         if isinstance(method_or_optimizer, Method):
-            return method_or_optimizer._procedure or method_or_optimizer
+            return method_or_optimizer
         if isinstance(method_or_optimizer, torch.optim.LBFGS):
             raise InputError(
                 "optimizer is LBFGS, which evaluates the loss several times a step; it must be one that steps once"
@@ -155,16 +145,6 @@ class Method:
             f"optimizer is a {type(method_or_optimizer).__name__}; it must be a torch optimizer, or a method of "
             "dp_microadam.methods"
         )
-
-    @property
-    def procedure(self) -> Method:
-        """Deprecated: pass the method itself."""
-        warnings.warn(
-            "Method.procedure is deprecated; pass the method itself: PrivateTrainer(model, method, plan, loss)",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return self._procedure or self
 
     @property
     def learning_rate(self) -> float:

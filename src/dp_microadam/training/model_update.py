@@ -47,7 +47,7 @@ class ModelUpdate:
         state: dict[str, Any] = {
             "model": self.model.state_dict(),
             "optimizer": self.method.optimizer.state_dict(),
-            "procedure": self.method.state_dict(),  # the name that version 0.1 wrote
+            "method": self.method.state_dict(),
             **self.rates.state_dict(),
         }
         if self.average is not None:
@@ -61,7 +61,7 @@ class ModelUpdate:
         self.rates.load_state_dict(state)
         if self.average is not None:
             self.average.load_state_dict(state["average"])
-        self.method.load_state_dict(moved(state["procedure"], self.model))
+        self.method.load_state_dict(moved(state["method"], self.model))
 
     def sizes(self) -> dict[str, Any]:
         """The number of parameters and the bytes of state, for the run's statistics."""

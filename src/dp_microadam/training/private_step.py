@@ -33,8 +33,6 @@ from dp_microadam.training.training_data import TrainingData
 from dp_microadam.training.training_step import Result, TrainingStep, phases_in_words
 from dp_microadam.training.withheld import withheld
 
-_RUN_ID_OF_VERSION_0_1 = "run_id.txt"
-
 
 class PrivateStep(TrainingStep):
     """Runs the private part of a training step: sampling, clipping, noise and accounting.
@@ -260,7 +258,7 @@ class PrivateStep(TrainingStep):
         """
         self.ranks.from_main(lambda: self._refuse_foreign(state))
         spent = int(state["steps_spent"])
-        self.resume(spent, int(state.get("updates", spent)), state.get("ledger_head"))
+        self.resume(spent, int(state["updates"]), state["ledger_head"])
 
     def write_privacy(self, folder: str | Path | None = None, group_size: int = 1) -> None:
         """Write ``privacy.json`` and ``privacy.txt`` for the steps spent so far into ``folder``, by default ``run_dir``.
@@ -283,9 +281,8 @@ class PrivateStep(TrainingStep):
             self._ledger = None
 
     def _run_id(self) -> str | None:
-        """The random identifier of the run, from its ledger; version 0.1 kept it in a separate file."""
-        before = self.run_dir / _RUN_ID_OF_VERSION_0_1
-        return read_ledger(self.run_dir).run or (before.read_text(encoding="utf-8").strip() if before.is_file() else None)
+        """The random identifier of the run, from its ledger."""
+        return read_ledger(self.run_dir).run
 
     def _refuse_foreign(self, state: Mapping[str, Any]) -> None:
         if not (self.run_dir / LEDGER_NAME).is_file():

@@ -67,10 +67,10 @@ def two_digits(value: float) -> float:
     return float(f"{value:.1e}")
 
 
-def sizes(model: nn.Module, optimizer: torch.optim.Optimizer, procedure_state: Any) -> dict[str, Any]:
+def sizes(model: nn.Module, optimizer: torch.optim.Optimizer, method_state: Any) -> dict[str, Any]:
     """The number of parameters, the bytes of state that the method keeps between steps, and the bytes that Adam would keep."""
     trained = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
-    kept = [*_tensors(list(optimizer.state.values())), *_tensors(procedure_state)]
+    kept = [*_tensors(list(optimizer.state.values())), *_tensors(method_state)]
     return {
         "optimizer": type(optimizer).__name__,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

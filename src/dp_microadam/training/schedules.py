@@ -142,5 +142,5 @@ class LearningRates:
 
 
 def _unit(group: Mapping[str, Any]) -> str:
-    """The unit of a group's learning rate; groups of version 0.1 do not say it."""
+    """The unit of a group's learning rate."""
     return str(group.get("lr_unit", "absolute"))

@@ -14,7 +14,6 @@ from torch.utils.data import Dataset
 
 from dp_microadam.errors import InputError
 from dp_microadam.plan.plan import PrivacyPlan
-from dp_microadam.training.deprecated import as_in_version_0_1
 from dp_microadam.training.diagnostics import MicroAdamDiagnostics
 from dp_microadam.training.distributed import ProcessLost, ranks_here
 from dp_microadam.training.ema import WeightAverage
@@ -91,12 +90,8 @@ class PrivateTrainer:
         callbacks: Iterable[Callable[[StepReport], None]] = (),
         show_progress: bool = True,
         show_private_metrics: bool = False,
-        method: str | None = None,
-        procedure: Method | None = None,
         **step_options: Unpack[StepOptions],
     ) -> None:
-        if method is not None or procedure is not None:
-            optimizer, private = as_in_version_0_1(optimizer, private, method, procedure)
         ranks = step_options.get("ranks")
         self.ranks = step_options["ranks"] = ranks_here() if ranks is None else ranks
         self.model = model
