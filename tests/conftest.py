@@ -7,9 +7,15 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import settings
+from thoroughness import THOROUGH
 
 # Before anything imports Triton: its kernels then run in its interpreter, on CPU tensors.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# ``make test`` runs the same examples every time; ``make test-all`` searches for others.
+settings.register_profile("this run", derandomize=not THOROUGH)
+settings.load_profile("this run")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""How much of a property test runs: a part of its examples in ``make test``, all of them in ``make test-all``."""
+"""How much of a property test runs: the same few examples in every ``make test``, a search among more in ``make test-all``."""
 
 import os
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 from dp_accounting.pld import privacy_loss_distribution
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy.optimize import brentq
 from scipy.stats import norm
@@ -40,6 +40,9 @@ def test_three_gaussians_are_one_of_mu_one():
 
 @examples(50, quick=6)
 @given(noise=st.floats(0.4, 500.0), steps=st.integers(1, 3_000))
+@example(3.25, 578)
+@example(4.0, 586)
+@example(500.0, 1)
 def test_without_subsampling_the_curve_is_gaussian_and_never_below_the_truth(noise, steps):
     mu = math.sqrt(steps) / noise
     curve = trade_off([SubsampledGaussian(1.0, noise, steps)])

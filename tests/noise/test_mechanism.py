@@ -11,7 +11,7 @@ from scipy import stats
 from thoroughness import examples
 
 from dp_microadam import GaussianMechanism, InputError, PrivacyError, PrivacyPlan, Randomness
-from dp_microadam.noise.white_noise import noise_ranges
+from dp_microadam.noise.mechanism import noise_ranges
 
 ALARM = 1e-7
 ZEROS = {"weight": torch.zeros(1000, 500), "bias": torch.zeros(77)}
@@ -128,30 +128,6 @@ def test_secure_results_lie_on_a_grid_that_hides_the_last_bits():
     assert len(cells.unique()) > 9_900
 
 
-@pytest.mark.parametrize("secure", [False, True])
-def test_shares_of_the_noise_add_up_to_what_the_plan_says(secure):
-    shares = [0.5, 0.25, 0.25]
-    mechanisms = [
-        GaussianMechanism(3.0, 0.5, 16, noise_share=share, randomness=Randomness.from_entropy(secure=secure))
-        for share in shares
-    ]
-    noisy = [mechanism.add_noise(ZEROS, step=0)["weight"] for mechanism in mechanisms]
-    for share, one in zip(shares, noisy, strict=True):
-        expected = share * 1.5**2
-        assert abs(one.double().var().item() / expected - 1) < stats.norm.isf(ALARM / 2) * np.sqrt(2 / one.numel())
-    mean = mechanisms[0].mean({"weight": noisy[0] + noisy[1] + noisy[2]}, like=ZEROS)["weight"].double()
-    assert abs(mean.var().item() / (1.5 / 16) ** 2 - 1) < stats.norm.isf(ALARM / 2) * np.sqrt(2 / mean.numel())
-    if secure:
-        cells = mean * 16 * 2**20  # grid: 2^(⌊log2 1.5⌋ − 20)
-        assert torch.equal(cells, cells.round())
-
-
-def test_a_share_of_the_noise_alone_is_refused_as_protection():
-    mechanism = GaussianMechanism(1.0, 1.0, 10, noise_share=0.5)
-    with pytest.raises(PrivacyError, match=r"noise_share is 0\.5, so the noise of one process does not protect a sum"):
-        mechanism.privatize(ZEROS, step=0)
-
-
 def slice_of(rank, size, count):
     return range(count * rank // size, count * (rank + 1) // size)
 
@@ -201,12 +177,6 @@ def test_a_slice_of_other_coordinates_than_there_are_is_refused(own):
     mechanism = GaussianMechanism(1.0, 1.0, 10, noise_slice=lambda count: own)
     with pytest.raises(PrivacyError, match="noise_slice gave"):
         mechanism.add_noise({"w": torch.zeros(5)}, step=0)
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
-def test_a_share_that_is_no_part_of_the_noise_is_refused(share):
-    with pytest.raises(InputError, match="noise_share is"):
-        GaussianMechanism(1.0, 1.0, 10, noise_share=share)
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,15 @@ def test_bad_input_is_refused_in_one_sentence_that_names_the_value(arguments, me
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize("delta", [1e-40, 1e-77, 5e-324])
+def test_a_delta_that_no_generator_honours_is_refused(delta):
+    with pytest.raises(
+        InputError, match=r"delta is .*; it must be at least 3e-39, the smallest that a generator of noise can honour"
+    ):
+        PrivacyPlan(1000, 10, 1.0, 100, delta)
+    assert PrivacyPlan(1000, 10, 1.0, 100, 2.0**-128).epsilon > 0
+
+
 def test_a_delta_above_one_in_n_is_a_warning():
     with pytest.warns(PrivacyWarning, match="delta is 0.001, above 1/45000"):
         PrivacyPlan.solve(dataset_size=45_000, batch_size=4096, delta=1e-3, epsilon=8, noise_multiplier=3)

@@ -18,7 +18,7 @@ from pretend_cuda import build, device
 CANNOT_BUILD = 77
 """Exit code if there is no device; the reason is on standard error."""
 
-INTERPRETED = ("data", "kernels", "noise")
+INTERPRETED = ("data", "kernels")
 """Groups that use Triton, whose kernels a pretend device cannot run; its interpreter can."""
 
 

@@ -119,7 +119,7 @@ class Watched(PrivateTrainer):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.sent, self.recorded, self.drawn = [], [], []
-        sums, add_noise, normals_for = self.step._sums, self.step._mechanism.add_noise, self.step._randomness.normals_for
+        sums, add_noise, fill_normals = self.step._sums, self.step._mechanism.add_noise, self.step._randomness.fill_normals
 
         def watched_sums(index):
             self.recorded.append(read_ledger(self.record.path).steps)
@@ -130,11 +130,11 @@ class Watched(PrivateTrainer):
             self.sent.append({name: total.clone() for name, total in noisy.items()})
             return noisy
 
-        def watched_normals(counts, step, dtype):
-            self.drawn.append(sum(counts.values()))
-            return normals_for(counts, step, dtype)
+        def watched_normals(parts, step):
+            self.drawn.append(sum(map(len, parts.values())))
+            fill_normals(parts, step)
 
-        self.step._randomness.normals_for = watched_normals
+        self.step._randomness.fill_normals = watched_normals
         self.step._sums, self.step._mechanism.add_noise = watched_sums, watched_noise
 
 

@@ -58,7 +58,7 @@ _FINEST = 1e-5
 _LARGEST_EPSILON = 300.0
 
 # The range of δ(ε) that matters. A smaller one is resolved if δ(0) itself is smaller.
-_LARGEST_DELTA = 1e-3
+_LARGEST_DELTA = 0.5
 _LEAST_DELTA = 1e-3 * SMALLEST_RATE
 _NEGLIGIBLE_DELTA = 1e-11
 
@@ -157,16 +157,17 @@ def _trade_off(spent: tuple[SubsampledGaussian, ...]) -> TradeOff:
 
 
 def _windows(parts: Sequence[tuple[PrivacyLoss, int]]) -> list[tuple[Window, float]]:
-    """The composition for δ of two sizes: the largest of several below δ(0), and the smallest that matters.
+    """The composition for δ of several sizes, three orders apart, from the largest that δ(0) exceeds.
 
+    Each is right where δ(ε) is of its size: at δ near 1 rounding errors of one for 10⁻³ are larger than what an attack misses.
     None if δ(0) is below ``_NEGLIGIBLE_DELTA``.
     """
     found: list[tuple[Window, float]] = []
     delta = _LARGEST_DELTA
-    while len(found) < 2 and delta > _NEGLIGIBLE_DELTA / 2:
+    while delta > _NEGLIGIBLE_DELTA / 2:
         try:
             found.append(window_from_zero(parts, delta))
-            delta = _LEAST_DELTA if delta > 10 * _LEAST_DELTA else _NEGLIGIBLE_DELTA
+            delta /= 10**3
         except LookupError:
             delta /= 10
     return found

@@ -8,16 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dp_microadam.errors import InputError, PrivacyError
+from dp_microadam.errors import PrivacyError
 from dp_microadam.noise.correlated import CorrelatedNoise
 from dp_microadam.noise.randomness import Randomness
-from dp_microadam.noise.white_noise import noise_ranges, white_noise
 from dp_microadam.plan.plan import PrivacyPlan
 from dp_microadam.validation import require_integer, require_positive
 
 # In secure mode results are rounded to a grid of about a millionth of the noise standard deviation: far coarser than
 # float64 resolution there, far finer than the noise.
 _GRID_BITS = 20
+
+# Tensors that become the result begin at a multiple of so many numbers in the buffer, for kernels that load many at once.
+_ALIGNMENT = 64
 
 
 class GaussianMechanism:
@@ -40,12 +42,10 @@ class GaussianMechanism:
 
     In distributed training each rank holds a part of the sum and adds a part of the noise. Each rank calls :meth:`add_noise` on
     its own sums; the results are all-reduced, and :meth:`mean` turns the total into what :meth:`privatize` returns for a
-    complete sum. There are two ways to divide the noise. ``noise_slice`` gives, for a number of coordinates, the range of them
-    that this rank adds noise to, all tensors together: if the slices of all ranks are a partition and their sources are
-    independent, every coordinate of the total has noise of variance σ²S², and no rank draws more than its slice.
-    ``noise_share`` is this rank's share of the variance in each of these coordinates: if shares add up to 1, so do the
-    variances. Either way ranks trust each other: what one of them sends is not protected by itself, and outside of its slice it
-    has no noise at all.
+    complete sum. ``noise_slice`` gives, for a number of coordinates, the range of them that this rank adds noise to, all
+    tensors together: if the slices of all ranks are a partition and their sources are independent, every coordinate of the
+    total has noise of variance σ²S², and no rank draws more than its slice. Ranks trust each other: what one of them sends is
+    not protected by itself, and outside of its slice it has no noise at all.
 
     With ``correlation`` the noise of a step partly takes back that of the steps before it. The guarantee is then that of the
     banded matrix mechanism for all steps together, if each example is sampled at most once in as many steps as there are bands
@@ -68,7 +68,6 @@ class GaussianMechanism:
         sensitivity: float,
         expected_batch_size: float,
         *,
-        noise_share: float = 1.0,
         noise_slice: Callable[[int], range] = range,
         randomness: Randomness | None = None,
         correlation: CorrelatedNoise | None = None,
@@ -77,9 +76,6 @@ class GaussianMechanism:
         self._noise_multiplier = float(require_positive("noise_multiplier", noise_multiplier))
         self._sensitivity = float(require_positive("sensitivity", sensitivity))
         self._expected_batch_size = require_positive("expected_batch_size", expected_batch_size)
-        if not 0.0 <= noise_share <= 1.0:
-            raise InputError(f"noise_share is {noise_share}; it is a share of the noise variance and must be from 0 to 1")
-        self.noise_share = noise_share
         self._noise_slice = noise_slice
         self.noised = range(0)
         """The coordinates, tensor after tensor in the order of their names, to which the last step's noise was added."""
@@ -94,7 +90,6 @@ class GaussianMechanism:
         plan: PrivacyPlan,
         sensitivity: float,
         *,
-        noise_share: float = 1.0,
         noise_slice: Callable[[int], range] = range,
         randomness: Randomness | None = None,
         noise_history: str = "device",
@@ -109,10 +104,9 @@ class GaussianMechanism:
             plan.noise_multiplier,
             sensitivity,
             plan.batch_size,
-            noise_share=noise_share,
             noise_slice=noise_slice,
             randomness=randomness,
-            correlation=chain if plan.bands > 1 and noise_share else None,
+            correlation=chain if plan.bands > 1 else None,
             single_step_ratio=plan.noise_ratios.single_step,
         )
 
@@ -158,17 +152,12 @@ class GaussianMechanism:
 
         Raises:
             PrivacyError: for a repeated step, for sums that are not finite and so have no bounded sensitivity, or for a
-                mechanism that adds only a share of the noise, or adds it to a slice of the coordinates.
+                mechanism that adds noise to a slice of the coordinates only.
         """
         if len(self._noise_slice(count := sum(total.numel() for total in sums.values()))) < count:
             raise PrivacyError(
                 "noise_slice leaves coordinates without noise, which the noise of other processes must protect; call add_noise "
                 "in each process and sum what it returns"
-            )
-        if self.noise_share != 1.0:
-            raise PrivacyError(
-                f"noise_share is {self.noise_share:g}, so the noise of one process does not protect a sum; call add_noise in "
-                "each process and sum what it returns"
             )
         return self.mean(self.add_noise(sums, step=step), like=sums)
 
@@ -228,11 +217,10 @@ class GaussianMechanism:
         return {name: found[name] for name in sums}
 
     def _noisy(self, totals: list[Tensor], standard: list[Tensor]) -> list[Tensor]:
-        """total + σS · √share · standard normal of each tensor, computed in place of the noise, all tensors at once."""
-        deviation = self.noise_multiplier * self.sensitivity * math.sqrt(self.noise_share)
+        """total + σS · standard normal of each tensor, computed in place of the noise, all tensors at once."""
         noisy = [one.to(self._dtype(total)).view(total.shape) for total, one in zip(totals, standard, strict=True)]
         if noisy:
-            torch._foreach_mul_(noisy, deviation)
+            torch._foreach_mul_(noisy, self.noise_multiplier * self.sensitivity)
             torch._foreach_add_(noisy, totals)
         return noisy
 
@@ -264,3 +252,56 @@ def _all_finite(sums: Mapping[str, Tensor]) -> bool:
 def _gathered(numbers: Sequence[Tensor]) -> Tensor:
     """Numbers on one device, so that looking at them waits for it once and not once per tensor."""
     return torch.stack([number.to(numbers[0].device) for number in numbers])
+
+
+def noise_ranges(sums: Mapping[str, Tensor], own: range) -> dict[str, range]:
+    """The coordinates of each tensor, flattened, that lie in this process' slice ``own`` of all coordinates.
+
+    Formal guarantees: if the slices of all processes are a partition of the coordinates, so are their ranges in each tensor.
+    The order of ``sums`` does not matter.
+
+    >>> noise_ranges({"a": torch.zeros(3), "b": torch.zeros(2, 2)}, range(2, 6))
+    {'a': range(2, 3), 'b': range(0, 3)}
+    """
+    count = sum(total.numel() for total in sums.values())
+    if own.step != 1 or not 0 <= own.start <= own.stop <= count:
+        raise PrivacyError(f"noise_slice gave {own}; it must give consecutive coordinates of the {count} there are")
+    found, begin = {}, 0
+    for name in sorted(sums):
+        size = sums[name].numel()
+        start, stop = (min(max(place - begin, 0), size) for place in (own.start, own.stop))
+        found[name] = range(start, stop)
+        begin += size
+    return {name: found[name] for name in sums}
+
+
+def white_noise(
+    sums: Mapping[str, Tensor], ranges: Mapping[str, range], randomness: Randomness, *, step: int, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Standard normal numbers for the given coordinates of each tensor: one flat tensor each, on the tensor's device.
+
+    They are drawn on the host; for a CUDA device in pinned memory, from where they cross over in one copy that the host does
+    not wait for. With a fixed seed they are drawn for each tensor by its name, so that a run is the same on every device. A
+    private source draws once for all tensors: a generator for each takes as long as 10,000 numbers.
+
+    Formal guarantees: all numbers are independent of each other, of those of other steps and, unless the source has a fixed
+    seed, of those of any other call.
+    """
+    found: dict[str, Tensor] = {}
+    for device in dict.fromkeys(total.device for total in sums.values()):
+        counts = {name: len(ranges[name]) for name, total in sums.items() if total.device == device}
+        whole = all(len(ranges[name]) == total.numel() for name, total in sums.items())
+        alignment = _ALIGNMENT if whole else 1
+        places, size = {}, 0
+        for name, count in counts.items():
+            places[name] = slice(size, size + count)
+            size += -(-count // alignment) * alignment
+        numbers = torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
+        if randomness.private:
+            randomness.fill_normals({f"noise {device}": numbers}, step)
+        else:
+            randomness.fill_normals({f"noise {name}": numbers[place] for name, place in places.items()}, step)
+        # torch keeps pinned memory from being used again before the copy is done.
+        numbers = numbers.to(device, non_blocking=True)
+        found |= {name: numbers[place] for name, place in places.items()}
+    return {name: found[name] for name in sums}

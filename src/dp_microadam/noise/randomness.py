@@ -6,16 +6,17 @@ memory only. In a test run it is a hash of a fixed seed: every draw is then a fu
 coordinate), however the work is divided, and the run is not private.
 
 ``torch.Generator`` is not used because it keeps only 32 bits of its seed on CPU and 64 on CUDA. Noise for a CUDA device is
-drawn there if Triton is installed (``device_noise.py``), from a key that is made in the same way; otherwise on the CPU.
+drawn on the CPU too, and copied.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
@@ -24,7 +25,6 @@ import torch
 from numpy.typing import NDArray
 
 from dp_microadam.errors import InputError, PrivacyError
-from dp_microadam.noise.device_noise import write_normals
 from dp_microadam.validation import require_integer
 
 # Numbers per block. Blocks are fixed, so that the number of threads does not change what is drawn, and small enough
@@ -32,8 +32,10 @@ from dp_microadam.validation import require_integer
 _BLOCK = 1 << 16
 _THREADS = max(1, min(8, os.cpu_count() or 1))
 
-CRYPTOGRAPHIC = "AES-256 in counter mode, or ChaCha20 on a GPU"
-"""The generators of a secure source in words: a run may be resumed on another device."""
+# Uniform numbers below this over 2⁶³, which is 2⁻³², are drawn to the end from further words.
+_ROUND = 1 << 31
+
+Words = NDArray[np.uint64]
 
 _OWN_CLASS_METHODS = object()
 
@@ -46,11 +48,10 @@ class Randomness:
 
     Formal guarantees: from :meth:`from_entropy`, every draw is keyed by 256 bits of the operating system's entropy
     and no two draws of a process share a key: it is a hash of the secret, the step, the number of the draw, its purpose and the
-    block of coordinates, or the word "device" in place of a block. Ranks and resumed runs have secrets of their own. With
-    ``secure`` the draws are AES-256 in counter mode, indistinguishable from random bits for anyone without the key; without
-    ``secure`` they come from SFC64, a statistical generator with no such claim. Noise that is drawn on a CUDA device is
-    ChaCha20 in both cases, for which the claim of ``secure`` holds. Normal numbers are computed in double from 53-bit uniforms
-    and are bounded by 8.57 standard deviations, which leaves out a probability of 1e-17.
+    block of coordinates. Ranks and resumed runs have secrets of their own. With ``secure`` the draws are AES-256 in counter
+    mode, indistinguishable from random bits for anyone without the key; without ``secure`` they come from SFC64, a statistical
+    generator of 192 bits of state with no such claim. Normal numbers are computed in double and have no bound: if the bits are
+    random, P(|z| > x) is right to a relative error below 2⁻³⁰ for every x up to 37, the farthest that accountants look.
 
     >>> Randomness.seeded(7)
     Randomness(fixed seed 7: not private)
@@ -94,7 +95,7 @@ class Randomness:
         """The source in words, for the privacy statement; it reveals nothing about what is drawn."""
         if not self.private:
             return f"fixed seed {self._seed}: not private"
-        generator = CRYPTOGRAPHIC if self.secure else "statistical generator"
+        generator = "AES-256 in counter mode" if self.secure else "statistical generator"
         return f"operating system's entropy, {generator}"
 
     def uniforms(self, purpose: str, step: int, count: int, *, first: int = 0) -> NDArray[np.float64]:
@@ -112,12 +113,8 @@ class Randomness:
 
     def normals(self, purpose: str, step: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """``count`` independent standard normal numbers on the CPU, drawn in float64 and rounded to ``dtype``."""
-        return self.normals_for({purpose: count}, step, dtype)[purpose]
-
-    def normals_for(self, counts: Mapping[str, int], step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Standard normal numbers for several purposes at once, which keeps all cores busy."""
-        out = {purpose: torch.empty(count, dtype=dtype) for purpose, count in counts.items()}
-        self.fill_normals(out, step)
+        out = torch.empty(count, dtype=dtype)
+        self.fill_normals({purpose: out}, step)
         return out
 
     def fill_normals(self, parts: Mapping[str, torch.Tensor], step: int) -> None:
@@ -129,7 +126,8 @@ class Randomness:
 
         def fill(task: tuple[torch.Tensor, bytes, int]) -> None:
             part, label, block = task
-            part.copy_(_normals(self._bits(label, block, len(part) + len(part) % 2))[: len(part)])
+            rounds = itertools.count()
+            part.copy_(_normals(lambda count: self._bits(label, block, count, next(rounds)), len(part)))
 
         # Starting threads takes longer than drawing a block, whatever the number of tensors it is for.
         if sum(map(len, parts.values())) <= _BLOCK or _THREADS == 1:
@@ -138,13 +136,6 @@ class Randomness:
         else:
             with ThreadPoolExecutor(min(_THREADS, len(work))) as pool:
                 list(pool.map(fill, work))
-
-    def fill_normals_on_device(self, out: torch.Tensor, purpose: str, step: int) -> None:
-        """Fill a flat CUDA tensor with standard normal numbers that are drawn there; the host neither draws nor waits.
-
-        A fixed seed gives other numbers than on the CPU.
-        """
-        write_normals(out, self._key(b"device", self._label(purpose, step)))
 
     def _label(self, purpose: str, step: int) -> bytes:
         if self._process != os.getpid():
@@ -156,12 +147,11 @@ class Randomness:
                 draw = self._draws
         return f"{step}\0{draw}\0{purpose}".encode()
 
-    def _bits(self, label: bytes, block: int, count: int) -> NDArray[np.uint64]:
-        key = self._key(b"%d" % block, label)
+    def _bits(self, label: bytes, block: int, count: int, draw: int = 0) -> Words:
+        """Random words of a block of numbers: those of draw number 0, and of further ones where few numbers need more."""
+        place = b"%d+%d" % (block, draw) if draw else b"%d" % block
+        key = hashlib.blake2b(place + b"\0" + label, key=self._secret, digest_size=32).digest()
         return _aes_bits(key, count) if self.secure else _statistical_bits(key, count)
-
-    def _key(self, part: bytes, label: bytes) -> bytes:
-        return hashlib.blake2b(part + b"\0" + label, key=self._secret, digest_size=32).digest()
 
     def __repr__(self) -> str:
         return f"Randomness({self.description})"
@@ -170,30 +160,45 @@ class Randomness:
         raise PrivacyError("randomness cannot be saved or copied, because its secret would outlive the run")
 
 
-def _statistical_bits(key: bytes, count: int) -> NDArray[np.uint64]:
+def _statistical_bits(key: bytes, count: int) -> Words:
     # A pool of eight words keeps all 256 bits of the key; SFC64 uses 192 of them as its state.
     sequence = np.random.SeedSequence(int.from_bytes(key, "little"), pool_size=8)
     return np.random.SFC64(sequence).random_raw(count)
 
 
-def _aes_bits(key: bytes, count: int) -> NDArray[np.uint64]:
+def _aes_bits(key: bytes, count: int) -> Words:
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
     stream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
     return np.frombuffer(stream.update(bytes(8 * count)), dtype="<u8").astype(np.uint64, copy=False)
 
 
-def _uniforms(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+def _uniforms(words: Words) -> NDArray[np.float64]:
+    return (words >> np.uint64(11)).view(np.int64).astype(np.float64) * 2.0**-53  # signed integers become double faster
 
 
-def _normals(bits: NDArray[np.uint64]) -> torch.Tensor:
-    """As many standard normal numbers as there are words, by Box–Muller: radii from the first half, angles from the second."""
-    uniform = torch.from_numpy(_uniforms(bits))
-    half = len(uniform) // 2
-    radius = uniform[:half].neg().log1p_().mul_(-2).sqrt_()
-    angle = uniform[half:].mul_(2 * math.pi)
-    return torch.cat([torch.cos(angle).mul_(radius), angle.sin_().mul_(radius)])
+def _normals(draw: Callable[[int], Words], count: int) -> torch.Tensor:
+    """Independent standard normal numbers, by Box–Muller: radii from the first half of the words, angles from the second."""
+    half = (count + 1) // 2
+    words = draw(2 * half)
+    radius = _logarithms(words[:half], draw).mul_(-2).sqrt_()
+    angle = torch.from_numpy(_uniforms(words[half:])).mul_(2 * math.pi)
+    return torch.cat([torch.cos(angle).mul_(radius), angle.sin_().mul_(radius)])[:count]
+
+
+def _logarithms(words: Words, draw: Callable[[int], Words]) -> torch.Tensor:
+    """The logarithms of independent uniform numbers, one from each word, and from further words where it is small.
+
+    A word alone would end at 63·log(1/2), and the noise at 9.3 standard deviations. But an exponential distribution has no
+    memory: below 32·log(1/2) it is that much and another such number. So where the first 32 bits of a word are ones, with
+    probability 2⁻³², a new word goes on from there, and every uniform number has 31 random bits below its leading one.
+    """
+    numbers = (~words >> np.uint64(1)).view(np.int64)  # u times 2⁶³
+    found = torch.from_numpy(numbers * 2.0**-63).log_()
+    if numbers.min(initial=_ROUND) < _ROUND:
+        small = np.flatnonzero(numbers < _ROUND)
+        found[small] = _logarithms(draw(len(small)), draw) - 32 * math.log(2)
+    return found
 
 
 def _require_cryptography() -> None:

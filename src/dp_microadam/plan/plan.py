@@ -54,6 +54,14 @@ _ONLY_WHERE_UNUSUAL = ("bands", "coefficients", "unit", "examples_per_user", "ma
 
 _MOST_STEPS = 10**12
 
+LEAST_DELTA = 2.0**-128
+"""The smallest δ that generators of noise honour.
+
+All noise of a block is a function of the 192 bits of its generator's state. An event of probability δ thus comes with a whole
+number of the 2¹⁹² states, and there are about δ·2¹⁹² of them, give or take the square root: from δ = 2⁻¹²⁸ on that is right to
+one part in 2³², as the tails of the noise are (``noise/randomness.py``). Of a much smaller δ nothing could be said.
+"""
+
 
 @dataclass(frozen=True)
 class PrivacyPlan:
@@ -408,7 +416,10 @@ def _require_sampling_and_delta(dataset_size: int, batch_size: int, delta: float
         raise InputError(
             f"batch_size is {batch_size}, more than the {dataset_size} {unit}s of the dataset; it must be at most dataset_size"
         )
-    require_in_open("delta", delta, 0, 1)
+    if require_in_open("delta", delta, 0, 1) < LEAST_DELTA:
+        raise InputError(
+            f"delta is {delta:g}; it must be at least {LEAST_DELTA:.1g}, the smallest that a generator of noise can honour"
+        )
     require_one_of("accountant", accountant, ACCOUNTANTS)
 
 

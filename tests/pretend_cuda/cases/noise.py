@@ -1,23 +1,17 @@
-"""Noise on the device: the host's where it has to be the same, ChaCha20 otherwise, and nothing that the host waits for."""
+"""Noise for a device: drawn on the host, and nothing that the host waits for."""
 
 from __future__ import annotations
 
 from functools import partial
-from importlib.util import find_spec
-from unittest.mock import patch
 
 import torch
 from pretend_cuda.cases.comparison import all_agree, moved, placed
 from pretend_cuda.watch import Watch
 
 from dp_microadam import GaussianMechanism, PrivacyError, Randomness
-from dp_microadam.noise import device_noise, randomness
-from dp_microadam.noise.chacha import chacha_normals
 
 CPU = torch.device("cpu")
 SUMS = {"a": torch.randn(33, 7), "b": torch.randn(10, 20).t(), "none": torch.zeros(0), "c": torch.randn(1), "d": torch.randn(5)}
-ZEROS = {name: torch.zeros_like(total) for name, total in SUMS.items()}
-UNIT = 2.0 * 0.5 / 10
 
 
 def third(rank: int, count: int) -> range:
@@ -44,46 +38,11 @@ def seeded(device: torch.device) -> None:
                 all_agree(*found, device, f"noise of {dtypes}, secure {secure}", tolerance=0.0)
 
 
-def drawn_there(device: torch.device) -> None:
-    """A private run draws with the kernel: one draw for all tensors of a step, each with its own key, equal to the twin's."""
-    if find_spec("triton") is None:
-        return
-    draws = []
-    original = device_noise.write_normals
-
-    def write(out: torch.Tensor, key: bytes) -> None:
-        placed(out, device, "noise")
-        draws.append((key, len(out)))
-        original(out, key)
-
-    device_noise.unsupported_reason.cache_clear()
-    with patch.object(device_noise, "write_normals", write):
-        assert device_noise.unsupported_reason(device) is None
-    assert len(draws) == 1, "the kernel is compared with its twin on this very device"
-    draws.clear()
-    with patch.object(randomness, "write_normals", write), patch.object(Randomness, "fill_normals", None):
-        whole = mechanism_of()
-        means = [whole.privatize(moved(ZEROS, device), step=step) for step in (0, 1)]
-        parts = [mechanism_of(noise_slice=partial(third, rank)).add_noise(moved(ZEROS, device), step=0) for rank in range(3)]
-    assert len({key for key, _ in draws}) == len(draws) == 5
-    for mean, (key, count) in zip(means, draws, strict=False):
-        twin = torch.from_numpy(chacha_normals(key, count, device_noise.LANES))
-        # Tensors begin at multiples of 64 numbers.
-        for (name, total), start in zip(ZEROS.items(), (0, 256, 512, 512, 576), strict=True):
-            expected = {name: twin[start : start + total.numel()].view(total.shape).float() * UNIT}
-            all_agree(expected, {name: mean[name]}, device, "noise", tolerance=1e-6)
-    assert sum(count for _, count in draws[2:]) == sum(total.numel() for total in SUMS.values()), "ranks draw their slices only"
-    for name in SUMS:
-        assert sum((part[name] != 0).int() for part in parts).eq(1).all(), "every coordinate has noise from one rank"
-
-
-def without_triton(device: torch.device) -> None:
-    """The host draws all tensors into one pinned buffer, which crosses over in one copy."""
-    device_noise.unsupported_reason.cache_clear()
+def one_copy(device: torch.device) -> None:
+    """The host draws the noise of a private run for all tensors into one pinned buffer, which crosses over in one copy."""
     here = moved(SUMS, device)
-    with patch.object(device_noise, "find_spec", lambda name: None), Watch() as watch:
+    with Watch() as watch:
         means = mechanism_of().privatize(here, step=0)
-    device_noise.unsupported_reason.cache_clear()
     assert sum(watch.synchronisations.values()) == 1, watch.synchronisations
     assert sum(count for (name, _), count in watch.launches.items() if name in ("_to_copy", "copy_")) == 1, watch.launches
     for name, total in here.items():
@@ -122,6 +81,5 @@ CASES = {
     "not finite": not_finite,
     "launches": launches,
     "seeded": seeded,
-    "drawn there": drawn_there,
-    "without Triton": without_triton,
+    "one copy": one_copy,
 }

@@ -190,7 +190,7 @@ def no_noise_on_a_bias(patch):
 
 def noise_repeated_in_blocks(patch):
     original = Randomness._bits
-    patch.setattr(Randomness, "_bits", lambda self, label, block, count: original(self, label, 0, count))
+    patch.setattr(Randomness, "_bits", lambda self, label, block, *count: original(self, label, 0, *count))
 
 
 def noise_repeated_between_tensors(patch, *, factor=1.0):
@@ -198,15 +198,15 @@ def noise_repeated_between_tensors(patch, *, factor=1.0):
 
 
 def same_noise_in_every_step(patch):
-    original = Randomness.normals_for
+    original = Randomness.fill_normals
     kept = {}
 
-    def normals_for(self, counts, step, dtype):
-        if not kept:
-            kept.update(original(self, counts, step, dtype))
-        return {purpose: kept[purpose].clone() for purpose in counts}
+    def fill_normals(self, parts, step):
+        original(self, parts, step)
+        for purpose, numbers in parts.items():
+            numbers.copy_(kept.setdefault(purpose, numbers.clone()))
 
-    patch.setattr(Randomness, "normals_for", normals_for)
+    patch.setattr(Randomness, "fill_normals", fill_normals)
 
 
 def slightly_less_noise(patch, *, factor):
@@ -274,15 +274,17 @@ def noise_per_chunk(patch, *, deviation, chunks):
 
 
 def noise_used_for_two_steps(patch):
-    original = Randomness.normals_for
+    original = Randomness.fill_normals
     kept = {}
 
-    def normals_for(self, counts, step, dtype):
-        if step % 2 == 0:
-            kept.update(original(self, counts, step, dtype))
-        return {purpose: kept[purpose].clone() for purpose in counts}
+    def fill_normals(self, parts, step):
+        original(self, parts, step)
+        for purpose, numbers in parts.items():
+            if step % 2 == 0:
+                kept[purpose] = numbers.clone()
+            numbers.copy_(kept[purpose])
 
-    patch.setattr(Randomness, "normals_for", normals_for)
+    patch.setattr(Randomness, "fill_normals", fill_normals)
 
 
 def division_by_the_realised_batch(patch):

@@ -392,7 +392,7 @@ recipes = st.builds(
     optimizer=st.fixed_dictionaries({}, optional=options),
     epsilon=st.floats(1e-300, 1e30),
     steps=st.integers(1, 10**12),
-    delta=st.floats(1e-300, 0.5, exclude_min=True),
+    delta=st.floats(1e-38, 0.5, exclude_min=True),
     batch_size=st.integers(1, 10**12),
     learning_rate=st.none() | st.floats(0.02, 1e12) | st.integers(1, 9),
     max_steps=st.none() | st.integers(1, 10**6),
