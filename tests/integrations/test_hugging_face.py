@@ -356,7 +356,7 @@ def test_options_of_the_private_step_are_reachable(make, tmp_path):
     }
     result = make(**options).train()
     assert result.global_step == read_ledger(tmp_path / "out" / "privacy").steps == 3
-    assert max(seen) == 5
+    assert 5 in seen  # besides the synthetic examples of the check
     assert "the seasons" in (tmp_path / "out" / "privacy" / "privacy.txt").read_text()
 
 

@@ -439,12 +439,6 @@ def test_no_error_tells_how_many_examples_were_drawn(make_trainer, training_part
     assert not any(character.isdigit() for character in str(caught.value))
 
 
-def test_a_data_loader_is_refused_in_one_sentence(make_trainer, training_part):
-    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*training_part), batch_size=10)
-    with pytest.raises(InputError, match=r"data is a DataLoader.*pass its dataset"):
-        make_trainer().fit(data)
-
-
 def test_a_run_begun_from_python_is_told_how_it_goes_on(make_trainer, training_part):
     make_trainer().fit(training_part)
     with pytest.raises(InputError, match=r"go on with: trainer\.resume\('.*'\)\.fit\(data\)"):

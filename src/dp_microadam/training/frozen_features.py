@@ -24,13 +24,12 @@ from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.clipping.synthetic_examples import CHECK_SIZE, SyntheticExamples
 from dp_microadam.clipping.transform_check import check_transform
 from dp_microadam.errors import InputError
-from dp_microadam.training.evaluation import PerExample, batches
+from dp_microadam.training.evaluation import PerExample, batches, moved
 from dp_microadam.training.feature_store import Arrays, FeatureStore
 from dp_microadam.training.held_out import share_examples
 from dp_microadam.training.model_split import ModelSplit
 from dp_microadam.training.repeats import refuse_repeats
 from dp_microadam.training.torch_randomness import forked_torch
-from dp_microadam.training.training_data import moved
 from dp_microadam.training.withheld import withheld
 from dp_microadam.validation import require_integer
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from dp_microadam.training.ema import WeightAverage
+from dp_microadam.training.evaluation import moved
 from dp_microadam.training.method import Method
 from dp_microadam.training.run_statistics import sizes
 from dp_microadam.training.schedules import LearningRates, Schedule
-from dp_microadam.training.training_data import moved
 
 
 class ModelUpdate:

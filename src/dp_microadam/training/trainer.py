@@ -17,7 +17,8 @@ from dp_microadam.plan.plan import PrivacyPlan
 from dp_microadam.training.diagnostics import MicroAdamDiagnostics
 from dp_microadam.training.distributed import ProcessLost, ranks_here
 from dp_microadam.training.ema import WeightAverage
-from dp_microadam.training.evaluation import PerExample
+from dp_microadam.training.evaluation import PerExample, ValidationMetrics, in_words
+from dp_microadam.training.given_data import count_examples
 from dp_microadam.training.held_out import refuse_shared_users, share_examples
 from dp_microadam.training.interrupts import Interruptible
 from dp_microadam.training.method import Method, Steps
@@ -31,7 +32,6 @@ from dp_microadam.training.run_record import RunRecord
 from dp_microadam.training.run_result import RunResult, StepReport
 from dp_microadam.training.schedules import Schedule
 from dp_microadam.training.training_step import StepOptions, TrainingStep
-from dp_microadam.training.validation_metrics import ValidationMetrics, in_words
 from dp_microadam.validation import explicit, require_integer, require_positive
 
 __all__ = ["PrivateTrainer", "RunResult", "StepReport", "UnprotectedPlan"]
@@ -178,6 +178,7 @@ class PrivateTrainer:
         with said_if_slow(CHECKING, shown=self.show_progress and self.step.private):
             self.step.attach(train, users)
         self._require_same_settings(validation)
+        self._validate.try_once(validation)
         if not self._resumed:
             self._begin()
         progress = Progress(
@@ -346,6 +347,9 @@ class PrivateTrainer:
 
     def _refuse_shared(self, train: Any, validation: Any) -> None:
         with self.ranks.together():
+            count_examples("train", train)
+            if validation is not None:
+                count_examples("validation", validation)
             if validation is not None and share_examples(train, validation):
                 raise InputError(
                     "validation shares examples with the training data, so its metrics would be private; use held-out data"

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from dp_microadam.clipping.batches import select
 from dp_microadam.errors import DPMicroAdamError, PrivacyError
 from dp_microadam.sampling.poisson import Chunks, LogicalStep, PoissonSampler, refuse_loader_options
 from dp_microadam.sampling.users import Units, WeightedRows
-from dp_microadam.training.evaluation import batches
+from dp_microadam.training.evaluation import batches, device_of, moved
+from dp_microadam.training.given_data import count_examples
 from dp_microadam.training.prefetch import copied_ahead, pinned
 from dp_microadam.training.torch_randomness import UnpredictableWorker, forked_torch, seeded_torch, unpredictable_torch
 from dp_microadam.training.withheld import READING, TRANSFORMS, MutedLikeItsParent, at_stage, read_at_stage
@@ -92,6 +92,7 @@ class TrainingData:
         rank: int,
         units: Units | None = None,
     ) -> None:
+        count_examples("train", data)
         self.data = data
         self._units = units
         self._sampler_from = sampler_from
@@ -103,7 +104,7 @@ class TrainingData:
             init = MutedLikeItsParent(self._options.get("worker_init_fn"))
             self._options["worker_init_fn"] = UnpredictableWorker(init) if loading.seed is None else init
         self._options.setdefault("collate_fn", default_collate)
-        if _device(model).type == "cuda":
+        if device_of(model).type == "cuda":
             self._options.setdefault("pin_memory", True)
         self.continue_at(first_step)
 
@@ -148,19 +149,9 @@ class TrainingData:
 
     def _copied(self, chunks: Iterable[Any]) -> Iterable[Any]:
         """The chunks on their way to the device; on the CPU there is none."""
-        device = _device(self._model)
+        device = device_of(self._model)
         if device.type != "cuda":
             return chunks
         by_us = isinstance(self.data, TensorDataset) and self._options["collate_fn"] is default_collate
         early = by_us or not isinstance(self.data, Dataset) or self._loading.num_workers > 0
         return copied_ahead(chunks, device) if early else map(pinned, chunks)
-
-
-def moved(batch: Any, model: nn.Module) -> Any:
-    """The batch on the model's device."""
-    device = _device(model)
-    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch)
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device

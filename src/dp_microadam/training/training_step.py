@@ -22,6 +22,7 @@ from dp_microadam.training.data_digest import require_same_data
 from dp_microadam.training.distributed import Ranks, broadcast_start, ranks_here, refuse_diverged
 from dp_microadam.training.engines import Engines
 from dp_microadam.training.evaluation import PerExample
+from dp_microadam.training.given_data import refuse_wrapped_model, require_norm
 from dp_microadam.training.gradients import GradientSums
 from dp_microadam.training.held_out import share_examples
 from dp_microadam.training.masked_rows import scatter_rows, selected_rows
@@ -101,6 +102,7 @@ class TrainingStep(ABC):
             raise InputError(
                 f"run_dir is missing; {type(self).__name__} writes ledger and privacy statement there, pass a folder"
             )
+        refuse_wrapped_model(model)
         self.run_dir = Path(run_dir)
         self.model = model
         self._plan = plan
@@ -116,7 +118,11 @@ class TrainingStep(ABC):
         """Means of ``training_measures`` over the last step's sample; they are private."""
         self._loss = per_example_loss
         self._method = method
-        self._clipping_options = {"max_grad_norm": max_grad_norm, "clipping": clipping, **(clipping_options or {})}
+        self._clipping_options = {
+            "max_grad_norm": require_norm(max_grad_norm),
+            "clipping": clipping,
+            **(clipping_options or {}),
+        }
         self._public, self._unit_name = tuple(public), unit_name
         self._noise_history, self._noise_memory_gib = noise_history, noise_memory_gib
         self._randomness = Randomness.from_entropy(secure=secure) if seed is None else Randomness.seeded(seed, secure=secure)
