@@ -1,10 +1,9 @@
-"""Opacus with Adam as its tutorials have it, on the problems of the leaderboard: what a port begins from.
+"""Opacus with Adam as its tutorials have it: what a port begins from.
 
     python benchmarks/opacus_adam.py [--problems digits-195 …] [--epsilons 1 3 8] [--seeds 3] [--optimizer plan] [--out FILE]
 
-Opacus' PrivacyEngine with Poisson sampling, Adam at its default rate of 1e-3, clipping norm 1, noise by its PRV accountant. The
-same data, network, batch size, steps, ε and δ as in `python -m research reproduce leaderboard --scale cpu`. With
-`--optimizer plan` it is the same loop with SGD at the learning rate that follows from the plan. Test accuracy in percent.
+Opacus' PrivacyEngine with Poisson sampling, Adam at its default rate of 1e-3, clipping norm 1, noise by its PRV accountant.
+With `--optimizer plan` it is the same loop with SGD at the learning rate that follows from the plan. Test accuracy in percent.
 """
 
 from __future__ import annotations

@@ -15,10 +15,11 @@ from dp_microadam.methods.table import METHODS
 ROOT = Path(__file__).parents[1]
 reference = runpy.run_path(str(ROOT / "docs" / "reference.py"))
 PAGES = sorted((ROOT / "docs").glob("**/*.md"))
+NOTES = sorted((ROOT / "research").glob("*.md"))
 NAMED = re.compile(r"(tests/[\w/]+\.py)::(test_\w+)")
 
 
-@pytest.mark.parametrize("document", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [*PAGES, *NOTES], ids=lambda path: path.name)
 def test_every_test_a_document_names_exists(document):
     for file, name in NAMED.findall(document.read_text(encoding="utf-8")):
         assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{document.name} names {file}::{name}"
@@ -30,10 +31,17 @@ def test_every_page_is_in_the_navigation():
     assert sorted(listed) == [str(page.relative_to(ROOT / "docs")) for page in PAGES]
 
 
-def test_every_link_of_the_readme_leads_somewhere():
-    readme = re.sub(r"<!--.*?-->", "", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", readme):
-        assert target.startswith("https://") or (ROOT / target).exists(), target
+@pytest.mark.parametrize("page", [ROOT / "README.md", *NOTES], ids=lambda path: path.name)
+def test_every_link_of_a_page_outside_the_site_leads_somewhere(page):
+    text = re.sub(r"<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target, _, place in (link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", text)):
+        if target.startswith("https://"):
+            continue
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        if place and file.suffix == ".md":
+            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            assert place in {re.sub(r"[^\w -]", "", one.casefold()).replace(" ", "-") for one in headings}, f"{target}#{place}"
 
 
 def test_the_site_builds_without_a_warning(tmp_path):

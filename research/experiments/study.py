@@ -9,7 +9,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from dp_microadam.validation import require_integer, require_one_of
 from dp_microadam.workbench.recipes.pretrained import missing_files
 from dp_microadam.workbench.recipes.recipe import Recipe
 from dp_microadam.workbench.recipes.recipe_files import apply_overrides, recipe_values
-from dp_microadam.workbench.recipes.stated import SELECTION, uses_micro_adam
 
 Label = str | float
 Labels = dict[str, Label]
@@ -43,20 +42,6 @@ _WITHOUT_EFFECT = (
 )
 
 
-# Keys that recipes had when the first results were kept. A key that recipes were given since then counts only where it differs
-# from what leaving it out meant then, so that a recipe from before it trains under the same folder name.
-_FIRST_KEYS = (
-    *("method", "base", "data", "validation_fraction", "validation_size", "split_seed", "image_size", "crop_padding", "flip"),
-    *("resized_crop", "multiplicity", "model", "epsilon", "noise_multiplier", "steps", "delta", "accountant", "batch_size"),
-    *("max_grad_norm", "clipping", "learning_rate", "schedule", "warmup", "ema_decay", "max_steps", "secure", "seed"),
-    *("data_options", "model_options", "optimizer"),
-)
-_FIRST_BANDS, _FIRST_LR_UNIT = 1, "absolute"
-_FIRST_MICRO_ADAM = {"density": 0.01, "window": 10, "second_moment": "coordinate", "bias_correction": "paper"}
-_SINCE_THEN = {name: value for name, value in SELECTION.items() if name != "second_moment"}
-_FIRST_NAMES_OF_BANDS: dict[int | str | None, str] = {"least": "auto", "auto": "few", None: "few"}
-
-
 @dataclass(frozen=True)
 class Cell:
     """One cell of a study's table: its label on each axis, and the recipe of its runs."""
@@ -73,24 +58,8 @@ class Cell:
     @property
     def key(self) -> str:
         """Folder name: readable, and the same for recipes that train the same model."""
-        defaults = {key.name: {} if key.default is MISSING else key.default for key in fields(self.recipe)}
-        defaults["bands"] = _FIRST_BANDS
-        settings = {
-            key: value
-            for key, value in asdict(self.recipe).items()
-            if key not in _WITHOUT_EFFECT and (key in _FIRST_KEYS or value != defaults[key])
-        }
+        settings = {key: value for key, value in asdict(self.recipe).items() if key not in _WITHOUT_EFFECT}
         settings["learning_rate"] = self.recipe.resolved_learning_rate
-        settings["ema_decay"] = self.recipe.resolved_ema_decay
-        if self.recipe.bands in _FIRST_NAMES_OF_BANDS:
-            settings["bands"] = _FIRST_NAMES_OF_BANDS[self.recipe.bands]
-        settings["accountant"] = self.recipe.resolved_accountant
-        if self.recipe.resolved_lr_unit == _FIRST_LR_UNIT:
-            settings.pop("lr_unit", None)
-        if uses_micro_adam(self.recipe):
-            options = {**SELECTION, **self.recipe.optimizer}
-            first = _FIRST_MICRO_ADAM if options["second_moment"] == _FIRST_MICRO_ADAM["second_moment"] else _SINCE_THEN
-            settings["optimizer"] = {name: value for name, value in options.items() if first.get(name) != value}
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
         readable = re.sub(r"[^a-z0-9.]+", "-", f"{self.recipe.data} {self.recipe.algorithm}".lower()).strip("-")
         return f"{readable}-{digest}"
@@ -126,8 +95,7 @@ class Study:
     figures: tuple[Mapping[str, Any], ...] = ()
     published: tuple[Published, ...] = ()
     source: str = ""
-    middle: str = field(default="median", kw_only=True)
-    overrides: tuple[str, ...] = field(default=(), kw_only=True)
+    middle: str = "median"
 
     def only(self, conditions: Sequence[str]) -> Study:
         """The study restricted to the cells that match all conditions ``AXIS=LABEL``; labels of the same axis are alternatives.
@@ -147,7 +115,7 @@ class Study:
         kept = tuple(cell for cell in self.cells if all(str(cell.labels[axis]) in labels for axis, labels in wanted.items()))
         if not kept:
             raise InputError(f"only is {', '.join(conditions)}; no cell of {self.name} has all of these labels, leave one out")
-        return Study(**{**vars(self), "cells": kept})
+        return replace(self, cells=kept)
 
     def missing_files(self) -> dict[str, list[Cell]]:
         """Cells whose data set or pretrained weights are not here, by a sentence that says which."""
@@ -165,9 +133,8 @@ class Study:
         """
         kept = tuple(cell for cell in self.cells if not any(cell in cells for cells in missing.values()))
         if not kept:
-            sentences = "; ".join(missing)
-            raise InputError(sentences)
-        return Study(**{**vars(self), "cells": kept})
+            raise InputError("; ".join(missing))
+        return replace(self, cells=kept)
 
     def describe(self, command: str) -> dict[str, Any]:
         """The content of ``experiment.json``: what reports need to know about the study."""
@@ -180,8 +147,6 @@ class Study:
             "rows": list(self.rows),
             "columns": list(self.columns),
             "cells": [cell.labels for cell in self.cells],
-            "repeats": self.repeats,
-            "value": "test accuracy" if self.measure == ACCURACY else "cost",
             "unit": "%" if self.measure == ACCURACY else "",
             "middle": self.middle,
             "notes": list(self.notes),
@@ -268,7 +233,6 @@ def parse_study(text: str, name: str, scale: str, overrides: Sequence[str] = ())
         tuple(_published(published.get("values", {}), [*rows, *columns], axes)),
         str(published.get("source", "")),
         middle=require_one_of("middle", values.get("middle", "median"), ("median", "mean")),
-        overrides=tuple(overrides),
     )
 
 

@@ -21,9 +21,10 @@ from dp_microadam.ledger.ledger import LEDGER_NAME
 from dp_microadam.training.interrupts import Interruptible
 from dp_microadam.training.run_folder import CHECKPOINTS, DECLARATION, METRICS, STATISTICS, search_folder
 from dp_microadam.workbench.command_line.measuring import provenance
+from research.experiments.report import EXPERIMENT, RESULTS, lines_of
 from research.experiments.study import Cell, Study
 
-STUDY, RESULTS, RUNS, LOCK = "experiment.json", "results.jsonl", "runs", ".lock"
+RUNS, LOCK = "runs", ".lock"
 _POLL_SECONDS = 0.2
 
 
@@ -76,7 +77,7 @@ class SweepFolder:
     def begin(self, study: Study, command: str) -> None:
         """Write ``experiment.json`` with all cells of the study; reports show those without results as not run."""
         self.path.mkdir(parents=True, exist_ok=True)
-        write_text_durably(self.path / STUDY, json.dumps(study.describe(command), indent=2, ensure_ascii=False) + "\n")
+        write_text_durably(self.path / EXPERIMENT, json.dumps(study.describe(command), indent=2, ensure_ascii=False) + "\n")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -95,14 +96,7 @@ class SweepFolder:
 
     def results(self) -> list[dict[str, Any]]:
         """Results of finished runs. A line cut off by a crash is skipped, and its run is collected again."""
-        path = self.path / RESULTS
-        found = []
-        for line in path.read_text("utf-8").splitlines() if path.exists() else []:
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                continue
-        return found
+        return list(lines_of(self.path / RESULTS))
 
     def done(self) -> set[tuple[str, int, str]]:
         """Keys of the jobs that have a result."""
@@ -130,7 +124,6 @@ def run_sweep(
     repeats: int,
     devices: Sequence[int | None],
     tell: Callable[[str], None],
-    advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Failure]:
     """Run the jobs without a result, one at a time per device, and return those that failed.
 
@@ -141,7 +134,6 @@ def run_sweep(
     waiting = [job for job in jobs if job.key not in done]
     if len(waiting) < len(jobs):
         tell(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are done already")
-    advance(len(jobs) - len(waiting), len(jobs))
     free = list(range(len(devices)))
     running: list[_Running] = []
     failures: list[Failure] = []
@@ -160,7 +152,7 @@ def run_sweep(
                 free.append(one.device)
                 failure = _collect(one, folder, tell)
                 failures += [failure] if failure else []
-                advance(len(jobs) - len(waiting) - len(running), len(jobs))
+                tell(f"{len(jobs) - len(waiting) - len(running)} of {len(jobs)} runs")
     return failures
 
 

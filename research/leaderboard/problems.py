@@ -44,7 +44,8 @@ def _images(name: str, **options: Any) -> Callable[[], Parts]:
     def load() -> Parts:
         found = data.load(name, validation_fraction=0.0, **options)
         prepare = Preparation(found)
-        return prepare(found.train), prepare(found.test)
+        train, test = (part for part in (found.train, found.test) if isinstance(part, tuple))
+        return prepare(train), prepare(test)
 
     return load
 
@@ -92,7 +93,7 @@ def _features(resolution: int, layer: Callable[[Any], nn.Module]) -> Callable[[]
 
 
 @torch.no_grad()
-def _inputs_of(layer: nn.Module, vit: nn.Module, part: Part, constants: Any) -> Part:
+def _inputs_of(layer: nn.Module, vit: nn.Module, part: Any, constants: Any) -> Part:
     seen: list[Tensor] = []
     handle = layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].clone()))
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (constants.mean, constants.std))

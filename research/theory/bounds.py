@@ -1,9 +1,9 @@
 """The convergence bound of the paper, term by term: as printed, and corrected.
 
 The theorem bounds (1/T)·Σ E‖∇f(θ_t)‖² over T steps of Noisy-MicroAdam (Algorithm 3 of the paper, which
-:class:`dp_microadam.optimizers.analytical_view.NoisyMicroAdam` runs). ``docs/theory.md`` derives the corrected form and says
-what was wrong with the printed one. Symbols are the paper's: q and ω belong to the two compressors, η is the step size, ε_s
-stands under the root, and R = G + √d·σ.
+:class:`dp_microadam.optimizers.analytical_view.NoisyMicroAdam` runs). ``research/theory.md`` derives the corrected form and
+says what was wrong with the printed one. Symbols are the paper's: q and ω belong to the two compressors, η is the step size,
+ε_s stands under the root, and R = G + √d·σ.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class Bound:
 
 
 def corrected_bound(setting: Setting, steps: int) -> Bound:
-    """The bound proved in ``docs/theory.md``, with η = min{ε_s/(12·L·C₀), 1/√T}.
+    """The bound proved in ``research/theory.md``, with η = min{ε_s/(12·L·C₀), 1/√T}.
 
     Raises:
         InputError: if (1 + ω)q ≥ 1.

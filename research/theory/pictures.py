@@ -1,4 +1,4 @@
-"""The figures of docs/theory.md."""
+"""The figures of research/theory.md."""
 
 from __future__ import annotations
 

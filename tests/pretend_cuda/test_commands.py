@@ -1,4 +1,4 @@
-"""The commands that docs/gpu.md gives to people with a GPU, run unchanged on a machine that pretends to have two."""
+"""The commands that research/gpu.md gives to people with a GPU, run unchanged on a machine that pretends to have two."""
 
 import json
 import platform

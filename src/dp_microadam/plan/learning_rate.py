@@ -9,7 +9,7 @@ as the solution is away:
     η·τ·√(T·d) = D.
 
 σ, C, B, T and d are public. D is not known, but it varies little: D = 1.5·d^¼ is within a factor of 1.5 of the best of
-six for networks of 26,010 and 203,530 parameters at ε = 1 and 8 (``python -m research reproduce walk --scale cpu``).
+six for networks of 26,010 and 203,530 parameters at ε = 1 and 8.
 With correlated noise τ·√T is replaced by what is left of the noise in the running sum. This module does not import torch.
 """
 

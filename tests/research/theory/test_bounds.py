@@ -201,7 +201,7 @@ def test_the_rate_is_one_over_root_t_without_noise_and_loses_a_root_of_a_logarit
 
 
 def test_four_bits_lose_a_tenth_of_gaussian_values_and_a_seventh_rounded_at_random():
-    """2.56 million values: the figures of docs/theory.md to well within their last digit."""
+    """2.56 million values: the figures of research/theory.md to well within their last digit."""
     values = torch.randn(20_000, 128, generator=torch.Generator().manual_seed(0))
     lower, upper = bucket_bounds(values)
     for offsets, expected in ((None, 0.10), (torch.rand(values.shape, generator=torch.Generator().manual_seed(1)), 0.14)):

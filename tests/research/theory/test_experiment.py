@@ -1,4 +1,4 @@
-"""The experiment of docs/theory.md in small: T up to 3,162 instead of 100,000, and half as many seeds."""
+"""The experiment of research/theory.md in small: T up to 3,162 instead of 100,000, and half as many seeds."""
 
 import math
 

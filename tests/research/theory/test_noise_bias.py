@@ -1,4 +1,4 @@
-"""The simulation computes what it says, and shows what docs/theory.md reads off it."""
+"""The simulation computes what it says, and shows what research/theory.md reads off it."""
 
 import numpy as np
 import pytest

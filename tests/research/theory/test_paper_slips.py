@@ -1,4 +1,4 @@
-"""Every slip that docs/theory.md names is one, and every step of the repaired proof that can be computed holds."""
+"""Every slip that research/theory.md names is one, and every step of the repaired proof that can be computed holds."""
 
 import math
 from dataclasses import replace

@@ -22,13 +22,6 @@ def recipe_names(prefix: str, **_: Any) -> list[str]:
     return _names_or_toml_files(prefix, known_recipes())
 
 
-def study_names(prefix: str, **_: Any) -> list[str]:
-    """Studies that come with the package; TOML files where no study's name begins with ``prefix``."""
-    from research.experiments.study import known_studies
-
-    return _names_or_toml_files(prefix, known_studies())
-
-
 def data_set_names(**_: Any) -> Iterable[str]:
     """Data sets that a recipe can name."""
     from dp_microadam.workbench.recipes import vocabulary
