@@ -55,7 +55,7 @@ _HOMES = {
     "LedgerRecord": "dp_microadam.ledger.ledger",
     "read_ledger": "dp_microadam.ledger.ledger",
     "SubsampledGaussian": "dp_microadam.accounting.costs",
-    "Spent": "dp_microadam.accounting.costs",
+    "PrivacyCost": "dp_microadam.accounting.costs",
     "Cap": "dp_microadam.accounting.truncated",
     "Units": "dp_microadam.sampling.users",
     "WeightedRows": "dp_microadam.sampling.users",
@@ -113,7 +113,7 @@ __all__ = [
     "LedgerRecord",
     "read_ledger",
     "SubsampledGaussian",
-    "Spent",
+    "PrivacyCost",
     "Cap",
     "Units",
     "WeightedRows",
@@ -130,7 +130,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from dp_microadam import methods
-    from dp_microadam.accounting.costs import Spent, SubsampledGaussian
+    from dp_microadam.accounting.costs import PrivacyCost, SubsampledGaussian
     from dp_microadam.accounting.truncated import Cap
     from dp_microadam.clipping.batchnorm import replace_batchnorm
     from dp_microadam.clipping.engine import ClippedGradients

@@ -233,12 +233,6 @@ def test_a_ledger_of_a_search_says_epsilon_of_the_selection(tmp_path):
         PrivacyLedger.resume(tmp_path, replace(plan, expected_runs=2.0), SETTINGS, position=30)
 
 
-def test_a_version_that_knows_no_selection_cannot_read_its_ledger_as_a_single_run(tmp_path):
-    recorded(tmp_path, SelectionPlan(**SMALL, noise_multiplier=2.0, steps=3, expected_runs=8), 1)
-    header = json.loads((tmp_path / "ledger.jsonl").read_text().splitlines()[0])
-    assert header["format"] == 3, "version 0.2 refuses formats above 2"
-
-
 def test_copies_of_a_selected_run_count_once_and_other_runs_add_up(tmp_path):
     plan = SelectionPlan(**SMALL, noise_multiplier=2.0, steps=30, expected_runs=8)
     search = recorded(tmp_path / "search", plan, 30)

@@ -16,14 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import examples
 
-from dp_microadam import InputError, PrivacyError, PrivacyLedger, PrivacyPlan, Randomness
+from dp_microadam import InputError, PrivacyError, PrivacyLedger, PrivacyPlan
 from dp_microadam.accounting.costs import SubsampledGaussian, epsilon
 from dp_microadam.ledger.ledger import LEDGER_NAME, RunSettings, read_ledger, spent_together, write_past_steps
+from dp_microadam.ledger.record import NO_HEAD, chained_line
+from dp_microadam.ledger.statement import privacy_report, statement_in_words
+from dp_microadam.plan.selection_plan import SelectionPlan
 
 PLAN = PrivacyPlan.solve(dataset_size=1000, batch_size=50, delta=1e-5, noise_multiplier=2.0, steps=100_000)
 SETTINGS = RunSettings(private=True, randomness="operating system's entropy, statistical generator", sensitivity=1.0)
-
-FIXTURES = Path(__file__).parent / "fixtures" / "version-0.1"
 
 # A process that resumes the ledger and reports each step on its output after recording it, as fast as it can.
 RECORDER = f"""
@@ -54,12 +55,12 @@ def test_steps_are_recorded_and_counted(tmp_path):
     with PrivacyLedger.create(tmp_path / "run", PLAN, SETTINGS) as ledger:
         assert [ledger.record_step() for _ in range(3)] == [0, 1, 2]
         assert (ledger.steps, ledger.remaining) == (3, 99_997)
-        assert ledger.epsilon() == PLAN.epsilon_after(3)
     record = read_ledger(tmp_path / "run")
     assert record.plan == PLAN
     assert record.settings == SETTINGS
     assert record.spent == (SubsampledGaussian(0.05, 2.0, 3),)
     assert record.torn_lines == 0
+    assert record.epsilon() == PLAN.epsilon_after(3)
     assert record.versions["dp-microadam"]
 
 
@@ -179,7 +180,7 @@ EDITS = {
     "one such line end": lambda lines: [*lines[:3], lines[3].replace(b"\n", b"\r\n"), *lines[4:]],
     "another dataset size": lambda lines: [lines[0].replace(b'"dataset_size": 1000', b'"dataset_size": 100000'), *lines[1:]],
     "another delta": lambda lines: [lines[0].replace(b'"delta": 1e-05', b'"delta": 0.01'), *lines[1:]],
-    "another stamp": lambda lines: [lines[0].replace(b'"private": true', b'"private": false'), *lines[1:]],
+    "private and not": lambda lines: [lines[0].replace(b'"private": true', b'"private": false'), *lines[1:]],
     "the ledger twice": lambda lines: [*lines, *lines],
     "a header and nothing else, edited": lambda lines: [lines[0].replace(b'"steps": 100000', b'"steps": 200000')],
 }
@@ -344,93 +345,6 @@ def test_a_ledger_that_cannot_be_read_gives_its_lock_back(tmp_path):
     PrivacyLedger.resume(tmp_path, PLAN, SETTINGS, position=2).close()
 
 
-def old_ledger(folder: Path, name: str) -> Path:
-    folder.mkdir()
-    shutil.copy(FIXTURES / f"{name}.jsonl", folder / LEDGER_NAME)
-    return folder
-
-
-OLD_PLAN = PrivacyPlan(1000, 50, 2.0, 20, 1e-5, accountant="rdp")
-
-
-@pytest.mark.parametrize(("name", "steps", "torn"), [("whole", 6, 0), ("torn", 6, 2), ("opacus", 5, 0)])
-def test_ledgers_of_version_0_1_are_read_as_before(tmp_path, name, steps, torn):
-    record = read_ledger(old_ledger(tmp_path / "run", name))
-    assert (record.steps, record.torn_lines, record.run) == (steps, torn, None)
-    if name == "torn":
-        assert record.phases == {"select": 3, "train": 1}
-        assert record.processes == {2: 1}
-    if name == "opacus":
-        assert record.spent == (SubsampledGaussian(0.0999, 1.0, 3), SubsampledGaussian(0.0999, 2.0, 2))
-    else:
-        assert record.spent == (SubsampledGaussian(0.05, 2.0, 6),)
-
-
-@pytest.mark.parametrize("name", ["whole", "torn"])
-def test_a_ledger_of_version_0_1_goes_on_and_its_chain_begins_with_what_is_there(tmp_path, name):
-    folder = old_ledger(tmp_path / "run", name)
-    for expected in (6, 8):
-        with PrivacyLedger.resume(folder, OLD_PLAN, SETTINGS, position=expected) as ledger:
-            assert [ledger.record_step(), ledger.record_step()] == [expected, expected + 1]
-    record = read_ledger(folder)
-    assert record.spent == (SubsampledGaussian(0.05, 2.0, 10),)
-    assert len(record.run) == 32
-    lines = lines_of(folder)
-    for place in range(len(lines) - 1):
-        changed = lines.copy()
-        changed[place] = changed[place].replace(b"0.05", b"0.01")
-        put(folder, changed)
-        with pytest.raises(PrivacyError, match=r"line \d+ of"):
-            read_ledger(folder)
-    put(folder, [*lines, b'{"step": 10, "sample_rate": 0.05, "noise_multiplier": 2.0}\n'])
-    with pytest.raises(PrivacyError, match="does not end in a hash"):
-        read_ledger(folder)
-
-
-OLD_EDITS = {
-    "a larger noise multiplier in the lines": lambda lines: [lines[0], *(with_sigma(line, b"20.0") for line in lines[1:])],
-    "a larger noise multiplier in the header": lambda lines: [with_sigma(lines[0], b"20.0"), *lines[1:]],
-    "another batch size": lambda lines: [lines[0].replace(b'"batch_size": 50', b'"batch_size": 5'), *lines[1:]],
-    "a stamp that contradicts": lambda lines: [lines[0].replace(b'"private": true', b'"private": false'), *lines[1:]],
-    "words for the stamp": lambda lines: [lines[0].replace(b'"private": true', b'"private": "true"'), *lines[1:]],
-    "more steps than planned": lambda lines: [lines[0].replace(b'"steps": 20', b'"steps": 5'), *lines[1:]],
-    "a repeated step": lambda lines: [*lines, lines[1]],
-    "two ledgers in one": lambda lines: [*lines, *lines],
-    "an entry twice": lambda lines: [*lines[:-1], with_sigma(lines[-1], b'2.0, "noise_multiplier": 20.0')],
-    "not a number": lambda lines: [*lines[:-1], with_sigma(lines[-1], b"Infinity")],
-    "a huge step": lambda lines: [*lines, lines[-1].replace(b'"step": 5', b'"step": 1000000000000')],
-    "a step in words": lambda lines: [*lines[:-1], lines[-1].replace(b'"step": 5', b'"step": "5"')],
-    "processes that are none": lambda lines: [*lines[:-1], lines[-1].replace(b"}", b', "processes": -3}')],
-    "a phase that is none": lambda lines: [*lines[:-1], lines[-1].replace(b"}", b', "phase": 7}')],
-}
-
-
-@pytest.mark.parametrize("edit", OLD_EDITS.values(), ids=OLD_EDITS.keys())
-def test_a_ledger_of_version_0_1_that_contradicts_its_header_is_refused(tmp_path, edit):
-    folder = old_ledger(tmp_path / "run", "whole")
-    before = lines_of(folder)
-    put(folder, edit(before))
-    assert lines_of(folder) != before
-    with pytest.raises(PrivacyError, match=r"line \d of"):
-        read_ledger(folder)
-
-
-def test_noise_edited_in_a_ledger_of_opacus_and_version_0_1_is_refused(tmp_path):
-    """Its lines have their own noise, so only the least of it can be compared."""
-    folder = old_ledger(tmp_path / "run", "opacus")
-    lines = lines_of(folder)
-    put(folder, [lines[0], *(line.replace(b'"noise_multiplier": 1.0', b'"noise_multiplier": 9.0') for line in lines[1:])])
-    with pytest.raises(PrivacyError, match="the least in a line is 2"):
-        read_ledger(folder)
-
-
-def test_steps_missing_from_a_ledger_of_version_0_1_count_as_spent(tmp_path):
-    folder = old_ledger(tmp_path / "run", "whole")
-    lines = lines_of(folder)
-    put(folder, lines[:2] + lines[4:])
-    assert read_ledger(folder).steps == 6
-
-
 @pytest.mark.parametrize("line", [b"[" * 100_000, b"1" * 5000, b'"text"', b"\xff\xfe{}", b"\0" * 40], ids=lambda line: line[:3])
 def test_a_line_of_any_rubbish_counts_as_a_step(tmp_path, line):
     make(tmp_path, steps=2)
@@ -511,8 +425,6 @@ def test_a_private_run_cannot_go_on_with_a_seed_nor_the_other_way_round(tmp_path
         PrivacyLedger.resume(tmp_path / "private", PLAN, seeded, position=1)
     with pytest.raises(PrivacyError, match="began with settings private = False"):
         PrivacyLedger.resume(tmp_path / "seeded", PLAN, SETTINGS, position=0)
-    header = json.loads((tmp_path / "seeded" / LEDGER_NAME).read_text().splitlines()[0])
-    assert header["stamp"] == "not private"
 
 
 def test_a_different_sensitivity_is_refused(tmp_path):
@@ -520,15 +432,6 @@ def test_a_different_sensitivity_is_refused(tmp_path):
     doubled = RunSettings(private=True, randomness=SETTINGS.randomness, sensitivity=2.0)
     with pytest.raises(PrivacyError, match=r"began with settings sensitivity = 1\.0"):
         PrivacyLedger.resume(tmp_path, PLAN, doubled, position=1)
-
-
-def test_a_secure_run_of_a_version_that_drew_on_the_cpu_only_goes_on(tmp_path):
-    before = RunSettings(private=True, randomness="operating system's entropy, AES-256 in counter mode", sensitivity=1.0)
-    PrivacyLedger.create(tmp_path, PLAN, before).close()
-    source = Randomness.from_entropy(secure=True)
-    now = RunSettings(private=True, randomness=source.description, sensitivity=1.0)
-    with PrivacyLedger.resume(tmp_path, PLAN, now, position=0) as ledger:
-        assert ledger.record_step() == 0
 
 
 def test_the_ledger_never_records_more_than_the_plan(tmp_path):
@@ -585,3 +488,122 @@ def test_steps_of_another_library_are_written_with_their_own_rate_and_noise(tmp_
     with pytest.raises(InputError, match="at least as many"):
         write_past_steps(tmp_path / "other", plan, SETTINGS, (SubsampledGaussian(0.1, 1.0, 6),))
     assert not (tmp_path / "other").exists()
+
+
+def forged(folder: Path, change) -> None:
+    """The ledger with ``change`` applied to every line's values, and all hashes made anew, as a forger could."""
+    lines, head = [], NO_HEAD
+    for number, line in enumerate(lines_of(folder)):
+        values = json.loads(line)
+        del values["chain"]
+        change(number, values)
+        new, head = chained_line(values, head)
+        lines.append(new)
+    put(folder, lines)
+
+
+@pytest.mark.parametrize(
+    ("number", "change", "sentence"),
+    [
+        (2, {"noise_multiplier": 20.0}, "has noise_multiplier 20.0, but by its plan it is 2.0"),
+        (2, {"sample_rate": 0.01}, "has sample_rate 0.01, but by its plan it is 0.05"),
+        (2, {"step": 0}, "has step 0, but by its plan it is 1"),
+        (2, {"group": 3}, "has group 3, but by its plan it is None"),
+        (2, {"max_batch_size": 70}, "has max_batch_size 70, but by its plan it is None"),
+        (2, {"processes": "many"}, "is none that a run writes"),
+        (0, {"run": 7}, "names the run 7, which is not 32 hexadecimal digits"),
+    ],
+)
+def test_lines_that_contradict_the_plan_are_refused_even_with_new_hashes(tmp_path, number, change, sentence):
+    make(tmp_path, steps=3)
+    forged(tmp_path, lambda at, values: values.update(change) if at == number else None)
+    with pytest.raises(PrivacyError, match=f"line {number + 1} of .*{sentence}"):
+        read_ledger(tmp_path)
+
+
+FURTHER = PrivacyPlan(1000, 20, 1.5, 40, 1e-5, bands=4)
+
+
+def test_a_further_plan_on_the_same_data_adds_to_epsilon_and_is_stated(tmp_path):
+    make(tmp_path, steps=30)
+    before = read_ledger(tmp_path).head
+    with PrivacyLedger.extend(tmp_path, FURTHER, SETTINGS) as ledger:
+        assert (ledger.steps, ledger.remaining) == (0, 40)
+        assert [ledger.record_step() for _ in range(10)] == list(range(10))
+    with PrivacyLedger.resume(tmp_path, FURTHER, SETTINGS, position=10) as ledger:
+        assert ledger.remaining == 28, "two of the 40 steps are lost to another session with bands"
+        ledger.record_step()
+    record = read_ledger(tmp_path)
+    assert (record.plan, record.steps, record.resumed_at) == (FURTHER, 11, (10,))
+    assert record.spent == (SubsampledGaussian(0.05, 2.0, 30), SubsampledGaussian(0.08, 1.5, 4, bands=4))
+    assert record.epsilon() == epsilon(record.spent, 1e-5) > max(PLAN.epsilon_after(30), FURTHER.epsilon_after(11))
+    assert record.epsilon_after(11, (10,)) == record.epsilon()
+    assert (record.steps_at(before), record.steps_at(record.head)) == (30, 41)
+    report = privacy_report(record)
+    assert report["epsilon"] == record.epsilon() < report["epsilon_planned"] == record.epsilon_after(40)
+    words = statement_in_words(report)
+    assert "30 steps with probability 0.05 and noise of 2 times the bound; every ε here is that of these steps and" in words
+    assert "while all others keep their numbers" in words
+
+
+def test_extending_again_adds_again_and_copies_count_once(tmp_path):
+    make(tmp_path / "one", steps=5)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    for name, steps in (("one", 3), ("one", 2), ("two", 4)):
+        with PrivacyLedger.extend(tmp_path / name, PLAN, SETTINGS) as ledger:
+            for _ in range(steps):
+                ledger.record_step()
+    one, two = read_ledger(tmp_path / "one"), read_ledger(tmp_path / "two")
+    assert [one.steps, len(one.plans), two.steps] == [2, 3, 4]
+    assert one.epsilon() == PLAN.epsilon_after(10)
+    assert [part.steps for part in spent_together([one, two])] == [14]
+
+
+def test_a_killed_process_leaves_the_further_plan_or_the_one_before(tmp_path):
+    """A line of a plan that was cut off is a spent step of the plan before it, which goes on."""
+    make(tmp_path, steps=3)
+    PrivacyLedger.extend(tmp_path, FURTHER, SETTINGS).close()
+    content = (tmp_path / LEDGER_NAME).read_bytes()
+    (tmp_path / LEDGER_NAME).write_bytes(content[:-40])
+    record = read_ledger(tmp_path)
+    assert (record.plan, record.steps) == (PLAN, 4)
+    PrivacyLedger.resume(tmp_path, PLAN, SETTINGS, position=3).close()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"dataset_size": 1001}, "plan has dataset_size = 1001, but the run began with 1000"),
+        ({"delta": 1e-6}, "plan has delta = 1e-06"),
+        ({"unit": "user", "examples_per_user": 2}, "plan has unit = 'user'"),
+    ],
+)
+def test_a_further_plan_for_other_data_or_another_promise_is_refused(tmp_path, change, sentence):
+    make(tmp_path, steps=3)
+    before = lines_of(tmp_path)
+    other = PrivacyPlan.from_dict({**PLAN.to_dict(), **change})
+    with pytest.raises(InputError, match=sentence):
+        PrivacyLedger.extend(tmp_path, other, SETTINGS)
+    assert lines_of(tmp_path) == before
+    with PrivacyLedger.extend(tmp_path, PLAN, SETTINGS) as ledger:
+        ledger.record_step()
+    forged(tmp_path, lambda at, values: values.update(plan=other.to_dict()) if at == 4 else None)
+    with pytest.raises(PrivacyError, match=r"line 5 of .* is none that a run writes"):
+        read_ledger(tmp_path)
+
+
+def test_a_further_plan_needs_the_settings_of_the_run_and_the_file_for_itself(tmp_path):
+    make(tmp_path, steps=1)
+    with pytest.raises(PrivacyError, match="began with settings sensitivity"):
+        PrivacyLedger.extend(tmp_path, PLAN, RunSettings(private=True, randomness=SETTINGS.randomness, sensitivity=2.0))
+    with (
+        PrivacyLedger.resume(tmp_path, PLAN, SETTINGS, position=1),
+        pytest.raises(PrivacyError, match="is in use by another process"),
+    ):
+        PrivacyLedger.extend(tmp_path, PLAN, SETTINGS)
+
+
+def test_a_search_is_not_extended(tmp_path):
+    make(tmp_path, steps=1, plan=SelectionPlan.around(PrivacyPlan(1000, 50, 2.0, 100, 1e-5, accountant="rdp"), 10))
+    with pytest.raises(InputError, match="plan is that of a search"):
+        PrivacyLedger.extend(tmp_path, PLAN, SETTINGS)

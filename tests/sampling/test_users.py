@@ -1,7 +1,6 @@
 """Users as the unit of privacy: who is drawn, what they bring, and what the plan says. Alarm rates are below 1e-6."""
 
 import copy
-import json
 import math
 import pickle
 from dataclasses import replace
@@ -16,7 +15,7 @@ from thoroughness import THOROUGH, examples
 from torch.utils.data import Dataset, TensorDataset
 
 from dp_microadam import InputError, PoissonSampler, PrivacyError, PrivacyPlan, Randomness
-from dp_microadam.ledger.ledger import LEDGER_NAME, PrivacyLedger, RunSettings, read_ledger
+from dp_microadam.ledger.ledger import PrivacyLedger, RunSettings, read_ledger
 from dp_microadam.sampling.users import Units, WeightedRows, widths
 
 ALARM = 1e-8
@@ -289,15 +288,6 @@ def test_epsilon_of_users_is_that_of_as_many_examples_whatever_k():
     }
 
 
-def test_a_plan_of_users_survives_json_and_one_of_examples_leaves_no_trace():
-    read = PrivacyPlan.from_dict(json.loads(json.dumps(PLAN.to_dict())))
-    assert read == PLAN
-    assert (read.unit, read.examples_per_user) == ("user", 8)
-    plain = replace(PLAN, unit="example", examples_per_user=None)
-    assert not {"unit", "examples_per_user"} & plain.to_dict().keys()
-    assert PrivacyPlan.from_dict(plain.to_dict()) == plain
-
-
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -330,10 +320,3 @@ def test_a_ledger_of_one_kind_does_not_go_on_as_the_other(tmp_path, before, afte
     assert read_ledger(tmp_path).plan == before
     with pytest.raises(PrivacyError, match=sentence):
         PrivacyLedger.resume(tmp_path, after, SETTINGS, position=0)
-
-
-def test_a_ledger_of_examples_is_written_as_before_there_were_users(tmp_path):
-    PrivacyLedger.create(tmp_path, replace(PLAN, unit="example", examples_per_user=None), SETTINGS).close()
-    header = json.loads((tmp_path / LEDGER_NAME).read_text().splitlines()[0])
-    assert not {"unit", "examples_per_user"} & header["plan"].keys()
-    assert header["settings"]["unit"] == "one training example"

@@ -58,7 +58,7 @@ LARGEST_NOISE_MULTIPLIER = 100_000
 _ROUGHLY = 200
 
 
-class Spent(Protocol):
+class PrivacyCost(Protocol):
     """What accountants compose: steps of one mechanism, or a selection among runs (``selection.py``), known by RDP alone."""
 
     @property
@@ -96,7 +96,7 @@ class SubsampledGaussian:
         return self.steps * np.max(per_step, axis=0)
 
 
-def epsilon(spent: Sequence[Spent], delta: float, accountant: str | None = None) -> float:
+def epsilon(spent: Sequence[PrivacyCost], delta: float, accountant: str | None = None) -> float:
     """The smallest ε that the accountant can certify at ``delta`` for the composition of all steps in ``spent``.
 
     By default the accountant is ``"pld"``, or ``"rdp"`` if a selection among runs is in ``spent``, of which PLD has no account.
@@ -131,7 +131,7 @@ def _rdp_per_step(sample_rate: float, noise_multiplier: float, cap: Cap | None) 
     return rdp_of_capped_step(sample_rate, noise_multiplier, cap)
 
 
-def _rdp_epsilon(spent: Sequence[Spent], delta: float, missing: int = 0) -> float:
+def _rdp_epsilon(spent: Sequence[PrivacyCost], delta: float, missing: int = 0) -> float:
     found = _converted(np.sum([part.rdp(missing) for part in spent], axis=0), delta)
     # A cap that is hardly ever reached hurts RDP most, which has no small probabilities. That it is reached in any step may
     # count as a failure instead: its probability, which is the same on both datasets, is taken from δ.
@@ -147,7 +147,7 @@ def _converted(divergences: Floats, delta: float) -> float:
     return max(0.0, float(np.min(np.nan_to_num(divergences + _conversion(delta), nan=np.inf, posinf=np.inf))))
 
 
-def steps_alone(spent: Iterable[Spent]) -> tuple[SubsampledGaussian, ...]:
+def steps_alone(spent: Iterable[PrivacyCost]) -> tuple[SubsampledGaussian, ...]:
     """The same, if it has steps only, which privacy loss distributions are known of.
 
     Raises:
@@ -334,7 +334,7 @@ def _require_countable_steps(spent: Iterable[SubsampledGaussian]) -> None:
         raise InputError(f"steps is {steps}; the pld accountant takes at most {PLD_MOST_STEPS}, rdp takes any number")
 
 
-def group_epsilon(spent: Sequence[Spent], delta: float, group_size: int) -> float:
+def group_epsilon(spent: Sequence[PrivacyCost], delta: float, group_size: int) -> float:
     """ε at ``delta`` for adding or removing up to ``group_size`` examples at once, by PLD.
 
     The number of sampled examples from a group of k is binomial, and each changes the sum by at most S. A step is
@@ -362,7 +362,7 @@ def group_epsilon(spent: Sequence[Spent], delta: float, group_size: int) -> floa
     return _pld_group_epsilon(steps, delta, group_size)
 
 
-def _general_group_epsilon(spent: Sequence[Spent], delta: float, group_size: int) -> float:
+def _general_group_epsilon(spent: Sequence[PrivacyCost], delta: float, group_size: int) -> float:
     """ε for a group from ε for one example, by adding its members one at a time; by RDP, which takes any δ.
 
     If one example has (ε₁, δ₁), then k have (k·ε₁, δ₁·Σ exp(i·ε₁), i < k). The largest δ₁ whose sum stays within δ gives the

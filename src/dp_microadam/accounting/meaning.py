@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dp_microadam.accounting.costs import Spent, SubsampledGaussian, epsilon
+from dp_microadam.accounting.costs import PrivacyCost, SubsampledGaussian, epsilon
 from dp_microadam.accounting.replacement import replace_one_epsilon
 from dp_microadam.accounting.trade_off import GaussianBound, gaussian_bound, trade_off
 from dp_microadam.errors import InputError
@@ -18,7 +18,7 @@ FALSE_POSITIVE_RATES = (0.1, 0.01, 0.001)
 """Attackers that are stated: those who accuse one innocent in ten, in a hundred and in a thousand."""
 
 
-def meaning(spent: Sequence[Spent], delta: float) -> dict[str, Any]:
+def meaning(spent: Sequence[PrivacyCost], delta: float) -> dict[str, Any]:
     """What the steps in ``spent`` let an attacker find out, as a dict for JSON.
 
     Formal guarantees: ``attacks`` has, for each rate of false positives, a bound on the rate of true positives of any attack on

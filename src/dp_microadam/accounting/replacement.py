@@ -31,7 +31,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from dp_microadam.accounting.costs import PLD_LEAST_NOISE, PLD_MOST_STEPS, Spent, SubsampledGaussian, least_noise, steps_alone
+from dp_microadam.accounting.costs import (
+    PLD_LEAST_NOISE,
+    PLD_MOST_STEPS,
+    PrivacyCost,
+    SubsampledGaussian,
+    least_noise,
+    steps_alone,
+)
 from dp_microadam.accounting.privacy_loss import epsilon_of_composition, least_delta, reach_for
 from dp_microadam.accounting.step_loss import PrivacyLoss, loss_of_replaced_step
 from dp_microadam.accounting.truncated import by_coin
@@ -39,7 +46,7 @@ from dp_microadam.errors import InputError
 from dp_microadam.validation import require_in_open
 
 
-def replace_one_epsilon(spent: Sequence[Spent], delta: float) -> float:
+def replace_one_epsilon(spent: Sequence[PrivacyCost], delta: float) -> float:
     """ε at ``delta`` if one example is replaced by another, by PLD.
 
     At least ε for adding or removing an example, since the other example may contribute nothing. It is computed and not

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from dp_microadam.accounting.costs import Spent
+from dp_microadam.accounting.costs import PrivacyCost
 from dp_microadam.accounting.renyi import ORDERS, Floats
 from dp_microadam.errors import InputError
 from dp_microadam.validation import require_in_open_closed, require_non_negative, require_one_of
@@ -147,7 +147,7 @@ class SelectedRun:
     logarithmic 11.745
     """
 
-    run: tuple[Spent, ...]
+    run: tuple[PrivacyCost, ...]
     repetitions: Repetitions
 
     @property

@@ -35,7 +35,7 @@ from scipy.special import ndtri
 from dp_microadam.accounting.costs import (
     PLD_LEAST_NOISE,
     PLD_MOST_STEPS,
-    Spent,
+    PrivacyCost,
     SubsampledGaussian,
     least_noise,
     loss_per_step,
@@ -116,7 +116,7 @@ class GaussianBound:
     smallest_rate: float
 
 
-def trade_off(spent: Sequence[Spent]) -> TradeOff:
+def trade_off(spent: Sequence[PrivacyCost]) -> TradeOff:
     """The trade-off between false positives and false negatives after all steps in ``spent``, as a lower bound.
 
     Formal guarantees: for two datasets of which one is the other with one example added, and for both orders of the two, no

@@ -18,7 +18,7 @@ from dp_microadam.integrations.collated_alone import CollatedAlone
 from dp_microadam.integrations.isolated_metrics import IsolatedLoss
 from dp_microadam.integrations.lora import adapted
 from dp_microadam.integrations.private_steps import USER_OPTIONS, PrivateSteps
-from dp_microadam.ledger.ledger_record import RUN_INSIDE
+from dp_microadam.ledger.record import RUN_INSIDE
 from dp_microadam.optimizers.tensor_adam import TensorAdam
 from dp_microadam.plan.learning_rate import DISTANCE
 from dp_microadam.plan.plan import PrivacyPlan

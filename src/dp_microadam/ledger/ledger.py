@@ -1,10 +1,7 @@
 """The privacy ledger of a run: a file that records how much privacy has been spent, even if the process crashes.
 
-The file has one JSON object per line: first the plan and the settings of the run, then one line per step. A step's line is
-appended *before* anything of the step is drawn, and synced to disk before the step's result is used, so a step that was
-recorded and then lost in a crash stays spent. ε is computed from these lines and from nothing else. Each line carries a hash
-of all lines up to it (``ledger_lines.py``), so that an edited ledger is refused and copies of one run are recognised.
-``ledger_record.py`` reads ledgers; this module writes them.
+A step's line is appended *before* anything of the step is drawn, and synced to disk before the step's result is used, so a step
+that was recorded and then lost in a crash stays spent. ``record.py`` has the format and reads it; this module writes it.
 """
 
 from __future__ import annotations
@@ -14,8 +11,9 @@ import fcntl
 import os
 import secrets
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -24,22 +22,22 @@ from typing import Any
 from dp_microadam.accounting.costs import SubsampledGaussian
 from dp_microadam.durable_files import write_durably
 from dp_microadam.errors import InputError, PrivacyError
-from dp_microadam.ledger.ledger_lines import NO_HEAD, chained_line
-from dp_microadam.ledger.ledger_record import (
+from dp_microadam.ledger.record import (
     FORMAT,
-    FORMAT_OF_SELECTIONS,
     LEDGER_NAME,
+    NO_HEAD,
     OWN_MECHANISMS,
     LedgerRecord,
     RunSettings,
+    chained_line,
     ledger_path,
+    planned_event,
     read_ledger,
+    refuse_other_data,
     spent_together,
-    stamp_of,
     steps_together,
 )
 from dp_microadam.plan.plan import PrivacyPlan
-from dp_microadam.plan.selection_plan import SelectionPlan
 from dp_microadam.validation import require_integer
 
 __all__ = [
@@ -70,6 +68,9 @@ class PrivacyLedger:
     >>> with PrivacyLedger.resume(folder, plan, settings, position=1) as ledger:
     ...     ledger.steps, ledger.remaining
     (1, 99)
+    >>> with PrivacyLedger.extend(folder, plan, settings) as ledger:   # as many steps again
+    ...     ledger.steps, ledger.remaining
+    (0, 100)
 
     Formal guarantees: when :meth:`record_step` returns, the step is on disk; with ``wait=False`` it is in the file, where a
     killed process leaves it, and on disk when :meth:`wait_until_synced` returns. It never records more than the plan's steps;
@@ -79,10 +80,9 @@ class PrivacyLedger:
     whose fsync and flock work as specified.
     """
 
-    def __init__(self, path: Path, plan: PrivacyPlan) -> None:
-        """Open and lock an existing ledger. Use :meth:`create` or :meth:`resume` instead."""
+    def __init__(self, path: Path, check: Callable[[LedgerRecord], None] = lambda record: None) -> None:
+        """Open and lock an existing ledger. Use :meth:`create`, :meth:`resume` or :meth:`extend` instead."""
         self.path = path
-        self.plan = plan
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -99,15 +99,18 @@ class PrivacyLedger:
         _close_in_forked_children(self)
         try:
             self._identity = _identity(path)
-            self._record = read_ledger(path)
-            # Once an incomplete line is terminated, it belongs to the chain.
-            self._head = read_ledger(path).head if self._end_torn_line() else self._record.head
+            record = read_ledger(path)
+            check(record)
+            self._head = record.head
+            if not path.read_bytes().endswith(b"\n"):  # once an incomplete line is ended, it belongs to the chain
+                self._append(b"\n")
+                self._head = read_ledger(path).head
         except BaseException:
             self.close()
             raise
-        self._steps = self._record.steps
-        self._run = self._record.run
-        self._resumed_at = self._record.resumed_at
+        self.plan = record.plan
+        self._steps = record.steps
+        self._resumed_at = record.resumed_at
         self._opened: str | None = None
         self.begin_session()
 
@@ -118,7 +121,7 @@ class PrivacyLedger:
         Raises:
             InputError: if the folder already has a ledger.
         """
-        return cls(_write_header(run, plan, settings), plan)
+        return cls(_write_header(run, plan, settings))
 
     @classmethod
     def resume(
@@ -130,7 +133,7 @@ class PrivacyLedger:
         position: int,
         head: str | None = None,
     ) -> PrivacyLedger:
-        """Continue the ledger in folder ``run`` from a checkpoint that was written after ``position`` steps.
+        """Continue the last plan of the ledger in folder ``run`` from a checkpoint after ``position`` of its steps.
 
         ``head`` is the ledger's :attr:`head` at that moment, if the checkpoint has it. Steps recorded after the checkpoint stay
         spent, so the run may end with fewer updates than planned.
@@ -140,31 +143,52 @@ class PrivacyLedger:
                 ledger lacks steps that the checkpoint includes.
         """
         require_integer("position", position, 0)
-        ledger = cls(ledger_path(run), plan)
-        try:
-            recorded = asdict(ledger._record.plan)
+        path = ledger_path(run)
+
+        def check(record: LedgerRecord) -> None:
+            recorded = asdict(record.plan)
             # Unit and bands first: runs of users, or with correlated noise, differ in more, but that is the reason.
             first = {name: recorded[name] for name in ("unit", "bands")}
-            _require_same(ledger.path, "plan", {**first, **recorded}, asdict(plan))
-            _require_same(ledger.path, "settings", asdict(ledger._record.settings), asdict(settings))
-            if ledger.steps < position:
+            _require_same(path, "plan", {**first, **recorded}, asdict(plan))
+            _require_same(path, "settings", asdict(record.settings), asdict(settings))
+            if record.steps < position:
                 raise PrivacyError(
-                    f"{ledger.path} records {ledger.steps} steps, but the checkpoint includes {position}: steps are missing "
-                    "from the ledger, so what was spent is unknown; restore the complete ledger, or start a new run"
+                    f"{path} records {record.steps} steps, but the checkpoint includes {position}: steps are missing from the "
+                    "ledger, so what was spent is unknown; restore the complete ledger, or start a new run"
                 )
-            if head is not None and ledger._record.steps_at(head) is None:
+            if head is not None and record.steps_at(head) is None:
                 raise PrivacyError(
-                    f"{ledger.path} never had the hash {head} stored in the checkpoint: it was rolled back, or belongs to "
-                    "another copy of the run; restore the ledger that belongs to the checkpoint, or start a new run"
+                    f"{path} never had the hash {head} stored in the checkpoint: it was rolled back, or belongs to another "
+                    "copy of the run; restore the ledger that belongs to the checkpoint, or start a new run"
                 )
-        except BaseException:
-            ledger.close()
-            raise
+
+        return cls(path, check)
+
+    @classmethod
+    def extend(cls, run: str | os.PathLike[str], plan: PrivacyPlan, settings: RunSettings) -> PrivacyLedger:
+        """Begin a further plan in the ledger in folder ``run``, whose steps are numbered from 0; ε is that of all plans.
+
+        Steps that the plan before it had left are given up.
+
+        Raises:
+            InputError: if the plan is for other data, another unit of privacy, δ or accountant, or that of a search.
+            PrivacyError: if another process has the ledger open, or if the settings differ from those of the run.
+        """
+        path = ledger_path(run)
+
+        def check(record: LedgerRecord) -> None:
+            _require_same(path, "settings", asdict(record.settings), asdict(settings))
+            refuse_other_data(record.plan, plan)
+
+        ledger = cls(path, check)
+        line, ledger._head = chained_line({"plan": plan.to_dict(), "opened": secrets.token_hex(8)}, ledger._head)
+        ledger._append(line)
+        ledger.plan, ledger._steps, ledger._resumed_at = plan, 0, ()
         return ledger
 
     @property
     def steps(self) -> int:
-        """Steps spent so far, including those lost in crashes."""
+        """Steps of the plan spent so far, including those lost in crashes."""
         return self._steps
 
     @property
@@ -242,20 +266,6 @@ class PrivacyLedger:
             raise self._not_taken(self._steps - 1, error) from error
         self._syncing = None
 
-    def _not_taken(self, step: int, error: OSError) -> PrivacyError:
-        self.close()
-        return PrivacyError(
-            f"{self.path} cannot be written, so step {step} is not taken: {error}; free disk space, then resume the run"
-        )
-
-    def epsilon(self, delta: float | None = None, accountant: str | None = None) -> float:
-        """ε of all steps recorded so far, computed from the file."""
-        return self.read().epsilon(delta, accountant)
-
-    def read(self) -> LedgerRecord:
-        """Read the file as it is now."""
-        return read_ledger(self.path)
-
     def close(self) -> None:
         """Close and unlock the file. Closing twice is allowed."""
         if not self._closed:
@@ -269,12 +279,16 @@ class PrivacyLedger:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    def _not_taken(self, step: int, error: OSError) -> PrivacyError:
+        self.close()
+        return PrivacyError(
+            f"{self.path} cannot be written, so step {step} is not taken: {error}; free disk space, then resume the run"
+        )
+
     def _marked(self, event: dict[str, Any]) -> dict[str, Any]:
-        """The content of a step's line. The first line of a process has random bits, so that two copies of a run differ."""
+        """The content of a step's line. The first line of a session has random bits, so that two copies of a run differ."""
         if self._opened is not None:
             event["opened"], self._opened = self._opened, None
-        if self._run is None:
-            event["run"] = self._run = secrets.token_hex(16)
         return event
 
     def _refuse_foreign_changes(self, step: int) -> None:
@@ -290,14 +304,6 @@ class PrivacyLedger:
                 "restore it as it was, then resume the run"
             )
 
-    def _end_torn_line(self) -> bool:
-        with open(self.path, "rb") as file:
-            file.seek(-1, os.SEEK_END)
-            whole = file.read(1) == b"\n"
-        if not whole:
-            self._append(b"\n")
-        return not whole
-
     def _append(self, line: bytes) -> None:
         self._write(line)
         os.fsync(self._file)
@@ -308,27 +314,17 @@ class PrivacyLedger:
         self._identity = _identity(self.path)
 
 
-def planned_event(plan: PrivacyPlan, step: int) -> dict[str, Any]:
-    """The content of a step's line, as far as the plan says it."""
-    event: dict[str, Any] = {"step": step, "sample_rate": plan.sample_rate, "noise_multiplier": plan.noise_multiplier}
-    if plan.bands > 1:
-        event["group"] = step % plan.bands
-    if plan.max_batch_size is not None:
-        event["max_batch_size"] = plan.max_batch_size
-    return event
-
-
 def discard_unspent(run: str | os.PathLike[str]) -> None:
     """Remove the ledger of a run that never took a step, so that a new run can use its folder.
 
     Raises:
         PrivacyError: if a process has the ledger open, or a step was recorded.
     """
-    path = ledger_path(run)
-    with PrivacyLedger(path, read_ledger(path).plan) as ledger:
-        if ledger.steps:
-            raise PrivacyError(f"{path} records {ledger.steps} steps, which stay spent; use a new folder for a new run")
-        path.unlink()
+    with PrivacyLedger(ledger_path(run)) as ledger:
+        steps = steps_together([read_ledger(ledger.path)])
+        if steps:
+            raise PrivacyError(f"{ledger.path} records {steps} steps, which stay spent; use a new folder for a new run")
+        ledger.path.unlink()
 
 
 def write_past_steps(
@@ -342,8 +338,7 @@ def write_past_steps(
     total = sum(part.steps for part in spent)
     if total > plan.steps:
         raise InputError(f"plan allows {plan.steps} steps, but {total} were taken; use a plan with at least as many steps")
-    path = _write_header(run, plan, settings, mechanisms=OWN_MECHANISMS)
-    with PrivacyLedger(path, plan) as ledger:
+    with PrivacyLedger(_write_header(run, plan, settings, mechanisms=OWN_MECHANISMS)) as ledger:
         lines, head = [], ledger.head
         every_step = (part for part in spent for _ in range(part.steps))
         for step, part in enumerate(every_step):
@@ -357,9 +352,8 @@ def _write_header(run: str | os.PathLike[str], plan: PrivacyPlan, settings: RunS
     folder = Path(run)
     folder.mkdir(parents=True, exist_ok=True)
     header = {
-        "format": FORMAT_OF_SELECTIONS if isinstance(plan, SelectionPlan) else FORMAT,
+        "format": FORMAT,
         "run": secrets.token_hex(16),
-        "stamp": stamp_of(settings),
         **more,
         "plan": plan.to_dict(),
         "settings": asdict(settings),
@@ -417,8 +411,6 @@ def library_versions() -> dict[str, str]:
 
     found = {}
     for name in ("dp-microadam", "torch", "numpy", "scipy", "dp-accounting", "cryptography"):
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, An
         "accountant": plan.accountant,
         "steps_planned": plan.steps,
         "steps_done": record.steps,
-        "epsilon_planned": plan.epsilon,
+        "epsilon_planned": record.epsilon_after(plan.steps),
         "unit": settings.unit,
         "neighbouring_relation": NEIGHBOURS,
         "group_size": group_size,
@@ -100,8 +100,9 @@ def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, An
         report["outside_the_guarantee"] = [
             item.replace("number of training examples", f"number of {called(report)}s") for item in OUTSIDE_THE_GUARANTEE
         ]
-    if plan.bands > 1:
+    if any(part.plan.bands > 1 for part in record.plans):
         report["neighbouring_relation"] += ", while all others keep their numbers and so their groups"
+    if plan.bands > 1:
         report["sampling"] |= {"kind": "Poisson in cyclic groups", "groups": plan.bands}
         report["noise"] |= {
             "kind": "Gaussian, correlated over steps",
@@ -113,14 +114,15 @@ def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, An
             },
         }
         report["composition"] = {
-            "steps": max((part.steps for part in record.spent), default=0),
+            "steps": plan.participations(record.steps, record.resumed_at),
             "sample_rate": plan.sample_rate,
             "noise_multiplier": plan.noise_multiplier,
             "sessions": 1 + len(record.resumed_at),
         }
     report["meaning"] = meaning(record.spent, plan.delta)
-    if plan.max_batch_size is not None:
+    if any(part.plan.max_batch_size is not None for part in record.plans):
         report["neighbouring_relation"] += f"; the larger of the two has the {plan.dataset_size} units of the plan"
+    if plan.max_batch_size is not None:
         report["sampling"]["kind"] += ", truncated"
         report["sampling"]["max_batch_size"] = plan.max_batch_size
     if isinstance(plan, SelectionPlan):
@@ -131,6 +133,12 @@ def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, An
             "epsilon_of_one_run": plan.single_run.epsilon_after(record.steps, record.resumed_at),
         }
         report["outside_the_guarantee"] += OUTSIDE_A_SELECTION
+    if record.spent_before:
+        before = [(len(part.history), part.plan) for part in record.plans[:-1]]
+        report["plans_before"] = [
+            {"steps_done": steps, "sample_rate": plan.sample_rate, "noise_multiplier": plan.noise_multiplier}
+            for steps, plan in before
+        ]
     if record.phases:
         report["phases"] = dict(record.phases)
     if record.processes:
@@ -191,7 +199,7 @@ def statement_parts(report: dict[str, Any]) -> tuple[str, list[tuple[str, str]],
         ("Steps", _steps_in_words(report["steps_done"], report["steps_planned"])),
         ("ε of the whole plan", round_up(report["epsilon_planned"])),
         ("Randomness", report["randomness"]),
-        ("Run", report["run"] or "without a name, as its ledger is of version 0.1"),
+        ("Run", report["run"]),
         ("Ledger's last hash", f"{report['ledger_head']}; budget --anchor finds it in a ledger that lacks none of these steps"),
         ("Public by declaration", "; ".join(report["public_by_declaration"])),
         ("Versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())),
@@ -203,6 +211,9 @@ def statement_parts(report: dict[str, Any]) -> tuple[str, list[tuple[str, str]],
     if "selection" in report:
         position = next(i for i, (name, _) in enumerate(lines) if name == "Steps")
         lines.insert(position + 1, ("Selection", _selection_in_words(report["selection"])))
+    if "plans_before" in report:
+        position = next(i for i, (name, _) in enumerate(lines) if name == "Steps")
+        lines.insert(position + 1, ("Plans before", _plans_before_in_words(report["plans_before"])))
     if "phases" in report:
         taken = ", ".join(f"{name} {steps}" for name, steps in report["phases"].items())
         position = next(i for i, (name, _) in enumerate(lines) if name == "Steps")
@@ -248,6 +259,16 @@ def _sampling_in_words(sampling: Mapping[str, Any], unit: str) -> str:
     return (
         words if most is None else f"{words}; of each, at most {most} examples, drawn anew in every step, enter as their mean"
     )
+
+
+def _plans_before_in_words(plans: Sequence[Mapping[str, Any]]) -> str:
+    """What an extended run did before the plan that it is at; ε covers all of it."""
+    each = [
+        f"{one['steps_done']} steps with probability {one['sample_rate']:.6g} and noise of {one['noise_multiplier']:g} times "
+        "the bound"
+        for one in plans
+    ]
+    return f"{'; '.join(each)}; every ε here is that of these steps and of the steps of this plan together"
 
 
 def _selection_in_words(selection: Mapping[str, Any]) -> str:

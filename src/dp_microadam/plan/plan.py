@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 from dp_microadam.accounting.costs import (
     ACCOUNTANTS,
     DEFAULT_ACCOUNTANT,
     LARGEST_NOISE_MULTIPLIER,
-    Spent,
+    PrivacyCost,
     SubsampledGaussian,
     epsilon,
 )
@@ -47,10 +47,6 @@ from dp_microadam.validation import explicit, require_in_open, require_integer, 
 
 UNITS = ("example", "user")
 """Whom a guarantee is for: one example, or one user with all their examples."""
-
-_ONLY_WHERE_UNUSUAL = ("bands", "coefficients", "unit", "examples_per_user", "max_batch_size")
-"""Fields that are written where they are not the default."""
-
 
 _MOST_STEPS = 10**12
 
@@ -303,7 +299,7 @@ class PrivacyPlan:
         """ε at ``delta`` after the first ``steps`` steps, by default with the plan's own accountant."""
         return epsilon([self.spent_after(steps, resumed_at)], self.delta, accountant or self.accountant)
 
-    def spent_after(self, steps: int, resumed_at: Sequence[int] = ()) -> Spent:
+    def spent_after(self, steps: int, resumed_at: Sequence[int] = ()) -> PrivacyCost:
         """The first ``steps`` steps, as input for the accountants; with bands, those that may have sampled one example."""
         count = self.participations(steps, resumed_at)
         return SubsampledGaussian(self.sample_rate, self.noise_multiplier, count, self.bands, self.cap)
@@ -363,26 +359,17 @@ class PrivacyPlan:
         return DISTANCE * walk_scale(parameters) / self.noise_walk(sensitivity)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, sample rate and ε, for JSON; bands, coefficients and the unit only where they are not the usual ones."""
-        values = asdict(self)
-        if self.unit == "example":
-            del values["unit"], values["examples_per_user"]
-        if self.max_batch_size is None:
-            del values["max_batch_size"]
-        if self.bands == 1:
-            del values["bands"]
-        if not values.pop("coefficients"):
-            return {**values, "sample_rate": self.sample_rate, "epsilon": self.epsilon}
-        return {**values, "coefficients": list(self.coefficients), "sample_rate": self.sample_rate, "epsilon": self.epsilon}
+        """All fields, sample rate and ε, for JSON."""
+        return {**asdict(self), "sample_rate": self.sample_rate, "epsilon": self.epsilon}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> PrivacyPlan:
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """The plan that :meth:`to_dict` describes. Sample rate and ε are recomputed, not read."""
         names = [field.name for field in fields(cls)]
-        missing = [name for name in names if name not in values and name not in _ONLY_WHERE_UNUSUAL]
+        missing = [name for name in names if name not in values]
         if missing:
             raise InputError(f"a privacy plan needs {', '.join(missing)}, which is missing")
-        return cls(**{name: values[name] for name in names if name in values})
+        return cls(**{name: values[name] for name in names})
 
 
 def _require_noise_multiplier(value: float, max_batch_size: int | None) -> float:

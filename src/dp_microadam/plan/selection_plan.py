@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from dp_microadam.accounting.costs import (
     LARGEST_NOISE_MULTIPLIER,
     NOISE_RESOLUTION,
-    Spent,
+    PrivacyCost,
     first_non_negative,
 )
 from dp_microadam.accounting.renyi import SMALLEST_NOISE_MULTIPLIER
@@ -124,18 +124,9 @@ class SelectionPlan(PrivacyPlan):
         """As for one run, whose own ε it compares with."""
         return self.single_run.single_step_growth
 
-    def spent_after(self, steps: int, resumed_at: Sequence[int] = ()) -> Spent:
+    def spent_after(self, steps: int, resumed_at: Sequence[int] = ()) -> PrivacyCost:
         """The selection among runs of ``steps`` steps, as input for the accountants."""
         return SelectedRun((super().spent_after(steps, resumed_at),), self.repetitions)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> SelectionPlan:
-        """The plan that :meth:`to_dict` describes. Sample rate and ε are recomputed, not read."""
-        run = PrivacyPlan.from_dict(values)
-        missing = [name for name in ("expected_runs", "runs_shape") if name not in values]
-        if missing:
-            raise InputError(f"the plan of a search needs {', '.join(missing)}, which is missing")
-        return cls.around(run, values["expected_runs"], values["runs_shape"])
 
     def _with_most_steps(self, limit: float) -> SelectionPlan:
         """The most steps that fit; a search of one step may spend more than the limit, however much noise a run has."""

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dp_microadam.accounting.costs import Spent, epsilon
+from dp_microadam.accounting.costs import PrivacyCost, epsilon
 from dp_microadam.accounting.meaning import meaning
 from dp_microadam.accounting.trade_off import trade_off
 from dp_microadam.workbench.audit.f_dp import curve_of, one_run_mu, refutes
@@ -104,7 +104,7 @@ def canary_scores(model: nn.Module, canaries: Canaries, prepare: Callable[[Any],
 def audit_own_run(
     present: Tensor,
     scores: Tensor,
-    spent: Sequence[Spent],
+    spent: Sequence[PrivacyCost],
     delta: float,
     *,
     confidence: float = 0.95,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dp_microadam.accounting.costs import Spent
+from dp_microadam.accounting.costs import PrivacyCost
 from dp_microadam.accounting.trade_off import TradeOff, trade_off
 from dp_microadam.errors import InputError
 from dp_microadam.ledger.statement import round_up
@@ -22,7 +22,7 @@ _NOTE = "No attack is below a run's curve. Dashed: the weaker bound that (ε, δ
 
 
 def trade_off_figure(
-    runs: Sequence[tuple[str, Style, Sequence[Spent], float, float]], name: str = "trade-off"
+    runs: Sequence[tuple[str, Style, Sequence[PrivacyCost], float, float]], name: str = "trade-off"
 ) -> Figure | None:
     """The trade-off curves of runs: label, style, what was spent, ε and δ of each; None if no curve can be computed."""
     drawn = [(label, style, curve, epsilon, delta) for label, style, spent, epsilon, delta in runs if (curve := _curve(spent))]
@@ -44,7 +44,7 @@ def trade_off_figure(
     return one_panel(name, "What attackers reach", figure, note=_NOTE)
 
 
-def _curve(spent: Sequence[Spent]) -> TradeOff | None:
+def _curve(spent: Sequence[PrivacyCost]) -> TradeOff | None:
     try:
         return trade_off(spent)
     except InputError:
