@@ -65,7 +65,7 @@ def test_a_benchmark_runs_and_writes_a_file_that_can_be_sent(name, tmp_path):
 
 def test_every_benchmark_that_times_torch_is_among_them():
     """Clocks are read by the shared functions, which wait for the device."""
-    without_device = {"audit_power", "pld_error", "against_commit", "kernel_resources", "opacus_adam", "leak"}
+    without_device = {"pld_error", "against_commit", "kernel_resources", "opacus_adam", "leak"}
     scripts = {path.stem for path in BENCHMARKS.glob("*.py")}
     assert scripts - without_device == {name.split()[0] for name in COMMANDS}
     for name in scripts - without_device:

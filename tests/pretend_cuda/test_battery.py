@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
+from pretend_cuda.families import FAMILIES
 from pretend_cuda.start import NoDevice, failures, start
 
 from dp_microadam.clipping.families import _RULES, rule_class
-from dp_microadam.workbench.audit.layer_families import FAMILIES
 
 GROUPS = ("clipping", "integrations", "kernels", "launches", "optimizers", "privacy", "training", "transforms")
 

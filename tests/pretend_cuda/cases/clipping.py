@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pretend_cuda.cases.comparison import SAME_DRAWS, agree, all_agree, existing, moved, placed
+from pretend_cuda.families import FAMILIES, Family, patterned_loss
 from pretend_cuda.watch import Watch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -23,7 +24,6 @@ from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 from dp_microadam.training.evaluation import weighted_class_loss
 from dp_microadam.training.gradients import UnclippedGradients
 from dp_microadam.workbench import models
-from dp_microadam.workbench.audit.layer_families import FAMILIES, Family, patterned_loss
 
 CPU = torch.device("cpu")
 WEIGHTS = torch.tensor([0.3, 3.0, 1.0, 2.0, 0.5, float("nan")])

@@ -8,8 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dp_microadam import PrivacyPlan
 from dp_microadam.workbench.audit.canaries import CLIPPING_NORM, by_canary, canary_batch, canary_loss, canary_width
 from dp_microadam.workbench.audit.one_run import audit_one_run
-from dp_microadam.workbench.audit.probes import NOISE
-from dp_microadam.workbench.audit.two_world import DIRECTIONS, audit_two_worlds
+from dp_microadam.workbench.audit.two_world import DIRECTIONS, NOISE, audit_two_worlds
 
 opacus = pytest.importorskip("opacus")
 

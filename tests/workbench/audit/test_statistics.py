@@ -11,7 +11,6 @@ from scipy.stats import binom, binomtest, norm
 from thoroughness import examples
 
 from dp_microadam.errors import InputError
-from dp_microadam.workbench.audit.probes import BANDS, COMPOSITION, NOISE, SAMPLING
 from dp_microadam.workbench.audit.statistics import (
     largest_one_run_epsilon,
     one_run_epsilon,
@@ -19,7 +18,7 @@ from dp_microadam.workbench.audit.statistics import (
     rate_upper_bound,
     two_world_epsilon,
 )
-from dp_microadam.workbench.audit.two_world import Probe, audit_two_worlds, strength
+from dp_microadam.workbench.audit.two_world import BANDS, COMPOSITION, NOISE, SAMPLING, Probe, audit_two_worlds, strength
 
 
 def gaussian_epsilon(noise_multiplier, delta):

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,6 @@ from torch.utils.data import Dataset
 from dp_microadam.optimizers.micro_adam import MicroAdam
 from dp_microadam.plan.plan import PrivacyPlan
 from dp_microadam.training.trainer import PrivateTrainer
-from dp_microadam.workbench.audit.published import memory_folder
 
 # Far above the clipping norm, so that missing clipping is detected.
 GRADIENT_NORM = 10.0
@@ -87,19 +87,14 @@ def watch_trainer(
 ) -> None:
     """Train on the canaries that are ``present``, and call ``observe`` with the privatized gradient of each step.
 
-    This is ``PrivateTrainer`` with MicroAdam, as users run it, with the real sampler, clipping, noise, ledger and optimizer.
-    The gradients are read after the noise by torch's optimizer step pre-hook, and scaled so that a sampled canary contributes
-    1.
-
-    A canary that is not present leaves an empty place in the dataset: its index may be sampled, but contributes nothing. So the
-    two datasets have the same public size and sample rate, and differ exactly by the removal of examples. In a plan of users,
-    each place is a user with twice as many equal canaries as may enter a step.
+    The gradients are scaled so that a sampled canary contributes 1. A canary that is not present leaves an empty place in the
+    dataset: its index may be sampled, but contributes nothing. So the two datasets have the same public size and sample rate,
+    and differ exactly by the removal of examples. In a plan of users, each place is a user with twice as many equal canaries
+    as may enter a step.
 
     ``seed`` makes all randomness repeatable; without it the run draws from the operating system's entropy, as private ones do.
     """
     width = canary_width(directions or len(present))
-    model = nn.Linear(width, width, bias=False)
-    optimizer = MicroAdam(model.parameters())
     unit = plan.batch_size / CLIPPING_NORM
     each = 2 * plan.examples_per_user if plan.examples_per_user is not None else 1
 
@@ -107,27 +102,63 @@ def watch_trainer(
         found = torch.tensor(places)
         return _present_batch(found, present, width) if plan.unit == "example" else _batch_of_users(found, present, width, each)
 
-    def look(*_: object) -> None:
-        assert model.weight.grad is not None
-        observe(by_canary(model.weight.grad) * unit)
-
-    optimizer.register_step_pre_hook(look)
     with tempfile.TemporaryDirectory(prefix="dp-microadam-audit-", dir=memory_folder()) as folder:
-        trainer = PrivateTrainer(
-            model,
-            optimizer,
-            # RDP composes any number of steps quickly; the audit compares with a claim of its own.
-            replace(plan, accountant="rdp"),
+        train_watched(
+            nn.Linear(width, width, bias=False),
             canary_loss,
-            max_grad_norm=CLIPPING_NORM,
+            _Places(each * len(present)),
+            plan,
+            Path(folder) / "run",
+            lambda gradients: observe(by_canary(gradients["weight"]) * unit),
+            users=None if plan.unit == "example" else torch.arange(len(present)).repeat_interleave(each),
             physical_batch_size=physical_batch_size,
             loader_options={"collate_fn": collate},
-            evaluate_every=plan.steps,
-            checkpoint_every=plan.steps,
-            run_dir=Path(folder) / "run",
             seed=seed,
-            show_progress=False,
         )
-        users = None if plan.unit == "example" else torch.arange(len(present)).repeat_interleave(each)
-        if not trainer.fit(_Places(each * len(present)), users=users).finished:
-            raise KeyboardInterrupt
+
+
+def train_watched(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Tensor],
+    data: Any,
+    plan: PrivacyPlan,
+    run_dir: Path,
+    observe: Callable[[dict[str, Tensor]], None],
+    *,
+    users: Any = None,
+    resume: bool = False,
+    **options: Any,
+) -> None:
+    """Train with ``PrivateTrainer``, and call ``observe`` with each parameter's privatized gradient in each step.
+
+    Sampler, clipping, noise, ledger and MicroAdam are those of users. The only eye on them is a hook that torch has on every
+    optimizer. What ``observe`` keeps it must copy.
+    """
+    optimizer = MicroAdam(parameter for parameter in model.parameters() if parameter.requires_grad)
+
+    def look(*_: object) -> None:
+        observe({name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None})
+
+    optimizer.register_step_pre_hook(look)
+    trainer = PrivateTrainer(
+        model,
+        optimizer,
+        # RDP composes any number of steps quickly; the audit compares with a claim of its own.
+        replace(plan, accountant="rdp"),
+        loss,
+        max_grad_norm=CLIPPING_NORM,
+        evaluate_every=plan.steps,
+        checkpoint_every=plan.steps,
+        run_dir=run_dir,
+        show_progress=False,
+        **options,
+    )
+    if resume:
+        trainer.resume(run_dir)
+    if not trainer.fit(data, users=users).finished:
+        raise KeyboardInterrupt
+
+
+def memory_folder() -> str | None:
+    """A folder in memory, if the system has one: otherwise thousands of ledger entries are synced to disk."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None

@@ -42,6 +42,11 @@ class Finding:
         """Whether a perfect attack would refute the claim; if not, passing says nothing."""
         return self.claim < self.largest
 
+    @property
+    def verdict(self) -> str:
+        """The result in two or three words."""
+        return "claim refuted" if self.violated else "within the claim" if self.in_reach else "claim out of reach"
+
     def to_dict(self) -> dict[str, Any]:
         """All but the scores, for JSON."""
         return {

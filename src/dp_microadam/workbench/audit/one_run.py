@@ -101,12 +101,8 @@ def trainer_scores(
     *,
     seed: int | None = None,
     physical_batch_size: int = 1024,
-    advance: Callable[[int], None] = lambda steps: None,
 ) -> Pipeline:
-    """The library's own pipeline for :func:`audit_one_run`: one run of ``PrivateTrainer`` with ``plan``.
-
-    ``advance`` is called after each step.
-    """
+    """The library's own pipeline for :func:`audit_one_run`: one run of ``PrivateTrainer`` with ``plan``."""
 
     def pipeline(present: Tensor) -> Tensor:
         total = torch.zeros(0)
@@ -114,7 +110,6 @@ def trainer_scores(
         def observe(gradient: Tensor) -> None:
             nonlocal total
             total = gradient.double() if len(total) == 0 else total + gradient.double()
-            advance(1)
 
         watch_trainer(plan, present, observe, physical_batch_size=physical_batch_size, seed=seed)
         return total[: len(present)]

@@ -19,7 +19,6 @@ from dp_microadam.errors import InputError
 from dp_microadam.plan.banded import banded_square_root
 from dp_microadam.plan.plan import PrivacyPlan
 from dp_microadam.validation import require_in_open, require_integer
-from dp_microadam.workbench.audit.band_checks import whitened
 from dp_microadam.workbench.audit.canaries import watch_trainer
 from dp_microadam.workbench.audit.finding import Finding, Scores
 from dp_microadam.workbench.audit.statistics import largest_two_world_epsilon, two_world_epsilon
@@ -145,16 +144,14 @@ def trainer_steps(
     plan: PrivacyPlan,
     *,
     physical_batch_size: int = 1,
-    advance: Callable[[int], None] = lambda steps: None,
 ) -> Mechanism:
     """The library's own mechanism for :func:`audit_two_worlds`: ``plan.steps`` steps of ``PrivateTrainer``.
 
     Repetitions follow each other in one run. A canary's gradient does not depend on the weights, and steps draw their sample
     and noise independently (part of what is claimed), so each group of ``plan.steps`` steps is a repetition of the same
     experiment. Physical batches have one example, or one user, so that every step accumulates several. Randomness is the
-    operating system's entropy, as in any private run. ``advance`` is called after each step. With bands, what the steps
-    published is mixed by the matrix of the noise, which makes noise independent again and moves the rows of one participation
-    only.
+    operating system's entropy, as in any private run. With bands, what the steps published is mixed by the matrix of the noise,
+    which makes noise independent again and moves the rows of one participation only.
     """
 
     def mechanism(present: bool, repetitions: int) -> Observations:
@@ -165,7 +162,6 @@ def trainer_steps(
 
         def observe(gradient: Tensor) -> None:
             seen.append(gradient.double())
-            advance(1)
 
         rows = max(physical_batch_size, run.examples_per_user or 1)
         watch_trainer(run, members, observe, directions=DIRECTIONS, physical_batch_size=rows)
@@ -174,3 +170,67 @@ def trainer_steps(
         return mixed.unflatten(0, (repetitions, plan.steps)).numpy()
 
     return mechanism
+
+
+def whitened(observed: Tensor, plan: PrivacyPlan) -> Tensor:
+    """C times what the steps of a run published, a row for each step: the sums mixed by C, plus independent noise."""
+    mixed = torch.zeros_like(observed)
+    for age, coefficient in enumerate(plan.noise_coefficients.tolist()[: len(observed)]):
+        mixed[age:] += coefficient * observed[: len(observed) - age]
+    return mixed
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One or two steps on two examples or users, one of which is the target, and the probes applied to their outputs."""
+
+    name: str
+    plan: PrivacyPlan
+    probes: tuple[Probe, ...]
+
+    def claim(self, probe: Probe) -> float:
+        """The ε of the plan at the probe's δ, by the PLD accountant, which is tight and errs upwards."""
+        return replace(self.plan, delta=probe.delta, accountant="pld").epsilon
+
+
+# Everybody takes part in the only step: the Gaussian mechanism itself, whose trade-off between errors has a closed form.
+NOISE = Experiment(
+    "noise",
+    PrivacyPlan(dataset_size=2, batch_size=2, noise_multiplier=0.6, steps=1, delta=1e-5),
+    (
+        Probe("noise scale", "is the noise as large as the sum's sensitivity demands?", strength, delta=0.3),
+        Probe("batch size", "does the scale of the result betray how many took part?", quiet, delta=0.3),
+        Probe("coordinates", "does noise in one coordinate cancel against another's?", contrast, delta=0.3),
+    ),
+)
+
+# Half of the examples in each of two steps.
+COMPOSITION = Experiment(
+    "composition",
+    PrivacyPlan(dataset_size=2, batch_size=1, noise_multiplier=1.0, steps=2, delta=1e-5),
+    (Probe("repeated noise", "does noise in one step cancel against another's?", change, delta=0.1),),
+)
+
+# Hardly any noise, to see the sampling. The target misses both steps with probability ¼, so no test whatsoever may tell the
+# worlds apart with an advantage above ¾; at this δ the claim is that ε is zero.
+SAMPLING = Experiment(
+    "sampling",
+    PrivacyPlan(dataset_size=2, batch_size=1, noise_multiplier=0.15, steps=2, delta=1e-5),
+    (Probe("sampling", "does each step draw its examples independently of the other?", ever, delta=0.76),),
+)
+
+# Two bands, and everybody of a group in its step: the target is in one of the two steps, as in the first experiment.
+BANDS = Experiment(
+    "bands",
+    PrivacyPlan(dataset_size=2, batch_size=1, noise_multiplier=0.6, steps=2, delta=1e-5, bands=2),
+    (Probe("correlated noise", "does taking back noise reveal more than one participation?", echo, delta=0.3),),
+)
+
+# Users with several examples that all pull the same way: together they may add no more than one example alone.
+USERS = Experiment(
+    "users",
+    PrivacyPlan(dataset_size=2, batch_size=2, noise_multiplier=0.6, steps=1, delta=1e-5, unit="user", examples_per_user=3),
+    (Probe("users", "does all that a user has together weigh more than the clipping norm?", strength, delta=0.3),),
+)
+
+EXPERIMENTS = (NOISE, COMPOSITION, SAMPLING, BANDS, USERS)
