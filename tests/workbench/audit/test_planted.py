@@ -30,6 +30,7 @@ def test_what_is_caught_and_what_is_not_is_as_the_list_says(one):
 @pytest.mark.parametrize(
     ("defence", "fault"),
     [
+        ("bounded noise", "noise ends early, so that some outputs have one possible neighbour"),
         ("sessions not counted", "a run with bands goes on with its data in another order"),
         ("a blind independence check", "a loss leaves out rows that occur with another label"),
         ("a blind independence check", "a loss leaves out rows that nearly equal another"),

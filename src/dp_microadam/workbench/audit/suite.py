@@ -39,7 +39,7 @@ class Audit:
     @property
     def violated(self) -> bool:
         """Whether a claim is refuted, or a fault went through that should have been caught."""
-        return any(one.violated for one in (*self.findings, *self.reactions))
+        return any(one.violated for one in self.findings) or any(one.violated for one in self.reactions)
 
     def to_dict(self) -> dict[str, Any]:
         """All but the scores, for JSON."""
