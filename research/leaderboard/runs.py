@@ -32,25 +32,27 @@ from research.leaderboard.problems import PROBLEMS, Part, Problem
 DELTA = 1e-5
 SEEDS = 5
 AVERAGE = 0.99
+DISTANCES = (0.75, 1.5, 3.0)
+ALL_DISTANCES_AT = 3.0
 
 
 @dataclass(frozen=True)
 class Entrant:
-    """A method: its name for readers, how it is built, and its rates, that of its paper (or its default) first.
+    """A method: its name for readers, how it is built, and its rates, that of its paper first.
 
-    With ``equipped`` it gets what ours gets. ``build`` is None for Opacus, which trains by itself. With ``oracle`` all seeds
-    run at the first and the best rate, else at every rate.
+    ``build`` is None for Opacus, which trains by itself. With ``equipped`` it gets what ours gets. ``distances`` says that its
+    rates are distances, which need no oracle: all of them run with all seeds at ε = 3, elsewhere the default one does.
     """
 
     title: str
     build: Callable[..., methods.Method] | None
     rates: tuple[float | None, ...] = (None,)
-    oracle: bool = True
+    distances: bool = False
     equipped: bool = True
 
 
 ENTRANTS = {
-    "dp-walk": Entrant("dp-walk", methods.dp_walk, (1.5, 0.75, 3.0), oracle=False),
+    "dp-walk": Entrant("dp-walk", methods.dp_walk, DISTANCES, distances=True),
     "dp-sgd": Entrant("DP-SGD", methods.dp_sgd, (4.0, 0.5, 1.0, 2.0, 8.0)),
     "dp-adam": Entrant("DP-Adam", methods.dp_adam, (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)),
     "dp-adambc": Entrant("DP-AdamBC", methods.dp_adambc, (1e-3, 3e-4, 3e-3, 1e-2)),
@@ -72,9 +74,14 @@ class Run:
 def runs_of(problem: str, epsilon: float, entrant: str, known: dict[Run, float]) -> Iterator[Run]:
     """The runs of an entrant that are not ``known`` yet: its grid with one seed, then all seeds at the first and best rate."""
     rates = ENTRANTS[entrant].rates
+    if ENTRANTS[entrant].distances:
+        distances = rates if epsilon == ALL_DISTANCES_AT else (PROBLEMS[problem].distance,)
+        wanted = [Run(problem, epsilon, entrant, rate, seed) for rate in distances for seed in range(1, SEEDS + 1)]
+        yield from (run for run in wanted if run not in known)
+        return
     grid = [Run(problem, epsilon, entrant, rate, 1) for rate in rates]
     yield from (run for run in grid if run not in known)
-    chosen = {rates[0], best_rate(problem, epsilon, entrant, known)} if ENTRANTS[entrant].oracle else set(rates)
+    chosen = {rates[0], best_rate(problem, epsilon, entrant, known)}
     wanted = [Run(problem, epsilon, entrant, rate, seed) for rate in rates if rate in chosen for seed in range(1, SEEDS + 1)]
     yield from (run for run in wanted if run not in known)
 

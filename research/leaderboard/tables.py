@@ -69,7 +69,7 @@ class Leaderboard:
     def rival(self, problem: str, epsilon: float, entrant: str, kind: str) -> tuple[list[float], float | None]:
         """Accuracies of a rival at its paper's rate or that of the oracle, and that rate."""
         rates = ENTRANTS[entrant].rates
-        rate = rates[0]
+        rate = PROBLEMS[problem].distance if ENTRANTS[entrant].distances else rates[0]
         if kind == ORACLE:
             if any(Run(problem, epsilon, entrant, one, 1) not in self.known for one in rates):
                 return [], None
@@ -82,7 +82,7 @@ def columns() -> Iterator[tuple[str, str, str]]:
     for name, entrant in ENTRANTS.items():
         if name in (DEFAULT, "dp-threshold"):
             continue
-        if not entrant.oracle or len(entrant.rates) == 1:
+        if entrant.distances or len(entrant.rates) == 1:
             yield entrant.title, name, PAPER
             continue
         yield f"{entrant.title}, paper", name, PAPER
