@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from research.leaderboard.problems import PROBLEMS
-from research.leaderboard.runs import ENTRANTS, SEEDS, Run, best_rate, read
+from research.leaderboard.runs import ENTRANTS, SEEDS, Run, best_rate, read, runs_of
 
 DEFAULT = "default"
 PAPER, ORACLE = "paper", "oracle"
@@ -71,7 +71,7 @@ class Leaderboard:
         rates = ENTRANTS[entrant].rates
         rate = PROBLEMS[problem].distance if ENTRANTS[entrant].distances else rates[0]
         if kind == ORACLE:
-            if any(Run(problem, epsilon, entrant, one, 1) not in self.known for one in rates):
+            if next(runs_of(problem, epsilon, entrant, self.known), None) is not None:
                 return [], None
             rate = best_rate(problem, epsilon, entrant, self.known)
         return self.accuracies(problem, epsilon, entrant, rate), rate

@@ -30,20 +30,22 @@ def test_a_grid_is_run_with_one_seed_and_only_the_papers_and_the_best_rate_with_
     taken = []
     for run in runs_of("adult", 3.0, "rival", known):
         taken.append((run.rate, run.seed))
-        known[run] = 70 + run.rate  # 8 is the best
-    assert taken == [(4.0, 1), (1.0, 1), (8.0, 1), *((rate, seed) for rate in (4.0, 8.0) for seed in SEEDS if seed > 1)]
+        known[run] = 70 - abs(run.rate - 15)  # 8 is the best of the grid, and 16 is better
+    assert taken[:5] == [(4.0, 1), (1.0, 1), (8.0, 1), (16.0, 1), (32.0, 1)]
+    assert taken[5:] == [(rate, seed) for rate in (4.0, 16.0) for seed in SEEDS if seed > 1]
     assert not list(runs_of("adult", 3.0, "rival", known))
 
 
 def board(monkeypatch, tmp_path):
     """Ours at 84, a rival one point behind at its paper's rate and two ahead at the best, level in no row."""
     monkeypatch.setattr(runs, "ENTRANTS", chosen := {
-        "default": Entrant("default", None), "rival": Entrant("Rival", None, (4.0, 1.0)),
+        "default": Entrant("default", None), "rival": Entrant("Rival", None, (4.0, 1.0, 0.25)),
     })  # fmt: skip
     monkeypatch.setattr(tables, "ENTRANTS", chosen)
     lines = []
     for seed in SEEDS:
-        for entrant, rate, accuracy in (("default", None, 84.0), ("rival", 4.0, 83.0 + 0.1 * seed), ("rival", 1.0, 86.0)):
+        rates = [("default", None, 84.0), ("rival", 4.0, 83.0 + 0.1 * seed), ("rival", 1.0, 86.0), ("rival", 0.25, 70.0)]
+        for entrant, rate, accuracy in rates[: 3 if seed > 1 else None]:
             lines.append({**vars(Run("adult", 3.0, entrant, rate, seed)), "accuracy": accuracy, "date": "d", "machine": "m"})
     (tmp_path / "adult.jsonl").write_text("".join(json.dumps(line | {"commit": "abc1234"}) + "\n" for line in lines))
     return tables.Leaderboard(tmp_path)
