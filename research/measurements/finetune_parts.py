@@ -1,8 +1,9 @@
 """Which part of a pretrained model to train: all of it, its biases, adapters (LoRA) or its head; accuracy, time and memory.
 
-    python benchmarks/finetune_parts.py cifar10 --pretrained FILE --data DIR [--examples 12000 3000] [--parts head] [--out FILE]
-    python benchmarks/finetune_parts.py imdb --pretrained DIR --data DIR
-    python benchmarks/finetune_parts.py sms-spam --pretrained DIR --data DIR --examples 3648 886 --tokens 32 --bf16
+    python research/measurements/finetune_parts.py cifar10 --pretrained FILE --data DIR [--examples 12000 3000] [--parts head]
+        [--out FILE]
+    python research/measurements/finetune_parts.py imdb --pretrained DIR --data DIR
+    python research/measurements/finetune_parts.py sms-spam --pretrained DIR --data DIR --examples 3648 886 --tokens 32 --bf16
 
 The tasks are those of frozen_features.py; sms-spam is imdb with another folder. DP-Walk trains a head, biases and adapters at
 its default distance, all weights at 0.5 (docs/walk.md says why), each part in a process of its own, whose largest resident set
