@@ -33,7 +33,7 @@ import torch
 from torch import distributed as dist
 
 from dp_microadam import MicroAdam, PrivacyPlan, PrivateTrainer
-from dp_microadam.training.distributed import Ranks, TorchRanks
+from dp_microadam.training.distributed import Ranks
 from dp_microadam.training.evaluation import class_loss
 from dp_microadam.workbench.command_line.measuring import add_options, deliver, tell, wall_clock
 from dp_microadam.workbench.models import wide_resnet
@@ -54,7 +54,7 @@ def train(folder: Path, batch: int, physical_batch: int, steps: int, device: str
         torch.cuda.set_device(device)
     if int(os.environ["WORLD_SIZE"]) > 1:
         dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
-        ranks = TorchRanks()
+        ranks = Ranks.of_torch()
     torch.manual_seed(0)
     count = batch * ranks.world_size
     images, labels = torch.randn(count, 3, 32, 32), torch.randint(0, 10, (count,))

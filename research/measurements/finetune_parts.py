@@ -59,7 +59,7 @@ def run(task: Task, part: str, epsilon: float, options: argparse.Namespace) -> d
     model, loss, measure, prepare = task.model, task.loss, measured, task.prepare
     train, test, begin = task.train, task.test, work_clock("cpu")
     if part == "head":
-        features = FrozenFeatures(model, loss, prepare=prepare, physical_batch_size=32)
+        features = FrozenFeatures(model, task.head, loss, prepare=prepare, physical_batch_size=32)
         train, test = features.of(train, test)
         loss, measure, prepare = features.on(loss), features.on(measure), None
     computed = work_clock("cpu") - begin

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -47,6 +48,12 @@ class Task:
     train: Any
     test: Any
     prepare: Callable[[Any], Any] | None = None
+
+    @property
+    def head(self) -> str:
+        """The name of the module that trains."""
+        trained = [name.replace(".", "/") for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        return os.path.commonpath(os.path.dirname(name) for name in trained).replace("/", ".")
 
     @property
     def size(self) -> int:
@@ -127,7 +134,7 @@ def speed(task: Task, features: FrozenFeatures, steps: int, computed: int) -> di
     """Processor seconds of a private step of 64 examples: on features, and on examples; and of one example's features."""
     small = {name: value[:computed] for name, value in task.train.items()}
     with tempfile.TemporaryDirectory() as folder:
-        own = FrozenFeatures(task.model, task.loss, prepare=task.prepare, folder=folder, physical_batch_size=32)
+        own = FrozenFeatures(task.model, task.head, task.loss, prepare=task.prepare, folder=folder, physical_batch_size=32)
         own.of({name: value[:1] for name, value in small.items()})  # the check
         begin = work_clock("cpu")
         own.of(small)
@@ -172,7 +179,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     task = TASKS[options.task](options.pretrained, options.data, tuple(options.examples))
-    features = FrozenFeatures(task.model, task.loss, prepare=task.prepare, physical_batch_size=32)
+    features = FrozenFeatures(task.model, task.head, task.loss, prepare=task.prepare, physical_batch_size=32)
     tell("features of a few examples, and private steps without kept features")
     measured = speed(task, features, steps=2, computed=64)
     results = {"task": options.task, "examples": list(options.examples), "processor_seconds": measured}

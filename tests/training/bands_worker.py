@@ -13,7 +13,7 @@ from torch import nn
 
 from dp_microadam import PrivacyPlan, PrivateStep, PrivateTrainer
 from dp_microadam.errors import DPMicroAdamError
-from dp_microadam.training.distributed import Ranks, TorchRanks
+from dp_microadam.training.distributed import Ranks
 
 EXAMPLES, BANDS, STEPS = 41, 4, 12
 PLAN = PrivacyPlan(EXAMPLES, 8, 1.5, STEPS, 1e-2, bands=BANDS)
@@ -93,6 +93,6 @@ def run(folder, ranks):
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    run(Path(sys.argv[1]), TorchRanks() if dist.get_world_size() > 1 else Ranks())
+    run(Path(sys.argv[1]), Ranks.of_torch() if dist.get_world_size() > 1 else Ranks())
     dist.barrier()  # a process that leaves while another still talks to it would be an error
     dist.destroy_process_group()

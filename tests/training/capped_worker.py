@@ -12,7 +12,7 @@ from torch import nn
 
 from dp_microadam import PrivacyPlan, PrivateTrainer
 from dp_microadam.errors import DPMicroAdamError
-from dp_microadam.training.distributed import TorchRanks
+from dp_microadam.training.distributed import Ranks
 
 SIZE, CAP = 24, 13
 PLAN = PrivacyPlan(SIZE, 12, 0.01, 16, 1e-2, max_batch_size=CAP)
@@ -65,6 +65,6 @@ def run(folder, ranks):
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    run(Path(sys.argv[1]), TorchRanks())
+    run(Path(sys.argv[1]), Ranks.of_torch())
     dist.barrier()  # a process that leaves while another still talks to it would be an error
     dist.destroy_process_group()

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from dp_microadam import ClippedGradients, DPMicroAdamError, MicroAdam, PrivacyPlan, PrivateStep, methods
 from dp_microadam.ledger.ledger import read_ledger
 from dp_microadam.training import distributed
-from dp_microadam.training.distributed import Ranks, TorchRanks
+from dp_microadam.training.distributed import Ranks
 from dp_microadam.training.evaluation import class_hits, class_loss, evaluate
 from dp_microadam.training.trainer import PrivateTrainer
 
@@ -395,7 +395,7 @@ def evaluated(ranks):
 
 def main(folder):
     dist.init_process_group("gloo")
-    ranks = TorchRanks()
+    ranks = Ranks.of_torch()
     checks = {
         "clipped sum": lambda: clipped_sum(ranks),
         **{name: lambda name=name: seeded_run(folder, name) for name in methods_for(ranks.world_size)},

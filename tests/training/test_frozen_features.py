@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from dp_microadam import FrozenFeatures, InputError, PrivacyError, PrivacyPlan, PrivateTrainer
 from dp_microadam.training.feature_store import FeatureStore
 
-EXAMPLES = 60
+EXAMPLES, HEAD = 60, "head"
 
 
 class Classifier(nn.Module):
@@ -60,7 +60,7 @@ def test_a_run_on_features_is_the_run_that_computes_them_in_every_step(tmp_path,
     data = TensorDataset(*train) if kind == "dataset" else train
     slow, fast = Classifier(), Classifier()
     expected = trained(tmp_path / "slow", slow, loss, data, validation, prepare=halved)
-    features = FrozenFeatures(fast, loss, prepare=halved, folder=tmp_path / "features", physical_batch_size=16)
+    features = FrozenFeatures(fast, HEAD, loss, prepare=halved, folder=tmp_path / "features", physical_batch_size=16)
     own, held_out = features.of(data, validation)
     fast.encoder.register_forward_hook(lambda *_: pytest.fail("the frozen part ran again"))
     found = trained(tmp_path / "fast", fast, features.on(loss), own, held_out)
@@ -91,15 +91,15 @@ def test_features_are_functions_of_one_example_or_refused_by_name(tmp_path):
     for middle, message in (
         (Mixing(), "mixes examples"),
         (Remembering(), "'middle.last'|mixes examples"),
-        (Noisy(), "draws random numbers before the head 'head'"),
-        (nn.Dropout(0.1), "module 'middle' is dropout before the head 'head'.*eval mode"),
+        (Noisy(), "random numbers are drawn before the head 'head'"),
+        (nn.Dropout(0.1), "random numbers are drawn before the head 'head', by dropout.*eval mode"),
     ):
-        features = FrozenFeatures(Classifier(middle), loss, folder=tmp_path / "features")
+        features = FrozenFeatures(Classifier(middle), HEAD, loss, folder=tmp_path / "features")
         for _ in range(2):  # whoever catches the refusal and goes on is refused again
             with pytest.raises(InputError, match=message):
                 features.of(examples())
         assert not (tmp_path / "features").exists()
-    features = FrozenFeatures(Classifier(nn.Dropout(0.1).eval()), loss, folder=tmp_path / "features")
+    features = FrozenFeatures(Classifier(nn.Dropout(0.1).eval()), HEAD, loss, folder=tmp_path / "features")
     assert features.of(examples())[0][0].shape == (EXAMPLES, 5)
 
 
@@ -110,7 +110,9 @@ def test_features_are_not_kept_if_the_frozen_part_began_to_mix_examples_meanwhil
 
     begun: list[bool] = []
     tell = lambda done: begun.append(True) if done > 0.5 else None  # noqa: E731
-    features = FrozenFeatures(Classifier(MixingLater()), loss, folder=tmp_path / "features", physical_batch_size=16, tell=tell)
+    features = FrozenFeatures(
+        Classifier(MixingLater()), HEAD, loss, folder=tmp_path / "features", physical_batch_size=16, tell=tell
+    )
     with pytest.raises(InputError, match="mixes examples"):
         features.of(examples())
     assert not list((tmp_path / "features").iterdir())
@@ -120,7 +122,7 @@ def test_features_are_kept_for_their_own_model_and_data_and_computed_once(tmp_pa
     def of(model: nn.Module, data: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
         seen = []
         handle = model.encoder.register_forward_hook(lambda module, args, output: seen.append(len(output)))
-        (rows, _labels), *_ = FrozenFeatures(model, loss, folder=tmp_path).of(data)
+        (rows, _labels), *_ = FrozenFeatures(model, HEAD, loss, folder=tmp_path).of(data)
         handle.remove()
         return rows, seen.count(EXAMPLES)  # in batches of 64; checks on synthetic examples come besides
 
@@ -146,10 +148,10 @@ def test_features_are_kept_for_their_own_model_and_data_and_computed_once(tmp_pa
 
 
 def test_kept_features_are_computed_again_if_the_code_of_the_model_has_changed(tmp_path):
-    FrozenFeatures(Classifier(), loss, folder=tmp_path).of(examples())
+    FrozenFeatures(Classifier(), HEAD, loss, folder=tmp_path).of(examples())
     changed = Classifier()
     changed.middle.forward = lambda rows: 2 * rows
-    ((rows, _),) = FrozenFeatures(changed, loss, folder=tmp_path).of(examples())
+    ((rows, _),) = FrozenFeatures(changed, HEAD, loss, folder=tmp_path).of(examples())
     torch.testing.assert_close(rows, 2 * changed.encoder(examples()[0]))
 
 
@@ -171,15 +173,14 @@ def test_features_that_were_not_written_to_their_end_are_never_used(tmp_path):
                 raise KeyboardInterrupt
             return self.inputs[index], self.labels[index]
 
-    features = FrozenFeatures(Classifier(), loss, folder=tmp_path, physical_batch_size=16)
+    features = FrozenFeatures(Classifier(), HEAD, loss, folder=tmp_path, physical_batch_size=16)
     with pytest.raises(KeyboardInterrupt):
         features.of(Failing(fails_at=40))
     assert not list(tmp_path.iterdir())
 
     store, key = FeatureStore(tmp_path), "0" * 64
     abandoned = tmp_path / f"{key}.999999999.unfinished"  # of a process that no longer runs
-    abandoned.mkdir()
-    (abandoned / "0.npy").write_bytes(b"half")
+    abandoned.write_bytes(b"half")
     assert store.read(key) is None
     ((rows, _),) = features.of(examples())
     assert not abandoned.exists()
@@ -190,11 +191,11 @@ def test_kept_features_are_readable_by_their_owner_alone_and_gone_after_clean(tm
     folder = tmp_path / "features"
     before = os.umask(0)  # the most permissive
     try:
-        FrozenFeatures(Classifier(), loss, folder=folder).of(examples(), examples(20, seed=1))
+        FrozenFeatures(Classifier(), HEAD, loss, folder=folder).of(examples(), examples(20, seed=1))
     finally:
         os.umask(before)
-    entries = list(folder.rglob("*"))
-    assert len([entry for entry in entries if entry.is_dir()]) == 2
+    entries = list(folder.iterdir())
+    assert len(entries) == 2
     for entry in (folder, *entries):
         assert stat.S_IMODE(entry.stat().st_mode) == (0o700 if entry.is_dir() else 0o600), entry
     mine = folder / "notes.txt"
@@ -208,20 +209,20 @@ def test_kept_features_are_readable_by_their_owner_alone_and_gone_after_clean(tm
 
 def test_kept_features_of_which_any_byte_has_changed_are_computed_again(tmp_path):
     train, folder = examples(), tmp_path / "features"
-    ((rows, _),) = FrozenFeatures(Classifier(), loss, folder=folder).of(train)
+    ((rows, _),) = FrozenFeatures(Classifier(), HEAD, loss, folder=folder).of(train)
     wanted = rows.clone()  # not of the file, which is mapped
-    (file,) = folder.glob("*/0.npy")
+    (file,) = folder.iterdir()
     content = bytearray(file.read_bytes())
     content[-1] ^= 64  # of the last example, which a comparison of the first ones does not see
     file.write_bytes(content)
-    ((found, _),) = FrozenFeatures(Classifier(), loss, folder=folder).of(train)
+    ((found, _),) = FrozenFeatures(Classifier(), HEAD, loss, folder=folder).of(train)
     assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("change", ["link", "writable", "owner"])
 def test_features_are_kept_in_a_folder_of_their_own_user_alone(tmp_path, monkeypatch, change):
     folder = tmp_path / "features"
-    FrozenFeatures(Classifier(), loss, folder=folder).of(examples())
+    FrozenFeatures(Classifier(), HEAD, loss, folder=folder).of(examples())
     if change == "link":
         folder.rename(tmp_path / "elsewhere")
         folder.symlink_to(tmp_path / "elsewhere")
@@ -230,14 +231,14 @@ def test_features_are_kept_in_a_folder_of_their_own_user_alone(tmp_path, monkeyp
     else:
         monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
     with pytest.raises(InputError, match=r"a folder of your own \(chmod go-w\)"):
-        FrozenFeatures(Classifier(), loss, folder=folder).of(examples())
+        FrozenFeatures(Classifier(), HEAD, loss, folder=folder).of(examples())
     with pytest.raises(InputError):
         FeatureStore(folder).clean()
 
 
 def test_data_that_are_held_out_and_examples_that_repeat_are_refused_as_in_a_run_on_examples(tmp_path):
     data = TensorDataset(*examples())
-    features = FrozenFeatures(Classifier(), loss, folder=tmp_path)
+    features = FrozenFeatures(Classifier(), HEAD, loss, folder=tmp_path)
     with pytest.raises(InputError, match="share examples"):
         features.of(Subset(data, range(40)), Subset(data, range(39, 60)))
     with pytest.raises(InputError, match="repeat"):
@@ -245,15 +246,15 @@ def test_data_that_are_held_out_and_examples_that_repeat_are_refused_as_in_a_run
 
 
 def test_what_cannot_be_split_is_refused_with_a_sentence(tmp_path):
-    def refused(model: nn.Module, measure: Callable, message: str, **options: Any) -> None:
+    def refused(model: nn.Module, measure: Callable, message: str, head: str = HEAD) -> None:
         with pytest.raises(InputError, match=message):
-            FrozenFeatures(model, measure, folder=tmp_path, **options).of(examples())
+            FrozenFeatures(model, head, measure, folder=tmp_path).of(examples())
 
     unfrozen = Classifier()
     unfrozen.encoder.requires_grad_(True)
-    refused(unfrozen, loss, "no module in common but the model itself.*freeze")
-    refused(unfrozen, loss, "'encoder.0.weight' trains, but is not part of the head 'head'", head="head")
+    refused(unfrozen, loss, "'encoder.0.weight' trains, but is not part of the head 'head'; freeze it")
     refused(Classifier(), loss, "head is 'tail'; it must be the name of a module", head="tail")
+    refused(Classifier(), loss, "head is ''; it must be the name of a module", head="")
 
     class Scaled(Classifier):
         def forward(self, inputs: Tensor) -> Tensor:
@@ -263,10 +264,11 @@ def test_what_cannot_be_split_is_refused_with_a_sentence(tmp_path):
         def forward(self, inputs: Tensor) -> Tensor:
             return super().forward(inputs) + super().forward(-inputs)
 
-    refused(Scaled(), loss, "something else than its head 'head'")
-    refused(Twice(), loss, "its head 'head' 2 times")
-    refused(Classifier(), lambda model, batch: loss(model, halved(batch)), "let prepare compute them")
-    refused(Classifier(), lambda model, batch: loss(model, batch) + batch[0][:, 5], "uses? inputs only to call the model")
+    sentence = "per_example_loss does not give for features what it gives for examples"
+    refused(Scaled(), loss, f"{sentence}.*the model must return what its head 'head' returns")
+    refused(Twice(), loss, sentence)
+    refused(Classifier(), lambda model, batch: loss(model, halved(batch)), sentence)
+    refused(Classifier(), lambda model, batch: loss(model, batch) + batch[0][:, 0], sentence)
 
     class Augmented(Dataset):
         def __len__(self) -> int:
@@ -276,7 +278,7 @@ def test_what_cannot_be_split_is_refused_with_a_sentence(tmp_path):
             return torch.randn(6), torch.tensor(index % 3)
 
     with pytest.raises(InputError, match="others when they are read again"):
-        FrozenFeatures(Classifier(), loss, folder=tmp_path).of(Augmented())
+        FrozenFeatures(Classifier(), HEAD, loss, folder=tmp_path).of(Augmented())
 
 
 def test_errors_about_training_examples_are_withheld(tmp_path):
@@ -292,7 +294,7 @@ def test_errors_about_training_examples_are_withheld(tmp_path):
     model.head = nn.Linear(6, 3)
     inputs[50, 0] = 12345.5
     with pytest.raises(PrivacyError, match="ValueError") as caught:
-        FrozenFeatures(model, loss, folder=tmp_path).of((inputs, labels))
+        FrozenFeatures(model, HEAD, loss, folder=tmp_path).of((inputs, labels))
     assert "12345" not in str(caught.value)
 
 
@@ -312,12 +314,11 @@ def test_outputs_and_batches_of_transformers_are_split_too(tmp_path):
 
     tokens = torch.randint(4, 20, (EXAMPLES, 8))
     data = {"input_ids": tokens, "attention_mask": (tokens > 5).long(), "labels": torch.arange(EXAMPLES) % 3}
-    features = FrozenFeatures(model, own_loss, folder=tmp_path)
+    features = FrozenFeatures(model, "classifier", own_loss, folder=tmp_path)
     (rows,) = features.of(data)
-    assert features.head == "classifier"
     assert {key: tuple(value.shape) for key, value in rows.items()} == {
         "input_ids": (EXAMPLES, 8),
-        "attention_mask": (EXAMPLES, 0),
+        "attention_mask": (EXAMPLES, 8),
         "labels": (EXAMPLES,),
     }
     torch.testing.assert_close(features.on(own_loss)(model, rows), own_loss(model, data))

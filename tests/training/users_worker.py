@@ -14,7 +14,7 @@ from torch import nn
 
 from dp_microadam import PrivacyPlan, PrivateTrainer
 from dp_microadam.errors import InputError
-from dp_microadam.training.distributed import Ranks, TorchRanks
+from dp_microadam.training.distributed import Ranks
 
 SIZES = [1, 5, 2, 1, 9, 3, 1, 4, 2, 6]
 IDS = [f"user {number}" for number, size in enumerate(SIZES) for _ in range(size)]
@@ -75,6 +75,6 @@ if __name__ == "__main__":
         slowly(Path(sys.argv[1]))
         sys.exit()
     dist.init_process_group("gloo")
-    run(Path(sys.argv[1]), TorchRanks())
+    run(Path(sys.argv[1]), Ranks.of_torch())
     dist.barrier()  # a process that leaves while another still talks to it would be an error
     dist.destroy_process_group()

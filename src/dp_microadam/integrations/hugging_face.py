@@ -24,10 +24,10 @@ from dp_microadam.plan.learning_rate import DISTANCE
 from dp_microadam.plan.plan import PrivacyPlan
 from dp_microadam.training.checkpoint import load_plain
 from dp_microadam.training.evaluation import PerExample
-from dp_microadam.training.held_out import reads_examples
 from dp_microadam.training.method import Method
 from dp_microadam.training.progress import tell
 from dp_microadam.training.rate_units import WALK
+from dp_microadam.training.same_examples import reads_examples
 from dp_microadam.training.training_step import StepOptions
 from dp_microadam.validation import explicit, public
 

@@ -17,10 +17,10 @@ from dp_microadam.ledger.ledger import refuse_second_run
 from dp_microadam.plan.plan import PrivacyPlan
 from dp_microadam.training.evaluation import PerExample, moved
 from dp_microadam.training.gradients import set_gradients
-from dp_microadam.training.held_out import reads_examples, refuse_shared_users
 from dp_microadam.training.method import Method
 from dp_microadam.training.private_step import PrivateStep
 from dp_microadam.training.progress import CHECKING, said_if_slow
+from dp_microadam.training.same_examples import reads_examples, refuse_shared_users
 from dp_microadam.training.training_step import StepOptions
 from dp_microadam.validation import explicit, public
 

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map
 from dp_microadam.errors import InputError
 from dp_microadam.optimizers.micro_adam import MicroAdam
 from dp_microadam.training.evaluation import PerExample, batches
-from dp_microadam.training.held_out import share_examples
 from dp_microadam.training.method import Phase, Steps
+from dp_microadam.training.same_examples import share_examples
 
 PLAIN, SCALED = "plain", "scaled"
 

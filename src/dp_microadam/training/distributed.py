@@ -2,7 +2,7 @@
 
 Each rank samples from its own shard of the examples with the common rate, clips and sums, and adds the noise of its own slice
 of the coordinates. The sums are all-reduced once per step, and all ranks take the same optimizer step. Rank 0 writes the run's
-folder. A single process uses :class:`Ranks`, whose methods do nothing; several use :class:`TorchRanks`.
+folder.
 
 Messages about the run itself (a step was recorded, a rank failed) use gloo even if gradients use NCCL: when a process dies its
 connections close, and the other ranks notice at once.
@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError
 from dp_microadam.ledger.ledger import library_versions
@@ -36,10 +37,20 @@ class ProcessLost(DPMicroAdamError):
 
 
 class Ranks:
-    """Rank, world size and collective operations of a run. This class is a single process; see :class:`TorchRanks`."""
+    """Rank, world size and collective operations of a run: of a single process by default; :meth:`of_torch` gives several."""
 
-    rank = 0
-    world_size = 1
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._messages: dist.ProcessGroup | None = None
+        """The group for messages on the CPU; None for the default one."""
+
+    @classmethod
+    def of_torch(cls) -> Ranks:
+        """The ranks of torch's default process group, which must be initialised. Call it on all ranks at the same point."""
+        found = cls(dist.get_rank(), dist.get_world_size())
+        if "gloo" not in str(dist.get_backend_config()):  # the default group was initialised for CUDA only
+            found._messages = dist.new_group(backend="gloo")
+        return found
 
     @property
     def main(self) -> bool:
@@ -52,7 +63,7 @@ class Ranks:
         Formal guarantees: the shards of all ranks are a partition: disjoint, and every example is in one of them. Their sizes
         differ by at most one; nothing is repeated to make them equal.
 
-        >>> [list(_at(rank, 3).shard(7)) for rank in range(3)]
+        >>> [list(Ranks(rank, 3).shard(7)) for rank in range(3)]
         [[0, 1], [2, 3], [4, 5, 6]]
         """
         return range(count * self.rank // self.world_size, count * (self.rank + 1) // self.world_size)
@@ -76,71 +87,17 @@ class Ranks:
             InputError: on every rank, if tensors differ.
             PrivacyError: on every rank, if a coordinate has noise from none of them, or from several.
         """
-        if noised is not None:
-            _require_one_owner([(noised.start, noised.stop)], sum(tensor.numel() for tensor in tensors.values()))
-
-    def broadcast_(self, tensors: Mapping[str, Tensor]) -> None:
-        """Broadcast, in the order of names: replace each tensor by that of rank 0. Raises what :meth:`sum_` raises."""
-
-    def total(self, numbers: Sequence[float]) -> list[float]:
-        """Each number summed over all ranks."""
-        return list(numbers)
-
-    def any(self, flag: bool) -> bool:
-        """Whether ``flag`` is true on any rank."""
-        return flag
-
-    def gather(self, value: Answer) -> list[Answer]:
-        """The values of all ranks, in their order. It may be called within :meth:`together`."""
-        return [value]
-
-    def from_main(self, work: Callable[[], Answer]) -> Answer:
-        """Call ``work`` on rank 0 only; all ranks return its result, or raise its error."""
-        return work()
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """A block of work without communication. If it fails on one rank, all ranks raise an error at its end."""
-        yield
-
-    @contextmanager
-    def one_per_machine_first(self) -> Iterator[None]:
-        """A block that one rank per machine runs before the others, so that they find what it downloaded."""
-        yield
-
-    def require_same(self, what: str, value: Any) -> None:
-        """Check that ``value`` is the same on all ranks.
-
-        Raises:
-            InputError: on every rank, if ``value`` differs from that of rank 0 on any. Of a mapping, which must be public, it
-                quotes the first entry that differs.
-        """
-
-    def alike(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether all ranks have bitwise the same tensors, judged by a 64-bit checksum."""
-        return True
-
-
-class TorchRanks(Ranks):
-    """The ranks of torch's default process group, which must be initialised. Create it on all ranks at the same point."""
-
-    def __init__(self) -> None:
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        # If the default group was initialised for CUDA only, messages on the CPU need a group of their own.
-        gloo = "gloo" in str(dist.get_backend_config())
-        self._messages = None if gloo else dist.new_group(backend="gloo")
-
-    def sum_(self, tensors: Mapping[str, Tensor], noised: range | None = None) -> None:
-        for bucket in _buckets(self._agreed(tensors, noised)):
-            flat = bucket[0].view(-1) if len(bucket) == 1 and bucket[0].is_contiguous() else _gathered(bucket)
+        agreed = self._agreed(tensors, noised)
+        for bucket in _buckets(agreed) if self.world_size > 1 else ():
+            flat = bucket[0].view(-1) if len(bucket) == 1 and bucket[0].is_contiguous() else _flatten_dense_tensors(bucket)
             with _heard():
                 dist.all_reduce(flat, group=self._group_of(flat))
             if flat.data_ptr() != bucket[0].data_ptr():
-                for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-                    tensor.copy_(part.view_as(tensor))
+                torch._foreach_copy_(bucket, list(_unflatten_dense_tensors(flat, bucket)))
 
     def broadcast_(self, tensors: Mapping[str, Tensor]) -> None:
-        for tensor in self._agreed(tensors):
+        """Broadcast, in the order of names: replace each tensor by that of rank 0. Raises what :meth:`sum_` raises."""
+        for tensor in self._agreed(tensors) if self.world_size > 1 else ():
             whole = tensor.detach().contiguous()
             with _heard():
                 dist.broadcast(whole, 0, group=self._group_of(whole))
@@ -149,64 +106,77 @@ class TorchRanks(Ranks):
 
     def _agreed(self, tensors: Mapping[str, Tensor], noised: range | None = None) -> list[Tensor]:
         """The tensors in the order of their names, once all ranks are known to have the same, and one owner of each noise."""
-        names = sorted(tensors)
-        layout = repr((noised is None, [(name, *_described(tensors[name])) for name in names])).encode()
-        digest = int.from_bytes(blake2b(layout, digest_size=8).digest(), "little", signed=True)
-        own = torch.tensor([digest, *((noised.start, noised.stop) if noised is not None else (0, 0))])
-        found = [torch.empty_like(own) for _ in range(self.world_size)]
-        with _heard():
-            dist.all_gather(found, own, group=self._messages)
-        digests, starts, stops = zip(*(each.tolist() for each in found), strict=True)
-        if len(set(digests)) > 1:
+        names, count = sorted(tensors), sum(tensor.numel() for tensor in tensors.values())
+        layout = repr((noised is None, [(name, *_described(tensors[name])) for name in names] if self.world_size > 1 else []))
+        digest = int.from_bytes(blake2b(layout.encode(), digest_size=8).digest(), "little", signed=True)
+        found = self._numbers_of_all(digest, *((0, 0) if noised is None else (noised.start, noised.stop)))
+        if len({each[0] for each in found}) > 1:
             raise InputError(
-                f"the processes of this run have different tensors to combine ({len(names)} with "
-                f"{sum(tensor.numel() for tensor in tensors.values())} numbers on rank {self.rank}); names, shapes and dtypes "
-                "must be the same in all of them"
+                f"the processes of this run have different tensors to combine ({len(names)} with {count} numbers on rank "
+                f"{self.rank}); names, shapes and dtypes must be the same in all of them"
             )
-        if noised is not None:
-            _require_one_owner(zip(starts, stops, strict=True), sum(tensor.numel() for tensor in tensors.values()))
+        covered = 0
+        for start, stop in sorted((start, stop) for _, start, stop in found if start < stop):
+            covered = stop if start == covered else -1
+        if noised is not None and covered != count:
+            raise PrivacyError(
+                f"the noise of this run's processes does not cover each of {count} coordinates exactly once; nothing was summed"
+            )
         return [tensors[name] for name in names]
 
     def total(self, numbers: Sequence[float]) -> list[float]:
+        """Each number summed over all ranks."""
         summed = torch.tensor(numbers, dtype=torch.float64)
         self.sum_({"numbers": summed})
         found: list[float] = summed.tolist()
         return found
 
     def any(self, flag: bool) -> bool:
-        raised = torch.tensor([int(flag)])
-        with _heard():
-            dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=self._messages)
-        return bool(raised)
+        """Whether ``flag`` is true on any rank."""
+        return max(self._numbers_of_all(int(flag))) > [0]
 
     def gather(self, value: Answer) -> list[Answer]:
+        """The values of all ranks, in their order. It may be called within :meth:`together`."""
         with self.together():  # a rank that failed before is noticed here: all ranks meet in the same operation
             pass
-        values: list[Any] = [None] * self.world_size
-        with _heard():
-            dist.all_gather_object(values, value, group=self._messages)
+        values: list[Any] = [value] * self.world_size
+        if self.world_size > 1:
+            with _heard():
+                dist.all_gather_object(values, value, group=self._messages)
         return values
 
+    def _numbers_of_all(self, *own: int) -> list[list[int]]:
+        """These whole numbers of each rank."""
+        if self.world_size == 1:
+            return [list(own)]
+        found = [torch.zeros(len(own), dtype=torch.int64) for _ in range(self.world_size)]
+        with _heard():
+            dist.all_gather(found, torch.tensor(own), group=self._messages)
+        return [each.tolist() for each in found]
+
     def from_main(self, work: Callable[[], Answer]) -> Answer:
-        value, error = self._outcome(work) if self.main else (None, None)
-        message: list[Any] = [value, error if error is None or isinstance(error, DPMicroAdamError) else _without_text(error)]
+        """Call ``work`` on rank 0 only; all ranks return its result, or raise its error."""
+        if self.world_size == 1:
+            return work()
+        message: list[Any] = [None, None]
+        own: Exception | None = None
+        if self.main:
+            try:
+                message[0] = work()
+            except Exception as error:
+                own = error
+                lost = ProcessLost(f"rank 0 failed ({type(error).__name__}) and reports the reason; this process stops too")
+                message[1] = error if isinstance(error, DPMicroAdamError) else lost
         with _heard():
             dist.broadcast_object_list(message, 0, group=self._messages)
-        error = error or message[1]
-        if error is not None:
-            raise error
+        if own or message[1]:
+            raise own or message[1]
         answer: Answer = message[0]
         return answer
 
-    @staticmethod
-    def _outcome(work: Callable[[], Answer]) -> tuple[Answer | None, Exception | None]:
-        try:
-            return work(), None
-        except Exception as error:
-            return None, error
-
     @contextmanager
     def together(self) -> Iterator[None]:
+        """A block of work without communication. If it fails on one rank, all ranks raise an error at its end."""
         try:
             yield
         except ProcessLost:
@@ -220,28 +190,33 @@ class TorchRanks(Ranks):
 
     @contextmanager
     def one_per_machine_first(self) -> Iterator[None]:
-        if int(os.environ.get("LOCAL_RANK", self.rank)) == 0:
-            with self.together():
-                yield
-            return
+        """A block that one rank per machine runs before the others, so that they find what it downloaded."""
+        first = int(os.environ.get("LOCAL_RANK", self.rank)) == 0
         with self.together():
-            pass
-        yield
+            if first:
+                yield
+        if not first:
+            yield
 
     def require_same(self, what: str, value: Any) -> None:
+        """Check that ``value`` is the same on all ranks.
+
+        Raises:
+            InputError: on every rank, if ``value`` differs from that of rank 0 on any. Of a mapping, which must be public, it
+                quotes the first entry that differs.
+        """
         theirs = self.from_main(lambda: value)
         if self.any(value != theirs):
             example = next(filter(None, self.gather(_difference(theirs, value, self.rank))), "")
             raise InputError(f"the processes of this run differ in {what}{example}; this must be the same in all of them")
 
     def alike(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether all ranks have bitwise the same tensors, judged by a 64-bit checksum."""
         own = torch.zeros((), dtype=torch.int64)
-        for tensor in tensors:
+        for tensor in tensors if self.world_size > 1 else ():
             own = own * 31 + checksum(tensor).cpu()
-        largest_and_smallest = torch.stack([own, ~own])
-        with _heard():
-            dist.all_reduce(largest_and_smallest, op=dist.ReduceOp.MAX, group=self._messages)
-        return bool(largest_and_smallest[0] == ~largest_and_smallest[1])
+        found = self._numbers_of_all(int(own))
+        return all(each == found[0] for each in found)
 
     def _group_of(self, tensor: Tensor) -> dist.ProcessGroup | None:
         return self._messages if tensor.device.type == "cpu" else None
@@ -254,7 +229,7 @@ def ranks_here() -> Ranks:
         InputError: if torchrun started several processes, but torch.distributed is not initialised.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return TorchRanks()
+        return Ranks.of_torch()
     if started_by_torchrun() and not (dist.is_available() and dist.is_initialized()):
         raise InputError(
             f"torchrun started {os.environ['WORLD_SIZE']} processes, but torch.distributed is not initialised; call "
@@ -327,7 +302,7 @@ def torchrun_processes() -> Iterator[Ranks]:
             )
         torch.cuda.set_device(local)
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
-    yield TorchRanks()
+    yield Ranks.of_torch()
     # Not after an error: an orderly shutdown would wait for ranks that are gone.
     dist.destroy_process_group()
 
@@ -341,17 +316,6 @@ def _heard() -> Iterator[None]:
         raise ProcessLost(f"another process of this run is gone ({reason}); this one stops too") from error
 
 
-def _require_one_owner(slices: Iterable[tuple[int, int]], count: int) -> None:
-    """Raise PrivacyError unless the slices, each from a start to a stop, are a partition of ``count`` coordinates."""
-    covered = 0
-    for start, stop in sorted(own for own in slices if own[0] < own[1]):
-        covered = stop if start == covered else -1
-    if covered != count:
-        raise PrivacyError(
-            f"the noise of this run's processes does not cover each of {count} coordinates exactly once; nothing was summed"
-        )
-
-
 def _described(tensor: Tensor) -> tuple[tuple[int, ...], str, str]:
     return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.device.type
 
@@ -361,10 +325,6 @@ def _difference(theirs: Any, own: Any, rank: int) -> str:
         return ""
     name = next(name for name in (*theirs, *own) if theirs.get(name) != own.get(name))
     return f": {name} is {theirs.get(name, 'missing')} on rank 0 and {own.get(name, 'missing')} on rank {rank}"
-
-
-def _without_text(error: Exception) -> ProcessLost:
-    return ProcessLost(f"rank 0 failed ({type(error).__name__}) and reports the reason; this process stops too")
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -381,10 +341,6 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def _gathered(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
 def checksum(tensor: Tensor) -> Tensor:
     """A 64-bit checksum, Σ (2i + 1)·bitsᵢ modulo 2⁶⁴, in which differences of two coordinates do not cancel."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -393,11 +349,4 @@ def checksum(tensor: Tensor) -> Tensor:
     found = torch.zeros((), dtype=torch.int64)  # a number, which takes the device of what is added to it
     for part in bits.split(_CHECKSUM_CHUNK):
         found = found * 31 + (part * weights[: len(part)]).sum()
-    return found
-
-
-def _at(rank: int, size: int) -> Ranks:
-    """For doctests: a given rank and world size, without other processes."""
-    found = Ranks()
-    found.rank, found.world_size = rank, size
     return found

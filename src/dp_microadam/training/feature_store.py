@@ -1,7 +1,7 @@
-"""Arrays of features on disk: private like the data they come from, written completely or not at all, and easy to remove.
+"""Features on disk: private like the data they come from, written completely or not at all, and easy to remove.
 
-Each entry is a folder named after a key, with one ``.npy`` file per array. It is written under another name, synced, and then
-renamed, so that an entry is complete if it exists. Only the user who wrote it can read it.
+An entry is one ``.npy`` file with a row per example. It is written under another name, synced, and then renamed to its key and
+the digest of its content, so that an entry is complete if it exists, and every byte of it is as it was written.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,7 @@ from numpy.typing import NDArray
 from dp_microadam.durable_files import sync_folder
 from dp_microadam.errors import InputError
 
-Arrays = list[NDArray[Any]]
-
-_DIGEST = "sha256"
-_ENTRY = re.compile(r"[0-9a-f]{64}(\.(?P<writer>\d+)\.unfinished)?")
+_ENTRY = re.compile(r"[0-9a-f]{64}\.([0-9a-f]{64}\.npy|(?P<writer>\d+)\.unfinished)")
 
 
 def default_folder() -> Path:
@@ -38,94 +35,71 @@ class FeatureStore:
     """The entries of one folder.
 
     Formal guarantees: an entry that :meth:`read` returns was written to its end, by this user, and every byte of it is as it
-    was written. Entries and what interrupted processes left of theirs have permissions 0700, their files 0600, and
-    :meth:`clean` removes both. A folder that is a link, or that others own or may write to, is refused.
+    was written. The folder has permissions 0700, entries and what interrupted processes left of theirs 0600, and :meth:`clean`
+    removes both. A folder or entry that is a link, or that others own or may write to, is refused or not used.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self.folder = default_folder() if folder is None else Path(folder).expanduser()
 
-    def read(self, key: str) -> Arrays | None:
-        """The arrays of an entry, memory-mapped; None if there is none, or none as it was written."""
-        entry = self.folder / key
-        if not self.holds(key) or not _is_own(entry):
-            return None
-        try:
-            if (entry / _DIGEST).read_text() != _digest(entry):
-                return None
-        except OSError:
-            return None
-        return _mapped(entry)
+    def read(self, key: str) -> NDArray[Any] | None:
+        """The rows of an entry, memory-mapped; None if there is none, or none as it was written."""
+        for path in self._entries():
+            if path.name.startswith(key) and path.suffix == ".npy" and _is_own(path) and _digest(path) == path.suffixes[-2][1:]:
+                # Copy on write: torch wants arrays that can be written to, and the file must not change.
+                return np.load(path, mmap_mode="c", allow_pickle=False)
+        return None
 
-    def holds(self, key: str) -> bool:
-        """Whether there is such an entry, which :meth:`read` looks into."""
-        self._refuse_folder_of_others()
-        return (self.folder / key).is_dir()
+    def write(self, key: str, count: int, row: np.dtype[Any], fill: Callable[[NDArray[Any]], None]) -> NDArray[Any]:
+        """Make an entry of ``count`` rows, which ``fill`` fills, and read it; if it raises, nothing is left.
 
-    def write(
-        self, key: str, shapes: Sequence[tuple[tuple[int, ...], np.dtype[Any]]], fill: Callable[[Arrays], None]
-    ) -> Arrays:
-        """Make an entry of arrays of these shapes and types, which ``fill`` fills, and read it; if it raises, nothing is left.
-
-        Of two processes that write one entry, the last one's is kept.
+        Of two processes that write one entry, either's is kept.
 
         Raises:
             InputError: if there is not enough room on the disk.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._refuse_folder_of_others()
-        self._remove_abandoned()
-        self._refuse_full_disk(sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in shapes))
+        for left in self._entries():  # what killed processes left unfinished, and entries that are not as they were written
+            match = _ENTRY.fullmatch(left.name)
+            writer = match and match["writer"]
+            if (writer and not _is_running(int(writer))) or (not writer and left.name.startswith(key)):
+                left.unlink(missing_ok=True)
+        self._refuse_full_disk(count * row.itemsize)
         unfinished = self.folder / f"{key}.{os.getpid()}.unfinished"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(mode=0o700)
         try:
-            arrays = [_new_array(unfinished / f"{number}.npy", *each) for number, each in enumerate(shapes)]
-            fill(arrays)
-            for array in arrays:
-                array.flush()
-            del arrays
-            (unfinished / _DIGEST).touch(mode=0o600)
-            (unfinished / _DIGEST).write_text(_digest(unfinished))
-            for file in unfinished.iterdir():
-                _sync(file)
-            sync_folder(unfinished)
-            shutil.rmtree(self.folder / key, ignore_errors=True)
-            with contextlib.suppress(OSError):  # another process was faster; its entry has the same key
-                unfinished.rename(self.folder / key)
+            unfinished.touch(mode=0o600)
+            rows = np.lib.format.open_memmap(unfinished, mode="w+", dtype=row, shape=(count,))
+            fill(rows)
+            rows.flush()
+            with unfinished.open("rb") as file:
+                os.fsync(file.fileno())
+            unfinished.rename(self.folder / f"{key}.{_digest(unfinished)}.npy")
             sync_folder(self.folder)
         finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        return _mapped(self.folder / key)
+            unfinished.unlink(missing_ok=True)
+        found = self.read(key)
+        if found is None:
+            raise InputError(f"features in {self.folder} changed while they were written; give a folder that nobody else uses")
+        return found
 
     def clean(self) -> int:
         """Remove all entries and what was left unfinished; returns the number of bytes. Other files are left alone."""
-        self._refuse_folder_of_others()
         freed = 0
         for entry in self._entries():
-            freed += sum(file.stat().st_size for file in entry.iterdir())
-            shutil.rmtree(entry)
+            freed += entry.stat().st_size
+            entry.unlink()
         with contextlib.suppress(OSError):  # not there, or something else is in it
             self.folder.rmdir()
         return freed
 
     def _entries(self) -> list[Path]:
-        found = self.folder.iterdir() if self.folder.is_dir() else ()
-        return [entry for entry in found if _ENTRY.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink()]
-
-    def _remove_abandoned(self) -> None:
-        for entry in self._entries():
-            match = _ENTRY.fullmatch(entry.name)
-            writer = match and match["writer"]
-            if writer and not _is_running(int(writer)):
-                shutil.rmtree(entry, ignore_errors=True)
-
-    def _refuse_folder_of_others(self) -> None:
         if os.path.lexists(self.folder) and not _is_own(self.folder):
             raise InputError(
                 f"features would be kept in {self.folder}, which is a link, or which others own or may write to; give a "
                 "folder of your own (chmod go-w), or set XDG_CACHE_HOME to one"
             )
+        found = self.folder.iterdir() if self.folder.is_dir() else ()
+        return [entry for entry in found if _ENTRY.fullmatch(entry.name) and entry.is_file() and not entry.is_symlink()]
 
     def _refuse_full_disk(self, wanted: int) -> None:
         free = shutil.disk_usage(self.folder).free
@@ -136,36 +110,14 @@ class FeatureStore:
             )
 
 
-def _is_own(folder: Path) -> bool:
-    found = folder.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+def _is_own(path: Path) -> bool:
+    found = path.lstat()
+    return not stat.S_ISLNK(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
-def _digest(entry: Path) -> str:
-    """The digest of all arrays of an entry."""
-    whole = hashlib.sha256()
-    for path in sorted(entry.glob("*.npy")):
-        with path.open("rb") as file:
-            whole.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-    return whole.hexdigest()
-
-
-def _mapped(entry: Path) -> Arrays:
-    # Copy on write: torch wants arrays that can be written to, and the files must not change.
-    return [np.load(entry / f"{number}.npy", mmap_mode="c") for number in range(len(list(entry.glob("*.npy"))))]
-
-
-def _new_array(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    path.touch(mode=0o600)
-    return np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
-
-
-def _sync(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _is_running(process: int) -> bool:

@@ -1,6 +1,6 @@
 """Features of a frozen backbone, computed once: what comes before the trained head is a function of single examples.
 
-If only the last module of a model trains and nothing random comes before it, its input is the same in every step. It is
+If only one module of a model trains, the head, and nothing random comes before it, its input is the same in every step. It is
 computed once for each example and kept (``feature_store.py``), and steps run on it: the head's gradients are those of the whole
 model.
 """
@@ -15,50 +15,47 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import Dataset
 
 from dp_microadam.clipping.batches import batch_size
 from dp_microadam.clipping.engine import ClippedGradients
+from dp_microadam.clipping.no_side_effects import no_side_effects, python_random_state, torch_random_state
 from dp_microadam.clipping.synthetic_examples import CHECK_SIZE, SyntheticExamples
 from dp_microadam.clipping.transform_check import check_transform
 from dp_microadam.errors import InputError
 from dp_microadam.training.evaluation import PerExample, batches, moved
-from dp_microadam.training.feature_store import Arrays, FeatureStore
-from dp_microadam.training.held_out import share_examples
-from dp_microadam.training.model_split import ModelSplit
-from dp_microadam.training.repeats import refuse_repeats
+from dp_microadam.training.feature_store import FeatureStore
+from dp_microadam.training.given_data import count_examples
+from dp_microadam.training.same_examples import refuse_repeats, share_examples
 from dp_microadam.training.torch_randomness import forked_torch
 from dp_microadam.training.withheld import withheld
 from dp_microadam.validation import require_integer
 
-_FORMAT = b"features of a frozen part, 1\n"
+_FORMAT = b"features of a frozen part, 2\n"
 
-_COMPARED = 8
-"""Examples whose features are computed again when kept ones are found."""
-
-_CLOSE = 1e-3
-"""Largest difference of these features, relative to the largest of an example: kernels round differently."""
+_COMPARED, _CLOSE = 8, 1e-3
+"""Examples whose features are computed again when kept ones are found, and the largest relative difference: kernels round."""
 
 
 class FrozenFeatures:
     """Computes what a model's frozen part makes of each example once, so that steps run on the trained head alone.
 
-        features = FrozenFeatures(model, per_example_loss, prepare=normalize)
+        features = FrozenFeatures(model, "classifier", loss, prepare=normalize)
         train, validation = features.of(train, validation)
-        trainer = PrivateTrainer(model, optimizer, plan, features.on(per_example_loss))
+        trainer = PrivateTrainer(model, optimizer, plan, features.on(loss))
         trainer.fit(train, validation)
 
     The trainer holds the whole model as before: optimizer, checkpoints and exports do not notice. Its data are features, so
     that it gets no ``prepare`` and no ``augment``.
 
     Arguments:
-        model: all its trainable parameters lie in one module, the head, which is called once in a forward pass with one tensor.
-            The model returns what the head returns, as it is or inside a structure such as an output of transformers.
-        per_example_loss: ``f(model, batch)`` returns one loss per example. It passes tensors of the batch to the model as they
-            are, and uses the model only by calling it.
-        head: the name of the head's module; by default the smallest that holds all trainable parameters.
+        model: returns what its head returns, as it is or inside a structure such as an output of transformers.
+        head: the name of the module that has all trainable parameters, and is called once in a forward pass with one tensor.
+        per_example_loss: ``f(model, batch)`` returns one loss per example, and uses the model only by calling it,
+            with the first tensor of the batch before others.
         prepare: applied to batches before the model, as by the trainer.
         folder: where features are kept; by default ``$XDG_CACHE_HOME/dp-microadam/features``. They are as private as the data:
             only this user may read them, and ``dp-microadam data clean`` removes them.
@@ -77,45 +74,50 @@ class FrozenFeatures:
     def __init__(
         self,
         model: nn.Module,
+        head: str,
         per_example_loss: PerExample,
         *,
-        head: str | None = None,
         prepare: Callable[[Any], Any] | None = None,
         folder: str | Path | None = None,
         physical_batch_size: int = 64,
         num_workers: int = 0,
         tell: Callable[[float], None] | None = None,
     ) -> None:
+        if not head or head not in dict(model.named_modules()):
+            raise InputError(f"head is {head!r}; it must be the name of a module of the model, such as 'classifier'")
+        outside = [name for name, each in model.named_parameters() if each.requires_grad and not name.startswith(f"{head}.")]
+        if outside:
+            raise InputError(
+                f"parameter {outside[0]!r} trains, but is not part of the head {head!r}; freeze it with requires_grad_(False)"
+            )
         self.model = model
-        self._split = ModelSplit(model, per_example_loss, head)
+        self.head = head
         self._loss = per_example_loss
         self._prepare = prepare
         self._store = FeatureStore(folder)
         self._batch_size = require_integer("physical_batch_size", physical_batch_size, 1)
         self._num_workers = require_integer("num_workers", num_workers, 0)
         self._tell = tell
-        self._leaves: list[Tensor] = []  # of a synthetic batch with features
-        self._checked = False
-        self._look_again = _no_look
-
-    @property
-    def head(self) -> str:
-        """The name of the head's module."""
-        return self._split.head
+        self._structure: TreeSpec | None = None  # of batches, once all checks have passed
+        self._output: tuple[TreeSpec, int] | None = None  # of the model, and where in it that of the head is
+        self._row: np.dtype[Any] = np.dtype([])
 
     def on(self, measure: PerExample) -> PerExample:
-        """``measure``, a function like ``per_example_loss``, for batches of features; it can be called after :meth:`of`."""
-        return self._split.on(measure)
+        """``measure``, a function like ``per_example_loss``, for batches of features."""
+
+        def measured(model: nn.Module, batch: Any) -> Tensor:
+            return measure(_HeadAlone(model, self._headed), batch)  # type: ignore[arg-type]
+
+        return measured
 
     def of(self, train: Any, *held_out: Any) -> list[Any]:
-        """The same data with features in place of the model's inputs, memory-mapped. Those that were kept are used again.
+        """The same data with features in place of the first tensor of batches, memory-mapped; kept ones are used again.
 
-        Each part is a map-style Dataset, or tensors with examples along the first dimension. The first input of the model is
-        replaced by the features, and its other inputs by empty tensors; labels stay.
+        Each part is a map-style Dataset, or tensors with examples along the first dimension.
 
         Raises:
             InputError: if ``train`` holds examples twice or shares some with ``held_out``; and, in the first call, if examples
-                interact in the frozen part, random numbers are drawn there, or the model cannot be split.
+                interact in the frozen part, random numbers are drawn there, or the loss needs more than the features.
         """
         refuse_repeats(train)
         if any(share_examples(train, part) for part in held_out if part is not None):
@@ -123,33 +125,109 @@ class FrozenFeatures:
                 "held-out data share examples with the training data, so that their metrics would be private; "
                 "remove them from one of the two"
             )
-        parts = [part for part in (train, *held_out) if part is not None]
+        parts = {id(part): part for part in (train, *held_out) if part is not None}
         with forked_torch(self.model):
-            if not self._leaves:
-                self._refuse_random_data(train)
-            keys = {id(part): withheld(partial(self._key, part)) for part in parts}
-            if not self._leaves:
-                if not all(map(self._store.holds, keys.values())):
-                    self._check(train)
-                self._learn(train)
-            try:
-                return [None if part is None else self._features_of(part, keys[id(part)]) for part in (train, *held_out)]
-            finally:
-                self._look_again = _no_look  # what trains may be another part of the head from here on
+            if self._structure is None:
+                self._split(train)
+            keys = {each: withheld(partial(self._key, part)) for each, part in parts.items()}
+            found = {each: self._kept(part, keys[each]) for each, part in parts.items()}
+            check = self._check(train) if any(each is None for each in found.values()) else None
+            for each, part in parts.items():
+                if found[each] is None and check is not None:
+                    fill = partial(self._fill, data=part, check=check)
+                    found[each] = self._tensors(self._store.write(keys[each], count_examples("data", part), self._row, fill))
+            return [None if part is None else found[id(part)] for part in (train, *held_out)]
 
-    def _refuse_random_data(self, train: Any) -> None:
-        first, again = (self._first(train, self._batch_size) if isinstance(train, Dataset) else None for _ in range(2))
-        if not _equal(first, again):
+    def _split(self, train: Any) -> None:
+        """Check that features are the same in every step, and that the loss needs no more; on synthetic examples."""
+        raw, again = (withheld(lambda: next(batches(train, self._batch_size))) for _ in range(2))
+        if isinstance(train, Dataset) and not _equal(raw, again):
             raise InputError(
                 "the training data are others when they are read again, so that features cannot be computed once; remove "
                 "random transforms from the Dataset, or do not keep features"
             )
+        examples, _ = SyntheticExamples(0).draw(withheld(lambda: self._prepared(raw)), CHECK_SIZE, None)
+        with no_side_effects(self.model), torch.no_grad():
+            state = torch_random_state(self.model), python_random_state()
+            leaves, structure = tree_flatten(self._with_features(examples))
+            if (torch_random_state(self.model), python_random_state()) != state:
+                raise InputError(
+                    f"random numbers are drawn before the head {self.head!r}, by dropout for example, so that features differ "
+                    "from step to step; put the frozen part into eval mode, or do not keep features"
+                )
+            self._refuse_other_losses(examples, tree_unflatten(leaves, structure))
+        if any(leaf.dtype == torch.bfloat16 for leaf in leaves):
+            raise InputError(f"the head {self.head!r} gets bfloat16, which cannot be kept in files; give it float32")
+        fields = [(str(place), leaf.cpu().numpy().dtype, leaf.shape[1:]) for place, leaf in enumerate(leaves)]
+        self._row, self._structure = np.dtype(fields, align=True), structure
 
-    def _check(self, data: Any) -> None:
-        """The checks of a run on examples, once; on synthetic examples."""
-        if self._checked:
-            return
-        raw = self._first(data, self._batch_size)
+    def _refuse_other_losses(self, examples: Any, features: Any) -> None:
+        """What the loss does with a batch besides calling the model must not need what features replace."""
+        training = [module for module in self.model.modules() if module.training and "Drop" in type(module).__name__]
+        for module in training:  # two passes differ by their random numbers
+            module.eval()
+        whole = self._whole_loss(examples)
+        try:
+            found = self.on(self._loss)(self.model, features)
+        except Exception:
+            found = None
+        if found is None or found.shape != whole.shape or not torch.allclose(whole, found, rtol=_CLOSE, atol=_CLOSE):
+            raise InputError(
+                f"per_example_loss does not give for features what it gives for examples; it must use the first tensor of a "
+                f"batch only to call the model, and the model must return what its head {self.head!r} returns"
+            )
+
+    def _whole_loss(self, examples: Any) -> Tensor:
+        """The loss of examples; learns where in the model's output that of its head is."""
+        outputs: list[Any] = []
+        modules = (self.model.get_submodule(self.head), self.model)
+        handles = [each.register_forward_hook(lambda module, args, output: outputs.append(output)) for each in modules]
+        try:
+            whole = self._loss(self.model, examples)
+        finally:
+            for handle in handles:
+                handle.remove()
+        leaves, structure = tree_flatten(outputs[-1])
+        places = [place for place, leaf in enumerate(leaves) if leaf is outputs[0]]
+        self._output = (structure, places[0]) if len(outputs) == 2 and places else None
+        return whole
+
+    def _headed(self, features: Tensor) -> Any:
+        """What the model would return, with nothing but the head's output in it."""
+        if self._output is None:
+            raise InputError("the model does not return what its head returns, or no features are computed yet; call of(train)")
+        structure, place = self._output
+        leaves: list[Any] = [None] * structure.num_leaves
+        leaves[place] = self.model.get_submodule(self.head)(features)
+        return tree_unflatten(leaves, structure)
+
+    def _with_features(self, batch: Any) -> Any:
+        """The batch with features in place of its first tensor."""
+        found: list[Any] = []
+
+        def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found.extend((*args, *kwargs.values()))
+            raise _HeadReached
+
+        leaves, structure = tree_flatten(batch)
+        handle = self.model.get_submodule(self.head).register_forward_pre_hook(stop, with_kwargs=True)
+        try:
+            with torch.no_grad():
+                self._loss(self.model, batch)
+        except _HeadReached:
+            pass
+        finally:
+            handle.remove()
+        if len(found) != 1 or not isinstance(found[0], Tensor) or not found[0].dim() or len(found[0]) != len(leaves[0]):
+            raise InputError(
+                f"the head {self.head!r} does not get one tensor with one row for each example, so that features cannot be "
+                "computed once; let it take one such tensor"
+            )
+        return tree_unflatten([found[0].detach(), *leaves[1:]], structure)
+
+    def _check(self, data: Any) -> Callable[[], None]:
+        """The checks of a run on examples, on synthetic ones; returns a part of them to be repeated."""
+        raw = withheld(lambda: next(batches(data, self._batch_size)))
         if self._prepare is not None:
             check_transform(self._prepared, raw, self.model, what="prepare")
         batch = withheld(lambda: self._prepared(raw))
@@ -157,55 +235,43 @@ class FrozenFeatures:
         engine.check_independence(batch)
         like, _ = SyntheticExamples(0).draw(batch, batch_size(batch), None)
 
-        def look_again() -> None:
+        def again() -> None:
             engine.check_again()
             engine.check_independence(like)
 
-        self._look_again = look_again
-        self._checked = True
+        return again
 
-    def _learn(self, train: Any) -> None:
-        """How model and loss can be split, and that nothing is random before the head; on synthetic examples."""
-        batch = withheld(lambda: self._prepared(self._first(train, self._batch_size)))
-        examples, _ = SyntheticExamples(0).draw(batch, CHECK_SIZE, None)
-        self._split.learn(examples)
-        leaves = tree_leaves(self._split.with_features(examples))
-        if any(leaf.dtype == torch.bfloat16 for leaf in leaves):
-            raise InputError(f"the head {self.head!r} gets bfloat16, which cannot be kept in files; give it float32")
-        self._leaves = leaves  # last: until all of it has passed, every call looks
+    def _kept(self, data: Any, key: str) -> Any:
+        """The features that were kept, unless some examples have others now: code may have changed where weights have not."""
+        rows = self._store.read(key)
+        if rows is None or rows.dtype != self._row:
+            return None
+        now = withheld(lambda: next(self._computed(data, _COMPARED)))
+        close = all(_close(rows[str(place)][: len(leaf)], leaf) for place, leaf in enumerate(now))
+        return self._tensors(rows) if close else None
 
-    def _features_of(self, data: Any, key: str) -> Any:
-        kept = self._store.read(key)
-        if kept is None or not withheld(partial(self._still_right, data, kept)):
-            self._check(data)
-            count = len(data) if isinstance(data, Dataset | Tensor) else len(tree_leaves(data)[0])  # type: ignore[arg-type]
-            shapes = [((count, *leaf.shape[1:]), leaf.cpu().numpy().dtype) for leaf in self._leaves]
-            kept = self._store.write(key, shapes, lambda arrays: self._fill(arrays, data))
-        return tree_unflatten([torch.from_numpy(array) for array in kept], self._split.structure)
+    def _tensors(self, rows: NDArray[Any]) -> Any:
+        assert self._structure is not None
+        return tree_unflatten([torch.from_numpy(rows[name]) for name in self._row.names or ()], self._structure)
 
-    def _fill(self, arrays: Arrays, data: Any) -> None:
-        withheld(lambda: self._compute(arrays, data))
-        self._look_again()  # a frozen part may have begun to mix examples
+    def _fill(self, rows: NDArray[Any], data: Any, check: Callable[[], None]) -> None:
+        withheld(lambda: self._compute(rows, data))
+        check()  # a frozen part may have begun to mix examples
 
-    def _compute(self, arrays: Arrays, data: Any) -> None:
+    def _compute(self, rows: NDArray[Any], data: Any) -> None:
         start = 0
         for leaves in self._computed(data, self._batch_size):
             stop = start + len(leaves[0])
-            for array, leaf in zip(arrays, leaves, strict=True):
-                array[start:stop] = leaf
+            for place, leaf in enumerate(leaves):
+                rows[str(place)][start:stop] = leaf
             start = stop
             if self._tell is not None:
-                self._tell(start / len(arrays[0]))
+                self._tell(start / len(rows))
 
-    def _computed(self, data: Any, batch_size: int) -> Iterator[Arrays]:
-        """Batch by batch, the leaves with features in place of inputs."""
+    def _computed(self, data: Any, batch_size: int) -> Iterator[list[NDArray[Any]]]:
+        """Batch by batch, the leaves with features in place of the first."""
         for raw in batches(data, batch_size, self._num_workers):
-            yield [leaf.cpu().numpy() for leaf in tree_leaves(self._split.with_features(self._prepared(raw)))]
-
-    def _still_right(self, data: Any, kept: Arrays) -> bool:
-        """Whether some examples still have the features that were kept: code may have changed where weights have not."""
-        now = next(self._computed(data, _COMPARED))
-        return len(now) == len(kept) and all(map(_close, kept, now))
+            yield [leaf.cpu().numpy() for leaf in tree_leaves(self._with_features(self._prepared(raw)))]
 
     def _key(self, data: Any) -> str:
         """A digest of frozen weights and data. It depends on private data, and shows in the names of kept features alone."""
@@ -213,23 +279,34 @@ class FrozenFeatures:
         for name, module in self.model.named_modules():
             digest.update(f"{name} {type(module).__qualname__} {module.training}\n".encode())
         for name, value in self.model.state_dict().items():
-            if self._split.is_frozen(name):
+            if not name.startswith(f"{self.head}."):
                 _add(digest, name, value)
         for raw in batches(data, 1024, self._num_workers):
             for leaf in tree_leaves(raw):
                 _add(digest, "", leaf)
         return digest.hexdigest()
 
-    def _first(self, data: Any, count: int) -> Any:
-        return withheld(lambda: next(batches(data, count)))
-
     def _prepared(self, raw: Any) -> Any:
         batch = moved(raw, self.model)
         return batch if self._prepare is None else self._prepare(batch)
 
 
-def _no_look() -> None:
-    """Repeats no check."""
+class _HeadAlone:
+    """Stands in for a model in a loss: its head gets the first tensor that it is called with."""
+
+    def __init__(self, model: nn.Module, headed: Callable[[Tensor], Any]) -> None:
+        self._model = model
+        self._headed = headed
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._headed(next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class _HeadReached(BaseException):
+    """Ends a forward pass before the head. Not an Exception, so that no code of a model or loss catches it."""
 
 
 def _add(digest: Any, name: str, value: Any) -> None:
@@ -245,9 +322,8 @@ def _equal(one: Any, other: Any) -> bool:
     return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
 
 
-def _close(kept: Any, now: Any) -> bool:
-    kept = kept[: len(now)]
-    if kept.shape != now.shape or kept.dtype != now.dtype or now.dtype.kind != "f" or not now.size:
+def _close(kept: NDArray[Any], now: NDArray[Any]) -> bool:
+    if now.dtype.kind != "f" or not now.size:
         return bool(np.array_equal(kept, now))
     rows = now.reshape(len(now), -1)
     return bool((np.abs(kept.reshape(rows.shape) - rows) <= _CLOSE * np.abs(rows).max(1, keepdims=True)).all())

@@ -26,8 +26,8 @@ from dp_microadam.plan.plan import PrivacyPlan
 from dp_microadam.sampling.users import widths
 from dp_microadam.training.gradients import GradientSums
 from dp_microadam.training.method import ROW_NORMS, Method, Phase, phase_at, phases_from
-from dp_microadam.training.repeats import refuse_repeats
 from dp_microadam.training.run_folder import note_private_metrics, privacy_of
+from dp_microadam.training.same_examples import refuse_repeats
 from dp_microadam.training.torch_randomness import forked_torch
 from dp_microadam.training.training_data import TrainingData
 from dp_microadam.training.training_step import Result, TrainingStep, phases_in_words

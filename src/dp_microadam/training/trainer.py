@@ -19,7 +19,6 @@ from dp_microadam.training.distributed import ProcessLost, ranks_here
 from dp_microadam.training.ema import WeightAverage
 from dp_microadam.training.evaluation import PerExample, ValidationMetrics, in_words
 from dp_microadam.training.given_data import count_examples
-from dp_microadam.training.held_out import refuse_shared_users, share_examples
 from dp_microadam.training.interrupts import Interruptible
 from dp_microadam.training.method import Method, Steps
 from dp_microadam.training.model_update import ModelUpdate
@@ -30,6 +29,7 @@ from dp_microadam.training.raw_inputs import RawInput
 from dp_microadam.training.run_folder import default_folder, how_to_go_on
 from dp_microadam.training.run_record import RunRecord
 from dp_microadam.training.run_result import RunResult, StepReport
+from dp_microadam.training.same_examples import refuse_shared_users, share_examples
 from dp_microadam.training.schedules import Schedule
 from dp_microadam.training.training_step import StepOptions, TrainingStep
 from dp_microadam.validation import explicit, require_integer, require_positive

@@ -18,16 +18,15 @@ from dp_microadam.plan.plan import PrivacyPlan
 from dp_microadam.sampling.cap import alone
 from dp_microadam.sampling.poisson import PoissonSampler
 from dp_microadam.sampling.users import Units
-from dp_microadam.training.data_digest import require_same_data
 from dp_microadam.training.distributed import Ranks, broadcast_start, ranks_here, refuse_diverged
 from dp_microadam.training.engines import Engines
 from dp_microadam.training.evaluation import PerExample
 from dp_microadam.training.given_data import refuse_wrapped_model, require_norm
 from dp_microadam.training.gradients import GradientSums
-from dp_microadam.training.held_out import share_examples
 from dp_microadam.training.masked_rows import scatter_rows, selected_rows
 from dp_microadam.training.method import Method, Phase, Steps, phase_at
 from dp_microadam.training.rate_units import RunNoise
+from dp_microadam.training.same_examples import require_same_data, share_examples
 from dp_microadam.training.training_data import Loading, TrainingData
 from dp_microadam.training.withheld import LOSS, at_stage
 from dp_microadam.validation import refuse_unknown, require_integer

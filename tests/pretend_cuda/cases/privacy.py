@@ -106,7 +106,7 @@ def ranks(device: torch.device) -> None:
     optimizer.step()
     before = copy.deepcopy(model)
     with group_of_one():
-        members = distributed.TorchRanks()
+        members = distributed.Ranks.of_torch()
         members._group_of = lambda tensor: members._messages  # gloo instead of NCCL
         distributed.refuse_diverged(members, model, optimizer, 1)
         assert members.alike([parameter.detach() for parameter in model.parameters()])

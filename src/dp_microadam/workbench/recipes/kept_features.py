@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from dp_microadam.errors import InputError
@@ -40,8 +41,10 @@ def features_of(recipe: Recipe, model: Any, loss: Any, *, show_progress: bool, *
     from dp_microadam.training.frozen_features import FrozenFeatures
     from dp_microadam.training.progress import Fraction
 
+    trained = [name.replace(".", "/") for name, parameter in model.named_parameters() if parameter.requires_grad]
     return FrozenFeatures(
         model,
+        os.path.commonpath(os.path.dirname(name) for name in trained).replace("/", "."),
         loss,
         physical_batch_size=min(recipe.physical_batch_size, _LARGEST_BATCH),
         num_workers=recipe.num_workers,
