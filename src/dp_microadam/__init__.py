@@ -56,7 +56,7 @@ _HOMES = {
     "read_ledger": "dp_microadam.ledger.ledger",
     "SubsampledGaussian": "dp_microadam.accounting.costs",
     "PrivacyCost": "dp_microadam.accounting.costs",
-    "Cap": "dp_microadam.accounting.truncated",
+    "Cap": "dp_microadam.accounting.one_step",
     "Units": "dp_microadam.sampling.users",
     "WeightedRows": "dp_microadam.sampling.users",
     "LogicalStep": "dp_microadam.sampling.poisson",
@@ -131,7 +131,7 @@ __all__ = [
 if TYPE_CHECKING:
     from dp_microadam import methods
     from dp_microadam.accounting.costs import PrivacyCost, SubsampledGaussian
-    from dp_microadam.accounting.truncated import Cap
+    from dp_microadam.accounting.one_step import Cap
     from dp_microadam.clipping.batchnorm import replace_batchnorm
     from dp_microadam.clipping.engine import ClippedGradients
     from dp_microadam.clipping.families import register_rule

@@ -17,7 +17,7 @@ from opacus.accountants.analysis.rdp import compute_rdp
 from thoroughness import examples
 
 from dp_microadam.accounting import costs as accounting
-from dp_microadam.accounting import privacy_loss, step_loss
+from dp_microadam.accounting import one_step, privacy_loss
 from dp_microadam.accounting.costs import (
     ORDERS,
     SubsampledGaussian,
@@ -211,7 +211,7 @@ def test_pld_errs_upwards_without_subsampling(noise, steps, delta):
 def test_pld_errs_upwards_in_both_directions(rate, noise, delta):
     for removed in (True, False):
         exact = epsilon_of_one_step(rate, noise, delta, removed)
-        law = step_loss.loss_of_one_step((1 - rate, rate), noise, removed, privacy_loss.reach_for(delta, 1))
+        law = one_step.loss_of_one_step((1 - rate, rate), noise, removed, privacy_loss.reach_for(delta, 1))
         ours = privacy_loss.epsilon_of_composition([(law, 1)], delta)
         # So far out in the tail of one step with (1e-4, 1.0) its loss falls so slowly that bounds of rounding are felt.
         assert exact <= ours <= exact * (1.02 if (rate, delta) == (1e-4, 1e-15) else 1.0005), removed
@@ -235,7 +235,7 @@ def test_a_run_in_two_parts_spends_what_it_spends_in_one():
 @pytest.mark.parametrize("removed", [True, False])
 @pytest.mark.parametrize(("rate", "noise"), [(1e-6, 0.3), (0.1, 3.0), (1.0, 50.0), (0.999999, 2.0), (1e-9, 1e4)])
 def test_a_discretised_step_keeps_probability_under_both_datasets(rate, noise, removed):
-    law = step_loss.loss_of_one_step((1 - rate, rate), noise, removed, 12.0)
+    law = one_step.loss_of_one_step((1 - rate, rate), noise, removed, 12.0)
     for exponents in (law.log_masses, law.log_masses - law.losses):
         assert abs(math.fsum(np.exp(exponents)) - 1) < 1e-13
 

@@ -12,8 +12,8 @@ from thoroughness import examples
 
 from dp_microadam import PrivacyPlan
 from dp_microadam.accounting.costs import SubsampledGaussian, epsilon
-from dp_microadam.accounting.replacement import loss_of_one_replacement, replace_one_epsilon
-from dp_microadam.accounting.truncated import Cap
+from dp_microadam.accounting.meaning import loss_of_one_replacement, replace_one_epsilon
+from dp_microadam.accounting.one_step import Cap
 from dp_microadam.errors import InputError
 
 PAPER = SubsampledGaussian(sample_rate=4096 / 45000, noise_multiplier=3.0, steps=2480)

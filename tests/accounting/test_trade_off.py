@@ -12,8 +12,8 @@ from scipy.stats import norm
 from thoroughness import examples
 
 from dp_microadam.accounting.costs import SubsampledGaussian, epsilon
+from dp_microadam.accounting.one_step import Cap
 from dp_microadam.accounting.trade_off import SMALLEST_RATE, gaussian_bound, trade_off
-from dp_microadam.accounting.truncated import Cap
 from dp_microadam.errors import InputError
 
 PAPER = SubsampledGaussian(sample_rate=4096 / 45000, noise_multiplier=3.0, steps=2480)

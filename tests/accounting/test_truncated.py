@@ -13,7 +13,7 @@ from scipy.special import ndtr
 from thoroughness import examples
 
 from dp_microadam.accounting import costs as accounting
-from dp_microadam.accounting import privacy_loss, step_loss
+from dp_microadam.accounting import one_step, privacy_loss
 from dp_microadam.accounting.costs import (
     SubsampledGaussian,
     as_dp_event,
@@ -22,7 +22,7 @@ from dp_microadam.accounting.costs import (
     least_noise_multiplier,
     most_steps,
 )
-from dp_microadam.accounting.truncated import Cap, loss_of_capped_step, rdp_of_capped_step
+from dp_microadam.accounting.one_step import Cap, loss_of_capped_step, rdp_of_capped_step
 from dp_microadam.errors import InputError
 
 ISSUE = {"sample_rate": 1024 / 45_000, "noise_multiplier": 1.7084, "steps": 2000}
@@ -155,21 +155,21 @@ def test_epsilon_is_never_understated_for_the_mechanism_itself(removed, others, 
     assert converted.min() >= exact - 1e-9
 
 
-def tighter_law(rate: float, sigma: float, cap: Cap, removed: bool) -> step_loss.PrivacyLoss:
+def tighter_law(rate: float, sigma: float, cap: Cap, removed: bool) -> one_step.PrivacyLoss:
     """The pair of the theorem that RDP uses, as a privacy loss distribution."""
     full, kept = cap.reached(rate), cap.kept(rate)
-    parts = [(step_loss.loss_of_one_step((1 - rate, rate), sigma, removed, 12.0), 1 - full)]
+    parts = [(one_step.loss_of_one_step((1 - rate, rate), sigma, removed, 12.0), 1 - full)]
     if full:
-        parts.append((step_loss.loss_of_one_step((1 - kept, kept), sigma / 2, removed, 12.0), full))
+        parts.append((one_step.loss_of_one_step((1 - kept, kept), sigma / 2, removed, 12.0), full))
     with np.errstate(divide="ignore"):
-        return step_loss.PrivacyLoss(
+        return one_step.PrivacyLoss(
             np.concatenate([law.losses for law, _ in parts]),
             np.concatenate([law.log_masses + np.log(share) for law, share in parts]),
             parts[0][0].log_infinite,
         )
 
 
-def delta_of(law: step_loss.PrivacyLoss, bound: float) -> float:
+def delta_of(law: one_step.PrivacyLoss, bound: float) -> float:
     return math.exp(law.log_infinite) + float(np.sum(np.exp(law.log_masses) * -np.expm1(np.minimum(0, bound - law.losses))))
 
 
@@ -217,7 +217,7 @@ def test_probabilities_of_large_populations_are_rounded_up_too():
 
 @pytest.mark.parametrize(("rate", "noise"), [(1e-6, 0.3), (0.1, 3.0), (0.999999, 2.0), (1e-9, 1e4), (1.0, 5.0)])
 def test_a_replaced_step_keeps_probability_under_both_datasets(rate, noise):
-    law = step_loss.loss_of_replaced_step((1 - rate, rate), noise, 12.0)
+    law = one_step.loss_of_replaced_step((1 - rate, rate), noise, 12.0)
     for exponents in (law.log_masses, law.log_masses - law.losses):
         assert abs(math.fsum(np.exp(exponents)) - 1) < 1e-13
 
@@ -249,7 +249,7 @@ def test_pld_of_a_replaced_step_errs_upwards(rate, noise, delta):
             exact = float(loss(high))
         else:
             exact = 0.0
-    law = step_loss.loss_of_replaced_step((1 - rate, rate), noise, privacy_loss.reach_for(delta, 1))
+    law = one_step.loss_of_replaced_step((1 - rate, rate), noise, privacy_loss.reach_for(delta, 1))
     ours = privacy_loss.epsilon_of_composition([(law, 1)], delta)
     assert exact * (1 - 1e-12) <= ours <= exact * (1.02 if (rate, delta) == (1e-4, 1e-15) else 1.0005)
 

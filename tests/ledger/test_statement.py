@@ -9,7 +9,7 @@ import pytest
 
 from dp_microadam import PrivacyLedger, PrivacyPlan, Randomness
 from dp_microadam.accounting.costs import group_epsilon
-from dp_microadam.accounting.replacement import replace_one_epsilon
+from dp_microadam.accounting.meaning import replace_one_epsilon
 from dp_microadam.accounting.trade_off import gaussian_bound, trade_off
 from dp_microadam.ledger.ledger import RunSettings, read_ledger
 from dp_microadam.ledger.statement import privacy_report, round_up, statement_in_words, write_privacy_files

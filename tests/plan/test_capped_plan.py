@@ -8,7 +8,7 @@ from scipy.stats import binom
 
 from dp_microadam import InputError, PrivacyPlan
 from dp_microadam.accounting.costs import SubsampledGaussian, epsilon
-from dp_microadam.accounting.truncated import Cap
+from dp_microadam.accounting.one_step import Cap
 from dp_microadam.errors import PrivacyError
 from dp_microadam.ledger.ledger import PrivacyLedger, RunSettings, read_ledger, spent_together
 from dp_microadam.ledger.record import NO_HEAD, chained_line

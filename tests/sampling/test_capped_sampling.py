@@ -15,9 +15,9 @@ from scipy import stats
 from thoroughness import examples
 
 from dp_microadam import InputError, PoissonSampler, PrivacyPlan, Randomness
-from dp_microadam.sampling import cap as dropping
+from dp_microadam.sampling import poisson as dropping
 from dp_microadam.sampling import poisson as sampling
-from dp_microadam.sampling.cap import keep_smallest
+from dp_microadam.sampling.poisson import keep_smallest
 from dp_microadam.sampling.users import Units
 
 ALARM = 1e-7

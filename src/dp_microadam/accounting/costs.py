@@ -3,9 +3,9 @@
 A step adds Gaussian noise of standard deviation σ·S to a sum of sensitivity S over a Poisson sample, in which each
 example appears independently with probability q. Neighbouring datasets differ by adding or removing one example.
 
-There are two accountants. *RDP* computes the Rényi divergence of one step at a list of orders α (``renyi.py``), adds it up
+There are two accountants. *RDP* computes the Rényi divergence of one step at a list of orders α (``one_step.py``), adds it up
 over the steps, and converts the sum to (ε, δ) by Balle et al. 2020, theorem 21. *PLD* composes discretised privacy loss
-distributions (``privacy_loss.py``) and is tighter. Both take steps with a cap on the number of units (``truncated.py``). This
+distributions (``privacy_loss.py``) and is tighter. Both take steps with a cap on the number of units (``one_step.py``). This
 module does not import torch.
 """
 
@@ -23,10 +23,18 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 
+from dp_microadam.accounting.one_step import (
+    ORDERS,
+    Cap,
+    Floats,
+    PrivacyLoss,
+    loss_of_capped_step,
+    loss_of_one_step,
+    number_present,
+    rdp_of_capped_step,
+    rdp_of_one_step,
+)
 from dp_microadam.accounting.privacy_loss import epsilon_of_composition, least_delta, reach_for
-from dp_microadam.accounting.renyi import ORDERS, Floats, rdp_of_one_step
-from dp_microadam.accounting.step_loss import PrivacyLoss, loss_of_one_step
-from dp_microadam.accounting.truncated import Cap, loss_of_capped_step, number_present, rdp_of_capped_step
 from dp_microadam.errors import InputError
 from dp_microadam.validation import (
     require_in_open,
@@ -294,7 +302,7 @@ def _pld_epsilon(spent: tuple[SubsampledGaussian, ...], delta: float) -> float:
         _require_countable_steps(spent)
         return _rdp_epsilon(spent, delta)
     found = _pld_group_epsilon(spent, delta, 1)
-    # Both hold. With a cap that is reached often, RDP has the tighter pair of distributions (``truncated.py``).
+    # Both hold. With a cap that is reached often, RDP has the tighter pair of distributions (``one_step.py``).
     return min(found, _rdp_epsilon(spent, delta)) if any(part.cap for part in spent) else found
 
 

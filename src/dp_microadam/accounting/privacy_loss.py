@@ -4,7 +4,7 @@ A step samples from a mixture of Gaussians N(j, σ²) with weights w_j on one da
 and Q the two distributions in either order, the privacy loss is log(dP/dQ) under P. Losses of steps add up, and the
 composition is (ε, δ)-private in that direction for δ(ε) = P(loss infinite) + E[max(0, 1 − exp(ε − loss))].
 
-1. *Discretising.* ``step_loss.py`` cuts the noise axis into narrow cells, whose mass goes to the losses at their ends. These
+1. *Discretising.* ``one_step.py`` cuts the noise axis into narrow cells, whose mass goes to the losses at their ends. These
    are moved to a uniform grid in the same way, so that P and Q keep their totals.
 2. *Composing.* Convolution by Fourier transform leaves an absolute error of about 1e-16 of the largest probability, which
    would hide a tail of 1e-12. So the distribution is tilted first: each probability is multiplied by exp(θ·loss), with θ
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.special import log_ndtr
 
-from dp_microadam.accounting.step_loss import UNIT, UNITS_OF_A_PROBABILITY, Floats, PrivacyLoss
+from dp_microadam.accounting.one_step import UNIT, UNITS_OF_A_PROBABILITY, Floats, PrivacyLoss
 
 Integers = NDArray[np.int64]
 

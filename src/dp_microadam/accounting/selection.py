@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from dp_microadam.accounting.costs import PrivacyCost
-from dp_microadam.accounting.renyi import ORDERS, Floats
+from dp_microadam.accounting.one_step import ORDERS, Floats
 from dp_microadam.errors import InputError
 from dp_microadam.validation import require_in_open_closed, require_non_negative, require_one_of
 

@@ -41,8 +41,8 @@ from dp_microadam.accounting.costs import (
     loss_per_step,
     steps_alone,
 )
+from dp_microadam.accounting.one_step import PrivacyLoss
 from dp_microadam.accounting.privacy_loss import Window, reach_for, window_from_zero
-from dp_microadam.accounting.step_loss import PrivacyLoss
 from dp_microadam.errors import InputError
 from dp_microadam.validation import require_in_open
 
@@ -127,7 +127,7 @@ def trade_off(spent: Sequence[PrivacyCost]) -> TradeOff:
 
     >>> three = [SubsampledGaussian(sample_rate=1.0, noise_multiplier=math.sqrt(3), steps=3)]
     >>> f"{trade_off(three).true_positives(0.1):.4f}"  # a Gaussian mechanism with μ = 1 has Φ(1 − Φ⁻¹(0.9)) = 0.38914
-    '0.3892'
+    '0.3891'
     """
     parts = tuple(part for part in steps_alone(spent) if part.steps > 0)
     if not parts:

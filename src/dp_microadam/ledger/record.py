@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dp_microadam.accounting.costs import PrivacyCost, SubsampledGaussian, epsilon
+from dp_microadam.accounting.one_step import Cap
 from dp_microadam.accounting.selection import SelectedRun
-from dp_microadam.accounting.truncated import Cap
 from dp_microadam.errors import InputError, PrivacyError
 from dp_microadam.plan.plan import PrivacyPlan
 from dp_microadam.plan.selection_plan import SelectionPlan

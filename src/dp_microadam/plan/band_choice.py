@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dp_microadam.accounting.costs import DEFAULT_ACCOUNTANT, least_noise_multiplier
-from dp_microadam.accounting.truncated import cap_of
+from dp_microadam.accounting.one_step import cap_of
 from dp_microadam.errors import InputError
 from dp_microadam.plan.banded import banded_square_root, noise_ratios
 from dp_microadam.validation import require_integer, require_positive

@@ -22,10 +22,10 @@ from dp_microadam.accounting.costs import (
     PrivacyCost,
     SubsampledGaussian,
     epsilon,
+    least_noise_multiplier,
+    most_steps,
 )
-from dp_microadam.accounting.renyi import SMALLEST_NOISE_MULTIPLIER
-from dp_microadam.accounting.solving import solve_noise, solve_steps
-from dp_microadam.accounting.truncated import Cap, cap_of, require_room
+from dp_microadam.accounting.one_step import SMALLEST_NOISE_MULTIPLIER, Cap, cap_of, require_room
 from dp_microadam.errors import InputError, PrivacyWarning
 from dp_microadam.plan.band_choice import (
     DEFAULT_NOISE_MEMORY_GIB,
@@ -76,7 +76,7 @@ class PrivacyPlan:
     gradient of a user is the mean over at most ``examples_per_user`` of their examples, clipped as a whole.
 
     ``max_batch_size`` is the largest number of examples, or users, in a step; of a larger sample so many are kept at random. ε
-    is larger for it, the more often the cap is reached (``truncated.py`` has the theorem).
+    is larger for it, the more often the cap is reached (``one_step.py`` has the theorem).
 
     Formal guarantees: a run that samples, clips and adds noise as the plan says, for at most ``steps`` steps, is
     (``epsilon``, ``delta``)-differentially private under adding or removing one training example, or one user with all their
@@ -213,10 +213,10 @@ class PrivacyPlan:
         if noise_multiplier is None:
             assert epsilon is not None
             assert steps is not None
-            noise_multiplier = solve_noise(sample_rate, steps, epsilon, delta, accountant, bands, cap)
+            noise_multiplier = _solved_noise(sample_rate, steps, epsilon, delta, accountant, bands, cap)
         if steps is None:
             assert epsilon is not None
-            steps = bands * solve_steps(sample_rate, noise_multiplier, epsilon, delta, accountant, cap)
+            steps = bands * _solved_steps(sample_rate, noise_multiplier, epsilon, delta, accountant, cap)
         return cls(
             dataset_size,
             batch_size,
@@ -283,7 +283,7 @@ class PrivacyPlan:
         if self.bands == 1:
             return 1.0
         rate, cap = self.batch_size / self.dataset_size, cap_of(self.max_batch_size, self.dataset_size)
-        one = solve_noise(rate, self.steps, self.epsilon, self.delta, self.accountant, cap=cap)
+        one = _solved_noise(rate, self.steps, self.epsilon, self.delta, self.accountant, cap=cap)
         return self.noise_multiplier / one * self.noise_ratios.single_step
 
     def noise_memory(self, parameters: int) -> int:
@@ -424,3 +424,36 @@ def _checked_coefficients(coefficients: Sequence[float], bands: int) -> tuple[fl
             f"coefficients has norm {norm:.6g} and begins with {values[0]:g}; the norm must be at most 1, the first above 0"
         )
     return values
+
+
+def _solved_noise(
+    sample_rate: float, steps: int, limit: float, delta: float, accountant: str, bands: int = 1, cap: Cap | None = None
+) -> float:
+    """The least noise multiplier that keeps ``steps`` steps, ⌈steps/bands⌉ of them of one group, within ε = ``limit``."""
+    try:
+        return least_noise_multiplier(sample_rate, -(-steps // bands), limit, delta, accountant, cap)
+    except LookupError:
+        raise InputError(
+            f"no noise_multiplier up to {LARGEST_NOISE_MULTIPLIER} keeps {steps} steps within epsilon {limit} at delta "
+            f"{delta:g}; allow a larger epsilon or delta, or fewer steps"
+        ) from None
+
+
+def _solved_steps(
+    sample_rate: float, noise_multiplier: float, limit: float, delta: float, accountant: str, cap: Cap | None
+) -> int:
+    """The largest number of steps of one group within ε = ``limit``."""
+    try:
+        steps = most_steps(sample_rate, noise_multiplier, limit, delta, accountant, cap)
+    except LookupError:
+        raise InputError(
+            f"epsilon {limit} never runs out with noise_multiplier {noise_multiplier} and sample rate "
+            f"{sample_rate:.3g}; give the number of steps"
+        ) from None
+    if steps == 0:
+        one = epsilon([SubsampledGaussian(sample_rate, noise_multiplier, 1, cap=cap)], delta, accountant)
+        raise InputError(
+            f"noise_multiplier {noise_multiplier} spends epsilon {one:.3g} in its first step, more than {limit} at "
+            f"delta {delta:g}; it must be larger, or the batch smaller"
+        )
+    return steps

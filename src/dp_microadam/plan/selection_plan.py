@@ -18,7 +18,7 @@ from dp_microadam.accounting.costs import (
     PrivacyCost,
     first_non_negative,
 )
-from dp_microadam.accounting.renyi import SMALLEST_NOISE_MULTIPLIER
+from dp_microadam.accounting.one_step import SMALLEST_NOISE_MULTIPLIER
 from dp_microadam.accounting.selection import DISTRIBUTIONS, Repetitions, SelectedRun
 from dp_microadam.errors import InputError
 from dp_microadam.plan.plan import PrivacyPlan

@@ -1,12 +1,16 @@
 """Poisson sampling: each step includes each example, or each of the step's group, independently with the same probability.
 
 This is the sampling that the accountants assume. Shuffled batches, or batches of a fixed size, spend more than they compute.
+
+*Dropping at random.* Every sampled unit draws a random priority, and those with the smallest are kept, so that each set of the
+allowed size is equally likely. Several processes that sample from parts of the data exchange the priorities of what they drew,
+so that all of them know which ones are the smallest, and nobody's chances depend on the part they are in.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,14 +20,48 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, TensorDataset, default_collate
 
-from dp_microadam.accounting.truncated import require_room
+from dp_microadam.accounting.one_step import require_room
 from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError, UnreadableExample
 from dp_microadam.noise.randomness import Randomness
 from dp_microadam.plan.band_choice import refuse_bands
 from dp_microadam.plan.plan import PrivacyPlan
-from dp_microadam.sampling.cap import Exchange, alone, keep_smallest
 from dp_microadam.sampling.users import Units, WeightedRows
 from dp_microadam.validation import refuse_unknown, require_integer
+
+Priorities = NDArray[np.float64]
+"""Two uniform numbers for each unit, which are compared in this order: 106 random bits, so that no two units are alike."""
+
+Exchange = Callable[[Priorities], tuple[Sequence[Priorities], int]]
+"""Takes the priorities of this process, and returns those of all processes and the number of this one."""
+
+
+def alone(own: Priorities) -> tuple[Sequence[Priorities], int]:
+    """The exchange of a single process."""
+    return [own], 0
+
+
+def keep_smallest(own: Priorities, most: int, exchange: Exchange = alone) -> NDArray[np.bool_]:
+    """Which units of this process are kept, if all processes together keep ``most`` at most.
+
+    Formal guarantees: if all priorities are independent and uniform, the kept units of all processes together are a uniformly
+    random set of min(``most``, their number) of them (but for a probability below 2⁻¹⁰⁶ per pair of units that two priorities
+    are the same). What a process learns of the others is their priorities, not whose they are.
+
+    >>> keep_smallest(np.array([[0.5, 0.0], [0.1, 0.0], [0.1, 0.5]]), 2).tolist()
+    [False, True, True]
+    """
+    kept = np.zeros(len(own), dtype=np.bool_)
+    candidates = _order(own)[:most]  # others cannot be among the smallest of all
+    of_all, number = exchange(own[candidates])
+    together = np.concatenate(list(of_all))
+    begin = sum(len(part) for part in of_all[:number])
+    places = _order(together)[:most] - begin
+    kept[candidates[places[(places >= 0) & (places < len(candidates))]]] = True
+    return kept
+
+
+def _order(priorities: Priorities) -> NDArray[np.int64]:
+    return np.lexsort((priorities[:, 1], priorities[:, 0]))
 
 
 class LogicalStep:
@@ -54,7 +92,7 @@ class PoissonSampler:
 
     ``max_batch_size`` is the largest number of examples, or users, in a step: of a larger sample so many are kept at random. A
     step of examples then has at most ⌈max_batch_size / physical_batch_size⌉ chunks. The cap is for all processes together; they
-    agree on who is dropped through ``exchange`` (``dropping.py``).
+    agree on who is dropped through ``exchange`` (:func:`keep_smallest`).
 
     Formal guarantees: each example of the shard is in each step, with several bands in each step of its group and in no other,
     with probability ``bands · batch_size / dataset_size`` (rounded up to a multiple of 2⁻⁵³), independently of all other
@@ -62,7 +100,7 @@ class PoissonSampler:
     of the samples that processes draw from disjoint shards, each with its own randomness, is one Poisson sample. Only the
     chunks reveal what was drawn; the sampler's length, its representation and its state do not. With ``max_batch_size`` M, if
     more than M are sampled, every set of M of them is kept with the same probability (truncated Poisson sampling:
-    ``truncated.py``); groups then count as equally large, the smaller ones with an empty place that may be sampled too.
+    ``one_step.py``); groups then count as equally large, the smaller ones with an empty place that may be sampled too.
 
     >>> sampler = PoissonSampler(dataset_size=1000, batch_size=100, steps=3, physical_batch_size=32)
     >>> [step.index for step in sampler]

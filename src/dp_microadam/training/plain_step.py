@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from dp_microadam.accounting.truncated import require_room
+from dp_microadam.accounting.one_step import require_room
 from dp_microadam.clipping.row_norms import ClippedRowNorms
 from dp_microadam.ledger.statement import write_privacy_report
 from dp_microadam.plan.plan import require_unit

@@ -15,8 +15,7 @@ from dp_microadam.errors import InputError
 from dp_microadam.noise.randomness import Randomness
 from dp_microadam.plan.band_choice import DEFAULT_NOISE_MEMORY_GIB
 from dp_microadam.plan.plan import PrivacyPlan
-from dp_microadam.sampling.cap import alone
-from dp_microadam.sampling.poisson import PoissonSampler
+from dp_microadam.sampling.poisson import PoissonSampler, alone
 from dp_microadam.sampling.users import Units
 from dp_microadam.training.distributed import Ranks, broadcast_start, ranks_here, refuse_diverged
 from dp_microadam.training.engines import Engines

@@ -68,7 +68,7 @@ def print_tables(
 
 def _cap_in_words(plan: PrivacyPlan) -> str:
     """The cap and how often it drops someone."""
-    from dp_microadam.accounting.truncated import more_than
+    from dp_microadam.accounting.one_step import more_than
 
     assert plan.cap is not None
     share = more_than(plan.cap.units, plan.cap.population, plan.sample_rate)
