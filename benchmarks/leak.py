@@ -24,7 +24,7 @@ from dp_microadam import PrivacyPlan, PrivateTrainer, methods
 from dp_microadam.accounting.trade_off import trade_off
 from dp_microadam.durable_files import write_text_durably
 from dp_microadam.workbench import data
-from dp_microadam.workbench.data.preparation import Preparation
+from dp_microadam.workbench.data import Preparation
 from dp_microadam.workbench.reporting.figures import add_legend, new_figure, save_png
 from dp_microadam.workbench.reporting.palette import STYLES, styles_for
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dp_microadam import PrivacyPlan
 from dp_microadam.workbench import data, models
-from dp_microadam.workbench.data.preparation import Preparation
+from dp_microadam.workbench.data import Preparation
 
 DELTA = 1e-5
 PROBLEMS = {

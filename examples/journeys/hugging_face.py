@@ -20,8 +20,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trai
 from dp_microadam import PrivacyPlan
 from dp_microadam.integrations.hugging_face import PrivateHFTrainer
 from dp_microadam.workbench import models
-from dp_microadam.workbench.data import places
-from dp_microadam.workbench.data.catalogue import known
+from dp_microadam.workbench.data.catalogue import find
 
 
 def read(path: Path, tokenizer: Any, length: int) -> list[dict[str, Any]]:
@@ -43,7 +42,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=32, help="tokens of a message")
     options = parser.parse_args()
     folder: Path = options.folder or Path(tempfile.mkdtemp())
-    place: Path = options.data or places.find("sms-spam", known("sms-spam"), None)
+    place: Path = options.data or find("sms-spam", None)
 
     with timed("loading"):
         tokenizer = AutoTokenizer.from_pretrained(options.model)

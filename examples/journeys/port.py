@@ -24,7 +24,7 @@ from clock import command, print_times, timed
 
 from dp_microadam import PrivacyPlan, PrivateStep, PrivateTrainer, methods
 from dp_microadam.workbench import data, models
-from dp_microadam.workbench.data.preparation import Preparation
+from dp_microadam.workbench.data import Preparation
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "opacus_adam.py"
 EPSILON, DELTA, BATCH_SIZE = 3.0, 1e-5, 128

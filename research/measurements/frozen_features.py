@@ -30,8 +30,7 @@ from torch import Tensor, nn
 from dp_microadam import FrozenFeatures, PrivacyPlan, PrivateStep
 from dp_microadam.workbench import models
 from dp_microadam.workbench.command_line.measuring import add_options, deliver, tell, work_clock
-from dp_microadam.workbench.data import cifar
-from dp_microadam.workbench.data.contents import Reading
+from dp_microadam.workbench.data import load
 from dp_microadam.workbench.models.hugging_face import text_classifier
 from dp_microadam.workbench.models.trainable_part import freeze_but
 
@@ -88,11 +87,8 @@ def cifar10(pretrained: str, folder: Path, examples: tuple[int, int], part: str 
     constants = model.normalization
     assert constants is not None, "pretrained weights come with constants"
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (constants.mean, constants.std))
-    parts = cifar.read("cifar10", folder, Reading("cifar10"))
-    train, test = (
-        {"images": torch.tensor(np.concatenate(part.inputs)[:count]), "labels": torch.tensor(part.labels[:count])}
-        for part, count in zip(parts, examples, strict=True)
-    )
+    data = load("cifar10", str(folder), validation_fraction=0, train_size=examples[0], test_size=examples[1])
+    train, test = ({"images": images, "labels": labels} for images, labels in (data.train, data.test))
 
     def prepare(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {**batch, "images": (batch["images"].float() / 255 - mean) / std}

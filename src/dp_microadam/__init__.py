@@ -30,8 +30,8 @@ _HOMES = {
     "PerExample": "dp_microadam.training.evaluation",
     "StepReport": "dp_microadam.training.run_result",
     "RawInput": "dp_microadam.training.raw_inputs",
-    "RawImages": "dp_microadam.workbench.data.raw_images",
-    "RawRows": "dp_microadam.workbench.data.raw_rows",
+    "RawImages": "dp_microadam.workbench.data.raw",
+    "RawRows": "dp_microadam.workbench.data.raw",
     "MicroAdam": "dp_microadam.optimizers.micro_adam",
     "AdamBC": "dp_microadam.optimizers.adam_bc",
     "TensorAdam": "dp_microadam.optimizers.tensor_adam",
@@ -163,8 +163,7 @@ if TYPE_CHECKING:
     from dp_microadam.training.schedules import Schedule
     from dp_microadam.training.search import PrivateSearch, SearchResult
     from dp_microadam.training.trainer import PrivateTrainer
-    from dp_microadam.workbench.data.raw_images import RawImages
-    from dp_microadam.workbench.data.raw_rows import RawRows
+    from dp_microadam.workbench.data.raw import RawImages, RawRows
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ from dp_microadam import MicroAdam, PrivacyPlan
 from dp_microadam.training.evaluation import class_hits, class_loss
 from dp_microadam.training.trainer import PrivateTrainer
 from dp_microadam.workbench import data as sources
-from dp_microadam.workbench.data.preparation import Preparation
+from dp_microadam.workbench.data import Preparation
 
 
 @pytest.fixture(scope="session")

@@ -51,7 +51,7 @@ def test_a_step_is_clipped_sum_plus_noise_over_the_expected_batch(make_trainer, 
     # The same step from its definition: one example at a time, in float64, with the noise and the sample that the seed gives.
     from dp_microadam.noise.randomness import Randomness
     from dp_microadam.sampling.poisson import PoissonSampler
-    from dp_microadam.workbench.data.preparation import Preparation
+    from dp_microadam.workbench.data import Preparation
 
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
     trainer = make_trainer(
@@ -128,7 +128,7 @@ def test_the_weight_average_follows_its_formula(make_trainer, training_part):
 def test_raw_and_averaged_weights_are_evaluated_and_the_raw_ones_come_back(
     make_trainer, training_part, validation_part, digits
 ):
-    from dp_microadam.workbench.data.preparation import Preparation
+    from dp_microadam.workbench.data import Preparation
 
     trainer = make_trainer(steps=4, ema_decay=0.9, evaluate_every=2)
     stepped = []
@@ -249,7 +249,7 @@ def test_a_non_private_run_is_stamped_so_and_claims_no_epsilon(make_trainer, tra
 def test_a_non_private_step_is_the_plain_gradient_over_the_expected_batch(make_trainer, training_part, digits):
     from dp_microadam.noise.randomness import Randomness
     from dp_microadam.sampling.poisson import PoissonSampler
-    from dp_microadam.workbench.data.preparation import Preparation
+    from dp_microadam.workbench.data import Preparation
 
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
     plan = UnprotectedPlan(len(training_part[0]), 64, 1)

@@ -7,9 +7,8 @@ training and evaluation.
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,13 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from dp_microadam.errors import InputError
-
-_KINDS = {
-    "images": "dp_microadam.workbench.data.raw_images:RawImages",
-    "table": "dp_microadam.workbench.data.raw_rows:RawRows",
-    "columns": "dp_microadam.workbench.data.raw_table:RawTable",
-    "tensor": "dp_microadam.training.raw_inputs:RawTensor",
-}
 
 
 class RawInput(ABC):
@@ -67,28 +59,9 @@ class RawInput(ABC):
         """
 
     def description(self) -> dict[str, Any]:
-        """The input as JSON, from which :func:`from_description` makes it again."""
+        """The input as JSON."""
         fields = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}  # type: ignore[call-overload]
         return {"kind": self.kind, **fields, "in_words": self.in_words}
-
-
-def from_description(description: Mapping[str, Any]) -> RawInput:
-    """The raw input that :meth:`RawInput.description` describes.
-
-    >>> from_description(RawTensor((3,), "float32").description())
-    RawTensor(shape=(3,), dtype='float32')
-
-    Raises:
-        InputError: for a kind that this version does not know.
-    """
-    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in description.items()}
-    kind = fields.pop("kind", None)
-    fields.pop("in_words", None)
-    if kind not in _KINDS:
-        raise InputError(f"the input of this export is {kind!r}; it must be one of {', '.join(_KINDS)}")
-    module, _, name = _KINDS[kind].partition(":")
-    found: RawInput = getattr(importlib.import_module(module), name)(**fields)
-    return found
 
 
 @dataclass(frozen=True)

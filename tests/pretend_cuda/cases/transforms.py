@@ -16,10 +16,10 @@ from dp_microadam.clipping.transform_check import _ConstantDraws, check_transfor
 from dp_microadam.errors import InputError
 from dp_microadam.workbench import models
 from dp_microadam.workbench.audit.own_run import canary_scores
+from dp_microadam.workbench.data import Preparation
 from dp_microadam.workbench.data.augmentation import Augmentation, random_boxes
 from dp_microadam.workbench.data.dataset import LabelledData
-from dp_microadam.workbench.data.preparation import Preparation
-from dp_microadam.workbench.data.resampling import ResizedCentre
+from dp_microadam.workbench.data.image_decoding import ResizedCentre
 from dp_microadam.workbench.recipes.canaries import Canaries
 
 CPU = torch.device("cpu")

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import http.server
 import json
+import re
 import struct
 import threading
 from functools import partial
@@ -14,19 +15,16 @@ from PIL import Image
 
 from dp_microadam.workbench.command_line.cli import main
 from dp_microadam.workbench.data import catalogue
-from dp_microadam.workbench.data.catalogue import IDX_FILES, KNOWN_DATA, Download, KnownData
+from dp_microadam.workbench.data.catalogue import KNOWN_DATA, KnownData, known
 
 
 def idx(array):
     return bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape) + array.astype(np.uint8).tobytes()
 
 
-CONTENTS = {
-    IDX_FILES[0]: idx(np.arange(20 * 784).reshape(20, 28, 28) % 256),
-    IDX_FILES[1]: idx(np.arange(20) % 10),
-    IDX_FILES[2]: idx(np.zeros((5, 28, 28))),
-    IDX_FILES[3]: idx(np.arange(5)),
-}
+FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+ARRAYS = (np.arange(20 * 784).reshape(20, 28, 28) % 256, np.arange(20) % 10, np.zeros((5, 28, 28)), np.arange(5))
+CONTENTS = {name: idx(array) for name, array in zip(FILES, ARRAYS, strict=True)}
 
 
 @pytest.fixture
@@ -34,18 +32,19 @@ def server(tmp_path, monkeypatch):
     """A publisher of a tiny MNIST on this machine, in the place of the real one."""
     published = tmp_path / "published"
     published.mkdir()
-    downloads = []
     handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(published))
     handler.func.log_message = lambda *_: None
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
+    digests = {}
     for name, content in CONTENTS.items():
         packed = gzip.compress(content)
         (published / f"{name}.gz").write_bytes(packed)
-        downloads.append(Download(f"{name}.gz", hashlib.sha256(packed).hexdigest(), (f"{address}/{name}.gz",)))
-    digests = {name: f"sha256:{hashlib.sha256(content).hexdigest()}" for name, content in CONTENTS.items()}
-    tiny = KnownData("idx", "tiny", 10, mean=(0.1307,), std=(0.3081,), downloads=tuple(downloads), digests=digests)
+        digests |= {name: hashlib.sha256(content).hexdigest(), f"{name}.gz": hashlib.sha256(packed).hexdigest()}
+    downloads = tuple(f"{name}.gz" for name in FILES)
+    about = {"shape": (1, 28, 28), "mean": (0.1307,), "std": (0.3081,)}
+    tiny = KnownData("idx", "published.read_idx", "tiny", 10, **about, urls=(address,), downloads=downloads, digests=digests)
     monkeypatch.setattr(catalogue, "_CATALOGUE", {**catalogue._CATALOGUE, "mnist": tiny})
     monkeypatch.setenv("DP_MICROADAM_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "home"))
@@ -65,9 +64,9 @@ def test_a_data_set_is_fetched_found_verified_and_trained_on(server, tmp_path, c
     assert main(["data", "get", "mnist"]) == 0
     folder = tmp_path / "data" / "mnist"
     assert f"fetched and verified: {folder}" in capsys.readouterr().out
-    assert {path.name for path in folder.iterdir()} == {f"{name}.gz" for name in IDX_FILES}
+    assert {path.name for path in folder.iterdir()} == {f"{name}.gz" for name in FILES}
     found = listed(capsys)["mnist"]
-    assert (found["state"], found["place"], found["problem"]) == ("verified", str(folder), None)
+    assert (found["state"], found["place"], found["problems"]) == ("verified", str(folder), [])
     assert main(["data", "get", "mnist", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"name": "mnist", "folder": str(folder), "fetched": 0, "verified": True}
     settings = ["--set", "batch_size=4", "--set", "steps=2", "--set", "model=mlp", "--quiet"]
@@ -78,8 +77,8 @@ def test_a_data_set_is_fetched_found_verified_and_trained_on(server, tmp_path, c
 @pytest.mark.parametrize("damage", ["cut", "changed", "removed", "not gzip"])
 def test_damaged_files_are_named_and_not_trained_on(server, tmp_path, capsys, damage):
     assert main(["data", "get", "mnist", "--folder", str(tmp_path / "data" / "mnist")]) == 0
-    path = tmp_path / "data" / "mnist" / f"{IDX_FILES[0]}.gz"
-    content = CONTENTS[IDX_FILES[0]]
+    path = tmp_path / "data" / "mnist" / f"{FILES[0]}.gz"
+    content = CONTENTS[FILES[0]]
     if damage == "removed":
         path.unlink()
     else:
@@ -87,34 +86,33 @@ def test_damaged_files_are_named_and_not_trained_on(server, tmp_path, capsys, da
         path.write_bytes({"cut": path.read_bytes()[:-100], "changed": changed, "not gzip": b"?"}[damage])
     found = listed(capsys)["mnist"]
     assert found["state"] == "damaged"
-    assert IDX_FILES[0] in found["problem"]
+    assert FILES[0] in found["problems"][0]
     assert main(["data", "check", "mnist"]) == 1
-    assert IDX_FILES[0] in capsys.readouterr().out
+    assert FILES[0] in capsys.readouterr().out
     assert main(["train", "mnist", "--set", "batch_size=4", "--run-dir", str(tmp_path / "run")]) == 2
-    assert IDX_FILES[0] in capsys.readouterr().err
+    assert FILES[0] in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
 def test_a_mirror_is_checked_like_the_publisher(server, tmp_path, capsys):
     assert main(["data", "get", "mnist", "--mirror", f"{server}/", "--folder", str(tmp_path / "here")]) == 0
-    (tmp_path / "published" / f"{IDX_FILES[1]}.gz").write_bytes(gzip.compress(b"something else"))
+    (tmp_path / "published" / f"{FILES[1]}.gz").write_bytes(gzip.compress(b"something else"))
     assert main(["data", "get", "mnist", "--mirror", server, "--folder", str(tmp_path / "there")]) == 1
-    assert f"is not the published {IDX_FILES[1]}.gz" in capsys.readouterr().err
-    assert f"{IDX_FILES[1]}.gz" not in {path.name for path in (tmp_path / "there").iterdir()}
+    assert f"is not the published {FILES[1]}.gz" in capsys.readouterr().err
+    assert f"{FILES[1]}.gz" not in {path.name for path in (tmp_path / "there").iterdir()}
 
 
-def test_without_a_network_one_sentence_says_where_to_put_which_files(tmp_path, capsys):
+def test_without_a_network_or_a_folder_one_sentence_says_what_to_do(server, tmp_path, capsys):
     folder = tmp_path / "cifar"
     assert main(["data", "get", "cifar10", "--mirror", "http://127.0.0.1:1", "--folder", str(folder)]) == 1
     captured = capsys.readouterr()
-    assert captured.out == ""
-    assert len(captured.err.strip().splitlines()) == 1
-    for part in ("Connection refused", "cifar-10-binary.tar.gz", known_sha256("cifar10"), str(folder)):
+    assert (captured.out, len(captured.err.strip().splitlines())) == ("", 1)
+    digest = known("cifar10").digests["cifar-10-binary.tar.gz"]
+    for part in ("Connection refused", "cifar-10-binary.tar.gz", digest, str(folder)):
         assert part in captured.err
-
-
-def known_sha256(name):
-    return catalogue.known(name).downloads[0].sha256
+    (tmp_path / "file").write_text("in the way")
+    assert main(["data", "get", "mnist", "--folder", str(tmp_path / "file")]) == 1
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -128,6 +126,7 @@ def known_sha256(name):
         (["check", "mnist", "--workers", "-1"], "workers"),
         (["check", "mine.csv"], "add --suggest"),
         (["check", "mine.csv", "--suggest"], "is not a CSV file"),
+        (["check", "table"], "checked with its recipe"),
     ],
 )
 def test_bad_input_gets_one_sentence_and_exit_code_2(arguments, message, capsys):
@@ -137,13 +136,9 @@ def test_bad_input_gets_one_sentence_and_exit_code_2(arguments, message, capsys)
     assert len(captured.err.strip().splitlines()) == 1
 
 
-def test_a_folder_that_cannot_be_written_is_one_sentence(server, tmp_path, capsys):
-    (tmp_path / "file").write_text("in the way")
-    assert main(["data", "get", "mnist", "--folder", str(tmp_path / "file")]) == 1
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1
-
-
 def test_the_list_names_all_and_says_how_to_get_what_is_missing(server, capsys, monkeypatch):
+    assert main(["data"]) == 0
+    assert "ACTION" in capsys.readouterr().out
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["data", "list"]) == 0
     out = capsys.readouterr().out
@@ -156,29 +151,26 @@ def test_the_list_names_all_and_says_how_to_get_what_is_missing(server, capsys, 
     assert found["table"]["state"] == "yours"
 
 
-def test_data_alone_shows_its_help(capsys):
-    assert main(["data"]) == 0
-    assert "ACTION" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("workers", ["0", "1"])
-def test_check_decodes_every_image_and_names_the_damaged_ones(tmp_path, capsys, workers):
+def test_check_decodes_every_image_names_the_damaged_ones_and_says_what_a_folder_holds(tmp_path, capsys):
     for part in ("train", "val"):
         for name in ("a", "b"):
             (tmp_path / part / name).mkdir(parents=True)
-            for number in range(3):
+            for number in range(5):
                 noise = np.random.default_rng(number).integers(0, 256, (9, 9, 3), dtype=np.uint8)
                 Image.fromarray(noise).save(tmp_path / part / name / f"{number}.png")
-    arguments = ["data", "check", "image-folder", "--folder", str(tmp_path), "--workers", workers, "--json"]
+    (tmp_path / "train" / "a" / "notes.txt").write_text("x")
+    arguments = ["data", "check", "image-folder", "--folder", str(tmp_path), "--workers", "1"]
     assert main(arguments) == 0
-    assert json.loads(capsys.readouterr().out)["problems"] == []
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "2 classes: a, b",
+        "9 examples to train on, 1 held out, and 10 to test on",
+        "passed over 1 files that are no images by their names",
+    ]
     (tmp_path / "train" / "b" / "1.png").write_bytes(b"damaged")
     (tmp_path / "val" / "a" / "2.png").write_bytes((tmp_path / "val" / "a" / "0.png").read_bytes()[:-80])
-    assert main(arguments) == 1
+    assert main([*arguments, "--json"]) == 1
     problems = json.loads(capsys.readouterr().out)["problems"]
-    assert len(problems) == 2
-    assert str(tmp_path / "train" / "b" / "1.png") in problems[0]
-    assert str(tmp_path / "val" / "a" / "2.png") in problems[1]
+    assert [problem.partition(" ")[0] for problem in problems] == [f"{tmp_path}/train/b/1.png", f"{tmp_path}/val/a/2.png"]
 
 
 def test_check_and_train_name_the_same_problems_all_at_once(tmp_path, capsys):
@@ -188,29 +180,14 @@ def test_check_and_train_name_the_same_problems_all_at_once(tmp_path, capsys):
             Image.new("RGB", (9, 9)).save(tmp_path / part / name / "1.png")
     (tmp_path / "train" / "a" / "scan.dcm").write_bytes(b"x")
     (tmp_path / "val" / "c").mkdir()
-    (tmp_path / "train" / "b" / "1.png").write_bytes(b"damaged")
     assert main(["data", "check", "image-folder", "--folder", str(tmp_path), "--json"]) == 1
-    checked = json.loads(capsys.readouterr().out)["problems"]
-    assert [problem.partition(" ")[0].rpartition("/")[2] for problem in checked] == ["c", "scan.dcm", "1.png"]
+    problems = json.loads(capsys.readouterr().out)["problems"]
+    assert [problem.partition(" ")[0].rpartition("/")[2] for problem in problems] == ["c", "scan.dcm"]
     settings = [f"data_folder={tmp_path}", "data=image-folder", "model=small-cnn", "image_size=8"]
     changes = [word for one in settings for word in ("--set", one)]
     assert main(["train", "demo", *changes, "--run-dir", str(tmp_path / "run")]) == 2
     refused = capsys.readouterr().err
-    assert all(problem in refused for problem in checked[:2])  # what must be decoded to be seen shows at the first use
-
-
-def test_check_says_what_a_folder_holds_and_asks_about_dark_x_rays(tmp_path, capsys):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "Thumbs.db").write_bytes(b"x")
-        for number in range(5):
-            Image.fromarray(np.full((9, 9), 4000, np.uint16)).save(tmp_path / name / f"{number}.png")
-    assert main(["data", "check", "image-folder", "--folder", str(tmp_path)]) == 0
-    _, classes, parts, passed_over, depth = capsys.readouterr().out.splitlines()
-    assert classes == "2 classes: a, b"
-    assert "10 images without a test part of their own: a fifth, 2, is split off" in parts
-    assert passed_over == "passed over 2 files that are no images by their names: 2 Thumbs.db"
-    assert "declare data_options.bit_depth = 12" in depth
+    assert all(problem in refused for problem in problems)
 
 
 @pytest.fixture
@@ -226,7 +203,7 @@ def photographs(tmp_path):
     recipe = tmp_path / "mine.toml"
     recipe.write_text(
         f'data = "image-folder"\ndata_folder = "{tmp_path}"\nmodel = "small-cnn"\nepsilon = 3.0\nsteps = 5\nbatch_size = 2\n'
-        '[data_options]\nuser_table = "users.csv"\n'
+        'validation_size = 1\n[data_options]\nuser_table = "users.csv"\n'
     )
     return tmp_path
 
@@ -247,51 +224,32 @@ def test_check_of_a_recipe_lists_all_that_is_wrong_with_its_users_at_once(photog
     lines = users.read_text().splitlines()
     lines.remove("train/a/ap1-0.png,p1")
     lines.remove("val/b/bq1-0.png,q1")
-    lines += ["train/a/gone.png,p0", "train/b/bp0-0.png,p2", "train/b", "val/a/aq2-0.png,q2"]
+    lines += ["train/b/bp0-0.png,p2", "train/b", "val/a/aq2-0.png,q2"]
     lines[lines.index("val/a/aq1-0.png,q1")] = "val/a/aq1-0.png,p3"
     users.write_text("\n".join(lines))
-    problems = checked(recipe, capsys)
-    assert [problem.partition(" ")[2] for problem in problems[:2]] == [
-        "line 15 gives train/b/bp0-0.png another user than before; it must have one",
-        "line 16 has 1 columns; it must have 2",
-    ]
-    assert [problem.partition(";")[0] for problem in problems[2:]] == [
-        f"{photographs}/train/a/ap1-0.png has no user by {users}",
-        f"{photographs}/val/b/bq1-0.png has no user by {users}",
-        f"{users} names train/a/gone.png, which is not in {photographs}",
+    assert [problem.partition(";")[0] for problem in checked(recipe, capsys)] == [
+        f"{users} has a row that gives a file another user than before (line 14)",
+        f"{users} has a row that does not have 2 cells like the header (line 15)",
+        f"{photographs} has an image without a user by {users} (train/a/ap1-0.png, val/b/bq1-0.png)",
         f"{photographs} {SHARED}",
     ]
 
 
 def test_check_counts_users_and_not_their_images(photographs, capsys):
     assert main(["data", "check", str(photographs / "mine.toml")]) == 0
-    _, _, both_parts = capsys.readouterr().out.splitlines()
-    assert both_parts == "4 users to train on, before a part of them is held out, and 2 to test on"
-    for name in ("train", "val"):  # class folders alone: p0 to p3
-        (photographs / name).rename(photographs / f"{name}-before")
-    folder = photographs / "train-before"
-    (folder / "a" / "Thumbs.db").write_bytes(b"x")
-    recipe = photographs / "mine.toml"
-    recipe.write_text(
-        recipe.read_text()
-        .replace(f'"{photographs}"', f'"{folder}"')
-        .replace('user_table = "users.csv"', r"user_pattern = '.([pq]\d)-\d\.png'")
-    )
-    assert main(["data", "check", str(recipe)]) == 0
-    _, _, parts, passed_over = capsys.readouterr().out.splitlines()
-    assert parts.startswith(
-        "4 users without a test part of their own: a fifth, 1, is split off to test on, which leaves 3 to train on"
-    )
-    assert passed_over == "passed over 1 file that is no image by its name: 1 Thumbs.db"
+    _, _, parts = capsys.readouterr().out.splitlines()
+    assert parts == "3 users to train on, 1 held out, and 2 to test on"
 
 
 def test_check_names_images_that_a_pattern_does_not_know(photographs, capsys):
     recipe = photographs / "mine.toml"
-    recipe.write_text(recipe.read_text().replace('user_table = "users.csv"', r"user_pattern = '.([pq]\d)-0\.png'"))
-    found = [problem.partition(" has no user")[0] for problem in checked(recipe, capsys)]
-    assert found == [f"{photographs}/train/a/ap3-1.png", f"{photographs}/train/b/bp3-1.png"]
-    recipe.write_text(recipe.read_text().replace("-0", "("))
-    assert ["it must be a regular expression" in problem for problem in checked(recipe, capsys)] == [True]
+    text = recipe.read_text()
+    recipe.write_text(text.replace('user_table = "users.csv"', r"user_pattern = '.([pq]\d)-0\.png'"))
+    (problem,) = checked(recipe, capsys)
+    assert "(train/a/ap3-1.png, train/b/bp3-1.png)" in problem
+    recipe.write_text(text.replace('user_table = "users.csv"', "user_pattern = '(p'"))
+    (problem,) = checked(recipe, capsys)
+    assert "it must be a regular expression" in problem
 
 
 def test_check_of_a_recipe_names_the_rows_of_a_table_without_a_user(tmp_path, capsys):
@@ -303,7 +261,7 @@ def test_check_of_a_recipe_names_the_rows_of_a_table_without_a_user(tmp_path, ca
     (tmp_path / "train.csv").write_text("patient,x,label\na,1,0\n,2,1\na,3,0\n ,4,1\nb,5,1\n")
     (tmp_path / "test.csv").write_text("patient,x,label\nc,1,0\nb,2,1\n")
     assert [problem.partition(";")[0] for problem in checked(recipe, capsys)] == [
-        f"{tmp_path}/train.csv has in lines 3, 5 a cell in column 'patient' that names no user",
+        f"{tmp_path}/train.csv has a cell in column 'patient' that names no user (line 3, line 5)",
         f"{tmp_path} {SHARED}",
     ]
     (tmp_path / "train.csv").write_text("person,x,label\na,1,0\n")
@@ -349,18 +307,16 @@ def test_check_of_a_table_says_what_training_would_and_keeps_notes_for_the_owner
     )
     assert main(["data", "check", str(recipe)]) == 0
     out = capsys.readouterr().out
-    assert "note: column 'x' is not scaled" in out
+    assert "note: column x is not scaled" in out
     assert "note: this is for the owner of the data" in out
     assert main(["train", str(recipe), "--quiet", "--run-dir", str(tmp_path / "run")]) == 0
     out = capsys.readouterr().out
     assert "numbers of the table are taken as they are" in out  # said of every recipe without ranges, whatever is in the file
-    assert "'x'" not in out
+    assert not re.search(r"column '?x", out)
     table.write_text(table.read_text() + "1,2\n,1\n")
-    assert [problem.partition(" has in ")[2].partition(";")[0] for problem in checked(recipe, capsys)] == [
-        "line 43 a cell in column 'x' that is empty",
-        "line 42 a cell in column 'label' that is an invalid label",
+    assert [problem.partition(" has ")[2].partition(";")[0] for problem in checked(recipe, capsys)] == [
+        "a cell in column 'label' that is an invalid label (line 42)",
+        "a cell in column 'x' that is empty (line 43)",
     ]
     assert main(["train", str(recipe), "--run-dir", str(tmp_path / "other")]) == 2
-    assert "in column 'x' that is empty" in capsys.readouterr().err
-    assert main(["data", "check", "table", "--folder", str(table)]) == 2
-    assert "checked with its recipe" in capsys.readouterr().err
+    assert "in column 'label' that is an invalid label" in capsys.readouterr().err

@@ -214,4 +214,4 @@ def test_rows_of_a_csv_file_are_predicted_by_the_names_of_their_columns(tmp_path
     assert [line["file"] for line in lines] == [f"{tmp_path / 'new.csv'} row 1", f"{tmp_path / 'new.csv'} row 2"]
     (tmp_path / "new.csv").write_text("patient,age\nx,0.9\n")
     assert main(["predict", str(tmp_path / "model"), str(tmp_path / "new.csv")]) == 2
-    assert "must have one column 'dose'" in capsys.readouterr().err
+    assert "has no column 'dose'" in capsys.readouterr().err

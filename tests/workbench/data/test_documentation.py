@@ -3,11 +3,10 @@
 import re
 from pathlib import Path
 
-from dp_microadam.workbench.data.catalogue import KNOWN_DATA
-from dp_microadam.workbench.data.contents import MEMORY_GIB
+from dp_microadam.workbench.data.catalogue import FOLDER_VARIABLE, KNOWN_DATA, usual_folders
+from dp_microadam.workbench.data.files import MEMORY_GIB
 from dp_microadam.workbench.data.image_decoding import EXTENSIONS
 from dp_microadam.workbench.data.images import SIZE
-from dp_microadam.workbench.data.places import FOLDER_VARIABLE, usual_folders
 from dp_microadam.workbench.recipes import Recipe
 from dp_microadam.workbench.recipes.assemble import assemble
 

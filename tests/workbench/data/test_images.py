@@ -1,4 +1,4 @@
-"""Folders of image files: what is found, how it is decoded, and what happens to files that cannot be."""
+"""Folders of image files: what is found, whose each image is, and what happens to files that cannot be decoded."""
 
 import os
 
@@ -10,7 +10,9 @@ from PIL import Image
 from dp_microadam.errors import InputError, PrivacyError
 from dp_microadam.training.evaluation import batches
 from dp_microadam.workbench import data
-from dp_microadam.workbench.data.images import ImageFolder, read_folder
+from dp_microadam.workbench.data.images import ImageFolder
+
+PARTS = ("train", "validation", "test")
 
 
 def write(root, sizes=((60, 40), (40, 60), (50, 50)), classes=("ant", "bee"), test="val", suffix=".png"):
@@ -26,10 +28,18 @@ def write(root, sizes=((60, 40), (40, 60), (50, 50)), classes=("ant", "bee"), te
     return root
 
 
+def load(folder, **options):
+    return data.load("image-folder", str(folder), **{"image_size": 8, **options})
+
+
+def paths(part):
+    return [part.path(index) for index in range(len(part))]
+
+
 def test_images_are_found_with_their_class_and_held_out_with_a_public_seed(tmp_path):
-    loaded = data.load("image-folder", str(write(tmp_path)), validation_size=4, image_size=32)
-    assert (loaded.num_classes, loaded.example_shape) == (2, (3, 32, 32))
-    assert [len(part) for part in (loaded.train, loaded.validation, loaded.test)] == [20, 4, 6]
+    loaded = load(write(tmp_path), validation_size=4, image_size=32)
+    assert (loaded.num_classes, loaded.example_shape, loaded.classes) == (2, (3, 32, 32), ("ant", "bee"))
+    assert [len(getattr(loaded, part)) for part in PARTS] == [20, 4, 6]
     seen = set()
     for part in (loaded.train, loaded.validation):
         for index in range(len(part)):
@@ -38,10 +48,10 @@ def test_images_are_found_with_their_class_and_held_out_with_a_public_seed(tmp_p
             assert (image[0] == 40 * (label + 1)).all()
             seen.add((label, int(image[1, 0, 0])))
     assert seen == {(label, number) for label in (0, 1) for number in range(12)}
-    again = data.load("image-folder", str(tmp_path), validation_size=4, image_size=32)
-    assert [again.validation.path(i) for i in range(4)] == [loaded.validation.path(i) for i in range(4)]
-    other = data.load("image-folder", str(tmp_path), validation_size=4, image_size=32, split_seed=1)
-    assert [other.validation.path(i) for i in range(4)] != [loaded.validation.path(i) for i in range(4)]
+    assert paths(load(tmp_path, validation_size=4).validation) == paths(loaded.validation)
+    assert paths(load(tmp_path, validation_size=4, split_seed=1).validation) != paths(loaded.validation)
+    nothing = load(tmp_path, validation_fraction=0)
+    assert (len(nothing.train), len(nothing.validation)) == (24, 0)
 
 
 @pytest.mark.parametrize("size", [(300, 200), (200, 300), (100, 100), (600, 500)])
@@ -50,70 +60,40 @@ def test_evaluation_resizes_the_shorter_side_to_256_and_takes_the_centre_of_224(
     width, height = size
     rows, columns = np.mgrid[0:height, 0:width]
     pixels = np.stack([255 * (rows + 0.5) / height, 255 * (columns + 0.5) / width, 0 * rows], axis=2).round().astype(np.uint8)
-    for part in ("train", "val"):
-        for name in ("a", "b"):
-            (tmp_path / part / name).mkdir(parents=True)
-            Image.fromarray(pixels).save(tmp_path / part / name / "one.png")
-    image, _ = read_folder(tmp_path, 224, None).test[0]
+    Image.fromarray(pixels).save(tmp_path / "one.png")
+    image, _ = ImageFolder(tmp_path, np.array([b"one.png"]), np.zeros(1, np.int64), 224)[0]
     assert image.shape == (3, 224, 224)
     scale = 256 / min(size)
     for channel, length in ((0, height), (1, width)):
         shown = image[channel].double().mean(1 - channel)
-        first = (length * scale - 224) / 2
-        expected = 255 * (first + torch.arange(224) + 0.5) / (length * scale)
+        expected = 255 * ((length * scale - 224) / 2 + torch.arange(224) + 0.5) / (length * scale)
         assert (shown - expected).abs().max() < 1.6
 
 
-def test_training_shows_random_parts_and_several_of_one_image_if_asked(tmp_path):
-    folder = data.load("image-folder", str(write(tmp_path)), image_size=16).train
-    one, label = folder.random_crops()[0]
-    assert one.shape == (3, 16, 16)
-    several, same = folder.random_crops(3)[0]
-    assert several.shape == (3, 3, 16, 16)
-    assert label == same
-    assert (several[:, 0] == 40 * (label + 1)).all()
-
-
-def test_random_parts_differ_and_follow_torch(tmp_path):
+def test_training_shows_random_parts_that_follow_torch_and_several_of_one_image_if_asked(tmp_path):
     noise = np.random.default_rng(0).integers(0, 256, (80, 90, 3), dtype=np.uint8)
-    for part in ("train", "val"):
-        for name in ("a", "b"):
-            (tmp_path / part / name).mkdir(parents=True)
-            for number in range(2):
-                Image.fromarray(noise).save(tmp_path / part / name / f"{number}.png")
-    crops = data.load("image-folder", str(tmp_path), image_size=16, validation_size=1).train.random_crops()
+    Image.fromarray(noise).save(tmp_path / "one.png")
+    folder = ImageFolder(tmp_path, np.array([b"one.png"]), np.ones(1, np.int64), 16)
     torch.manual_seed(3)
-    first = crops[0][0]
-    assert not torch.equal(crops[0][0], first)
+    first, label = folder.random_crops()[0]
+    assert (first.shape, label) == ((3, 16, 16), 1)
+    assert not torch.equal(folder.random_crops()[0][0], first)
     torch.manual_seed(3)
-    assert torch.equal(crops[0][0], first)
+    assert torch.equal(folder.random_crops()[0][0], first)
+    assert folder.random_crops(3)[0][0].shape == (3, 3, 16, 16)
 
 
-@pytest.mark.parametrize("suffix", [".jpg", ".JPEG", ".png", ".webp"])
-def test_files_are_told_by_their_ending_whatever_its_case(tmp_path, suffix):
-    loaded = data.load("image-folder", str(write(tmp_path, suffix=suffix)), image_size=8)
-    assert len(loaded.test) == 6
-
-
-def test_grey_and_transparent_images_become_three_channels(tmp_path):
-    write(tmp_path)
-    Image.fromarray(np.full((30, 30), 7, np.uint8)).save(tmp_path / "val" / "ant" / "000.png")
-    Image.fromarray(np.full((30, 30, 4), 0, np.uint8)).save(tmp_path / "val" / "ant" / "001.png")
-    test = data.load("image-folder", str(tmp_path), image_size=8).test
-    assert (test[0][0] == 7).all()
-    assert (test[1][0] == 255).all()
+@pytest.mark.parametrize(("suffix", "test"), [(".jpg", "test"), (".JPEG", "val"), (".webp", "val")])
+def test_files_are_told_by_their_ending_whatever_its_case_and_the_test_part_by_its_name(tmp_path, suffix, test):
+    assert len(load(write(tmp_path, suffix=suffix, test=test)).test) == 6
 
 
 def test_x_rays_are_scaled_by_the_bit_depth_of_the_recipe(tmp_path):
     write(tmp_path)
     Image.fromarray(np.full((30, 30), 2048, np.uint16)).save(tmp_path / "val" / "ant" / "000.png")
-    assert (data.load("image-folder", str(tmp_path), image_size=8, bit_depth=12).test[0][0] == 128).all()
+    assert (load(tmp_path, bit_depth=12).test[0][0] == 128).all()
     with pytest.raises(InputError, match="bit_depth is 8"):
-        data.load("image-folder", str(tmp_path), bit_depth=8)
-
-
-def test_a_folder_called_test_serves_as_val(tmp_path):
-    assert len(data.load("image-folder", str(write(tmp_path, test="test")), image_size=8).test) == 6
+        load(tmp_path, bit_depth=8)
 
 
 def test_files_that_are_no_images_by_their_names_are_passed_over_and_counted(tmp_path):
@@ -121,14 +101,10 @@ def test_files_that_are_no_images_by_their_names_are_passed_over_and_counted(tmp
     for name in (".DS_Store", "Thumbs.db", "notes.txt", "more.txt", "._000.png", "jane-doe", "jane-roe", ".jane-doe"):
         (tmp_path / "train" / "ant" / name).write_bytes(b"x")
     (tmp_path / "train" / ".ipynb_checkpoints").mkdir()
-    loaded = data.load("image-folder", str(tmp_path))
+    loaded = load(tmp_path)
     assert (len(loaded.train) + len(loaded.validation), len(loaded.test)) == (24, 6)
     assert loaded.classes == ("ant", "bee")
-    (note,) = loaded.notes
-    assert note.startswith("passed over 9 files that are no images by their names: ")
-    for kind in ("2 *.txt", "2 hidden", "2 without an ending"):
-        assert kind in note
-    assert "jane" not in note
+    assert loaded.notes == ("passed over 9 files that are no images by their names",)
 
 
 def plain(root, users=10):
@@ -141,43 +117,27 @@ def plain(root, users=10):
     return root / "plain"
 
 
-def test_a_stray_file_beside_class_folders_is_counted_and_a_table_is_the_owners_own(tmp_path):
+def test_a_folder_of_classes_alone_is_split_with_public_seeds(tmp_path):
     folder = plain(tmp_path)
     (folder / "notes.txt").write_text("x")
-    (folder / "who.csv").write_text("x")
-    notes = data.load("image-folder", str(folder)).notes
-    assert [note for note in notes if "passed" in note] == ["passed over 1 file that is no image by its name: 1 *.txt"]
-
-
-def test_a_folder_of_classes_alone_is_split_with_public_seeds(tmp_path):
-    folder = str(plain(tmp_path))
-    loaded = data.load("image-folder", folder, image_size=8)
-    parts = [{part.path(i) for i in range(len(part))} for part in (loaded.train, loaded.validation, loaded.test)]
+    (folder / "who.csv").write_text("x")  # may be the table of users
+    loaded = load(folder)
+    parts = [set(paths(getattr(loaded, part))) for part in PARTS]
     assert [len(part) for part in parts] == [17, 2, 5]
     assert len(set().union(*parts)) == 24
-    other = data.load("image-folder", folder, image_size=8, split_seed=1)
-    assert [other.test.path(i) for i in range(5)] == [loaded.test.path(i) for i in range(5)]
-    assert loaded.classes == ("ant", "bee")
+    assert paths(load(folder, split_seed=1).test) == paths(loaded.test)
+    assert "passed over 1 files" in loaded.notes[0]
+    (folder / "bee").rename(folder / "train")  # a class may be called so
+    assert load(folder).classes == ("ant", "train")
 
 
 def test_no_split_of_a_folder_of_classes_goes_through_a_user(tmp_path):
-    loaded = data.load("image-folder", str(plain(tmp_path)), image_size=8, user_pattern=r"(p\d+)-\d+\.png")
-    users = [set(ids) for ids in (loaded.train_users, loaded.validation_users, loaded.test_users)]
+    loaded = load(plain(tmp_path), user_pattern=r"(p\d+)-\d+\.png")
+    users = [set(getattr(loaded, f"{part}_users")) for part in PARTS]
     assert [len(ids) for ids in users] == [7, 1, 2]
     assert not users[0] & users[1] | users[0] & users[2] | users[1] & users[2]
-    for part, ids in ((loaded.train, loaded.train_users), (loaded.test, loaded.test_users)):
-        assert [part.path(i).name.partition("-")[0] for i in range(len(part))] == list(ids)
-
-
-def test_a_class_may_be_called_train(tmp_path):
-    folder = plain(tmp_path)
-    (folder / "bee").rename(folder / "train")
-    assert data.load("image-folder", str(folder), image_size=8).classes == ("ant", "train")
-
-
-def test_a_fraction_of_0_holds_nothing_out(tmp_path):
-    loaded = data.load("image-folder", str(write(tmp_path)), image_size=8, validation_fraction=0)
-    assert (len(loaded.train), len(loaded.validation)) == (24, 0)
+    for part in PARTS:
+        assert [path.name.partition("-")[0] for path in paths(getattr(loaded, part))] == list(getattr(loaded, f"{part}_users"))
 
 
 def test_all_problems_of_a_folder_are_listed_at_once(tmp_path):
@@ -187,41 +147,27 @@ def test_all_problems_of_a_folder_are_listed_at_once(tmp_path):
     (tmp_path / "val" / "bee" / "inner").mkdir()
     (tmp_path / "val" / "cat").mkdir()
     with pytest.raises(InputError) as refusal:
-        data.load("image-folder", str(tmp_path))
+        load(tmp_path)
     first, *listed = str(refusal.value).splitlines()
-    assert first == f"{tmp_path} has 4 problems to remove:"
+    assert first == "the data have 4 problems to remove:"
     for name, line in zip(("stray.png", "cat", "scan.dcm", "inner"), listed, strict=True):
         assert name in line
 
 
-def wrong_folders():
-    def without(part):
-        return lambda root: os.rename(root / part, root / f"{part}-gone")
-
-    def foreign(root):
-        (root / "train" / "ant" / "scan.DCM").write_text("x")
-
-    def new_class(root):
-        (root / "val" / "cat").mkdir()
-
-    def empty(root):
-        for path in (root / "val").rglob("*.png"):
-            path.unlink()
-
-    return [
-        (without("train"), "lacks the folder train"),
-        (without("val"), "lacks the folder val"),
-        (foreign, "scan.DCM is in a format that is not read"),
-        (new_class, "cat is a class that .*train does not have"),
-        (empty, "val holds no images"),
-    ]
-
-
-@pytest.mark.parametrize(("break_it", "message"), wrong_folders())
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda root: os.rename(root / "train", root / "gone"), "lacks the folder train"),
+        (lambda root: os.rename(root / "val", root / "gone"), "lacks the folder val"),
+        (lambda root: (root / "train" / "ant" / "scan.DCM").write_text("x"), "scan.DCM is in a format that is not read"),
+        (lambda root: (root / "val" / "cat").mkdir(), "cat is a class that .*train does not have"),
+        (lambda root: [path.unlink() for path in (root / "val").rglob("*.png")], "val holds no images"),
+    ],
+)
 def test_a_folder_that_is_not_in_order_is_refused_by_name(tmp_path, break_it, message):
     break_it(write(tmp_path))
     with pytest.raises(InputError, match=message):
-        data.load("image-folder", str(tmp_path))
+        load(tmp_path)
 
 
 def test_imagenet_has_a_thousand_classes_unless_one_says_it_is_ones_own(tmp_path):
@@ -230,9 +176,9 @@ def test_imagenet_has_a_thousand_classes_unless_one_says_it_is_ones_own(tmp_path
     assert data.load("imagenet", str(tmp_path), verify=False, validation_size=2).num_classes == 2
 
 
-@pytest.mark.parametrize("content", [b"", b"no image at all", None])
+@pytest.mark.parametrize("content", [b"no image at all", None])
 def test_a_damaged_image_is_named_but_not_if_it_is_private(tmp_path, content):
-    loaded = data.load("image-folder", str(write(tmp_path)), image_size=8, validation_size=2)
+    loaded = load(write(tmp_path), validation_size=2)
     for part, error in ((loaded.train, PrivacyError), (loaded.validation, InputError), (loaded.test, InputError)):
         path = part.path(0)
         path.write_bytes(path.read_bytes()[:60] if content is None else content)
@@ -245,7 +191,7 @@ def test_a_damaged_image_is_named_but_not_if_it_is_private(tmp_path, content):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_damaged_image_of_the_test_part_is_one_sentence_even_from_a_worker(tmp_path, workers):
-    test = data.load("image-folder", str(write(tmp_path)), image_size=8).test
+    test = load(write(tmp_path)).test
     test.path(3).write_bytes(b"damaged")
     with pytest.raises(InputError) as refusal:
         list(batches(test, 2, workers))
@@ -253,8 +199,68 @@ def test_a_damaged_image_of_the_test_part_is_one_sentence_even_from_a_worker(tmp
     assert str(test.path(3)) in str(refusal.value)
 
 
-def test_a_large_folder_is_kept_compactly():
-    names = np.array([f"n{n % 1000:08d}/n{n:08d}_{n}.JPEG".encode() for n in range(1000)])
-    folder = ImageFolder(os.curdir, names, np.zeros(1000, np.int64), 8)
-    assert names.nbytes / len(names) < 64
-    assert len(folder.part(torch.arange(10))) == 10
+@pytest.fixture
+def patients(tmp_path):
+    """Images of nine patients, each in both classes; another two in the test part."""
+    for part, numbers in (("train", range(9)), ("val", (20, 21))):
+        for name in ("ant", "bee"):
+            (tmp_path / part / name).mkdir(parents=True)
+            for patient in numbers:
+                for number in range(patient % 3 + 1):
+                    Image.new("RGB", (4, 4)).save(tmp_path / part / name / f"p{patient}_{number}.png")
+    return tmp_path
+
+
+def table_of(folder, only=""):
+    files = (path for path in sorted(folder.rglob("*.png")) if str(path.relative_to(folder)).startswith(only))
+    rows = "".join(f"{file.name.partition('_')[0]},{file.relative_to(folder)}\n" for file in files)
+    (folder / "users.csv").write_text("user,file\n" + rows)
+
+
+@pytest.mark.parametrize("options", [{"user_table": "users.csv"}, {"user_pattern": r"(p\d+)_\d+\.png"}])
+def test_images_have_the_users_of_their_table_or_names_and_each_is_in_one_part(patients, options):
+    table_of(patients)
+    loaded = load(patients, validation_size=3, **options)
+    found = []
+    for part in PARTS:
+        users = getattr(loaded, f"{part}_users")
+        assert [path.name.partition("_")[0] for path in paths(getattr(loaded, part))] == users.tolist()
+        found.append(set(users))
+    assert [len(users) for users in found] == [6, 3, 2]
+    assert len(set.union(*found)) == 11
+
+
+def test_a_table_of_users_may_leave_out_the_test_part(patients):
+    table_of(patients, only="train")
+    assert load(patients, user_table="users.csv").test_users is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"user_table": "users.csv", "user_pattern": "(.*)"}, "it must have one of them"),
+        ({"user_table": "nobody.csv"}, "nobody.csv cannot be read: No such file"),
+        ({"user_table": 3}, "data_options.user_table is 3; it must be a string"),
+        ({"user_pattern": ""}, "data_options.user_pattern is ''; it must be a string"),
+        ({"user_pattern": "(p"}, "it must be a regular expression"),
+        ({"user_pattern": "p.*"}, "with 0 groups; it must have one group"),
+        ({"user_pattern": "(p)(.*)"}, "with 2 groups; it must have one group"),
+        ({"user_pattern": r"(p\d+)"}, "has an image without a user by user_pattern"),
+        ({"user_pattern": r"p\d+_(\d)\.png"}, "examples of the same user in the training part and in the test part"),
+        ({"user_table": "partly.csv"}, "has an image without a user by .*partly.csv; .* data check RECIPE"),
+        ({"user_table": "twice.csv"}, "twice.csv has a row that gives a file another user than before"),
+        ({"user_table": "names.csv"}, "must have one column 'file' and one column 'user'"),
+        ({"user_table": "bytes.csv"}, "bytes.csv has a row that is not valid UTF-8"),
+    ],
+)
+def test_users_of_images_that_cannot_be_used_are_one_sentence_that_names_no_image(patients, options, message):
+    table_of(patients)
+    text = (patients / "users.csv").read_text()
+    (patients / "partly.csv").write_text(text.replace("p3,train/bee/p3_0.png\n", ""))
+    (patients / "twice.csv").write_text(text + "p4,train/bee/p3_0.png\n")
+    (patients / "names.csv").write_text(text.replace("user,file", "patient,file"))
+    (patients / "bytes.csv").write_bytes(text.encode() + b"p4,\xff")
+    with pytest.raises(InputError, match=message) as refusal:
+        load(patients, **options)
+    assert "\n" not in str(refusal.value)
+    assert "_0.png" not in str(refusal.value)

@@ -282,8 +282,8 @@ def test_data_check_lists_what_is_wrong_with_the_texts_of_a_recipe(folders, tmp_
     )
     assert main(["data", "check", str(tmp_path / "mine.toml")]) == 1
     first, second = capsys.readouterr().out.splitlines()
-    assert first.endswith("line 1: the text is empty")
-    assert second.endswith("line 2: the label 'c' is not among classes = ['a', 'b']")
+    assert "a cell in column 'text' that is empty (line 1)" in first
+    assert "that is a label that is not among classes = ['a', 'b'] (line 2)" in second
     assert main(["data", "check", "sms-spam", "--folder", folders["data"]]) == 0
     assert main(["data", "check", "text-table", "--folder", folders["data"]]) == 0
 

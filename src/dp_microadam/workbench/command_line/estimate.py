@@ -15,11 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import Subset
 
-from dp_microadam.workbench.data import places
-from dp_microadam.workbench.data.catalogue import known
+from dp_microadam.workbench.data.catalogue import is_here, known
 from dp_microadam.workbench.data.dataset import Examples, LabelledData, size_of, split
 from dp_microadam.workbench.data.images import ImageFolder
-from dp_microadam.workbench.data.synthetic import synthetic_images
+from dp_microadam.workbench.data.published import synthetic_images
 from dp_microadam.workbench.recipes.assemble import assemble, load_data, number_of_units, plan_of
 from dp_microadam.workbench.recipes.recipe import Recipe
 
@@ -142,7 +141,7 @@ class CostEstimator:
 def data_or_stand_in(recipe: Recipe, tell: Callable[[str], None] = lambda text: None) -> tuple[LabelledData, int]:
     """Data for a measurement, random images where the recipe's own are missing, and its number of examples or users."""
     published = known(recipe.data)
-    if published.train_size is None or places.is_here(recipe.data, published, recipe.data_folder or None):
+    if published.train_size is None or is_here(recipe.data, recipe.data_folder or None):
         data = load_data(recipe)
         return data, number_of_units(recipe, data)
     tell(f"{recipe.data} was not found; timing random images of the same shape, without reading files")
@@ -202,7 +201,7 @@ def _median_step(recipe: Recipe, data: LabelledData, count: int, chunk: int) -> 
 def _first(examples: Examples, count: int) -> Examples:
     if isinstance(examples, tuple):
         return examples[0][:count], examples[1][:count]
-    return examples.part(torch.arange(count)) if isinstance(examples, ImageFolder) else Subset(examples, range(count))
+    return examples.part(torch.arange(count).numpy()) if isinstance(examples, ImageFolder) else Subset(examples, range(count))
 
 
 def _made_up(examples: Examples, count: int) -> Examples:

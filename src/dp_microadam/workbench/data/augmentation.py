@@ -1,7 +1,7 @@
 """Random data augmentation for batches of training images, on their device.
 
 All randomness comes from torch's generators, which a private run reseeds unpredictably at each step; each view of each image
-draws its own numbers. ``augmentation_reference.py`` does the same image by image.
+draws its own numbers. the test of this module does the same image by image.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dp_microadam.errors import InputError
 from dp_microadam.validation import require_integer
-from dp_microadam.workbench.data.preparation import resized
+from dp_microadam.workbench.data.dataset import resized
 
 SMALLEST_AREA = 0.08
 """Smallest area of a random resized crop, as a fraction of the image (Szegedy et al., 2015)."""

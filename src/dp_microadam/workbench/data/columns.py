@@ -7,18 +7,26 @@ in training and wherever the model is used.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date, datetime
-from typing import Any, ClassVar
+from typing import Any
 
 from dp_microadam.errors import InputError
 
 _LARGEST_FLOAT32 = 3.4e38
 
+_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "number": ("range", "log", "missing"),
+    "category": ("values", "other", "missing"),
+    "date": ("range", "format", "missing"),
+    "ignored": (),
+}
+"""By kind of column: what its declaration may say."""
+
 
 class Unsuitable(ValueError):
-    """Raised for a cell that cannot be encoded. ``fault`` completes "a cell that …" and never contains the text of the cell."""
+    """Why a cell or row cannot be used. ``fault`` completes "a cell that …" and never contains the text of the cell."""
 
     def __init__(self, fault: str, remedy: str) -> None:
         super().__init__(fault)
@@ -28,15 +36,37 @@ class Unsuitable(ValueError):
 
 @dataclass(frozen=True)
 class Column:
-    """One column. ``missing`` are the texts that stand for a missing value; if there are any, one input says whether it is."""
+    """One column; see docs/data.md for the kinds.
 
+    A number or date becomes one input: ``range`` is mapped to [-1, 1], and what lies outside is clamped to it. A category
+    becomes an input for each of ``values``, of which one is 1; with ``other``, one more is for values that are not declared.
+    ``missing`` are the texts that stand for a missing value: if there are any, one more input says whether it is.
+
+    >>> Column("number", range=(0, 100)).vector("25"), Column("number", range=(0, 100)).vector("1000")
+    ((-0.5,), (1.0,))
+    >>> Column("number", missing=("?",), range=(0, 100)).vector("?")
+    (0.0, 1.0)
+    >>> Column("category", values=("low", "high"), other=True).vector("new")
+    (0.0, 0.0, 1.0)
+    """
+
+    kind: str = "number"
+    range: tuple[float, float] | None = None
+    """Of a date in ordinal days. None only for tables without declared columns, whose numbers are taken as they are."""
+    log: bool = False
+    values: tuple[str, ...] = ()
+    other: bool = False
+    format: str | None = None
     missing: tuple[str, ...] = ()
-    options: ClassVar[tuple[str, ...]] = ("missing",)
 
     @property
     def width(self) -> int:
         """How many inputs of the model the column becomes."""
         return self._own_width + bool(self.missing)
+
+    @property
+    def _own_width(self) -> int:
+        return {"category": len(self.values) + self.other, "ignored": 0}.get(self.kind, 1)
 
     def vector(self, text: str) -> tuple[float, ...]:
         """The inputs for a cell, whose text has no spaces around it. A missing value is all zeros, and a one at the end.
@@ -46,125 +76,53 @@ class Column:
         """
         if text in self.missing:
             return (*[0.0] * self._own_width, 1.0)
-        if not text:
+        if not text and self.width:
             raise Unsuitable("is empty", 'fill it, or declare missing = ""')
         return (*self._encoded(text), *[0.0] * bool(self.missing))
 
-    def clamps(self, text: str) -> bool:
-        """Whether the cell holds a value outside the declared range, which becomes the nearest one inside."""
-        return False
-
-    @property
-    def _own_width(self) -> int:
-        return 1
-
     def _encoded(self, text: str) -> tuple[float, ...]:
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Number(Column):
-    """A number. ``range`` is mapped to [-1, 1], with ``log`` by logarithm, and what lies outside is clamped to it.
-
-    >>> Number(range=(0, 100)).vector("25"), Number(range=(0, 100)).vector("1000")
-    ((-0.5,), (1.0,))
-    >>> Number(("?",), range=(0, 100)).vector("?")
-    (0.0, 1.0)
-    """
-
-    range: tuple[float, float] | None = None
-    """None only for tables whose columns are not declared: numbers are taken as they are."""
-    log: bool = False
-    options = ("range", "log", "missing")
-
-    def clamps(self, text: str) -> bool:
-        return text not in self.missing and self.range is not None and not self.range[0] <= _finite(text) <= self.range[1]
-
-    def _encoded(self, text: str) -> tuple[float, ...]:
-        number = _finite(text)
+        if self.kind == "ignored":
+            return ()
+        if self.kind == "category":
+            if text not in self.values and not self.other:
+                raise Unsuitable("is not among the declared values", "add it to values if it is public, or set other = true")
+            place = self.values.index(text) if text in self.values else len(self.values)
+            return tuple(float(place == index) for index in range(self._own_width))
+        number = self.number(text)
         if self.range is None:
             return (number,)
         low, high = self.range
         inside = min(max(number, low), high)
-        if self.log:
-            return (2 * math.log1p(inside - low) / math.log1p(high - low) - 1,)
-        return (2 * (inside - low) / (high - low) - 1,)
+        share = math.log1p(inside - low) / math.log1p(high - low) if self.log else (inside - low) / (high - low)
+        return (2 * share - 1,)
 
-
-@dataclass(frozen=True)
-class Category(Column):
-    """One of ``values``: an input for each, of which one is 1. With ``other``, one more input is for all values not declared.
-
-    >>> Category(values=("low", "high"), other=True).vector("high"), Category(values=("low", "high"), other=True).vector("new")
-    ((0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
-    """
-
-    values: tuple[str, ...] = ()
-    other: bool = False
-    options = ("values", "other", "missing")
-
-    @property
-    def _own_width(self) -> int:
-        return len(self.values) + self.other
-
-    def _encoded(self, text: str) -> tuple[float, ...]:
-        if text not in self.values and not self.other:
-            raise Unsuitable("is not among the declared values", "add it to values if it is public, or set other = true")
-        place = self.values.index(text) if text in self.values else len(self.values)
-        return tuple(float(place == index) for index in range(self._own_width))
-
-
-@dataclass(frozen=True)
-class Date(Column):
-    """A day. ``range``, in ordinal numbers of days, is mapped to [-1, 1], and what lies outside is clamped to it.
-
-    >>> year = (date(2023, 1, 1).toordinal(), date(2024, 1, 1).toordinal())
-    >>> Date(range=year).vector("2022-07-02T10:30"), Date(range=year, format="%d.%m.%Y").vector("01.01.2024")
-    ((-1.0,), (1.0,))
-    """
-
-    range: tuple[int, int] = (1, 2)
-    format: str | None = None
-    options = ("range", "format", "missing")
-
-    def clamps(self, text: str) -> bool:
-        return text not in self.missing and not self.range[0] <= self.day(text) <= self.range[1]
-
-    def _encoded(self, text: str) -> tuple[float, ...]:
-        low, high = self.range
-        return (2 * (min(max(self.day(text), low), high) - low) / (high - low) - 1,)
-
-    def day(self, text: str) -> int:
-        """The ordinal number of the day."""
+    def number(self, text: str) -> float:
+        """The finite number, or the ordinal number of the day, that the text is."""
+        if self.kind == "date":
+            try:
+                return (datetime.strptime(text, self.format) if self.format else datetime.fromisoformat(text)).toordinal()
+            except ValueError:
+                like = f"of the format {self.format}" if self.format else "like 2024-01-31"
+                raise Unsuitable(f"is not a date {like}", "write it so, or declare the format of the column") from None
         try:
-            return (datetime.strptime(text, self.format) if self.format else datetime.fromisoformat(text)).toordinal()
+            number = float(text) if "_" not in text else math.nan  # Python reads 1_000 as a thousand, other programs do not
         except ValueError:
-            like = f"of the format {self.format}" if self.format else "like 2024-01-31"
-            raise Unsuitable(f"is not a date {like}", "write it so, or declare the format of the column") from None
-
-
-@dataclass(frozen=True)
-class Ignored(Column):
-    """A column that is no input, such as a name or a number of a record."""
-
-    options = ()
+            number = math.nan
+        if not abs(number) <= _LARGEST_FLOAT32:
+            raise Unsuitable("is not a finite number", "write a number, or declare the text that stands for a missing one")
+        return number
 
     @property
-    def width(self) -> int:
-        return 0
-
-    def vector(self, text: str) -> tuple[float, ...]:
-        return ()
-
-
-def _finite(text: str) -> float:
-    try:
-        number = float(text) if "_" not in text else math.nan  # Python reads 1_000 as a thousand, other programs do not
-    except ValueError:
-        number = math.nan
-    if not abs(number) <= _LARGEST_FLOAT32:
-        raise Unsuitable("is not a finite number", "write a number, or declare the text that stands for a missing one")
-    return number
+    def declared(self) -> dict[str, Any]:
+        """The declaration as a recipe has it."""
+        found: dict[str, Any] = {"kind": self.kind}
+        for option in _OPTIONS[self.kind]:
+            value = getattr(self, option)
+            if self.kind == "date" and option == "range":
+                value = tuple(date.fromordinal(int(day)).isoformat() for day in value)
+            if value not in (None, (), False):
+                found[option] = list(value) if isinstance(value, tuple) else value
+        return found
 
 
 class Columns:
@@ -186,14 +144,19 @@ class Columns:
             InputError: naming the column and what is wrong with its declaration.
         """
         found = cls({name: _column(f"columns.{name}", given) for name, given in declared.items()})
-        if not found.width:
+        if not found.inputs:
             raise InputError(f"columns declares {', '.join(declared) or 'nothing'}; at least one column must be an input")
         return found
 
     @property
     def declared(self) -> dict[str, dict[str, Any]]:
         """The columns as a recipe declares them."""
-        return {name: plain(column) for name, column in self.columns.items()}
+        return {name: column.declared for name, column in self.columns.items()}
+
+    @property
+    def inputs(self) -> dict[str, Column]:
+        """The columns that are not ignored."""
+        return {name: column for name, column in self.columns.items() if column.width}
 
     @property
     def width(self) -> int:
@@ -207,11 +170,11 @@ class Columns:
             InputError: naming the column that is not there or cannot be encoded.
         """
         inputs: list[float] = []
-        for name, column in self.columns.items():
-            if column.width and name not in row:
-                raise InputError(f"the row has no column {name!r}; it must have all declared columns")
+        for name, column in self.inputs.items():
+            if name not in row:
+                raise InputError(f"the row has no column {name!r}; it must have all columns that the model was trained on")
             try:
-                inputs += column.vector(row.get(name, "").strip())
+                inputs += column.vector(row[name].strip())
             except Unsuitable as error:
                 raise InputError(f"the row has a cell in column {name!r} that {error.fault}; {error.remedy}") from None
         return inputs
@@ -224,58 +187,30 @@ def declaration(key: str, value: Any) -> dict[str, Any]:
     return Columns.of(value).declared if value else {}
 
 
-KINDS: Mapping[str, type[Column]] = {"number": Number, "category": Category, "date": Date, "ignored": Ignored}
-
-
 def _column(key: str, given: Any) -> Column:
     kind = given.get("kind") if isinstance(given, Mapping) else None
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise InputError(f'{key} is {given!r}; it must be like {{ kind = "number", range = [0, 100] }}, of kind {_or(KINDS)}')
-    known = KINDS[kind].options
+    if not isinstance(kind, str) or kind not in _OPTIONS:
+        kinds = "number, category, date or ignored"
+        raise InputError(f'{key} is {given!r}; it must be like {{ kind = "number", range = [0, 100] }}, of kind {kinds}')
+    options = _OPTIONS[kind]
     for option, value in given.items():
-        if option != "kind" and option not in known:
-            raise InputError(f"{key}.{option} = {value!r} is unknown; a {kind} column takes {_or(known) if known else 'none'}")
-    missing = _texts(f"{key}.missing", given.get("missing", []))
-    if kind == "number":
-        log = _flag(f"{key}.log", given.get("log", False))
-        return Number(missing, _range(f"{key}.range", given.get("range"), _number, "two numbers", float), log)
-    if kind == "category":
-        values = _texts(f"{key}.values", given.get("values", []))
-        if not values or set(values) & set(missing):
-            raise InputError(f"{key}.values is {given.get('values')!r}; it must name all values but the missing one")
-        return Category(missing, values, _flag(f"{key}.other", given.get("other", False)))
-    if kind == "date":
-        days = _range(f"{key}.range", given.get("range"), _day, "two dates like 2024-01-31", int)
-        return Date(missing, days, _format(f"{key}.format", given.get("format")))
-    return Ignored()
+        if option != "kind" and option not in options:
+            raise InputError(f"{key}.{option} = {value!r} is unknown; a {kind} column takes {', '.join(options) or 'none'}")
+    found: dict[str, Any] = {option: _OPTION_READERS[option](f"{key}.{option}", given.get(option), kind) for option in options}
+    if kind == "category" and (not found["values"] or set(found["values"]) & set(found["missing"])):
+        raise InputError(f"{key}.values is {given.get('values')!r}; it must name all values but the missing one")
+    return Column(kind, **found)
 
 
-def plain(column: Column) -> dict[str, Any]:
-    """The declaration of a column as a recipe has it."""
-    declared: dict[str, Any] = {"kind": next(kind for kind, known in KINDS.items() if type(column) is known)}
-    for option in column.options:
-        value = getattr(column, option)
-        if isinstance(column, Date) and option == "range":
-            value = [date.fromordinal(day).isoformat() for day in value]
-        if value not in (None, (), False):
-            declared[option] = list(value) if isinstance(value, tuple) else value
-    return declared
-
-
-def _or(words: Sequence[str] | Mapping[str, Any]) -> str:
-    *first, last = words
-    return f"{', '.join(first)} or {last}" if first else last
-
-
-def _flag(key: str, value: Any) -> bool:
-    if not isinstance(value, bool):
+def _flag(key: str, value: Any, kind: str) -> bool:
+    if value is not None and not isinstance(value, bool):
         raise InputError(f"{key} is {value!r}; it must be true or false")
-    return value
+    return bool(value)
 
 
-def _texts(key: str, given: Any) -> tuple[str, ...]:
+def _texts(key: str, given: Any, kind: str) -> tuple[str, ...]:
     """A text or a list of different ones; whole numbers are taken as the text they are written as."""
-    texts = given if isinstance(given, list | tuple) else [given]
+    texts = () if given is None else given if isinstance(given, list | tuple) else [given]
     if any(isinstance(text, bool) or not isinstance(text, str | int) for text in texts):
         raise InputError(f"{key} is {given!r}; it must be a list of texts")
     stripped = tuple(str(text).strip() for text in texts)
@@ -284,14 +219,15 @@ def _texts(key: str, given: Any) -> tuple[str, ...]:
     return stripped
 
 
-def _range(key: str, given: Any, read: Any, like: str, kind: type) -> Any:
+def _range(key: str, given: Any, kind: str) -> tuple[float, float]:
+    read, like = (_day, "two dates like 2024-01-31") if kind == "date" else (_number, "two numbers")
     try:
         low, high = (read(end) for end in given)
     except (TypeError, ValueError):
         low = high = 0
     if not low < high:
         raise InputError(f"{key} is {given!r}; it must be {like}, the smaller first: public limits, not those of the data")
-    return kind(low), kind(high)
+    return low, high
 
 
 def _number(value: Any) -> float:
@@ -301,11 +237,10 @@ def _number(value: Any) -> float:
 
 
 def _day(value: Any) -> int:
-    moment = value if isinstance(value, date) else datetime.fromisoformat(value)
-    return moment.toordinal()
+    return (value if isinstance(value, date) else datetime.fromisoformat(value)).toordinal()
 
 
-def _format(key: str, value: Any) -> str | None:
+def _format(key: str, value: Any, kind: str) -> str | None:
     if value is None:
         return None
     day = datetime(2024, 10, 31)
@@ -315,3 +250,6 @@ def _format(key: str, value: Any) -> str | None:
     except (TypeError, ValueError):
         pass
     raise InputError(f"{key} is {value!r}; it must name day, month and year, as in %d.%m.%Y")
+
+
+_OPTION_READERS = {"range": _range, "log": _flag, "values": _texts, "other": _flag, "format": _format, "missing": _texts}

@@ -1,25 +1,87 @@
-"""Labelled data sets with training, validation and test parts."""
+"""Labelled data sets: examples as arrays, splits that never go through a user, and how a batch is prepared.
+
+How many examples a user has is private, and so is the number of examples of all users together: no message names either. The
+number of users is public.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from dp_microadam.errors import InputError
 from dp_microadam.training.raw_inputs import RawInput
-from dp_microadam.validation import require_in_closed_open, require_integer
+from dp_microadam.validation import require_in_closed_open, require_integer, require_positive
+from dp_microadam.workbench.data.catalogue import KnownData, find, known
+from dp_microadam.workbench.data.columns import Columns
+from dp_microadam.workbench.data.files import MEMORY_GIB, Reading
+from dp_microadam.workbench.data.rows import Problems
+
+if TYPE_CHECKING:
+    from dp_microadam.workbench.data.images import ImageFolder
 
 Examples = tuple[Tensor, Tensor] | Dataset[Any]
 """Inputs and labels (int64 [N]) as tensors in memory, or a map-style Dataset of such pairs."""
 
+UserIds = NDArray[np.str_]
+"""One id per example."""
+
 TEST_FRACTION, TEST_SEED = 0.2, 0
 """The test part of data that come without one. Fixed, so that it does not depend on the split into training and validation."""
+
+
+@dataclass(frozen=True, eq=False)
+class Arrays:
+    """N examples as numpy arrays: inputs, and labels as int64.
+
+    Inputs may be a ``numpy.memmap``, which is read from its file on access. ``users`` are N ids, if it is known whose each
+    example is. Texts are an array of objects, which ``encode`` turns into tokens.
+    """
+
+    inputs: NDArray[Any]
+    labels: NDArray[np.int64]
+    users: UserIds | None = None
+    encode: Callable[[list[str]], Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one input."""
+        return self.inputs.shape[1:]
+
+    def part(self, rows: NDArray[np.int64]) -> Examples:
+        """The examples with these indices, as tensors, or as a Dataset if inputs are memory-mapped."""
+        if isinstance(self.inputs, np.memmap):
+            return MappedRows(self, rows)
+        chosen = self.inputs[rows]
+        inputs = torch.from_numpy(chosen) if self.encode is None else self.encode(chosen.tolist())
+        return inputs, torch.from_numpy(self.labels[rows])
+
+
+class MappedRows(Dataset[tuple[Tensor, Tensor]]):
+    """A Dataset of some rows of memory-mapped arrays, read on access."""
+
+    def __init__(self, arrays: Arrays, rows: NDArray[np.int64]) -> None:
+        self._arrays = arrays
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        row = int(self._rows[index])
+        return torch.from_numpy(np.array(self._arrays.inputs[row])), torch.tensor(self._arrays.labels[row])
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,10 +101,10 @@ class LabelledData:
     train: Examples
     validation: Examples
     test: Examples
-    train_users: NDArray[np.str_] | None = None
+    train_users: UserIds | None = None
     """The user of each training example, if the data say whose each example is; likewise for the other parts."""
-    validation_users: NDArray[np.str_] | None = None
-    test_users: NDArray[np.str_] | None = None
+    validation_users: UserIds | None = None
+    test_users: UserIds | None = None
     held_out_rows: Tensor | None = None
     """With users: positions of the validation examples before training and validation part were divided."""
     tokens: bool = False
@@ -64,19 +126,91 @@ class LabelledData:
         return len(self.example_shape) == 3
 
 
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Where a data set lies, and what a recipe says about it. A reader gets one, and adds to ``problems`` what is wrong."""
+
+    name: str
+    data: KnownData
+    place: Path
+    reading: Reading
+    options: Mapping[str, Any] = field(default_factory=dict)
+    columns: Columns | None = None
+    """The declared columns of a table, if there are any."""
+    image_size: int | None = None
+    encode: Callable[[list[str]], Tensor] | None = None
+    """Turns texts into tokens."""
+    labelled: bool = True
+    """Whether labels of texts are read."""
+    verify: bool = True
+    """Whether files must be the published ones."""
+    problems: Problems = field(default_factory=Problems)
+
+    @classmethod
+    def at(cls, name: str, folder: str | None, memory_gib: float = MEMORY_GIB, verify: bool = True, **more: Any) -> Source:
+        """The data set in ``folder``, or in the default folders.
+
+        Raises:
+            InputError: if the name is unknown or the data set was not found.
+        """
+        data, limit = known(name), int(require_positive("data_memory_gib", memory_gib) * 2**30)
+        reading = Reading(name, data.digests if verify else {}, limit)
+        return cls(name, data, find(name, folder), reading, verify=verify, **more)
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What a reader has found. Without a test part of its own, one is split off the training part."""
+
+    train: Arrays | ImageFolder
+    test: Arrays | ImageFolder | None
+    classes: int | Sequence[str]
+    """Their number or their names."""
+    raw: RawInput | None = None
+    notes: tuple[str, ...] = ()
+
+
 def size_of(examples: Examples) -> int:
     """The number of examples."""
     return len(examples[1]) if isinstance(examples, tuple) else len(examples)  # type: ignore[arg-type]
 
 
+class Preparation:
+    """Preprocesses batches of (inputs, labels): resize images if necessary, convert to float, normalize by public constants.
+
+    Formal guarantees: every example is transformed on its own, by constants that do not depend on the data.
+
+    >>> data = LabelledData("pixels", 2, (1, 1, 2), (0.5,), (0.25,), *3 * [(torch.empty(0), torch.empty(0))])
+    >>> Preparation(data)((torch.tensor([[[[0, 255]]]], dtype=torch.uint8), torch.tensor([1])))[0]
+    tensor([[[[-2.,  2.]]]])
+    """
+
+    def __init__(self, data: LabelledData) -> None:
+        self._as_they_are = data.tokens
+        self._size = (data.example_shape[1], data.example_shape[2]) if data.images else None
+        # Pixels range from 0 to 255, but their constants are for 0 to 1.
+        unit = 255.0 if data.images else 1.0
+        shape = (-1, 1, 1) if data.images else (-1,)
+        self._mean = torch.tensor(data.mean or (0.0,)).view(shape) * unit
+        self._scale = 1 / (torch.tensor(data.std or (1 / unit,)).view(shape) * unit)
+
+    def __call__(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        if self._as_they_are:
+            return batch
+        inputs, labels = batch
+        if self._size is not None and tuple(inputs.shape[-2:]) != self._size:
+            inputs = resized(inputs, self._size)
+        mean, scale = self._mean.to(inputs.device), self._scale.to(inputs.device)
+        return (inputs - mean).mul_(scale), labels
+
+
+def resized(images: Tensor, size: tuple[int, int]) -> Tensor:
+    """Resize images [B, C, H, W] (bilinear, with antialiasing); as floats."""
+    return F.interpolate(images.float(), size, mode="bilinear", align_corners=False, antialias=True)
+
+
 def split(
-    count: int,
-    fraction: float,
-    seed: int,
-    *,
-    size: int | None = None,
-    train_size: int | None = None,
-    of: str = "examples",
+    count: int, fraction: float, seed: int, *, size: int | None = None, train_size: int | None = None, of: str = "examples"
 ) -> tuple[Tensor, Tensor]:
     """Split ``count`` examples at random into a remaining and a held-out part of ``fraction`` (or ``size``); returns indices.
 
@@ -104,14 +238,49 @@ def split(
     return order[held_out:][:train_size], order[:held_out]
 
 
-def some_rows(count: int, size: int | None, seed: int) -> Tensor:
-    """Indices of ``size`` of ``count`` test examples at random; all of them, in their order, if it is None.
+def split_by_user(users: UserIds, fraction: float, seed: int, *, size: int | None = None) -> tuple[Tensor, Tensor]:
+    """Like ``split``, with all examples of a user in the same part; returns indices of examples.
 
-    >>> some_rows(3, None, seed=0), len(some_rows(3, 2, seed=0))
-    (tensor([0, 1, 2]), 2)
+    ``fraction`` is that of the users, and ``size`` a number of users. Users are numbered by their first example, so for one
+    example per user this is the split of examples.
+
+    Formal guarantees: which users are held out depends only on their number and the public ``seed``. No user is in both parts.
+
+    >>> rest, held_out = split_by_user(np.array(["a", "b", "a", "c", "c", "a"]), 0.4, seed=0)
+    >>> sorted(rest.tolist()), sorted(held_out.tolist())
+    ([0, 1, 2, 5], [3, 4])
     """
-    if size is None:
-        return torch.arange(count)
-    if require_integer("test_size", size, 1) > count:
-        raise InputError(f"test_size is {size}; there are {count} test examples, take at most these")
-    return torch.from_numpy(np.random.default_rng(seed).permutation(count)[:size])
+    _, first, which = np.unique(users, return_index=True, return_inverse=True)
+    rest, held_out = split(len(first), fraction, seed, size=size, of="users")
+    place = np.empty(len(first), dtype=np.int64)  # in the order of the two parts, of each user by the number of its id
+    place[np.argsort(first)[np.concatenate([held_out.numpy(), rest.numpy()])]] = np.arange(len(first))
+    places = place[which]
+    order = torch.from_numpy(np.argsort(places, kind="stable"))
+    ends = int((places < len(held_out)).sum())
+    return order[ends:], order[:ends]
+
+
+def as_ids(given: NDArray[Any]) -> UserIds:
+    """Ids as text without spaces around them, so that nobody counts as two users because of a space; missing ones are empty.
+
+    >>> as_ids(np.array([" anna", "ben", "anna ", "nan", ""])).tolist()
+    ['anna', 'ben', 'anna', '', '']
+    >>> as_ids(np.array([3.0, np.nan])).tolist()
+    ['3', '']
+    """
+    if given.dtype.kind == "f":  # as a column of whole numbers with gaps is often saved
+        given = np.array(["" if np.isnan(number) else f"{number:.17g}" for number in given.tolist()], dtype=np.str_)
+    found: UserIds = np.char.strip(given.astype(np.str_))
+    return np.where(np.char.lower(found) == "nan", "", found)
+
+
+def count_users(users: UserIds) -> int:
+    """The number of users, which is public."""
+    return len(np.unique(users))
+
+
+def add_shared_users(problems: Problems, place: Path, train: UserIds | None, test: UserIds | None) -> None:
+    """Add a problem if a user has examples in both; None stands for data without ids, which cannot be compared."""
+    if train is not None and test is not None and np.isin(test[test != ""], train).any():
+        fault = "has examples of the same user in the training part and in the test part, whose figures would be private"
+        problems.add(f"{place} {fault}", "each user must be in one part")

@@ -1,15 +1,19 @@
 """Decodes an image file into 8-bit RGB, or refuses it by name. Training, evaluation and predictions share this one function.
 
-Every file is decoded on its own: no minimum or maximum of its pixels, or of other files, is used to scale it.
+Every file is decoded on its own: no minimum or maximum of its pixels, or of other files, is used to scale it. For evaluation
+the shorter side is resized and the centre cropped: with Pillow for data, and by the same bytes in torch operations for deployed
+models (``test_image_decoding.py``), which take images of any size without Pillow.
 """
 
 from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from dp_microadam.errors import DPMicroAdamError, InputError
 
@@ -19,10 +23,13 @@ if TYPE_CHECKING:
 EXTENSIONS = (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 BIT_DEPTHS = range(9, 17)
 """Bit depths that files with 16 bits per grey value may be declared to have."""
-_BACKGROUND = (255, 255, 255)
+
+_BACKGROUND = (255, 255, 255, 255)
 """What transparent pixels show: white, as a page would."""
 _WITH_ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
 _SIXTEEN_BITS = ("I;16", "I;16B", "I;16L", "I;16N")
+_COEFFICIENT_BITS = 22
+"""Pillow rounds the coefficients of 8-bit images to multiples of 2⁻²²."""
 
 
 class _Unreadable(Exception):
@@ -58,32 +65,12 @@ def decoded(path: Path, bit_depth: int = 16) -> Image:
                 return _as_seen(image, bit_depth)
     except _Unreadable as reason:
         raise InputError(f"{path} {reason}") from None
-    except OSError as error:
-        if error.errno is None:  # Pillow's own, for files that are no images or end early
-            raise InputError(_undecodable(path, error)) from None
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
     except Exception as error:  # Pillow's decoders raise almost anything on damaged files
-        raise InputError(_undecodable(path, error)) from None
-
-
-def used_bits(path: Path) -> int:
-    """Bits that the largest grey value in a file of 16 bits needs; 0 for other files. Only for the owner: it is private.
-
-    Raises:
-        InputError: naming the file, if it cannot be decoded.
-    """
-    import PIL.Image
-
-    decoded(path)
-    with PIL.Image.open(path) as image:
-        grey = image.mode in (*_SIXTEEN_BITS, "I")
-        return int(np.asarray(image).max()).bit_length() if grey else 0
-
-
-def _undecodable(path: Path, error: Exception) -> str:
-    name = type(error).__name__
-    reason = {"UnidentifiedImageError": "it holds none", "OSError": "it ends early or is damaged"}.get(name, name)
-    return f"{path} cannot be decoded as an image ({reason}); replace or remove it"
+        if isinstance(error, OSError) and error.errno is not None:
+            raise InputError(f"{path} cannot be read: {error.strerror}") from None
+        kind = type(error).__name__
+        cause = {"UnidentifiedImageError": "it holds none", "OSError": "it ends early or is damaged"}.get(kind, kind)
+        raise InputError(f"{path} cannot be decoded as an image ({cause}); replace or remove it") from None
 
 
 def _as_seen(image: Image, bit_depth: int) -> Image:
@@ -113,8 +100,7 @@ def _as_seen(image: Image, bit_depth: int) -> Image:
 def _stored_bits(image: Image) -> int:
     """Bits per value in the file: 16 where Pillow unpacks 16-bit values or keeps them, 32 for other integers, else 8."""
     tiles = getattr(image, "tile", None)  # of images read from a file
-    unpacked = str(tiles[0][3]) if tiles else ""
-    if image.mode in _SIXTEEN_BITS or ";16" in unpacked:
+    if image.mode in _SIXTEEN_BITS or ";16" in (str(tiles[0][3]) if tiles else ""):
         return 16
     if image.mode == "I":  # before Pillow 11, PNG's 16-bit values; netpbm's, which are scaled to 16 bits, in all versions
         return 16 if image.format in ("PNG", "PPM") else 32
@@ -134,5 +120,61 @@ def _eight_bits(image: Image, bit_depth: int) -> Image:
 def _over_background(image: Image) -> Image:
     import PIL.Image
 
-    page = PIL.Image.new("RGBA", image.size, (*_BACKGROUND, 255))
-    return PIL.Image.alpha_composite(page, image).convert("RGB")
+    return PIL.Image.alpha_composite(PIL.Image.new("RGBA", image.size, _BACKGROUND), image).convert("RGB")
+
+
+def shorter_side(size: int) -> int:
+    """The length that the shorter side of an image is resized to before the centre of ``size`` is cropped: 8/7 of it.
+
+    >>> shorter_side(224), shorter_side(28)
+    (256, 32)
+    """
+    return round(size * 256 / 224)
+
+
+def resized_centre(image: Image, size: int) -> Image:
+    """The centre of an image, ``size`` × ``size``, after its shorter side was resized to :func:`shorter_side`."""
+    import PIL.Image
+
+    width, height = (_resized(side, min(image.size), size) for side in image.size)
+    left, top = (width - size) // 2, (height - size) // 2
+    # Versions of Pillow differ in which direction comes first; the bytes differ with it.
+    narrowed = image.resize((width, image.height), PIL.Image.Resampling.BILINEAR)
+    whole = narrowed.resize((width, height), PIL.Image.Resampling.BILINEAR)
+    return whole.crop((left, top, left + size, top + size))
+
+
+class ResizedCentre(nn.Module):
+    """:func:`resized_centre` for uint8 images [B, C, H, W] of any height and width, in torch operations; returns uint8."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, images: Tensor) -> Tensor:
+        height, width = images.shape[-2:]
+        shorter = torch.sym_min(height, width)
+        across, down = (_coefficients(side, _resized(side, shorter, self.size), self.size) for side in (width, height))
+        # float64 holds these sums exactly. Pillow rounds after the horizontal pass too.
+        rows = _rounded(images.double() @ across.to(images.device).T)
+        return _rounded(down.to(images.device) @ rows).to(torch.uint8)
+
+
+def _resized(side: Any, shorter: Any, size: int) -> Any:
+    """The length of a side after resizing, rounded to the nearest integer; in integers, which can be traced."""
+    return torch.sym_max(size, (2 * side * shorter_side(size) + shorter) // (2 * shorter))
+
+
+def _coefficients(side: Any, resized: Any, size: int) -> Tensor:
+    """Pillow's antialiased bilinear filter as a matrix [size, side], for the ``size`` pixels in the middle of ``resized``."""
+    scale = side / resized
+    support = torch.sym_max(scale, 1.0)
+    centres = (torch.arange(size, dtype=torch.float64) + (resized - size) // 2 + 0.5) * scale
+    pixels = torch.arange(side, dtype=torch.float64) + 0.5
+    weights = (1 - (pixels - centres[:, None]).abs() / support).clamp(min=0)
+    weights = weights / weights.sum(1, keepdim=True)
+    return torch.floor(weights * 2**_COEFFICIENT_BITS + 0.5) / 2**_COEFFICIENT_BITS
+
+
+def _rounded(values: Tensor) -> Tensor:
+    return torch.floor(values + 0.5).clamp(0, 255)

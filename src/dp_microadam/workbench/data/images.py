@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from dataclasses import dataclass
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,10 +16,19 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from dp_microadam.errors import InputError, UnreadableExample
+from dp_microadam.validation import require_integer
 from dp_microadam.workbench.data.augmentation import random_boxes
-from dp_microadam.workbench.data.image_decoding import decoded, require_pillow
-from dp_microadam.workbench.data.image_listing import list_images
-from dp_microadam.workbench.data.resampling import resized_centre
+from dp_microadam.workbench.data.columns import Unsuitable
+from dp_microadam.workbench.data.dataset import Found, Source, UserIds, add_shared_users, as_ids
+from dp_microadam.workbench.data.image_decoding import (
+    BIT_DEPTHS,
+    EXTENSIONS,
+    decoded,
+    require_pillow,
+    resized_centre,
+)
+from dp_microadam.workbench.data.raw import RawImages
+from dp_microadam.workbench.data.rows import Problems, open_rows
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -26,18 +36,26 @@ if TYPE_CHECKING:
 SIZE = 224
 """Default height and width that images are resized to."""
 
+_OTHER_FORMATS = (".avif", ".cr2", ".dcm", ".dicom", ".dng", ".heic", ".heif", ".jp2", ".jxl", ".nef", ".nii", ".npy", ".psd")
+"""Images, but not in a format that is read; passing them over would lose examples without a word."""
+_CLUTTER = ("__MACOSX", "@eaDir")
+_TABLES = (".csv", ".json", ".jsonl", ".toml", ".tsv")
+"""Files beside the class folders that may belong to the data, such as a user_table."""
+
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
     """Dataset of image files: pairs of an image as uint8 [3, size, size] and its class index.
 
-    ``files`` are paths within ``folder``. By default each image is resized so that its shorter side is 8/7 of ``size``, and the
-    centre is cropped. :meth:`random_crops` returns a dataset of random resized crops instead.
+    ``files`` are paths within ``folder``, in one compact array: a list of a million strings would be copied into each worker by
+    reference counting. By default each image is resized so that its shorter side is 8/7 of ``size``, and the centre is cropped.
+    :meth:`random_crops` returns a dataset of random resized crops instead.
     """
 
     def __init__(
         self, folder: Path, files: NDArray[np.bytes_], labels: NDArray[np.int64], size: int, bit_depth: int = 16
     ) -> None:
         self.folder = folder
+        self.users: UserIds | None = None
         self._files = files
         self._labels = labels
         self._size = size
@@ -45,10 +63,14 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         self._crops = 0
         self._protected = False
 
-    def part(self, rows: Tensor) -> ImageFolder:
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one image."""
+        return 3, self._size, self._size
+
+    def part(self, rows: NDArray[np.int64]) -> ImageFolder:
         """The images with these indices."""
-        chosen = rows.numpy()
-        return ImageFolder(self.folder, self._files[chosen], self._labels[chosen], self._size, self._bit_depth)
+        return ImageFolder(self.folder, self._files[rows], self._labels[rows], self._size, self._bit_depth)
 
     def protected(self) -> ImageFolder:
         """The same images as private training data: an error message does not tell which image caused it."""
@@ -64,12 +86,6 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
     def __len__(self) -> int:
         return len(self._files)
-
-    @property
-    def place(self) -> Path:
-        """The folder of the part that these images are of: train, or all of it where there are no parts."""
-        part, *rest = os.fsdecode(bytes(self._files[0])).split("/")
-        return self.folder / part if len(rest) == 2 else self.folder
 
     def example_ids(self) -> NDArray[np.bytes_]:
         """Identifiers of the examples: paths within the folder, which do not depend on where it is stored."""
@@ -96,31 +112,6 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return views if self._crops > 1 else views[0], label
 
 
-@dataclass(frozen=True, eq=False)
-class FoundImages:
-    """The images of a data folder. ``test`` is None if the folder has no test part: it is split off then."""
-
-    train: ImageFolder
-    test: ImageFolder | None
-    classes: tuple[str, ...]
-    notes: tuple[str, ...]
-    """What the owner of the folder should know about it."""
-
-
-def read_folder(folder: Path, size: int, expected_classes: int | None, bit_depth: int = 16) -> FoundImages:
-    """The images of a folder, as ``list_images`` finds them. None is decoded yet.
-
-    Raises:
-        InputError: with all that is wrong with the folder.
-    """
-    require_pillow()
-    listing = list_images(folder, expected_classes)
-    listing.require_in_order()
-    parts = [ImageFolder(folder, part.files, part.labels, size, bit_depth) for part in listing.parts]
-    notes = () if listing.note is None else (listing.note,)
-    return FoundImages(parts[0], parts[1] if len(parts) == 2 else None, listing.classes, notes)
-
-
 def _random_crop(image: Image, size: int) -> Tensor:
     import PIL.Image
 
@@ -132,3 +123,170 @@ def _random_crop(image: Image, size: int) -> Tensor:
 
 def _tensor(image: Image) -> Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+
+
+def read_images(source: Source) -> Found:
+    """The images in ``train/CLASS`` and ``val/CLASS`` (or ``test/CLASS``), or in ``CLASS`` where there are no such folders.
+
+    Classes are the folders' names in alphabetical order: of ``train``, or of the folder itself. None is decoded yet.
+    """
+    require_pillow()
+    options, place = source.options, source.place
+    bit_depth = require_integer("data_options.bit_depth", options.get("bit_depth", 16), BIT_DEPTHS.start, BIT_DEPTHS.stop - 1)
+    size = source.image_size or SIZE
+    listing = _Listing(place, source.problems)
+    expected = source.data.num_classes if source.verify else None
+    if any(_has_folders(place / name) for name in ("train", "val", "test")):
+        test = next((place / name for name in ("val", "test") if (place / name).is_dir()), place / "val")
+        parts = [place / "train", test]
+    else:
+        parts = [place]
+    for part in parts:
+        if not part.is_dir():
+            wanted = "it must hold train/CLASS/*.jpg and val/CLASS/*.jpg, or CLASS/*.jpg"
+            source.problems.add(f"{place} lacks the folder {part.name}", wanted)
+    source.problems.refuse()
+    classes = listing.class_folders(parts[0], expected)
+    for name in sorted(set().union(*(listing.class_folders(part) for part in parts[1:])) - set(classes)):
+        source.problems.add(f"{parts[1] / name} is a class that {parts[0]} does not have", "remove it, or add it there")
+    files = [listing.images(part, classes) for part in parts]
+    found = [ImageFolder(place, *listed, size, bit_depth) for listed in files]
+    _add_users(source, found)
+    source.problems.refuse()
+    notes = [f"passed over {listing.passed_over} files that are no images by their names"] if listing.passed_over else []
+    if len(found) == 1:
+        divided = "" if found[0].users is None else ", divided by whose images they are,"
+        notes.append(f"{place} has no test part of its own: a fifth of it{divided} is set aside for tests, and not protected")
+    test_part = found[1] if len(found) == 2 else None
+    return Found(found[0], test_part, classes, RawImages.of_any_size(size, bit_depth), tuple(notes))
+
+
+class _Listing:
+    """Finds image files and everything that is wrong with a folder; nothing is decoded."""
+
+    def __init__(self, folder: Path, problems: Problems) -> None:
+        self.folder = folder
+        self._problems = problems
+        self.passed_over = 0
+
+    def class_folders(self, part: Path, expected: int | None = None) -> list[str]:
+        names = []
+        for entry in sorted(os.scandir(part), key=lambda entry: entry.name):
+            if entry.is_dir() and not _is_clutter(entry.name):
+                names.append(entry.name)
+            elif _is_image(entry.name) and not entry.is_dir():
+                self._problems.add(f"{entry.path} lies in no class folder", f"put it into {part}/CLASS, or remove it")
+            elif part != self.folder or not entry.name.lower().endswith(_TABLES):
+                self.passed_over += 1
+        if not names:
+            self._problems.add(f"{part} has no class folders", "it must hold CLASS/*.jpg")
+        if expected is not None and len(names) != expected:
+            fault = f"{part} has {len(names)} class folders, not the {expected} of the published data"
+            self._problems.add(fault, "set verify_data=false if it is your own data")
+        return names
+
+    def images(self, part: Path, classes: list[str]) -> tuple[NDArray[np.bytes_], NDArray[np.int64]]:
+        names: list[bytes] = []
+        labels: list[int] = []
+        prefix = "" if part == self.folder else f"{part.name}/"
+        for label, class_name in enumerate(classes):
+            if not (part / class_name).is_dir():
+                continue
+            for entry in sorted(os.scandir(part / class_name), key=lambda entry: entry.name):
+                if self._is_accepted(entry):
+                    names.append(os.fsencode(f"{prefix}{class_name}/{entry.name}"))
+                    labels.append(label)
+        if not names and classes:
+            self._problems.add(f"{part} holds no images", f"put them into {part}/CLASS")
+        return np.array(names, dtype=np.bytes_), np.array(labels, dtype=np.int64)
+
+    def _is_accepted(self, entry: os.DirEntry[str]) -> bool:
+        if _is_image(entry.name) and not entry.is_dir():
+            return True
+        if _is_clutter(entry.name):
+            self.passed_over += 1
+        elif entry.is_dir():
+            self._problems.add(f"{entry.path} is a folder inside a class", "images must lie in the class folder itself")
+        elif entry.name.lower().endswith(_OTHER_FORMATS):
+            self._problems.add(f"{entry.path} is in a format that is not read", f"save it as one of {', '.join(EXTENSIONS)}")
+        else:
+            self.passed_over += 1
+        return False
+
+
+def _has_folders(folder: Path) -> bool:
+    """Whether it is a part: it has folders in it. A folder of images called train may be a class: of vehicles."""
+    return folder.is_dir() and any(entry.is_dir() and not _is_clutter(entry.name) for entry in os.scandir(folder))
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(EXTENSIONS) and not _is_clutter(name)
+
+
+def _is_clutter(name: str) -> bool:
+    return name.startswith(".") or name in _CLUTTER
+
+
+def _add_users(source: Source, parts: list[ImageFolder]) -> None:
+    """Whose each image is: by a CSV file of files and users, or by a pattern on the file names. A test part may name none."""
+    whose = _users_by(source)
+    if whose is None:
+        return
+    by, user_of = whose
+    for number, part in enumerate(parts):
+        files = [os.fsdecode(bytes(file)) for file in part.example_ids()]
+        ids = as_ids(np.array([user_of(file) for file in files], dtype=np.str_))
+        nobody = [file for file, user in zip(files, ids, strict=True) if not user]
+        if nobody and (number == 0 or len(nobody) < len(files)):
+            remedy = "every image must have one, rename the file or extend what names users"
+            source.problems.add(f"{source.place} has an image without a user by {by}", remedy, nobody)
+        part.users = None if number and len(nobody) == len(files) else ids
+    if len(parts) == 2:
+        add_shared_users(source.problems, source.place, parts[0].users, parts[1].users)
+
+
+def _users_by(source: Source) -> tuple[str, Callable[[str], str]] | None:
+    """What names users, and the function from a file's path within the folder to its user."""
+    table, pattern = (source.options.get(name) for name in ("user_table", "user_pattern"))
+    if table is None and pattern is None:
+        return None
+    if table is not None and pattern is not None:
+        raise InputError(f"data_options has user_table = {table!r} and user_pattern = {pattern!r}; it must have one of them")
+    for name, value in (("user_table", table), ("user_pattern", pattern)):
+        if value is not None and not (isinstance(value, str) and value):
+            raise InputError(f"data_options.{name} is {value!r}; it must be a string")
+    if pattern is None:
+        place = source.place / Path(str(table)).expanduser()
+        users = _table_of_users(place, source.problems)
+        return str(place), lambda file: users.get(file, "")
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise InputError(f"data_options.user_pattern is {pattern!r}; it must be a regular expression ({error})") from None
+    if compiled.groups != 1:
+        raise InputError(
+            f"data_options.user_pattern is {pattern!r} with {compiled.groups} groups; it must have one group (…), the user, "
+            "and match the whole file name"
+        )
+
+    def user_of(file: str) -> str:
+        match = compiled.fullmatch(file.rpartition("/")[2])
+        return (match[1] or "") if match else ""
+
+    return f"user_pattern '{pattern}'", user_of
+
+
+def _table_of_users(place: Path, problems: Problems) -> dict[str, str]:
+    users: dict[str, str] = {}
+    names, rows = open_rows(place)
+    if not {"file", "user"} <= set(names):
+        raise InputError(f"{place} must have one column 'file' and one column 'user'; its first line must name them")
+    for line, row in rows:
+        if isinstance(row, Unsuitable):
+            problems.add(f"{place} has a row that {row.fault}", row.remedy, [f"line {line}"])
+            continue
+        file, user = os.path.normpath(row["file"].strip()), row["user"].strip()
+        if users.get(file, user) != user:
+            problems.add(f"{place} has a row that gives a file another user than before", "it must have one", [f"line {line}"])
+        users[file] = user
+    return users

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,12 +30,11 @@ from dp_microadam.training.schedules import Schedule
 from dp_microadam.training.token_losses import next_token_hits, next_token_loss
 from dp_microadam.training.trainer import PrivateTrainer, UnprotectedPlan
 from dp_microadam.workbench import models
+from dp_microadam.workbench.data import Preparation
 from dp_microadam.workbench.data.augmentation import Augmentation
-from dp_microadam.workbench.data.dataset import LabelledData, size_of
+from dp_microadam.workbench.data.dataset import LabelledData, count_users, size_of
 from dp_microadam.workbench.data.images import ImageFolder
-from dp_microadam.workbench.data.preparation import Preparation
 from dp_microadam.workbench.data.sources import load
-from dp_microadam.workbench.data.users import count_users
 from dp_microadam.workbench.recipes.advice import bands_of, noise_memory_of, refuse_unadvisable, with_advice
 from dp_microadam.workbench.recipes.canaries import add_canaries, canaries_in_words, with_canary_key
 from dp_microadam.workbench.recipes.experiment import Experiment
@@ -211,21 +211,19 @@ def _method(recipe: Recipe, model: nn.Module, data: LabelledData) -> Method:
 
 def load_data(recipe: Recipe) -> LabelledData:
     """The data that a recipe names."""
-    return load(
-        recipe.data,
-        recipe.data_folder or None,
-        validation_fraction=recipe.validation_fraction,
-        validation_size=recipe.validation_size,
-        train_size=recipe.train_size,
-        test_size=recipe.test_size,
-        split_seed=recipe.split_seed,
-        image_size=recipe.image_size,
-        verify=recipe.verify_data,
-        memory_gib=recipe.data_memory_gib,
-        **text_arguments(recipe),
-        columns=recipe.columns,
+    return load(recipe.data, recipe.data_folder or None, **load_settings(recipe), **text_arguments(recipe))
+
+
+def load_settings(recipe: Recipe) -> dict[str, Any]:
+    """What a recipe says about loading and checking its data; texts need an encoder besides."""
+    same = ("validation_fraction", "validation_size", "train_size", "test_size", "split_seed", "image_size", "columns")
+    return {
+        **{name: getattr(recipe, name) for name in same},
+        "verify": recipe.verify_data,
+        "memory_gib": recipe.data_memory_gib,
+        "labelled": not recipe.predicts_tokens,
         **recipe.data_options,
-    )
+    }
 
 
 def _augmentation(recipe: Recipe, data: LabelledData) -> Augmentation | None:

@@ -12,9 +12,9 @@ from dp_microadam.errors import DPMicroAdamError, InputError
 from dp_microadam.training.deployment import Deployment
 from dp_microadam.training.export import normalization_in_words
 from dp_microadam.training.program import for_deployment
+from dp_microadam.workbench.data import Preparation
 from dp_microadam.workbench.data.dataset import LabelledData, size_of
 from dp_microadam.workbench.data.images import ImageFolder
-from dp_microadam.workbench.data.preparation import Preparation
 from dp_microadam.workbench.recipes.experiment import Experiment
 
 _CHECKED = 32

@@ -16,10 +16,9 @@ from dp_microadam.training.evaluation import ClassCounts, PerExample, count_hits
 from dp_microadam.training.frozen_features import FrozenFeatures
 from dp_microadam.training.token_losses import document_hits, document_tokens
 from dp_microadam.training.trainer import PrivateTrainer, RunResult
-from dp_microadam.workbench.data.dataset import Examples, LabelledData, size_of
+from dp_microadam.workbench.data import Preparation
+from dp_microadam.workbench.data.dataset import Examples, LabelledData, count_users, size_of
 from dp_microadam.workbench.data.images import ImageFolder
-from dp_microadam.workbench.data.preparation import Preparation
-from dp_microadam.workbench.data.users import count_users
 from dp_microadam.workbench.models.hugging_face import TextModel
 from dp_microadam.workbench.recipes.canaries import Canaries
 from dp_microadam.workbench.recipes.language import LanguageFigures, language_figures

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dp_microadam.errors import InputError
-from dp_microadam.workbench.data.catalogue import known
-from dp_microadam.workbench.data.places import find, usual_folders
+from dp_microadam.workbench.data.catalogue import find, usual_folders
 from dp_microadam.workbench.recipes import vocabulary
 
 if TYPE_CHECKING:
@@ -53,10 +52,9 @@ def missing_files(recipe: Recipe) -> str | None:
 
     Names of the Hugging Face hub, with a slash in them, may be fetched, and are not asked for.
     """
-    data, name = known(recipe.data), recipe.model_options.get("pretrained")
+    name = recipe.model_options.get("pretrained")
     try:
-        if not data.package:
-            find(recipe.data, data, recipe.data_folder or None)
+        find(recipe.data, recipe.data_folder or None)
     except InputError as error:
         return str(error)
     if not isinstance(name, str) or not name or "/" in name or Path(located(name)).exists():

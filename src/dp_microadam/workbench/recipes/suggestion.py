@@ -15,15 +15,14 @@ from typing import Any
 import tomli_w
 
 from dp_microadam.errors import InputError
-from dp_microadam.workbench.data.columns import Category, Column, Date, Ignored, Number, Unsuitable, plain
-from dp_microadam.workbench.data.csv_rows import CsvFile, Layout, Problems, blocks
+from dp_microadam.workbench.data.columns import Column, Unsuitable
+from dp_microadam.workbench.data.rows import open_rows
 
 _MISSING = ("", "?", "NA", "N/A", "na", "n/a", "nan", "NaN", "NULL", "null", "None", ".", "-")
 _FORMATS = (None, "%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y", "%Y/%m/%d")
 _MOST_VALUES = 60
 _ROWS_PER_VALUE = 10
 """Values that fewer rows have are not written down: they may say who is in the data."""
-_ALL_DAYS = (1, date.max.toordinal())
 
 _HEAD = """\
 # A first declaration of {path}. PRIVATE: it was written from the rows of the file, which no ε accounts for.
@@ -52,14 +51,14 @@ def suggest(path: Path, label: str | None = None) -> str:
     """
     if path.suffix.lower() != ".csv" or not path.is_file():
         raise InputError(f"{str(path)!r} is not a CSV file; --suggest needs one, with a header")
-    problems = Problems(path)
-    seen: dict[str, Counter[str]] = {}
-    for cells in blocks(CsvFile(path, Layout("", 2)), problems):
-        for name in cells.at:
-            seen.setdefault(name, Counter()).update(cells.of(name))
-    for sentence in problems.sentences():
-        raise InputError(sentence)
-    label = list(seen)[-1] if label is None and seen else label
+    names, rows = open_rows(path)
+    seen: dict[str, Counter[str]] = {name: Counter() for name in names}
+    for line, row in rows:
+        if isinstance(row, Unsuitable):
+            raise InputError(f"{path} has a row that {row.fault} (line {line}); {row.remedy}")
+        for name, text in row.items():
+            seen[name][text.strip()] += 1
+    label = names[-1] if label is None and names else label
     if label not in seen or len(seen) < 2 or not seen[label]:
         raise InputError(
             f"{path} has no column {label!r} beside others with rows below; name the column of labels with --label"
@@ -73,30 +72,31 @@ def _declared(name: str, texts: Counter[str]) -> tuple[Column, str]:
     """A declaration for a column with these texts, and a remark."""
     missing = tuple(text for text in _MISSING if text in texts)
     present = [text for text in texts if text not in missing]
-    rows = sum(texts[text] for text in present)
-    if present and _all_suit(Number(), present):
-        numbers = [float(text) for text in present]
+    numbers = _numbers(Column("number"), present)
+    if numbers:
+        rows = sum(texts[text] for text in present)
         if len(present) == rows > 1 and all(number.is_integer() for number in numbers) and "id" in name.lower():
-            return Ignored(), "a different number in every row"
-        return Number(missing, _around(min(numbers), max(numbers))), "public? the limits"
+            return Column("ignored"), "a different number in every row"
+        return Column("number", range=_around(min(numbers), max(numbers)), missing=missing), "public? the limits"
     for form in _FORMATS:
-        if present and _all_suit(Date(range=_ALL_DAYS, format=form), present):
-            return Date(missing, _years(present, form), form), "public? the years"
+        if days := _numbers(Column("date", format=form), present):
+            first, last = (date.fromordinal(int(day)).year for day in (min(days), max(days)))
+            years = date(first, 1, 1).toordinal(), date(last, 12, 31).toordinal()
+            return Column("date", range=years, format=form, missing=missing), "public? the years"
     common = tuple(sorted(text for text in present if texts[text] >= _ROWS_PER_VALUE))
     if common and len(common) <= _MOST_VALUES:
         rare = len(common) < len(present)
         left_out = f"; values of fewer than {_ROWS_PER_VALUE} rows are left out" if rare else ""
-        return Category(missing, common, rare), f"public? the values{left_out}"
-    return Ignored(), "text with too many values, or with too few rows for each"
+        return Column("category", values=common, other=rare, missing=missing), f"public? the values{left_out}"
+    return Column("ignored"), "text with too many values, or with too few rows for each"
 
 
-def _all_suit(column: Column, texts: Sequence[str]) -> bool:
+def _numbers(column: Column, texts: Sequence[str]) -> list[float]:
+    """What the texts are as numbers or days; empty if one of them is none."""
     try:
-        for text in texts:
-            column.vector(text)
+        return [column.number(text) for text in texts]
     except Unsuitable:
-        return False
-    return True
+        return []
 
 
 def _around(low: float, high: float) -> tuple[float, float]:
@@ -112,14 +112,8 @@ def _around(low: float, high: float) -> tuple[float, float]:
     return float(f"{ends[0]:.12g}"), float(f"{ends[1]:.12g}")
 
 
-def _years(texts: Sequence[str], form: str | None) -> tuple[int, int]:
-    days = [Date(range=_ALL_DAYS, format=form).day(text) for text in texts]
-    first, last = (date.fromordinal(day).year for day in (min(days), max(days)))
-    return date(first, 1, 1).toordinal(), date(last, 12, 31).toordinal()
-
-
 def _line(column: Column, remark: str) -> str:
-    written = ", ".join(f"{option} = {_toml(value)}" for option, value in plain(column).items())
+    written = ", ".join(f"{option} = {_toml(value)}" for option, value in column.declared.items())
     return f"{{ {written} }}  # {remark}"
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_microadam.errors import InputError
-from dp_microadam.workbench.data.raw_texts import TEXT_ENDINGS, texts_in
-from dp_microadam.workbench.data.text import Columns
+from dp_microadam.workbench.data.raw import TEXT_ENDINGS, texts_in
 from dp_microadam.workbench.models.hugging_face import TextEncoder, saved_classifier
 from dp_microadam.workbench.recipes.experiment import Experiment
 from dp_microadam.workbench.recipes.texts import class_names_of, encoder_of, text_column_of
@@ -24,7 +23,7 @@ class TextClassifier:
     model: nn.Module
     encoder: TextEncoder
     classes: tuple[str, ...]
-    column: str = Columns.text
+    column: str = "text"
     """Of CSV files and JSON lines."""
 
     endings = TEXT_ENDINGS

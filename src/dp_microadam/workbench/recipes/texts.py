@@ -9,7 +9,7 @@ from dp_microadam.errors import InputError
 from dp_microadam.workbench.recipes import vocabulary
 
 if TYPE_CHECKING:
-    from dp_microadam.workbench.data.text import Columns
+    from dp_microadam.workbench.data.tables import Layout
     from dp_microadam.workbench.models.hugging_face import TextEncoder
     from dp_microadam.workbench.recipes.recipe import Recipe
 
@@ -63,26 +63,26 @@ def encoder_of(recipe: Recipe) -> TextEncoder:
 
 def class_names_of(recipe: Recipe) -> tuple[str, ...]:
     """Names of the classes; none for a language model."""
-    return tuple(_columns_of(recipe).classes)
+    return _layout_of(recipe).names
 
 
 def text_column_of(recipe: Recipe) -> str:
     """The column that texts are in."""
-    return _columns_of(recipe).text
+    return _layout_of(recipe).text or "text"
 
 
-def _columns_of(recipe: Recipe) -> Columns:
+def _layout_of(recipe: Recipe) -> Layout:
     from dp_microadam.workbench.data.catalogue import known
-    from dp_microadam.workbench.data.sources import text_columns
+    from dp_microadam.workbench.data.tables import layout_of
 
-    return text_columns(known(recipe.data), recipe.data_options, labelled=not recipe.predicts_tokens)
+    return layout_of(known(recipe.data), recipe.data_options, labelled=not recipe.predicts_tokens)
 
 
 def text_arguments(recipe: Recipe) -> dict[str, Any]:
     """Arguments of ``load`` for the texts of a recipe; none for other data."""
     if recipe.data not in vocabulary.TEXT_SETS:
         return {}
-    return {"encode": encoder_of(recipe), "labelled": not recipe.predicts_tokens}
+    return {"encode": encoder_of(recipe)}
 
 
 def texts_in_words(recipe: Recipe) -> list[str]:

@@ -113,7 +113,7 @@ def _audit_own_run(options: argparse.Namespace) -> int:
     from dp_microadam.ledger.ledger import read_ledger
     from dp_microadam.workbench.audit.own_run import CANNOT_SHOW, audit_own_run, canary_scores
     from dp_microadam.workbench.command_line.commands.running import open_run
-    from dp_microadam.workbench.data.preparation import Preparation
+    from dp_microadam.workbench.data import Preparation
 
     for name in ("epsilon", "steps", "canaries", "repetitions"):
         if getattr(options, name) is not None:

