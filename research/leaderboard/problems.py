@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from dp_microadam.layers.fixed_norm import FixedNorm
 from dp_microadam.workbench import data, models
-from dp_microadam.workbench.data.places import usual_folders
-from dp_microadam.workbench.data.preparation import Preparation
+from dp_microadam.workbench.data import Preparation
+from dp_microadam.workbench.data.catalogue import usual_folders
 
 Part = tuple[Tensor, Tensor]
 Parts = tuple[Part, Part]
