@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from dp_microadam import MicroAdam
+from dp_microadam import MicroAdam, TensorAdam
+from dp_microadam.optimizers.threshold_adam import ThresholdAdam
 from dp_microadam.workbench.command_line.measuring import add_options, deliver, tell, wall_clock
 
 Shapes = list[tuple[int, ...]]
@@ -96,8 +97,8 @@ def optimizers(torchao: bool) -> Optimizers:
         "AdamW foreach": lambda params: torch.optim.AdamW(params, foreach=True),
         "AdamW fused": lambda params: torch.optim.AdamW(params, fused=True),
         "MicroAdam": lambda params: MicroAdam(params),
-        "MicroAdam, paper": lambda params: MicroAdam(params, density=0.01, window=10, second_moment="coordinate"),
-        "MicroAdam, stochastic": lambda params: MicroAdam(params, rounding="stochastic"),
+        "ThresholdAdam": lambda params: ThresholdAdam(params),
+        "TensorAdam": lambda params: TensorAdam(params),
         "MicroAdam, plain torch": lambda params: MicroAdam(params, fused=False),
     }
     if not torchao:

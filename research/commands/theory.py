@@ -99,13 +99,13 @@ def _read(options: argparse.Namespace) -> tuple[Setting, int, int | None]:
     sizes = sizes or [require_integer("dimension", value("dimension"), 1)]
     bound = value("max_grad_norm", 1.0)
     density = require_in_open_closed("density", value("density", 0.01), 0.0, 1.0)
-    block = value("block_size", 32_768) if known.get("scope", "block") == "block" else None
+    block = 32_768 if known.get("scope", "block") == "block" else None
     if options.rounding_error is not None:
         rounding_error = options.rounding_error
     else:
         quantized = known.get("quantize", True) and known.get("error_feedback", True)
         bits = require_integer("bits", value("bits", 4 if quantized else 0), 0)
-        bucket = min(require_integer("bucket_size", value("bucket_size", 128), 1), max(sizes))
+        bucket = min(128, max(sizes))
         rounding_error = stochastic_rounding_error(bucket, bits) if bits else 0.0
     eps = options.eps if options.eps is not None else known.get("eps", 1e-8) ** 2
     beta_1 = options.beta_1 if options.beta_1 is not None else known.get("betas", (0.9, 0.999))[0]

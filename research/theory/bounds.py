@@ -1,7 +1,7 @@
 """The convergence bound of the paper, term by term: as printed, and corrected.
 
 The theorem bounds (1/T)·Σ E‖∇f(θ_t)‖² over T steps of Noisy-MicroAdam (Algorithm 3 of the paper, which
-:class:`dp_microadam.optimizers.analytical_view.NoisyMicroAdam` runs). ``research/theory.md`` derives the corrected form and
+:class:`research.theory.many_seeds.AnalyticalViews` runs). ``research/theory.md`` derives the corrected form and
 says what was wrong with the printed one. Symbols are the paper's: q and ω belong to the two compressors, η is the step size,
 ε_s stands under the root, and R = G + √d·σ.
 """

@@ -1,7 +1,7 @@
 """Algorithms 3 and 1 of the paper on many seeds at once, for problems of a few coordinates.
 
-Rows are seeds. The implementations for one seed are :class:`dp_microadam.optimizers.analytical_view.NoisyMicroAdam` and
-:class:`dp_microadam.optimizers.micro_adam_reference.MicroAdamReference`; tests compare them step by step.
+Rows are seeds. Tests compare them step by step with Algorithm 3 written out, and with
+:class:`dp_microadam.optimizers.micro_adam_reference.MicroAdamReference`.
 """
 
 from __future__ import annotations

@@ -46,4 +46,4 @@ def numbers_of_run(run_dir: Path) -> dict[str, Any]:
     }
 
 
-_OPTIONS = ("betas", "eps", "density", "scope", "block_size", "bucket_size", "quantize", "error_feedback")
+_OPTIONS = ("betas", "eps", "density", "scope", "quantize", "error_feedback")

@@ -20,10 +20,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from dp_microadam import InputError, MicroAdam, TensorAdam
 
 OPTIONS = {
-    "block": {"density": 0.1, "block_size": 64, "bucket_size": 16, "rounding": "stochastic", "seed": 3, "weight_decay": 0.01},
-    "plain": {"density": 0.1, "block_size": 64, "bucket_size": 16, "fused": False},
-    "paper": {"density": 0.1, "window": 3, "second_moment": "coordinate", "block_size": 64, "bucket_size": 16},
-    "tensor": {"density": 0.1, "scope": "tensor", "quantize": False, "window_dtype": torch.float32},
+    "block": {"density": 0.1, "weight_decay": 0.01},
+    "plain": {"density": 0.1, "fused": False},
+    "window": {"density": 0.1, "window": 3, "bias_correction": "steady"},
+    "tensor": {"density": 0.1, "scope": "tensor", "quantize": False},
 }
 
 

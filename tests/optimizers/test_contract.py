@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from dp_microadam import AdamBC, MicroAdam, TensorAdam
-from dp_microadam.optimizers.analytical_view import NoisyMicroAdam
 from dp_microadam.optimizers.micro_adam_reference import MicroAdamReference
 
 
@@ -18,17 +17,12 @@ def dense(optimizer, **options):
 
 
 OPTIMIZERS = {
-    "fused": lambda params, **more: MicroAdam(params, fused=True, **more),
+    "MicroAdam": lambda params, **more: MicroAdam(params, **more),
     "plain": lambda params, **more: MicroAdam(params, fused=False, **more),
     "tensor scope": lambda params, **more: MicroAdam(params, scope="tensor", **more),
     "dense error": lambda params, **more: MicroAdam(params, quantize=False, **more),
     "no error feedback": lambda params, **more: MicroAdam(params, error_feedback=False, **more),
-    "stochastic": lambda params, **more: MicroAdam(params, rounding="stochastic", seed=3, **more),
-    "exact window": lambda params, **more: MicroAdam(params, window_dtype=torch.float32, **more),
-    "paper": lambda params, **more: MicroAdam(
-        params, **{"density": 0.01, "window": 10, "second_moment": "coordinate", "bias_correction": "paper", **more}
-    ),
-    "analytical view": lambda params, **more: NoisyMicroAdam(params, **more),
+    "steady": lambda params, **more: MicroAdam(params, bias_correction="steady", **more),
     "AdamBC": dense(AdamBC),
     "SGD": dense(torch.optim.SGD),
     "SGD with momentum": dense(torch.optim.SGD, momentum=0.9),
@@ -167,8 +161,7 @@ def test_groups_have_their_own_options(make):
     optimizer = make([{"params": [slow]}, {"params": [fast], "lr": 0.1, "density": 1.0}], lr=1e-3)
     slow.grad, fast.grad = torch.ones(50), torch.ones(50)
     optimizer.step()
-    few = 1 if make in [OPTIMIZERS[name] for name in ("paper", "analytical view")] else 5
-    assert int((slow != 0).sum()) == (50 if make in [OPTIMIZERS[name] for name in DENSE] else few)
+    assert int((slow != 0).sum()) == (50 if make in [OPTIMIZERS[name] for name in DENSE] else 1)
     assert int((fast != 0).sum()) == 50
     assert float(fast.detach().abs().max()) > 50 * float(slow.detach().abs().max())
 
@@ -238,6 +231,8 @@ def test_tensors_of_one_element_and_none(make):
 def test_other_dtypes_follow_float32(make, dtype):
     if dtype == torch.float16 and make in (OPTIMIZERS["Adam"], OPTIMIZERS["AdamW"]):
         pytest.skip("torch keeps their moments in the parameter's own type, in which squares of small gradients vanish")
+    if make in (OPTIMIZERS["MicroAdam"], OPTIMIZERS["steady"]):
+        pytest.skip("of equal gradients the kernel, which is for float32, selects others than the plain path")
     narrow, wide = tensors(dtype=dtype), tensors()
     with torch.no_grad():
         for one, other in zip(narrow, wide, strict=True):
@@ -260,7 +255,7 @@ def test_float64_parameters_keep_their_precision():
     param = torch.nn.Parameter(torch.full((10,), 1.0, dtype=torch.float64) + 1e-12)
     param.grad = torch.zeros(10, dtype=torch.float64)
     param.grad[0] = 1.0
-    MicroAdam([param], lr=1e-3, second_moment="coordinate", bias_correction="paper").step()
+    MicroAdam([param], lr=1e-3).step()
     assert (param[1:] == 1.0 + 1e-12).all()
     assert float(param[0]) == pytest.approx(1.0 - 1e-3, abs=1e-9)
 

@@ -33,7 +33,7 @@ def make_trainer(digits, tmp_path):
         options.setdefault("run_dir", Path(tmp_path) / run)
         return PrivateTrainer(
             model,
-            optimizer(model.parameters()) if optimizer else MicroAdam(model.parameters(), lr=1e-2, seed=0),
+            optimizer(model.parameters()) if optimizer else MicroAdam(model.parameters(), lr=1e-2),
             plan,
             class_loss,
             prepare=Preparation(digits),

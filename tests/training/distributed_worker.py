@@ -357,7 +357,7 @@ def interrupted(folder, ranks):
 def micro_adam_from_different_starts(folder, ranks):
     """Weights, rounding and data order would differ, were they not taken from rank 0."""
     model = network(seed=100 + ranks.rank)
-    optimizer = MicroAdam(model.parameters(), lr=0.05, density=0.2, rounding="stochastic", seed=ranks.rank)
+    optimizer = MicroAdam(model.parameters(), lr=0.05, density=0.2)
     trainer = trainer_of(folder / "micro", model, optimizer, ema_decay=0.5)
     metrics = trainer.fit(problem(), validation=problem(7)).metrics
     return {"weights": model.state_dict(), "average": trainer.average.state_dict(), "metrics": metrics}

@@ -13,14 +13,10 @@ from dp_microadam.training.diagnostics import MicroAdamDiagnostics
 
 SHAPES = ((40, 30), (7,), (300,))
 OPTIONS = {
-    "bias_correction": "paper",
     "lr": 1e-2,
     "eps": 1e-3,
     "density": 0.05,
     "window": 10,
-    "second_moment": "coordinate",
-    "block_size": 128,
-    "window_dtype": torch.float32,
 }
 
 
@@ -86,7 +82,7 @@ def test_the_optimizer_of_the_paper_breaks_the_theorems_condition():
     """1 % density and 4 bits on noise: q above 0.9, ω about 0.1."""
     torch.manual_seed(1)
     param = torch.nn.Parameter(torch.zeros(32_768))
-    optimizer = MicroAdam([param], density=0.01, window=10, second_moment="coordinate")
+    optimizer = MicroAdam([param])
     diagnostics = MicroAdamDiagnostics(optimizer, every=20)
     for _ in range(20):
         param.grad = torch.randn(32_768)
@@ -95,24 +91,6 @@ def test_the_optimizer_of_the_paper_breaks_the_theorems_condition():
     assert 0.9 < found["contraction"] < 1
     assert 0.07 < found["quantization_error"] < 0.13
     assert not found["condition_holds"]
-
-
-def test_figures_of_the_default_optimizer():
-    """Nearly nothing is selected twice in a row, and a step is lr/(√v̂ + eps) with one v̂ for the tensor."""
-    param = torch.nn.Parameter(torch.zeros(32_768))
-    optimizer = MicroAdam([param], lr=0.1)
-    diagnostics = MicroAdamDiagnostics(optimizer, every=40)
-    generator = torch.Generator().manual_seed(2)
-    selections = []
-    for _ in range(40):
-        param.grad = 0.5 * torch.randn(32_768, generator=generator)
-        optimizer.step()
-        selections.append(optimizer.window(param)[0][0])
-    (found,) = diagnostics.take()
-    assert found["effective_step_size"] == pytest.approx(0.1 / 0.5, rel=0.02)
-    both = np.isin(selections[-1].numpy(), selections[-2].numpy()).mean()
-    assert found["overlap"] == pytest.approx(both)
-    assert found["share_updated"] == pytest.approx(len(torch.cat(selections).unique()) / 32_768)
 
 
 def test_no_selection_between_samples_is_missed_and_groups_are_apart():
@@ -136,7 +114,7 @@ def test_no_selection_between_samples_is_missed_and_groups_are_apart():
 
 def test_watching_changes_no_step():
     params, twins = parameters(), parameters()
-    optimizer, plain = MicroAdam(params, seed=3, **OPTIONS), MicroAdam(twins, seed=3, **OPTIONS)
+    optimizer, plain = MicroAdam(params, **OPTIONS), MicroAdam(twins, **OPTIONS)
     MicroAdamDiagnostics(optimizer, every=2)
     for step in range(7):
         give_gradients(params, step)

@@ -2,11 +2,13 @@
 
 import math
 from contextlib import closing
+from functools import partial
 
 import pytest
 import torch
 
 from dp_microadam import InputError, Method, MicroAdam, PrivacyPlan, PrivateStep, methods
+from dp_microadam.optimizers.threshold_adam import ThresholdAdam
 from dp_microadam.plan.learning_rate import DISTANCE, walk_scale
 from dp_microadam.training.rate_units import RunNoise, walk_factor
 
@@ -110,7 +112,11 @@ def test_absolute_rates_are_what_they_were():
 @pytest.mark.parametrize(
     ("make", "noise", "words"),
     [
-        (torch.optim.Adagrad, 1.0, "the optimizer is Adagrad; it is defined for SGD, Adam, AdamW, TensorAdam and MicroAdam"),
+        (
+            torch.optim.Adagrad,
+            1.0,
+            "the optimizer is Adagrad; it is defined for SGD, Adam, AdamW, TensorAdam and ThresholdAdam",
+        ),
         (lambda params: torch.optim.SGD(params, lr=1.0), 0.0, "this run adds none"),
     ],
 )
@@ -121,45 +127,17 @@ def test_a_unit_that_does_not_fit_is_refused_before_a_step_is_spent(make, noise,
         Method(make([torch.nn.Parameter(torch.zeros(3))]), lr_unit="steps")
 
 
-def test_microadam_walks_as_far_as_the_unit_says():
+def test_threshold_adam_walks_as_far_as_the_unit_says():
     weights = [torch.nn.Parameter(torch.zeros(10_000))]
-    assert walk_factor(MicroAdam(weights), RunNoise(0.5, 100), 10_000) == pytest.approx(0.01)
-    paper = MicroAdam(weights, density=0.01, window=10, second_moment="coordinate")
-    assert walk_factor(paper, RunNoise(0.5, 100), 10_000) == pytest.approx(0.01 / 2.06, rel=3e-3)
+    assert walk_factor(ThresholdAdam(weights), RunNoise(0.5, 100), 10_000) == pytest.approx(0.01)
+    assert walk_factor(ThresholdAdam(weights), RunNoise(0.5, horizon=25, steps=100), 10_000) == pytest.approx(0.1 / 5)
 
 
-def test_signs_walk_by_the_number_of_steps_whatever_bands_take_back():
-    weights = [torch.nn.Parameter(torch.zeros(10_000))]
-    noise = RunNoise(0.5, horizon=25, steps=100)
-    assert walk_factor(MicroAdam(weights), noise, 10_000) == pytest.approx(0.1 / 5)
-    paper = MicroAdam(weights, density=0.01, window=10, second_moment="coordinate")
-    assert walk_factor(paper, noise, 10_000) == pytest.approx(0.1 / 10 / 2.06, rel=3e-3)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"error_feedback": False}, "without error feedback"),
-        ({"second_moment": "coordinate", "window": 10}, "density·window of at most 0.3; it is 1"),
-    ],
-)
-def test_microadam_whose_walk_is_not_known_is_refused(options, words):
-    method = Method(MicroAdam([torch.nn.Parameter(torch.zeros(100))], lr=1.5, **options), lr_unit="walk")
-    with pytest.raises(InputError, match=words):
-        method.measure(RunNoise(1.0, 4.0))
-
-
-def test_every_group_has_the_factor_of_its_own_options():
-    one, other = torch.nn.Parameter(torch.zeros(5_000)), torch.nn.Parameter(torch.zeros(5_000))
-    paper = {"density": 0.01, "window": 10, "second_moment": "coordinate"}
-    method = Method(MicroAdam([{"params": [one]}, {"params": [other], **paper}], lr=1.0), lr_unit="walk")
-    method.measure(RunNoise(1.0, 4.0))
-    factors = [method._rate_factor(group) for group in method.optimizer.param_groups]
-    assert factors[0] / factors[1] == pytest.approx(2.06, rel=3e-3)
-    method = Method(method.optimizer, lr_unit="absolute")
-    method.set_lr_unit("absolute")
-    method.correlate(4.0)
-    assert [method._rate_factor(group) for group in method.optimizer.param_groups] == [4.0, 2.0]
+def test_bands_change_rates_by_what_optimizers_make_of_them():
+    for make, factor in ((ThresholdAdam, 4.0), (MicroAdam, 2.0), (partial(torch.optim.SGD, lr=1.0), 1.0)):
+        method = Method(make([torch.nn.Parameter(torch.zeros(5))]))
+        method.correlate(4.0)
+        assert method._rate_factor(method.optimizer.param_groups[0]) == factor
 
 
 def test_without_noise_optimizers_that_divide_by_the_gradient_keep_the_unit():

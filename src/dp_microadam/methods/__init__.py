@@ -17,16 +17,17 @@ from dp_microadam.validation import public
 if TYPE_CHECKING:
     from dp_microadam.methods.adam_bc import dp_adambc
     from dp_microadam.methods.bitfit import dp_bitfit
-    from dp_microadam.methods.micro_adam import dp_microadam
     from dp_microadam.methods.scale_sources import PublicExamples
     from dp_microadam.methods.scale_then_privatize import scale_then_privatize
     from dp_microadam.methods.sparta import sparta
+    from dp_microadam.methods.threshold import dp_threshold
     from dp_microadam.methods.walk import dp_walk
     from dp_microadam.training.method import Method
 
     dp_sgd: Callable[..., Method]
     dp_adam: Callable[..., Method]
     dp_adamw: Callable[..., Method]
+    dp_microadam: Callable[..., Method]
 
 __all__ = [
     "Method",
@@ -37,6 +38,7 @@ __all__ = [
     "dp_bitfit",
     "dp_microadam",
     "dp_sgd",
+    "dp_threshold",
     "dp_walk",
     "scale_then_privatize",
     "sparta",

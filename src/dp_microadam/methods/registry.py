@@ -53,7 +53,7 @@ def build(name: str, model: nn.Module, lr: float, options: Mapping[str, Any], lr
         raise InputError(
             f"{name} does not accept {given} ({error}); give options and values that its signature takes"
         ) from None
-    method.set_lr_unit(lr_unit or table.lr_unit_of(name, options))
+    method.set_lr_unit(lr_unit or table.METHODS[name].lr_unit)
     return method
 
 

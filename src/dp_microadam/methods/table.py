@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -51,15 +50,10 @@ _MICRO_ADAM_OPTIONS = (
     "weight_decay",
     "density",
     "window",
-    "second_moment",
     "scope",
     "quantize",
     "error_feedback",
-    "block_size",
-    "bucket_size",
-    "window_dtype",
     "bias_correction",
-    "rounding",
     "fused",
 )
 
@@ -69,19 +63,23 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
     "adamw": OptimizerEntry("torch.optim:AdamW", _ADAM_OPTIONS),
     "adambc": OptimizerEntry("dp_microadam.optimizers.adam_bc:AdamBC", ("floor", "betas", "weight_decay")),
     "microadam": OptimizerEntry("dp_microadam.optimizers.micro_adam:MicroAdam", _MICRO_ADAM_OPTIONS),
+    "threshold-adam": OptimizerEntry(
+        "dp_microadam.optimizers.threshold_adam:ThresholdAdam", ("threshold", "beta", "eps", "weight_decay")
+    ),
     "tensor-adam": OptimizerEntry("dp_microadam.optimizers.tensor_adam:TensorAdam", ("beta", "eps", "weight_decay")),
 }
 
 _ANY = ("sgd", "adam", "adamw", "microadam")
 
 METHODS: Mapping[str, MethodEntry] = {
-    "dp-microadam": MethodEntry(
-        "MicroAdam on privatized gradients, with the learning rate that follows from the plan",
+    "dp-threshold": MethodEntry(
+        "a coordinate moves once its gathered gradients exceed a threshold, with the learning rate that follows from the plan",
         1.5,
-        path="dp_microadam.methods.micro_adam:dp_microadam",
-        base_optimizers=("microadam",),
+        path="dp_microadam.methods.threshold:dp_threshold",
+        base_optimizers=("threshold-adam",),
         lr_unit="walk",
     ),
+    "dp-microadam": MethodEntry("the paper's optimizer, MicroAdam on privatized gradients", 1e-3, optimizer="microadam"),
     "dp-walk": MethodEntry(
         "steps proportional to the privatized gradient, with the learning rate that follows from the plan",
         1.5,
@@ -120,11 +118,6 @@ METHODS: Mapping[str, MethodEntry] = {
         base_optimizers=_ANY,
     ),
 }
-
-
-def lr_unit_of(method: str, options: Mapping[str, Any]) -> str:
-    """The unit of a method's learning rate where none is given; how far MicroAdam walks without error feedback is not known."""
-    return "absolute" if options.get("error_feedback") is False else METHODS[method].lr_unit
 
 
 def as_markdown() -> str:

@@ -1,285 +1,250 @@
 """MicroAdam's CPU kernel: lines 6–14 of Algorithm 1, one block at a time, compiled by Numba.
 
-The results are those of ``micro_adam_update.plain_update`` to the last bit, except for torch's square root, which is not
-always correctly rounded: the compiler is not allowed to reassociate or contract floating-point arithmetic, and where the kernel
-computes in another way, it notices the few cases in which that could matter and computes these as written.
-
-A block, its parameters and all scratch memory fit into a core's second-level cache. Parameters and the next gradients are
-prefetched into it during earlier lines, as the kernel would otherwise wait for them half of the time.
+It computes what ``micro_adam._update`` computes, for a 4-bit residual and blocks of 32,768 coordinates. A block and all scratch
+memory fit into a core's second-level cache. Arrays come with their shapes, which ``MicroAdam`` has checked; indices are read
+from memory that others can write, so each is checked against the length of its block before it is used.
 """
 
-# mypy: disable-error-code="no-untyped-def, misc"
+# mypy: disable-error-code="no-untyped-def, misc, call-arg"
 
 from __future__ import annotations
 
-from collections import namedtuple
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
 
 import numpy as np
-from numba import carray, njit
+import torch
+from numba import njit
+from torch import Tensor
 
-from dp_microadam.optimizers.micro_adam_kernel_residual import HALF, ONE, ZERO, accumulate, quantize
-from dp_microadam.optimizers.micro_adam_kernel_selection import LARGEST_MARGIN, mark, select
-from dp_microadam.optimizers.micro_adam_vectors import (
-    LANES,
-    LINE,
-    MAGNITUDE,
-    NARROW,
-    add_pair,
-    any_above,
-    pointer,
-    prefetch,
-    step_sizes,
-    weigh_exact,
-    weigh_short,
-)
+from dp_microadam.optimizers.quantization import BUCKET, LEVELS
 
-FIELDS = (
-    "target",  # addresses: of the flat float32 target and gradient,
-    "gradient",
-    "error",  # of the residual, as packed codes or in dense float32,
-    "bounds",
-    "indices",
-    "values",
-    "numel",  # sizes,
-    "block_size",
-    "kept_full",
-    "kept_last",
-    "kept",
-    "step",  # and values that change every step
-    "key",
-)
-"""The columns of the table of parameters."""
+BLOCK = 32_768
+HALF = BUCKET // 2
+MAGNITUDE = np.uint32(0x7FFFFFFF)
+"""Without the sign bit, float32 numbers have the order of their bits as integers."""
 
-(TARGET, GRADIENT, ERROR, BOUNDS, INDICES, VALUES) = range(6)
-(NUMEL, BLOCK_SIZE, KEPT_FULL, KEPT_LAST, KEPT, STEP, KEY) = range(6, len(FIELDS))
-ERROR_NONE, ERROR_CODES, ERROR_DENSE = 0, 1, 2
-
-MAX_LENGTH = 32_768
-POSITION = np.uint16(MAX_LENGTH - 1)
-AHEAD = 2048
+_WORTH_A_THREAD = 1 << 19
 
 
-Scratch = namedtuple(
-    "Scratch", "values selected magnitudes masks offsets units inverses exact short entries positions sums products steps"
-)
-"""Memory that a thread works in; ``entries`` is zero before and after a step."""
+def update(tensors: Sequence[tuple[Tensor, Tensor, dict[str, Any], int, list[list[float]]]], group: dict[str, Any]) -> None:
+    """Update weights, given gradients, states, how many coordinates of a block are selected, and factors by age."""
+    arrays = [_arrays(*one) for one in tensors]
+    lr, eps = np.float32(group["lr"]), np.float32(group["eps"])
+    sizes = [-(-len(one[0]) // BLOCK) for one in arrays]
+    threads = min(torch.get_num_threads(), max(1, sum(len(one[0]) for one in arrays) // _WORTH_A_THREAD))
+    if threads == 1:
+        scratch = _scratch()
+        for one, blocks in zip(arrays, sizes, strict=True):
+            _update_blocks(*one, 0, blocks, lr, eps, *scratch)
+        return
+    each = -(-sum(sizes) // threads)
+
+    def work(number: int) -> None:
+        scratch, begin = _scratch(), number * each
+        for one, blocks in zip(arrays, sizes, strict=True):
+            if begin < blocks and begin + each > 0:
+                _update_blocks(*one, max(begin, 0), min(begin + each, blocks), lr, eps, *scratch)
+            begin -= blocks
+
+    list(_pool(threads).map(work, range(threads)))
 
 
-def new_scratch():
-    """Scratch memory for one thread, each array at the beginning of a cache line."""
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads)
 
-    def aligned(count, dtype, width=1):
-        size = np.dtype(dtype).itemsize
-        memory = np.zeros(count * width + LINE // size, dtype)
-        skipped = -memory.ctypes.data % LINE // size
-        flat = memory[skipped : skipped + count * width]
-        return flat.reshape(count, width) if width > 1 else flat
 
-    room = MAX_LENGTH + LANES
-    return Scratch(
-        values=aligned(MAX_LENGTH, np.float32),
-        selected=aligned(room, np.int32),
-        magnitudes=aligned(room, np.uint32),
-        masks=aligned(MAX_LENGTH // LANES + 1, np.uint64),
-        offsets=aligned(MAX_LENGTH, np.float32),
-        units=aligned(MAX_LENGTH, np.float32),
-        inverses=aligned(MAX_LENGTH, np.float32),
-        exact=aligned(room, np.float32),
-        short=aligned(room, np.uint16),
-        entries=aligned(MAX_LENGTH, np.uint16),
-        positions=aligned(room, np.uint16),
-        sums=aligned(room, np.float32, 2),
-        products=aligned(room, np.float32, 2),
-        steps=aligned(room, np.float32),
+def _arrays(
+    weight: Tensor, gradient: Tensor, state: dict[str, Any], per_block: int, factors: list[list[float]]
+) -> tuple[Any, ...]:
+    step = int(state["step"])
+    window = len(state["indices"])
+    slot, filled = (step - 1) % window, min(step, window)
+    by_slot = np.array([[one[(slot - row) % window] for row in range(window)] for one in factors], dtype=np.float32)
+    return (
+        weight.detach().view(-1).numpy(),
+        gradient.detach().float().resolve_neg().reshape(-1).contiguous().numpy(),
+        state["codes"].numpy(),
+        state["bounds"].numpy(),
+        state["indices"].numpy(),
+        state["values"].view(torch.int16).numpy().view(np.uint16),
+        per_block,
+        slot,
+        filled,
+        by_slot,
     )
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def step_blocks(rows, scales, low, high, powers, decay, lr, eps, bucket_size, error, stochastic, wide, scratch):
-    """Update the blocks that begin at coordinates ``low`` to ``high``, counted over all parameters in ``rows``.
-
-    ``scales`` holds the two bias corrections of each parameter, ``powers`` the powers of β₁ and β₂ by age, ``decay`` the factor
-    of weight decay.
-    """
-    window = powers.shape[1]
-    scratch.offsets[:bucket_size] = HALF
-    floor, margin = np.uint32(0), LARGEST_MARGIN
-    base = 0
-    for number in range(len(rows)):
-        row, scale = rows[number], scales[number]
-        numel, block_size, step = row[NUMEL], row[BLOCK_SIZE], row[STEP]
-        slot, filled = (step - 1) % window, min(step, window)
-        target = carray(pointer(row[TARGET]), (numel,), np.float32)
-        gradient = carray(pointer(row[GRADIENT]), (numel,), np.float32)
-        codes = carray(pointer(row[ERROR]), ((numel + 1) // 2,), np.uint8)
-        dense = carray(pointer(row[ERROR]), (numel,), np.float32)
-        bounds = carray(pointer(row[BOUNDS]), (2, (numel + bucket_size - 1) // bucket_size), np.float32)
-        indices = carray(pointer(row[INDICES]), (window, row[KEPT]), np.int16)
-        exact = carray(pointer(row[VALUES]), (window, row[KEPT]), np.float32)
-        short = carray(pointer(row[VALUES]), (window, row[KEPT]), np.uint16)
-        kept_before = 0
-        for begin in range(0, numel, block_size):
-            length = min(block_size, numel - begin)
-            kept = row[KEPT_FULL] if length == block_size else row[KEPT_LAST]
-            end, kept_end = begin + length, kept_before + kept
-            if low <= base + begin < high:
-                values, selected = scratch.values[:length], scratch.selected
-                ranges = codes[begin // 2 :], bounds[:, begin // bucket_size :], bucket_size
-                if error == ERROR_CODES:
-                    marked = accumulate(values, gradient[begin:end], *ranges, floor, scratch)
-                else:
-                    values[:] = gradient[begin:end]
-                    if error == ERROR_DENSE:
-                        for j in range(length):
-                            values[j] += dense[begin + j]
-                    marked = mark(values.view(np.uint32), floor, scratch.masks, 0)
-                floor, margin = select(values, kept, marked, floor, margin, scratch)
-                for i in range(kept):
-                    indices[slot, kept_before + i] = selected[i]
-                if wide:
-                    for i in range(kept):
-                        exact[slot, kept_before + i] = scratch.exact[i] = values[selected[i]]
-                else:
-                    _write_rounded(values, selected, short[slot, kept_before:kept_end])
-                for i in range(kept):
-                    values[selected[i]] = ZERO
-                if error == ERROR_CODES:
-                    key = row[KEY] if stochastic else 0
-                    quantize(values, *ranges, key, begin, row[TARGET] + 4 * begin, scratch)
-                elif error == ERROR_DENSE:
-                    dense[begin:end] = values
-                if decay != ONE:
-                    for j in range(begin, end):
-                        target[j] *= decay
-                if window == 1 and scale[1] == ZERO:
-                    _move(target[begin:end], row, short[slot, kept_before:kept_end], wide, scale[0], lr, eps, end, scratch)
-                    kept_before = kept_end
-                    continue
-                columns = indices[:filled, kept_before:kept_end]
-                found = 0
-                for line in range(filled):
-                    age = (slot - line) % window
-                    address = row[VALUES] + (4 if wide else 2) * (line * row[KEPT] + kept_before)
-                    _weigh(address, kept, wide, powers[0, age], powers[1, age], scratch)
-                    found = _gather(columns[line], found, row[GRADIENT] + 4 * end + LINE * kept * line, scratch)
-                _apply(target[begin:end], found, scale[0], scale[1], lr, eps, scratch)
-            kept_before = kept_end
-        base += numel
-
-
-@njit(nogil=True, cache=True)
-def _write_rounded(values, selected, short):
-    """Line 8: the selected values to the nearest bfloat16, ties to even."""
-    bits = values.view(np.uint32)
-    for i in range(len(short)):
-        word = bits[selected[i]]
-        short[i] = (word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+def _scratch() -> tuple[Any, ...]:
+    """Memory of one thread: a block, the positions found in it, and the two sums of line 14, which are zero between blocks."""
+    return np.empty(BLOCK, np.float32), np.empty(BLOCK, np.int32), np.zeros((BLOCK, 2), np.float32)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _move(target, row, short, wide, scale, lr, eps, end, scratch):
-    """Lines 12–14 where the window is this step's selection and one second moment serves the tensor: η·value·scale/ε.
-
-    If values are ``wide``, they are in the scratch memory, otherwise in ``short``.
-    """
-    steps, exact, words = scratch.steps, scratch.exact, scratch.exact.view(np.uint32)
-    if not wide:
-        for i in range(len(short)):
-            words[i] = np.uint32(short[i]) << np.uint32(16)
-    for i in range(len(short)):
-        steps[i] = (exact[i] * scale) / eps * lr
-    selected = scratch.selected
-    for i in range(len(short)):
-        prefetch(row[GRADIENT] + 4 * end + LINE * i)
-        target[selected[i]] -= steps[i]
-
-
-@njit(nogil=True, cache=True)
-def _weigh(address, count, wide, power_1, power_2, scratch):
-    """Lines 12–13: what the ``count`` values of one step, at ``address``, contribute to both moments."""
-    products = np.int64(scratch.products.ctypes.data)
-    whole = count // NARROW * NARROW
-    rest = count - whole
-    if wide:
-        for i in range(0, whole, NARROW):
-            weigh_exact(address + 4 * i, products + 8 * i, power_1, power_2)
-        scratch.exact[:rest] = carray(pointer(address + 4 * whole), (rest,), np.float32)
-        weigh_exact(np.int64(scratch.exact.ctypes.data), products + 8 * whole, power_1, power_2)
-    else:
-        for i in range(0, whole, NARROW):
-            weigh_short(address + 2 * i, products + 8 * i, power_1, power_2)
-        scratch.short[:rest] = carray(pointer(address + 2 * whole), (rest,), np.uint16)
-        weigh_short(np.int64(scratch.short.ctypes.data), products + 8 * whole, power_1, power_2)
+def _update_blocks(
+    weights, gradient, codes, bounds, indices, values, per_block, slot, filled, factors, begin, end, lr, eps, block, found, sums
+):
+    """Update blocks ``begin`` to ``end`` of a tensor, of which ``per_block`` coordinates are selected in each but the last."""
+    floor = np.uint32(0)
+    for number in range(begin, end):
+        start = number * BLOCK
+        length = min(BLOCK, len(weights) - start)
+        first = number * per_block
+        kept = min(per_block, indices.shape[1] - first)
+        a = block[:length]
+        bucket = start // BUCKET
+        _accumulate(a, gradient[start : start + length], codes[bucket:], bounds[:, bucket:])
+        floor = _select(a.view(np.uint32), kept, floor, found)
+        column = slice(first, first + kept)
+        _keep(a, found[:kept], indices[slot, column], values[slot, column])
+        _requantize(a, codes[bucket:], bounds[:, bucket:])
+        _apply(weights[start : start + length], indices[:filled, column], values[:filled, column], factors, lr, eps, sums)
+    return floor
 
 
 @njit(nogil=True, cache=True)
-def _gather(column, found, ahead, scratch):
-    """Add the products of one step to the sums of its coordinates; ``found`` of them have an entry, others get a new one.
+def _accumulate(a, gradient, codes, bounds):
+    """Line 6: gradient plus decoded residual."""
+    for bucket in range((len(a) + BUCKET - 1) // BUCKET):
+        begin = bucket * BUCKET
+        lower = bounds[0, bucket]
+        unit = (bounds[1, bucket] - lower) / np.float32(LEVELS)
+        packed = codes[bucket]
+        if begin + BUCKET <= len(a):
+            low, high = a[begin : begin + HALF], a[begin + HALF : begin + BUCKET]
+            given, given_high = gradient[begin : begin + HALF], gradient[begin + HALF : begin + BUCKET]
+            for j in range(HALF):
+                low[j] = given[j] + (np.float32(np.int32(packed[j] & np.uint8(15))) * unit + lower)
+            for j in range(HALF):
+                high[j] = given_high[j] + (np.float32(np.int32(packed[j] >> np.uint8(4))) * unit + lower)
+        else:
+            for j in range(len(a) - begin):
+                code = packed[j] & 15 if j < HALF else packed[j - HALF] >> 4
+                a[begin + j] = gradient[begin + j] + (np.float32(code) * unit + lower)
 
-    Positions come from memory that can be written without our noticing, for example through numpy; without their sign bit they
-    are at least positions in a block of the largest size.
+
+@njit(nogil=True, cache=True)
+def _select(bits, kept, floor, found):
+    """Line 7: the positions of the ``kept`` largest magnitudes, at the beginning of ``found``; ties go to the first.
+
+    Magnitudes from ``floor`` on are looked at, a level that suited the block before; if they are too few or too many, another
+    is searched for. Returns one for the next block.
     """
-    entries, positions = scratch.entries, scratch.positions
-    sums, products = np.int64(scratch.sums.ctypes.data), np.int64(scratch.products.ctypes.data)
-    scratch.sums[found + 1 : found + 1 + len(column)] = ZERO
-    for i in range(len(column)):
-        prefetch(ahead + LINE * i)
-        position = np.uint16(column[i]) & POSITION
-        entry = np.int64(entries[position])
-        if entry == 0:
-            found += 1
-            entry = found
-            entries[position] = np.uint16(entry)
-            positions[np.uint32(entry)] = position
-        add_pair(sums + 8 * entry, products + 8 * i)
-    return found
+    count = _collect(bits, floor, found)
+    if count < kept or count > 4 * kept + HALF:
+        floor = _level(bits, kept, 2 * kept)
+        count = _collect(bits, floor, found)
+    magnitudes = np.empty(count, np.uint32)
+    for i in range(count):
+        magnitudes[i] = bits[found[i]] & MAGNITUDE
+    threshold = _level(magnitudes, kept, kept)
+    above = 0
+    for i in range(count):
+        above += magnitudes[i] > threshold
+    ties = kept - above
+    taken = 0
+    for i in range(count):
+        if magnitudes[i] > threshold or (magnitudes[i] == threshold and ties > 0):
+            ties -= magnitudes[i] == threshold
+            found[taken] = found[i]
+            taken += 1
+    return threshold - np.uint32(min(threshold, 1 << 20))  # an eighth below it
+
+
+@njit(nogil=True, cache=True)
+def _collect(bits, floor, found):
+    """The positions of magnitudes of at least ``floor``, ascending; returns how many."""
+    count = 0
+    for begin in range(0, len(bits), 16):
+        group = bits[begin : begin + 16]
+        any_above = np.uint32(0)
+        for j in range(len(group)):
+            any_above |= np.uint32((group[j] & MAGNITUDE) >= floor)
+        if any_above:
+            for j in range(len(group)):
+                if (group[j] & MAGNITUDE) >= floor:
+                    found[count] = begin + j
+                    count += 1
+    return count
+
+
+@njit(nogil=True, cache=True)
+def _level(bits, least, most):
+    """A magnitude that from ``least`` to ``most`` of ``bits`` reach; with ties the highest that ``least`` reach."""
+    low, high = np.uint32(0), np.uint32(0x7FFFFFFF)
+    while high - low > 1:
+        middle = low + (high - low) // np.uint32(2)
+        reached = np.int32(0)
+        for i in range(len(bits)):
+            reached += np.int32((bits[i] & MAGNITUDE) >= middle)
+        if least <= reached <= most:
+            return middle
+        if reached > most:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@njit(nogil=True, cache=True)
+def _keep(a, found, indices, values):
+    """Lines 8 and 9: values in bfloat16, rounded to nearest even, and zero in their place."""
+    bits = a.view(np.uint32)
+    for i in range(len(found)):
+        position = found[i]
+        word = bits[position]
+        indices[i] = position
+        values[i] = (word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        a[position] = np.float32(0)
+
+
+@njit(nogil=True, cache=True, error_model="numpy", fastmath={"nnan", "nsz"})
+def _requantize(a, codes, bounds):
+    """Lines 10 and 11. There are no NaNs here, and the order of comparisons does not matter: these flags vectorize them."""
+    for bucket in range((len(a) + BUCKET - 1) // BUCKET):
+        begin = bucket * BUCKET
+        values = a[begin : min(begin + BUCKET, len(a))]
+        lower, upper = values[0], values[0]
+        for j in range(len(values)):
+            lower = min(lower, values[j])
+            upper = max(upper, values[j])
+        bounds[0, bucket], bounds[1, bucket] = lower, upper
+        unit = (upper - lower) / np.float32(LEVELS)
+        inverse = np.float32(1) / unit if unit > np.float32(1e-30) else np.float32(0)
+        packed = codes[bucket]
+        if len(values) == BUCKET:
+            low, high = values[:HALF], values[HALF:]
+            for j in range(HALF):
+                first = np.int32(min((low[j] - lower) * inverse + np.float32(0.5), np.float32(LEVELS)))
+                second = np.int32(min((high[j] - lower) * inverse + np.float32(0.5), np.float32(LEVELS)))
+                packed[j] = np.uint8(first | (second << np.int32(4)))
+        else:
+            packed[:] = 0
+            for j in range(len(values)):
+                code = np.uint8(min((values[j] - lower) * inverse + np.float32(0.5), np.float32(LEVELS)))
+                packed[j % HALF] |= code if j < HALF else code << np.uint8(4)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _apply(target, found, scale_1, scale_2, lr, eps, scratch):
-    """Line 14 for the coordinates that have an entry. Positions outside of the block are skipped."""
-    sums, to = np.int64(scratch.sums.ctypes.data), np.int64(scratch.steps.ctypes.data)
-    for i in range(0, found + 1, NARROW):
-        step_sizes(sums + 8 * i, to + 4 * i, scale_1, scale_2, lr, eps)
-    positions, entries, steps = scratch.positions, scratch.entries, scratch.steps
-    for i in range(1, found + 1):
-        position = positions[i]
-        entries[position] = 0
-        if position < len(target):
-            target[position] -= steps[i]
-
-
-@njit(nogil=True, cache=True)
-def all_within(rows, low, high, limit):
-    """Whether gradients are finite and of magnitudes up to ``limit``, given as bits, at coordinates ``low`` to ``high``.
-
-    Four distant places are read at once, because a single stream does not use the memory's bandwidth.
-    """
-    base = 0
-    above = np.uint64(0)
-    for number in range(len(rows)):
-        begin, end = max(low - base, 0), min(high - base, rows[number, NUMEL])
-        base += rows[number, NUMEL]
-        if begin < end:
-            address = rows[number, GRADIENT] + 4 * begin
-            quarter = (end - begin) // (4 * LANES) * LANES
-            for at in range(address, address + 4 * quarter, 4 * LANES):
-                for stream in range(4):
-                    for line in range(0, 4 * LANES, LINE):
-                        prefetch(at + 4 * quarter * stream + AHEAD + line)
-                above |= any_above(at, at + 4 * quarter, at + 8 * quarter, at + 12 * quarter, limit)
-            rest = carray(pointer(address + 16 * quarter), (end - begin - 4 * quarter,), np.uint32)
-            for i in range(len(rest)):
-                above |= np.uint64((rest[i] & MAGNITUDE) > limit)
-    return above == 0
-
-
-@njit(nogil=True, cache=True)
-def advance(addresses):
-    """Add one to the integers at these addresses, the numbers of steps, and return them."""
-    steps = np.empty(len(addresses), np.int64)
-    for i in range(len(addresses)):
-        step = carray(pointer(addresses[i]), (1,), np.int64)
-        step[0] += 1
-        steps[i] = step[0]
-    return steps
+def _apply(weights, indices, values, factors, lr, eps, sums):
+    """Lines 12 to 14: the window's values and their squares, weighted by age, and the step of each coordinate that it has."""
+    words = np.empty(values.shape[1], np.uint32)
+    decoded = words.view(np.float32)
+    for row in range(len(indices)):
+        first, second = factors[0, row], factors[1, row]
+        for i in range(len(words)):
+            words[i] = np.uint32(values[row, i]) << np.uint32(16)
+        for i in range(len(words)):
+            position = np.uint16(indices[row, i])
+            if position < len(weights):
+                sums[position, 0] += first * decoded[i]
+                sums[position, 1] += second * (decoded[i] * decoded[i])
+    for row in range(len(indices)):
+        for i in range(len(words)):
+            position = np.uint16(indices[row, i])
+            if position < len(weights):
+                weights[position] -= lr * sums[position, 0] / (eps + np.sqrt(sums[position, 1]))
+                sums[position, 0] = sums[position, 1] = np.float32(0)  # done, should another row have it too

@@ -1,8 +1,8 @@
-"""Reference implementation of DP-MicroAdam's update, written to be compared with the paper: Algorithms 1 (lines 6–17) and 2.
+"""Reference implementation of DP-MicroAdam's update, written to be compared with the paper: Algorithms 1 (lines 6–15) and 2.
 
 Hudişteanu, Kalinin and Cyffers, "DP-MicroAdam: Private and Frugal Algorithm for Training and Fine-tuning", 2025.
 
-Everything is dense: the window 𝒢 is a matrix of m rows, residual codes take one byte each, and blocks and buckets are visited
+Everything is dense: the window 𝒢 is a matrix of m rows, residual codes take four bytes each, and blocks and buckets are visited
 one at a time. :class:`dp_microadam.MicroAdam` computes the same from packed state; tests check that the two agree.
 
 Where the paper's notation is inaccurate, this follows its meaning: T_k(|a|) picks positions by magnitude and keeps the signed
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from dp_microadam.optimizers.exact_state import evaluate
-from dp_microadam.optimizers.quantization import LEVELS, derive_key, rounding_offsets
+
+BLOCK, BUCKET, LEVELS = 32_768, 128, 15
 
 
 class MicroAdamReference(torch.optim.Optimizer):
@@ -33,18 +34,12 @@ class MicroAdamReference(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        density: float = 0.1,
-        window: int = 1,
-        second_moment: str = "tensor",
+        density: float = 0.01,
+        window: int = 10,
         scope: str = "block",
         quantize: bool = True,
         error_feedback: bool = True,
-        block_size: int = 32_768,
-        bucket_size: int = 128,
-        window_dtype: torch.dtype = torch.bfloat16,
-        bias_correction: str = "steady",
-        rounding: str = "nearest",
-        seed: int = 0,
+        bias_correction: str = "paper",
     ) -> None:
         options = dict(locals())
         super().__init__(params, {k: v for k, v in options.items() if k not in ("self", "params", "__class__")})
@@ -52,28 +47,23 @@ class MicroAdamReference(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = evaluate(closure)
-        position = -1
         for group in self.param_groups:
             for theta in group["params"]:
-                position += 1
-                if theta.grad is None or theta.numel() == 0:
-                    continue
-                state = self.state[theta] or self._initial_state(theta, group, position)
-                self._update(theta, theta.grad.float().reshape(-1), state, group)
+                if theta.grad is not None and theta.numel() > 0:
+                    state = self.state[theta] or self._initial_state(theta, group)
+                    self._update(theta, theta.grad.float().reshape(-1), state, group)
         return loss
 
-    def _initial_state(self, theta: Tensor, group: dict[str, Any], position: int) -> dict[str, Any]:
-        # Lines 1–2: the moments are not stored, they are rebuilt from the window.
-        d, buckets = theta.numel(), math.ceil(theta.numel() / group["bucket_size"])
+    def _initial_state(self, theta: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        # Lines 2–3: the moments are not stored, they are rebuilt from the window.
+        d, buckets = theta.numel(), math.ceil(theta.numel() / BUCKET)
         self.state[theta] = {
             "t": 0,
-            "second_moment": 0.0,
             "codes": torch.zeros(d),
             "lower": torch.zeros(buckets),
             "upper": torch.zeros(buckets),
             "dense_error": torch.zeros(d),
             "window": torch.zeros(group["window"], d),
-            "rounding_key": derive_key(group["seed"], position),
         }
         return self.state[theta]
 
@@ -84,7 +74,7 @@ class MicroAdamReference(torch.optim.Optimizer):
         i = (t - 1) % m
 
         a = g + self._error(state, group)  # line 6
-        block = len(a) if group["scope"] == "tensor" else group["block_size"]
+        block = len(a) if group["scope"] == "tensor" else BLOCK
         row = torch.zeros_like(a)
         for start in range(0, len(a), block):
             part = a[start : start + block]
@@ -92,7 +82,7 @@ class MicroAdamReference(torch.optim.Optimizer):
             selected = part.abs().topk(k).indices  # line 7
             row[start + selected] = part[selected]  # line 8
             part[selected] = 0  # line 9
-        state["window"][i] = row.to(group["window_dtype"]).float()
+        state["window"][i] = row.bfloat16().float() if group["quantize"] else row
         self._store_error(a, state, group)  # lines 10–11
 
         ages = [(i - slot) % m for slot in range(min(t, m))]
@@ -101,39 +91,27 @@ class MicroAdamReference(torch.optim.Optimizer):
         v_hat = adam_stats(beta_2, state["window"].square(), ages, corrected)  # line 13
         if group["bias_correction"] == "steady":  # where the paper's correction arrives
             m_hat, v_hat = m_hat * (1 - beta_1**m), v_hat * (1 - beta_2**m)
-        if group["second_moment"] == "tensor":  # ours: steps proportional to what was selected
-            state["second_moment"] = beta_2 * state["second_moment"] + (1 - beta_2) * float(g.square().mean())
-            weights = [beta_1**age for age in range(m)]
-            m_hat = sum(state["window"][(i - age) % m] * weights[age] / sum(weights) for age in range(m))
-            v_hat = torch.full_like(a, state["second_moment"] / (1 - beta_2**t))
-        update = m_hat / (group["eps"] + v_hat.sqrt()) * group["lr"]
         if group["weight_decay"] != 0:
             theta.mul_(1 - group["lr"] * group["weight_decay"])
-        theta.sub_(update.view_as(theta))  # line 14
+        theta.sub_((group["lr"] * m_hat / (group["eps"] + v_hat.sqrt())).view_as(theta))  # line 14
 
     def _error(self, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         if not group["error_feedback"] or not group["quantize"]:
             return state["dense_error"]
         error = torch.empty_like(state["codes"])
-        for b, start in enumerate(range(0, len(error), group["bucket_size"])):
-            bucket = slice(start, start + group["bucket_size"])
+        for b, start in enumerate(range(0, len(error), BUCKET)):
+            bucket = slice(start, start + BUCKET)
             error[bucket] = q_inverse(state["codes"][bucket], state["lower"][b], state["upper"][b])
         return error
 
     def _store_error(self, a: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not group["error_feedback"]:
             return
-        if not group["quantize"]:
-            state["dense_error"] = a.clone()
-            return
-        offsets = torch.full_like(a, 0.5)
-        if group["rounding"] == "stochastic":
-            offsets = rounding_offsets(derive_key(state["rounding_key"], state["t"]), 0, len(a))
-        for b, start in enumerate(range(0, len(a), group["bucket_size"])):
-            bucket = slice(start, start + group["bucket_size"])
-            lower, upper = a[bucket].min(), a[bucket].max()
-            state["lower"][b], state["upper"][b] = lower, upper
-            state["codes"][bucket] = q(a[bucket], lower, upper, offsets[bucket])
+        state["dense_error"] = a.clone()
+        for b, start in enumerate(range(0, len(a), BUCKET)):
+            bucket = slice(start, start + BUCKET)
+            state["lower"][b], state["upper"][b] = a[bucket].min(), a[bucket].max()
+            state["codes"][bucket] = q(a[bucket], state["lower"][b], state["upper"][b])
 
 
 def adam_stats(beta: float, window: Tensor, ages: list[int], t: int) -> Tensor:
@@ -144,12 +122,12 @@ def adam_stats(beta: float, window: Tensor, ages: list[int], t: int) -> Tensor:
     return z * ((1 - beta) / (1 - beta**t))
 
 
-def q(x: Tensor, lower: Tensor, upper: Tensor, offset: Tensor) -> Tensor:
-    """Q of Algorithm 2; ``offset`` is ½ for rounding to nearest, uniform in [0, 1) for stochastic rounding."""
+def q(x: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
+    """Q of Algorithm 2."""
     u = (upper - lower) / LEVELS
     if u == 0:
         return torch.zeros_like(x)
-    return ((x - lower) / u + offset).floor().clamp(0, LEVELS)
+    return ((x - lower) / u + 0.5).floor().clamp(0, LEVELS)
 
 
 def q_inverse(codes: Tensor, lower: Tensor, upper: Tensor) -> Tensor:

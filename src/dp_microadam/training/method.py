@@ -164,16 +164,16 @@ class Method:
 
         Optimizers that divide by the size of single noisy gradients step less by that factor, although the noise of sums is
         smaller; their learning rate is multiplied by it, so that a rate chosen for one band serves any number. MicroAdam's
-        with a second moment for every coordinate by its square root: what it selects is the sum of about a hundred steps, where
+        by its square root: what it selects is the sum of about a hundred steps, where
         most of the noise has cancelled, and the size of a step does not depend on that of the sum.
         """
         self.noise_growth = growth
 
-    def _rate_for_noise(self, group: Mapping[str, Any]) -> float:
-        """By which the learning rate of a parameter group is multiplied in a run with correlated noise."""
-        if isinstance(self.optimizer, MicroAdam) and group["second_moment"] == "coordinate":
+    def _rate_for_noise(self) -> float:
+        """By which learning rates are multiplied in a run with correlated noise."""
+        if isinstance(self.optimizer, MicroAdam):
             return math.sqrt(self.noise_growth)
-        return self.noise_growth if isinstance(self.optimizer, (MicroAdam, *DIVIDE_BY_GRADIENT_SIZE)) else 1.0
+        return self.noise_growth if isinstance(self.optimizer, DIVIDE_BY_GRADIENT_SIZE) else 1.0
 
     def set_lr_unit(self, unit: str) -> None:
         """Say what the optimizer's learning rates are: ``"absolute"``, or ``"walk"``."""
@@ -190,13 +190,13 @@ class Method:
     def _rate_factor(self, group: Mapping[str, Any]) -> float:
         """By which the learning rate of a parameter group is multiplied in this phase."""
         if group.get("lr_unit", ABSOLUTE) != WALK:
-            return self.phase.rate * self._rate_for_noise(group)
+            return self.phase.rate * self._rate_for_noise()
         if self.run_noise is None:
             raise InputError(
                 "lr_unit is 'walk', but no run has begun by whose noise it is measured; take steps with PrivateStep"
             )
         trained = sum(p.numel() for part in self.optimizer.param_groups for p in part["params"] if p.requires_grad)
-        return self.phase.rate * walk_factor(self.optimizer, self.run_noise, max(1, trained), group)
+        return self.phase.rate * walk_factor(self.optimizer, self.run_noise, max(1, trained))
 
     def refuse_data(self, train: Any) -> None:
         """Raise an InputError if the method cannot be used with this training data. Must not read its examples."""

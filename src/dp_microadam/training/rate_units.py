@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from dp_microadam.errors import InputError
-from dp_microadam.optimizers.micro_adam import MicroAdam
-from dp_microadam.optimizers.noise_response import step_under_noise
 from dp_microadam.optimizers.tensor_adam import TensorAdam
+from dp_microadam.optimizers.threshold_adam import ThresholdAdam
 from dp_microadam.plan.learning_rate import walk_scale
 
 ABSOLUTE = "absolute"
@@ -20,7 +17,14 @@ WALK = "walk"
 LR_UNITS = (ABSOLUTE, WALK)
 """What a learning rate is: the optimizer's own, or relative to the noise of the run, as ``plan/learning_rate.py`` says."""
 
-DIVIDE_BY_GRADIENT_SIZE = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, TensorAdam)
+DIVIDE_BY_GRADIENT_SIZE = (
+    torch.optim.Adam,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    TensorAdam,
+    ThresholdAdam,
+)
 """Optimizers whose steps do not depend on the size of the gradients, AdamW among them: under noise, a step of rate η is η times
 independent noise of deviation 1."""
 
@@ -39,10 +43,8 @@ class RunNoise:
     steps: float | None = None
 
 
-def walk_factor(
-    optimizer: torch.optim.Optimizer, noise: RunNoise, parameters: int, group: Mapping[str, Any] | None = None
-) -> float:
-    """By which a learning rate of unit ``"walk"`` is multiplied for this optimizer, and this parameter group of it.
+def walk_factor(optimizer: torch.optim.Optimizer, noise: RunNoise, parameters: int) -> float:
+    """By which a learning rate of unit ``"walk"`` is multiplied for this optimizer.
 
     With rate r the noise alone moves the weights by r·d^¼ in the whole run, d being ``parameters``.
 
@@ -56,15 +58,10 @@ def walk_factor(
     steps = walk_scale(parameters) / math.sqrt(noise.horizon)
     if isinstance(optimizer, DIVIDE_BY_GRADIENT_SIZE):
         return steps
-    if isinstance(optimizer, MicroAdam):
-        options = optimizer.defaults if group is None else group
-        if options["second_moment"] == "coordinate":  # its steps are signs, which do not take back correlated noise
-            steps = walk_scale(parameters) / math.sqrt(noise.steps or noise.horizon)
-        return steps / step_under_noise(options)
     if not isinstance(optimizer, torch.optim.SGD):
         raise InputError(
             f"lr_unit is 'walk', but the optimizer is {type(optimizer).__name__}; it is defined for SGD, Adam, AdamW, "
-            "TensorAdam and MicroAdam, so use one of these or lr_unit 'absolute'"
+            "TensorAdam and ThresholdAdam, so use one of these or lr_unit 'absolute'"
         )
     if not noise.single_step:
         raise InputError(

@@ -67,9 +67,7 @@ def trainer(where: torch.device, folder: Path, model: nn.Module | None = None, *
         "seed": 5,
         "show_progress": False,
     }
-    return PrivateTrainer(
-        model, MicroAdam(model.parameters(), lr=1e-2, fused=False, seed=3), run_dir=folder, **{**settings, **options}
-    )
+    return PrivateTrainer(model, MicroAdam(model.parameters(), lr=1e-2, fused=False), run_dir=folder, **{**settings, **options})
 
 
 def data_on(where: torch.device, kind: str) -> tuple[Any, Any]:

@@ -33,8 +33,7 @@ def test_v_hat_of_micro_adam_is_that_of_the_optimizer(found):
     """MicroAdam itself, fed with the same gradient; float32 may break a tie in another way, which changes little."""
     gradient = torch.from_numpy(np.sqrt(gradient_squares())).float()
     param = torch.nn.Parameter(torch.zeros(DIMENSION))
-    paper = {"density": 0.01, "window": 10, "second_moment": "coordinate", "betas": (0.9, BETA_2)}
-    optimizer = MicroAdam([param], quantize=False, scope="tensor", window_dtype=torch.float32, **paper)
+    optimizer = MicroAdam([param], quantize=False, scope="tensor", betas=(0.9, BETA_2))
     means = []
     for step in range(1, 301):
         param.grad = gradient.clone()

@@ -28,7 +28,7 @@ from dp_microadam.workbench.recipes.tuning import refuse_unsearchable, values_of
 WORKER = Path(__file__).parents[3] / "training" / "search_worker.py"
 RECIPE = """
 name = "small"
-method = "dp-microadam"
+method = "dp-threshold"
 data = "digits"
 model = "mlp"
 epsilon = 8.0
@@ -43,7 +43,7 @@ hidden = 4
 expected_runs = 3
 learning_rate = [0.5, 1.5]
 max_grad_norm = { low = 0.5, high = 2, count = 2 }
-optimizer.density = [0.02, 0.1]
+optimizer.threshold = [2.0, 2.5]
 """
 PUBLISHED = {
     "config.toml",
@@ -75,7 +75,7 @@ def test_a_search_publishes_its_best_run_whose_epsilon_covers_it(recipe, tmp_pat
     record = read_ledger("best")
     assert isinstance(record.plan, SelectionPlan)
     assert printed["epsilon"] == record.epsilon() == record.plan.epsilon <= 8.0
-    assert printed["chosen"].keys() == {"learning_rate", "max_grad_norm", "optimizer.density"}
+    assert printed["chosen"].keys() == {"learning_rate", "max_grad_norm", "optimizer.threshold"}
     chosen = with_values(load_recipe(recipe), printed["chosen"])
     assert Recipe.from_toml(Path("best/config.toml").read_text()) == stated(chosen, bands=1)
     assert set(os.listdir("best")) | {"curves.png"} == PUBLISHED
@@ -97,7 +97,9 @@ def test_a_published_run_can_be_evaluated_exported_reported_and_is_not_resumed(r
     assert main(["report", "best"]) == 0
     page = Path("best/report.html").read_text()
     assert "PRIVATE. Training, with the choice among runs, was" in page
-    assert re.search(r"Chosen by a search</dt><dd>learning_rate = 0\.\d+, max_grad_norm = [\d.]+, optimizer\.density = ", page)
+    assert re.search(
+        r"Chosen by a search</dt><dd>learning_rate = 0\.\d+, max_grad_norm = [\d.]+, optimizer\.threshold = ", page
+    )
     assert "peak memory" not in page  # of all runs of the search
     assert main(["resume", "best"]) == 0
     assert "run best is finished" in capsys.readouterr().out
@@ -162,7 +164,7 @@ def test_the_expected_cost_is_shown_first_and_does_not_depend_on_the_draw(recipe
         ),
         ("tune.learning_rate=[-1.0]", "learning_rate is -1.0; it must be a finite number above 0"),
         ("tune.optimizer.densty=[0.1]", "recipe key optimizer.densty = 0.1 is unknown"),
-        ("tune.method=['dp-sgd','non-private']", "recipe key optimizer.density = 0.02 is unknown"),
+        ("tune.method=['dp-sgd','non-private']", "recipe key optimizer.threshold = 2.0 is unknown"),
         ("tune.ema_decay=[0,0.9]", "tune.ema_decay holds 0, which keeps no average to compare"),
         ("tune.warmup={low=0.001,high=0.9,count=9000}", "tune has 72000 combinations; it must have at most 10000"),
         ("bands=2 band_coefficients=optimised", "band_coefficients is 'optimised', which depends on what is tuned"),
@@ -206,11 +208,11 @@ def test_ranges_become_lists_and_a_recipe_with_a_search_reads_back_equal(recipe)
     assert values_of(found) == {
         "learning_rate": [0.001, 0.01, 0.1],
         "max_grad_norm": [0.5, 2.0],
-        "optimizer.density": [0.02, 0.1],
+        "optimizer.threshold": [2.0, 2.5],
     }
     assert Recipe.from_toml(found.to_toml()) == found
-    one = with_values(found, {"learning_rate": 0.1, "optimizer.density": 0.1})
-    assert (one.learning_rate, one.optimizer, one.tune) == (0.1, {"density": 0.1}, found.tune)
+    one = with_values(found, {"learning_rate": 0.1, "optimizer.threshold": 2.5})
+    assert (one.learning_rate, one.optimizer, one.tune) == (0.1, {"threshold": 2.5}, found.tune)
     with pytest.raises(InputError, match="learning_rate is 'high'"):
         with_values(found, {"learning_rate": "high"})
 

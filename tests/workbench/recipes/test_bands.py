@@ -11,7 +11,7 @@ from dp_microadam.errors import InputError
 from dp_microadam.plan.banded import banded_square_root, optimised_coefficients, workload_error
 from dp_microadam.training.schedules import Schedule
 from dp_microadam.workbench.command_line.cli import main
-from dp_microadam.workbench.recipes.assemble import assemble, plan_of
+from dp_microadam.workbench.recipes.assemble import plan_of
 from dp_microadam.workbench.recipes.recipe_files import load_recipe
 
 SHORT = ("steps=60", "bands=4", "band_coefficients=optimised")
@@ -75,19 +75,6 @@ def test_the_plan_on_the_command_line_shows_the_noise_in_the_weights(capsys):
     assert found["weight_noise"] == pytest.approx((errors[0] / errors[1]) ** 0.5)
     assert main(["plan", *arguments]) == 0
     assert f"optimised coefficients leave {found['weight_noise']:.3f} of the noise" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("settings", "quantized"), [
-    (("bands=1",), True),
-    (("bands=4",), False),
-    (("bands=4", "optimizer.quantize=true"), True),
-])  # fmt: skip
-def test_with_bands_the_residual_is_kept_in_float32_unless_the_recipe_says_otherwise(tmp_path, settings, quantized):
-    made = assemble(
-        load_recipe("demo", ["method=dp-microadam", "model=mlp", "steps=60", *settings]), tmp_path / "run", show_progress=False
-    )
-    assert made.trainer.method.optimizer.param_groups[0]["quantize"] is quantized
-    assert made.recipe.optimizer.get("quantize", True) is quantized  # which is what the run's folder says
 
 
 @pytest.mark.parametrize(("settings", "said"), [

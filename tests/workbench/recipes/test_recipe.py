@@ -37,7 +37,7 @@ def test_recipes_in_the_box_are_private_and_can_be_compared_with_their_non_priva
 
 def test_adapters_walk_half_as_far_by_default():
     adapted = load_recipe("sms-spam")
-    assert (adapted.method, adapted.learning_rate, adapted.resolved_learning_rate) == ("dp-microadam", None, 0.75)
+    assert (adapted.method, adapted.learning_rate, adapted.resolved_learning_rate) == ("dp-threshold", None, 0.75)
     assert load_recipe("sms-spam", ["model_options.lora_rank=0"]).resolved_learning_rate == 1.5
     assert load_recipe("sms-spam", ["method=dp-adam"]).resolved_learning_rate == 1e-3
     assert load_recipe("sms-spam", ["learning_rate=2"]).resolved_learning_rate == 2.0
@@ -46,7 +46,7 @@ def test_adapters_walk_half_as_far_by_default():
 def test_the_demo_and_fashion_mnist_leave_everything_at_its_defaults():
     for name in ("demo", "fashion-mnist"):
         recipe = load_recipe(name)
-        assert (recipe.method, recipe.optimizer, recipe.resolved_learning_rate) == ("dp-microadam", {}, 1.5)
+        assert (recipe.method, recipe.optimizer, recipe.resolved_learning_rate) == ("dp-threshold", {}, 1.5)
         assert (recipe.resolved_lr_unit, recipe.resolved_ema_decay) == ("walk", 0.99)
         assert (recipe.max_grad_norm, recipe.secure, recipe.seed) == (1.0, False, None)
 
@@ -80,8 +80,7 @@ def test_the_recipes_of_the_paper_have_its_settings():
     for recipe in (cifar, imagenet):
         assert (recipe.method, recipe.resolved_learning_rate, recipe.max_grad_norm) == ("dp-microadam", 1e-3, 1.0)
         assert (recipe.accountant, recipe.bands, recipe.resolved_lr_unit) == ("rdp", 1, "absolute")
-        selection = {"density": 0.01, "window": 10, "second_moment": "coordinate"}
-        assert recipe.optimizer == {**selection, "bias_correction": "paper"}
+        assert recipe.optimizer == {}
 
 
 def test_options_of_the_data_are_checked():
@@ -121,8 +120,8 @@ def test_an_unknown_key_is_refused_with_its_value_and_the_nearest_known_key(key,
     [
         ("optimizer.lr=0.1", "the learning rate is the recipe's own key learning_rate"),
         ("optimizer.batch_size=3", "batch_size is a key of the recipe itself"),
-        ("optimizer.weight_deca=0.1", "the nearest known option of dp-microadam is weight_decay"),
-        ("optimizer.xyz=1", "known options of dp-microadam are betas, eps, weight_decay, density"),
+        ("optimizer.weight_deca=0.1", "the nearest known option of dp-threshold is weight_decay"),
+        ("optimizer.xyz=1", "known options of dp-threshold are threshold, beta, eps, weight_decay"),
         ("model_options.depth=3", "tanh-cnn has no options"),
         ("density=0.1", "it is an option, optimizer.density"),
         ("xyz=1", "known keys are name, method, base"),
@@ -290,17 +289,17 @@ def test_a_fixed_seed_makes_a_recipe_not_private():
 
 def test_learning_rates_default_by_method():
     rates = {method: make(method=method).resolved_learning_rate for method in vocabulary.METHODS}
-    assert [rates.pop(method) for method in ("dp-sgd", "dp-walk", "dp-microadam")] == [4.0, 1.5, 1.5]
+    assert [rates.pop(method) for method in ("dp-sgd", "dp-walk", "dp-threshold")] == [4.0, 1.5, 1.5]
     assert set(rates.values()) == {1e-3}
     assert make(method="non-private", base="dp-sgd").resolved_learning_rate == 0.1
-    assert make(method="non-private", base="dp-microadam").resolved_learning_rate == 1e-3
+    assert make(method="non-private", base="dp-threshold").resolved_learning_rate == 1e-3
     assert make(method="dp-sgd", learning_rate=1).resolved_learning_rate == 1.0
 
 
 def test_the_unit_of_a_learning_rate_and_its_default():
     units = {method: make(method=method).resolved_lr_unit for method in vocabulary.METHODS}
-    assert units.pop("dp-walk") == units.pop("dp-microadam") == "walk"
-    assert make(method="non-private", base="dp-microadam").resolved_lr_unit == "absolute"
+    assert units.pop("dp-walk") == units.pop("dp-threshold") == "walk"
+    assert make(method="non-private", base="dp-threshold").resolved_lr_unit == "absolute"
     assert set(units.values()) == {"absolute"}
     walking = make(method="dp-sgd", lr_unit="walk")
     assert (walking.resolved_lr_unit, walking.resolved_learning_rate, walking.resolved_ema_decay) == ("walk", 1.5, 0.0)
@@ -309,11 +308,11 @@ def test_the_unit_of_a_learning_rate_and_its_default():
     assert (own.resolved_lr_unit, own.resolved_ema_decay) == ("absolute", 0.0)
 
 
-def test_a_rate_of_microadam_itself_is_not_taken_for_a_distance():
+def test_a_rate_of_the_optimizer_itself_is_not_taken_for_a_distance():
     with pytest.raises(InputError, match=r"learning_rate is 0\.001, a distance .* add lr_unit = 'absolute'"):
-        make(method="dp-microadam", learning_rate=1e-3)
+        make(method="dp-threshold", learning_rate=1e-3)
     with pytest.raises(InputError, match=r"learning_rate is 0\.001, a distance"):
-        make(method="dp-microadam", lr_unit="walk", learning_rate=1e-3)
+        make(method="dp-threshold", lr_unit="walk", learning_rate=1e-3)
     assert make(method="dp-sgd", learning_rate=1e-3).resolved_lr_unit == "absolute"
 
 
@@ -333,7 +332,7 @@ def test_options_are_checked_against_the_method_and_the_model():
 def test_a_non_private_run_takes_the_options_of_its_base():
     recipe = make(method="non-private", base="sparta", optimizer={"keep": 0.5})
     assert (recipe.algorithm, recipe.private, recipe.protected) == ("sparta", False, False)
-    assert make(method="non-private").algorithm == "dp-microadam"
+    assert make(method="non-private").algorithm == "dp-threshold"
     with pytest.raises(InputError, match=r"optimizer.keep = 0.5 is unknown; .* of dp-adam"):
         make(method="non-private", base="dp-adam", optimizer={"keep": 0.5})
     with pytest.raises(InputError, match="base is 'dp-sgd', but method is 'dp-adam'"):
@@ -346,9 +345,11 @@ def test_methods_and_their_options_of_the_vocabulary_are_those_of_the_code():
     from dp_microadam import MicroAdam, TensorAdam
     from dp_microadam.methods.registry import builder_of
     from dp_microadam.optimizers.adam_bc import AdamBC
+    from dp_microadam.optimizers.threshold_adam import ThresholdAdam
 
     base_optimizer = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, MicroAdam]
     optimizers = {
+        "dp-threshold": [ThresholdAdam],
         "dp-walk": [TensorAdam],
         "dp-microadam": [MicroAdam],
         "dp-sgd": [torch.optim.SGD],
@@ -363,9 +364,9 @@ def test_methods_and_their_options_of_the_vocabulary_are_those_of_the_code():
         }
         its = {name for optimizer in optimizers.get(method, base_optimizer) for name in inspect.signature(optimizer).parameters}
         assert own - {"lr"} <= set(vocabulary.OPTIMIZER_OPTIONS[method]) <= own | its
-    # The rest of MicroAdam's is no matter of a recipe: the step size has its own key, and randomness follows the run's.
-    rest = set(inspect.signature(MicroAdam).parameters) - set(vocabulary.OPTIMIZER_OPTIONS["dp-microadam"])
-    assert rest == {"params", "lr", "seed"}
+    for optimizer, method in ((MicroAdam, "dp-microadam"), (ThresholdAdam, "dp-threshold")):
+        rest = set(inspect.signature(optimizer).parameters) - set(vocabulary.OPTIMIZER_OPTIONS[method])
+        assert rest == {"params", "lr"}, "the step size has a key of its own"
 
 
 def test_models_of_the_vocabulary_are_those_of_the_code():

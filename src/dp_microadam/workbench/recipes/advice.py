@@ -13,17 +13,18 @@ from dp_microadam.plan.advice import Proposal, advise, best
 from dp_microadam.plan.band_choice import DEFAULT_NOISE_MEMORY_GIB
 from dp_microadam.workbench.recipes.recipe import Recipe
 
-_GAIN_FROM_BANDS = ("dp-walk", "dp-microadam", "dp-sgd", "dp-adam", "dp-adamw")
+_GAIN_FROM_BANDS = ("dp-threshold", "dp-walk", "dp-microadam", "dp-sgd", "dp-adam", "dp-adamw")
 
 
 def bands_of(recipe: Recipe) -> int | str:
     """The recipe's bands. Automatic ones are one for methods that do not gain from them, or were not measured with them.
 
-    Scales that change from step to step keep correlated noise from cancelling, and so does a residual of four bits.
+    Scales that change from step to step keep correlated noise from cancelling, and so does MicroAdam's residual of four bits.
     """
     if recipe.bands is not None and recipe.bands != "auto":
         return recipe.bands
-    gains = recipe.algorithm in _GAIN_FROM_BANDS and not recipe.optimizer.get("quantize", False)
+    quantized = recipe.algorithm == "dp-microadam" and recipe.optimizer.get("quantize", True)
+    gains = recipe.algorithm in _GAIN_FROM_BANDS and not quantized
     return "auto" if gains and not recipe.tune else 1
 
 

@@ -87,8 +87,6 @@ def assemble(
         plan = plan_of(recipe, count)
     elif plan is None or bands_of(recipe) == "auto":  # how much noise can be kept depends on the model
         plan = plan_of(recipe, count, trainable_parameters(model))
-    if plan.bands > 1:
-        recipe = _with_exact_residual(recipe)
     recipe = _with_walk_from_scratch(recipe, trainable_parameters(model))
     recipe = stated(recipe, plan.bands)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -146,22 +144,10 @@ def assemble(
 
 def _with_walk_from_scratch(recipe: Recipe, parameters: int) -> Recipe:
     """The recipe with the distance of a network that begins anew, if it leaves it to the default and nothing is pretrained."""
-    anew = recipe.algorithm == "dp-microadam" and "pretrained" not in recipe.model_options
+    anew = recipe.algorithm == "dp-threshold" and "pretrained" not in recipe.model_options
     if not anew or recipe.resolved_lr_unit != "walk" or recipe.learning_rate is not None or recipe.tune:
         return recipe
     return replace(recipe, learning_rate=distance_from_scratch(parameters))
-
-
-def _with_exact_residual(recipe: Recipe) -> Recipe:
-    """The recipe with MicroAdam's residual in float32, unless it says how the residual is kept; for correlated noise.
-
-    Four bits add an error to the residual in every step. Steps do not take it back as they take back correlated noise, so that
-    after a hundred steps it is as large as what is left of the noise. Beside the noise of the last steps a float32 residual
-    takes little memory.
-    """
-    if recipe.algorithm != "dp-microadam" or "quantize" in recipe.optimizer:
-        return recipe
-    return replace(recipe, optimizer={**recipe.optimizer, "quantize": False})
 
 
 def _inputs_in_words(recipe: Recipe) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import tomli_w
 
 from dp_microadam.errors import InputError
-from dp_microadam.methods.table import lr_unit_of
+from dp_microadam.methods.table import METHODS
 from dp_microadam.plan.learning_rate import ADAPTER_DISTANCE
 from dp_microadam.workbench.data.catalogue import takes_columns
 from dp_microadam.workbench.data.columns import declaration
@@ -39,9 +39,9 @@ class Recipe:
     """
 
     name: str = _key(checks.name)
-    method: str = _key(checks.one_of(*vocabulary.METHODS), default="dp-microadam")
+    method: str = _key(checks.one_of(*vocabulary.METHODS), default="dp-threshold")
     base: str | None = _key(checks.optional(checks.one_of(*vocabulary.BASES)), default=None)
-    """For method ``"non-private"``: the method to run without clipping and noise. None: dp-microadam."""
+    """For method ``"non-private"``: the method to run without clipping and noise. None: dp-threshold."""
 
     data: str = _key(checks.one_of(*vocabulary.DATA_SETS))
     data_folder: str = _key(checks.text, default="")
@@ -120,13 +120,13 @@ class Recipe:
     """None: the default of the method."""
     lr_unit: str | None = _key(checks.optional(checks.one_of("absolute", "walk")), default=None)
     """What the learning rate is: the optimizer's own, or the distance that the noise of the run walks. None: the method's unit,
-    which is ``"walk"`` for dp-walk and, in private runs, for dp-microadam, else ``"absolute"``."""
+    which is ``"walk"`` for dp-walk and, in private runs, for dp-threshold, else ``"absolute"``."""
     schedule: str = _key(checks.one_of("constant", "cosine", "linear"), default="constant")
     warmup: float = _key(checks.below_one, default=0.0)
     """Fraction of the steps over which the learning rate rises linearly."""
     ema_decay: float | None = _key(checks.optional(checks.below_one), default=None)
     """Decay of an exponential moving average of the weights; 0: none is kept. None: 0.99 with dp-walk
-    and with dp-microadam whose rate is of unit ``"walk"``, else 0."""
+    and with dp-threshold whose rate is of unit ``"walk"``, else 0."""
 
     max_steps: int | None = _key(checks.optional(checks.count), default=None)
     """Stop after this many steps; schedule and noise stay those of the full run."""
@@ -200,7 +200,7 @@ class Recipe:
     @property
     def algorithm(self) -> str:
         """The method that is run, with or without privacy."""
-        return self.method if self.protected else self.base or "dp-microadam"
+        return self.method if self.protected else self.base or "dp-threshold"
 
     @property
     def resolved_accountant(self) -> str:
@@ -220,10 +220,10 @@ class Recipe:
 
     @property
     def resolved_lr_unit(self) -> str:
-        """``lr_unit``, or the method's own; without noise that of dp-microadam is MicroAdam's."""
-        if self.lr_unit is None and self.algorithm == "dp-microadam" and not self.protected:
+        """``lr_unit``, or the method's own; without noise that of dp-threshold is ThresholdAdam's."""
+        if self.lr_unit is None and self.algorithm == "dp-threshold" and not self.protected:
             return "absolute"
-        return self.lr_unit or lr_unit_of(self.algorithm, self.optimizer)
+        return self.lr_unit or METHODS[self.algorithm].lr_unit
 
     @property
     def resolved_ema_decay(self) -> float:
@@ -295,12 +295,12 @@ class Recipe:
                 )
 
     def _refuse_rate_of_another_unit(self) -> None:
-        """Refuse a rate that was meant for MicroAdam itself, as in version 0.1, where it is a distance now."""
+        """Refuse a rate that was meant for the optimizer itself, where it is a distance."""
         rate, least = self.learning_rate, vocabulary.SHORTEST_WALK
-        if self.algorithm == "dp-microadam" and self.resolved_lr_unit == "walk" and rate is not None and rate < least:
+        if self.algorithm == "dp-threshold" and self.resolved_lr_unit == "walk" and rate is not None and rate < least:
             raise InputError(
                 f"learning_rate is {rate:g}, a distance that the noise of the run walks; it must be at least {least}, and "
-                f"{vocabulary.WALK_LEARNING_RATE} is usual; if it is MicroAdam's own rate, add lr_unit = 'absolute'"
+                f"{vocabulary.WALK_LEARNING_RATE} is usual; if it is the optimizer's own rate, add lr_unit = 'absolute'"
             )
 
     def _refuse_unsolvable_budget(self) -> None:

@@ -12,11 +12,10 @@ from typing import Any
 from dp_microadam.workbench.recipes.pretrained import stated_model_options
 from dp_microadam.workbench.recipes.recipe import Recipe, parse_toml
 
-SELECTION = {"density": 0.1, "window": 1, "second_moment": "tensor", "bias_correction": "steady"}
+SELECTION = {"density": 0.01, "window": 10, "bias_correction": "paper"}
 """MicroAdam's defaults."""
 
 _IN_VERSION_0_1 = {"method": "dp-microadam", "lr_unit": "absolute", "ema_decay": 0.0, "accountant": "rdp", "bands": 1}
-_SELECTION_IN_VERSION_0_1 = {"density": 0.01, "window": 10, "second_moment": "coordinate", "bias_correction": "paper"}
 
 
 def stated(recipe: Recipe, bands: int) -> Recipe:
@@ -39,10 +38,10 @@ def stated(recipe: Recipe, bands: int) -> Recipe:
 def recipe_of_run(config: str) -> Recipe:
     """The recipe in the ``config.toml`` of a run, which may have been made by version 0.1.
 
-    >>> made = Recipe(name="mine", data="digits", model="mlp", epsilon=8, steps=9, batch_size=16, method="dp-microadam")
+    >>> made = Recipe(name="mine", data="digits", model="mlp", epsilon=8, steps=9, batch_size=16, method="dp-threshold")
     >>> before, since = recipe_of_run(made.to_toml()), recipe_of_run(stated(made, bands=4).to_toml())
-    >>> [(one.accountant, one.bands, one.optimizer["bias_correction"]) for one in (before, since)]
-    [('rdp', 1, 'paper'), ('pld', 4, 'steady')]
+    >>> [(one.accountant, one.bands, one.lr_unit) for one in (before, since)]
+    [('rdp', 1, 'absolute'), ('pld', 4, 'walk')]
 
     Raises:
         InputError: if it cannot be used.
@@ -51,7 +50,7 @@ def recipe_of_run(config: str) -> Recipe:
     changes: dict[str, Any] = {}
     changes["model_options"] = stated_model_options(recipe, normalize=False)  # runs from before it was the default
     if uses_micro_adam(recipe):
-        changes["optimizer"] = {**_SELECTION_IN_VERSION_0_1, **recipe.optimizer}
+        changes["optimizer"] = {**SELECTION, **recipe.optimizer}
     return replace(recipe, **changes)
 
 

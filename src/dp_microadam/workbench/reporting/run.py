@@ -115,7 +115,7 @@ class Run:
         """Display name of the method; the optimizer for runs started from Python, which have no recipe."""
         method = self.settings.get("method")
         if method == "non-private":
-            base = str(self.settings.get("base", "dp-microadam"))
+            base = str(self.settings.get("base", "dp-threshold"))
             return f"Non-private {method_name(base).removeprefix('DP-')}"
         if method is not None:
             return method_name(str(method))
