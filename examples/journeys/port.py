@@ -40,7 +40,7 @@ def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> to
 
 
 def own_loop(model: torch.nn.Module, plan: PrivacyPlan, folder: str) -> None:
-    method = methods.dp_microadam(model)
+    method = methods.dp_threshold(model)
     step = PrivateStep(model, loss, plan, train, run_dir=folder, method=method)
     for _ in step:
         method.apply(model, step.take())
@@ -48,7 +48,7 @@ def own_loop(model: torch.nn.Module, plan: PrivacyPlan, folder: str) -> None:
 
 
 def trainer(model: torch.nn.Module, plan: PrivacyPlan, folder: str) -> None:
-    PrivateTrainer(model, methods.dp_microadam(model), plan, loss, run_dir=folder).fit(train)
+    PrivateTrainer(model, methods.dp_threshold(model), plan, loss, run_dir=folder).fit(train)
 
 
 def ours(run: Callable[[torch.nn.Module, PrivacyPlan, str], None], steps: int) -> float:
