@@ -53,13 +53,19 @@ class Entrant:
     equipped: bool = True
 
 
+DEFAULT, THRESHOLD = "default", "dp-threshold"
 ENTRANTS = {
+    DEFAULT: Entrant("default", methods.dp_threshold),
     "dp-walk": Entrant("dp-walk", methods.dp_walk, DISTANCES, distances=True),
     "dp-sgd": Entrant("DP-SGD", methods.dp_sgd, (4.0, 0.5, 1.0, 2.0, 8.0)),
     "dp-adam": Entrant("DP-Adam", methods.dp_adam, (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)),
     "dp-adambc": Entrant("DP-AdamBC", methods.dp_adambc, (1e-3, 3e-4, 3e-3, 1e-2)),
+    "dp-microadam": Entrant("DP-MicroAdam", methods.dp_microadam, (1e-3, 4e-3, 16e-3)),
+    "dp-microadam-alone": Entrant("DP-MicroAdam alone", methods.dp_microadam, (1e-3,), equipped=False),
     "opacus": Entrant("Opacus, Adam", None, equipped=False),
+    THRESHOLD: Entrant("dp-threshold", methods.dp_threshold, DISTANCES, distances=True),
 }
+"""The default is dp-threshold at the problem's distance, which is therefore not run under that name once more."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,8 @@ def runs_of(problem: str, epsilon: float, entrant: str, known: dict[Run, float])
     """The runs of an entrant that are not ``known`` yet: its grid with one seed, then all seeds at the first and best rate."""
     rates = ENTRANTS[entrant].rates
     if ENTRANTS[entrant].distances:
-        distances = rates if epsilon == ALL_DISTANCES_AT else (PROBLEMS[problem].distance,)
+        own = PROBLEMS[problem].distance
+        distances = [one for one in rates if (one == own or epsilon == ALL_DISTANCES_AT) and (entrant, one) != (THRESHOLD, own)]
         wanted = [Run(problem, epsilon, entrant, rate, seed) for rate in distances for seed in range(1, SEEDS + 1)]
         yield from (run for run in wanted if run not in known)
         return
@@ -175,7 +182,7 @@ def trained(run: Run) -> tuple[float, dict[str, Any]]:
         return _by_opacus(model, problem, train, test, run), {}
     count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     plan = _plan(len(train[1]), problem, run.epsilon, count, "auto" if entrant.equipped else 1)
-    method = entrant.build(model) if run.rate is None else entrant.build(model, lr=run.rate)
+    method = entrant.build(model, lr=problem.distance if run.rate is None else run.rate)
     with TemporaryDirectory() as folder:
         step = PrivateStep(
             model, _loss, plan, train, run_dir=folder, method=method, physical_batch_size=problem.batch_size, seed=run.seed

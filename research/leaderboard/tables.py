@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from research.leaderboard.problems import PROBLEMS
-from research.leaderboard.runs import ENTRANTS, SEEDS, Run, best_rate, read, runs_of
+from research.leaderboard.runs import DEFAULT, ENTRANTS, SEEDS, THRESHOLD, Run, best_rate, read, runs_of
 
-DEFAULT = "default"
 PAPER, ORACLE = "paper", "oracle"
 
 
@@ -66,6 +65,12 @@ class Leaderboard:
     def default(self, problem: str, epsilon: float) -> list[float]:
         return self.accuracies(problem, epsilon, DEFAULT, None)
 
+    def at_distance(self, problem: str, epsilon: float, entrant: str, distance: float) -> list[float]:
+        """Accuracies of a method with a distance; those of dp-threshold at the problem's own are the default's."""
+        if (entrant, distance) == (THRESHOLD, PROBLEMS[problem].distance):
+            return self.default(problem, epsilon)
+        return self.accuracies(problem, epsilon, entrant, distance)
+
     def rival(self, problem: str, epsilon: float, entrant: str, kind: str) -> tuple[list[float], float | None]:
         """Accuracies of a rival at its paper's rate or that of the oracle, and that rate."""
         rates = ENTRANTS[entrant].rates
@@ -80,7 +85,7 @@ class Leaderboard:
 def columns() -> Iterator[tuple[str, str, str]]:
     """Rivals as columns: title, entrant, and at which rate."""
     for name, entrant in ENTRANTS.items():
-        if name in (DEFAULT, "dp-threshold"):
+        if name in (DEFAULT, THRESHOLD):
             continue
         if entrant.distances or len(entrant.rates) == 1:
             yield entrant.title, name, PAPER
@@ -151,10 +156,10 @@ def threshold_table(board: Leaderboard) -> str:
     distances = sorted(rate for rate in ENTRANTS["dp-walk"].rates if rate is not None)
     header = ["problem", "ε", *(f"distance {one:g}" for one in distances), "each at its best", "best: threshold, dense"]
     lines = [_row(header), "|:---|---:|" + "---:|" * (len(header) - 2)]
-    for problem, epsilon in sorted({(run.problem, run.epsilon) for run in board.known if run.entrant == "dp-threshold"}):
+    for problem, epsilon in board.rows():
         both = {
-            name: {one: found for one in distances if (found := board.accuracies(problem, epsilon, name, one))}
-            for name in ("dp-threshold", "dp-walk")
+            name: {one: found for one in distances if (found := board.at_distance(problem, epsilon, name, one))}
+            for name in (THRESHOLD, "dp-walk")
         }
         if any(len(found) < len(distances) for found in both.values()):
             continue
