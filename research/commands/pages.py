@@ -1,7 +1,7 @@
 """``python -m research pages``: put the tables of ``results/`` into the pages that show them, and draw their pictures.
 
 In a page a table stands between a comment that names it and ``<!-- end -->``: ``<!-- results NAME -->`` is the table of a
-study, ``<!-- leaderboard -->``, ``<!-- verdicts -->`` and ``<!-- threshold -->`` are those of the leaderboard.
+study; ``<!-- leaderboard -->``, ``<!-- verdicts -->``, ``<!-- summary -->`` and ``<!-- threshold -->`` are the leaderboard's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 RESULTS, PICTURE = ROOT / "results", ROOT / "docs" / "images" / "leaderboard.png"
 
-_PLACE = re.compile(r"(<!-- (leaderboard|verdicts|threshold|results ([\w-]+)) -->\n).*?(<!-- end -->)", re.DOTALL)
+_PLACE = re.compile(r"(<!-- (leaderboard|verdicts|summary|threshold|results ([\w-]+)) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -58,7 +58,8 @@ def _table(kind: str, study: str | None) -> str:
 
     if study is None:
         board = tables.Leaderboard(RESULTS / "leaderboard")
-        written = {"leaderboard": tables.table, "verdicts": tables.verdicts, "threshold": tables.threshold_table}
+        written = {"leaderboard": tables.table, "verdicts": tables.verdicts, "summary": tables.summary}
+        written["threshold"] = tables.threshold_table
         return written[kind](board)
     sweep = Sweep.read(RESULTS / study)
     dates = ", ".join(sorted({str(one["date"]) for one in sweep.outcomes.values()}))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from research.leaderboard.problems import PROBLEMS
-from research.leaderboard.runs import DEFAULT, ENTRANTS, SEEDS, THRESHOLD, Run, best_rate, read, runs_of
+from research.leaderboard.runs import ALL_DISTANCES_AT, DEFAULT, ENTRANTS, SEEDS, THRESHOLD, Run, best_rate, read, runs_of
 
 PAPER, ORACLE = "paper", "oracle"
 
@@ -145,9 +145,29 @@ def verdicts(board: Leaderboard) -> str:
             continue
         ahead = sum(one.certain and one.mean > 0 for one in found.values())
         behind = {row: one for row, one in found.items() if one.certain and one.mean < 0}
-        where = ", ".join(f"{name} at ε = {epsilon:g} ({one.shown().strip('*')})" for (name, epsilon), one in behind.items())
+        where = "; ".join(
+            f"{PROBLEMS[name].title}, ε = {epsilon:g}: {one.shown().strip('*')}" for (name, epsilon), one in behind.items()
+        )
         mean = f"{statistics.mean(one.mean for one in found.values()):+.1f}".replace("-", "−")
         lines.append(_row([title, str(ahead), str(len(found) - ahead - len(behind)), str(len(behind)), mean, where]))
+    return "\n".join(lines)
+
+
+def summary(board: Leaderboard) -> str:
+    """A row per problem at ε = 3 for people in a hurry: the default, Opacus, and the rival that an oracle tuned best."""
+    tuned = [(title, entrant) for title, entrant, kind in columns() if kind == ORACLE]
+    lines = [_row(["ε = 3", "default", "Opacus, Adam", "best rival at an oracle's rate"]), "|:---|---:|---:|:---|"]
+    for problem, epsilon in board.rows():
+        ours, (opacus, _) = board.default(problem, epsilon), board.rival(problem, epsilon, "opacus", PAPER)
+        rivals = {title: board.rival(problem, epsilon, entrant, ORACLE)[0] for title, entrant in tuned}
+        if epsilon != ALL_DISTANCES_AT or not (ours and opacus and all(rivals.values())):
+            continue
+        best = max(rivals, key=lambda title: statistics.mean(rivals[title]))
+        told = (
+            f"{best.removesuffix(', oracle')} {statistics.mean(rivals[best]):.1f} ({Difference.of(ours, rivals[best]).shown()})"
+        )
+        beside = f"{statistics.mean(opacus):.1f} ({Difference.of(ours, opacus).shown()})"
+        lines.append(_row([PROBLEMS[problem].title, f"{statistics.mean(ours):.1f}", beside, told]))
     return "\n".join(lines)
 
 
