@@ -195,7 +195,6 @@ def test_a_search_may_be_planned_from_noise_and_steps():
         ({"expected_runs": 2000}, "expected_runs is 2000; it must lie in (1, 1000]"),
         ({"distribution": "poisson"}, "distribution is 'poisson'; it must be one of 'geometric', 'logarithmic'"),
         ({"accountant": "pld"}, "accountant is 'pld'; for a selection among runs it must be 'rdp'"),
-        ({"bands": "least"}, "bands is 'least', which compares single runs; for a selection among runs it must be a number"),
         pytest.param(
             {"epsilon": 0.01},
             "no noise_multiplier up to 100000 keeps the best of 10 expected runs within epsilon 0.01",

@@ -29,7 +29,6 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import brentq
 from scipy.special import ndtri
 
 from dp_microadam.accounting.costs import (
@@ -49,7 +48,7 @@ from dp_microadam.validation import require_in_open
 Floats = NDArray[np.float64]
 
 SMALLEST_RATE = 1e-5
-"""μ holds for attacks whose rates of false positives and of false negatives are both at least this, or less."""
+"""μ holds for attacks whose rates of false positives and of false negatives are both at least this."""
 
 # How many ε have a line, at equal distances, and a quarter of that at equal ratios from a small one on; and the largest ε,
 # above which exponentials leave floating point.
@@ -62,9 +61,8 @@ _LARGEST_DELTA = 0.5
 _LEAST_DELTA = 1e-3 * SMALLEST_RATE
 _NEGLIGIBLE_DELTA = 1e-11
 
-# μ is rounded up to a multiple of one over this. No smaller rate than the tiny one is looked at.
+# μ is rounded up to a multiple of one over this.
 _MULTIPLES_OF_MU = 100
-_TINY = 1e-300
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,37 +197,15 @@ def gaussian_bound(curve: TradeOff, rate: float = SMALLEST_RATE) -> GaussianBoun
     """The smallest μ, rounded up to two decimals, whose Gaussian trade-off lies below ``curve`` from ``rate`` on.
 
     None if no μ does, because an attack with that rate may find everyone. Both curves are symmetric, so that the same holds
-    where the rate of false negatives is at least ``rate``. Rounding up leaves some room, which extends μ to smaller rates; the
-    smallest is returned with it, rounded up.
+    where the rate of false negatives is at least ``rate``.
 
     Formal guarantees: every attack whose rates of false positives α and of false negatives are both at least
     ``smallest_rate`` misses at least G_μ(α).
     """
     alphas, found = curve.corners()
+    at_rate = curve.true_positives(rate)
     needed = ndtri(found) - ndtri(alphas)
-    mu = max([_mu_through(curve, rate), *needed[alphas > rate]])
+    mu = max([math.inf if at_rate >= 1 else float(ndtri(at_rate) - ndtri(rate)), *needed[alphas > rate]])
     if not math.isfinite(mu):
         return None
-    rounded = math.ceil(max(mu, 0.0) * (1 + 1e-9) * _MULTIPLES_OF_MU) / _MULTIPLES_OF_MU
-    # It holds from the last corner on before the first that needs more, and on a part of the line in between.
-    smaller = [float(alpha) for alpha in alphas[(alphas < rate) & (needed <= rounded)]]
-    too_small = [float(alpha) for alpha in alphas[(alphas < rate) & (needed > rounded)]]
-    fails = max(too_small, default=_TINY)
-    holds = min((alpha for alpha in smaller if alpha > fails), default=rate)
-    if _mu_through(curve, fails) > rounded:
-        fails = math.exp(
-            brentq(lambda log: _mu_through(curve, math.exp(log)) - rounded, math.log(fails), math.log(holds), xtol=1e-3)
-        )
-    return GaussianBound(rounded, min(rate, _rounded_up(1.01 * fails)))
-
-
-def _rounded_up(rate: float) -> float:
-    """The rate with two digits, rounded up."""
-    unit = 10.0 ** (math.floor(math.log10(rate)) - 1)
-    return float(f"{math.ceil(rate / unit * (1 - 1e-12)) * unit:.1e}")
-
-
-def _mu_through(curve: TradeOff, alpha: float) -> float:
-    """The μ whose Gaussian trade-off passes through the curve at this rate of false positives."""
-    found = curve.true_positives(alpha)
-    return math.inf if found >= 1 else float(ndtri(found) - ndtri(alpha))
+    return GaussianBound(math.ceil(max(mu, 0.0) * (1 + 1e-9) * _MULTIPLES_OF_MU) / _MULTIPLES_OF_MU, rate)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, An
         report["noise"] |= {
             "kind": "Gaussian, correlated over steps",
             "bands": plan.bands,
-            "coefficients": "optimised" if plan.coefficients else "banded square root",
+            "coefficients": "banded square root",
             "relative_to_independent": {
                 "single_step": plan.noise_ratios.single_step,
                 "running_sum": plan.noise_ratios.running_sum,
@@ -178,13 +178,10 @@ def statement_parts(report: dict[str, Any]) -> tuple[str, list[tuple[str, str]],
             f"NOT PRIVATE. Sampling and noise were predictable ({report['randomness']}), so nothing is guaranteed.\n"
             f"With unpredictable randomness the same steps would have been {claim}-differentially private.\n"
         )
+    whom = f", for a {unit}" if unit != "example" else ""
     lines = [
-        (
-            "ε, δ",
-            f"{round_up(report['epsilon'])} at δ = {report['delta']:g}"
-            + (f", for a {unit}" if unit != "example" else "")
-            + ", for the steps done",
-        ),
+        ("ε, δ", f"{round_up(report['epsilon'])} at δ = {report['delta']:g}{whom}, for the steps done"),
+        *meaning_in_words(report["meaning"], report["delta"]),
         ("Unit of privacy", report["unit"]),
         ("Neighbouring relation", report["neighbouring_relation"]),
         ("Groups", _groups_in_words(report)),
@@ -196,7 +193,12 @@ def statement_parts(report: dict[str, Any]) -> tuple[str, list[tuple[str, str]],
             f"Gaussian, {noise['noise_multiplier']:g} times that bound, added once per step to the sum, which is then "
             "divided by the expected batch size",
         ),
+        ("Processes", _processes_in_words(report)),
+        ("Correlation", _correlation_in_words(report)),
         ("Steps", _steps_in_words(report["steps_done"], report["steps_planned"])),
+        ("Phases", _phases_in_words(report)),
+        ("Plans before", _plans_before_in_words(report)),
+        ("Selection", _selection_in_words(report)),
         ("ε of the whole plan", round_up(report["epsilon_planned"])),
         ("Randomness", report["randomness"]),
         ("Run", report["run"]),
@@ -204,24 +206,7 @@ def statement_parts(report: dict[str, Any]) -> tuple[str, list[tuple[str, str]],
         ("Public by declaration", "; ".join(report["public_by_declaration"])),
         ("Versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())),
     ]
-    lines[1:1] = meaning_in_words(report["meaning"], report["delta"]) if "meaning" in report else []
-    if "composition" in report:
-        position = next(i for i, (name, _) in enumerate(lines) if name == "Noise")
-        lines.insert(position + 1, ("Correlation", _correlation_in_words(report)))
-    if "selection" in report:
-        position = next(i for i, (name, _) in enumerate(lines) if name == "Steps")
-        lines.insert(position + 1, ("Selection", _selection_in_words(report["selection"])))
-    if "plans_before" in report:
-        position = next(i for i, (name, _) in enumerate(lines) if name == "Steps")
-        lines.insert(position + 1, ("Plans before", _plans_before_in_words(report["plans_before"])))
-    if "phases" in report:
-        taken = ", ".join(f"{name} {steps}" for name, steps in report["phases"].items())
-        position = next(i for i, (name, _) in enumerate(lines) if name == "Steps")
-        lines.insert(position + 1, ("Phases", f"steps of each, all under the one plan: {taken}"))
-    if "processes" in report:
-        position = next(i for i, (name, _) in enumerate(lines) if name == "Noise")
-        lines.insert(position + 1, ("Processes", _processes_in_words(report)))
-    return opening, lines, list(report["outside_the_guarantee"])
+    return opening, [(name, text) for name, text in lines if text], list(report["outside_the_guarantee"])
 
 
 def unit_of(report: Mapping[str, Any]) -> str:
@@ -261,18 +246,26 @@ def _sampling_in_words(sampling: Mapping[str, Any], unit: str) -> str:
     )
 
 
-def _plans_before_in_words(plans: Sequence[Mapping[str, Any]]) -> str:
+def _phases_in_words(report: Mapping[str, Any]) -> str:
+    taken = ", ".join(f"{name} {steps}" for name, steps in report.get("phases", {}).items())
+    return taken and f"steps of each, all under the one plan: {taken}"
+
+
+def _plans_before_in_words(report: Mapping[str, Any]) -> str:
     """What an extended run did before the plan that it is at; ε covers all of it."""
     each = [
         f"{one['steps_done']} steps with probability {one['sample_rate']:.6g} and noise of {one['noise_multiplier']:g} times "
         "the bound"
-        for one in plans
+        for one in report.get("plans_before", ())
     ]
-    return f"{'; '.join(each)}; every ε here is that of these steps and of the steps of this plan together"
+    return "; ".join([*each, "every ε here is that of these steps and of the steps of this plan together"]) if each else ""
 
 
-def _selection_in_words(selection: Mapping[str, Any]) -> str:
+def _selection_in_words(report: Mapping[str, Any]) -> str:
     """What a search did, and that ε covers it."""
+    if "selection" not in report:
+        return ""
+    selection = report["selection"]
     return (
         f"the best of a random number of such runs ({selection['distribution_of_runs']}, {selection['expected_runs']:g} "
         "expected), each with hyperparameters drawn from a public list; ε covers the choice, as nothing of the other runs is "
@@ -282,6 +275,8 @@ def _selection_in_words(selection: Mapping[str, Any]) -> str:
 
 def _correlation_in_words(report: Mapping[str, Any]) -> str:
     """What correlated noise does, and the composition that ε is computed for."""
+    if "composition" not in report:
+        return ""
     noise, composition = report["noise"], report["composition"]
     sessions = composition["sessions"]
     resumed = f" within one of its {sessions} sessions, which count each by itself" if sessions > 1 else ""
@@ -293,7 +288,9 @@ def _correlation_in_words(report: Mapping[str, Any]) -> str:
     )
 
 
-def _processes_in_words(report: dict[str, Any]) -> str:
+def _processes_in_words(report: Mapping[str, Any]) -> str:
+    if "processes" not in report:
+        return ""
     counts = dict(report["processes"])
     alone = report["steps_done"] - sum(counts.values())
     taken = {**({"1": alone} if alone else {}), **counts}

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from dp_microadam.errors import InputError, PrivacyError
-from dp_microadam.plan.banded import Floats
 
 PLACES = ("device", "cpu")
 """Where the noise of the last steps is kept: on the device where noise is added, or in main memory."""
@@ -124,14 +123,3 @@ class CorrelatedNoise:
         raise PrivacyError(
             "the noise of past steps cannot be saved or copied, since whoever has it can subtract it; begin a new chain"
         )
-
-
-def correlated_reference(coefficients: Sequence[float] | Floats, white: Floats) -> Floats:
-    """The slow twin: C⁻¹z for all steps at once, ``white`` with one row per step."""
-    steps = len(white)
-    matrix = np.zeros((steps, steps))
-    for t in range(steps):
-        for age, coefficient in enumerate(coefficients):
-            if age <= t:
-                matrix[t, t - age] = coefficient
-    return np.asarray(np.linalg.solve(matrix, white), dtype=np.float64)

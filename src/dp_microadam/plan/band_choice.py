@@ -132,11 +132,6 @@ def band_table(
     return tuple(found)
 
 
-def least_bands(choices: tuple[BandChoice, ...]) -> int:
-    """The number of bands with the least noise in the running sum; of equal ones the smallest."""
-    return min(choices, key=lambda choice: (choice.running_sum, choice.bands)).bands
-
-
 def automatic_bands(choices: tuple[BandChoice, ...]) -> int:
     """The fewest bands that leave nearly the least noise in the running sum, and one where even that is not worth it.
 
@@ -167,24 +162,17 @@ def choose_bands(
     epsilon: float | None,
     **setting: Any,
 ) -> int:
-    """The number of bands that ``"auto"`` or ``"least"`` stands for in a plan; ``setting`` is that of :func:`band_table`.
+    """The number of bands that ``"auto"`` stands for in a plan; ``setting`` is that of :func:`band_table`.
 
-    ``"auto"`` is one band where ε or the steps are yet to be solved for, and where the number of ``parameters`` is unknown.
-
-    Raises:
-        InputError: for another word, or ``"least"`` without ε and steps.
+    It is one band where ε or the steps are yet to be solved for, and where the number of ``parameters`` is unknown.
     """
-    if word not in ("auto", "least"):
-        raise InputError(f"bands is {word!r}; it must be a whole number of at least 1, 'auto' or 'least'")
-    most = None if parameters is None else most_bands(require_integer("parameters", parameters, 1), noise_memory_gib)
-    if steps is None or epsilon is None:
-        if word == "auto":
-            return 1
-        raise InputError("bands is 'least', which compares the noise at the same epsilon and steps; both must be given")
-    if word == "auto" and (most := most_automatic_bands(steps, parameters, noise_memory_gib)) == 1:
+    if word != "auto":
+        raise InputError(f"bands is {word!r}; it must be a whole number of at least 1, or 'auto'")
+    if parameters is not None:
+        require_integer("parameters", parameters, 1)
+    if steps is None or epsilon is None or (most := most_automatic_bands(steps, parameters, noise_memory_gib)) == 1:
         return 1
     try:
-        table = band_table(steps=steps, epsilon=epsilon, most=most, exact=word == "least", **setting)
+        return automatic_bands(band_table(steps=steps, epsilon=epsilon, most=most, exact=False, **setting))
     except LookupError:
         return 1  # for which solving then says what is out of reach
-    return automatic_bands(table) if word == "auto" else least_bands(table)

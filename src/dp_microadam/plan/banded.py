@@ -23,7 +23,7 @@ becomes block diagonal, its columns are cut off at the end of a block, and their
 there, as they may be when a run is resumed, each block of n steps has at most ⌈n/b⌉ participations of an example, and the sum
 of these over the blocks takes the place of ⌈T/b⌉.
 
-The default coefficients are those of the banded square root (Kalinin and Lampert 2024, "Banded square root matrix
+The coefficients are those of the banded square root (Kalinin and Lampert 2024, "Banded square root matrix
 factorization for differentially private model training"): the matrix A of prefix sums has the square root with coefficients
 1, 1/2, 3/8, 5/16, …, which is cut off after b. They are positive and decreasing, so that all zeros of Σ c_k x^k lie outside
 the unit circle (Eneström and Kakeya) and the noise of a step stays bounded. This module does not import torch.
@@ -40,7 +40,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dp_microadam.errors import InputError
-from dp_microadam.validation import require_in_closed_open, require_integer
+from dp_microadam.validation import require_integer
 
 Floats = NDArray[np.float64]
 
@@ -143,90 +143,6 @@ def _noise_ratios(c: tuple[float, ...], steps: int) -> NoiseRatios:
     return NoiseRatios(
         math.sqrt(singles / steps), math.sqrt(totals / (steps * (steps + 1) / 2)), math.sqrt(float(last) / steps)
     )
-
-
-def optimised_coefficients(
-    bands: int, steps: int, *, momentum: float = 0.0, rates: Sequence[float] | Floats | None = None
-) -> Floats:
-    """Coefficients of C, of norm 1 at most, that leave the least noise in the weights of SGD with momentum and a schedule.
-
-    ``rates`` are the learning rates of the ``steps`` steps, up to a common factor; None is a constant rate. Minimises the sum
-    over steps of the variance of the noise in the weights (:func:`workload_error`) by L-BFGS, from the banded square root, and
-    never returns anything worse than that. Choosing C costs no privacy: it depends on public settings alone.
-
-    >>> best = optimised_coefficients(4, 100, momentum=0.9)
-    >>> workload_error(best, 100, momentum=0.9)[0] < workload_error(banded_square_root(4), 100, momentum=0.9)[0]
-    True
-    """
-    from scipy.optimize import minimize
-
-    start = square_root_coefficients(bands)
-    if bands == 1:
-        return start
-    workload = _Workload(steps, momentum, rates)
-    scale = workload.error(start)[0]
-
-    def objective(rest: Floats) -> tuple[float, Floats]:
-        value, gradient = workload.error(np.concatenate([[1.0], rest]))
-        return value / scale, gradient[1:] / scale
-
-    found = minimize(objective, start[1:], jac=True, method="L-BFGS-B", options={"maxiter": 500, "ftol": 1e-13, "gtol": 1e-9})
-    best = np.concatenate([[1.0], found.x])
-    better = bool(np.isfinite(best).all()) and workload.error(best)[0] < scale
-    return _frozen(normalised(best if better else start))
-
-
-def workload_error(
-    coefficients: Sequence[float] | Floats, steps: int, *, momentum: float = 0.0, rates: Sequence[float] | Floats | None = None
-) -> tuple[float, Floats]:
-    """‖A·C⁻¹‖²·‖c‖² for the matrix A that takes the sums of the steps to the weights, and its gradient in the coefficients.
-
-    A[t, s] = Σ_(s ≤ u ≤ t) rate_u · momentum^(u − s). Without momentum and with a constant rate it is the prefix sums.
-    """
-    return _Workload(steps, momentum, rates).error(np.asarray(coefficients, dtype=np.float64))
-
-
-class _Workload:
-    """A C⁻¹ = P·diag(rates)·V, where P are prefix sums and V is Toeplitz with coefficients v = (1, β, β², …) * w."""
-
-    def __init__(self, steps: int, momentum: float, rates: Sequence[float] | Floats | None) -> None:
-        self.steps = require_integer("steps", steps, 1)
-        self.powers = require_in_closed_open("momentum", momentum, 0, 1) ** np.arange(steps, dtype=np.float64)
-        self.rates = None if rates is None else np.asarray(rates, dtype=np.float64)
-        if self.rates is not None and (self.rates.shape != (steps,) or not (self.rates > 0).any() or (self.rates < 0).any()):
-            raise InputError(f"rates must be {steps} learning rates of at least 0, one for each step, and not all 0")
-
-    def error(self, c: Floats) -> tuple[float, Floats]:
-        w = inverse_coefficients(c, self.steps)
-        v = _product(self.powers, w)
-        value, by_v = self._constant(v) if self.rates is None else self._varying(v, self.rates)
-        # v = powers * w and w = 1/c as power series, so dv = −powers * w * w * dc = −v * w * dc.
-        slope = _product(v, w)
-        by_c = np.array([-(by_v[j:] @ slope[: self.steps - j]) for j in range(min(len(c), self.steps))])
-        by_c = np.concatenate([by_c, np.zeros(len(c) - len(by_c))])
-        norm = math.fsum(c * c)
-        return value * norm, by_c * norm + value * 2 * c
-
-    def _constant(self, v: Floats) -> tuple[float, Floats]:
-        """Σ_k (T − k) S_k², since every column is the first one, shifted."""
-        sums, weights = np.cumsum(v), np.arange(self.steps, 0, -1, dtype=np.float64)
-        return math.fsum(weights * sums * sums), np.cumsum((2 * weights * sums)[::-1])[::-1]
-
-    def _varying(self, v: Floats, rates: Floats) -> tuple[float, Floats]:
-        value, by_v = 0.0, np.zeros_like(v)
-        for first in range(self.steps):
-            column = np.cumsum(rates[first:] * v[: self.steps - first])
-            value += float(column @ column)
-            by_v[: self.steps - first] += rates[first:] * np.cumsum(2 * column[::-1])[::-1]
-        return value, by_v
-
-
-def _product(a: Floats, b: Floats) -> Floats:
-    """The first coefficients of the product of two power series of the same length."""
-    from scipy.signal import oaconvolve
-
-    short = len(a) <= 512
-    return np.convolve(a, b)[: len(a)] if short else oaconvolve(a, b)[: len(a)]
 
 
 def _frozen(values: Floats) -> Floats:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
@@ -39,8 +39,6 @@ from dp_microadam.plan.banded import (
     NoiseRatios,
     banded_square_root,
     noise_ratios,
-    optimised_coefficients,
-    workload_error,
 )
 from dp_microadam.plan.learning_rate import DISTANCE, walk_scale
 from dp_microadam.validation import explicit, require_in_open, require_integer, require_one_of, require_positive
@@ -69,7 +67,7 @@ class PrivacyPlan:
 
     ``bands`` above 1 is correlated noise: the training examples are divided into ``bands`` groups by their number alone, step t
     samples from group t mod ``bands`` only, and the noise of a step depends on that of the last ``bands`` − 1 steps, which it
-    partly takes back. ``coefficients`` are those of the matrix C of the noise; empty stands for the banded square root.
+    partly takes back (``banded.py``).
 
     ``unit`` is whom the guarantee is for: ``"example"``, or ``"user"`` for people who have several examples each. With users,
     ``dataset_size`` counts users and ``batch_size`` is the expected number of users per step; a step samples users, and the
@@ -99,7 +97,6 @@ class PrivacyPlan:
     delta: float
     accountant: str = DEFAULT_ACCOUNTANT
     bands: int = 1
-    coefficients: tuple[float, ...] = ()
     unit: str = "example"
     examples_per_user: int | None = None
     max_batch_size: int | None = None
@@ -113,7 +110,6 @@ class PrivacyPlan:
         refuse_bands(self.bands, self.dataset_size, self.batch_size)
         if self.bands > self.steps:
             raise InputError(f"bands is {self.bands}, more than the {self.steps} steps; it must be at most steps")
-        object.__setattr__(self, "coefficients", _checked_coefficients(self.coefficients, self.bands))
         # Plain numbers, whatever array library they came from: the plan is compared, and written as JSON.
         for kind, names in ((int, ("dataset_size", "batch_size", "steps", "bands")), (float, ("noise_multiplier", "delta"))):
             for name in names:
@@ -136,7 +132,6 @@ class PrivacyPlan:
         epochs: float | None = None,
         accountant: str = DEFAULT_ACCOUNTANT,
         bands: int | str = "auto",
-        coefficients: Sequence[float] = (),
         parameters: int | None = None,
         noise_memory_gib: float = DEFAULT_NOISE_MEMORY_GIB,
         unit: str = "example",
@@ -153,10 +148,8 @@ class PrivacyPlan:
 
         ``bands="auto"`` takes up to 16 bands if these leave at most 0.8 of one band's noise in the running sum, as few as are
         nearly as good. That depends on ``epsilon`` and ``steps``, and bands keep noise between steps, 4·(bands − 1) bytes for
-        each parameter: it is one band unless both are given, and the number of trainable ``parameters``. ``"least"`` is the
-        number with the least predicted noise of 1, 2, 4, 8, … and the largest possible one. With ``parameters``, the noise that
-        is kept is limited to ``noise_memory_gib``. ``coefficients`` as
-        :func:`~dp_microadam.plan.banded.optimised_coefficients` returns them replace the banded square root.
+        each parameter: it is one band unless both are given, and the number of trainable ``parameters``. With ``parameters``,
+        the noise that is kept is limited to ``noise_memory_gib``.
 
         ``unit="user"`` needs ``examples_per_user``; dataset and batch size then count users, and ε is for one user. With
         ``max_batch_size`` no step has more examples, or users.
@@ -225,35 +218,10 @@ class PrivacyPlan:
             delta,
             accountant,
             bands,
-            tuple(coefficients),
             unit=unit,
             examples_per_user=examples_per_user,
             max_batch_size=max_batch_size,
         )
-
-    def optimised_for(self, *, momentum: float = 0.0, rates: Sequence[float] | None = None) -> PrivacyPlan:
-        """The plan with the coefficients that leave the least noise in the weights of SGD with momentum and a schedule.
-
-        ``rates`` are the learning rates of all steps up to a common factor; None is a constant rate. Noise multiplier, bands
-        and ε stay the same, since ε depends on the norm of the coefficients alone. One band has nothing to optimise.
-        """
-        if self.bands == 1:
-            return self
-        best = optimised_coefficients(self.bands, self.steps, momentum=momentum, rates=rates)
-        return replace(self, coefficients=tuple(best.tolist()))
-
-    def weight_noise(self, *, momentum: float = 0.0, rates: Sequence[float] | None = None) -> float:
-        """The noise in the weights of SGD with momentum and a schedule, relative to that of the banded square root.
-
-        Both have as many bands as the plan, and are root mean squares over its steps. 1 without coefficients of its own.
-        """
-        if not self.coefficients:
-            return 1.0
-        errors = [
-            workload_error(c, self.steps, momentum=momentum, rates=rates)[0]
-            for c in (self.noise_coefficients, banded_square_root(self.bands))
-        ]
-        return math.sqrt(errors[0] / errors[1])
 
     @property
     def cap(self) -> Cap | None:
@@ -268,9 +236,7 @@ class PrivacyPlan:
     @property
     def noise_coefficients(self) -> Floats:
         """The first column of the matrix C of the noise, of norm at most 1: (1,) for independent noise."""
-        import numpy as np
-
-        return np.array(self.coefficients) if self.coefficients else banded_square_root(self.bands)
+        return banded_square_root(self.bands)
 
     @cached_property
     def noise_ratios(self) -> NoiseRatios:
@@ -408,22 +374,6 @@ def _require_sampling_and_delta(dataset_size: int, batch_size: int, delta: float
             f"delta is {delta:g}; it must be at least {LEAST_DELTA:.1g}, the smallest that a generator of noise can honour"
         )
     require_one_of("accountant", accountant, ACCOUNTANTS)
-
-
-def _checked_coefficients(coefficients: Sequence[float], bands: int) -> tuple[float, ...]:
-    values = tuple(float(value) for value in coefficients)
-    if not values:
-        return values
-    norm = math.sqrt(math.fsum(value * value for value in values))
-    if len(values) != bands or bands == 1:
-        raise InputError(
-            f"coefficients has {len(values)} numbers for {bands} bands; it must have one for each of several bands"
-        )
-    if not (values[0] > 0 and norm <= 1):
-        raise InputError(
-            f"coefficients has norm {norm:.6g} and begins with {values[0]:g}; the norm must be at most 1, the first above 0"
-        )
-    return values
 
 
 def _solved_noise(

@@ -80,8 +80,6 @@ class SelectionPlan(PrivacyPlan):
             InputError: for a value out of range, or if no plan exists.
         """
         shape = DISTRIBUTIONS[require_one_of("distribution", distribution, tuple(DISTRIBUTIONS))]
-        if options.get("bands") == "least":
-            raise InputError("bands is 'least', which compares single runs; for a selection among runs it must be a number")
         bands = options.pop("bands", "auto")
         options = {"accountant": "rdp", **options, "bands": 1 if bands == "auto" else bands}
         # For one run alone first: that refuses bad options in the words of a plan, and is where solving starts.

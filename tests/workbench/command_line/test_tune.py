@@ -167,7 +167,6 @@ def test_the_expected_cost_is_shown_first_and_does_not_depend_on_the_draw(recipe
         ("tune.method=['dp-sgd','non-private']", "recipe key optimizer.threshold = 2.0 is unknown"),
         ("tune.ema_decay=[0,0.9]", "tune.ema_decay holds 0, which keeps no average to compare"),
         ("tune.warmup={low=0.001,high=0.9,count=9000}", "tune has 72000 combinations; it must have at most 10000"),
-        ("bands=2 band_coefficients=optimised", "band_coefficients is 'optimised', which depends on what is tuned"),
         ("audit_canaries=1000", "audit_canaries is 1000, but [tune] is given; leave one of them out"),
         ("seed=3", "seed is 3, with which a run is not private; a search must be"),
         ("method=non-private", "method is 'non-private', with which a run is not private; a search must be"),
@@ -187,7 +186,6 @@ def test_bad_input_gets_one_sentence_and_exit_code_2(recipe, change, sentence, c
     ("change", "sentence"),
     [
         ("accountant=pld", "accountant is 'pld'; for a selection among runs it must be 'rdp'"),
-        ("bands=least", "bands is 'least', which compares single runs"),
         ("epsilon=0.001", "no noise_multiplier up to 100000 keeps"),
     ],
 )

@@ -184,8 +184,6 @@ WRONG_VALUES = [
     ("delta", 0.0),
     ("delta", 1.0),
     ("accountant", "moments"),
-    ("band_coefficients", "best"),
-    ("band_momentum", 1.0),
     ("plan", "best"),
     ("bands", 0),
     ("bands", 2.0),

@@ -49,7 +49,6 @@ def test_another_method_forgets_options_that_the_file_gave_to_its_own():
         (["method=dp-microadam"], 1),
         (["method=dp-adam"], "auto"),
         (["bands=4"], 4),
-        (["bands=least"], "least"),
         (["method=dp-microadam", "optimizer.quantize=false"], "auto"),
         (["method=dp-microadam", "optimizer.quantize=true"], 1),
         (["method=scale-then-privatize"], 1),

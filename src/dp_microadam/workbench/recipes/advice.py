@@ -70,8 +70,6 @@ def with_advice(
         steps=taken.steps,
         batch_size=taken.batch_size,
         bands=taken.bands,
-        band_coefficients=recipe.band_coefficients if taken.bands > 1 else None,
-        band_momentum=recipe.band_momentum if taken.bands > 1 else None,
     )
     return changed, proposals, taken
 

@@ -44,7 +44,6 @@ from dp_microadam.workbench.recipes.public_part import public_examples
 from dp_microadam.workbench.recipes.recipe import Recipe
 from dp_microadam.workbench.recipes.stated import stated
 from dp_microadam.workbench.recipes.texts import text_arguments, texts_in_words
-from dp_microadam.workbench.recipes.vocabulary import OPTIMIZER_OPTIONS
 
 
 def assemble(
@@ -78,7 +77,7 @@ def assemble(
     count = number_of_units(recipe, data)
     if recipe.plan is not None:
         refuse_unadvisable(recipe)
-    plan = None if recipe.bands == "least" else plan_of(recipe, count)  # refused before anything takes long
+    plan = plan_of(recipe, count)  # refused before anything takes long
     if recipe.seed is not None:
         torch.manual_seed(recipe.seed)
     model = model_of(recipe, data)
@@ -289,7 +288,7 @@ def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) ->
     if recipe.protected:
         search = {name: recipe.tune[name] for name in ("expected_runs", "distribution") if recipe.tune}
         solve = SelectionPlan.solve if recipe.tune else PrivacyPlan.solve
-        plan = solve(
+        return solve(
             dataset_size=dataset_size,
             batch_size=recipe.batch_size,
             delta=recipe.delta,
@@ -305,19 +304,7 @@ def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) ->
             examples_per_user=recipe.examples_per_user,
             **search,
         )
-        if recipe.band_coefficients != "optimised":
-            return plan
-        rates = Schedule(recipe.schedule, plan.steps, recipe.warmup).all_factors()
-        momentum = recipe.band_momentum
-        return plan.optimised_for(momentum=_momentum(recipe) if momentum is None else momentum, rates=rates)
     assert recipe.steps is not None, "recipes without privacy must say how many steps they take"
     return UnprotectedPlan(
         dataset_size, recipe.batch_size, recipe.steps, recipe.unit, recipe.examples_per_user, recipe.max_batch_size
     )
-
-
-def _momentum(recipe: Recipe) -> float:
-    """The weight of the past in the steps of the recipe's optimizer: SGD's momentum, or β₁ where it averages gradients."""
-    if recipe.algorithm == "dp-sgd":
-        return float(recipe.optimizer.get("momentum", 0.0))
-    return float(recipe.optimizer.get("betas", (0.9, 0.999))[0]) if "betas" in OPTIMIZER_OPTIONS[recipe.algorithm] else 0.0

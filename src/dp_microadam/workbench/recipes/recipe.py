@@ -86,14 +86,9 @@ class Recipe:
     delta: float = _key(checks.inside_unit_interval, default=1e-5)
     accountant: str | None = _key(checks.optional(checks.one_of("rdp", "pld")), default=None)
     """None: ``"pld"``, the tighter one, but ``"rdp"`` for a search."""
-    bands: int | str | None = _key(checks.optional(checks.count_or("auto", "least")), default=None)
-    """Bands of correlated noise: a number, 1 for independent noise; ``"auto"``, a few where they leave much less noise; or
-    ``"least"``, the number with the least predicted noise. None: ``"auto"``."""
-    band_coefficients: str | None = _key(checks.optional(checks.one_of("square-root", "optimised")), default=None)
-    """Coefficients of correlated noise: the banded square root, or those with the least noise in the weights of SGD with the
-    recipe's schedule and ``band_momentum``. None: ``"square-root"``."""
-    band_momentum: float | None = _key(checks.optional(checks.below_one), default=None)
-    """The momentum that ``"optimised"`` coefficients are for. None: that of the optimizer."""
+    bands: int | str | None = _key(checks.optional(checks.count_or("auto")), default=None)
+    """Bands of correlated noise: a number, 1 for independent noise; or ``"auto"``, a few where they leave much less noise.
+    None: ``"auto"``."""
     unit: str = _key(checks.one_of("example", "user"), default="example")
     """Whom the guarantee is for: one example, or one user with all their examples. With users, sizes count users."""
     examples_per_user: int | None = _key(checks.optional(checks.count), default=None)
@@ -179,7 +174,6 @@ class Recipe:
         self._refuse_canaries_out_of_place()
         self._refuse_rate_of_another_unit()
         self._refuse_unsolvable_budget()
-        self._refuse_idle_coefficients()
         self._refuse_unknown_users()
 
     @property
@@ -313,17 +307,6 @@ class Recipe:
             raise InputError(
                 f"exactly two of epsilon, noise_multiplier and steps must be given; got {', '.join(given) or 'none'} "
                 "(KEY=none removes one)"
-            )
-
-    def _refuse_idle_coefficients(self) -> None:
-        if self.band_coefficients is not None and self.bands == 1:
-            raise InputError(
-                f"band_coefficients is {self.band_coefficients!r}, but there is one band; set bands to more, or leave it out"
-            )
-        if self.band_momentum is not None and self.band_coefficients != "optimised":
-            raise InputError(
-                f"band_momentum is {self.band_momentum:g}, which is for optimised coefficients; set band_coefficients to "
-                "'optimised', or leave it out"
             )
 
     def _refuse_unknown_users(self) -> None:

@@ -28,8 +28,6 @@ def stated(recipe: Recipe, bands: int) -> Recipe:
         ema_decay=recipe.resolved_ema_decay,
         accountant=recipe.resolved_accountant,
         bands=bands,
-        band_coefficients=recipe.band_coefficients if bands > 1 else None,
-        band_momentum=recipe.band_momentum if bands > 1 else None,
         model_options=stated_model_options(recipe),
         optimizer=optimizer,
     )

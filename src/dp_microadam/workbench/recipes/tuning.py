@@ -125,11 +125,6 @@ def refuse_unsearchable(recipe: Recipe) -> None:
     if not recipe.private:
         reason = f"method is {recipe.method!r}" if not recipe.protected else f"seed is {recipe.seed}"
         raise InputError(f"{reason}, with which a run is not private; a search must be")
-    if recipe.band_coefficients == "optimised":
-        raise InputError(
-            "band_coefficients is 'optimised', which depends on what is tuned; the runs of a search must have one plan, so it "
-            "must be 'square-root'"
-        )
     listed = values_of(recipe)
     count = math.prod(map(len, listed.values()))
     if count > _MOST_COMBINATIONS:

@@ -48,8 +48,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--bands",
         metavar="N",
-        help="bands of correlated noise: a number, 1 for independent noise; auto, a few where they leave much less noise, if "
-        "P, ε and T are given; or least, those with the least predicted noise (default: auto)",
+        help="bands of correlated noise: a number, 1 for independent noise; or auto, a few where they leave much less noise, "
+        "if P, ε and T are given (default: auto)",
     )
     parser.add_argument(
         "--max-batch-size", type=int, metavar="M", help="most examples in a step; of a larger sample, M are kept at random"
@@ -64,7 +64,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--group-size",
         type=int,
         metavar="K",
-        help="ε is for somebody with up to K examples, or for K users together; of a recipe, it is shown beside",
+        help="show ε for somebody with up to K examples, or for K users together, too",
     )
     parser.add_argument("--parameters", type=int, metavar="P", help="number of trainable parameters, for the memory of bands")
     parser.add_argument(
@@ -81,17 +81,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--minutes", type=float, metavar="M", help="with --advise and a recipe: how long it may train; a few steps are timed"
     )
     parser.add_argument("--picture", type=Path, metavar="PNG", help="draw what attackers reach into this file")
-    parser.add_argument(
-        "--band-coefficients",
-        choices=("square-root", "optimised"),
-        help="coefficients of correlated noise: the banded square root (default), or those with the least noise in the weights "
-        "of SGD with --momentum, --schedule and --warmup",
-    )
-    parser.add_argument("--momentum", type=float, metavar="M", help="momentum that optimised coefficients are for (default: 0)")
-    parser.add_argument("--schedule", choices=("constant", "cosine", "linear"), help="their learning rates (default: constant)")
-    parser.add_argument(
-        "--warmup", type=float, metavar="F", help="fraction of the steps over which the rate rises (default: 0)"
-    )
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     parser.set_defaults(run=run)
 
@@ -105,7 +94,6 @@ class _Planned:
     limit: float
     parameters: int | None
     memory_gib: float
-    workload: dict[str, Any] | None = None
     proposals: tuple[Proposal, ...] = ()
     chosen: Proposal | None = None
     partly: bool = False
@@ -123,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
     from dp_microadam.workbench.command_line.commands import plan_tables
 
     planned = _from_numbers(options) if options.recipe is None else _from_recipe(options)
-    plan, limit, workload = planned.plan, planned.limit, planned.workload
+    plan, limit = planned.plan, planned.limit
     views = {accountant: _view(plan, limit, accountant) for accountant in ("rdp", "pld")}
     bands = _band_rows(plan, limit, planned.parameters, planned.memory_gib)
     if options.picture is not None:
@@ -134,11 +122,10 @@ def run(options: argparse.Namespace) -> int:
     if options.group_size is not None:
         group = {"group_size": options.group_size, "group_epsilon": group_epsilon(spent, plan.delta, options.group_size)}
     if options.json:
-        weights = {} if workload is None else {"weight_noise": plan.weight_noise(**workload)}
         proposals = {"proposals": [asdict(one) for one in planned.proposals]} if planned.proposals else {}
         noise = None if planned.trained is None else relative_noise(plan, planned.trained)
         report = {**group, "accountants": views, "meaning": told, "bands_table": bands, "relative_noise": noise}
-        report |= {**weights, **proposals}
+        report |= proposals
         print(json.dumps({**plan.to_dict(), **report}))
         return 0
     if planned.chosen is not None:
@@ -150,12 +137,6 @@ def run(options: argparse.Namespace) -> int:
         hint = too_much_noise(plan, planned.trained, planned.unit_name or plan.unit)
         length = f"{relative_noise(plan, planned.trained):.2g} times as long as the sum of all its gradients can be"
         print(hint or f"the noise of this plan is {length}; above 1, hardly anything is learned from scratch")
-    if workload is not None:
-        print(
-            f"optimised coefficients leave {plan.weight_noise(**workload):.3f} of the noise that the banded square root "
-            f"leaves in the weights; noise of the running sum {_running_sum(plan):.3f}, of a single step "
-            f"{plan.single_step_growth:.3f}"
-        )
     return 0
 
 
@@ -164,7 +145,7 @@ def _from_numbers(options: argparse.Namespace) -> _Planned:
     from dp_microadam.errors import InputError
     from dp_microadam.plan.advice import best
     from dp_microadam.plan.band_choice import DEFAULT_NOISE_MEMORY_GIB
-    from dp_microadam.plan.group_plan import solve_for_group
+    from dp_microadam.plan.plan import PrivacyPlan
 
     for name in ("overrides", "minutes"):
         if getattr(options, name):
@@ -178,8 +159,7 @@ def _from_numbers(options: argparse.Namespace) -> _Planned:
     memory = DEFAULT_NOISE_MEMORY_GIB if options.noise_memory_gib is None else options.noise_memory_gib
     proposals = _proposals(options, bands, memory) if options.advise else ()
     chosen = best(proposals) if proposals else None
-    plan = solve_for_group(
-        1 if options.group_size is None else options.group_size,
+    plan = PrivacyPlan.solve(
         dataset_size=options.dataset_size,
         batch_size=options.batch_size if chosen is None else chosen.batch_size,
         delta=options.delta,
@@ -195,10 +175,8 @@ def _from_numbers(options: argparse.Namespace) -> _Planned:
         unit=options.unit or "example",
         examples_per_user=options.examples_per_user,
     )
-    workload = _workload(options, plan)
-    plan = plan if workload is None else plan.optimised_for(**workload)
-    limit = plan.epsilon if options.epsilon is None or options.group_size is not None else options.epsilon
-    return _Planned(plan, "", limit, options.parameters, memory, workload, proposals, chosen)
+    limit = plan.epsilon if options.epsilon is None else options.epsilon
+    return _Planned(plan, "", limit, options.parameters, memory, proposals, chosen)
 
 
 def _proposals(options: argparse.Namespace, bands: str, memory_gib: float) -> tuple[Proposal, ...]:
@@ -235,7 +213,7 @@ def _proposals(options: argparse.Namespace, bands: str, memory_gib: float) -> tu
 
 _OF_NUMBERS = (
     *("dataset_size", "batch_size", "delta", "epsilon", "noise_multiplier", "steps", "accountant", "bands", "max_batch_size"),
-    *("unit", "examples_per_user", "parameters", "noise_memory_gib", "band_coefficients", "momentum", "schedule", "warmup"),
+    *("unit", "examples_per_user", "parameters", "noise_memory_gib"),
 )
 
 
@@ -274,7 +252,7 @@ def _from_recipe(options: argparse.Namespace) -> _Planned:
     assert isinstance(plan, PrivacyPlan)
     limit = plan.epsilon if recipe.epsilon is None else recipe.epsilon
     partly = recipe.algorithm in vocabulary.PARTLY_TRAINED
-    return _Planned(plan, recipe.unit_name or "", limit, parameters, noise_memory_of(recipe), None, proposals, chosen, partly)
+    return _Planned(plan, recipe.unit_name or "", limit, parameters, noise_memory_of(recipe), proposals, chosen, partly)
 
 
 def _affordable(options: argparse.Namespace, recipe: Recipe, data: LabelledData) -> Callable[[int], float] | None:
@@ -293,29 +271,6 @@ def _affordable(options: argparse.Namespace, recipe: Recipe, data: LabelledData)
         examples = require_integer("examples", options.examples, 1)
         return lambda batch_size: examples / batch_size
     return None
-
-
-def _workload(options: argparse.Namespace, plan: PrivacyPlan) -> dict[str, Any] | None:
-    """The momentum and learning rates that coefficients are optimised for; None for the banded square root."""
-    from dp_microadam.errors import InputError
-
-    given = {name: getattr(options, name) for name in ("momentum", "schedule", "warmup")}
-    if options.band_coefficients != "optimised":
-        for name, value in given.items():
-            if value is not None:
-                raise InputError(f"{name} is {value}, which is for --band-coefficients optimised; add that, or leave it out")
-        return None
-    if plan.bands == 1:
-        raise InputError("band-coefficients is 'optimised', but the plan has one band; give --bands as well")
-    from dp_microadam.training.schedules import Schedule
-
-    schedule = Schedule(given["schedule"] or "constant", plan.steps, given["warmup"] or 0.0)
-    return {"momentum": given["momentum"] or 0.0, "rates": schedule.all_factors()}
-
-
-def _running_sum(plan: PrivacyPlan) -> float:
-    """The noise of the plan's running sum relative to one band with the same ε and steps."""
-    return plan.single_step_growth * plan.noise_ratios.running_sum / plan.noise_ratios.single_step
 
 
 def _view(plan: PrivacyPlan, limit: float, accountant: str) -> dict[str, Any]:

@@ -60,9 +60,6 @@ def print_tables(
         )
     console = Console(highlight=False)
     console.print(facts)
-    if group:
-        keys = f"noise_multiplier = {plan.noise_multiplier:g}, steps = {plan.steps}, bands = {plan.bands}"
-        console.print(f"in a recipe: {keys}, and no epsilon", soft_wrap=True)
     console.print(both)
 
 
@@ -85,12 +82,11 @@ def print_bands(plan: PrivacyPlan, rows: list[dict[str, Any]], sized: bool) -> N
     table = Table(title="Bands of correlated noise, at the same ε and steps", title_justify="left")
     for name in ("bands", "noise multiplier", "noise of the running sum", "of a single step", "memory"):
         table.add_column(name, justify="right")
-    least = min(row["running_sum"] for row in rows)
     for row in rows:
         size = row["memory_bytes"]
         memory = f"{row['memory_vectors']} × parameters × 4 bytes" if size is None else f"{size / 2**20:,.1f} MiB"
         marks = "*" if row["bands"] == plan.bands else ""
-        marks += (" auto" if row["automatic"] else "") + (" least" if row["running_sum"] == least else "")
+        marks += " auto" if row["automatic"] else ""
         table.add_row(
             f"{row['bands']}{marks}",
             f"{row['noise_multiplier']:g}",
