@@ -41,8 +41,7 @@ from dp_microadam.accounting.costs import SubsampledGaussian, group_epsilon
 from dp_microadam.training.evaluation import class_hits, class_loss
 from dp_microadam.workbench.command_line.measuring import add_options, deliver, seconds, tell
 from dp_microadam.workbench.data.dataset import split_by_user
-from dp_microadam.workbench.reporting.figures import canvas, save_png
-from dp_microadam.workbench.reporting.palette import FAINT, STYLES
+from dp_microadam.workbench.reporting.figures import FAINT, STYLES, canvas, save_png
 
 Integers = NDArray[np.int64]
 RATINGS = 10

@@ -7,7 +7,7 @@ import pytest
 
 from dp_microadam.errors import DPMicroAdamError
 from dp_microadam.training.model_card import model_card
-from dp_microadam.workbench.reporting.curves import draw_curves
+from dp_microadam.workbench.reporting.run_figures import draw_curves
 
 pytest.importorskip("matplotlib")
 
@@ -90,7 +90,7 @@ def test_without_matplotlib_the_message_says_what_to_install():
 import sys
 from pathlib import Path
 sys.modules["matplotlib"] = None
-from dp_microadam.workbench.reporting.curves import draw_curves
+from dp_microadam.workbench.reporting.run_figures import draw_curves
 draw_curves([{"step": 0}], Path("never.png"), title="", private=True)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

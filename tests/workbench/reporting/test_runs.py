@@ -206,14 +206,14 @@ def test_epsilon_over_steps_ends_at_what_the_ledger_says_and_shows_the_budget(ru
     assert points[-1] == (12, read_ledger(runs / "private").epsilon())
     assert points[0] == (1, pytest.approx(run.ledger.plan.epsilon_after(1)))
     figure, _ = run_figures([run])["budget"]
-    levels = [line.get_ydata()[0] for line in figure.whole.axes[0].lines if line.get_label() == "budget of the plan"]
+    levels = [line.get_ydata()[0] for line in figure.drawn.axes[0].lines if line.get_label() == "budget of the plan"]
     assert levels == [run.ledger.plan.epsilon]
 
 
 def test_the_trade_off_curve_lies_between_chance_and_the_lines_of_epsilon(runs):
     run = Run.read(runs / "private")
     _, figure = run_figures([run])["budget"]
-    chance, curve, lines = figure.whole.axes[0].lines
+    chance, curve, lines = figure.drawn.axes[0].lines
     assert (list(chance.get_xdata()), list(chance.get_ydata())) == ([0, 100], [100, 0])
     alone = np.interp(curve.get_xdata(), lines.get_xdata(), lines.get_ydata())
     assert (alone <= curve.get_ydata() + 1e-9).all()
@@ -226,7 +226,7 @@ def test_the_trade_off_curve_lies_between_chance_and_the_lines_of_epsilon(runs):
 
 def test_figures_show_what_was_recorded(runs):
     run = Run.read(runs / "private")
-    figures = {figure.name: figure.whole.axes[0] for several in run_figures([run]).values() for figure in several}
+    figures = {figure.name: figure.drawn.axes[0] for several in run_figures([run]).values() for figure in several}
     lines = [
         json.loads(line) for line in (runs / "private" / "metrics.jsonl").read_text().splitlines() if "diagnostics" not in line
     ]
@@ -262,7 +262,7 @@ def test_several_runs_share_plots_and_one_table(runs, tmp_path):
     folders = [runs / name for name in ("private", "seeded", "unprotected", "sgd")]
     several = [Run.read(folder) for folder in folders]
     figures = run_figures(several)
-    accuracy = figures["learning"][0].whole.axes[0]
+    accuracy = figures["learning"][0].drawn.axes[0]
     assert {line.get_label() for line in accuracy.lines} == set(labels_of(several))
     assert len({(line.get_color(), line.get_marker()) for line in accuracy.lines}) == 4
     page = page_of(tmp_path, *folders)
@@ -277,7 +277,7 @@ def test_the_same_method_looks_the_same_in_every_report(runs):
     alone, together = [Run.read(runs / "sgd")], [Run.read(runs / "private"), Run.read(runs / "sgd")]
     looks = []
     for several in (alone, together):
-        lines = run_figures(several)["budget"][0].whole.axes[0].lines
+        lines = run_figures(several)["budget"][0].drawn.axes[0].lines
         looks.append({(line.get_color(), line.get_marker()) for line in lines if "SGD" in line.get_label()})
     assert looks[0] == looks[1] != set()
 

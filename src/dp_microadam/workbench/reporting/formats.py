@@ -23,18 +23,6 @@ def fixed(value: float, decimals: int) -> str:
     return f"{rounded:,.{decimals}f}".replace("-", MINUS)
 
 
-def signed(value: float, decimals: int) -> str:
-    """A difference with its sign and ``decimals`` decimals.
-
-    >>> signed(0.26, 1), signed(-0.26, 1), signed(-0.04, 1)
-    ('+0.3', '−0.3', '±0.0')
-    """
-    text = fixed(value, decimals)
-    if round(value, decimals) == 0:
-        return f"±{text}"
-    return text if value < 0 else f"+{text}"
-
-
 def significant(value: float, digits: int = 4) -> str:
     """A number with ``digits`` significant digits; integers in full.
 
@@ -44,16 +32,6 @@ def significant(value: float, digits: int = 4) -> str:
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}".replace("-", MINUS)
     return f"{value:.{digits}g}".replace("-", MINUS)
-
-
-def decimals_of(value: float) -> int:
-    """Number of decimals in the shortest decimal representation of a number.
-
-    >>> decimals_of(70.6), decimals_of(92.51), decimals_of(3.0)
-    (1, 2, 0)
-    """
-    text = repr(float(value))
-    return 0 if "e" in text or text.endswith(".0") else len(text.partition(".")[2])
 
 
 def confidence_in_words(confidence: float) -> str:

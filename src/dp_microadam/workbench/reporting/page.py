@@ -8,9 +8,8 @@ from functools import cache
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
-from dp_microadam.workbench.reporting.palette import css_variables
+from dp_microadam.workbench.reporting.figures import css_variables
 
 _COLOURS = (
     ("--ink", "#1d2433", "#e7eaf0"),
@@ -29,21 +28,20 @@ class Section:
 
     name: str
     title: str
-    body: str
+    body: Any
 
 
 def document(title: str, lead: str, sections: Sequence[Section], footer: str = "", *, extra_style: str = "") -> str:
-    """A complete HTML document. Titles are text, all else is HTML."""
-    shown = [Section(one.name, one.title, Markup(one.body)) for one in sections]
+    """A complete HTML document. Bodies of sections and ``extra_style`` are HTML from templates, all else is text."""
     return (
         _environment()
         .get_template("page.html")
         .render(
             title=title,
-            lead=Markup(lead),
-            sections=shown,
-            footer=Markup(footer),
-            extra_style=Markup(extra_style),
+            lead=lead,
+            sections=sections,
+            footer=footer,
+            extra_style=extra_style,
             variables=[*_COLOURS, *css_variables().values()],
         )
     )

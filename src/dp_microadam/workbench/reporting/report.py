@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from html import escape
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dp_microadam import __version__
 from dp_microadam.durable_files import write_text_durably
 from dp_microadam.errors import InputError
 from dp_microadam.ledger.ledger import LEDGER_NAME
-from dp_microadam.ledger.statement import PRIVACY_NAME
-from dp_microadam.workbench.reporting import run_tables
-from dp_microadam.workbench.reporting.page import Section, document
+from dp_microadam.ledger.statement import PRIVACY_NAME, round_up, statement_parts
+from dp_microadam.training.model_card import DIAGNOSTICS_NOTE, diagnostics_rows
+from dp_microadam.workbench.reporting.figures import Figure, css_variables
+from dp_microadam.workbench.reporting.formats import confidence_in_words, duration, fixed, in_bytes, is_number, significant
+from dp_microadam.workbench.reporting.page import Section, document, template
 from dp_microadam.workbench.reporting.run import AUDIT, Run
-from dp_microadam.workbench.reporting.run_page import Part, audit_html, run_part
-from dp_microadam.workbench.reporting.tables import file_name
+from dp_microadam.workbench.reporting.run_figures import labels_of, run_figures, styles_of
+from dp_microadam.workbench.reporting.tables import Cell, Table, cell, file_name
 
 REPORT = "report.html"
 FIGURES, TABLES = "figures", "tables"
+_FOOTER = f"Written by dp-microadam {__version__}. Nothing on this page was computed from metrics of the training data."
+
+
+@dataclass(frozen=True)
+class Part:
+    """Sections of a page, with their figures and tables, which are also written as files."""
+
+    title: str
+    lead: str
+    sections: Sequence[Section]
+    figures: Sequence[Figure]
+    tables: Sequence[Table]
 
 
 def write_report(folders: Sequence[str | Path], page: Path, *, files: bool = True, group_size: int = 1) -> list[Path]:
@@ -32,25 +48,21 @@ def write_report(folders: Sequence[str | Path], page: Path, *, files: bool = Tru
         InputError: if a folder is none of these or is named twice, or the page cannot be written.
         DPMicroAdamError: if matplotlib is not installed.
     """
-    return write_parts(_parts(folders, group_size), page, files=files)
-
-
-def write_parts(parts: Sequence[Part], page: Path, *, files: bool = True) -> list[Path]:
-    """Write one page of these parts and, with ``files``, their figures and tables beside it; as :func:`write_report` says."""
-    title = parts[0].title if len(parts) == 1 else "Report"
-    lead = parts[0].lead if len(parts) == 1 else escape("; ".join(part.title for part in parts))
-    sections = [section for part in parts for section in _with_part_title(part, len(parts))]
-    footer = (
-        f"Written by dp-microadam {escape(__version__)}. Nothing on this page was computed from metrics of the training data."
-    )
+    parts = _parts(folders, group_size)
+    alone = len(parts) == 1
+    title, lead = (parts[0].title, parts[0].lead) if alone else ("Report", "; ".join(part.title for part in parts))
+    sections = [
+        Section(one.name, one.title if alone else f"{part.title}: {one.title}", one.body)
+        for part in parts
+        for one in part.sections
+    ]
     try:
-        written = [_write(page, document(title, lead, sections, footer))]
+        written = [_write(page, document(title, lead, sections, _FOOTER))]
         for part in parts if files else ():
             for figure in part.figures:
                 written += figure.write(page.parent / FIGURES)
             for table in part.tables:
-                forms = {"csv": table.csv(), "tex": table.latex() + "\n", "md": table.markdown() + "\n"}
-                written += [_write(page.parent / TABLES / f"{table.name}.{form}", text) for form, text in forms.items()]
+                written += [_write(page.parent / TABLES / f"{table.name}.{form}", text) for form, text in table.forms().items()]
     except OSError as error:
         raise InputError(
             f"page is {str(page)!r}, which cannot be written ({error.strerror}); name another with --out"
@@ -58,48 +70,297 @@ def write_parts(parts: Sequence[Part], page: Path, *, files: bool = True) -> lis
     return written
 
 
+def _write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text_durably(path, text)
+    return path
+
+
 def _parts(folders: Sequence[str | Path], group_size: int) -> list[Part]:
     """The parts of the page: all runs together, then each audit."""
-    runs: list[Run] = []
-    others: list[Part] = []
-    seen: set[Path] = set()
-    for folder in folders:
-        path = Path(folder)
-        if path.resolve() in seen:
-            raise InputError(f"run {str(folder)!r} is named twice; each must be named once")
-        seen.add(path.resolve())
-        if (path / AUDIT).is_file() and not (path / LEDGER_NAME).is_file() and not (path / PRIVACY_NAME).is_file():
-            others.append(_audit_part(path))
-        else:
-            runs.append(Run.read(path, group_size))
-    parts = [*([run_part(runs)] if runs else []), *others]
+    paths = [Path(folder) for folder in folders]
+    for number, path in enumerate(paths):
+        if path.resolve() in (other.resolve() for other in paths[:number]):
+            raise InputError(f"run {str(path)!r} is named twice; each must be named once")
+    audits = [path for path in paths if (path / AUDIT).is_file() and not any((path / name).is_file() for name in _OF_RUNS)]
+    runs = [Run.read(path, group_size) for path in paths if path not in audits]
+    parts = [*([_run_part(runs)] if runs else []), *map(_audit_part, audits)]
     names = [table.name for part in parts for table in part.tables]
     if len(set(names)) < len(names):
         raise InputError("two audits have the same name, so their files would overwrite each other; report them separately")
     return parts
 
 
+_OF_RUNS = (LEDGER_NAME, PRIVACY_NAME)
+
+
 def _audit_part(path: Path) -> Part:
     name = f"audit-{file_name(path.resolve().name)}"
     try:
         content = json.loads((path / AUDIT).read_text(encoding="utf-8"))
-        table = run_tables.audit(content, name=name)
+        table = _audit(content, name)
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"{path / AUDIT} does not describe an audit, run dp-microadam audit again: {type(error).__name__}: {error}"
         ) from None
-    section = Section(name, "Audit", audit_html(content, table))
-    return Part("Privacy audit", escape(str(path.resolve().name)), (section,), (), (table,))
+    body = template("parts.html").audit(content.get("summary", ""), content.get("violated", False), table)
+    return Part("Privacy audit", path.resolve().name, [Section(name, "Audit", body)], [], [table])
 
 
-def _with_part_title(part: Part, count: int) -> list[Section]:
-    """Sections of a part; their headings include its title if there are several parts."""
-    if count == 1:
-        return list(part.sections)
-    return [Section(one.name, f"{part.title}: {one.title}", one.body) for one in part.sections]
+def _run_part(runs: Sequence[Run]) -> Part:
+    labels, figures = labels_of(runs), run_figures(runs)
+    tables: dict[str, list[Table]] = {
+        "summary": [_summary(runs, labels)],
+        "accuracy": _known([_recall(runs, labels)]),
+        "learning": _known([_evaluations(run, number, label) for number, (run, label) in _numbered(runs, labels)]),
+        "memory": _known([_memory(runs, labels)]),
+        "diagnostics": _known([_diagnostics(run, number, label) for number, (run, label) in _numbered(runs, labels)]),
+        "audit": [_audit(run.audit, f"audit-{number}") for number, (run, _) in _numbered(runs, labels) if run.audit],
+        "settings": _known([_settings(runs, labels)]),
+    }
+    views, parts = [_view(*one) for one in zip(runs, labels, styles_of(runs), strict=True)], template("run.html")
+    sections = {
+        "privacy": ("Privacy statement", parts.privacy(views)),
+        "accuracy": ("Accuracy", parts.accuracy(views, tables["accuracy"])),
+        "summary": ("The run" if len(runs) == 1 else "Runs", parts.summary(views)),
+        "learning": ("Validation loss and accuracy", parts.learning(views, figures["learning"], tables["learning"])),
+        "budget": ("Privacy budget", parts.budget(views, figures["budget"])),
+        "course": ("Learning rate and throughput", parts.course(figures["course"])),
+        "memory": ("Memory", parts.memory(figures["memory"], tables["memory"])),
+        "diagnostics": ("Diagnostics of MicroAdam", parts.listed(tables["diagnostics"])),
+        "audit": ("Audit", parts.audits([run.audit for run in runs if run.audit], tables["audit"])),
+        "settings": ("Settings", parts.listed(tables["settings"])),
+    }
+    # The first reader is responsible for the data. Of several runs, the cards say which of them are private.
+    order = ["summary", *(name for name in sections if name != "summary")] if len(runs) > 1 else list(sections)
+    shown = [Section(name, *sections[name]) for name in order if sections[name][1].strip()]
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
+    lead = _lead(runs[0]) if len(runs) == 1 else "; ".join(dict.fromkeys(run.method for run in runs))
+    drawn = [one for several in figures.values() for one in several]
+    return Part(title, lead, shown, drawn, [one for several in tables.values() for one in several])
 
 
-def _write(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text_durably(path, text)
-    return path
+def _numbered(runs: Sequence[Run], labels: Sequence[str]) -> list[tuple[int, tuple[Run, str]]]:
+    return list(enumerate(zip(runs, labels, strict=True), start=1))
+
+
+def _known(tables: Sequence[Table | None]) -> list[Table]:
+    return [table for table in tables if table is not None]
+
+
+def _lead(run: Run) -> str:
+    on = f" on {run.last_activity:%Y-%m-%d}" if run.state == "finished" and run.last_activity is not None else ""
+    what = " on ".join(str(run.settings[key]) for key in ("model", "data") if key in run.settings)
+    return ", ".join(part for part in (run.method, what, _trained_on(run), f"{_state(run)}{on}") if part)
+
+
+def _state(run: Run) -> str:
+    """The state of the run, with progress and time of the last activity if it is not finished."""
+    if run.state.startswith("finished") or run.last_activity is None:
+        return run.state
+    return f"{run.state}: {run.steps:,} of {run.steps_planned:,} steps, last activity {run.last_activity:%Y-%m-%d %H:%M} UTC"
+
+
+def _view(run: Run, label: str, style: Any) -> dict[str, Any]:
+    """What the templates say of a run."""
+    unprotected = run.words or f"NOT PRIVATE: {run.stamp}. No guarantee of any kind holds for this model."
+    words, terms, outside = (unprotected, [], []) if run.ledger is None else statement_parts(dict(run.privacy))
+    count = run.test.get("test_examples")
+    classes = f"{len(run.recall)} classes" if run.recall else ""
+    examples = f"{count:,} test examples" if is_number(count) else ""
+    return {
+        "run": run,
+        "label": label,
+        "colour": f"var({css_variables()[style.colour][0]})",
+        "promise": _promise(run),
+        "perplexity": _perplexity(run),
+        "statement": " ".join(words.split()),
+        "terms": dict(terms),
+        "outside": outside,
+        "accuracies": _accuracies(run),
+        "measured": {"Measured on": ", ".join(filter(None, (examples, classes))), "Weights": str(run.test.get("weights", ""))},
+        "facts": _facts(run),
+    }
+
+
+def _promise(run: Run) -> tuple[str, str]:
+    if run.epsilon is None:
+        return "no ε", "trained without clipping and noise"
+    spent, delta = round_up(run.epsilon), f"at δ = {run.privacy['delta']:g}"
+    if not run.private:
+        return "no ε", f"fixed seed; {spent} {delta} without it"
+    return f"ε = {spent}", f"{run.whom}, {delta}" if run.whom else delta
+
+
+def _perplexity(run: Run) -> str:
+    return "" if run.perplexity is None else f"{run.perplexity:.2f}"
+
+
+def _accuracies(run: Run) -> list[tuple[str, str]]:
+    """The accuracy of the run, what always naming the most frequent class gets, and the worst class."""
+    if run.accuracy is None:
+        return []
+    numbers = [(f"{100 * run.accuracy[0]:.2f} %", run.accuracy[1])]
+    majority = run.test.get("majority_accuracy")
+    if is_number(majority):
+        numbers.append((f"{100 * majority:.2f} %", "for always naming the most frequent class"))
+    known = [(name, float(value)) for name, value in run.recall.items() if is_number(value)]
+    if known:
+        name, value = min(known, key=lambda one: one[1])
+        numbers.append((f"{100 * value:.2f} %", f"recall of {name}, the worst class"))
+    return numbers
+
+
+def _facts(run: Run) -> dict[str, str]:
+    """What cards and the summary say of a run; those that were not recorded are empty."""
+    seconds, batch, state = run.training_seconds, run.expected_batch, ""
+    speed = batch * run.evaluations[-1].step / seconds if seconds and batch and run.evaluations else None
+    if run.optimizer_state is not None:
+        own, adam = run.optimizer_state
+        state = f"{8 * own / adam:.2f} B per parameter, {100 * own / adam:.0f} % of Adam's"
+    lost = f", {run.lost:,} of them spent and lost" if run.lost else ""
+    return {
+        "Date": "" if run.last_activity is None else f"{run.last_activity:%Y-%m-%d}",
+        "Method": run.method,
+        "Model, data": ", ".join(str(run.settings[key]) for key in ("model", "data") if key in run.settings),
+        "Chosen by a search": _chosen(run),
+        "Trained on": _trained_on(run),
+        "Steps": f"{run.steps:,} of {run.steps_planned:,}{lost}",
+        "State": _state(run),
+        "Training time": "" if seconds is None else f"about {duration(seconds)}",
+        "Throughput": "" if speed is None else f"{significant(float(f'{speed:.1e}'))} expected {run.unit}s/s",
+        "Optimizer state": state,
+    }
+
+
+def _trained_on(run: Run) -> str:
+    """How many examples or users the run was trained on, which is public; empty if it is not recorded."""
+    count = run.ledger.plan.dataset_size if run.ledger is not None else run.statistics.get("dataset_size")
+    return f"{count:,} {run.unit}s" if count else ""
+
+
+def _chosen(run: Run) -> str:
+    """The hyperparameters that a search chose, of a run that is the result of one; else empty."""
+    flat = _flat(run.settings)
+    searched = dict.fromkeys(key.removeprefix("tune.") for key in flat if key.startswith("tune."))
+    names = dict.fromkeys(re.sub(r"\.(low|high|count|spacing)$", "", key) for key in searched)
+    return ", ".join(f"{name} = {flat[name]}" for name in names if name in flat)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def _summary(runs: Sequence[Run], labels: Sequence[str]) -> Table:
+    """A column per run: what the cards and the statements say."""
+    columns = []
+    for run in runs:
+        accuracy = cell(f"{100 * run.accuracy[0]:.2f} %", run.accuracy[1]) if run.accuracy else ""
+        columns.append(
+            {
+                "Folder": run.name,
+                **_facts(run),
+                "Accuracy": accuracy,
+                "Test perplexity": _perplexity(run),
+                "Private": cell("yes") if run.private else cell("no", run.stamp.removeprefix("not private: ")),
+                "ε": cell(*_promise(run)),
+            }
+        )
+    names = [name for name in columns[0] if any(column[name] for column in columns)]
+    lines = [[name, *(column[name] or cell("not recorded", faint=True) for column in columns)] for name in names]
+    return Table.of("summary", "Summary", ["", *(labels if len(runs) > 1 else [runs[0].name])], lines, words=True)
+
+
+def _recall(runs: Sequence[Run], labels: Sequence[str]) -> Table | None:
+    """Recall with a row per class and a column per run; None if no run recorded it."""
+    classes = dict.fromkeys(name for run in runs for name in run.recall)
+    lines = [[name, *(_percent(run.recall.get(name)) for run in runs)] for name in classes]
+    note = "Recall: of the test examples of a class, the share that the model gives this class."
+    if len(runs) > 1:
+        return Table.of("recall", "Recall by class", ["class", *labels], lines, note=f"{note} In %.") if lines else None
+    return Table.of("recall", "Recall by class", ["class", "recall (%)"], lines, note=note) if lines else None
+
+
+def _percent(value: Any) -> Cell:
+    return cell(f"{100 * value:.1f}") if is_number(value) else cell("none", faint=True)
+
+
+_COLUMNS = {
+    "ε": ("epsilon", round_up),
+    "validation accuracy (%)": ("validation_accuracy", lambda value: f"{100 * value:.2f}"),
+    "validation loss (nats)": ("validation_loss", lambda value: f"{value:.4f}"),
+    "averaged: accuracy (%)": ("ema_validation_accuracy", lambda value: f"{100 * value:.2f}"),
+    "averaged: loss (nats)": ("ema_validation_loss", lambda value: f"{value:.4f}"),
+    "learning rate": ("learning_rate", lambda value: f"{value:.4g}"),
+}
+
+
+def _evaluations(run: Run, number: int, label: str) -> Table | None:
+    """A row per evaluation: the data of the learning curves."""
+    kept = {head: what for head, what in _COLUMNS.items() if any(one.get(what[0]) is not None for one in run.evaluations)}
+    if not kept:
+        return None
+    rates, lines = dict(run.throughput), []
+    for one in run.evaluations:
+        figures = [write(value) if (value := one.get(name)) is not None else "" for name, write in kept.values()]
+        lines.append([f"{one.step:,}", *figures, *([fixed(rates[one.step], 0) if one.step in rates else ""] if rates else [])])
+    header = ["step", *kept, *([f"{run.unit}s/s (expected)"] if rates else [])]
+    return Table.of(f"evaluations-{number}", f"Evaluations of {label}", header, lines)
+
+
+def _memory(runs: Sequence[Run], labels: Sequence[str]) -> Table | None:
+    """Optimizer state compared with Adam's, and peak memory."""
+    lines: list[list[str]] = []
+    for run, label in zip(runs, labels, strict=True):
+        if run.optimizer_state is not None:
+            (own, adam), found = run.optimizer_state, run.statistics
+            peak = found.get("peak_memory_bytes")
+            told = f"{in_bytes(peak)} of {found['peak_memory_of']}" if peak else ""
+            counts = [f"{found['parameters']:,}", f"{found['trained_parameters']:,}"]
+            lines.append([label, *counts, in_bytes(own), in_bytes(adam), f"{100 * own / adam:.1f} %", told])
+    header = ["run", "parameters", "of these trained", "optimizer state", "Adam's would be", "share of Adam's", "peak memory"]
+    if not any(line[-1] for line in lines):  # as of a search, whose runs it would tell about
+        header, lines = header[:-1], [line[:-1] for line in lines]
+    note = (
+        "Adam keeps two float32 moments, 8 bytes per trained parameter. Peak memory of a process includes data and libraries."
+    )
+    return Table.of("memory", "Memory", header, lines, note=note) if lines else None
+
+
+def _settings(runs: Sequence[Run], labels: Sequence[str]) -> Table | None:
+    """All settings of the recipes; those in which runs differ are bold."""
+    flat = [_flat(run.settings) for run in runs]
+    lines: list[list[object]] = []
+    for key in dict.fromkeys(key for one in flat for key in one):
+        values = [str(one.get(key, "")) for one in flat]
+        lines.append([key, *(cell(value, best=len(set(values)) > 1) for value in values)])
+    header = ["setting", *(labels if len(runs) > 1 else ["value"])]
+    note = "Settings in which the runs differ are bold." if len(runs) > 1 else ""
+    return Table.of("settings", "Settings", header, lines, note=note, words=True) if lines else None
+
+
+def _diagnostics(run: Run, number: int, label: str) -> Table | None:
+    """The last diagnostics of MicroAdam."""
+    if run.diagnostics is None:
+        return None
+    header, rows = diagnostics_rows(run.diagnostics)
+    return Table.of(f"diagnostics-{number}", f"Diagnostics of {label}", header, rows, note=DIAGNOSTICS_NOTE)
+
+
+def _audit(content: Mapping[str, Any], name: str) -> Table:
+    """Findings of an audit: claimed ε, lower bound, and the bound of a perfect attack."""
+    lines: list[list[object]] = []
+    for one in content["findings"]:
+        reach = "within the claim" if one["claim"] < one["largest"] else "claim out of reach"
+        shown = [f"ε ≥ {one['bound']:.2f}", f"{one['claim']:.2f}", f"{one['delta']:g}", f"ε ≥ {one['largest']:.2f}"]
+        verdict = "claim refuted" if one["violated"] else reach
+        lines.append([cell(one["name"], one["question"]), verdict, *shown, confidence_in_words(one["confidence"])])
+    header = ["audit", "verdict", "shown", "claimed ε", "at δ", "a perfect attack shows", "confidence"]
+    note = (
+        "An audit is an attack: it shows that ε is at least a number. A number below the claim is no proof of privacy. A claim "
+        "is out of reach if even a perfect attack of this size shows less."
+    )
+    return Table.of(name, "Audits", header, lines, note=note)

@@ -25,8 +25,8 @@ from dp_microadam.training.run_folder import (
     privacy_of,
     read_metrics,
 )
+from dp_microadam.workbench.reporting.figures import method_name
 from dp_microadam.workbench.reporting.formats import is_number
-from dp_microadam.workbench.reporting.palette import method_name
 
 AUDIT = "audit.json"
 
@@ -193,12 +193,23 @@ class Run:
     @property
     def accuracy(self) -> tuple[float, str] | None:
         """The accuracy of the run, and on which data it was measured."""
-        if is_number(self.test.get("test_accuracy")):
+        if self.tested:
             after = self.test.get("steps_done", self.steps)
             at = "" if after == self.steps else f" after {after:,} steps"
             return float(self.test["test_accuracy"]), f"test accuracy{at}"
         found = self.series(self.headline("accuracy"))
         return (found[-1][1], f"validation accuracy at step {found[-1][0]:,}") if found else None
+
+    @property
+    def tested(self) -> bool:
+        """Whether the accuracy was measured on test data."""
+        return is_number(self.test.get("test_accuracy"))
+
+    @property
+    def recall(self) -> Mapping[str, Any]:
+        """Recall on test data by class; empty if it was not recorded."""
+        found = self.test.get("recall")
+        return found if isinstance(found, dict) else {}
 
     @property
     def perplexity(self) -> float | None:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
+from typing import Any
 from unicodedata import normalize
-from urllib.parse import quote
 
-_NARROW = 3
-"""Tables with more columns are stacked on a phone, a block per row."""
-_WIDE, _LONG = 10, 100
-"""Tables with more columns are printed in landscape; tables with more rows are not printed."""
+from dp_microadam.workbench.reporting.page import template
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ def cell(*lines: object, best: bool = False, faint: bool = False) -> Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table. The first ``labels`` columns name the row; the others hold numbers, or text if ``words`` is true.
+    """A table. The first column names the row; the others hold numbers, or text if ``words`` is true.
 
     Its files are named after ``name``.
     """
@@ -49,7 +45,6 @@ class Table:
     title: str
     header: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
-    labels: int = 1
     note: str = ""
     words: bool = False
 
@@ -61,7 +56,6 @@ class Table:
         header: Sequence[str],
         rows: Sequence[Sequence[object]],
         *,
-        labels: int = 1,
         note: str = "",
         words: bool = False,
     ) -> Table:
@@ -70,7 +64,11 @@ class Table:
         for row in filled:
             if len(row) != len(header):
                 raise ValueError(f"a row of table {name!r} has {len(row)} cells under {len(header)} headers")
-        return cls(name, title, tuple(header), filled, labels, note, words)
+        return cls(name, title, tuple(header), filled, note, words)
+
+    def left(self, column: int) -> bool:
+        """Whether a column is aligned to the left."""
+        return self.words or column == 0
 
     def markdown(self) -> str:
         """The table in Markdown.
@@ -82,14 +80,14 @@ class Table:
         |:---|---:|
         | 3 | **70.6**<br>a\\|b |
         """
-        lines = [f"**{_markdown(self.title)}**", "", _row(_markdown(name) for name in self.header)]
-        lines.append("|" + "|".join(":---" if self._left(i) else "---:" for i in range(len(self.header))) + "|")
-        for row in self.rows:
-            shown = []
-            for one in row:
-                first, *rest = (_markdown(line) for line in one.lines)
-                shown.append("<br>".join([f"**{first}**" if one.best and first else first, *rest]))
-            lines.append(_row(shown))
+
+        def shown(one: Cell) -> str:
+            first, *rest = map(_markdown, one.lines)
+            return "<br>".join([f"**{first}**" if one.best and first else first, *rest])
+
+        sides = "|".join(":---" if self.left(i) else "---:" for i in range(len(self.header)))
+        rows = [_row(map(shown, row)) for row in self.rows]
+        lines = [f"**{_markdown(self.title)}**", "", _row(map(_markdown, self.header)), f"|{sides}|", *rows]
         return "\n".join([*lines, *(["", _markdown(self.note)] if self.note else [])])
 
     def csv(self) -> str:
@@ -97,7 +95,7 @@ class Table:
         file = io.StringIO()
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(self.header)
-        writer.writerows([_plain(one.text) for one in row] for row in self.rows)
+        writer.writerows([one.text.replace("−", "-") for one in row] for row in self.rows)
         return file.getvalue()
 
     def latex(self) -> str:
@@ -120,7 +118,7 @@ class Table:
         \\end{table}
         """
         end = " \\\\ \\addlinespace" if any(len(one.lines) > 1 for row in self.rows for one in row) else " \\\\"
-        columns = "".join("l" if self._left(i) else "r" for i in range(len(self.header)))
+        columns = "".join("l" if self.left(i) else "r" for i in range(len(self.header)))
         lines = [
             "% needs \\usepackage{booktabs,graphicx}",
             "\\begin{table}[ht]",
@@ -130,7 +128,7 @@ class Table:
             "\\resizebox{\\ifdim\\width>\\linewidth\\linewidth\\else\\width\\fi}{!}{%",
             f"\\begin{{tabular}}{{{columns}}}",
             "\\toprule",
-            " & ".join(latex_escape(name) for name in self.header) + " \\\\",
+            " & ".join(map(latex_escape, self.header)) + " \\\\",
             "\\midrule",
             *(" & ".join(_latex_cell(one, columns[i]) for i, one in enumerate(row)) + end for row in self.rows),
             "\\bottomrule",
@@ -139,54 +137,16 @@ class Table:
         ]
         return "\n".join(lines)
 
-    def html(self) -> str:
-        """The table as HTML in a scrolling frame, with links to download the other formats."""
-        head = "".join(f'<th scope="col"{self._side(i)}>{escape(name)}</th>' for i, name in enumerate(self.header))
-        body = "\n".join(f"<tr>{''.join(self._html_cell(i, one) for i, one in enumerate(row))}</tr>" for row in self.rows)
-        forms = (("CSV", "csv", self.csv()), ("LaTeX", "tex", self.latex()), ("Markdown", "md", self.markdown()))
-        links = " · ".join(
-            f'<a download="{escape(self.name)}.{ending}" href="data:text/plain;charset=utf-8,{quote(text)}">{form}</a>'
-            for form, ending, text in forms
+    def forms(self) -> dict[str, str]:
+        """The table as text, by the ending of its file."""
+        return {"csv": self.csv(), "tex": self.latex() + "\n", "md": self.markdown() + "\n"}
+
+    def html(self) -> Any:
+        """The table as HTML in a scrolling frame, with links to download the other forms."""
+        names = ("CSV", "LaTeX", "Markdown")
+        return template("parts.html").table(
+            self, [(name, *form) for name, form in zip(names, self.forms().items(), strict=True)]
         )
-        note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
-        sizes = [
-            "table",
-            *(["stacked"] if len(self.header) > _NARROW else []),
-            *(["wide"] if len(self.header) > _WIDE else []),
-            *(["long"] if len(self.rows) > _LONG else []),
-        ]
-        if "long" in sizes:
-            note += f'<p class="note on-paper">{len(self.rows):,} rows, not printed: see {escape(self.name)}.csv.</p>'
-        return f"""<div class="{" ".join(sizes)}" id="table-{escape(self.name)}">
-<h3>{escape(self.title)}</h3>
-<div class="scroll" tabindex="0" role="region" aria-label="{escape(self.title)}"><table>
-<thead><tr>{head}</tr></thead>
-<tbody>
-{body}
-</tbody>
-</table></div>
-{note}<p class="take">{links}</p>
-</div>"""
-
-    def _left(self, column: int) -> bool:
-        return self.words or column < self.labels
-
-    def _side(self, column: int) -> str:
-        return "" if self._left(column) else ' class="figure"'
-
-    def _html_cell(self, column: int, one: Cell) -> str:
-        first, *rest = (escape(line) for line in one.lines)
-        inside = f"<strong>{first}</strong>" if one.best else first
-        inside += "".join(f"<small>{line}</small>" for line in rest)
-        classes = [
-            *([] if self._left(column) else ["figure"]),
-            *(["faint"] if one.faint else []),
-            *(["best"] if one.best else []),
-        ]
-        kind = f' class="{" ".join(classes)}"' if classes else ""
-        # On a phone a row may be a block, in which each cell is told by the name of its column.
-        named = f'{kind} data-column="{escape(self.header[column])}"'
-        return f'<th scope="row"{named}>{inside}</th>' if column < self.labels else f"<td{named}>{inside}</td>"
 
 
 _LATEX = {
@@ -203,25 +163,22 @@ _LAST_LATIN_LETTER = 0x17F
 
 
 def latex_escape(text: str) -> str:
-    """Escape text for LaTeX.
+    """Escape text for LaTeX; characters without a glyph in pdfLaTeX are transliterated or dropped.
 
     >>> latex_escape("50 % of σ_1 − {a}")
     '50 \\\\% of $\\\\sigma$\\\\_1 $-$ \\\\{a\\\\}'
     """
-    return "".join(_latex_character(character) for character in text)
 
+    def escaped(character: str) -> str:
+        if character in _LATEX or ord(character) <= _LAST_LATIN_LETTER:
+            return _LATEX.get(character, character)
+        return "".join(_LATEX.get(part, part) for part in normalize("NFKD", character) if ord(part) < 128 or part in _LATEX)
 
-def _latex_character(character: str) -> str:
-    """LaTeX for one character; characters without a glyph in pdfLaTeX are transliterated or dropped."""
-    if character in _LATEX:
-        return _LATEX[character]
-    if ord(character) <= _LAST_LATIN_LETTER:
-        return character
-    return "".join(_LATEX.get(part, part) for part in normalize("NFKD", character) if ord(part) < 128 or part in _LATEX)
+    return "".join(map(escaped, text))
 
 
 def _latex_cell(one: Cell, side: str) -> str:
-    first, *rest = (latex_escape(line) for line in one.lines)
+    first, *rest = map(latex_escape, one.lines)
     shown = [f"\\textbf{{{first}}}" if one.best else first, *rest]
     # A bracket at the start of a row would be read as an argument of the \\ before it.
     shown = [f"{{}}{line}" if line.startswith(("[", "*")) else line for line in shown]
@@ -233,12 +190,8 @@ def _markdown(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def _row(cells: object) -> str:
-    return "| " + " | ".join(cells) + " |"  # type: ignore[arg-type]
-
-
-def _plain(text: str) -> str:
-    return text.replace("−", "-")
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def file_name(text: str) -> str:

@@ -152,9 +152,8 @@ def print_proposals(proposals: Sequence[Proposal], chosen: Proposal) -> None:
 def draw(plan: PrivacyPlan, path: Path) -> None:
     """Draw the trade-off curve of the finished run as a PNG file."""
     from dp_microadam.errors import InputError
-    from dp_microadam.workbench.reporting.figures import save_png
-    from dp_microadam.workbench.reporting.palette import STYLES
-    from dp_microadam.workbench.reporting.trade_off_figure import trade_off_figure
+    from dp_microadam.workbench.reporting.figures import STYLES, save_png
+    from dp_microadam.workbench.reporting.run_figures import trade_off_figure
 
     if not path.parent.is_dir() or path.is_dir():
         raise InputError(f"picture is {str(path)!r}; it must be a file in a folder that exists")
@@ -162,4 +161,4 @@ def draw(plan: PrivacyPlan, path: Path) -> None:
     figure = trade_off_figure([("this plan", STYLES[0], spent, plan.epsilon, plan.delta)])
     if figure is None:
         raise InputError(f"picture is {str(path)!r}, but what attackers reach cannot be computed for this plan; leave it out")
-    save_png(figure.whole, path)
+    save_png(figure.drawn, path)

@@ -230,7 +230,7 @@ def privacy_line(result: RunResult) -> str:
 
 def _draw(experiment: Experiment, options: argparse.Namespace, result: RunResult) -> None:
     from dp_microadam.training.run_folder import CURVES
-    from dp_microadam.workbench.reporting.curves import draw_curves
+    from dp_microadam.workbench.reporting.run_figures import draw_curves
 
     metrics = experiment.trainer.record.metrics()
     if not metrics:
