@@ -89,7 +89,7 @@ def test_a_misspelt_keyword_is_refused_with_the_nearest_name(called):
 
 OPTIONS = {
     "loader_options": ("collate_fn", "pin_memory", "prefetch_factor", "worker_init_fn"),
-    "clipping_options": ("autocast", "synthetic_batch", "strategy", "layer_weights"),
+    "clipping_options": ("autocast", "synthetic_batch", "strategy"),
 }
 
 

@@ -36,14 +36,14 @@ _HOMES = {
     "AdamBC": "dp_microadam.optimizers.adam_bc",
     "TensorAdam": "dp_microadam.optimizers.tensor_adam",
     "ClippedGradients": "dp_microadam.clipping.engine",
-    "replace_batchnorm": "dp_microadam.clipping.batchnorm",
-    "register_rule": "dp_microadam.clipping.families",
-    "LayerRule": "dp_microadam.clipping.rule",
-    "LayerCall": "dp_microadam.clipping.rule",
-    "PartsCall": "dp_microadam.clipping.rule",
-    "Doubt": "dp_microadam.clipping.outer_product",
-    "GradientRows": "dp_microadam.clipping.rule",
-    "UnchangedInput": "dp_microadam.clipping.rule",
+    "replace_batchnorm": "dp_microadam.layers.batchnorm",
+    "register_rule": "dp_microadam.clipping.rules.families",
+    "LayerRule": "dp_microadam.clipping.rules.rule",
+    "LayerCall": "dp_microadam.clipping.rules.rule",
+    "PartsCall": "dp_microadam.clipping.rules.rule",
+    "UncertainNorms": "dp_microadam.clipping.outer_product",
+    "GradientRows": "dp_microadam.clipping.rules.rule",
+    "UnchangedInput": "dp_microadam.clipping.rules.rule",
     "per_example_gradients": "dp_microadam.clipping.per_example",
     "PrivacyPlan": "dp_microadam.plan.plan",
     "SelectionPlan": "dp_microadam.plan.selection_plan",
@@ -99,7 +99,7 @@ __all__ = [
     "LayerRule",
     "LayerCall",
     "PartsCall",
-    "Doubt",
+    "UncertainNorms",
     "GradientRows",
     "UnchangedInput",
     "per_example_gradients",
@@ -132,13 +132,13 @@ if TYPE_CHECKING:
     from dp_microadam import methods
     from dp_microadam.accounting.costs import PrivacyCost, SubsampledGaussian
     from dp_microadam.accounting.one_step import Cap
-    from dp_microadam.clipping.batchnorm import replace_batchnorm
     from dp_microadam.clipping.engine import ClippedGradients
-    from dp_microadam.clipping.families import register_rule
-    from dp_microadam.clipping.outer_product import Doubt
+    from dp_microadam.clipping.outer_product import UncertainNorms
     from dp_microadam.clipping.per_example import per_example_gradients
-    from dp_microadam.clipping.rule import GradientRows, LayerCall, LayerRule, PartsCall, UnchangedInput
+    from dp_microadam.clipping.rules.families import register_rule
+    from dp_microadam.clipping.rules.rule import GradientRows, LayerCall, LayerRule, PartsCall, UnchangedInput
     from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError, PrivacyWarning
+    from dp_microadam.layers.batchnorm import replace_batchnorm
     from dp_microadam.ledger.ledger import LedgerRecord, PrivacyLedger, RunSettings, read_ledger
     from dp_microadam.ledger.statement import privacy_report
     from dp_microadam.noise.correlated import CorrelatedNoise

@@ -44,9 +44,15 @@ def assert_agrees() -> Callable[..., None]:
     """
 
     def check(
-        model: nn.Module, batch: object, *, strategies: tuple[str | None, ...] = STRATEGIES, loss: Callable = random_loss
+        model: nn.Module,
+        batch: object,
+        *,
+        strategies: tuple[str | None, ...] = STRATEGIES,
+        loss: Callable = random_loss,
+        then: Callable[[], None] = lambda: None,
     ) -> None:
         randomize(model)
+        then()
         for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
             model.to(dtype)
             converted = tree_map(lambda leaf, dtype=dtype: leaf.to(dtype) if leaf.is_floating_point() else leaf, batch)

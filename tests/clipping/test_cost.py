@@ -1,7 +1,6 @@
 """The cost model: what it chooses on each type of device, and that the choice changes speed and memory only."""
 
 from collections import Counter
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -12,14 +11,12 @@ from thoroughness import examples
 from torch import nn
 
 from dp_microadam import ClippedGradients
-from dp_microadam.clipping import convolution, linear
-from dp_microadam.clipping.convolution import ConvolutionFactors, Geometry, convolution_shapes, gradients_from_patches
-from dp_microadam.clipping.cost import CPU, CUDA, KEEP_LIMIT, LAUNCHES, Shapes, choose, costs_of, costs_on, forms_by_patches
-from dp_microadam.clipping.linear import LinearFactors, LinearRule
-from dp_microadam.clipping.outer_product import OuterProductSum
+from dp_microadam.clipping.cost import CPU, CUDA, KEEP_LIMIT, Shapes, choose, costs_of, costs_on, forms_by_patches
+from dp_microadam.clipping.rules import convolution, linear
+from dp_microadam.clipping.rules.convolution import ConvolutionFactors, Geometry, convolution_shapes, gradients_from_patches
+from dp_microadam.clipping.rules.linear import LinearFactors, LinearRule
 
 from .conftest import flat, random_loss, randomize
-from .launches import Launches
 
 
 def conv_shapes(n_in: int, n_out: int, side: int, kernel: int, stride: int = 1) -> Shapes:
@@ -57,7 +54,7 @@ def test_the_cpu_chooses_by_the_formula_it_was_measured_with(weights, activation
 @pytest.mark.parametrize(
     ("layer", "on_cpu", "on_cuda"),
     [
-        ((3, 16, 32, 3), "keep", "keep"),  # hardly any weights: whatever takes the fewest launches
+        ((3, 16, 32, 3), "keep", "keep"),  # hardly any weights
         ((64, 64, 32, 3), "keep", "keep"),  # few weights, many positions
         ((128, 128, 16, 3), "keep", "keep"),
         ((256, 256, 8, 3), "ghost", "ghost"),  # many weights, few positions
@@ -78,7 +75,6 @@ def test_convolutions(layer, on_cpu, on_cuda):
         ((16, 768, 3072), "ghost", "ghost"),
         ((2048, 64, 64), "keep", "keep"),
         ((600, 512, 512), "keep", "keep"),
-        ((4, 16, 16), "ghost", "keep"),  # so small that a GPU takes what has the fewest launches
     ],
 )
 def test_linear_layers(layer, on_cpu, on_cuda):
@@ -87,50 +83,12 @@ def test_linear_layers(layer, on_cpu, on_cuda):
 
 
 def test_one_group_per_example_is_taken_for_slow_on_cuda_only():
-    wide, first = conv_shapes(64, 64, 32, 3), conv_shapes(3, 16, 32, 3)
+    wide = conv_shapes(64, 64, 32, 3)
     assert forms_by_patches(wide, CUDA)
     assert not forms_by_patches(wide, CPU)
     assert not forms_by_patches(conv_shapes(64, 4, 32, 3), CUDA)  # four outputs: copying costs more than multiplying
     assert costs_of(wide, CUDA)["keep"] < CUDA.grouped * wide.product
     assert not forms_by_patches(Shapes(10, 10, 1e9, 1.0, 1.0), CUDA)  # a linear layer has no patches
-    assert costs_of(first, CUDA)["keep"] > first.product  # launches count
-
-
-def test_a_layer_of_bfloat16_products_is_cheaper_on_tensor_cores_alone():
-    plain = linear_shapes(16, 256, 256)
-    fast = replace(plain, bf16_products=1, tiles=True)
-    assert all(costs_of(fast, CUDA)[name] < costs_of(plain, CUDA)[name] for name in costs_of(plain, CUDA))
-    assert choose(fast, costs=CUDA).strategy == "tile"
-    assert choose(fast).strategy != "tile"  # the kernel is for GPUs
-
-
-@pytest.mark.parametrize("name", ["one position", "positions", "stride 1", "stride 2"])
-@pytest.mark.parametrize("strategy", ["ghost", "keep", "drop"])
-def test_the_table_of_launches_is_what_is_launched(name, strategy):
-    torch.manual_seed(0)
-    geometry = Geometry((4, 3, 3, 3), *(((n, n)) for n in ((2 if name == "stride 2" else 1), 1, 1)), 1)
-    image = torch.Size((3, 9, 9))
-    shapes, factors = {
-        "one position": lambda: (
-            linear_shapes(1, 6, 7),
-            LinearFactors(torch.randn(8, 1, 6), torch.randn(8, 1, 7)),
-        ),
-        "positions": lambda: (linear_shapes(5, 6, 7), LinearFactors(torch.randn(8, 5, 6), torch.randn(8, 5, 7))),
-        "stride 1": lambda: (
-            convolution_shapes(geometry, image, 4),
-            ConvolutionFactors(torch.randn(8, *image), torch.randn(8, 4, 9, 9), geometry),
-        ),
-        "stride 2": lambda: (
-            convolution_shapes(geometry, image, 4),
-            ConvolutionFactors(torch.randn(8, *image), torch.randn(8, 4, 5, 5), geometry),
-        ),
-    }[name]()
-    with Launches() as counted:
-        part = OuterProductSum(factors, strategy)
-        part.squared_norms()
-        part.weighted_sum(torch.rand(8))
-    expected = LAUNCHES[strategy] + (shapes.gram_launches if strategy == "ghost" else 0)
-    assert abs(counted.total() - expected) <= 2
 
 
 SIZES = st.integers(1, 3)

@@ -11,8 +11,8 @@ from thoroughness import examples
 from torch import Tensor, nn
 
 from dp_microadam import ClippedGradients
-from dp_microadam.clipping.linear import LinearFactors
 from dp_microadam.clipping.per_example import clipped_sum
+from dp_microadam.clipping.rules.linear import LinearFactors
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 from dp_microadam.workbench import models
 
@@ -246,16 +246,6 @@ def test_per_layer_bounds_add_up_to_the_sensitivity():
             gradient, _ = clipped_sum(model, cross_entropy, (x[row : row + 1], y[row : row + 1]), max_grad_norm=1e9)
             unclipped = {name: gradient[name] for name in own}
             assert math.isclose(size(own), min(bound, size(unclipped)), rel_tol=1e-9)
-
-
-def test_per_layer_bounds_follow_the_weights_given():
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-    engine = ClippedGradients(
-        model, lambda m, b: m(b).sum(1), max_grad_norm=5.0, clipping="per-layer", layer_weights={"0": 3.0, "1": 4.0}
-    )
-    assert engine.layer_bounds == pytest.approx({"0": 3.0, "1": 4.0})
-    with pytest.raises(ValueError, match="'1' is missing or unknown"):
-        ClippedGradients(model, lambda m, b: m(b).sum(1), max_grad_norm=5.0, clipping="per-layer", layer_weights={"0": 3.0})
 
 
 def test_low_precision_parameters_are_summed_in_float32():

@@ -6,9 +6,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dp_microadam import ClippedGradients
-from dp_microadam.clipping.convolution import ConvolutionFactors, ConvolutionRule, Geometry
-from dp_microadam.clipping.linear import LinearRule
 from dp_microadam.clipping.outer_product import OuterProductSum
+from dp_microadam.clipping.rules.convolution import ConvolutionFactors, ConvolutionRule, Geometry
+from dp_microadam.clipping.rules.linear import LinearRule
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 
 from .conftest import flat, random_loss, randomize

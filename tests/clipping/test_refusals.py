@@ -54,93 +54,6 @@ def test_running_statistics_of_private_examples_are_refused():
     refuses(model, torch.randn(2, 3, 5, 5), "'0' is InstanceNorm2d.*track_running_stats=False")
 
 
-def test_a_buffer_that_stores_examples_is_refused_by_name():
-    class Remembers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("last", torch.zeros(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.last.copy_(x.detach().mean(0))
-            return x
-
-    model = nn.Sequential(nn.Linear(4, 4), Remembers())
-    refuses(model, torch.randn(2, 4), "buffer '1.last'")
-
-
-MIXING = {
-    "functional batch statistics": lambda m, x: loss(m, F.batch_norm(x, None, None, training=True)),
-    "centred batch": lambda m, x: loss(m, x - x.mean(0)),
-    "centred outputs": lambda m, x: (m(x) - m(x).detach().mean(0)).square().sum(1),
-    "running sum": lambda m, x: loss(m, x.cumsum(0)),
-    "running sum from the end": lambda m, x: loss(m, x.flip(0).cumsum(0).flip(0)),
-    "contrastive": lambda m, x: F.cross_entropy(m(x) @ x.T, torch.arange(len(x)), reduction="none"),
-    "mean of the batch": lambda m, x: m(x).square().mean().expand(len(x)),
-    "neighbour": lambda m, x: loss(m, x.roll(1, 0)),
-}
-
-
-@pytest.mark.parametrize("kind", MIXING)
-@pytest.mark.parametrize("batch", [1, 2, 5])
-def test_a_loss_that_mixes_examples_is_refused(kind, batch):
-    refuses(nn.Linear(4, 4), torch.randn(batch, 4), "mixes examples|used twice", MIXING[kind])
-
-
-@pytest.mark.parametrize("batch", range(1, 9))
-def test_mixing_before_a_frozen_embedding_is_refused(batch):
-    class Centred(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(5, 4).requires_grad_(False)
-            self.head = nn.Linear(4, 2)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            x = self.embedding(ids)
-            return self.head(x - x.mean(0))
-
-    refuses(Centred(), torch.randint(5, (batch,)), "mixes examples")
-
-
-@pytest.mark.parametrize("steps", [3, 5])
-def test_a_layer_with_time_first_that_is_given_the_batch_first_is_refused(steps):
-    """It attends from one example to the next."""
-    refuses(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0), torch.randn(3, steps, 4), "mixes examples")
-
-
-def test_view_major_augmentation_is_refused():
-    def view_major(model: nn.Module, batch: Tensor) -> Tensor:
-        examples, views = batch.shape[:2]
-        rows = loss(model, batch.transpose(0, 1).flatten(0, 1))
-        return rows.view(views, examples).mean(0)
-
-    for views in (2, 3):
-        refuses(nn.Linear(4, 2), torch.randn(3, views, 4), "mixes examples.*next to each other", view_major)
-
-
-def test_the_same_rows_in_another_order_are_refused():
-    class Reversed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x.flip(0)).flip(0)
-
-    refuses(Reversed(), torch.randn(3, 4), "mixes examples")
-
-
-def test_a_parameter_added_to_the_mean_of_a_batch_is_refused():
-    class Centred(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.token = nn.Parameter(torch.ones(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x + self.token) - (x * self.token).mean(0)
-
-    refuses(Centred(), torch.randn(3, 4), "mixes examples")
-
-
 def test_rows_that_are_no_multiple_of_the_batch_are_refused():
     class OneMore(nn.Module):
         def __init__(self) -> None:
@@ -331,7 +244,7 @@ def test_synthetic_examples_can_be_given_where_random_ones_do_not_fit():
 
 def test_a_registered_rule_is_used_and_a_wrong_one_is_refused(monkeypatch):
     from dp_microadam import GradientRows, LayerRule, PartsCall, UnchangedInput, register_rule
-    from dp_microadam.clipping import families
+    from dp_microadam.clipping.rules import families
 
     monkeypatch.setattr(families, "_REGISTERED", {})
     factor = [1.0]

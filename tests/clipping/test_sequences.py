@@ -8,7 +8,7 @@ from opacus.layers import DPMultiheadAttention
 from thoroughness import THOROUGH, examples
 from torch import Tensor, nn
 
-from dp_microadam.clipping import attention, recurrent
+from dp_microadam.clipping.rules import attention, recurrent
 
 quick = settings(examples(8, quick=3), derandomize=True)
 

@@ -16,13 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dp_microadam import ClippedGradients
-from dp_microadam.clipping import embedding, outer_product, settling
-from dp_microadam.clipping.embedding import _distinct_padded
-from dp_microadam.clipping.linear import LinearFactors
+from dp_microadam.clipping import outer_product, passes
 from dp_microadam.clipping.outer_product import OuterProductSum, first_flagged, flagged_rows
-from dp_microadam.clipping.passes import Part
+from dp_microadam.clipping.passes import ParameterShare
 from dp_microadam.clipping.per_example import clipped_sum
-from dp_microadam.clipping.rule import PartsCall
+from dp_microadam.clipping.rules import embedding
+from dp_microadam.clipping.rules.embedding import _distinct_padded
+from dp_microadam.clipping.rules.linear import LinearFactors
+from dp_microadam.clipping.rules.rule import PartsCall
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 
 
@@ -85,7 +86,7 @@ def doubtful_batch() -> dict[str, Tensor]:
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """What runs on a GPU only, except for the look at output gradients that are all zero."""
-    for module in (outer_product, settling):
+    for module in (outer_product, passes):
         monkeypatch.setattr(module, "flagged_rows", first_flagged)
     monkeypatch.setattr(embedding, "distinct", _distinct_padded)
 
@@ -95,7 +96,7 @@ def as_on_a_gpu(monkeypatch):
 def test_doubtful_norms_of_several_layers_are_those_of_single_examples(monkeypatch, as_on_a_gpu, strategy, piece):
     monkeypatch.setattr(outer_product, "piece_length", lambda factors: piece)
     settled: Counter[int] = Counter()
-    plain = outer_product.OuterProductSum.settle
+    plain = outer_product.OuterProductSum.recompute
 
     def counted(self: outer_product.OuterProductSum, flags: Tensor, count: int) -> None:
         settled[count] += 1
@@ -108,7 +109,7 @@ def test_doubtful_norms_of_several_layers_are_those_of_single_examples(monkeypat
     expected, norms = clipped_sum(exact, doubtful_loss, {key: part.double() for key, part in batch.items()}, max_grad_norm=1e-2)
     engine = ClippedGradients(model, doubtful_loss, max_grad_norm=1e-2, strategy=strategy)
     engine.check_independence(batch)
-    monkeypatch.setattr(outer_product.OuterProductSum, "settle", counted)
+    monkeypatch.setattr(outer_product.OuterProductSum, "recompute", counted)
     found = engine.accumulate(batch)
     assert settled, "the batch is not doubtful, so that nothing is tested"
     # Single examples have their own rounding: what cancels is a thousand times what is left of it.
@@ -211,10 +212,10 @@ def test_a_doubt_about_any_weight_of_a_layer_is_settled(cancelling):
     inputs[cancelling, 3, 1] = inputs[cancelling, 3, 0] * (1 + 1e-4)
     deltas[cancelling, 3, 1] = -deltas[cancelling, 3, 0]
     call = _TwoWeights([LinearFactors(*pair) for pair in zip(inputs, deltas, strict=True)])
-    part = Part(call, {"0": "0", "1": "1"}, call.norms_of_parts())
-    settled = settling.settle([part])
+    part = ParameterShare(call, {"0": "0", "1": "1"}, call.norms_of_parts())
+    settled = passes.recompute_uncertain([part])
     exact = (deltas.double().transpose(2, 3) @ inputs.double()).square().sum((0, 2, 3)).sqrt()
-    torch.testing.assert_close(settled.norms.double(), exact, rtol=1e-6, atol=0)
+    torch.testing.assert_close(settled.of_examples.double(), exact, rtol=1e-6, atol=0)
     assert [len(weight._exceptions) > 0 for weight in call.parts.values()][cancelling]
 
 

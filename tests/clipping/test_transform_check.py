@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from thoroughness import THOROUGH
 from torch import Tensor, nn
 
 from dp_microadam import InputError
-from dp_microadam.clipping.transform_check import _ConstantDraws, check_transform
+from dp_microadam.clipping.checks.transform import check_transform
 from dp_microadam.workbench.data.augmentation import Augmentation
 
 Batch = tuple[Tensor, Tensor]
@@ -83,6 +84,7 @@ MIXING = {
     "padded to the largest label": lambda b: (b[0], F.one_hot(b[1]).float()),
     "large batches only": on_pixels(lambda x: x - x.mean(0) if len(x) > 5 else x),
     "if bright": on_pixels(lambda x: x - x.mean(0) if x.max() > 200 else x),
+    "pairs only": on_pixels(lambda x: x - x.mean(0) if len(x) == 2 else x),
 }
 
 
@@ -196,6 +198,30 @@ def test_texts_are_made_up_and_checked():
         check(lambda b: lengths(b) - lengths(b).mean(0), batch)
 
 
+FILLED_IN = {
+    "NaN by the mean": (lambda x: torch.where(x.isnan(), x.nanmean(0).expand_as(x), x), True),
+    "all zero if one is NaN": (lambda x: x * 0 if x.isnan().any() else x, True),
+    "by the example's mean": (lambda x: torch.where(x.isnan(), x.nanmean(1, keepdim=True), x), False),
+    "by a constant": (torch.nan_to_num, False),
+    "dropout": (lambda x: F.dropout(x.nan_to_num(), 0.3), False),
+}
+
+
+@pytest.mark.parametrize("kind", FILLED_IN)
+def test_missing_numbers_filled_in_from_the_batch_are_refused(kind):
+    change, mixes = FILLED_IN[kind]
+    batch = torch.rand(8, 6), torch.randint(3, (8,))
+    with pytest.raises(InputError, match="augment mixes examples") if mixes else nullcontext():
+        check(lambda b: (change(b[0]), b[1]), batch)
+
+
+def test_columns_of_booleans_and_complex_numbers_can_be_checked():
+    batch = torch.rand(5, 4), torch.rand(5, 4) > 0.5, torch.rand(5, 2, dtype=torch.complex64)
+    check(lambda b: (b[0] * b[1], b[1], b[2].abs()), batch)
+    with pytest.raises(InputError, match="augment mixes examples"):
+        check(lambda b: (b[0] * b[1].any(0), b[1]), batch)
+
+
 def test_no_value_of_the_batch_is_used():
     seen = []
 
@@ -215,32 +241,3 @@ def test_the_check_leaves_all_random_streams_as_they_were():
     assert torch.equal(torch.get_rng_state(), streams[0])
     assert random.getstate() == streams[1]
     assert (np.random.get_state()[1] == streams[2]).all()  # noqa: NPY002
-
-
-DRAWS = {
-    "rand": lambda n: torch.rand(2, n),
-    "randn": lambda n: torch.randn((n, 3)),
-    "randint": lambda n: torch.randint(5, 50, (2, n)),
-    "rand_like": lambda n: torch.rand_like(torch.ones(n, 3)),
-    "bernoulli": lambda n: torch.bernoulli(torch.full((3, n), 0.5)),
-    "bernoulli_": lambda n: torch.empty(3, n).bernoulli_(0.5),
-    "uniform_": lambda n: torch.empty(10, n).uniform_(-1, 1),
-    "normal_": lambda n: torch.empty(n).normal_(),
-    "dropout": lambda n: F.dropout(torch.ones(3, n), 0.5),
-    "one by one": lambda n: torch.stack([torch.rand(()) for _ in range(n)]),
-}
-
-
-@pytest.mark.parametrize("kind", DRAWS)
-def test_one_number_is_drawn_for_all_whatever_their_number(kind):
-    values = set()
-    for seed in range(8):
-        results = set()
-        for count in (1, 2, 5):
-            with _ConstantDraws(lambda seed=seed: torch.manual_seed(seed)):
-                drawn = DRAWS[kind](count)
-            assert drawn.numel() >= count
-            results |= set(drawn.flatten().tolist())
-        assert len(results) == 1
-        values |= results
-    assert len(values) > 1

@@ -13,13 +13,13 @@ from thoroughness import THOROUGH, examples
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from dp_microadam.clipping import folding, linear, normalization
-from dp_microadam.clipping.convolution import ConvolutionFactors, FoldedConvolutions, Geometry
 from dp_microadam.clipping.engine import ClippedGradients
-from dp_microadam.clipping.families import register_rule
 from dp_microadam.clipping.per_example import clipped_sum
 from dp_microadam.clipping.row_norms import ClippedRowNorms
-from dp_microadam.clipping.rule import GradientRows, LayerRule, PartsCall, UnchangedInput
+from dp_microadam.clipping.rules import convolution, linear, normalization
+from dp_microadam.clipping.rules.convolution import ConvolutionFactors, FoldedConvolutions, Geometry
+from dp_microadam.clipping.rules.families import register_rule
+from dp_microadam.clipping.rules.rule import GradientRows, LayerRule, PartsCall, UnchangedInput
 from dp_microadam.errors import InputError, PrivacyError
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 
@@ -172,8 +172,8 @@ def test_users_of_any_sizes_agree_with_examples_one_at_a_time(engine_of_cnn, cou
 )
 @pytest.mark.parametrize(
     "options",
-    [{}, {"padded_sizes": 2}, pytest.param({"clipping": "per-layer"}, marks=pytest.mark.slow)],
-    ids=["flat", "padded", "per layer"],
+    [{}, pytest.param({"clipping": "per-layer"}, marks=pytest.mark.slow)],
+    ids=["flat", "per layer"],
 )
 def test_no_user_adds_more_than_the_bound_whatever_they_have(strategy, options):
     """One user with five huge examples that all pull the same way, beside users with little."""
@@ -281,7 +281,7 @@ def test_a_loss_that_mixes_a_users_examples_is_refused_like_any_other():
 def test_the_check_before_the_first_step_covers_every_size_of_users_and_asks_nothing_later(monkeypatch):
     engine = ClippedGradients(mlp(), square_loss, max_grad_norm=1.0)
     engine.check_independence(torch.randn(12, 4, dtype=torch.float64), rows_per_unit=[1, 2, 3, 4])
-    monkeypatch.setattr("dp_microadam.clipping.engine.check_units", None)
+    monkeypatch.setattr("dp_microadam.clipping.engine.check_against_autograd", None)
     monkeypatch.setattr("dp_microadam.clipping.engine.check_independence", None)
     for width in (1, 2, 3, 4):
         engine.accumulate(torch.randn(2 * width, 4, dtype=torch.float64), means_over([1, width], width))
@@ -305,7 +305,7 @@ FAULTS = {
         (1, 4, 4),
     ),
     "convolutions that drop all rows but the last": (
-        folding,
+        convolution,
         "folded",
         lambda rows, count: rows.unflatten(0, (-1, count))[:, -1],
         lambda: copy.deepcopy(CNN).double(),
@@ -368,7 +368,7 @@ class RowByRow(LayerRule):
 
 
 def test_a_rule_that_knows_one_row_per_example_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr("dp_microadam.clipping.families._REGISTERED", {})
+    monkeypatch.setattr("dp_microadam.clipping.rules.families._REGISTERED", {})
     register_rule(Scaled, RowByRow)
     engine = ClippedGradients(nn.Sequential(Scaled()), square_loss, max_grad_norm=1.0)
     batch = torch.rand(6, 4, dtype=torch.float64)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dp_microadam.clipping.weight_standardized import Projection
+from dp_microadam.clipping.rules.weight_standardized import Projection
 from dp_microadam.errors import InputError
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 

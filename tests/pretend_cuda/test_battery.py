@@ -6,7 +6,7 @@ import pytest
 from pretend_cuda.families import FAMILIES
 from pretend_cuda.start import NoDevice, failures, start
 
-from dp_microadam.clipping.families import _RULES, rule_class
+from dp_microadam.clipping.rules.families import _RULES, rule_class
 
 GROUPS = ("clipping", "integrations", "kernels", "launches", "optimizers", "privacy", "training", "transforms")
 

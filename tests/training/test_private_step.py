@@ -269,13 +269,6 @@ def test_this_library_s_own_errors_show_no_text_that_a_loss_gave_them(make, part
     assert "Anna" not in str(caught.value)
 
 
-def test_the_check_is_repeated_where_the_expected_number_of_passes_is_a_power_of_two(make):
-    """The number of passes that samples took is private: steps alone decide. Three in a step are expected here."""
-    step = make(physical_batch_size=8, plan=plan_of(batch_size=20, steps=200))
-    looks = [index for index in range(200) if step._looks_again(index)]
-    assert looks == [5, 10, 21, 42, 85, 170]  # passes 16 to 18, 31 to 33, 64 to 66, …
-
-
 def test_a_loop_of_one_s_own_is_resumed_from_its_checkpoint(make, tmp_path):
     def loop(step, method, stop):
         for _ in step:
@@ -383,16 +376,14 @@ def test_options_of_engine_and_loader_are_reachable(make):
         collated.append(len(rows))
         return default_collate(rows)
 
-    weights = {"0": 1.0, "2": 2.0}
     step = make(
         data=Rows(),
         clipping="per-layer",
-        clipping_options={"layer_weights": weights, "synthetic_batch": (torch.randn(5, 5), torch.tensor([0, 1, 2, 0, 1]))},
+        clipping_options={"synthetic_batch": (torch.randn(5, 5), torch.tensor([0, 1, 2, 0, 1]))},
         loader_options={"collate_fn": collate, "prefetch_factor": 4, "pin_memory": False},
         num_workers=1,
         **whole_batch(),
     )
-    assert step._engines.current.layer_bounds["2"] == pytest.approx(2 * step._engines.current.layer_bounds["0"])
     step.begin()
     step.take()
     assert collated

@@ -1,16 +1,12 @@
-"""What gradients are multiplied by so that their norms stay within the bound."""
+"""What gradients are multiplied by so that their norms stay within the bound, and the bounds of single layers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-
-from dp_microadam.clipping.layer_bounds import blocks_of, layer_of
-from dp_microadam.clipping.passes import Part
-from dp_microadam.clipping.rule import sum_of
 
 
 def clipping_coefficients(norms: Tensor, bound: float, usable: Tensor) -> Tensor:
@@ -18,24 +14,31 @@ def clipping_coefficients(norms: Tensor, bound: float, usable: Tensor) -> Tensor
     return torch.where(usable, bound / norms.clamp(min=bound), torch.zeros_like(norms))
 
 
-def per_layer_coefficients(
-    parts: Sequence[Part],
-    norms: Tensor,
-    bounds: Mapping[str, float],
-    coefficients: Callable[[Tensor, float, Tensor], Tensor] = clipping_coefficients,
-) -> list[Tensor]:
-    """Clipping coefficients of every part, where each layer has its own bound.
+def layer_bounds(parameters: Iterable[str], bound: float) -> dict[str, float]:
+    """The clipping norms C_l of the parameters' layers, all equal, with Σ C_l² = C².
 
-    Layers that share a part are clipped as one block. ``norms`` are those of whole gradients: an example whose norm is not
-    finite is removed from all layers.
+    >>> layer_bounds(["first.weight", "first.bias", "second.weight", "third.weight", "fourth.weight"], 5.0)["first"]
+    2.5
     """
-    usable = torch.isfinite(norms)
-    layers = [{layer_of(name) for name in part.names.values()} for part in parts]
-    blocks = blocks_of(layers)
-    found = []
-    for own in layers:
-        block = next(block for block in blocks if own <= block)
-        members = [part.squared for part, others in zip(parts, layers, strict=True) if others <= block]
-        bound = math.hypot(*(bounds[layer] for layer in block))
-        found.append(coefficients(sum_of(members).sqrt(), bound, usable))
-    return found
+    layers = dict.fromkeys(map(layer_of, parameters))
+    return dict.fromkeys(layers, bound / math.sqrt(len(layers)))
+
+
+def layer_of(parameter: str) -> str:
+    """The name of the module that owns a parameter."""
+    return parameter.rpartition(".")[0]
+
+
+def blocks_of(groups: Sequence[set[str]]) -> list[list[int]]:
+    """The finest partition of the groups, by index, in which groups that have something in common are together.
+
+    >>> blocks_of([{"a"}, {"b", "c"}, {"c"}])
+    [[0], [1, 2]]
+    """
+    blocks: list[tuple[set[str], list[int]]] = []
+    for index, group in enumerate(groups):
+        apart = [block for block in blocks if block[0].isdisjoint(group)]
+        together = [block for block in blocks if not block[0].isdisjoint(group)]
+        names = group.union(*(names for names, _ in together))
+        blocks = [*apart, (names, [*(i for _, members in together for i in members), index])]
+    return [members for _, members in blocks]

@@ -1,12 +1,11 @@
 """Chooses the clipping strategy of a layer by a model of time and memory on its type of device.
 
-For per-example weight gradients gᵢ = Σₜ δᵢₜaᵢₜᵀ with P entries and T positions there are four strategies:
+For per-example weight gradients gᵢ = Σₜ δᵢₜaᵢₜᵀ with P entries and T positions there are three strategies:
 
 - *ghost*: norms from T×T Gram matrices (ghost norms); input and output gradient are kept, the clipped sum is one ordinary
   weight gradient;
 - *keep*: all gᵢ are formed and kept, input and output gradient are released; no ordinary weight gradient is computed;
-- *drop*: gᵢ are formed a few at a time for their norms and dropped; the clipped sum is one ordinary weight gradient;
-- *tile*: as drop, but a kernel forms tiles of gᵢ in registers and stores only their squared sums (``norms_triton.py``).
+- *drop*: gᵢ are formed a few at a time for their norms and dropped; the clipped sum is one ordinary weight gradient.
 
 The gᵢ of a convolution can be formed in two ways: by the library's weight gradient with one group per example, or by copying
 the patches out of the images and one batched matrix product.
@@ -21,20 +20,20 @@ sampling. It changes rounding only: every strategy keeps the bound on norms of `
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from math import inf
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from dp_microadam.clipping.recording import Observed
+
 
 # Kept gradients may take this many times the memory of the layer's own input and output gradient, which they replace.
 # 3 admits the 128→128 layers of a Wide-ResNet at 16×16 (2.25) and refuses its 256→256 layers at 8×8 (18).
 KEEP_LIMIT = 3.0
-
-# Operations launched per layer and call by each strategy, besides those that Gram matrices take (``Shapes.gram_launches``).
-# Tests count them.
-LAUNCHES = {"ghost": 8, "keep": 6, "drop": 17, "tile": 10}
-
-# Exact bfloat16 products in the clipped sum, by those that form a gradient: δ times a float32 coefficient is float32, that is
-# three bfloat16 numbers (``split_bf16.py``).
-SUM_PRODUCTS = {0: 0, 1: 3, 3: 6, 6: 6}
 
 
 @dataclass(frozen=True)
@@ -48,9 +47,6 @@ class DeviceCosts:
     direct: float  # a multiplication of a batched product that forms gᵢ, relative to the ordinary weight gradient
     grouped: float  # the same by a convolution with one group per example
     patches: float  # one element of a patch that is copied out of its image and read by the product
-    tile: float  # a multiplication of the kernel that forms tiles of gᵢ in registers
-    tensor_core: float  # a multiplication of bfloat16 numbers that are added up in float32
-    launch: float  # launching one operation, per example
 
 
 CPU = DeviceCosts(
@@ -61,18 +57,11 @@ CPU = DeviceCosts(
     direct=1.15,  # smaller products are less efficient; measured
     grouped=1.15,  # oneDNN runs groups in parallel, and no patch is copied
     patches=inf,  # so patches are never worth it
-    tile=inf,  # there is no such kernel for the CPU
-    tensor_core=1.0,  # bfloat16 is widened
-    launch=0.0,  # microseconds of Python, alike for all strategies
 )
 
 # An A100 (data sheet): 19.5·10¹² float32 operations per second without TF32, that is 9.75·10¹² multiplications with their
-# additions; 312·10¹² with bfloat16 on tensor cores; 2.04·10¹² bytes per second. On newer cards all three grew alike.
+# additions; 2.04·10¹² bytes per second. On newer cards both grew alike.
 _READ = 4 / 2.04e12 * 9.75e12  # 19 multiplications while one float32 number is read or written
-
-# A launch keeps the host busy for about 5 µs (2 to 3 in the driver, the rest in torch), during which the device may be idle.
-# The number of examples it is shared by is public: a typical physical batch, not the one at hand.
-_LAUNCH_SECONDS, _TYPICAL_BATCH = 5e-6, 64
 
 CUDA = DeviceCosts(
     name="cuda",
@@ -86,9 +75,6 @@ CUDA = DeviceCosts(
     # "~40 % slower" on Pascal (issue 145), and there with TF32, which norms must not use: the worse figure is assumed.
     grouped=4.0,
     patches=2 * _READ,
-    tile=2.0,  # half of the peak, as plain Triton products reach without TF32
-    tensor_core=19.5 / 312,
-    launch=_LAUNCH_SECONDS * 9.75e12 / _TYPICAL_BATCH,
 )
 
 
@@ -122,9 +108,6 @@ class Shapes:
     gram_passes: float  # elements touched besides those products
     itemsize: int = 4
     patches: float = 0.0  # elements of all patches of a convolution; 0 for other layers
-    gram_launches: int = 13  # operations on Gram matrices
-    bf16_products: int = 0  # exact bfloat16 products on tensor cores that make up one product; 0 for a float32 product
-    tiles: bool = False  # the kernel of "tile" can be used
 
 
 def forms_by_patches(shapes: Shapes, costs: DeviceCosts) -> bool:
@@ -145,18 +128,12 @@ def _forming(shapes: Shapes, costs: DeviceCosts) -> float:
 
 def costs_of(shapes: Shapes, costs: DeviceCosts = CPU) -> dict[str, float]:
     """What each strategy costs per example."""
-    multiplication = costs.tensor_core * shapes.bf16_products or 1.0
-    total = (costs.tensor_core * SUM_PRODUCTS[shapes.bf16_products] or 1.0) * shapes.product
-    forming = multiplication * _forming(shapes, costs)
-    found = {
-        "ghost": total + multiplication * shapes.gram + costs.traffic * shapes.gram_passes,
+    forming = _forming(shapes, costs)
+    return {
+        "ghost": shapes.product + shapes.gram + costs.traffic * shapes.gram_passes,
         "keep": forming + (costs.formed + costs.read_again) * shapes.weights,
-        "drop": total + forming + costs.formed * shapes.weights,
+        "drop": shapes.product + forming + costs.formed * shapes.weights,
     }
-    if shapes.tiles:
-        found["tile"] = total + costs.tile * (multiplication if shapes.bf16_products == 1 else 1.0) * shapes.product
-    launches = {**LAUNCHES, "ghost": LAUNCHES["ghost"] + shapes.gram_launches}
-    return {name: cost + costs.launch * launches[name] for name, cost in found.items()}
 
 
 def allowed(shapes: Shapes, costs: DeviceCosts = CPU) -> list[str]:
@@ -178,3 +155,18 @@ def choose(shapes: Shapes, forced: str | None = None, costs: DeviceCosts = CPU) 
     strategy = forced or min(allowed(shapes, costs), key=lambda name: found[name])
     kept = shapes.weights if strategy == "keep" else shapes.activations
     return Estimate(strategy, found[strategy], shapes.product, kept * shapes.itemsize)
+
+
+def strategy_table(observed: Observed, device: torch.device) -> str:
+    """One line for each layer: the strategy on the device, its estimated cost, and the memory it keeps."""
+    rows = [("layer", "type", f"strategy on {device.type}", "cost ×", "kept kB/example")]
+    for name, rule in {**observed.rules, **observed.operations}.items():
+        estimate = rule.estimate
+        kind = "operation" if name in observed.operations else type(rule.module).__name__
+        if estimate is None:
+            rows.append((name, kind, "keep", "-", "-"))
+        else:
+            cost = "-" if math.isnan(estimate.cost) else f"{estimate.cost / max(1.0, estimate.ordinary):.2f}"
+            rows.append((name, kind, estimate.strategy, cost, f"{estimate.kept_bytes / 1e3:.1f}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)

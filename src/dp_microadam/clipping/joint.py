@@ -13,8 +13,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dp_microadam.clipping.outer_product import PIECE_CPU, PIECE_GPU
+from dp_microadam.clipping.outer_product import (
+    OF_POSITIONS,
+    OF_SQUARES,
+    OF_TERMS,
+    PIECE_CPU,
+    PIECE_GPU,
+    UncertainNorms,
+    any_uncertain,
+    flagged_rows,
+    squared_norms,
+)
 from dp_microadam.clipping.recording import Use
+from dp_microadam.clipping.rules.embedding import EmbeddingCall
+from dp_microadam.clipping.rules.linear import LinearCall
+from dp_microadam.clipping.rules.rule import sum_of
 
 # Elements of formed gradients that are kept between norms and sum: 128 MB in float32.
 KEPT_ELEMENTS = 1 << 25
@@ -82,11 +95,11 @@ class JointCall:
     def remove(self, rows: Tensor) -> None:
         self._gone = torch.zeros(self._count, dtype=torch.bool, device=rows.device).index_fill_(0, rows, True)
 
-    def doubt(self) -> None:
-        """No norm is in doubt: it is that of the tensor that is summed."""
+    def uncertain(self) -> None:
+        """No norm is uncertain: it is that of the tensor that is summed."""
 
-    def settle(self, flags: Tensor, count: int) -> Tensor:
-        raise NotImplementedError("no norm is in doubt")
+    def recompute(self, flags: Tensor, count: int) -> Tensor:
+        raise NotImplementedError("no norm is uncertain")
 
     def _pieces(self) -> Iterator[slice]:
         return (slice(start, min(start + self._step, self._count)) for start in range(0, self._count, self._step))
@@ -133,3 +146,84 @@ def merge_uses(members: Sequence[PendingUse]) -> list[PendingUse]:
             call, gradient = both
             found.append(PendingUse(Use(call, same[0].use.names, same[0].use.label), gradient))
     return found
+
+
+class TiedCall:
+    """Norms and clipped sum of a table that one linear layer and one embedding share.
+
+    Formal guarantees: those of ``outer_product.py``. The three terms of a squared norm may cancel. Where their sum is below a
+    fraction of what may have been cancelled, gᵢ is formed, its norm is taken from that tensor, and that tensor enters the sum.
+    """
+
+    def __init__(
+        self, linear: LinearCall, of_linear: Tensor, embedding: EmbeddingCall, of_embedding: Tensor, has_bias: bool
+    ) -> None:
+        self._linear, self._embedding = linear, embedding
+        self._of_linear, self._of_embedding = of_linear, of_embedding
+        self._inputs, self._deltas = linear.factors(of_linear)
+        self._has_bias = has_bias
+        self._norms = self._least = torch.empty(0)
+        self._formed: Sequence[Tensor] = ()  # pieces of the examples whose gradient is formed
+
+    def squared_norms(self) -> Tensor:
+        tokens, shifts = self._embedding.occurrences(self._of_embedding)
+        looked_up = self._deltas.gather(2, tokens.unsqueeze(1).expand(-1, self._deltas.shape[1], -1))
+        cross = (looked_up * (self._inputs @ shifts.transpose(1, 2))).sum((1, 2))
+        of_inputs, of_shifts = (torch.linalg.vector_norm(part, dim=2) for part in (self._inputs, shifts))
+        of_cross = (looked_up.abs() * of_inputs.unsqueeze(2) * of_shifts.unsqueeze(1)).sum((1, 2))
+        own = self._linear.squared_norms(self._of_linear) + self._embedding.squared_norms(self._of_embedding)
+        self._norms = own + 2 * cross
+        of_positions = max(OF_TERMS, OF_POSITIONS / self._deltas.shape[1])
+        self._least = (OF_SQUARES * own).maximum(2 * of_positions * of_cross)
+        return self._norms
+
+    def uncertain(self) -> UncertainNorms | None:
+        of_linear = self._linear.uncertain()
+        own = UncertainNorms(self._norms, self._least, None)
+        return any_uncertain([own] if of_linear is None else [own, of_linear])
+
+    def recompute(self, flags: Tensor, count: int) -> Tensor:
+        rows = flagged_rows(flags, count)
+        rows = rows[self._deltas[rows].flatten(1).any(1)] if rows.device.type == "cpu" else rows
+        self._formed = rows.split(1) if len(rows) else ()  # a table each: as large as all weights of a small model
+        for row in self._formed:
+            squares = sum_of([squared_norms(part) for part in self._gradients(row).values()])
+            self._norms = self._norms.index_copy(0, row, squares)
+        return self._norms
+
+    def clipped_sums(self, coefficients: Tensor) -> Mapping[str, Tensor]:
+        ordinary = coefficients.index_fill(0, torch.cat(list(self._formed)), 0) if self._formed else coefficients
+        totals = dict(self._linear.clipped_sums(ordinary))
+        totals["weight"] = totals["weight"] + self._embedding.clipped_sums(ordinary)["weight"]
+        for row in self._formed:
+            if bool(coefficients[row] != 0):  # 0·∞ is NaN
+                for name, part in self._gradients(row).items():
+                    totals[name] = totals[name] + coefficients[row] * part[0]
+        return totals
+
+    def remove(self, rows: Tensor) -> None:
+        self._linear.remove(rows)
+        self._embedding.remove(rows)
+
+    def _gradients(self, row: Tensor) -> dict[str, Tensor]:
+        """The gradients of one example, as a batch of one, by the linear layer's names."""
+        found = {"weight": self._deltas[row].transpose(1, 2) @ self._inputs[row]}
+        if self._has_bias:
+            found["bias"] = self._deltas[row].sum(1)
+        only = slice(int(row), int(row) + 1)
+        found["weight"] += self._embedding.per_example(self._of_embedding, only)["weight"]
+        return found
+
+
+def tied_call(members: Sequence[PendingUse]) -> tuple[TiedCall, Use] | None:
+    """The call of a table that one linear layer and one embedding share, and the linear layer's use; None for other members."""
+    linear = [member for member in members if type(member.use.call) is LinearCall]
+    embedding = [member for member in members if type(member.use.call) is EmbeddingCall]
+    if not (len(members) == 2 and len(linear) == len(embedding) == 1):
+        return None
+    (head,), (table,) = linear, embedding
+    if head.use.names.get("weight") != table.use.names["weight"]:
+        return None
+    assert isinstance(head.use.call, LinearCall)
+    assert isinstance(table.use.call, EmbeddingCall)
+    return TiedCall(head.use.call, head.gradient, table.use.call, table.gradient, "bias" in head.use.names), head.use

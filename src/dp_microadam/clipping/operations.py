@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dp_microadam.clipping.cost import Estimate
-from dp_microadam.clipping.embedding import EmbeddingCall
-from dp_microadam.clipping.linear import LinearCall, LinearRule
 from dp_microadam.clipping.outer_product import PIECE_CPU, PIECE_GPU
-from dp_microadam.clipping.rule import GradientRows, LayerCall, LayerRule, PartsCall, UnchangedInput, at_least_float32
+from dp_microadam.clipping.rules.embedding import EmbeddingCall
+from dp_microadam.clipping.rules.linear import LinearCall, LinearRule
+from dp_microadam.clipping.rules.rule import GradientRows, LayerCall, LayerRule, PartsCall, UnchangedInput, at_least_float32
 from dp_microadam.clipping.shared import SharedTensor, is_shared
 from dp_microadam.errors import InputError
 

@@ -9,8 +9,8 @@ Norms are never under-estimated. Four things could make the norm smaller than th
 
 Each example comes with the least squared norm that is trusted. Below it, the example's gradient is formed explicitly, its
 norm is taken from that tensor, and that same tensor, not the fast kernel's, enters the sum. Whether any example is below it
-is read from the device once per pass, for all layers together (``settling.py``). The least one is a fraction c of a bound M
-on what was cancelled, chosen so that float32 stays within 1e-5:
+is read from the device once per pass, for all layers together (``passes.recompute_uncertain``). The least one is a fraction c
+of a bound M on what was cancelled, chosen so that float32 stays within 1e-5:
 
 - two kernels: their results differ by ε√M, at most ε/√c ≈ 32ε of the norm for c = ``OF_TERMS``;
 - a difference of squares: it is wrong by εM, at most ε/2c = 25ε of the norm for c = ``OF_SQUARES``;
@@ -53,8 +53,8 @@ def least_of_squares(extent: Tensor) -> Tensor:
     return UNDERFLOW * torch.finfo(extent.dtype).tiny * extent
 
 
-class Doubt(NamedTuple):
-    """Norms that may have to be taken again: those below the least that is trusted, of examples whose δ is not all zero.
+class UncertainNorms(NamedTuple):
+    """Norms that may have to be recomputed: those below the least that is trusted, of examples whose δ is not all zero.
 
     ``present`` says which have such a δ; it is None on the CPU, where it is looked at later and for doubtful examples only.
     """
@@ -64,14 +64,14 @@ class Doubt(NamedTuple):
     present: Tensor | None
 
 
-def any_of(doubts: Sequence[Doubt]) -> Doubt | None:
-    """Doubt about an example that at least one of these has a doubt about; None if there are none."""
-    if len(doubts) < 2:
-        return doubts[0] if doubts else None
-    # An example may be flagged without need, if one norm is small and another's δ is present: it is then measured again.
-    margins = torch.stack([doubt.norms - doubt.least for doubt in doubts]).amin(0)
-    present = [doubt.present for doubt in doubts if doubt.present is not None]
-    return Doubt(margins, torch.zeros_like(margins), torch.stack(present).any(0) if present else None)
+def any_uncertain(found: Sequence[UncertainNorms]) -> UncertainNorms | None:
+    """The examples of which at least one of these norms is uncertain; None if there are none."""
+    if len(found) < 2:
+        return found[0] if found else None
+    # An example may be flagged without need, if one norm is small and another's δ is present: it is then recomputed.
+    margins = torch.stack([one.norms - one.least for one in found]).amin(0)
+    present = [one.present for one in found if one.present is not None]
+    return UncertainNorms(margins, torch.zeros_like(margins), torch.stack(present).any(0) if present else None)
 
 
 def flagged_rows(flags: Tensor, count: int) -> Tensor:
@@ -103,10 +103,6 @@ class Factors(ABC):
     @abstractmethod
     def ghost(self) -> Measured:
         """‖gᵢ‖² from Gram matrices."""
-
-    def tiles(self) -> Measured:
-        """‖gᵢ‖² by a kernel that never stores gᵢ; only called where the strategy "tile" was offered."""
-        raise NotImplementedError("these factors have no kernel for tiles")
 
     @abstractmethod
     def per_example(self, rows: slice | Tensor) -> Tensor:
@@ -156,8 +152,8 @@ class OuterProductSum:
     """The squared norms and the clipped sum of one weight, by the strategy chosen for it.
 
     Norms are taken in two stages, so that nothing waits for the device in between: ``squared_norms`` measures all of them,
-    and ``settle`` takes those again that are doubtful. A subclass may put a linear map between G, the sum of outer products,
-    and the parameter's gradient.
+    and ``recompute`` takes those again that are uncertain. A subclass may put a linear map between G, the sum of outer
+    products, and the parameter's gradient.
     """
 
     def __init__(self, factors: Factors, strategy: str) -> None:
@@ -172,25 +168,25 @@ class OuterProductSum:
         self._explicit: list[Tensor] = []
 
     def squared_norms(self) -> Tensor:
-        """Squared norm of each example's final gradient; those in doubt are right after ``settle``."""
+        """Squared norm of each example's final gradient; those that are uncertain are right after ``recompute``."""
         if self._measured is None:
             self._measured = self.ghost_norms() if self._strategy == "ghost" else self._direct_norms()
             if self._strategy == "keep":
                 self._factors = None
         return self._measured.norms
 
-    def doubt(self) -> Doubt | None:
-        """Which norms may have to be taken again; None if all are trusted whatever their values."""
+    def uncertain(self) -> UncertainNorms | None:
+        """Which norms may have to be recomputed; None if all are trusted whatever their values."""
         assert self._measured is not None, "norms are measured first"
         norms, least = self._measured
         if least is None:
             return None
         if norms.device.type == "cpu":
-            return Doubt(norms, least, None)
+            return UncertainNorms(norms, least, None)
         # Of gradients that are kept, the least is zero where δ is: a part of the squares of the tensor that is summed.
-        return Doubt(norms, least, least > 0 if self._strategy == "keep" else self.factors.present())
+        return UncertainNorms(norms, least, least > 0 if self._strategy == "keep" else self.factors.present())
 
-    def settle(self, flags: Tensor, count: int) -> None:
+    def recompute(self, flags: Tensor, count: int) -> None:
         """Form the gradients of the ``count`` flagged examples, from which their norms and their part of the sum are taken."""
         norms = self.squared_norms()
         start = 0
@@ -254,12 +250,10 @@ class OuterProductSum:
         return self._explicit[index] if self._explicit else self.finished(self.factors.per_example(self._exceptions[index]))
 
     def _not_zero(self, rows: Tensor) -> Tensor:
-        """Those of the examples that have a gradient at all: zero is not a doubtful norm."""
+        """Those of the examples that have a gradient at all: zero is not an uncertain norm."""
         return rows[self.factors.present(rows)]
 
     def _direct_norms(self) -> Measured:
-        if self._strategy == "tile":
-            return self.factors.tiles()
         norms, thresholds = [], []
         step = self._piece
         for start in range(0, self._count, step):

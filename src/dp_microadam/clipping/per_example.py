@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from dp_microadam.clipping.batches import batch_size
-from dp_microadam.clipping.losses import PerExampleLoss
+from dp_microadam.clipping.batches import PerExampleLoss, batch_size
 
 
 def per_example_gradients(model: nn.Module, per_example_loss: PerExampleLoss, batch: Any) -> list[dict[str, Tensor]]:

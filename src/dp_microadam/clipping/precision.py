@@ -1,11 +1,10 @@
-"""Full precision for norms and clipped sums, whatever precision the model itself runs in; and what a device can compute."""
+"""Full precision for norms and clipped sums, whatever precision the model itself runs in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -21,18 +20,6 @@ def _switches(device_type: str) -> list[tuple[Any, str, Any]]:
         return [(place, "allow_tf32", False) for place in (*gpu, backends.cudnn)]
     places = cpu if device_type == "cpu" else [*gpu, backends.cudnn.conv, backends.cudnn.rnn, *cpu]
     return [(place, "fp32_precision", "ieee") for place in places]
-
-
-@cache
-def has_tensor_cores(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 numbers and adds them up in float32: CUDA, compute capability 8.0 or more."""
-    return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= 8
-
-
-@cache
-def kernels_run_on(device: torch.device) -> bool:
-    """Whether Triton kernels can be used: the extra ``gpu`` is installed, and the device is one they are compiled for."""
-    return has_tensor_cores(device) and find_spec("triton") is not None
 
 
 @contextmanager
@@ -51,20 +38,6 @@ def full_precision(device: torch.device) -> Iterator[None]:
     finally:
         for (place, name, _), value in zip(switches, before, strict=True):
             setattr(place, name, value)
-
-
-@contextmanager
-def float32_sums() -> Iterator[None]:
-    """Context manager in which cuBLAS adds up all of a bfloat16 product in float32; parts of long sums may otherwise not be."""
-    settings: Any = torch.backends.cuda.matmul
-    name = "allow_bf16_reduced_precision_reduction"
-    before = getattr(settings, name)
-    split_k = getattr(settings, f"{name}_split_k", None)  # newer versions set both together
-    try:
-        setattr(settings, name, False if split_k is None else (False, split_k))
-        yield
-    finally:
-        setattr(settings, name, before if split_k is None else (before, split_k))
 
 
 def autocasting(

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from dp_microadam.clipping import attention, recurrent
 from dp_microadam.clipping.operations import call_of_operation, with_batch_first
 from dp_microadam.clipping.rows import RowTable
-from dp_microadam.clipping.rule import LayerCall, LayerRule
+from dp_microadam.clipping.rules import attention, recurrent
+from dp_microadam.clipping.rules.rule import LayerCall, LayerRule
 from dp_microadam.clipping.shared import SharedTensor, is_shared
 from dp_microadam.errors import InputError
 
@@ -205,7 +205,7 @@ class Recording:
         rows, *given = self._rows(kind, [output, *(leaf for leaf in leaves if is_shared(leaf))])
         if not rows:
             return output
-        return self._use(function, names, leaves, structure, [rows, *given], output.plain.detach(), output)
+        return self._use(function, names, leaves, structure, [rows, *given], output.plain.detach().clone(), output)
 
     def _with_others(
         self, function: Callable[..., Any], names: list[str], leaves: list[Any], structure: Any, output: Any

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dp_microadam.clipping.batches import PerExampleLoss
 from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.clipping.joint import JointCall
-from dp_microadam.clipping.losses import PerExampleLoss
 from dp_microadam.clipping.passes import Clippable
 from dp_microadam.errors import InputError
 
@@ -51,3 +51,6 @@ class ClippedRowNorms(ClippedGradients):
     def _sums_of(self, call: Clippable, coefficients: Tensor) -> Mapping[str, Tensor]:
         assert isinstance(call, JointCall), "scaled gradients are always formed"
         return call.clipped_row_norms(coefficients)
+
+    def _contributions(self, gradients: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(gradients.reshape(*gradients.shape[:2], -1), dim=2)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Subset, default_collate
 
-from dp_microadam.clipping.no_side_effects import no_side_effects
+from dp_microadam.clipping.checks.randomness import no_side_effects
 from dp_microadam.errors import DPMicroAdamError, InputError
 from dp_microadam.sampling.poisson import Chunks
 from dp_microadam.training.distributed import Ranks

@@ -21,10 +21,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from torch.utils.data import Dataset
 
 from dp_microadam.clipping.batches import batch_size
+from dp_microadam.clipping.checks.examples import CHECK_SIZE, SyntheticExamples
+from dp_microadam.clipping.checks.randomness import no_side_effects, python_random_state, torch_random_state
+from dp_microadam.clipping.checks.transform import check_transform
 from dp_microadam.clipping.engine import ClippedGradients
-from dp_microadam.clipping.no_side_effects import no_side_effects, python_random_state, torch_random_state
-from dp_microadam.clipping.synthetic_examples import CHECK_SIZE, SyntheticExamples
-from dp_microadam.clipping.transform_check import check_transform
 from dp_microadam.errors import InputError
 from dp_microadam.training.evaluation import PerExample, batches, moved
 from dp_microadam.training.feature_store import FeatureStore
@@ -65,8 +65,8 @@ class FrozenFeatures:
 
     Formal guarantees: :meth:`of` returns one row per example, in their order, each a function of that example and of the frozen
     weights. A run on features therefore has the guarantee of the same run on examples. It assumes what that run assumes, which
-    is checked in the same way, on synthetic examples (``clipping/independence.py``): no example changes losses or gradients of
-    others, and nothing of a batch is kept in the model. A part of the check is repeated after features are computed in the
+    is checked in the same way, on synthetic examples (``clipping/checks``): no example changes losses or gradients of
+    others, and nothing of a batch is kept in the model. The check is repeated after features are computed in the
     first call, and they are not kept if it fails. A frozen part that draws random numbers is refused. Features that were kept
     passed the check when they were computed; if those of all parts are found, it is not repeated for the frozen part.
     """
@@ -146,7 +146,7 @@ class FrozenFeatures:
                 "the training data are others when they are read again, so that features cannot be computed once; remove "
                 "random transforms from the Dataset, or do not keep features"
             )
-        examples, _ = SyntheticExamples(0).draw(withheld(lambda: self._prepared(raw)), CHECK_SIZE, None)
+        examples, _ = SyntheticExamples(withheld(lambda: self._prepared(raw))).draw(CHECK_SIZE)
         with no_side_effects(self.model), torch.no_grad():
             state = torch_random_state(self.model), python_random_state()
             leaves, structure = tree_flatten(self._with_features(examples))
@@ -231,15 +231,13 @@ class FrozenFeatures:
         if self._prepare is not None:
             check_transform(self._prepared, raw, self.model, what="prepare")
         batch = withheld(lambda: self._prepared(raw))
-        engine = ClippedGradients(self.model, self._loss, max_grad_norm=1.0)
-        engine.check_independence(batch)
-        like, _ = SyntheticExamples(0).draw(batch, batch_size(batch), None)
+        like, _ = SyntheticExamples(batch).draw(batch_size(batch))
 
-        def again() -> None:
-            engine.check_again()
-            engine.check_independence(like)
+        def check() -> None:
+            ClippedGradients(self.model, self._loss, max_grad_norm=1.0).check_independence(like)
 
-        return again
+        check()
+        return check
 
     def _kept(self, data: Any, key: str) -> Any:
         """The features that were kept, unless some examples have others now: code may have changed where weights have not."""

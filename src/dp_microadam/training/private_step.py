@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dp_microadam.clipping.engine import FIRST_REPETITION, ClippedGradients
+from dp_microadam.clipping.checks.transform import check_transform
+from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.clipping.row_norms import ClippedRowNorms
-from dp_microadam.clipping.transform_check import check_transform
 from dp_microadam.errors import InputError, PrivacyError
 from dp_microadam.ledger.ledger import LEDGER_NAME, PrivacyLedger, RunSettings, read_ledger
 from dp_microadam.ledger.statement import round_up, statement_in_words, unit_in_words, write_privacy_report
@@ -56,7 +55,7 @@ class PrivateStep(TrainingStep):
         max_grad_norm: the clipping norm C of each example's gradient.
         clipping: ``"flat"`` or ``"per-layer"``.
         clipping_options: further arguments of :class:`~dp_microadam.clipping.engine.ClippedGradients`: ``autocast``,
-            ``synthetic_batch``, ``layer_weights``, ``strategy``.
+            ``synthetic_batch``, ``strategy``.
         physical_batch_size: examples that go through the model at once; affects memory and speed only. With users, at least the
             plan's ``examples_per_user``.
         prepare: applied to a batch before the model, for example dtype conversion or normalization by public constants.
@@ -116,8 +115,6 @@ class PrivateStep(TrainingStep):
         with self._one_at_a_time(), self._synced_at_the_end(), self._forgetting_noise_on_failure():
             index = self.ranks.from_main(self._record)
             self._prepare_query(index)
-            if self._looks_again(index):
-                self._engines.current.check_again()  # type: ignore[attr-defined]
             with self.ranks.together():
                 with self._synced_at_the_end():  # before other ranks hear of a failure, too
                     sums = self._sums(index)
@@ -149,20 +146,6 @@ class PrivateStep(TrainingStep):
     def noise_memory(self) -> int:
         """Bytes of the noise that this process keeps for the next steps; 0 unless the plan has bands and a step was taken."""
         return self._mechanism.noise_memory
-
-    @property
-    def looks_again(self) -> bool:
-        return self._looks_again(self.position)
-
-    def _looks_again(self, index: int) -> bool:
-        """Whether the independence check is repeated in step ``index``: where the *expected* number of passes becomes 16, 32, …
-
-        The number of passes that samples took is private, and a look shows on the clock.
-        """
-        examples = self.plan.batch_size * (self.plan.examples_per_user or 1)
-        passes = math.ceil(examples / self.ranks.world_size / self.loading.physical_batch_size)
-        before, after = index * passes, (index + 1) * passes
-        return index > 0 and after >= FIRST_REPETITION and before.bit_length() < after.bit_length()
 
     def _set_up_noise(self) -> None:
         self._taking = threading.Lock()
@@ -361,7 +344,7 @@ class PrivateStep(TrainingStep):
             kind = type(self.plan).__name__
             raise InputError(f"plan is a {kind}; a private run needs a PrivacyPlan, as PrivacyPlan.solve gives")
         engine = ClippedRowNorms if phase.query == ROW_NORMS else ClippedGradients
-        return engine(self.model, self._loss, repeat_check=False, **self._clipping_options)
+        return engine(self.model, self._loss, **self._clipping_options)
 
     def _check_model(self, data: TrainingData) -> None:
         refuse_repeats(data.data)

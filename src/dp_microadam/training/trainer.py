@@ -220,8 +220,6 @@ class PrivateTrainer:
             if self.step.enter_phase():
                 self.record.log(f"phase {self.step.phase.name!r} begins at step {self.step.position}")
             self.record.pace.step()
-            if self.step.looks_again:
-                progress.note("checking independence again")
             means = self.step.take()  # record, sample and clip, add noise, all-reduce, mean
             self._update.apply(means, self.step.updates)  # learning rate, method, weight average
             progress.advance(self.step.position)

@@ -36,7 +36,7 @@ _COMPARE_EVERY = 100
 """Steps between checks that all ranks have the same weights and optimizer state."""
 
 
-CLIPPING_OPTIONS = ("autocast", "synthetic_batch", "layer_weights", "strategy", "tensor_cores", "padded_sizes")
+CLIPPING_OPTIONS = ("autocast", "synthetic_batch", "strategy")
 """What ``clipping_options`` may have: the arguments of the clipping engine that no other option or the step itself decides."""
 
 
@@ -196,11 +196,6 @@ class TrainingStep(ABC):
     def delta(self) -> float | None:
         """The plan's δ; None for a run without a guarantee."""
         return None if self.privacy is None else self.privacy.delta
-
-    @property
-    def looks_again(self) -> bool:
-        """Whether the next step repeats a part of the independence check, and takes longer for it."""
-        return False
 
     @property
     @abstractmethod

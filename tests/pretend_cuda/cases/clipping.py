@@ -290,10 +290,10 @@ def self_check(device: torch.device) -> None:
 
 
 def several_calls(device: torch.device) -> None:
-    """The model is checked again at the sixteenth call."""
+    """A larger batch than before is checked at its size."""
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)).to(device)
     engine = ClippedGradients(model, patterned_loss, max_grad_norm=1.0)
-    for _ in range(17):
+    for _ in range(2):
         engine.accumulate(moved((torch.randn(3, 6), torch.ones(3)), device))
     engine.accumulate(moved((torch.randn(40, 6), torch.ones(40)), device))
 

@@ -12,7 +12,8 @@ from pretend_cuda.cases.comparison import SAME_DRAWS, agree, existing, moved, pl
 from pretend_cuda.watch import Watch
 from torch import Tensor, nn
 
-from dp_microadam.clipping.transform_check import _ConstantDraws, check_transform
+from dp_microadam.clipping.checks.randomness import EqualDraws
+from dp_microadam.clipping.checks.transform import check_transform
 from dp_microadam.errors import InputError
 from dp_microadam.workbench import models
 from dp_microadam.workbench.audit.own_run import canary_scores
@@ -131,7 +132,7 @@ def constant_draws(device: torch.device) -> None:
         "normal_": lambda: torch.empty(4, 3, device=device).normal_(),
     }
     for name, draw in draws.items():
-        with _ConstantDraws(lambda: torch.manual_seed(0)):
+        with EqualDraws(lambda: torch.manual_seed(0)):
             drawn: Tensor = draw()
         placed(drawn, device, name)
         assert name == "randperm" or len(drawn.unique()) == 1, name

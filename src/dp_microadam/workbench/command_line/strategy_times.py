@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from dp_microadam.clipping.convolution import (
+from dp_microadam.clipping.cost import allowed, choose, costs_on
+from dp_microadam.clipping.outer_product import Factors, OuterProductSum
+from dp_microadam.clipping.precision import full_precision
+from dp_microadam.clipping.rules.convolution import (
     ConvolutionFactors,
     Geometry,
     convolution_shapes,
     gradients_from_patches,
     gradients_in_groups,
 )
-from dp_microadam.clipping.cost import allowed, choose, costs_on
-from dp_microadam.clipping.linear import LinearFactors, LinearRule
-from dp_microadam.clipping.outer_product import Factors, OuterProductSum
-from dp_microadam.clipping.precision import full_precision
+from dp_microadam.clipping.rules.linear import LinearFactors, LinearRule
 from dp_microadam.workbench.command_line.measuring import seconds
 
 # (channels in, channels out, image side, stride, kernel side, padding): the layers of WRN-16-4 and of the small networks.
@@ -109,16 +109,14 @@ def _of_linear(device: torch.device, batch: int, rounds: int, positions: int, n_
     return StrategyTimes(
         f"{n_in}→{n_out} linear, {positions} positions",
         batch,
-        _interleaved(_strategies(lambda: LinearFactors(inputs, deltas), device, batch, shapes.tiles), device, rounds),
+        _interleaved(_strategies(lambda: LinearFactors(inputs, deltas), device, batch), device, rounds),
         allowed(shapes, costs),
         choose(shapes, costs=costs).strategy,
         {},
     )
 
 
-def _strategies(
-    factors: Callable[[], Factors], device: torch.device, batch: int, tiles: bool = False
-) -> dict[str, Callable[[], object]]:
+def _strategies(factors: Callable[[], Factors], device: torch.device, batch: int) -> dict[str, Callable[[], object]]:
     coefficients = torch.rand(batch, device=device)
 
     def by(strategy: str) -> Callable[[], object]:
@@ -129,7 +127,7 @@ def _strategies(
 
         return work
 
-    return {name: by(name) for name in ("ghost", "keep", "drop", *(("tile",) if tiles else ()))}
+    return {name: by(name) for name in ("ghost", "keep", "drop")}
 
 
 def _interleaved(works: dict[str, Callable[[], object]], device: torch.device, rounds: int) -> dict[str, float]:

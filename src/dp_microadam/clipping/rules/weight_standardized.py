@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dp_microadam.clipping.convolution import ConvolutionFactors, ConvolutionRule, FoldedConvolutions, padded_shape
 from dp_microadam.clipping.outer_product import OF_SQUARES, Factors, Measured, OuterProductSum, squared_norms
-from dp_microadam.clipping.rule import GradientRows, LayerCall, PartsCall, UnchangedInput, at_least_float32, folded
+from dp_microadam.clipping.rules.convolution import ConvolutionFactors, ConvolutionRule, FoldedConvolutions, padded_shape
+from dp_microadam.clipping.rules.rule import GradientRows, LayerCall, PartsCall, UnchangedInput, at_least_float32, folded
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 
 

@@ -24,9 +24,52 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_microadam.clipping.cost import Shapes, choose, costs_on, forms_by_patches
-from dp_microadam.clipping.folding import FoldedFactors
 from dp_microadam.clipping.outer_product import PIECE_GPU, Factors, Measured, OuterProductSum, measured_by_grams
-from dp_microadam.clipping.rule import GradientRows, LayerCall, LayerRule, PartsCall, UnchangedInput, at_least_float32, folded
+from dp_microadam.clipping.rules.rule import (
+    GradientRows,
+    LayerCall,
+    LayerRule,
+    PartsCall,
+    UnchangedInput,
+    at_least_float32,
+    folded,
+)
+
+
+class FoldedFactors(Factors):
+    """Factors of (examples · rows), example-major, as factors of examples. A few rows' gradients exist at a time.
+
+    Subclasses know the Gram matrices of an example's rows.
+    """
+
+    def __init__(self, factors: Factors, rows_per_example: int) -> None:
+        self._factors = factors
+        self.rows_per_example = rows_per_example
+        super().__init__(self._by_example(factors.inputs), self._by_example(factors.deltas))
+
+    def gradient_size(self) -> int:
+        return self._factors.gradient_size() * self.rows_per_example
+
+    def per_example(self, rows: slice | Tensor) -> Tensor:
+        count = self.rows_per_example
+        if isinstance(rows, slice):
+            return folded(self._factors.per_example(slice(rows.start * count, rows.stop * count)), count)
+        return folded(self._factors.per_example(self._rows_of(rows)), count)
+
+    def weighted_sum(self, coefficients: Tensor) -> Tensor:
+        return self._factors.weighted_sum(coefficients.repeat_interleave(self.rows_per_example))
+
+    def remove(self, rows: Tensor) -> None:
+        self._factors.remove(self._rows_of(rows))
+
+    def _by_example(self, tensor: Tensor) -> Tensor:
+        """An example's rows side by side as channels."""
+        return tensor.unflatten(0, (-1, self.rows_per_example)).flatten(1, 2)
+
+    def _rows_of(self, examples: Tensor) -> Tensor:
+        own = torch.arange(self.rows_per_example, device=examples.device)
+        return (examples.unsqueeze(1) * self.rows_per_example + own).flatten()
+
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -334,10 +377,8 @@ def convolution_shapes(geometry: Geometry, image_shape: torch.Size, itemsize: in
     if all(step == 1 for step in geometry.stride):
         pixels = prod(image)
         input_gram, passes = pixels**2 * channels, sum(geometry.kernel) * pixels**2
-        launches = 13 + sum(1 + length for length in geometry.kernel)
     else:
         input_gram, passes = positions**2 * channels * taps, positions * channels * taps
-        launches = 13 + 2 * taps
     if rows > 1:
         passes += prod(image) ** 2 + positions**2
     return Shapes(
@@ -348,5 +389,11 @@ def convolution_shapes(geometry: Geometry, image_shape: torch.Size, itemsize: in
         gram_passes=float(rows**2 * passes * geometry.groups),
         itemsize=itemsize,
         patches=float(rows * positions * channels * taps),
-        gram_launches=launches,
     )
+
+
+class TransposedConvolutionRule(ConvolutionRule):
+    def factors(self, inputs: Tensor, deltas: Tensor) -> ConvolutionFactors:
+        # Output padding of a stride or more leaves room for further positions of the convolution, where nothing came from.
+        more = [side for p, s in zip(self.module.output_padding, self.module.stride, strict=True) for side in (p // s, 0)][::-1]
+        return ConvolutionFactors(deltas, F.pad(inputs, more) if any(more) else inputs, self.layout.geometry)

@@ -1,6 +1,6 @@
 """Compares plain Python attributes of modules, in which a model may keep examples from one batch to the next.
 
-``model_state.py`` covers what a checkpoint holds. Anything else that a module stores, in a tensor, a list or an object of its
+``state.py`` covers what a checkpoint holds. Anything else that a module stores, in a tensor, a list or an object of its
 own, is harmless if it does not depend on examples (a cache of positions). An attribute that still depends on examples after
 another batch has passed, such as a queue of features, lets an example influence the gradients of steps it is not part of.
 One that the next batch overwrites (the last attention map) does not, but whoever gets the model would get the last batch of
@@ -39,14 +39,14 @@ _LARGEST_CONTAINER = 1024
 _DEPTH = 4
 
 
-def copy_with_own_attributes(model: nn.Module) -> nn.Module:
-    """A copy of the model with attributes of its own, which shares parameters and buffers with the original."""
-    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+def copy_of(model: nn.Module, *, share_state: bool = False) -> nn.Module:
+    """A copy of the model with attributes of its own; with ``share_state`` it has the original's parameters and buffers."""
+    kept: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers()) if share_state}
     for module in model.modules():
         for leaf in tree_leaves([value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE]):
             if isinstance(leaf, Tensor) and not leaf.is_leaf:  # torch refuses to copy it with its graph
-                shared[id(leaf)] = leaf.detach().clone()
-    return copy.deepcopy(model, shared)
+                kept[id(leaf)] = leaf.detach().clone()
+    return copy.deepcopy(model, kept)
 
 
 def plain_attributes(model: nn.Module, *, copied: bool = False) -> dict[str, list[Any]]:

@@ -13,7 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dp_microadam.clipping.rule import GradientRows, LayerCall, LayerRule, PartsCall, UnchangedInput, at_least_float32, folded
+from dp_microadam.clipping.rules.rule import (
+    GradientRows,
+    LayerCall,
+    LayerRule,
+    PartsCall,
+    UnchangedInput,
+    at_least_float32,
+    folded,
+)
 
 InstanceNorm = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
 

@@ -9,18 +9,16 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from dp_microadam.clipping.batchnorm import is_batchnorm
-from dp_microadam.clipping.convolution import ConvolutionRule
-from dp_microadam.clipping.embedding import EmbeddingRule
-from dp_microadam.clipping.embedding_bag import EmbeddingBagRule
-from dp_microadam.clipping.linear import LinearRule, TransposedLinearRule
-from dp_microadam.clipping.normalization import ChannelNormalizationRule, FeatureNormalizationRule
 from dp_microadam.clipping.recording import Observed
 from dp_microadam.clipping.rows import RowTable
-from dp_microadam.clipping.rule import LayerRule
-from dp_microadam.clipping.transposed_convolution import TransposedConvolutionRule
-from dp_microadam.clipping.weight_standardized import WeightStandardizedRule
+from dp_microadam.clipping.rules.convolution import ConvolutionRule, TransposedConvolutionRule
+from dp_microadam.clipping.rules.embedding import EmbeddingBagRule, EmbeddingRule
+from dp_microadam.clipping.rules.linear import LinearRule, TransposedLinearRule
+from dp_microadam.clipping.rules.normalization import ChannelNormalizationRule, FeatureNormalizationRule
+from dp_microadam.clipping.rules.rule import LayerRule
+from dp_microadam.clipping.rules.weight_standardized import WeightStandardizedRule
 from dp_microadam.errors import InputError
+from dp_microadam.layers.batchnorm import is_batchnorm
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 
 _RULES: dict[type[nn.Module], type[LayerRule]] = {
@@ -82,7 +80,7 @@ def _rules_of_transformers() -> dict[type[nn.Module], type[LayerRule]]:
     return {} if layers is None else {layers.Conv1D: TransposedLinearRule}
 
 
-def observe(model: nn.Module, strategy: str | None, tensor_cores: bool = False) -> Observed:
+def observe(model: nn.Module, strategy: str | None) -> Observed:
     """What is to be observed of a model: rules of layers, and every trainable parameter with the modules that hold it."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     name_of = {id(parameter): name for name, parameter in parameters.items()}
@@ -97,7 +95,6 @@ def observe(model: nn.Module, strategy: str | None, tensor_cores: bool = False) 
         if own and family is not None:
             rules[name] = family(name, module, tuple(own), strategy)
             rules[name].full_names = own
-            rules[name].tensor_cores = tensor_cores
         if own and isinstance(module, nn.RNNBase):
             recurrent.append(module)
     return Observed(rules, parameters, holders, recurrent, strategy, RowTable(), {})

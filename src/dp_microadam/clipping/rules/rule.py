@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_microadam.clipping.cost import Estimate
-from dp_microadam.clipping.outer_product import Doubt, OuterProductSum, any_of
+from dp_microadam.clipping.outer_product import OuterProductSum, UncertainNorms, any_uncertain
 from dp_microadam.errors import InputError
 
 
@@ -69,13 +69,13 @@ class LayerCall(ABC):
         """The rows of these examples."""
         return slice(examples.start * self.rows_per_example, examples.stop * self.rows_per_example)
 
-    def doubt(self) -> Doubt | None:
-        """Which of the norms may have to be taken again; None, the default, if all are right as they are."""
+    def uncertain(self) -> UncertainNorms | None:
+        """Which of the norms may have to be recomputed; None, the default, if all are right as they are."""
         return None
 
-    def settle(self, flags: Tensor, count: int) -> Tensor:
+    def recompute(self, flags: Tensor, count: int) -> Tensor:
         """The squared norms after those of the ``count`` flagged examples were taken again; called if there are any."""
-        raise NotImplementedError("a call with a doubt must settle it")
+        raise NotImplementedError("a call with uncertain norms must recompute them")
 
 
 class KeptGradients(Protocol):
@@ -101,16 +101,16 @@ class PartsCall(LayerCall):
     def clipped_sums(self, coefficients: Tensor) -> Mapping[str, Tensor]:
         return {name: part.weighted_sum(coefficients) for name, part in self.parts.items()}
 
-    def doubt(self) -> Doubt | None:
-        return any_of([doubt for part in self._products() if (doubt := part.doubt()) is not None])
+    def uncertain(self) -> UncertainNorms | None:
+        return any_uncertain([found for part in self._products() if (found := part.uncertain()) is not None])
 
-    def settle(self, flags: Tensor, count: int) -> Tensor:
+    def recompute(self, flags: Tensor, count: int) -> Tensor:
         for part in self._products():
-            part.settle(flags, count)
+            part.recompute(flags, count)
         return self.norms_of_parts()
 
     def _products(self) -> list[OuterProductSum]:
-        """The weights; other parameters' gradients are formed, so that nothing about them is in doubt."""
+        """The weights; other parameters' gradients are formed, so that nothing about them is uncertain."""
         return [part for part in self.parts.values() if isinstance(part, OuterProductSum)]
 
     def remove(self, rows: Tensor) -> None:
@@ -142,8 +142,6 @@ class LayerRule(ABC):
         # The parameters' names in the model, under which clipped sums are stored.
         self.full_names = {key: f"{name}.{key}" if name else key for key in trainable}
         self.estimate: Estimate | None = None
-        # Whether float32 products may be computed as exact bfloat16 products (``split_bf16.py``); set by ``observe``.
-        self.tensor_cores = False
 
     @abstractmethod
     def observe(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> LayerCall:

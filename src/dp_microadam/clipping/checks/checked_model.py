@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,45 +14,22 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dp_microadam.clipping.batches import batch_size, in_precision
-from dp_microadam.clipping.check_errors import is_about_precision, is_out_of_memory
-from dp_microadam.clipping.families import observe
-from dp_microadam.clipping.identical_random_rows import identical_random_rows
-from dp_microadam.clipping.losses import PerExampleLoss, losses_of
-from dp_microadam.clipping.model_state import StateSnapshot
-from dp_microadam.clipping.no_side_effects import SeedAll, SeedWatch, python_random_state, torch_random_state
-from dp_microadam.clipping.passes import parts_of
+from dp_microadam.clipping.batches import PerExampleLoss, batch_size, in_precision, losses_of
+from dp_microadam.clipping.checks.attributes import copy_of
+from dp_microadam.clipping.checks.randomness import EqualDraws, SeedAll, SeedWatch, python_random_state, torch_random_state
+from dp_microadam.clipping.checks.state import StateSnapshot
+from dp_microadam.clipping.passes import gradient_shares, recompute_uncertain
 from dp_microadam.clipping.precision import full_precision
-from dp_microadam.clipping.reading import read_together
 from dp_microadam.clipping.recording import Observed, Use
-from dp_microadam.clipping.rule import at_least_float32
-from dp_microadam.clipping.settling import settle
+from dp_microadam.clipping.rules.families import observe
+from dp_microadam.clipping.rules.rule import at_least_float32
 from dp_microadam.errors import InputError, PrivacyWarning
 
+LOSSES = "losses"
 
-@dataclass(frozen=True)
-class PassResult:
-    """What one forward and backward pass shows of each example: row i of every tensor belongs to example i.
-
-    The tensors are on the CPU, where comparing them waits for nothing.
-
-    Attributes:
-        losses: one per example.
-        norms: of each example's gradient, by layer.
-        projections: of each example's output gradient on a random direction, by use of a parameter.
-        used_torch_random: whether the pass drew random numbers from torch.
-        used_random: whether it drew any, also from Python or NumPy.
-    """
-
-    losses: Tensor
-    norms: dict[str, Tensor]
-    projections: dict[str, Tensor]
-    used_torch_random: bool
-    used_random: bool
-
-    def is_finite(self) -> bool:
-        values = (self.losses, *self.norms.values(), *self.projections.values())
-        return all(bool(torch.isfinite(value).all()) for value in values)
+Shown = dict[str, Tensor]
+"""What a pass shows of each example, on the CPU: row i of every tensor belongs to example i. The losses, the norm of each
+example's gradient by layer, and a random projection of its output gradient by use of a parameter."""
 
 
 class CheckedModel:
@@ -62,15 +38,11 @@ class CheckedModel:
     Attributes:
         precision: relative error of the products in the model, if it is coarser than that of its parameters.
         seed: what passes start from; may be set between them.
+        draws: whether a pass has drawn random numbers so far.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        per_example_loss: PerExampleLoss,
-        observed: Observed,
-        seed_all: SeedAll,
-        precision: float,
+        self, model: nn.Module, per_example_loss: PerExampleLoss, observed: Observed, seed_all: SeedAll, precision: float
     ) -> None:
         self.model = model
         self.loss = per_example_loss
@@ -78,54 +50,50 @@ class CheckedModel:
         self.seed_all = seed_all
         self.precision = precision
         self.seed = 0
-        self._state = StateSnapshot(model, copy_large=True)
+        self.draws = False
+        self._state = StateSnapshot(model)
         self._directions: dict[Any, Tensor] = {}
         self._seeds = SeedWatch(model, "the model or per_example_loss")
 
-    @property
-    def in_double(self) -> bool:
-        """Whether all of the model is in double precision."""
-        return all(p.dtype == torch.float64 for p in self.model.parameters() if p.is_floating_point())
-
     @contextmanager
-    def one_pass(self, seed: int | None = None) -> Iterator[None]:
+    def one_pass(self, seed: int | None = None, *, equal_draws: bool = False) -> Iterator[None]:
         """Seeds all random streams; raises :class:`InputError` if the pass changes the model's state or sets a seed.
 
-        The state is restored then.
+        With ``equal_draws`` all examples have the same random numbers, whatever their number.
         """
         seed = self.seed if seed is None else seed
         self.seed_all(seed)
+        start = torch_random_state(self.model), python_random_state()
         with self._state.unchanged():
-            yield
-            self._seeds.refuse_seeding(seed)
+            with EqualDraws(lambda: self.seed_all(seed)) if equal_draws else nullcontext():
+                yield
+            self.draws |= (torch_random_state(self.model), python_random_state()) != start
+            if not equal_draws:
+                self._seeds.refuse_seeding(seed)
 
-    def losses(self, batch: Any, seed: int) -> Tensor:
-        """The losses of a forward pass, on the CPU."""
-        with self.one_pass(seed):
-            return losses_of(self.model, self.loss, batch).detach().cpu()
+    def losses(self, batch: Any, seed: int | None = None, *, equal_draws: bool = False) -> Shown:
+        """What a forward pass shows: the losses."""
+        with self.one_pass(seed, equal_draws=equal_draws):
+            return {LOSSES: losses_of(self.model, self.loss, batch).detach().cpu()}
 
-    def run(self, batch: Any, *, identical_rows: bool = False) -> PassResult:
-        """One forward and backward pass; with ``identical_rows`` random tensors have the same numbers for every example."""
+    def run(self, batch: Any, *, equal_draws: bool = False) -> Shown:
+        """What a forward and backward pass shows."""
+        count = batch_size(batch)
         projections: dict[str, Tensor] = {}
 
         def project(use: Use, gradient: Tensor) -> None:
-            rows = at_least_float32(gradient).reshape(batch_size(batch), -1)
+            rows = at_least_float32(gradient).reshape(count, -1)
             projections[f"{use.label}, use {len(projections) + 1}"] = rows @ self._direction(rows)
 
-        with self.one_pass(), identical_random_rows() if identical_rows else nullcontext():
-            start, python_start = torch_random_state(self.model), python_random_state()
+        with self.one_pass(equal_draws=equal_draws):
             losses = partial(losses_of, self.model, self.loss, batch)
-            parts, values = parts_of(self.observed, losses, batch_size(batch), on_output_gradient=project)
-            if parts:
+            shares, values = gradient_shares(self.observed, losses, count, on_output_gradient=project)
+            if shares:
                 with torch.no_grad(), full_precision(values.device):
-                    settle(parts)
-            norms = {f"parameter {', '.join(sorted(part.names.values()))!r}": part.squared.sqrt() for part in parts}
-            used_torch = torch_random_state(self.model) != start
-            used_random = used_torch or python_random_state() != python_start
-        losses_read, *others = read_together([values, *norms.values(), *projections.values()])
-        norms = dict(zip(norms, others, strict=False))
-        projections = dict(zip(projections, others[len(norms) :], strict=True))
-        return PassResult(losses_read, norms, projections, used_torch, used_random)
+                    recompute_uncertain(shares)
+        norms = {f"parameter {', '.join(sorted(share.names.values()))!r}": share.squared.sqrt() for share in shares}
+        shown = {LOSSES: values, **norms, **projections}
+        return dict(zip(shown, read_together(list(shown.values())), strict=True))
 
     def _direction(self, rows: Tensor) -> Tensor:
         kind = rows.shape[1], rows.dtype, rows.device
@@ -146,19 +114,20 @@ def precise_copy(own: CheckedModel, examples: Any) -> tuple[CheckedModel, Callab
     for dtype in (torch.float64, torch.float32) if halves else (torch.float64,):
         cast = partial(in_precision, dtype=dtype)
         try:
-            model = _without_zeros(copy.deepcopy(own.model).to(dtype))
+            model = _without_zeros(copy_of(own.model).to(dtype))
             observed = replace(observe(model, own.observed.strategy), table=own.observed.table)
             twin = CheckedModel(model, own.loss, observed, own.seed_all, precision=0.0)  # autocast leaves double alone
             with _RoundingDetector(dtype) as rounding:
-                losses = twin.run(cast(examples)).losses
+                losses = twin.losses(cast(examples))[LOSSES]
         except InputError:
             raise
         except Exception as error:
-            if not is_about_precision(error):
+            if not _is_about_precision(error):
                 warnings.warn(_weakened(error), PrivacyWarning, stacklevel=2)
                 break
             continue
         if losses.dtype == dtype and not rounding.seen:
+            twin.seed, twin.draws = own.seed, own.draws or twin.draws
             return twin, cast
     return own, lambda batch: batch
 
@@ -204,3 +173,39 @@ class _RoundingDetector(TorchDispatchMode):
 
     def _is_coarser(self, leaf: Any) -> bool:
         return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.element_size() < self._dtype.itemsize
+
+
+def refuse_if_out_of_memory(error: BaseException) -> None:
+    """Raise the error again if it says that memory ran out.
+
+    A model may raise any exception on synthetic numbers that it was not made for; such numbers are then left out of the check.
+    An exception about memory says nothing about the model, and leaving something out for it would weaken the check unnoticed.
+    """
+    if is_out_of_memory(error):
+        raise error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on a GPU or on the host, where torch raises a plain :class:`RuntimeError`."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def _is_about_precision(error: BaseException) -> bool:
+    """Whether the message says that an operation does not take double precision, or not together with another type."""
+    words = ("double", "float64", "dtype", "datatype", "scalar type")
+    return not is_out_of_memory(error) and any(word in str(error).lower() for word in words)
+
+
+def read_together(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Several tensors on the CPU by one copy from the device, for which the host waits once.
+
+    For real numbers of at most double precision, which go through double unharmed.
+    """
+    tensors = [tensor.detach() for tensor in tensors]
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return tensors
+    whole = torch.cat([tensor.reshape(-1).double() for tensor in tensors]).cpu()
+    pieces = whole.split([tensor.numel() for tensor in tensors])
+    return [piece.view(tensor.shape).to(tensor.dtype) for piece, tensor in zip(pieces, tensors, strict=True)]
