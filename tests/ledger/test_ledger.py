@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,14 @@ from thoroughness import examples
 
 from dp_microadam import InputError, PrivacyError, PrivacyLedger, PrivacyPlan
 from dp_microadam.accounting.costs import SubsampledGaussian, epsilon
-from dp_microadam.ledger.ledger import LEDGER_NAME, RunSettings, read_ledger, spent_together, write_past_steps
+from dp_microadam.ledger.ledger import (
+    LEDGER_NAME,
+    RunSettings,
+    further_plan,
+    read_ledger,
+    spent_together,
+    write_past_steps,
+)
 from dp_microadam.ledger.record import NO_HEAD, chained_line
 from dp_microadam.ledger.statement import privacy_report, statement_in_words
 from dp_microadam.plan.selection_plan import SelectionPlan
@@ -408,13 +416,18 @@ def test_a_ledger_shorter_than_the_checkpoint_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("noise_multiplier", 1.9), ("batch_size", 51), ("steps", 5), ("delta", 1e-6), ("accountant", "rdp")],
+    [
+        *(("noise_multiplier", 1.9), ("batch_size", 51), ("steps", 5), ("delta", 1e-6), ("accountant", "rdp"), ("bands", 8)),
+        *(("max_batch_size", 70), ("unit", "user")),
+    ],
 )
 def test_a_run_whose_plan_differs_is_refused(tmp_path, field, value):
-    make(tmp_path, steps=2)
-    other = PrivacyPlan.from_dict({**PLAN.to_dict(), field: value})
-    with pytest.raises(PrivacyError, match=f"began with plan {field} ="):
-        PrivacyLedger.resume(tmp_path, other, SETTINGS, position=2)
+    users = {"examples_per_user": 3} if value == "user" else {}
+    other = PrivacyPlan.from_dict({**PLAN.to_dict(), field: value, **users})
+    for name, begun, now in (("one", PLAN, other), ("other", other, PLAN)):
+        make(tmp_path / name, steps=2, plan=begun)
+        with pytest.raises(PrivacyError, match=f"began with plan {field} ="):
+            PrivacyLedger.resume(tmp_path / name, now, SETTINGS, position=2)
 
 
 def test_a_private_run_cannot_go_on_with_a_seed_nor_the_other_way_round(tmp_path):
@@ -502,22 +515,29 @@ def forged(folder: Path, change) -> None:
     put(folder, lines)
 
 
+SCHEDULED = PrivacyPlan(1000, 50, 2.0, 100_000, 1e-5, bands=4, max_batch_size=80)
+"""Its lines say group and largest batch."""
+
+
 @pytest.mark.parametrize(
     ("number", "change", "sentence"),
     [
         (2, {"noise_multiplier": 20.0}, "has noise_multiplier 20.0, but by its plan it is 2.0"),
-        (2, {"sample_rate": 0.01}, "has sample_rate 0.01, but by its plan it is 0.05"),
+        (2, {"sample_rate": 0.01}, "has sample_rate 0.01, but by its plan it is 0.2"),
         (2, {"step": 0}, "has step 0, but by its plan it is 1"),
-        (2, {"group": 3}, "has group 3, but by its plan it is None"),
-        (2, {"max_batch_size": 70}, "has max_batch_size 70, but by its plan it is None"),
+        (2, {"group": 3}, "has group 3, but by its plan it is 1"),
+        (2, {"max_batch_size": None}, "has max_batch_size None, but by its plan it is 80"),
+        (0, {"plan": SCHEDULED.to_dict() | {"max_batch_size": None}}, "has max_batch_size 80, but by its plan it is None"),
+        (0, {"plan": SCHEDULED.to_dict() | {"bands": 8}}, "has sample_rate 0.2, but by its plan it is 0.4"),
+        (0, {"plan": SCHEDULED.to_dict() | {"steps": 9, "bands": 1}}, "has sample_rate 0.2, but by its plan it is 0.05"),
         (2, {"processes": "many"}, "is none that a run writes"),
         (0, {"run": 7}, "names the run 7, which is not 32 hexadecimal digits"),
     ],
 )
 def test_lines_that_contradict_the_plan_are_refused_even_with_new_hashes(tmp_path, number, change, sentence):
-    make(tmp_path, steps=3)
+    make(tmp_path, steps=3, plan=SCHEDULED)
     forged(tmp_path, lambda at, values: values.update(change) if at == number else None)
-    with pytest.raises(PrivacyError, match=f"line {number + 1} of .*{sentence}"):
+    with pytest.raises(PrivacyError, match=f"line .* of .*{sentence}"):
         read_ledger(tmp_path)
 
 
@@ -544,6 +564,23 @@ def test_a_further_plan_on_the_same_data_adds_to_epsilon_and_is_stated(tmp_path)
     words = statement_in_words(report)
     assert "30 steps with probability 0.05 and noise of 2 times the bound; every ε here is that of these steps and" in words
     assert "while all others keep their numbers" in words
+
+
+def test_a_further_plan_is_solved_for_an_epsilon_of_everything(tmp_path):
+    make(tmp_path, steps=30)
+    record = read_ledger(tmp_path)
+    assert further_plan(record, steps=70) == replace(PLAN, steps=70)
+    limit = 1.5 * record.epsilon()
+    plan = further_plan(record, steps=70, epsilon=limit)
+    together = [epsilon([*record.spent, replace(plan, noise_multiplier=noise).spent_after(70)], 1e-5) for noise in
+                (plan.noise_multiplier, plan.noise_multiplier - 1e-4)]  # fmt: skip
+    assert together[0] <= limit < together[1]
+    with PrivacyLedger.extend(tmp_path, plan, SETTINGS) as ledger:
+        for _ in range(70):
+            ledger.record_step()
+    assert read_ledger(tmp_path).epsilon() == together[0]
+    with pytest.raises(InputError, match=r"epsilon is 0\.01, of which the run has spent .*; it must be larger"):
+        further_plan(record, steps=5, epsilon=0.01)
 
 
 def test_extending_again_adds_again_and_copies_count_once(tmp_path):
@@ -607,3 +644,5 @@ def test_a_search_is_not_extended(tmp_path):
     make(tmp_path, steps=1, plan=SelectionPlan.around(PrivacyPlan(1000, 50, 2.0, 100, 1e-5, accountant="rdp"), 10))
     with pytest.raises(InputError, match="plan is that of a search"):
         PrivacyLedger.extend(tmp_path, PLAN, SETTINGS)
+    with pytest.raises(InputError, match="plan is that of a search"):
+        further_plan(read_ledger(tmp_path), steps=5)

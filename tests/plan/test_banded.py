@@ -77,28 +77,6 @@ def test_one_band_is_independent_noise():
     assert (found.single_step, found.running_sum, found.last_sum) == (1, 1, 1)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 17, 1000])
-def test_two_bands_agree_with_geometric_sums(steps):
-    """For c = (1, 1/2): w_k = (−1/2)^k and S_k = (2/3)(1 − (−1/2)^(k+1)); columns have norm √(5/4)."""
-    k = [Fraction(-1, 2) ** power for power in range(steps)]
-    sums = [Fraction(2, 3) * (1 - Fraction(-1, 2) ** (power + 1)) for power in range(steps)]
-    singles = [sum(w * w for w in k[: t + 1]) for t in range(min(steps, 60))]
-    singles += [Fraction(4, 3)] * (steps - len(singles))
-    squares = np.cumsum([float(s * s) for s in sums])
-    found = noise_ratios(banded_square_root(2), steps)
-    assert found.single_step == pytest.approx(math.sqrt(1.25 * float(sum(singles)) / steps), rel=1e-12)
-    assert found.running_sum == pytest.approx(math.sqrt(1.25 * squares.sum() / (steps * (steps + 1) / 2)), rel=1e-12)
-    assert found.last_sum == pytest.approx(math.sqrt(1.25 * squares[-1] / steps), rel=1e-12)
-
-
-@pytest.mark.parametrize("steps", [5, 64, 400])
-def test_the_whole_square_root_leaves_its_own_length_twice(steps):
-    """With all bands A·C⁻¹ is the square root itself: the last sum has noise Σ c_k², times the squared norm of the columns."""
-    squares = float(sum(Fraction(math.comb(2 * k, k), 4**k) ** 2 for k in range(steps)))
-    found = noise_ratios(banded_square_root(steps), steps)
-    assert found.last_sum == pytest.approx(squares / math.sqrt(steps), rel=1e-12)
-
-
 @examples(30)
 @given(bands=st.integers(1, 20), steps=st.integers(1, 60))
 def test_ratios_are_norms_of_the_dense_matrices(bands, steps):

@@ -15,7 +15,7 @@ from thoroughness import THOROUGH, examples
 from torch.utils.data import Dataset, TensorDataset
 
 from dp_microadam import InputError, PoissonSampler, PrivacyError, PrivacyPlan, Randomness
-from dp_microadam.ledger.ledger import PrivacyLedger, RunSettings, read_ledger
+from dp_microadam.ledger.ledger import RunSettings
 from dp_microadam.sampling.users import Units, WeightedRows, widths
 
 ALARM = 1e-8
@@ -305,18 +305,3 @@ def test_plans_of_users_that_cannot_be_get_one_sentence(options, sentence):
         PrivacyPlan.solve(**arguments)
     with pytest.raises(InputError, match=sentence):
         PrivacyPlan(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "sentence"),
-    [
-        (PLAN, replace(PLAN, unit="example", examples_per_user=None), "unit = 'user' and cannot continue with 'example'"),
-        (replace(PLAN, unit="example", examples_per_user=None), PLAN, "unit = 'example' and cannot continue with 'user'"),
-        (PLAN, replace(PLAN, examples_per_user=9), "examples_per_user = 8 and cannot continue with 9"),
-    ],
-)
-def test_a_ledger_of_one_kind_does_not_go_on_as_the_other(tmp_path, before, after, sentence):
-    PrivacyLedger.create(tmp_path, before, SETTINGS).close()
-    assert read_ledger(tmp_path).plan == before
-    with pytest.raises(PrivacyError, match=sentence):
-        PrivacyLedger.resume(tmp_path, after, SETTINGS, position=0)

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
 import secrets
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dp_microadam.accounting.costs import SubsampledGaussian
+from dp_microadam.accounting.costs import LARGEST_NOISE_MULTIPLIER, NOISE_RESOLUTION, SubsampledGaussian, first_non_negative
+from dp_microadam.accounting.costs import epsilon as epsilon_of
+from dp_microadam.accounting.one_step import SMALLEST_NOISE_MULTIPLIER
 from dp_microadam.durable_files import write_durably
 from dp_microadam.errors import InputError, PrivacyError
 from dp_microadam.ledger.record import (
@@ -38,7 +41,7 @@ from dp_microadam.ledger.record import (
     steps_together,
 )
 from dp_microadam.plan.plan import PrivacyPlan
-from dp_microadam.validation import require_integer
+from dp_microadam.validation import require_integer, require_positive
 
 __all__ = [
     "LEDGER_NAME",
@@ -46,6 +49,7 @@ __all__ = [
     "PrivacyLedger",
     "RunSettings",
     "discard_unspent",
+    "further_plan",
     "ledger_path",
     "library_versions",
     "read_ledger",
@@ -312,6 +316,38 @@ class PrivacyLedger:
         while line:
             line = line[os.write(self._file, line) :]
         self._identity = _identity(self.path)
+
+
+def further_plan(record: LedgerRecord, *, steps: int, epsilon: float | None = None) -> PrivacyPlan:
+    """A plan of so many steps that continues the last plan of a run on the same data, for :meth:`PrivacyLedger.extend`.
+
+    Its noise multiplier is that of the last plan; with ``epsilon`` the least, as a multiple of ``NOISE_RESOLUTION``, with which
+    everything that was spent and this plan together stay within that.
+
+    Raises:
+        InputError: for the plan of a search, or if no noise is enough.
+    """
+    plan = replace(record.plan, steps=steps)
+    refuse_other_data(record.plan, plan)
+    if epsilon is None:
+        return plan
+    limit, unit = require_positive("epsilon", epsilon), round(1 / NOISE_RESOLUTION)
+
+    def margin(multiple: int) -> float:
+        if multiple / unit < SMALLEST_NOISE_MULTIPLIER:
+            return -math.inf
+        spent = replace(plan, noise_multiplier=multiple / unit).spent_after(steps)
+        return limit - epsilon_of([*record.spent, spent], plan.delta, plan.accountant)
+
+    start = round(plan.noise_multiplier * unit)
+    try:
+        found = first_non_negative(margin, start, 1 + start // 8, LARGEST_NOISE_MULTIPLIER * unit)
+    except LookupError:
+        raise InputError(
+            f"epsilon is {limit:g}, of which the run has spent {record.epsilon():.3g}; it must be larger for {steps} "
+            "further steps, however much noise they have"
+        ) from None
+    return replace(plan, noise_multiplier=found / unit)
 
 
 def discard_unspent(run: str | os.PathLike[str]) -> None:
