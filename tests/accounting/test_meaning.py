@@ -11,7 +11,7 @@ from dp_microadam.accounting.selection import Repetitions, SelectedRun
 
 def test_a_selection_among_runs_claims_no_curve_of_a_single_run():
     one = SubsampledGaussian(0.1, 3.0, 10)
-    found = meaning([SelectedRun((one,), Repetitions.named("geometric", expected_runs=10))], 1e-5)
+    found = meaning([SelectedRun((one,), Repetitions(10))], 1e-5)
     assert found.keys() == {"not_computed"}
     ((_, words),) = meaning_in_words(found, 1e-5)
     assert "a selection among runs" in words

@@ -25,6 +25,7 @@ from scipy.special import log_ndtr, ndtr
 
 from dp_microadam.accounting.one_step import (
     ORDERS,
+    SMALLEST_NOISE_MULTIPLIER,
     Cap,
     Floats,
     PrivacyLoss,
@@ -215,14 +216,30 @@ def least_noise_multiplier(
     """
     guess = min(_gaussian_guess(sample_rate, steps, epsilon_limit, delta), LARGEST_NOISE_MULTIPLIER)
     every = 1 if exact else max(1, round(guess / _ROUGHLY / NOISE_RESOLUTION))
+    return least_noise_within(
+        epsilon_limit,
+        lambda noise: epsilon([SubsampledGaussian(sample_rate, noise, steps, cap=cap)], delta, accountant),
+        guess,
+        every,
+    )
+
+
+def least_noise_within(limit: float, cost: Callable[[float], float], guess: float, every: int = 1) -> float:
+    """The smallest noise multiplier whose ``cost``, an ε that falls with it, is at most ``limit``.
+
+    It is a multiple of ``every`` times ``NOISE_RESOLUTION``.
+
+    Raises:
+        LookupError: if no noise multiplier up to ``LARGEST_NOISE_MULTIPLIER`` is enough.
+    """
 
     def margin(number: int) -> float:
-        part = SubsampledGaussian(sample_rate, number * every / _MULTIPLES_PER_UNIT, steps, cap=cap)
-        found = epsilon([part], delta, accountant)
-        if found > epsilon_limit:
-            return max(-1.0, min(math.log(epsilon_limit) - math.log(found), -sys.float_info.min))
+        noise = number * every / _MULTIPLES_PER_UNIT
+        found = cost(noise) if noise >= SMALLEST_NOISE_MULTIPLIER else math.inf
+        if found > limit:
+            return max(-1.0, min(math.log(limit) - math.log(found), -sys.float_info.min))
         # Logarithms are nearly linear, which the search makes use of; they are cut off where an end is far away.
-        return 1.0 if found == 0 else min(1.0, max(0.0, math.log(epsilon_limit) - math.log(found)))
+        return 1.0 if found == 0 else min(1.0, max(0.0, math.log(limit) - math.log(found)))
 
     start = max(1, math.ceil(guess / NOISE_RESOLUTION / every))
     largest = LARGEST_NOISE_MULTIPLIER * _MULTIPLES_PER_UNIT // every

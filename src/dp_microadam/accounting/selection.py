@@ -19,17 +19,16 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
 
 import numpy as np
 
 from dp_microadam.accounting.costs import PrivacyCost
 from dp_microadam.accounting.one_step import ORDERS, Floats
 from dp_microadam.errors import InputError
-from dp_microadam.validation import require_in_open_closed, require_non_negative, require_one_of
+from dp_microadam.validation import require_in_open_closed, require_non_negative
 
 DISTRIBUTIONS = {"geometric": 1.0, "logarithmic": 0.0}
 """The shapes η that have a name."""
@@ -48,9 +47,8 @@ class Repetitions:
     ``expected_runs`` is its mean E[K], and ``shape`` its η: 1 is the geometric, 0 the logarithmic distribution. Both are
     public; the number that is drawn is not.
 
-    >>> ten = Repetitions.named("geometric", expected_runs=10)
-    >>> f"{ten.gamma:.3f} {ten.probability(1):.3f} {ten.most_runs(0.9)}"
-    '0.100 0.100 22'
+    >>> Repetitions(expected_runs=10).most_runs(0.9)
+    22
     """
 
     expected_runs: float
@@ -62,16 +60,6 @@ class Repetitions:
             raise InputError(f"shape is {self.shape}; it must be 0 (logarithmic), 1 (geometric) or a number up to 100")
         object.__setattr__(self, "expected_runs", float(self.expected_runs))
         object.__setattr__(self, "shape", float(self.shape))
-
-    @classmethod
-    def named(cls, distribution: str, expected_runs: float) -> Repetitions:
-        """The ``"geometric"`` or ``"logarithmic"`` distribution with this mean."""
-        return cls(expected_runs, DISTRIBUTIONS[require_one_of("distribution", distribution, tuple(DISTRIBUTIONS))])
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Repetitions:
-        """The distribution that ``dataclasses.asdict`` describes."""
-        return cls(values["expected_runs"], values["shape"])
 
     @property
     def name(self) -> str:
@@ -96,15 +84,6 @@ class Repetitions:
     def _mean_at(self, t: float) -> float:
         """E[K] = η·(1 − γ)/(γ·(1 − γ^η)) at γ = e^−t, and its limit at η = 0."""
         return math.expm1(t) / (-math.expm1(-self.shape * t) / self.shape if self.shape else t)
-
-    @property
-    def gamma(self) -> float:
-        """γ: for the geometric distribution, the probability to stop after each run."""
-        return math.exp(-self.log_inverse_gamma)
-
-    def probability(self, runs: int) -> float:
-        """P[K = runs]."""
-        return next((value for number, value in self._probabilities() if number == runs), 0.0) if runs >= 1 else 0.0
 
     def most_runs(self, share: float) -> int:
         """The least number that K stays within with probability ``share``; public, as it does not depend on the draw."""
@@ -141,7 +120,7 @@ class SelectedRun:
     >>> from dp_microadam.accounting.costs import SubsampledGaussian, epsilon
     >>> paper = SubsampledGaussian(sample_rate=4096 / 45000, noise_multiplier=3.0, steps=2480)
     >>> for name in ("geometric", "logarithmic"):
-    ...     best_of_ten = SelectedRun((paper,), Repetitions.named(name, expected_runs=10))
+    ...     best_of_ten = SelectedRun((paper,), Repetitions(10, DISTRIBUTIONS[name]))
     ...     print(f"{name} {epsilon([best_of_ten], delta=1e-5):.3f}")
     geometric 13.025
     logarithmic 11.745

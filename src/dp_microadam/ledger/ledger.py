@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import math
 import os
 import secrets
 import weakref
@@ -20,9 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dp_microadam.accounting.costs import LARGEST_NOISE_MULTIPLIER, NOISE_RESOLUTION, SubsampledGaussian, first_non_negative
+from dp_microadam.accounting.costs import SubsampledGaussian, least_noise_within
 from dp_microadam.accounting.costs import epsilon as epsilon_of
-from dp_microadam.accounting.one_step import SMALLEST_NOISE_MULTIPLIER
 from dp_microadam.durable_files import write_durably
 from dp_microadam.errors import InputError, PrivacyError
 from dp_microadam.ledger.record import (
@@ -331,23 +329,19 @@ def further_plan(record: LedgerRecord, *, steps: int, epsilon: float | None = No
     refuse_other_data(record.plan, plan)
     if epsilon is None:
         return plan
-    limit, unit = require_positive("epsilon", epsilon), round(1 / NOISE_RESOLUTION)
+    limit = require_positive("epsilon", epsilon)
 
-    def margin(multiple: int) -> float:
-        if multiple / unit < SMALLEST_NOISE_MULTIPLIER:
-            return -math.inf
-        spent = replace(plan, noise_multiplier=multiple / unit).spent_after(steps)
-        return limit - epsilon_of([*record.spent, spent], plan.delta, plan.accountant)
+    def cost(noise: float) -> float:
+        further = replace(plan, noise_multiplier=noise).spent_after(steps)
+        return epsilon_of([*record.spent, further], plan.delta, plan.accountant)
 
-    start = round(plan.noise_multiplier * unit)
     try:
-        found = first_non_negative(margin, start, 1 + start // 8, LARGEST_NOISE_MULTIPLIER * unit)
+        return replace(plan, noise_multiplier=least_noise_within(limit, cost, plan.noise_multiplier))
     except LookupError:
         raise InputError(
             f"epsilon is {limit:g}, of which the run has spent {record.epsilon():.3g}; it must be larger for {steps} "
             "further steps, however much noise they have"
         ) from None
-    return replace(plan, noise_multiplier=found / unit)
 
 
 def discard_unspent(run: str | os.PathLike[str]) -> None:

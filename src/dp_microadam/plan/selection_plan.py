@@ -14,18 +14,14 @@ from typing import Any, TypeVar
 
 from dp_microadam.accounting.costs import (
     LARGEST_NOISE_MULTIPLIER,
-    NOISE_RESOLUTION,
     PrivacyCost,
     first_non_negative,
+    least_noise_within,
 )
-from dp_microadam.accounting.one_step import SMALLEST_NOISE_MULTIPLIER
 from dp_microadam.accounting.selection import DISTRIBUTIONS, Repetitions, SelectedRun
 from dp_microadam.errors import InputError
 from dp_microadam.plan.plan import PrivacyPlan
 from dp_microadam.validation import explicit, require_one_of
-
-_MULTIPLES_PER_UNIT = round(1 / NOISE_RESOLUTION)
-_LEAST_MULTIPLE = round(SMALLEST_NOISE_MULTIPLIER / NOISE_RESOLUTION)
 
 Plan = TypeVar("Plan", bound=PrivacyPlan)
 
@@ -149,12 +145,5 @@ def _with_least_noise(plan: Plan, limit: float) -> Plan:
     Raises:
         LookupError: if no noise multiplier up to ``LARGEST_NOISE_MULTIPLIER`` is enough.
     """
-
-    def with_noise(multiple: int) -> Plan:
-        return replace(plan, noise_multiplier=multiple / _MULTIPLES_PER_UNIT)
-
-    def margin(multiple: int) -> float:
-        return limit - with_noise(multiple).epsilon if multiple >= _LEAST_MULTIPLE else -math.inf
-
-    start, largest = round(plan.noise_multiplier * _MULTIPLES_PER_UNIT), LARGEST_NOISE_MULTIPLIER * _MULTIPLES_PER_UNIT
-    return with_noise(first_non_negative(margin, start, 1 + start // 8, largest))
+    noise = least_noise_within(limit, lambda noise: replace(plan, noise_multiplier=noise).epsilon, plan.noise_multiplier)
+    return replace(plan, noise_multiplier=noise)
