@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from dp_microadam import MicroAdam, PrivacyPlan, PrivateTrainer
+from dp_microadam import MicroAdam, PerformanceSettings, PrivacyPlan, PrivateTrainer, RecordSettings
 from dp_microadam.training.distributed import Ranks
 from dp_microadam.training.evaluation import class_loss
 from dp_microadam.workbench.command_line.measuring import add_options, deliver, tell, wall_clock
@@ -66,12 +66,11 @@ def train(folder: Path, batch: int, physical_batch: int, steps: int, device: str
         MicroAdam(model.parameters()),
         plan,
         class_loss,
-        physical_batch_size=physical_batch,
         run_dir=folder / "run",
-        show_progress=False,
-        checkpoint_every=10**6,
         callbacks=[lambda report: marks.append((wall_clock(device), time.process_time(), loopback_bytes()))],
         ranks=ranks,
+        performance=PerformanceSettings(physical_batch_size=physical_batch),
+        record=RecordSettings(show_progress=False, checkpoint_every=10**6),
     )
     trainer.fit((images, labels))
     return {"steps": [[b - a for a, b in zip(one, other, strict=True)] for one, other in pairwise(marks)]}

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dp_microadam import PrivacyPlan, PrivateTrainer, methods
+from dp_microadam import PrivacyPlan, PrivateTrainer, RecordSettings, methods
 from dp_microadam.accounting.trade_off import trade_off
 from dp_microadam.durable_files import write_text_durably
 from dp_microadam.workbench import data
@@ -67,7 +67,12 @@ def attack(seed: int, epsilon: float) -> tuple[np.ndarray, np.ndarray, np.ndarra
     plan = PrivacyPlan.solve(dataset_size=len(train[1]), batch_size=128, delta=1e-5, epsilon=epsilon, steps=300)
     with tempfile.TemporaryDirectory() as folder:
         trainer = PrivateTrainer(
-            private_model, methods.dp_walk(private_model), plan, losses, run_dir=Path(folder) / "run", show_progress=False
+            private_model,
+            methods.dp_walk(private_model),
+            plan,
+            losses,
+            run_dir=Path(folder) / "run",
+            record=RecordSettings(show_progress=False),
         )
         trainer.fit(train)
     curve = trade_off([plan.spent_after(plan.steps)])

@@ -40,12 +40,12 @@ def measure(name: str, batch: int, rounds: int, device: str, folder: Path) -> di
     model = make().to(device)
     plan = PrivacyPlan(count, batch, 1.0, 10_000, 1e-5)
     method = Method(MicroAdam(model.parameters()))
-    step = PrivateStep(model, class_loss, plan, (images, labels), run_dir=folder / f"{batch}", method=method)
+    step = PrivateStep(model, method, plan, class_loss, (images, labels), run_dir=folder / f"{batch}")
     engine = ClippedGradients(model, class_loss, max_grad_norm=1.0)
     some = images[:batch], labels[:batch]
 
     def private() -> None:
-        method.apply(model, step.take())
+        method.update(model, step.take())
 
     def clipped() -> None:
         engine.accumulate(some)
@@ -63,7 +63,7 @@ def measure(name: str, batch: int, rounds: int, device: str, folder: Path) -> di
         for clock, read in CLOCKS.items():
             found.setdefault(f"{part}, {clock}", []).append(read(device) - before[clock])
 
-    step.begin()
+    step.account.begin()
     for _ in range(min(20, rounds)):
         private()
         clipped()

@@ -7,7 +7,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from dp_microadam import MicroAdam, PrivacyPlan, PrivateStep
+from dp_microadam import MicroAdam, PerformanceSettings, PrivacyPlan, PrivateStep
 from dp_microadam.methods import Method
 
 images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
@@ -26,14 +26,22 @@ def loss(model, batch):
 
 plan = PrivacyPlan.solve(dataset_size=len(train), batch_size=256, delta=1e-4, epsilon=8.0, steps=600)
 method = Method(MicroAdam(model.parameters(), lr=3e-3))
-step = PrivateStep(model, loss, plan, (images[train], labels[train]), run_dir=run, method=method, physical_batch_size=128)
+step = PrivateStep(
+    model,
+    method,
+    plan,
+    loss,
+    (images[train], labels[train]),
+    run_dir=run,
+    performance=PerformanceSettings(physical_batch_size=128),
+)
 if checkpoint.exists():  # steps recorded after it stay spent
     saved = torch.load(checkpoint)
     model.load_state_dict(saved["model"])
     method.optimizer.load_state_dict(saved["optimizer"])
     step.load_state_dict(saved["step"])
 for number in step:
-    method.apply(model, step.take())  # record, sample and clip, add noise; then the optimizer
+    method.update(model, step.take())  # record, sample and clip, add noise; then the optimizer
     if number % 200 == 199:
         parts = {"model": model.state_dict(), "optimizer": method.optimizer.state_dict(), "step": step.state_dict()}
         torch.save(parts, checkpoint)

@@ -10,7 +10,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from dp_microadam import MicroAdam, PrivacyPlan, PrivateTrainer
+from dp_microadam import MicroAdam, PrivacyPlan, PrivacySettings, PrivateTrainer, RecordSettings
 from dp_microadam.training.evaluation import class_hits, class_loss
 from dp_microadam.workbench import data
 
@@ -48,9 +48,14 @@ for name, model in (("from scratch", network()), ("fine-tuned", pretrained())):
     with torch.no_grad():
         before = class_hits(model, test).mean()
     trainer = PrivateTrainer(
-        model, MicroAdam(model.parameters()), plan, class_loss, run_dir=tempfile.mkdtemp(),
-        public=("weights pretrained on the UCI digits",), show_progress=False,
-    )  # fmt: skip
+        model,
+        MicroAdam(model.parameters()),
+        plan,
+        class_loss,
+        run_dir=tempfile.mkdtemp(),
+        privacy=PrivacySettings(public=("weights pretrained on the UCI digits",)),
+        record=RecordSettings(show_progress=False),
+    )
     result = trainer.fit(train, validation=validation)
     with torch.no_grad():
         after = class_hits(model, test).mean()

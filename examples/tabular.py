@@ -4,7 +4,7 @@ import torch
 from sklearn.datasets import load_breast_cancer
 from torch import nn
 
-from dp_microadam import MicroAdam, PrivacyPlan, PrivateTrainer
+from dp_microadam import MicroAdam, PrivacyPlan, PrivacySettings, PrivateTrainer, RecordSettings
 
 columns, labels = (torch.tensor(array) for array in load_breast_cancer(return_X_y=True))
 # Constants to normalize by must be public. Logarithms bring lengths, areas and ratios to one scale without looking at the data.
@@ -31,9 +31,9 @@ trainer = PrivateTrainer(
     MicroAdam(model.parameters(), lr=3e-3),
     plan,
     loss,
-    per_example_accuracy=accuracy,
-    evaluate_every=200,
-    public=("logarithm as the scale of the input",),
+    accuracy=accuracy,
+    privacy=PrivacySettings(public=("logarithm as the scale of the input",)),
+    record=RecordSettings(evaluate_every=200),
 )
 result = trainer.fit((columns[train], labels[train]), validation=(columns[test], labels[test]))
 print(f"test accuracy {100 * result.metrics['validation_accuracy']:.1f} % at ε = {result.epsilon:.2f}, δ = {result.delta:g}")

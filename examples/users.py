@@ -9,7 +9,7 @@ import tempfile
 import torch
 from torch import nn
 
-from dp_microadam import MicroAdam, PrivacyPlan, PrivateTrainer
+from dp_microadam import MicroAdam, PrivacyPlan, PrivateTrainer, RecordSettings
 
 PEOPLE, FEATURES = 400, 12
 torch.manual_seed(0)
@@ -47,9 +47,9 @@ with tempfile.TemporaryDirectory() as folder:
         MicroAdam(model.parameters(), lr=1e-2),
         plan,
         loss,
-        per_example_accuracy=hits,
+        accuracy=hits,
         run_dir=f"{folder}/run",
-        show_progress=False,
+        record=RecordSettings(show_progress=False),
     )
     result = trainer.fit(train, validation, users=who)
 

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -27,6 +28,10 @@ def start_group():
             found.bind(("127.0.0.1", 0))
             port = found.getsockname()[1]
         shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        # What workers share with tests lies beside this file.
+        shared["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent)]).lstrip(
+            os.pathsep
+        )
         return [
             subprocess.Popen(
                 [sys.executable, *map(str, arguments)],

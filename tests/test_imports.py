@@ -19,7 +19,8 @@ LIBRARY = (
     {"noise"},
     {"sampling", "ledger", "clipping", "optimizers"},
     {"training"},
-    {"methods", "integrations"},
+    {"methods"},
+    {"integrations"},
 )
 """Rooms of the library, from the ground up."""
 
@@ -116,10 +117,10 @@ for name in {modules!r}:
     importlib.import_module(name)
 import dp_microadam, torch
 assert dp_microadam.__file__.startswith({str(tmp_path)!r})
-from dp_microadam import MicroAdam, PrivacyPlan, PrivateTrainer
+from dp_microadam import MicroAdam, PrivacyPlan, PrivateTrainer, RecordSettings
 model = torch.nn.Linear(3, 1)
 trainer = PrivateTrainer(model, MicroAdam(model.parameters(), fused=False), PrivacyPlan(20, 5, 1.0, 1, 1e-2),
-    lambda model, batch: model(batch).sum(1), run_dir={str(tmp_path / "run")!r}, show_progress=False)
+    lambda model, batch: model(batch).sum(1), run_dir={str(tmp_path / "run")!r}, record=RecordSettings(show_progress=False))
 print(trainer.fit(torch.rand(20, 3)).steps_done)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

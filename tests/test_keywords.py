@@ -1,5 +1,6 @@
 """No option is swallowed: what a public callable does not know is refused, with what was probably meant."""
 
+import dataclasses
 import importlib
 import inspect
 import pickle
@@ -8,10 +9,22 @@ import pytest
 import torch
 
 import dp_microadam
-from dp_microadam import InputError, PlainStep, PoissonSampler, PrivacyPlan, PrivateStep, PrivateTrainer, methods
+from dp_microadam import (
+    InputError,
+    PerformanceSettings,
+    PoissonSampler,
+    PrivacyPlan,
+    PrivacySettings,
+    PrivateStep,
+    PrivateTrainer,
+    RecordSettings,
+    methods,
+)
 from dp_microadam.methods.table import METHODS
 from dp_microadam.workbench import models
 from dp_microadam.workbench.models.registry import BUILDERS
+
+SETTINGS = {"privacy": PrivacySettings, "performance": PerformanceSettings, "record": RecordSettings}
 
 ADAPTERS = {
     "hugging_face": ("PrivateHFTrainer",),
@@ -87,50 +100,51 @@ def test_a_misspelt_keyword_is_refused_with_the_nearest_name(called):
                 assert f"did you mean {name}?" in str(refusal.value)
 
 
-OPTIONS = {
-    "loader_options": ("collate_fn", "pin_memory", "prefetch_factor", "worker_init_fn"),
-    "clipping_options": ("autocast", "synthetic_batch", "strategy"),
-}
-
-
 def make(kind, tmp_path, **options):
     model = torch.nn.Linear(3, 1)
     plan = PrivacyPlan(dataset_size=8, batch_size=4, noise_multiplier=1.0, steps=2, delta=1e-3)
-    first = [model, methods.dp_sgd(model)] if kind is PrivateTrainer else [model]
+    return kind(
+        model, methods.dp_sgd(model), plan, lambda model, batch: model(batch).sum(1), run_dir=tmp_path / "run", **options
+    )
 
-    def loss(model, batch):
-        return model(batch).sum(1)
 
-    return kind(*first, *((plan, loss) if kind is PrivateTrainer else (loss, plan)), run_dir=tmp_path / "run", **options)
+@pytest.mark.parametrize("name", ["collate_fn", "pin_memory", "prefetch_factor", "worker_init_fn"])
+def test_a_misspelt_option_in_a_nested_dict_is_refused_with_the_nearest_name(name):
+    for typed in misspelt(name, ()):
+        with pytest.raises(InputError, match=f"loader_options does not take {typed}; did you mean {name}"):
+            PerformanceSettings(loader_options={typed: None})
 
 
 @pytest.mark.parametrize("kind", [PrivateTrainer, PrivateStep])
-@pytest.mark.parametrize("option", sorted(OPTIONS))
-def test_a_misspelt_option_in_a_nested_dict_is_refused_with_the_nearest_name(kind, option, tmp_path):
-    for name in OPTIONS[option]:
-        for typed in misspelt(name, OPTIONS[option]):
-            with pytest.raises(InputError, match=f"{option} does not take {typed}; did you mean {name}"):
-                make(kind, tmp_path, **{option: {typed: None}})
+def test_a_setting_that_is_passed_directly_is_answered_with_its_place(kind, tmp_path):
+    for place, settings in SETTINGS.items():
+        for field in dataclasses.fields(settings):
+            with pytest.raises(InputError, match=f"{place}={settings.__name__}\\({field.name}="):
+                make(kind, tmp_path, **{field.name: None})
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"loader_options": {"max_physical_batch_size": 3}}, "which is Opacus'; it is physical_batch_size"),
-        ({"loader_options": {"prefetch_factor": 3}}, "which torch's DataLoader refuses"),
-        ({"clipping_options": {"max_grad_norm": 3.0}}, "it is an argument of PrivateTrainer and PrivateStep"),
-        ({"clipping_options": {"clipping": "per-layer"}}, "it is an argument of PrivateTrainer and PrivateStep"),
-        ({"clipping_options": {"repeat_check": True}}, "clipping_options does not take repeat_check"),
+        ({"max_physical_batch_size": 3}, "which is Opacus'; it is performance=PerformanceSettings"),
+        ({"prefetch_factor": 3}, "which torch's DataLoader refuses"),
     ],
 )
-def test_an_option_of_another_place_is_refused_before_the_first_step(given, sentence, tmp_path):
+def test_an_option_of_another_place_is_refused_before_the_first_step(given, sentence):
     with pytest.raises(InputError, match=sentence):
+        PerformanceSettings(loader_options=given)
+
+
+@pytest.mark.parametrize("given", [{"privacy": 3}, {"performance": {"physical_batch_size": 3}}])
+def test_settings_of_a_wrong_type_are_refused(given, tmp_path):
+    with pytest.raises(InputError, match=r"it must be a (Privacy|Performance)Settings"):
         make(PrivateStep, tmp_path, **given)
 
 
 def test_a_collate_function_that_would_not_be_called_is_refused(tmp_path):
-    step = make(PrivateStep, tmp_path, loader_options={"collate_fn": torch.stack})
+    loading = PerformanceSettings(loader_options={"collate_fn": torch.stack})
+    step = make(PrivateStep, tmp_path, performance=loading)
     with pytest.raises(InputError, match="data in tensors is not collated"):
         step.attach(torch.rand(8, 3))
 
@@ -167,7 +181,7 @@ def test_every_argument_of_opacus_is_taken_or_answered_with_what_stands_for_it()
     arguments = arguments_of_opacus()
     assert {"secure_mode", "poisson_sampling", "max_physical_batch_size", "target_epsilon"} <= set(arguments)
     for name in arguments:
-        for kind in (PrivateTrainer, PrivateStep, PlainStep, PrivacyPlan.solve):
+        for kind in (PrivateTrainer, PrivateStep, PrivacyPlan.solve):
             if name in keywords_of(kind)[0]:
                 continue
             with pytest.raises(InputError, match=f"{kind.__qualname__} does not take {name}, which is Opacus'; ") as refusal:
@@ -186,8 +200,8 @@ def test_what_ran_as_if_it_were_known_is_refused(tmp_path):
 
 def test_help_shows_every_option():
     for kind in (PrivateTrainer, PrivateStep, CALLABLES["PrivateSteps"], CALLABLES["PrivateHFTrainer"]):
-        assert {"max_grad_norm", "secure", "loader_options", "unit_name"} <= inspect.signature(kind).parameters.keys()
-    assert inspect.signature(PrivateStep).parameters["max_grad_norm"].default == 1.0
+        assert {"privacy", "performance", "max_steps"} <= inspect.signature(kind).parameters.keys()
+    assert inspect.signature(PrivacySettings).parameters["max_grad_norm"].default == 1.0
 
 
 def test_public_functions_keep_their_names_for_pickle_and_doctest():

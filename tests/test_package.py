@@ -74,7 +74,7 @@ def test_everything_a_public_signature_mentions_is_public():
     foreign = (
         "Any Callable Iterable Iterator Mapping Sequence Path Tensor Dataset DataLoader Optimizer LRScheduler Module Unpack "
         "None True False TracebackType BaseException PathLike NDArray AbstractContextManager "
-        "Answer Exchange Integers RecordedPlan Steps PerExampleLoss"  # a type variable, and names of plain types
+        "Answer Exchange Integers RecordedPlan PlanLike PerExampleLoss"  # a type variable, and names of plain types
     )
     missing = {}
     for name in dp_microadam.__all__:

@@ -41,9 +41,9 @@ def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> to
 
 def own_loop(model: torch.nn.Module, plan: PrivacyPlan, folder: str) -> None:
     method = methods.dp_threshold(model)
-    step = PrivateStep(model, loss, plan, train, run_dir=folder, method=method)
-    for _ in step:
-        method.apply(model, step.take())
+    step = PrivateStep(model, method, plan, loss, train, run_dir=folder)
+    for gradients in step:
+        method.update(model, gradients)
     step.close()
 
 

@@ -59,7 +59,9 @@ class Cell:
     def key(self) -> str:
         """Folder name: readable, and the same for recipes that train the same model."""
         settings = {key: value for key, value in asdict(self.recipe).items() if key not in _WITHOUT_EFFECT}
-        settings["learning_rate"] = self.recipe.resolved_learning_rate
+        settings["learning_rate"], settings["distance"] = self.recipe.resolved_learning_rate, self.recipe.resolved_distance
+        settings["ema_decay"] = self.recipe.resolved_ema_decay
+        settings["accountant"] = self.recipe.resolved_accountant
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
         readable = re.sub(r"[^a-z0-9.]+", "-", f"{self.recipe.data} {self.recipe.algorithm}".lower()).strip("-")
         return f"{readable}-{digest}"

@@ -22,11 +22,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from dp_microadam.training.model_update import ModelUpdate
 from torch import Tensor, nn
 
-from dp_microadam import PrivacyPlan, PrivateStep, methods
+from dp_microadam import PerformanceSettings, PrivacyPlan, PrivacySettings, PrivateStep, methods
 from dp_microadam.errors import InputError
-from dp_microadam.training.model_update import ModelUpdate
 from dp_microadam.workbench.command_line.measuring import machine
 from research.leaderboard.problems import PROBLEMS, Part, Problem
 
@@ -185,11 +185,18 @@ def trained(run: Run) -> tuple[float, dict[str, Any]]:
     method = entrant.build(model, lr=problem.distance if run.rate is None else run.rate)
     with TemporaryDirectory() as folder:
         step = PrivateStep(
-            model, _loss, plan, train, run_dir=folder, method=method, physical_batch_size=problem.batch_size, seed=run.seed
+            model,
+            method,
+            plan,
+            _loss,
+            train,
+            run_dir=folder,
+            privacy=PrivacySettings(seed=run.seed),
+            performance=PerformanceSettings(physical_batch_size=problem.batch_size),
         )
         update = ModelUpdate(model, method, None, AVERAGE if entrant.equipped else 0.0)
         for _ in step:
-            update.apply(step.take(), step.updates)
+            update.apply(step.take(), step.account.updates)
         step.close()
     last = _accuracy(model, test)
     details = {"last_weights": last, "parameters": count, "bands": plan.bands, "noise_multiplier": plan.noise_multiplier}

@@ -36,7 +36,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dp_microadam import PrivacyPlan, PrivateTrainer
+from dp_microadam import PerformanceSettings, PrivacyPlan, PrivacySettings, PrivateTrainer, RecordSettings
 from dp_microadam.accounting.costs import SubsampledGaussian, group_epsilon
 from dp_microadam.training.evaluation import class_hits, class_loss
 from dp_microadam.workbench.command_line.measuring import add_options, deliver, seconds, tell
@@ -142,13 +142,10 @@ def accuracies(plan: PrivacyPlan, train: Ratings, test: Ratings, seed: int, opti
             torch.optim.Adam(model.parameters(), lr=options.learning_rate),
             plan,
             class_loss,
-            max_grad_norm=options.clipping_norm,
-            physical_batch_size=4096,
-            evaluate_every=10**9,
-            checkpoint_every=10**9,
             run_dir=Path(folder) / "run",
-            seed=seed,
-            show_progress=False,
+            privacy=PrivacySettings(max_grad_norm=options.clipping_norm, seed=seed),
+            performance=PerformanceSettings(physical_batch_size=4096),
+            record=RecordSettings(evaluate_every=10**9, checkpoint_every=10**9, show_progress=False),
         )
         result = trainer.fit((train.inputs, train.labels), users=train.users if plan.unit == "user" else None)
     if not result.finished:

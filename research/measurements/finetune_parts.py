@@ -30,11 +30,10 @@ import torch
 from frozen_features import DELTA, TASKS, Task, hits, imdb
 from torch import nn
 
-from dp_microadam import FrozenFeatures, PrivacyPlan, PrivateTrainer, methods
+from dp_microadam import FrozenFeatures, PerformanceSettings, PrivacyPlan, PrivateTrainer, RecordSettings, methods
 from dp_microadam.plan.learning_rate import ADAPTER_DISTANCE, DISTANCE
 from dp_microadam.training.evaluation import evaluate
 from dp_microadam.workbench.command_line.measuring import add_options, deliver, tell, work_clock
-from dp_microadam.workbench.recipes.vocabulary import WALK_EMA_DECAY
 
 TASKS = {**TASKS, "sms-spam": imdb}
 DISTANCES = {"all": 0.5, "biases": DISTANCE, "lora": ADAPTER_DISTANCE, "head": DISTANCE}
@@ -76,20 +75,18 @@ def run(task: Task, part: str, epsilon: float, options: argparse.Namespace) -> d
     with tempfile.TemporaryDirectory() as folder:
         trainer = PrivateTrainer(
             model,
-            methods.dp_walk(model, lr=options.distance or DISTANCES[part]),
+            methods.dp_walk(model, distance=options.distance or DISTANCES[part]),
             plan,
             loss,
             prepare=prepare,
-            physical_batch_size=32,
-            clipping_options={"autocast": torch.bfloat16} if options.bf16 else {},
             run_dir=Path(folder) / "run",
             callbacks=[note],
-            show_progress=False,
-            ema_decay=WALK_EMA_DECAY,
+            performance=PerformanceSettings(physical_batch_size=32, autocast=torch.bfloat16 if options.bf16 else None),
+            record=RecordSettings(show_progress=False),
         )
         trainer.fit(train)
     peak = 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # before the evaluation
-    assert trainer.average is not None, "ema_decay is given"
+    assert trainer.average is not None, "dp-walk keeps one"
     with trainer.average.in_place_of(model):
         found = evaluate(model, test, {"accuracy": measure}, prepare=prepare or (lambda rows: rows), batch_size=64)
     return {

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dp_microadam import FrozenFeatures, PrivacyPlan, PrivateStep
+from dp_microadam import FrozenFeatures, PerformanceSettings, PrivacyPlan, PrivateStep, methods
 from dp_microadam.workbench import models
 from dp_microadam.workbench.command_line.measuring import add_options, deliver, tell, work_clock
 from dp_microadam.workbench.data import load
@@ -141,7 +141,16 @@ def speed(task: Task, features: FrozenFeatures, steps: int, computed: int) -> di
         plan = PrivacyPlan.solve(dataset_size=task.size, batch_size=64, delta=DELTA, noise_multiplier=1.0, steps=count + 1)
         times = []
         with tempfile.TemporaryDirectory() as folder:
-            step = PrivateStep(task.model, loss, plan, data, run_dir=folder, physical_batch_size=32, **options)
+            step = PrivateStep(
+                task.model,
+                methods.dp_sgd(task.model),
+                plan,
+                loss,
+                data,
+                run_dir=folder,
+                performance=PerformanceSettings(physical_batch_size=32),
+                **options,
+            )
             for _ in step:
                 begin = work_clock("cpu")
                 step.take()

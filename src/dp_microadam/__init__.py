@@ -16,12 +16,14 @@ __version__ = "0.2.0"
 _HOMES = {
     "PrivateTrainer": "dp_microadam.training.trainer",
     "PrivateStep": "dp_microadam.training.private_step",
-    "PlainStep": "dp_microadam.training.plain_step",
-    "UnprotectedPlan": "dp_microadam.training.plain_step",
+    "PrivacySettings": "dp_microadam.training.settings",
+    "PerformanceSettings": "dp_microadam.training.settings",
+    "RecordSettings": "dp_microadam.training.settings",
+    "UnprotectedPlan": "dp_microadam.plan.unprotected",
     "Method": "dp_microadam.training.method",
     "Phase": "dp_microadam.training.method",
-    "RunNoise": "dp_microadam.training.rate_units",
-    "Schedule": "dp_microadam.training.schedules",
+    "RunNoise": "dp_microadam.training.rates",
+    "Schedule": "dp_microadam.training.rates",
     "Ranks": "dp_microadam.training.distributed",
     "RunResult": "dp_microadam.training.run_result",
     "FrozenFeatures": "dp_microadam.training.frozen_features",
@@ -35,6 +37,7 @@ _HOMES = {
     "MicroAdam": "dp_microadam.optimizers.micro_adam",
     "AdamBC": "dp_microadam.optimizers.adam_bc",
     "TensorAdam": "dp_microadam.optimizers.tensor_adam",
+    "ThresholdAdam": "dp_microadam.optimizers.threshold_adam",
     "ClippedGradients": "dp_microadam.clipping.engine",
     "replace_batchnorm": "dp_microadam.layers.batchnorm",
     "register_rule": "dp_microadam.clipping.rules.families",
@@ -74,7 +77,9 @@ _MODULES = ("methods",)
 __all__ = [
     "PrivateTrainer",
     "PrivateStep",
-    "PlainStep",
+    "PrivacySettings",
+    "PerformanceSettings",
+    "RecordSettings",
     "UnprotectedPlan",
     "Method",
     "Phase",
@@ -93,6 +98,7 @@ __all__ = [
     "MicroAdam",
     "AdamBC",
     "TensorAdam",
+    "ThresholdAdam",
     "ClippedGradients",
     "replace_batchnorm",
     "register_rule",
@@ -147,21 +153,22 @@ if TYPE_CHECKING:
     from dp_microadam.optimizers.adam_bc import AdamBC
     from dp_microadam.optimizers.micro_adam import MicroAdam
     from dp_microadam.optimizers.tensor_adam import TensorAdam
+    from dp_microadam.optimizers.threshold_adam import ThresholdAdam
     from dp_microadam.plan.plan import PrivacyPlan
     from dp_microadam.plan.selection_plan import SelectionPlan
+    from dp_microadam.plan.unprotected import UnprotectedPlan
     from dp_microadam.sampling.poisson import LogicalStep, PoissonSampler
     from dp_microadam.sampling.users import Units, WeightedRows
     from dp_microadam.training.distributed import Ranks
     from dp_microadam.training.evaluation import PerExample
     from dp_microadam.training.frozen_features import FrozenFeatures
     from dp_microadam.training.method import Method, Phase
-    from dp_microadam.training.plain_step import PlainStep, UnprotectedPlan
     from dp_microadam.training.private_step import PrivateStep
-    from dp_microadam.training.rate_units import RunNoise
+    from dp_microadam.training.rates import RunNoise, Schedule
     from dp_microadam.training.raw_inputs import RawInput
     from dp_microadam.training.run_result import RunResult, StepReport
-    from dp_microadam.training.schedules import Schedule
     from dp_microadam.training.search import PrivateSearch, SearchResult
+    from dp_microadam.training.settings import PerformanceSettings, PrivacySettings, RecordSettings
     from dp_microadam.training.trainer import PrivateTrainer
     from dp_microadam.workbench.data.raw import RawImages, RawRows
 

@@ -31,7 +31,7 @@ _FIXED_NORM = "the clipping norm is fixed here; leave it out, and give max_grad_
 _OF_OPACUS = {
     "module": "the model is the first argument, and is not wrapped",
     "optimizer": "PrivateTrainer takes it after the model; in a loop of your own you step it yourself",
-    "criterion": "the loss is per_example_loss(model, batch), which returns one value per example",
+    "criterion": "the loss is loss(model, batch), which returns one value per example",
     "data_loader": "give its dataset as training data; the plan decides which examples form a batch",
     "noise_multiplier": _OF_THE_PLAN,
     "target_epsilon": "it is epsilon of PrivacyPlan.solve",
@@ -42,8 +42,8 @@ _OF_OPACUS = {
     "accountant": _OF_THE_PLAN,
     "alphas": "the accountants choose their orders themselves; leave it out",
     "total_steps": "it is steps of the plan",
-    "max_physical_batch_size": "it is physical_batch_size",
-    "secure_mode": "it is secure=True of PrivateTrainer and PrivateStep",
+    "max_physical_batch_size": "it is performance=PerformanceSettings(physical_batch_size=…)",
+    "secure_mode": "it is privacy=PrivacySettings(secure=True)",
     "noise_generator": "noise is drawn from the operating system's entropy; leave it out",
     "generator": "noise is drawn from the operating system's entropy; leave it out",
     "poisson_sampling": "every batch is a Poisson sample, which is what ε is computed for; leave it out",
@@ -53,8 +53,8 @@ _OF_OPACUS = {
     "grad_sample_mode": "each layer takes its cheapest way; leave it out",
     "wrap_model": f"models are not wrapped: {_NO_CHOICE}",
     "strict": f"examples that interact are always refused: {_NO_CHOICE}",
-    "max_grad_norm": "it is an argument of PrivateTrainer and PrivateStep",
-    "clipping": "it is an argument of PrivateTrainer and PrivateStep, 'flat' or 'per-layer'",
+    "max_grad_norm": "it is privacy=PrivacySettings(max_grad_norm=…)",
+    "clipping": "it is privacy=PrivacySettings(clipping=…), 'flat' or 'per-layer'",
     "normalize_clipping": _FIXED_NORM,
     "target_unclipped_quantile": _FIXED_NORM,
     "clipbound_learning_rate": _FIXED_NORM,
@@ -65,13 +65,27 @@ _OF_OPACUS = {
 """Arguments of Opacus' PrivacyEngine, DPOptimizer and BatchMemoryManager, and what stands for them here."""
 
 
+_OF_SETTINGS = {
+    "privacy=PrivacySettings": ("secure", "seed", "public", "unit_name", "show_private_metrics", "synthetic_batch"),
+    "performance=PerformanceSettings": (
+        *("physical_batch_size", "num_workers", "loader_options", "strategy", "autocast"),
+        *("noise_history", "noise_memory_gib"),
+    ),
+    "record=RecordSettings": (
+        *("evaluate_every", "checkpoint_every", "checkpoint_minutes", "keep_checkpoints"),
+        *("diagnostics_every", "config", "show_progress"),
+    ),
+}
+"""Where options of steps and trainers are that people may pass directly."""
+
+
 def refuse_unknown(where: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Raise InputError for the first of the names ``given`` that is not ``known``.
 
     >>> refuse_unknown("PrivateTrainer", ["secure_mode"], ["secure"])
     Traceback (most recent call last):
         ...
-    dp_microadam.errors.InputError: PrivateTrainer does not take secure_mode, which is Opacus'; it is secure=True of ...
+    dp_microadam.errors.InputError: PrivateTrainer does not take secure_mode, which is Opacus'; it is privacy=...
     >>> refuse_unknown("PrivateTrainer", ["max_grad_nrom"], ["max_grad_norm"])
     Traceback (most recent call last):
         ...
@@ -84,6 +98,9 @@ def refuse_unknown(where: str, given: Iterable[str], known: Iterable[str]) -> No
         near = difflib.get_close_matches(name, known, n=1)
         if name in _OF_OPACUS:
             raise InputError(f"{where} does not take {name}, which is Opacus'; {_OF_OPACUS[name]}")
+        for settings, names in _OF_SETTINGS.items():
+            if name in names:
+                raise InputError(f"{where} does not take {name} itself; it is {settings}({name}=…)")
         hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known) or 'no keyword arguments'}"
         raise InputError(f"{where} does not take {name}; {hint}")
 

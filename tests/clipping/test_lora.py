@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from flat import flat, idle
 from torch import Tensor, nn
 
 from dp_microadam import ClippedGradients, PrivacyPlan, PrivateStep
@@ -139,8 +140,8 @@ def test_lora_on_the_fused_layer_of_gpt2_moves_b_by_the_gradients_of_the_loop(tm
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     plan = PrivacyPlan.solve(dataset_size=4, batch_size=2, epsilon=8.0, delta=1e-5, steps=3)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-    step = PrivateStep(model, next_token_loss, plan, tokens, run_dir=tmp_path / "run", max_grad_norm=1.0)
-    step.begin()
+    step = PrivateStep(model, idle(model), plan, next_token_loss, tokens, run_dir=tmp_path / "run", **flat(max_grad_norm=1.0))
+    step.account.begin()
     for _ in step:
         for name, mean in step.take().items():
             model.get_parameter(name).grad = mean

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
+from flat import flat
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, PretrainedConfig, PreTrainedModel, TrainingArguments
 from transformers.modeling_outputs import SequenceClassifierOutput
@@ -92,7 +93,7 @@ def trainer_of(folder, model, **arguments):
     }
     args = TrainingArguments(str(folder), per_device_train_batch_size=7, **{**settings, **arguments})
     data = {"train_dataset": rows(sentences(COUNT, 0)), "eval_dataset": rows(sentences(32, 1))}
-    return PrivateHFTrainer(model, args, plan=PLAN, method=sparta(model), seed=4, **data)
+    return PrivateHFTrainer(model, args, plan=PLAN, method=sparta(model), **flat(seed=4, **data))
 
 
 def train(folder, kind, seed=1):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+from flat import flat
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -54,7 +55,7 @@ def trainer_of(folder, devices, **options):
 
 
 def steps_in(folder, **options):
-    return PrivateSteps(PLAN, examples(60, 0), run_dir=folder / "run", seed=4, physical_batch_size=7, **options)
+    return PrivateSteps(PLAN, examples(60, 0), run_dir=folder / "run", **flat(seed=4, physical_batch_size=7, **options))
 
 
 def validation():

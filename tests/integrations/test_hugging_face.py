@@ -9,6 +9,7 @@ import pytest
 import torch
 import torchmetrics
 from accelerate.state import AcceleratorState
+from flat import flat
 from transformers import (
     BertForSequenceClassification,
     DataCollatorForLanguageModeling,
@@ -47,7 +48,7 @@ def make(plan, tmp_path):
         model = words() if model is None else model
         if "method" not in options:
             options.setdefault("optimizers", (torch.optim.SGD(model.parameters(), lr=0.5), None))
-        opened.append(kind(model, args, **options))
+        opened.append(kind(model, args, **flat(**options)))
         return opened[-1]
 
     yield build
@@ -64,10 +65,8 @@ def test_weights_are_those_of_our_own_trainer(make, plan, tmp_path):
         torch.optim.SGD(twin.parameters(), lr=0.5),
         plan,
         classification_loss,
-        physical_batch_size=16,
         run_dir=tmp_path / "ours",
-        seed=4,
-        show_progress=False,
+        **flat(seed=4, physical_batch_size=16, show_progress=False),
     )
     ours.fit(sentences(COUNT, 0))
     for (name, parameter), expected in zip(trainer.model.named_parameters(), twin.parameters(), strict=True):
@@ -84,10 +83,8 @@ def test_with_users_weights_are_those_of_our_own_trainer(make, plan_of_users, us
         torch.optim.SGD(twin.parameters(), lr=0.5),
         plan_of_users,
         classification_loss,
-        physical_batch_size=16,
         run_dir=tmp_path / "ours",
-        seed=4,
-        show_progress=False,
+        **flat(seed=4, physical_batch_size=16, show_progress=False),
     )
     ours.fit(sentences(COUNT, 0), users=users)
     for (name, parameter), expected in zip(trainer.model.named_parameters(), twin.parameters(), strict=True):
@@ -289,14 +286,14 @@ def test_a_method_with_phases_trains_as_in_our_own_trainer(kind, alone, tmp_path
     twin = worker.without_dropout(kind)
     method = worker.sparta(twin)
     options = {"physical_batch_size": 7, "run_dir": tmp_path / "ours", "seed": 4, "show_progress": False}
-    PrivateTrainer(twin, method, worker.PLAN, classification_loss, **options).fit(sentences(worker.COUNT, 0))
+    PrivateTrainer(twin, method, worker.PLAN, classification_loss, **flat(**options)).fit(sentences(worker.COUNT, 0))
     assert_equal(alone["weights"], twin.state_dict())
     assert dict(read_ledger(tmp_path / "ours").phases) == {"head, biases, norms": 2, "scoring": 3, "selected rows": 3}
 
 
 def test_a_method_s_state_is_in_the_checkpoint(kind, alone, tmp_path):
     assert_equal(worker.train_in_parts(tmp_path, kind), alone["weights"])
-    assert torch.load(tmp_path / "checkpoint-4" / "dp_microadam_method.pt")["totals"]
+    assert torch.load(tmp_path / "checkpoint-4" / "dp_microadam_method.pt")["extra"]["totals"]
 
 
 @pytest.mark.slow
@@ -324,7 +321,7 @@ def test_sums_with_gradient_checkpointing_and_autocast_are_those_of_single_examp
         plan=PrivacyPlan(COUNT, COUNT, noise, 1, 1e-3),
         train_dataset=rows(data),
         max_grad_norm=bound,
-        clipping_options={"autocast": precision},
+        **flat(autocast=precision),
         optimizers=(torch.optim.SGD(model.parameters(), lr=1.0), None),
         arguments={"gradient_checkpointing": True, "lr_scheduler_type": "constant"},
     )
@@ -461,7 +458,7 @@ def test_adapters_train_as_those_of_recipes_and_nothing_else_does(make, plan, tm
     twin = models.with_lora(copy.deepcopy(before), 2, **lora).train()
     start = {name: parameter.detach().clone() for name, parameter in twin.named_parameters()}
     options = {"physical_batch_size": 32, "run_dir": tmp_path / "ours", "seed": 4, "show_progress": False, "max_steps": 2}
-    PrivateTrainer(twin, methods.dp_walk(twin), plan, classification_loss, **options).fit(sentences(COUNT, 0))
+    PrivateTrainer(twin, methods.dp_walk(twin), plan, classification_loss, **flat(**options)).fit(sentences(COUNT, 0))
     moved = {name for name, parameter in twin.named_parameters() if not torch.equal(parameter, start[name])}
     assert {name.split(".")[-3] for name in moved} == {"lora_A", "lora_B", "modules_to_save"}
     for (name, parameter), expected in zip(trainer.model.named_parameters(), twin.parameters(), strict=True):
@@ -617,7 +614,7 @@ def test_dropout_stays_on_after_an_evaluation(make):
 
 def test_the_host_s_default_batch_of_eight_counts_as_not_set(make):
     def physical(**options):
-        return make(**options).private_steps._options["physical_batch_size"]
+        return make(**options).private_steps._performance.physical_batch_size
 
     assert physical() == 32
     assert physical(arguments={"per_device_train_batch_size": 16}) == 16
@@ -633,32 +630,34 @@ def test_noise_is_not_clipped_by_the_host(make):
     assert min(norms) > 0.5 * 10 / 30 * parameters**0.5  # chance of failing below 1e-12: χ² of hundreds of degrees
 
 
-def test_the_optimizer_is_that_of_dp_walk_unless_told(make):
-    ours = methods.dp_walk(words()).optimizer
-    optimizer = make(optimizers=(None, None)).create_optimizer()
-    assert type(optimizer) is type(ours)
-    for name in ("lr", "lr_unit", "beta", "eps", "weight_decay"):
-        assert optimizer.param_groups[0][name] == ours.param_groups[0][name], name
+def test_method_and_plan_are_the_default_ones_unless_told(make, plan):
+    trainer = make(optimizers=(None, None))
+    method, banded = methods.default(words(), plan)
+    assert trainer.private_steps.plan == banded
+    for name, value in method.optimizer.defaults.items():
+        assert trainer.create_optimizer().param_groups[0][name] == value, name
 
 
 @pytest.mark.slow
-def test_without_an_optimizer_weights_are_those_of_our_own_trainer_with_dp_walk(make, plan, tmp_path):
-    arguments = {"lr_scheduler_type": "constant", "weight_decay": 0.01, "per_device_train_batch_size": 16}
-    trainer = make(seed=4, optimizers=(None, None), arguments=arguments)
+def test_without_an_optimizer_weights_are_those_of_our_own_trainer(make, plan, tmp_path):
+    trainer = make(seed=4, optimizers=(None, None), arguments={"per_device_train_batch_size": 16})
     trainer.train()
     twin = words().train()
-    method = methods.dp_walk(twin, weight_decay=0.01)
+    method, banded = methods.default(twin, plan)
     options = {"physical_batch_size": 16, "run_dir": tmp_path / "ours", "seed": 4, "show_progress": False}
-    PrivateTrainer(twin, method, plan, classification_loss, **options).fit(sentences(COUNT, 0))
+    PrivateTrainer(twin, method, banded, classification_loss, **flat(**options)).fit(sentences(COUNT, 0))
     for (name, parameter), expected in zip(trainer.model.named_parameters(), twin.parameters(), strict=True):
         assert torch.equal(parameter, expected), name
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
-    [({"learning_rate": 0.01}, "learning_rate is 0.01: .* follows from the plan"), ({"adam_beta1": 0.8}, "no first moment")],
+    [
+        ({"learning_rate": 0.01}, "learning_rate is 0.01: .* follows from the plan"),
+        ({"adam_beta1": 0.8}, "has no such setting"),
+    ],
 )
-def test_settings_that_dp_walk_does_not_have_are_refused_without_an_optimizer(make, arguments, sentence):
+def test_settings_that_the_default_does_not_have_are_refused_without_an_optimizer(make, arguments, sentence):
     with pytest.raises(InputError, match=sentence):
         make(arguments=arguments, optimizers=(None, None))
     make(arguments=arguments)  # with an optimizer it is the host's business

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torchmetrics
+from flat import flat
 from lightning.pytorch.callbacks import (
     Callback,
     DeviceStatsMonitor,
@@ -24,7 +25,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from dp_microadam import InputError, PrivacyError, PrivacyPlan, PrivateTrainer, methods
+from dp_microadam import InputError, Method, PrivacyError, PrivacyPlan, PrivateTrainer, methods
 from dp_microadam.integrations.lightning import PrivateLightningModule, PrivateSteps
 from dp_microadam.ledger.ledger import read_ledger
 from dp_microadam.training.evaluation import class_loss
@@ -57,7 +58,7 @@ def make_steps(plan, train, tmp_path):
     opened = []
 
     def make(run="run", **options):
-        opened.append(PrivateSteps(options.pop("plan", plan), train, run_dir=tmp_path / run, **options))
+        opened.append(PrivateSteps(options.pop("plan", plan), train, run_dir=tmp_path / run, **flat(**options)))
         return opened[-1]
 
     yield make
@@ -85,10 +86,8 @@ def test_weights_are_those_of_our_own_trainer(make_network, make_steps, make_tra
         torch.optim.SGD(twin.parameters(), lr=0.5),
         plan,
         lambda model, batch: class_loss(model["network"], batch),
-        physical_batch_size=8,
         run_dir=tmp_path / "ours",
-        seed=4,
-        show_progress=False,
+        **flat(seed=4, physical_batch_size=8, show_progress=False),
     )
     ours.fit(train)
     for (name, parameter), expected in zip(module.network.named_parameters(), twin.parameters(), strict=True):
@@ -97,7 +96,7 @@ def test_weights_are_those_of_our_own_trainer(make_network, make_steps, make_tra
 
 def test_with_users_weights_are_those_of_our_own_trainer(make_network, make_trainer, plan_of_users, users, train, tmp_path):
     module = Classifier(make_network())
-    steps = PrivateSteps(plan_of_users, train, users=users, run_dir=tmp_path / "run", seed=4, physical_batch_size=8)
+    steps = PrivateSteps(plan_of_users, train, users=users, run_dir=tmp_path / "run", **flat(seed=4, physical_batch_size=8))
     make_trainer().fit(module, steps)
     twin = torch.nn.ModuleDict({"network": make_network()})
     ours = PrivateTrainer(
@@ -105,10 +104,8 @@ def test_with_users_weights_are_those_of_our_own_trainer(make_network, make_trai
         torch.optim.SGD(twin.parameters(), lr=0.5),
         plan_of_users,
         lambda model, batch: class_loss(model["network"], batch),
-        physical_batch_size=8,
         run_dir=tmp_path / "ours",
-        seed=4,
-        show_progress=False,
+        **flat(seed=4, physical_batch_size=8, show_progress=False),
     )
     ours.fit(train, users=users)
     for (name, parameter), expected in zip(module.network.named_parameters(), twin.parameters(), strict=True):
@@ -258,14 +255,11 @@ def test_a_method_with_phases_trains_as_in_our_own_trainer(alone, tmp_path):
     method = methods.sparta(twin, lr=0.1, keep=0.5, first_phase=0.25, scoring_epochs=1.0)
     ours = PrivateTrainer(
         twin,
-        method,
+        Method.of(method).configure(schedule=torch.optim.lr_scheduler.ExponentialLR(method.optimizer, 0.9)),
         worker.PLAN,
         lambda model, batch: class_loss(model["network"], batch),
-        schedule=torch.optim.lr_scheduler.ExponentialLR(method.optimizer, 0.9),
-        physical_batch_size=7,
         run_dir=tmp_path / "ours",
-        seed=4,
-        show_progress=False,
+        **flat(seed=4, physical_batch_size=7, show_progress=False),
     )
     ours.fit(worker.examples(60, 0))
     assert_equal(alone["weights"], twin["network"].state_dict())
@@ -275,7 +269,7 @@ def test_a_method_with_phases_trains_as_in_our_own_trainer(alone, tmp_path):
 def test_a_method_s_state_is_in_the_checkpoint(alone, tmp_path):
     assert_equal(worker.train_in_parts(tmp_path, 1), alone["weights"])
     content = torch.load(tmp_path / "saved" / "step=4.ckpt", weights_only=True)["dp_microadam"]
-    assert content["method"]["totals"]
+    assert content["method"]["extra"]["totals"]
     assert content["steps_spent"] == 4
 
 
@@ -345,7 +339,7 @@ def test_options_of_the_private_step_are_reachable(make_network, make_steps, mak
     steps = make_steps(
         augment=augment,
         clipping="per-layer",
-        clipping_options={"autocast": torch.float16},
+        **flat(autocast=torch.float16),
         max_steps=3,
         public=("the seasons",),
     )

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from flat import flat, idle
 
 from dp_microadam import InputError, PrivacyError, PrivacyPlan, PrivateStep, methods
 from dp_microadam.integrations.private_steps import PrivateSteps
@@ -19,7 +20,9 @@ def make_steps(plan, train, tmp_path):
     opened = []
 
     def make(data=train, **options):
-        opened.append(PrivateSteps(options.pop("plan", plan), data, run_dir=tmp_path / options.pop("run", "run"), **options))
+        opened.append(
+            PrivateSteps(options.pop("plan", plan), data, run_dir=tmp_path / options.pop("run", "run"), **flat(**options))
+        )
         return opened[-1]
 
     yield make
@@ -27,9 +30,13 @@ def make_steps(plan, train, tmp_path):
         steps.close()
 
 
+def started(model):
+    return model, class_loss, Method(idle(model))
+
+
 def test_no_more_steps_than_planned(make_steps, make_network, plan):
     steps = make_steps()
-    steps.begin(make_network(), class_loss)
+    steps.begin(*started(make_network()))
     taken = [steps.take() for _ in range(3) for _ in steps]  # an epoch is 4 steps
     assert taken == list(range(plan.steps))
     with pytest.raises(PrivacyError, match="all 9 steps"):
@@ -47,7 +54,7 @@ def test_an_empty_sample_is_a_step_of_pure_noise(make_steps, make_network, train
 
     model = make_network()
     steps = make_steps(plan=plan)
-    steps.begin(model, loss)
+    steps.begin(model, loss, Method(idle(model)))
     empty = 0
     for _ in range(60):
         calls.clear()
@@ -68,7 +75,7 @@ def test_what_is_iterated_over_are_step_numbers(make_steps):
 
 def test_a_run_goes_on_from_its_stamp_and_lost_steps_stay_spent(make_steps, make_network, plan):
     steps = make_steps()
-    steps.begin(make_network(), class_loss)
+    steps.begin(*started(make_network()))
     for _ in range(4):
         steps.take()
     stamp = json.loads(json.dumps(steps.stamp()))
@@ -76,19 +83,19 @@ def test_a_run_goes_on_from_its_stamp_and_lost_steps_stay_spent(make_steps, make
         steps.take()
     steps.close()
     again = make_steps()
-    again.begin(make_network(), class_loss, stamp)
+    again.begin(*started(make_network()), stamp)
     assert (again.position, again.remaining) == (6, 3)
     assert again.epsilon() == plan.epsilon_after(6)
 
 
 def test_a_run_goes_on_from_a_stamp_that_was_taken_after_it_was_closed(make_steps, make_network, plan):
     steps = make_steps()
-    steps.begin(make_network(), class_loss)
+    steps.begin(*started(make_network()))
     steps.take()
     steps.close()
     assert steps.epsilon() == plan.epsilon_after(1)
     again = make_steps()
-    again.begin(make_network(), class_loss, steps.stamp())
+    again.begin(*started(make_network()), steps.stamp())
     assert again.take() == 1
 
 
@@ -101,7 +108,7 @@ def test_a_refused_model_is_released_and_nothing_is_written(make_steps, tmp_path
     hooks = [dict(module._forward_hooks) for module in model.modules()]
     method = methods.dp_bitfit(model)
     with pytest.raises(InputError, match="example"):
-        make_steps().begin(model, class_loss, method=method)
+        make_steps().begin(model, class_loss, method)
     assert not (tmp_path / "run").exists()
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert [dict(module._forward_hooks) for module in model.modules()] == hooks
@@ -111,7 +118,7 @@ def test_an_optimizer_of_other_parameters_is_refused(make_steps, make_network, t
     model = make_network()
     for parameters, sentence in ((make_network().parameters(), "not the model's"), (model[0].parameters(), "does not hold")):
         with pytest.raises(InputError, match=sentence):
-            make_steps().begin(model, class_loss, method=Method(torch.optim.SGD(parameters)))
+            make_steps().begin(model, class_loss, Method(torch.optim.SGD(parameters)))
     assert not (tmp_path / "run").exists()
 
 
@@ -127,7 +134,7 @@ def test_an_optimizer_that_anyone_steps_follows_the_method_until_the_run_is_clos
     model = make_network()
     method = methods.sparta(model, lr=0.1, first_phase=0.2, scoring_epochs=0.5)
     steps = make_steps()
-    steps.begin(model, class_loss, method=method)
+    steps.begin(model, class_loss, method)
     phases, moved = [], []
     while steps.remaining:
         before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -144,7 +151,7 @@ def test_an_optimizer_that_anyone_steps_follows_the_method_until_the_run_is_clos
 
 def test_the_statement_is_there_from_the_beginning_and_at_the_end(make_steps, make_network, plan, tmp_path):
     steps = make_steps()
-    steps.begin(make_network(), class_loss)
+    steps.begin(*started(make_network()))
     assert json.loads((tmp_path / "run" / "privacy.json").read_text())["steps_done"] == 0
     for _ in range(plan.steps):
         steps.take()
@@ -157,7 +164,7 @@ def test_the_statement_is_there_from_the_beginning_and_at_the_end(make_steps, ma
 
 def test_a_seeded_run_is_stamped_not_private(make_steps, make_network, tmp_path):
     steps = make_steps(seed=1)
-    steps.begin(make_network(), class_loss)
+    steps.begin(*started(make_network()))
     steps.close()
     assert (tmp_path / "run" / "privacy.txt").read_text().startswith("NOT PRIVATE")
 
@@ -169,7 +176,7 @@ def test_a_host_s_seed_does_not_repeat_samples_noise_or_dropout(make_steps, make
         model = make_network()
         torch.manual_seed(0)
         steps = make_steps(run=run)
-        steps.begin(model, class_loss)
+        steps.begin(model, class_loss, Method(idle(model)))
         steps.take()
         gradients.append(model[0].weight.grad)
     assert not torch.equal(*gradients)
@@ -182,7 +189,7 @@ def test_a_hook_on_a_parameter_sees_no_gradient_without_noise(make_steps, make_n
         parameter.register_hook(seen.append)
         parameter.register_post_accumulate_grad_hook(seen.append)
     steps = make_steps()
-    steps.begin(model, class_loss)
+    steps.begin(model, class_loss, Method(idle(model)))
     seen.clear()  # the independence check runs on synthetic examples
     steps.take()
     assert not seen
@@ -209,14 +216,14 @@ def test_a_plan_with_bands_is_all_that_correlated_noise_needs(make_steps, make_n
     """The loop of a host takes the steps of our own with the same plan and seed, and its ledger says the groups."""
     banded = PrivacyPlan(120, 10, 1.0, 9, 1e-3, bands=4)
     steps, model = make_steps(plan=banded, seed=5), make_network()
-    steps.begin(model, class_loss)
+    steps.begin(model, class_loss, Method(idle(model)))
     found = []
     for _ in steps:
         steps.take()
         found.append(model[0].weight.grad.clone())
-    own, other = PrivateStep(make_network(), class_loss, banded, steps._train, run_dir=steps.run_dir / "own", seed=5), []
-    for _ in own:
-        other.append(own.take()["0.weight"])
+    again = make_network()
+    own = PrivateStep(again, idle(again), banded, class_loss, steps._train, run_dir=steps.run_dir / "own", **flat(seed=5))
+    other = [gradients["0.weight"] for gradients in own]
     own.close()
     assert all(torch.equal(one, two) for one, two in zip(found, other, strict=True))
     assert read_ledger(steps.run_dir).spent[0].bands == 4
@@ -227,7 +234,7 @@ def test_with_bands_every_session_counts_by_itself(make_steps, make_network):
     banded, state = PrivacyPlan(120, 10, 1.0, 12, 1e-3, bands=4), None
     for session in range(3):
         steps = make_steps(plan=banded)
-        steps.begin(make_network(), class_loss, state)
+        steps.begin(*started(make_network()), state)
         steps.take()
         state = steps.stamp()
         assert steps.epsilon() == read_ledger(steps.run_dir).epsilon() == banded.epsilon_after(4 * session + 1)

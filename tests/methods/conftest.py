@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from flat import flat
 from torch import nn
 
 from dp_microadam import PrivacyPlan, PrivateTrainer
@@ -96,14 +97,9 @@ def hand():
             method,
             plan,
             half_squared_error,
-            private=private,
-            max_grad_norm=BOUND,
-            physical_batch_size=EXAMPLES,
-            seed=SEED,
             run_dir=run_dir,
-            show_progress=False,
             callbacks=callbacks,
-            **options,
+            **flat(max_grad_norm=BOUND, physical_batch_size=EXAMPLES, seed=SEED, show_progress=False, **options),
         )
         return SimpleNamespace(trainer=trainer, model=model, method=method, data=examples())
 

@@ -120,7 +120,7 @@ def test_dp_threshold_up_to_its_rounding(check, private):
                 problem.weights[name] -= LR * gathered
 
     def make(model):
-        return build("dp-threshold", model, LR, {"threshold": 1e-7}, "absolute")
+        return build("dp-threshold", model, {"threshold": 1e-7}, lr=LR)
 
     check(make, by_hand, steps=4, private=private, tolerance=2e-6)
 
@@ -330,7 +330,7 @@ def test_microadam_at_full_density_with_a_long_exact_window_is_adam(hand, tmp_pa
     options = {"density": 1.0, "window": 20, "quantize": False}
 
     def make(model):
-        return build("dp-microadam", model, LR, options, "absolute")
+        return build("dp-microadam", model, options, lr=LR)
 
     ours = hand.train(make, tmp_path / "ours", steps=12, private=private)
     adam = hand.train(lambda model: dp_adam(model, lr=LR), tmp_path / "adam", steps=12, private=private)

@@ -15,8 +15,8 @@ from dp_microadam.workbench.recipes.recipe import Recipe
 STP = "scale-then-privatize"
 VARIANTS = {
     # name: method, options on the tiny problem, and for training: more options and a learning rate for 200 steps
-    "dp-walk": ("dp-walk", {}, {}, 1.5),
-    "dp-threshold": ("dp-threshold", {}, {}, 1.5),
+    "dp-walk": ("dp-walk", {}, {}, None),
+    "dp-threshold": ("dp-threshold", {}, {}, None),
     "dp-microadam": ("dp-microadam", {}, {}, 3e-3),
     "dense error": ("dp-microadam", {"quantize": False}, {}, 3e-3),
     "no error feedback": ("dp-microadam", {"error_feedback": False}, {}, 3e-3),
@@ -80,7 +80,7 @@ def wired(variant, hand):
     method, options, _, _ = VARIANTS[variant]
     if "public" in options:
         options = {**options, "public": PublicExamples(hand.examples(5, seed=9), hand.half_squared_error, batch_size=2)}
-    return lambda model: build(method, model, 0.05, options)
+    return lambda model: build(method, model, options, lr=0.05)
 
 
 def test_every_method_is_here():

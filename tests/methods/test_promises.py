@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from flat import flat as settings
 from torch import nn
 
 from dp_microadam import ClippedGradients, PrivacyPlan, PrivateTrainer
@@ -95,14 +96,14 @@ def test_selection_sees_only_noisy_scores(hand, tmp_path, scores):
         with torch.no_grad():
             run.model[1].weight.zero_()
             run.model[1].bias.zero_()
-        run.trainer.step._randomness = type(run.trainer.step._randomness).seeded(seed)
-        run.trainer.step._mechanism._randomness = run.trainer.step._randomness
+        run.trainer.step.randomness = type(run.trainer.step.randomness).seeded(seed)
+        run.trainer.step.mechanism._randomness = run.trainer.step.randomness
         received = keep_received(run)
         run.trainer.fit((run.data[0], torch.zeros(8).double()))
         answers = [means["0.weight"] for phase, means in received if phase == SCORING]
         assert len(answers) == 2
         noise = [
-            run.trainer.step._randomness.normals("noise 0.weight", step, answers[0].numel(), torch.float64) for step in (0, 1)
+            run.trainer.step.randomness.normals("noise 0.weight", step, answers[0].numel(), torch.float64) for step in (0, 1)
         ]
         for answer, drawn in zip(answers, noise, strict=True):
             torch.testing.assert_close(answer.flatten(), drawn * 0.8 * 0.6 / 4)
@@ -146,8 +147,10 @@ def test_scoring_moves_no_weight(hand, tmp_path):
         tmp_path / "run",
         steps=10,
         callbacks=[
-            lambda report: states.append(flat({n: p.detach().clone() for n, p in run.model.named_parameters()})),
-            lambda report: rates.append(report.learning_rate),
+            lambda report: (
+                states.append(flat({n: p.detach().clone() for n, p in run.model.named_parameters()})) if report.step else None
+            ),
+            lambda report: rates.append(report.learning_rate) if report.step else None,
         ],
     )
     run.trainer.fit(run.data)
@@ -188,8 +191,8 @@ def test_a_crash_costs_the_last_phase_its_steps_and_never_the_scores(hand, tmp_p
     second = hand.train(make, tmp_path / "run", steps=10, checkpoint_every=100)
     second.trainer.resume()
     for _ in range(3):  # a process that recorded three steps and was killed before its next checkpoint
-        second.trainer.step._ledger.record_step("head, biases, norms")
-    second.trainer.step._ledger.close()
+        second.trainer.step.account._ledger.record_step("head, biases, norms")
+    second.trainer.step.account._ledger.close()
     third = hand.train(make, tmp_path / "run", steps=10)
     received = keep_received(third)
     third.trainer.resume()
@@ -230,13 +233,13 @@ def test_no_activation_is_kept_for_frozen_weights(tmp_path, method, kept):
         alive.append([references[layer]() is not None for layer in (model[2], model[4], model[6])])
         return losses
 
-    wired = build(method, model, 0.1, {})
+    wired = build(method, model, {}, lr=0.1)
     plan = PrivacyPlan(20, 10, 1.0, 2, 1e-2)
-    trainer = PrivateTrainer(model, wired, plan, loss, run_dir=tmp_path / "run", show_progress=False)
+    trainer = PrivateTrainer(model, wired, plan, loss, run_dir=tmp_path / "run", **settings(show_progress=False))
     data = torch.randn(20, 4)
     trainer.step.attach(data)
     alive.clear()
-    trainer.step._engines.current.accumulate(data)
+    trainer.step.clip._engine.accumulate(data)
     assert alive == [kept]
 
 

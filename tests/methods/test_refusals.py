@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from flat import flat
 from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
@@ -14,7 +15,6 @@ from dp_microadam.methods import PublicExamples, dp_bitfit, dp_sgd, scale_then_p
 from dp_microadam.methods.registry import build, refuse_bad_options
 from dp_microadam.workbench.command_line.cli import main
 from dp_microadam.workbench.recipes.recipe import Recipe
-from dp_microadam.workbench.recipes.recipe_files import load_recipe
 
 NETWORK = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
 PUBLIC = PublicExamples(torch.zeros(1, 2), lambda model, batch: model(batch).sum(1))
@@ -115,12 +115,7 @@ def test_public_examples_that_are_training_examples_are_refused_by_the_trainer(k
         return model(batch[0] if isinstance(batch, tuple | list) else batch).sum(1)
 
     trainer = PrivateTrainer(
-        model,
-        method,
-        PrivacyPlan(count, 10, 1.0, 2, 1e-2),
-        loss,
-        run_dir=tmp_path / "run",
-        show_progress=False,
+        model, method, PrivacyPlan(count, 10, 1.0, 2, 1e-2), loss, run_dir=tmp_path / "run", **flat(show_progress=False)
     )
     with pytest.raises(InputError, match="public examples must be held out of training"):
         trainer.fit(train)
@@ -143,9 +138,9 @@ def test_neighbouring_slices_of_one_tensor_are_no_overlap(tmp_path):
     loss = lambda model, batch: model(batch).square().sum(1)  # noqa: E731
     method = scale_then_privatize(model, lr=0.1, source="public", public=PublicExamples(inputs[:5], loss))
     plan = PrivacyPlan(15, 10, 1.0, 2, 1e-2)
-    trainer = PrivateTrainer(model, method, plan, loss, run_dir=tmp_path / "run", show_progress=False)
+    trainer = PrivateTrainer(model, method, plan, loss, run_dir=tmp_path / "run", **flat(show_progress=False))
     assert trainer.fit(inputs[5:]).finished
-    assert any("public examples" in item for item in trainer.step._settings().public)
+    assert any("public examples" in item for item in trainer.step.account._settings().public)
 
 
 def test_a_model_without_biases_is_refused_by_bitfit():
@@ -189,14 +184,9 @@ def test_options_of_another_optimizer_are_refused():
     with pytest.raises(InputError, match=r"methods.dp_sgd does not take density"):
         dp_sgd(NETWORK, density=0.1)
     with pytest.raises(InputError, match=r"adam does not take density"):
-        build("scale-then-privatize", NETWORK, 0.1, {"density": 0.1})
+        build("scale-then-privatize", NETWORK, {"density": 0.1}, lr=0.1)
     with pytest.raises(InputError, match="method is 'dp-lion'; it must be one of 'dp-threshold'"):
-        build("dp-lion", NETWORK, 0.1, {})
-
-
-def test_the_old_name_of_the_base_optimizer_still_works():
-    old = load_recipe("demo", ["method=dp-bitfit", "optimizer.behind=adamw"])
-    assert old.optimizer == {"base_optimizer": "adamw"}
+        build("dp-lion", NETWORK, {}, lr=0.1)
 
 
 def test_every_ablation_that_the_documentation_lists_is_taken_by_a_recipe():
@@ -207,4 +197,6 @@ def test_every_ablation_that_the_documentation_lists_is_taken_by_a_recipe():
         options = tomllib.loads("\n".join(re.findall(r"`(\w+ = [^`]+)`", cell)))
         base = {"name": "x", "data": "digits", "model": "mlp", "epsilon": 8.0, "steps": 12, "batch_size": 64}
         recipe = Recipe(**base, method="dp-microadam", optimizer=options)
-        refuse_bad_options(recipe.algorithm, recipe.resolved_learning_rate, recipe.optimizer, recipe.resolved_lr_unit)
+        refuse_bad_options(
+            recipe.algorithm, recipe.optimizer, lr=recipe.resolved_learning_rate, distance=recipe.resolved_distance
+        )

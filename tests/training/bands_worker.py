@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from flat import flat, idle
 from torch import distributed as dist
 from torch import nn
 
@@ -44,11 +45,10 @@ def published(folder, loss, ranks, *, width=1, plan=PLAN, **options):
         loss,
         run_dir=folder,
         ranks=ranks,
-        show_progress=False,
-        **options,
+        **flat(show_progress=False, **options),
     )
     weights = [model.weight.detach().clone()]
-    trainer.callbacks = (lambda report: weights.append(model.weight.detach().clone()),)
+    trainer.callbacks = (lambda report: weights.append(model.weight.detach().clone()) if report.step else None,)
     trainer.fit(torch.eye(EXAMPLES, dtype=torch.float64))
     return torch.stack([(before - after).flatten() for before, after in pairwise(weights)])
 
@@ -73,9 +73,10 @@ def after_a_failure(folder, ranks):
 
     model = rows(500)
     plan = PrivacyPlan(EXAMPLES, 10, 1.5, STEPS, 1e-2, bands=BANDS)  # 4·10 of 41: nearly every example of a group
-    step = PrivateStep(model, loss, plan, torch.eye(EXAMPLES, dtype=torch.float64), run_dir=folder, ranks=ranks)
+    step = PrivateStep(model, idle(model), plan, loss, torch.eye(EXAMPLES, dtype=torch.float64), run_dir=folder, ranks=ranks)
     found = []
-    for index in step:
+    step.account.begin()
+    for index in range(plan.steps):
         failing[:] = [True] if index == 5 else []
         try:
             found.append(step.take()["weight"].flatten() * plan.batch_size / plan.noise_multiplier)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
+from flat import flat
 from torch import distributed as dist
 from torch import nn
 
@@ -29,7 +30,7 @@ def trainer(folder, ranks, *, observe, plan=PLAN, loss=loss, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer.register_step_pre_hook(lambda *_: observe(model.weight.grad.flatten().clone()))
     options = {"show_progress": False, "physical_batch_size": 4, **options}
-    return PrivateTrainer(model, optimizer, plan, loss, run_dir=folder, ranks=ranks, **options)
+    return PrivateTrainer(model, optimizer, plan, loss, run_dir=folder, ranks=ranks, **flat(**options))
 
 
 def who_took_part(folder, ranks, **options):

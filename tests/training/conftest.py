@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from flat import flat
 
-from dp_microadam import MicroAdam, PrivacyPlan
+from dp_microadam import Method, MicroAdam, PrivacyPlan
 from dp_microadam.training.evaluation import class_hits, class_loss
 from dp_microadam.training.trainer import PrivateTrainer
 from dp_microadam.workbench import data as sources
@@ -29,15 +30,17 @@ def make_trainer(digits, tmp_path):
         plan = plan or PrivacyPlan.solve(
             dataset_size=len(digits.train[1]), batch_size=batch_size, delta=1e-5, noise_multiplier=1.0, steps=steps
         )
-        options = {"show_progress": False, "physical_batch_size": 32, "per_example_accuracy": class_hits, **options}
+        options = {"show_progress": False, "physical_batch_size": 32, "accuracy": class_hits, **options}
+        method = Method.of(optimizer(model.parameters()) if optimizer else MicroAdam(model.parameters(), lr=1e-2))
+        method.configure(schedule=options.pop("schedule", None), average=options.pop("average", None))
         options.setdefault("run_dir", Path(tmp_path) / run)
         return PrivateTrainer(
             model,
-            optimizer(model.parameters()) if optimizer else MicroAdam(model.parameters(), lr=1e-2),
+            method,
             plan,
             class_loss,
             prepare=Preparation(digits),
-            **options,
+            **flat(**options),
         )
 
     return make

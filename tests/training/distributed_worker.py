@@ -13,11 +13,12 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from flat import flat, idle
 from torch import distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
-from dp_microadam import ClippedGradients, DPMicroAdamError, MicroAdam, PrivacyPlan, PrivateStep, methods
+from dp_microadam import ClippedGradients, DPMicroAdamError, Method, MicroAdam, PrivacyPlan, PrivateStep, methods
 from dp_microadam.ledger.ledger import read_ledger
 from dp_microadam.training import distributed
 from dp_microadam.training.distributed import Ranks
@@ -52,7 +53,8 @@ def trainer_of(run_dir, model=None, optimizer=None, *, ranks=None, **options):
     kind = options.pop("kind", PrivateTrainer)
     options = {"show_progress": False, "physical_batch_size": 5, "max_grad_norm": 0.8, **options}
     loss = options.pop("loss", class_loss)
-    return kind(model, optimizer, plan, loss, run_dir=run_dir, ranks=ranks, **options)
+    method = Method.of(optimizer).configure(average=options.pop("average", None))
+    return kind(model, method, plan, loss, run_dir=run_dir, ranks=ranks, **flat(**options))
 
 
 METHODS = {
@@ -76,11 +78,11 @@ def resumed_with_bands(folder, ranks):
     """ε, the last step and the sessions on this rank, after one step in each of two sessions."""
     plan, state = PrivacyPlan(EXAMPLES, 8, 1.0, 8, 1e-2, bands=4), None
     for _ in range(2):
-        step = PrivateStep(network(), class_loss, plan, problem(), run_dir=folder / "bands")
-        step.begin() if state is None else step.load_state_dict(state)
+        step = PrivateStep(model := network(), idle(model), plan, class_loss, problem(), run_dir=folder / "bands")
+        step.account.begin() if state is None else step.load_state_dict(state)
         step.take()
         state = step.state_dict()
-        found = step.epsilon(), step.last_step, step.resumed_at
+        found = step.epsilon(), step.account.last_step, step.account.resumed_at
         step.close()
     return found
 
@@ -94,7 +96,7 @@ def seeded_run(folder, name, ranks=None):
     """Weights and their average after 20 seeded steps."""
     model = network()
     method = METHODS[name](model)
-    trainer = trainer_of(folder / name, model, method, seed=3, ema_decay=0.9, ranks=ranks)
+    trainer = trainer_of(folder / name, model, method, seed=3, average=0.9, ranks=ranks)
     trainer.fit(problem())
     return {**model.state_dict(), **{f"average {name}": value for name, value in trainer.average.state_dict().items()}}
 
@@ -119,7 +121,8 @@ class Watched(PrivateTrainer):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.sent, self.recorded, self.drawn = [], [], []
-        sums, add_noise, fill_normals = self.step._sums, self.step._mechanism.add_noise, self.step._randomness.fill_normals
+        step = self.step
+        sums, add_noise, fill_normals = step._sampled_and_clipped, step.mechanism.add_noise, step.randomness.fill_normals
 
         def watched_sums(index):
             self.recorded.append(read_ledger(self.record.path).steps)
@@ -134,8 +137,8 @@ class Watched(PrivateTrainer):
             self.drawn.append(sum(map(len, parts.values())))
             fill_normals(parts, step)
 
-        self.step._randomness.fill_normals = watched_normals
-        self.step._sums, self.step._mechanism.add_noise = watched_sums, watched_noise
+        step.randomness.fill_normals = watched_normals
+        step._sampled_and_clipped, step.mechanism.add_noise = watched_sums, watched_noise
 
 
 def noise_of_two_steps(folder, ranks, secure):
@@ -318,9 +321,9 @@ def slices_that_leave_a_gap(folder, ranks):
     """The last rank adds no noise to the first coordinate of its slice: what is said, and whether any weight moved."""
     model = network()
     trainer = trainer_of(folder / "gap", model)
-    own = trainer.step._mechanism._noise_slice
+    own = trainer.step.mechanism._noise_slice
     if ranks.rank == ranks.world_size - 1:
-        trainer.step._mechanism._noise_slice = lambda count: own(count)[1:]
+        trainer.step.mechanism._noise_slice = lambda count: own(count)[1:]
     before = flattened(network().state_dict())
     return outcome(lambda: trainer.fit(problem())), torch.equal(flattened(model.state_dict()), before)
 
@@ -358,7 +361,7 @@ def micro_adam_from_different_starts(folder, ranks):
     """Weights, rounding and data order would differ, were they not taken from rank 0."""
     model = network(seed=100 + ranks.rank)
     optimizer = MicroAdam(model.parameters(), lr=0.05, density=0.2)
-    trainer = trainer_of(folder / "micro", model, optimizer, ema_decay=0.5)
+    trainer = trainer_of(folder / "micro", model, optimizer, average=0.5)
     metrics = trainer.fit(problem(), validation=problem(7)).metrics
     return {"weights": model.state_dict(), "average": trainer.average.state_dict(), "metrics": metrics}
 
@@ -381,9 +384,7 @@ def without_privacy(folder, ranks=None):
     from dp_microadam.training.trainer import UnprotectedPlan
 
     model = network()
-    trainer_of(folder / "unprotected", model, plan=UnprotectedPlan(EXAMPLES, 16, 5), private=False, seed=3, ranks=ranks).fit(
-        problem()
-    )
+    trainer_of(folder / "unprotected", model, plan=UnprotectedPlan(EXAMPLES, 16, 5), seed=3, ranks=ranks).fit(problem())
     return model.state_dict()
 
 

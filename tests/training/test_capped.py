@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from flat import flat
 from torch import nn
 
 from dp_microadam import PrivateTrainer
+from dp_microadam.plan.unprotected import UnprotectedPlan
 from dp_microadam.training.distributed import Ranks
-from dp_microadam.training.plain_step import UnprotectedPlan
 
 WORKER = Path(__file__).with_name("capped_worker.py")
 _spec = importlib.util.spec_from_file_location("capped_worker", WORKER)
@@ -40,9 +41,7 @@ def test_an_unprotected_run_keeps_to_the_cap_too(tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer.register_step_pre_hook(lambda *_: seen.append(model.weight.grad.flatten().clone()))
     plan = UnprotectedPlan(worker.SIZE, 12, 16, max_batch_size=worker.CAP)
-    trainer = PrivateTrainer(
-        model, optimizer, plan, worker.loss, run_dir=tmp_path / "run", private=False, show_progress=False, seed=3
-    )
+    trainer = PrivateTrainer(model, optimizer, plan, worker.loss, run_dir=tmp_path / "run", **flat(seed=3, show_progress=False))
     trainer.fit(torch.eye(worker.SIZE, dtype=torch.float64))
     sizes = (torch.stack(seen) * 12 / 10).round().sum(1)
     assert sizes.max() == worker.CAP

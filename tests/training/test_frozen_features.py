@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from flat import flat
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
@@ -49,7 +50,7 @@ def trained(folder: Path, model: nn.Module, measure: Callable, train: Any, valid
     plan = PrivacyPlan.solve(dataset_size=EXAMPLES, batch_size=20, epsilon=8.0, delta=1e-4, steps=12)
     optimizer = torch.optim.Adam(model.head.parameters(), lr=0.05)
     trainer = PrivateTrainer(
-        model, optimizer, plan, measure, physical_batch_size=8, run_dir=folder, seed=3, show_progress=False, **options
+        model, optimizer, plan, measure, run_dir=folder, **flat(seed=3, physical_batch_size=8, show_progress=False, **options)
     )
     return trainer.fit(train, validation).metrics
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from flat import flat
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
@@ -52,7 +53,7 @@ def fit(tmp_path):
         model = nn.Linear(4, 3)
         plan = PrivacyPlan.solve(dataset_size=40, batch_size=10, delta=1e-3, noise_multiplier=1.0, steps=4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        trainer = PrivateTrainer(model, optimizer, plan, loss, run_dir=tmp_path / "run", show_progress=False, **options)
+        trainer = PrivateTrainer(model, optimizer, plan, loss, run_dir=tmp_path / "run", **flat(show_progress=False, **options))
         return trainer.fit(train, validation)
 
     yield fitted
@@ -89,7 +90,7 @@ WRONG_MEASURES = {
 def test_validation_is_tried_on_one_batch_before_the_first_step(fit, kind):
     measure, sentence = WRONG_MEASURES[kind]
     with pytest.raises(InputError, match=sentence):
-        fit(validation=(torch.rand(20, 4), torch.arange(20) % 3), per_example_accuracy=measure)
+        fit(validation=(torch.rand(20, 4), torch.arange(20) % 3), accuracy=measure)
 
 
 @pytest.mark.parametrize("norm", [[1.0, 2.0], torch.ones(2), "1", True])

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from flat import flat
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from dp_microadam import ClippedGradients, InputError, MicroAdam, PrivacyError, PrivacyPlan, PrivateTrainer
+from dp_microadam import ClippedGradients, InputError, Method, MicroAdam, PrivacyError, PrivacyPlan, PrivateTrainer
 
 EXAMPLES, LONGEST = 40, 8
 
@@ -50,7 +51,8 @@ def trainer_of(tmp_path):
         model = network() if model is None else model
         optimizer = MicroAdam(model.parameters()) if optimizer is None else optimizer
         plan, run = PrivacyPlan(EXAMPLES, 10, 1.0, 3, 1e-3), tmp_path / "run"
-        return PrivateTrainer(model, optimizer, plan, per_example_loss, run_dir=run, show_progress=False, **options)
+        method = Method.of(optimizer).configure(schedule=options.pop("schedule", None))
+        return PrivateTrainer(model, method, plan, per_example_loss, run_dir=run, **flat(show_progress=False, **options))
 
     return make
 

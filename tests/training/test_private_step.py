@@ -16,6 +16,7 @@ from threading import Thread
 import numpy as np
 import pytest
 import torch
+from flat import flat, idle
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
@@ -23,7 +24,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 from dp_microadam import InputError, PrivacyError, PrivacyPlan, PrivateStep, Randomness, methods
 from dp_microadam.clipping.per_example import clipped_sum
 from dp_microadam.ledger.ledger import read_ledger
-from dp_microadam.training.plain_step import PlainStep, UnprotectedPlan
+from dp_microadam.plan.unprotected import UnprotectedPlan
 from dp_microadam.training.withheld import withheld
 from dp_microadam.validation import require_positive
 
@@ -54,15 +55,17 @@ def make(tmp_path):
     """Builds a step on the examples; keyword arguments go to the step, except those named here."""
     opened = []
 
-    def build(*, kind=PrivateStep, model=None, plan=None, data=None, run="run", per_example_loss=loss, **options):
+    def build(*, model=None, method=None, plan=None, data=None, run="run", per_example_loss=loss, **options):
         options.setdefault("physical_batch_size", 8)
-        step = kind(
-            model or network(),
-            per_example_loss,
+        model = model or network()
+        step = PrivateStep(
+            model,
+            method or idle(model),
             plan or plan_of(),
+            per_example_loss,
             examples() if data is None else data,
             run_dir=tmp_path / run,
-            **options,
+            **flat(**options),
         )
         opened.append(step)
         return step
@@ -106,7 +109,7 @@ def assert_means(means, model, bound, tolerance=6.0):
 
 def test_a_step_is_the_clipped_sum_with_noise_over_the_expected_batch(make):
     step = make(**whole_batch())
-    step.begin()
+    step.account.begin()
     assert_means(step.take(), step.model, 1e-6)
 
 
@@ -121,12 +124,12 @@ def test_sums_start_at_zero_whatever_happened_before(make):
     data = Rows()
     step = make(data=data, **whole_batch())
     data.read = read
-    step.begin()
+    step.account.begin()
     with pytest.raises(PrivacyError, match="could not be processed"):
         step.take()
     failing[0] = False
     assert_means(step.take(), step.model, 1e-6)
-    assert read_ledger(step.run_dir).steps == step.position == 2
+    assert read_ledger(step.account.run_dir).steps == step.position == 2
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -140,7 +143,7 @@ def test_no_example_of_a_step_is_read_before_that_step_is_recorded(make, tmp_pat
     step = make(data=Rows(read), num_workers=num_workers, **whole_batch())
     seen.unlink()  # what the independence check took the shapes of
     for _ in step:
-        step.take()
+        pass
     recorded = [int(line) for line in seen.read_text().split()]
     assert recorded == [number for number in (1, 2, 3, 4) for _ in range(EXAMPLES)]
 
@@ -149,7 +152,7 @@ def test_no_example_of_a_step_is_read_before_that_step_is_recorded(make, tmp_pat
 def test_nothing_leaves_a_step_before_the_ledger_is_on_the_disk(make, monkeypatch, fails):
     """The file is synced while gradients are computed; neither means nor an error get out before."""
     step = make()
-    step.begin()
+    step.account.begin()
     begun, go_on, real = threading.Event(), threading.Event(), os.fsync
 
     def slow(file):
@@ -158,7 +161,7 @@ def test_nothing_leaves_a_step_before_the_ledger_is_on_the_disk(make, monkeypatc
         real(file)
 
     if fails:
-        monkeypatch.setattr(step._engines.current, "_loss", lambda model, batch: 1 / 0)
+        monkeypatch.setattr(step.clip._engine, "_loss", lambda model, batch: 1 / 0)
     monkeypatch.setattr(os, "fsync", slow)
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(step.take)
@@ -170,9 +173,9 @@ def test_nothing_leaves_a_step_before_the_ledger_is_on_the_disk(make, monkeypatc
 
 def test_other_processes_hear_of_a_failure_only_when_the_ledger_is_on_the_disk(make, monkeypatch):
     step = make()
-    step.begin()
+    step.account.begin()
     real, heard = os.fsync, []
-    wait_until_synced, awaited = step._ledger.wait_until_synced, threading.Event()
+    wait_until_synced, awaited = step.account._ledger.wait_until_synced, threading.Event()
 
     def slow(file):
         assert awaited.wait(60)  # until then the record is not on the disk
@@ -187,12 +190,12 @@ def test_other_processes_hear_of_a_failure_only_when_the_ledger_is_on_the_disk(m
         try:
             yield
         except Exception:
-            heard.append(step._ledger._syncing)
+            heard.append(step.account._ledger._syncing)
             raise
 
-    monkeypatch.setattr(step._engines.current, "_loss", lambda model, batch: 1 / 0)
+    monkeypatch.setattr(step.clip._engine, "_loss", lambda model, batch: 1 / 0)
     monkeypatch.setattr(os, "fsync", slow)
-    monkeypatch.setattr(step._ledger, "wait_until_synced", waiting)
+    monkeypatch.setattr(step.account._ledger, "wait_until_synced", waiting)
     monkeypatch.setattr(step.ranks, "together", together)
     with pytest.raises(PrivacyError, match="ZeroDivisionError"):
         step.take()
@@ -201,7 +204,7 @@ def test_other_processes_hear_of_a_failure_only_when_the_ledger_is_on_the_disk(m
 
 def test_a_step_whose_record_cannot_be_synced_gives_nothing(make, monkeypatch):
     step = make()
-    step.begin()
+    step.account.begin()
 
     def full(file):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -231,7 +234,7 @@ def test_a_message_that_is_withheld_says_at_which_stage_and_how_to_see_it(make, 
         per_example_loss=(lambda model, batch: fail(loss(model, batch))) if "loss" in stage else loss,
         **whole_batch(),
     )
-    step.begin()
+    step.account.begin()
     failing.append(True)
     with pytest.raises(PrivacyError, match=rf"\(ValueError\) while {stage}.* withheld; to see it, .*made-up") as caught:
         step.take()
@@ -262,7 +265,7 @@ def test_this_library_s_own_errors_show_no_text_that_a_loss_gave_them(make, part
 
     of_part = {"per_example_loss": lambda model, batch: fail(loss(model, batch))} if part == "loss" else {"prepare": fail}
     step = make(**of_part, **whole_batch())
-    step.begin()
+    step.account.begin()
     armed.append(True)
     with pytest.raises(PrivacyError, match=r"could not be processed \((Input|Privacy)Error\)") as caught:
         step.take()
@@ -271,11 +274,11 @@ def test_this_library_s_own_errors_show_no_text_that_a_loss_gave_them(make, part
 
 def test_a_loop_of_one_s_own_is_resumed_from_its_checkpoint(make, tmp_path):
     def loop(step, method, stop):
-        for _ in step:
+        for gradients in step:
+            method.update(step.model, gradients)
             if step.position == stop:
                 break
-            method.apply(step.model, step.take())
-        return {"model": step.model.state_dict(), "optimizer": method.optimizer.state_dict(), "step": step.state_dict()}
+        return {"model": step.model.state_dict(), "method": method.state_dict(), "step": step.state_dict()}
 
     def parts(run, **options):
         model = network()
@@ -290,32 +293,32 @@ def test_a_loop_of_one_s_own_is_resumed_from_its_checkpoint(make, tmp_path):
     second, method = parts("parts")
     saved = torch.load(tmp_path / "saved.pt")
     second.model.load_state_dict(saved["model"])
-    method.optimizer.load_state_dict(saved["optimizer"])
+    method.load_state_dict(saved["method"])
     second.load_state_dict(saved["step"])
     found = loop(second, method, None)
     assert all(torch.equal(found["model"][name], value) for name, value in reached["model"].items())
-    assert read_ledger(second.run_dir).steps == 6
+    assert read_ledger(second.account.run_dir).steps == 6
     second.write_privacy()
-    assert json.loads((second.run_dir / "privacy.json").read_text())["steps_done"] == 6
+    assert json.loads((second.account.run_dir / "privacy.json").read_text())["steps_done"] == 6
 
 
 def test_steps_lost_after_a_checkpoint_stay_spent(make):
     first = make()
-    first.begin()
+    first.account.begin()
     first.take()
     saved = first.state_dict()
     first.take()
     first.close()
     second = make()
     second.load_state_dict(saved)
-    assert (second.position, second.updates, second.remaining) == (2, 1, 4)
+    assert (second.position, second.account.updates, second.account.remaining) == (2, 1, 4)
     assert second.epsilon() == pytest.approx(plan_of().epsilon_after(2))
 
 
 def test_a_checkpoint_of_another_run_is_refused(make):
     first, other = make(), make(run="other")
-    first.begin()
-    other.begin()
+    first.account.begin()
+    other.account.begin()
     first.take()
     saved = first.state_dict()
     other.close()
@@ -324,46 +327,47 @@ def test_a_checkpoint_of_another_run_is_refused(make):
 
 
 def test_a_step_without_a_folder_is_refused_by_its_own_name():
-    with pytest.raises(InputError, match="run_dir is missing; PrivateStep writes"):
-        PrivateStep(nn.Linear(2, 2), loss, plan_of())
+    with pytest.raises(InputError, match="run_dir is missing; the ledger"):
+        PrivateStep(nn.Linear(2, 2), idle(nn.Linear(2, 2)), plan_of(), loss)
 
 
 def test_a_folder_with_a_ledger_is_not_begun_again(make):
-    make().begin()
+    make().account.begin()
     with pytest.raises(InputError, match="has a ledger already"):
-        make().begin()
+        make().account.begin()
 
 
 def test_a_step_beyond_the_plan_is_refused(make):
     step = make(plan=plan_of(steps=1))
-    step.begin()
+    step.account.begin()
     step.take()
-    assert step.remaining == 0
+    assert step.account.remaining == 0
     with pytest.raises(PrivacyError, match="all 1 steps of the plan are spent"):
         step.take()
 
 
 def test_a_step_beyond_max_steps_is_refused_and_not_spent(make):
     step = make(max_steps=1)
-    step.begin()
+    step.account.begin()
     step.take()
     with pytest.raises(InputError, match="max_steps is 1, and that many steps are taken"):
         step.take()
-    assert read_ledger(step.run_dir).steps == 1
+    assert read_ledger(step.account.run_dir).steps == 1
 
 
 def test_sums_without_noise_are_forgotten_when_a_step_is_done(make):
     step = make(**whole_batch())
-    step.begin()
+    step.account.begin()
     step.take()
-    assert not any(total.any() for total in step._engines.current.sums.values())
+    assert not any(total.any() for total in step.clip._engine.sums.values())
 
 
 def test_a_step_without_data_or_ledger_is_refused(make, tmp_path):
     with pytest.raises(PrivacyError, match="no ledger is open"):
         make().take()
-    step = PrivateStep(network(), loss, plan_of(), run_dir=tmp_path / "none")
-    step.begin()
+    model = network()
+    step = PrivateStep(model, idle(model), plan_of(), loss, run_dir=tmp_path / "none")
+    step.account.begin()
     with pytest.raises(InputError, match="no training data is attached"):
         step.take()
     step.close()
@@ -379,12 +383,14 @@ def test_options_of_engine_and_loader_are_reachable(make):
     step = make(
         data=Rows(),
         clipping="per-layer",
-        clipping_options={"synthetic_batch": (torch.randn(5, 5), torch.tensor([0, 1, 2, 0, 1]))},
+        strategy="drop",
+        synthetic_batch=(torch.randn(5, 5), torch.tensor([0, 1, 2, 0, 1])),
         loader_options={"collate_fn": collate, "prefetch_factor": 4, "pin_memory": False},
         num_workers=1,
         **whole_batch(),
     )
-    step.begin()
+    assert step.clip._engine.layer_bounds["2"] == pytest.approx(step.clip._engine.layer_bounds["0"])
+    step.account.begin()
     step.take()
     assert collated
 
@@ -407,15 +413,15 @@ def test_sums_of_a_model_with_gradient_checkpointing_are_right(make):
             return checkpoint(self.inner, inputs, use_reentrant=False)
 
     step = make(model=Checkpointed(), **whole_batch())
-    step.begin()
+    step.account.begin()
     means = step.take()
     assert_means({name.removeprefix("inner."): mean for name, mean in means.items()}, network(), 1e-6)
 
 
 def test_sums_under_autocast_are_clipped_and_summed_in_full_precision(make):
     # float16: products of bfloat16 are not available on every processor. Its rounding, 1e-3, is far above that of float32.
-    step = make(clipping_options={"autocast": torch.float16}, **whole_batch())
-    step.begin()
+    step = make(autocast=torch.float16, **whole_batch())
+    step.account.begin()
     means = step.take()
     for name, total in slow_sum(network(), examples(), 1e-6).items():
         assert means[name].dtype == torch.float32
@@ -424,19 +430,19 @@ def test_sums_under_autocast_are_clipped_and_summed_in_full_precision(make):
 
 def test_the_unprotected_twin_draws_the_same_and_neither_clips_nor_adds_noise(make):
     plan = UnprotectedPlan(EXAMPLES, EXAMPLES, 2)
-    step = make(kind=PlainStep, plan=plan, max_grad_norm=1e-6)
+    step = make(plan=plan, max_grad_norm=1e-6)
     means = step.take()
     inputs, targets = examples()
     total = loss(step.model, (inputs, targets)).sum() / EXAMPLES
     gradients = torch.autograd.grad(total, list(step.model.parameters()))
     for (name, _), expected in zip(step.model.named_parameters(), gradients, strict=True):
         torch.testing.assert_close(means[name], expected, msg=name)
-    assert (step.private, step.epsilon(), step.delta) == (False, None, None)
+    assert (step.account.stamp, step.epsilon()) == ("not private: trained without clipping and noise", None)
 
 
 def test_training_measures_are_means_over_the_sample(make):
-    step = make(training_measures={"loss": loss}, **whole_batch())
-    step.begin()
+    step = make(show_private_metrics=True, **whole_batch())
+    step.account.begin()
     step.take()
     assert step.training_metrics["training_loss"] == pytest.approx(loss(step.model, examples()).mean().item(), rel=1e-5)
 
@@ -446,11 +452,11 @@ def test_a_new_phase_is_entered_by_take_itself(make):
     method = methods.sparta(model, lr=0.1, first_phase=0.2, scoring_epochs=0.5)
     step = make(model=model, method=method, plan=plan_of(steps=10, batch_size=20))
     names = []
-    for _ in step:
-        method.apply(model, step.take())
+    for gradients in step:
+        method.update(model, gradients)
         names.append(step.phase.name)
     assert names == ["head, biases, norms"] * 2 + ["scoring"] + ["selected rows"] * 7
-    assert dict(read_ledger(step.run_dir).phases) == {"head, biases, norms": 2, "scoring": 1, "selected rows": 7}
+    assert dict(read_ledger(step.account.run_dir).phases) == {"head, biases, norms": 2, "scoring": 1, "selected rows": 7}
 
 
 def test_the_random_streams_of_a_step_are_unpredictable_in_torch_numpy_and_python(make):
@@ -466,7 +472,7 @@ def test_the_random_streams_of_a_step_are_unpredictable_in_torch_numpy_and_pytho
         np.random.seed(0)  # noqa: NPY002
         random.seed(0)
         step = make(data=Rows(read), run=run, **whole_batch())
-        step.begin()
+        step.account.begin()
         drawn.clear()
         step.take()
         kept.append(drawn[0])
@@ -492,7 +498,7 @@ def test_workers_draw_unpredictably_whatever_their_init_function_seeds(make, tmp
     for run in ("a", "b"):
         step = make(data=Rows(read), run=run, num_workers=1, loader_options={"worker_init_fn": seeded}, **whole_batch())
         seen.write_text("") if run == "a" else None
-        step.begin()
+        step.account.begin()
         step.take()
     first, *_, last = (line.split() for line in seen.read_text().splitlines())
     assert all(one != other for one, other in zip(first, last, strict=True))
@@ -506,7 +512,7 @@ def test_setting_torch_s_seed_during_a_step_is_refused(make):
     armed = []
     step = make(data=Rows(read), **whole_batch())
     armed.append(True)
-    step.begin()
+    step.account.begin()
     with pytest.raises(PrivacyError, match="random seed was set during a training step"):
         step.take()
 
@@ -520,7 +526,7 @@ def test_an_example_that_ends_the_loader_early_is_an_error_and_not_a_shorter_ste
     armed = []
     step = make(data=Rows(read), num_workers=num_workers, **whole_batch())
     armed.append(True)
-    step.begin()
+    step.account.begin()
     with pytest.raises(PrivacyError, match="could not be processed"):
         step.take()
 
@@ -557,7 +563,7 @@ def test_two_threads_do_not_take_a_step_together(make):
     armed = []
     step = make(data=Rows(read), **whole_batch())
     armed.append(True)
-    step.begin()
+    step.account.begin()
     thread = threading.Thread(target=step.take)
     thread.start()
     assert inside.wait(20)
@@ -567,7 +573,7 @@ def test_two_threads_do_not_take_a_step_together(make):
     finally:
         go_on.set()
         thread.join()
-    assert read_ledger(step.run_dir).steps == 1
+    assert read_ledger(step.account.run_dir).steps == 1
 
 
 def test_padding_that_depends_on_the_other_examples_is_refused(make):
@@ -600,7 +606,7 @@ def test_an_error_about_an_example_leads_nowhere_to_its_text(make, error):
     armed = []
     step = make(data=Rows(read), **whole_batch())
     armed.append(True)
-    step.begin()
+    step.account.begin()
     with pytest.raises(PrivacyError, match="could not be processed") as caught:
         step.take()
     assert "93" not in str(caught.value)
@@ -667,7 +673,7 @@ def test_nothing_python_says_while_examples_are_read_is_shown(make, capfd, where
 
     def train():
         step = make(**options)
-        step.begin()
+        step.account.begin()
         talk.armed = True
         step.take()
         talk.armed = False
@@ -683,7 +689,7 @@ def _talk_again(worker):
 def test_warnings_are_shown_as_ever_outside_of_steps_and_whatever_steps_withheld(make, capfd):
     talk = Talking()
     step = make(data=Rows(talk), **whole_batch())
-    step.begin()
+    step.account.begin()
 
     def train():
         for _ in range(2):
@@ -692,7 +698,7 @@ def test_warnings_are_shown_as_ever_outside_of_steps_and_whatever_steps_withheld
             talk.armed = False
         for _ in range(3):
             _warn_of_it()
-            step.take() if step.remaining else None
+            step.take() if step.account.remaining else None
 
     assert _shown_by(train, capfd).count("patient 93 has a palette") == 1, "once, as Python does"
 

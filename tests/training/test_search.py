@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from flat import flat
 from thoroughness import THOROUGH
 
 from dp_microadam import InputError, MicroAdam, PrivacyError, PrivacyPlan, PrivateSearch, PrivateTrainer, SelectionPlan
@@ -33,7 +34,7 @@ def make_trainer(settings, run_dir, **options):
     model = torch.nn.Linear(3, 1)
     optimizer = MicroAdam(model.parameters(), lr=settings["lr"], fused=False)
     given = {"plan": PLAN, "run_dir": run_dir, "max_grad_norm": settings["norm"], "evaluate_every": 1, **options}
-    return PrivateTrainer(model, optimizer, given.pop("plan"), loss, **given)
+    return PrivateTrainer(model, optimizer, given.pop("plan"), loss, **flat(**given))
 
 
 def search(folder, make=make_trainer, **options):
@@ -239,7 +240,7 @@ def test_with_bands_a_run_that_was_stopped_begins_again_so_that_no_session_of_it
     record = read_ledger(result.run_dir)
     assert (record.steps, record.resumed_at) == (4, ())
     assert result.epsilon == plan.epsilon
-    assert begun[1].step.updates == 4
+    assert begun[1].step.account.updates == 4
 
 
 @pytest.mark.slow

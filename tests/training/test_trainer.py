@@ -7,14 +7,13 @@ import re
 import pytest
 import torch
 
-from dp_microadam import InputError, MicroAdam, PrivacyError, PrivacyPlan
+from dp_microadam import InputError, PrivacyError, PrivacyPlan
 from dp_microadam.accounting import costs as accounting
 from dp_microadam.clipping.per_example import clipped_sum
 from dp_microadam.ledger.ledger import read_ledger
-from dp_microadam.optimizers.threshold_adam import ThresholdAdam
 from dp_microadam.training.evaluation import class_loss
 from dp_microadam.training.method import Method
-from dp_microadam.training.schedules import Schedule
+from dp_microadam.training.rates import Schedule
 from dp_microadam.training.trainer import StepReport, UnprotectedPlan
 
 
@@ -39,7 +38,7 @@ def test_it_stops_at_the_last_step_that_fits_the_budget(make_trainer, training_p
 def test_max_steps_stops_early_and_changes_nothing_else(make_trainer, training_part):
     whole = make_trainer(steps=6, seed=1, run="whole", schedule=Schedule("cosine", 6))
     states = []
-    whole.callbacks = (lambda report: states.append(weights_of(whole)),)
+    whole.callbacks = (lambda report: states.append(weights_of(whole)) if report.step else None,)
     whole.fit(training_part)
     part = make_trainer(steps=6, seed=1, run="part", schedule=Schedule("cosine", 6), max_steps=3)
     result = part.fit(training_part)
@@ -81,7 +80,7 @@ def test_an_empty_batch_is_a_step_of_pure_noise_and_is_accounted(make_trainer, t
     plan = trainer.plan
     empty = [step.index for step in PoissonSampler.from_plan(plan, randomness=Randomness.seeded(3)) if not len(step.chunks)]
     assert 0 < len(empty) < 8
-    states = [weights_of(trainer)]
+    states = []
     trainer.callbacks = (lambda report: states.append(weights_of(trainer)),)
     result = trainer.fit(training_part)
     assert result.steps_done == 8
@@ -98,7 +97,7 @@ def test_the_schedule_follows_optimizer_steps_with_warm_up_from_the_first(make_t
     schedule = Schedule("linear", 6, warmup=0.5)
     trainer = make_trainer(steps=6, schedule=schedule)
     rates = []
-    trainer.callbacks = (lambda report: rates.append(report.learning_rate),)
+    trainer.callbacks = (lambda report: rates.append(report.learning_rate) if report.step else None,)
     trainer.fit(training_part)
     assert rates == pytest.approx([1e-2 * factor for factor in (1 / 3, 2 / 3, 1, 1, 2 / 3, 1 / 3)])
 
@@ -112,10 +111,12 @@ def test_schedules_start_at_the_full_rate_and_end_where_they_should(shape, end):
 
 
 def test_the_weight_average_follows_its_formula(make_trainer, training_part):
-    trainer = make_trainer(steps=5, ema_decay=0.3)
+    trainer = make_trainer(steps=5, average=0.3)
     average = {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
     def follow(report):
+        if not report.step:
+            return
         decay = min(0.3, (1 + report.step) / (10 + report.step))
         for name, value in trainer.model.state_dict().items():
             average[name] = decay * average[name] + (1 - decay) * value
@@ -131,7 +132,7 @@ def test_raw_and_averaged_weights_are_evaluated_and_the_raw_ones_come_back(
 ):
     from dp_microadam.workbench.data import Preparation
 
-    trainer = make_trainer(steps=4, ema_decay=0.9, evaluate_every=2)
+    trainer = make_trainer(steps=4, average=0.9, evaluate_every=2)
     stepped = []
     trainer.callbacks = (lambda report: stepped.append(weights_of(trainer)),)
     result = trainer.fit(training_part, validation=validation_part)
@@ -204,7 +205,7 @@ def test_a_dataset_of_another_size_than_the_plan_s_is_refused_before_anything_is
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(make_trainer, training_part):
-    options = {"steps": 9, "seed": 11, "ema_decay": 0.9, "schedule": Schedule("cosine", 9, warmup=0.3)}
+    options = {"steps": 9, "seed": 11, "average": 0.9, "schedule": Schedule("cosine", 9, warmup=0.3)}
     whole = make_trainer(run="whole", **options)
     whole.fit(training_part)
     for stop in (2, 5, 8):
@@ -237,7 +238,7 @@ def test_a_fixed_seed_is_stamped_not_private_everywhere(make_trainer, training_p
 
 def test_a_non_private_run_is_stamped_so_and_claims_no_epsilon(make_trainer, training_part, validation_part, capsys):
     plan = UnprotectedPlan(len(training_part[0]), 64, 40)
-    trainer = make_trainer(plan=plan, private=False, show_progress=True)
+    trainer = make_trainer(plan=plan, show_progress=True)
     result = trainer.fit(training_part, validation=validation_part)
     assert result.private is False
     assert result.epsilon is None
@@ -254,9 +255,7 @@ def test_a_non_private_step_is_the_plain_gradient_over_the_expected_batch(make_t
 
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
     plan = UnprotectedPlan(len(training_part[0]), 64, 1)
-    trainer = make_trainer(
-        plan=plan, private=False, seed=3, model=model, optimizer=lambda params: torch.optim.SGD(params, lr=1.0)
-    )
+    trainer = make_trainer(plan=plan, seed=3, model=model, optimizer=lambda params: torch.optim.SGD(params, lr=1.0))
     (step,) = PoissonSampler(plan.dataset_size, 64, steps=1, randomness=Randomness.seeded(3))
     rows = torch.cat(list(step.chunks))
     loss = class_loss(model, Preparation(digits)((training_part[0][rows], training_part[1][rows]))).sum() / 64
@@ -267,11 +266,6 @@ def test_a_non_private_step_is_the_plain_gradient_over_the_expected_batch(make_t
     trainer.fit(training_part)
     for param, wanted in zip(model.parameters(), expected, strict=True):
         assert torch.allclose(param, wanted, atol=1e-6)
-
-
-def test_a_private_run_without_a_privacy_plan_is_refused(make_trainer):
-    with pytest.raises(InputError, match="a private run needs a PrivacyPlan"):
-        make_trainer(plan=UnprotectedPlan(100, 10, 5))
 
 
 def test_training_metrics_appear_only_when_asked_for_and_marked(make_trainer, training_part, validation_part, capsys):
@@ -307,42 +301,28 @@ def test_nothing_the_run_writes_depends_on_realised_batch_sizes(make_trainer, tr
 
 
 def test_checkpoints_hold_no_random_state_and_no_partial_sums(make_trainer, training_part):
-    trainer = make_trainer(ema_decay=0.5)
+    trainer = make_trainer(average=0.5)
     trainer.fit(training_part)
     _, content, _ = trainer.record.checkpoints.newest()
-    assert content.keys() == {"updates", "model", "optimizer", "method", "ledger_head", "average"}
+    assert content.keys() == {"updates", "model", "method", "ledger_head"}
+    assert content["method"].keys() == {"optimizer", "updates", "schedule", "average", "extra"}
     assert all(param.grad is None for param in trainer.model.parameters())
     # Of the optimizer's own seed it holds the one for rounding, which is post-processing.
-    assert set(content["optimizer"]["state"][0]) == {"step", "indices", "values", "codes", "bounds"}
+    assert set(content["method"]["optimizer"]["state"][0]) == {"step", "indices", "values", "codes", "bounds"}
 
 
-@pytest.mark.parametrize("began", ["absolute", "walk"])
-def test_a_run_keeps_the_rate_it_began_with_if_it_is_resumed_with_another_unit(make_trainer, training_part, tmp_path, began):
-    rates = {"absolute": 1e-3, "walk": 0.5}
-
-    def method(params, unit):
-        return Method(ThresholdAdam(params, lr=rates[unit]), lr_unit=unit)
+@pytest.mark.parametrize("began", ["a rate", "a distance"])
+def test_a_resumed_run_keeps_the_rate_it_began_with(make_trainer, training_part, tmp_path, began):
+    def method(params, kind):
+        optimizer = torch.optim.SGD(params, lr=1e-3)
+        return Method(optimizer, distance=0.5) if kind == "a distance" else Method(optimizer)
 
     make_trainer(optimizer=lambda params: method(params, began), max_steps=3, checkpoint_every=1).fit(training_part)
-    other = "walk" if began == "absolute" else "absolute"
+    other = "a rate" if began == "a distance" else "a distance"
     resumed = make_trainer(optimizer=lambda params: method(params, other), run="other").resume(tmp_path / "run")
     resumed.fit(training_part)
     (group,) = resumed.optimizer.param_groups
-    assert (group["lr"], group.get("lr_unit", "absolute")) == (rates[began], began)
-
-
-def test_a_run_whose_groups_say_no_unit_goes_on_with_its_schedule(make_trainer, training_part, tmp_path):
-    schedule = {"schedule": Schedule("cosine", 6)}
-    make_trainer(max_steps=3, checkpoint_every=1, **schedule).fit(training_part)
-
-    def said(params):
-        method = Method(MicroAdam(params, lr=1e-2))
-        method.set_lr_unit("absolute")
-        return method
-
-    resumed = make_trainer(optimizer=said, run="other", **schedule).resume(tmp_path / "run")
-    resumed.fit(training_part)
-    assert resumed.optimizer.param_groups[0]["lr"] == 1e-2
+    assert (group["lr"], group.get("distance")) == (1e-3, 0.5 if began == "a distance" else None)
 
 
 def test_an_optimizer_of_other_parameters_is_refused(make_trainer):
@@ -367,19 +347,19 @@ def test_callbacks_learn_public_facts_only(make_trainer, training_part):
     reports = []
     trainer = make_trainer(steps=3, callbacks=[reports.append])
     trainer.fit(training_part)
-    assert [(report.step, report.steps) for report in reports] == [(1, 3), (2, 3), (3, 3)]
+    assert [(report.step, report.steps) for report in reports] == [(0, 3), (1, 3), (2, 3), (3, 3)]
     assert reports[-1].epsilon == pytest.approx(trainer.plan.epsilon)
-    assert set(vars(reports[0])) == {"step", "steps", "plan", "learning_rate", "metrics", "resumed_at"}
+    assert set(vars(reports[0])) == {"step", "steps", "expected_batch", "plan", "learning_rate", "metrics", "resumed_at"}
 
 
 def test_epsilon_is_composed_only_for_callbacks_that_read_it():
     plan = PrivacyPlan(1000, 50, 1.7, 100, 1e-5, accountant="pld")
     composed = accounting._pld_group_epsilon.cache_info().misses
-    reports = [StepReport(step, 100, plan, 0.1, None) for step in range(1, 101)]
+    reports = [StepReport(step, 100, 50, plan, 0.1, None) for step in range(1, 101)]
     assert accounting._pld_group_epsilon.cache_info().misses == composed
     assert reports[-1].epsilon == reports[-1].epsilon == plan.epsilon
     assert accounting._pld_group_epsilon.cache_info().misses == composed + 1
-    assert StepReport(1, 100, None, 0.1, None).epsilon is None
+    assert StepReport(1, 100, 50, None, 0.1, None).epsilon is None
 
 
 def test_dropout_cannot_be_predicted_from_a_seed_set_before(make_trainer, training_part):
@@ -427,14 +407,14 @@ def test_an_error_in_the_first_examples_says_nothing_private(make_trainer, train
 
 def test_no_error_tells_how_many_examples_were_drawn(make_trainer, training_part):
     trainer = make_trainer()
-    loss = trainer.step._loss
+    loss = trainer.step.clip._engine._loss
     background = trainer.step.loading.prepared(training_part)[0][0, 0, 0, 0]
 
     # Of real images alone: the random ones that the check before the first step tries have no background.
     def without_sevens(model, batch):
         return loss(model, batch)[(batch[1] != 7) | (batch[0][:, 0, 0, 0] != background)]
 
-    trainer.step._loss = without_sevens
+    trainer.step.clip._loss = without_sevens
     with pytest.raises(PrivacyError, match="one value per example") as caught:
         trainer.fit(training_part)
     assert not any(character.isdigit() for character in str(caught.value))
@@ -562,6 +542,6 @@ def test_several_views_of_each_image_are_one_example(make_trainer, training_part
         losses = torch.nn.functional.cross_entropy(model(views.flatten(0, 1)), labels.repeat_interleave(each), reduction="none")
         return losses.view(count, each).mean(1)
 
-    trainer = make_trainer(augment=Augmentation(crop_padding=2, multiplicity=2), steps=2, per_example_accuracy=None)
-    trainer.step._loss = mean_over_views
+    trainer = make_trainer(augment=Augmentation(crop_padding=2, multiplicity=2), steps=2, accuracy=None)
+    trainer.step.clip._loss = mean_over_views
     assert trainer.fit(training_part).steps_done == 2

@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from flat import flat, idle
 from thoroughness import THOROUGH
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from dp_microadam import InputError, PlainStep, PrivacyError, PrivacyPlan, PrivateStep, PrivateTrainer, UnprotectedPlan, methods
+from dp_microadam import InputError, PrivacyError, PrivacyPlan, PrivateStep, PrivateTrainer, UnprotectedPlan, methods
 from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.clipping.per_example import clipped_sum
 from dp_microadam.ledger.ledger import read_ledger
@@ -44,11 +45,11 @@ def columns(count):
     return model
 
 
-def a_step(folder, ids, plan, data=None, loss=numbered, kind=PrivateStep, **options):
+def a_step(folder, ids, plan, data=None, loss=numbered, **options):
     data = torch.eye(len(ids), dtype=torch.float64) if data is None else data
     model = columns(data.shape[1])
     options = {"physical_batch_size": 16, **options}
-    return kind(model, loss, plan, data, users=ids, run_dir=folder, **options)
+    return PrivateStep(model, idle(model), plan, loss, data, users=ids, run_dir=folder, **flat(**options))
 
 
 def everyone(count, k, steps=1, **options):
@@ -66,7 +67,7 @@ def test_one_example_per_user_is_the_run_of_examples_to_the_bit(make_trainer, tr
     ends = []
     for k in (None, 1, 5) if THOROUGH else (None, 5):
         of_users = plan if k is None else replace(plan, unit="user", examples_per_user=k)
-        options = {"optimizer": lambda parameters: torch.optim.Adam(parameters, lr=1e-2), "ema_decay": 0.9}
+        options = {"optimizer": lambda parameters: torch.optim.Adam(parameters, lr=1e-2), "average": 0.9}
         trainer = make_trainer(plan=of_users, seed=7, run=f"run-{k}", **options)
         trainer.fit(train, users=None if k is None else ids)
         ends.append([*trainer.model.state_dict().values(), *trainer.average.state_dict().values()])
@@ -86,16 +87,25 @@ def test_a_step_is_the_sum_of_clipped_means_of_users(tmp_path):
         return model(batch).squeeze(1).add(batch.sum(1)).square()
 
     plan = everyone(3, 4)
-    step = PrivateStep(model, loss, plan, data, users=ids, run_dir=tmp_path, physical_batch_size=5, seed=0, max_grad_norm=4.0)
+    step = PrivateStep(
+        model,
+        idle(model),
+        plan,
+        loss,
+        data,
+        users=ids,
+        run_dir=tmp_path,
+        **flat(seed=0, max_grad_norm=4.0, physical_batch_size=5),
+    )
     weights = torch.zeros(3, 6, dtype=torch.float64)
     for row, who in enumerate(ids):
         weights["bac".index(who), row] = 1 / ids.count(who)
     every = data.repeat(3, 1)
     expected, norms = clipped_sum(model, loss, every, max_grad_norm=4.0, weights=weights)
     assert min(norms) < 4.0 < max(norms)
-    next(iter(step))
+    step.account.begin()
     found = step.take()["weight"] * plan.batch_size
-    noise = step.noise_deviation * plan.batch_size
+    noise = step.mechanism.noise_deviation * plan.batch_size
     assert float((found - expected["weight"]).abs().max()) < 7 * noise
 
 
@@ -110,7 +120,7 @@ def test_a_user_moves_a_step_by_at_most_c_whatever_they_have(tmp_path, clipping,
         data[20:] = value
         plan = PrivacyPlan(21, 18, 0.5, 6, 1e-2, unit="user", examples_per_user=8)
         step = a_step(tmp_path / f"{name}-{many}-{clipping}", ids, plan, data, seed=5, clipping=clipping)
-        means.append([step.take()["weight"] for _ in step])
+        means.append([gradients["weight"] for gradients in step])
     moved = [18 * float((one - other).norm()) for one, other in zip(*means, strict=True)]
     assert max(moved) <= 1 + 1e-6
     assert max(moved) > 1 - 1e-6  # they did take part
@@ -121,8 +131,8 @@ def test_a_user_brings_at_most_k_of_their_examples_drawn_anew(tmp_path):
     ids = [0] * 12 + [1] * 2
     step = a_step(tmp_path, ids, everyone(2, 3, steps=15), physical_batch_size=3)
     seen = set()
-    for _ in step:
-        mean = step.take()["weight"].flatten() * 2
+    for gradients in step:
+        mean = gradients["weight"].flatten() * 2
         present = frozenset((mean > 0.1).nonzero().flatten().tolist())
         assert len([row for row in present if row < 12]) == 3
         assert {12, 13} <= present
@@ -135,8 +145,8 @@ def test_bands_of_users(tmp_path):
     ids = [0, 0, 1, 2, 2, 2, 3]
     plan = PrivacyPlan(4, 2, 0.01, 4, 1e-2, bands=2, unit="user", examples_per_user=2)
     step = a_step(tmp_path, ids, plan)
-    for index in step:
-        mean = step.take()["weight"].flatten() * 2
+    for index, gradients in enumerate(step):
+        mean = gradients["weight"].flatten() * 2
         owners = {ids[row] for row in (mean > 0.2).nonzero().flatten().tolist()}
         assert owners == {index % 2, index % 2 + 2}
 
@@ -146,7 +156,7 @@ def test_an_example_that_is_not_finite_takes_its_user_out_of_the_step(tmp_path):
     data = torch.eye(5, dtype=torch.float64)
     data[1, 1] = torch.nan
     step = a_step(tmp_path, ids, everyone(3, 4), data)
-    next(iter(step))
+    step.account.begin()
     mean = step.take()["weight"].flatten() * 3
     assert mean[:2].abs().max() < 0.1
     assert (mean[2:] - torch.tensor([0.5, 0.5, 1.0])).abs().max() < 0.1
@@ -180,21 +190,19 @@ def test_a_dataset_with_workers_and_a_collate_function_of_ones_own(tmp_path, wor
 
     step = PrivateStep(
         model,
-        loss,
+        idle(model),
         everyone(4, 5, steps=3),
+        loss,
         Pictures(17),
         users=ids,
         run_dir=tmp_path,
-        physical_batch_size=9,
-        num_workers=workers,
-        loader_options={"collate_fn": collated},
-        max_grad_norm=100.0,
+        **flat(max_grad_norm=100.0, physical_batch_size=9, num_workers=workers, loader_options={"collate_fn": collated}),
     )
     expected = torch.tensor([np.mean([row for row in range(17) if row % 4 == user]) for user in range(4)]).sum()
-    for _ in step:
-        found = step.take()["weight"].flatten() * 4
+    for gradients in step:
+        found = gradients["weight"].flatten() * 4
         # The user with five examples brings all of them; 7 deviations of the noise, which is σ·C = 1.
-        assert (found - expected).abs().max() < 7 * step.noise_deviation * 4
+        assert (found - expected).abs().max() < 7 * step.mechanism.noise_deviation * 4
     step.close()
 
 
@@ -212,7 +220,14 @@ def test_augmentations_act_on_examples_and_the_measures_are_means_over_users(tmp
 
     data = torch.tensor([[0.0], [3.0], [6.0], [9.0]], dtype=torch.float64)
     step = a_step(
-        tmp_path, ids, plan, data, kind=PlainStep, augment=augment, training_measures={"value": measure}, physical_batch_size=4
+        tmp_path,
+        ids,
+        plan,
+        data,
+        augment=augment,
+        show_private_metrics=True,
+        measures={"value": measure},
+        physical_batch_size=4,
     )
     mean = step.take()["weight"]
     assert sorted(seen) in ([1, 3], [4, 4], [8])
@@ -228,7 +243,7 @@ def test_methods_with_scales_phases_and_row_masks_train_on_users(tmp_path, name)
     make = getattr(methods, name)
     plan = replace(PLAN, steps=150 if name == "sparta" else 6)
     trainer = PrivateTrainer(
-        model, make(model), plan, worker.loss, run_dir=tmp_path / "run", show_progress=False, physical_batch_size=9
+        model, make(model), plan, worker.loss, run_dir=tmp_path / "run", **flat(physical_batch_size=9, show_progress=False)
     )
     result = trainer.fit(worker.data(), users=worker.IDS)
     assert result.finished
@@ -260,8 +275,8 @@ def test_every_size_of_users_is_checked_before_the_first_step_whatever_anyone_ha
     """A fault that shows with four rows per user only is refused although nobody has more than one example."""
     right = ClippedGradients._add
 
-    def wrong(self, observed, batch, count, padding=0, weights=None):
-        norms = right(self, observed, batch, count, padding, weights)
+    def wrong(self, observed, batch, count, weights=None):
+        norms = right(self, observed, batch, count, weights)
         if weights is not None and weights.shape[1] == 4:
             for total in self._sums.values():
                 total *= 3

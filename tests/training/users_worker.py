@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import torch
+from flat import flat
 from torch import distributed as dist
 from torch import nn
 
@@ -35,7 +36,7 @@ def trainer(folder, ranks, *, loss=loss, plan=PLAN, **options):
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     options = {"show_progress": False, "physical_batch_size": 7, "prepare": doubled, **options}
-    return PrivateTrainer(model, optimizer, plan, loss, run_dir=folder, ranks=ranks, **options)
+    return PrivateTrainer(model, optimizer, plan, loss, run_dir=folder, ranks=ranks, **flat(**options))
 
 
 def doubled(batch):

@@ -17,24 +17,22 @@ from dp_microadam.errors import InputError, PrivacyError
 from dp_microadam.integrations.collated_alone import CollatedAlone
 from dp_microadam.integrations.isolated_metrics import IsolatedLoss
 from dp_microadam.integrations.lora import adapted
-from dp_microadam.integrations.private_steps import USER_OPTIONS, PrivateSteps
+from dp_microadam.integrations.private_steps import STEP_OPTIONS, PrivateSteps
 from dp_microadam.ledger.record import RUN_INSIDE
-from dp_microadam.optimizers.tensor_adam import TensorAdam
-from dp_microadam.plan.learning_rate import DISTANCE
+from dp_microadam.methods.defaults import default
 from dp_microadam.plan.plan import PrivacyPlan
 from dp_microadam.training.checkpoint import load_plain
 from dp_microadam.training.evaluation import PerExample
 from dp_microadam.training.method import Method
 from dp_microadam.training.progress import tell
-from dp_microadam.training.rate_units import WALK
 from dp_microadam.training.same_examples import reads_examples
-from dp_microadam.training.training_step import StepOptions
+from dp_microadam.training.settings import PerformanceSettings
 from dp_microadam.validation import explicit, public
 
 try:
     from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
     from transformers import Trainer, TrainingArguments
-    from transformers.trainer_utils import TrainOutput, get_last_checkpoint
+    from transformers.trainer_utils import SchedulerType, TrainOutput, get_last_checkpoint
 except ImportError as error:
     raise ImportError(
         "PrivateHFTrainer needs transformers and accelerate; run pip install 'dp-microadam[hugging-face]'"
@@ -71,9 +69,9 @@ class PrivateHFTrainer(Trainer):
 
     ``max_steps``, unless given, is the plan's number of steps; an epoch is as many as take each example once on average.
     ``per_device_train_batch_size`` only says how many examples go through the model at once. Its default of 8, which is slow,
-    counts as not set: 32 go through then. Without a method, and without an optimizer in ``optimizers``, the method is
-    ``dp_walk``, whose learning rate follows from the plan; the host's schedule multiplies it. The training loss is private: it
-    is neither computed nor logged, and is None in what :meth:`train` returns.
+    counts as not set: 32 go through then. Without a method, and without an optimizer in ``optimizers``, method and plan are
+    those of ``methods.default``, at a constant rate unless ``lr_scheduler_type`` is given; the host's schedule multiplies the
+    rate of others. The training loss is private: it is neither computed nor logged, and is None in what :meth:`train` returns.
     ``grad_norm`` is that of the privatized gradient. Under ``torchrun`` all processes train one model, and rank 0 keeps the
     ledger. ``args.bf16`` and ``args.gradient_checkpointing`` work as ever; norms, sums and noise are float32.
 
@@ -85,9 +83,9 @@ class PrivateHFTrainer(Trainer):
         per_example_loss: ``f(model, batch)`` returns one loss per example; by default the cross-entropy of classification
             models, and :func:`causal_language_loss` serves for language models.
         run_dir: of the ledger and the privacy statement; ``privacy`` in ``args.output_dir`` by default.
-        options: those of :class:`PrivateSteps`, such as ``users``, ``max_grad_norm`` or ``clipping_options``, and those of
-            ``transformers.Trainer``. ``prepare`` and ``augment`` are applied to training batches only. ``physical_batch_size``
-            goes before ``per_device_train_batch_size``.
+        options: those of :class:`PrivateSteps`, such as ``users`` or ``privacy``, and those of ``transformers.Trainer``.
+            ``prepare`` and ``augment`` are applied to training batches only. ``performance`` goes before
+            ``per_device_train_batch_size``.
 
     Settings that would break the guarantee, or would not be used, are refused.
 
@@ -96,7 +94,7 @@ class PrivateHFTrainer(Trainer):
     and only those of the ledger's own run are resumed. Callbacks must not be given training data.
     """
 
-    @explicit(*StepOptions.__annotations__, *USER_OPTIONS, *list(inspect.signature(Trainer).parameters)[2:])
+    @explicit(*STEP_OPTIONS, *list(inspect.signature(Trainer).parameters)[2:])
     def __init__(
         self,
         model: nn.Module,
@@ -111,8 +109,7 @@ class PrivateHFTrainer(Trainer):
         run_dir: str | Path | None = None,
         **options: Any,
     ) -> None:
-        given = {name: options.pop(name) for name in (*StepOptions.__annotations__, *USER_OPTIONS) if name in options}
-        step_options = cast(StepOptions, given)
+        step_options = {name: options.pop(name) for name in STEP_OPTIONS if name in options}
         refuse_settings(args, plan)
         refuse_options(step_options, options, method)
         unset = defaults_of(args)
@@ -122,7 +119,13 @@ class PrivateHFTrainer(Trainer):
         model = _adapted(model, lora_rank, lora_alpha, lora_targets, chosen)
         physical = args.per_device_train_batch_size
         physical = _PHYSICAL_BATCH_SIZE if physical == unset.per_device_train_batch_size else physical
-        step_options.setdefault("physical_batch_size", physical)
+        usual = PerformanceSettings(physical_batch_size=physical, num_workers=args.dataloader_num_workers)
+        step_options["performance"] = step_options.get("performance") or usual
+        if chosen is None:
+            method, plan = default(model, plan)
+            if args.lr_scheduler_type == unset.lr_scheduler_type:
+                args = copy.copy(args)
+                args.lr_scheduler_type = SchedulerType.CONSTANT
         args = copy.copy(args)
         args.max_grad_norm = 0.0  # noise is not clipped
         args.ignore_data_skip = True  # a resumed run draws afresh
@@ -140,7 +143,6 @@ class PrivateHFTrainer(Trainer):
         self._per_example_loss = per_example_loss or classification_loss
         self._resumed_from: dict[str, Any] | None = None
         collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
-        step_options.setdefault("num_workers", args.dataloader_num_workers)
         self.private_steps = PrivateSteps(
             plan,
             CollatedAlone(self.train_dataset, collate),
@@ -188,8 +190,8 @@ class PrivateHFTrainer(Trainer):
             self.private_steps.begin(
                 model,
                 IsolatedLoss(self._per_example_loss, partial(self._host, optimizer), _HIDDEN),
+                Method(optimizer) if self._method is None else self._method,
                 self._resumed_from,
-                method=Method(optimizer) if self._method is None else self._method,
                 autocast=_AUTOCAST[self.accelerator.mixed_precision],
             )
             self._tell_what_was_lost()
@@ -219,21 +221,12 @@ class PrivateHFTrainer(Trainer):
         if self._resumed_from is None or not step.ranks.main:
             return
         lost = step.position - int(self._resumed_from["steps_spent"])
-        end, wanted = step.updates + step.last_step - step.position, self.args.max_steps
+        account = step.account
+        end, wanted = account.updates + account.remaining, self.args.max_steps
         said = f"; {lost} steps after it were lost and stay spent" if lost else ""
         said += f", so that training ends after {end} updates instead of {wanted}" if end < wanted else ""
         if said:
-            tell(f"resumed at step {step.updates}{said}")
-
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """That of dp-walk, unless there is one."""
-        if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
-            owner: nn.Module = self.model if model is None else model  # type: ignore[assignment]
-            trainable = [parameter for parameter in owner.parameters() if parameter.requires_grad]
-            options = {"beta": self.args.adam_beta2, "eps": self.args.adam_epsilon, "weight_decay": self.args.weight_decay}
-            self.optimizer = TensorAdam(trainable, lr=DISTANCE, **options)
-            self._method = Method(self.optimizer, lr_unit=WALK)
-        return super().create_optimizer(model)
+            tell(f"resumed at step {account.updates}{said}")
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """What the host would log, without figures of training examples and with ε; nothing from within the loss."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -10,7 +11,6 @@ from transformers import TrainingArguments
 from dp_microadam.errors import InputError
 from dp_microadam.plan.plan import PrivacyPlan
 from dp_microadam.training.method import Method
-from dp_microadam.training.training_step import StepOptions
 
 # What a private run honours, or what does not touch training. Everything else must be left at its default: a setting that is
 # silently not used would mislead, and one that a later release adds may look at training data.
@@ -46,13 +46,16 @@ WHY_NOT = {
     "include_num_input_tokens_seen": "how many tokens a step saw is private; leave it at 'no'",
     "skip_memory_metrics": "memory in use tells how large batches were, which is private; leave it True",
     "torch_compile": "layers are observed one by one, so that nothing could be fused; leave it False",
-    "optim": "the method is dp-walk; give another by method, or an optimizer by optimizers=(optimizer, None)",
+    "optim": "the method is that of methods.default; give another by method, or an optimizer by optimizers=(optimizer, None)",
 }
 
 _NOT_BY_DEFAULT = {
     "learning_rate": "without a method or an optimizer it follows from the plan; leave it out, or give "
     "optimizers=(MicroAdam(model.parameters(), lr=…), None)",
-    "adam_beta1": "dp-walk, the default, keeps no first moment; leave it out, or give optimizers=(optimizer, None)",
+    **dict.fromkeys(
+        ("adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay"),
+        "the default method has no such setting; leave it out, or give a method, or optimizers=(optimizer, None)",
+    ),
 }
 
 
@@ -83,7 +86,7 @@ def refuse_without_optimizer(args: TrainingArguments) -> None:
             raise InputError(f"TrainingArguments.{name} is {getattr(args, name)!r}: {why}")
 
 
-def refuse_options(step_options: StepOptions, host: dict[str, Any], method: Method | None) -> None:
+def refuse_options(step_options: Mapping[str, Any], host: dict[str, Any], method: Method | None) -> None:
     """Raise InputError for options of the trainer that contradict each other, or a private run."""
     for name, why in {
         "model_init": "give the model itself, a private run trains one",
@@ -91,7 +94,8 @@ def refuse_options(step_options: StepOptions, host: dict[str, Any], method: Meth
     }.items():
         if host.get(name) is not None:
             raise InputError(f"{name} is given: {why}")
-    if "collate_fn" in (step_options.get("loader_options") or {}):
+    performance = step_options.get("performance")
+    if performance is not None and "collate_fn" in performance.loader_options:
         raise InputError("loader_options has a collate_fn; give data_collator, which is called with one example at a time")
     optimizer = host.get("optimizers", (None, None))[0]
     if isinstance(optimizer, Method):

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from dp_microadam.errors import InputError, PrivacyError
 from dp_microadam.integrations.isolated_metrics import IsolatedLoss, nothing_logged
 from dp_microadam.integrations.private_steps import PrivateSteps
+from dp_microadam.methods.defaults import default
 from dp_microadam.training.distributed import broadcast_start, ranks_here
 from dp_microadam.training.method import Method
 from dp_microadam.validation import explicit
@@ -119,6 +120,14 @@ class PrivateLightningModule(LightningModule):
         """One loss per example of the batch."""
         raise NotImplementedError(f"{type(self).__name__} must define per_example_loss(self, batch), one loss per example")
 
+    def configure_optimizers(self) -> Any:
+        """The method of ``methods.default``, unless a module names another; the plan gets its bands."""
+        steps = self.trainer.fit_loop._data_source.instance
+        if not isinstance(steps, PrivateSteps):
+            return None  # refused by name when training begins
+        method, steps.plan = default(self, steps.plan)
+        return self._optimizer_of(method)
+
     def setup(self, stage: str) -> None:
         if stage == TrainerFn.FITTING:
             self._refuse_settings()  # before callbacks that would train on their own
@@ -189,8 +198,8 @@ class PrivateLightningModule(LightningModule):
                 steps.begin(
                     self,
                     IsolatedLoss(_loss_of_module, self._host, ("_loggers", "callbacks")),
+                    self._method_of(self.trainer.optimizers[0]),
                     self._resumed_from(),
-                    method=self._method_of(self.trainer.optimizers[0]),
                     autocast=_AUTOCAST[str(self.trainer.precision)],
                 )
             self.trainer.should_stop = not steps.remaining  # a finished run that is resumed

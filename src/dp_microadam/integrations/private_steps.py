@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +16,17 @@ from torch.utils.data import Dataset
 from dp_microadam.errors import PrivacyError
 from dp_microadam.ledger.ledger import refuse_second_run
 from dp_microadam.plan.plan import PrivacyPlan
-from dp_microadam.training.evaluation import PerExample, moved
-from dp_microadam.training.gradients import set_gradients
+from dp_microadam.training.distributed import Ranks
+from dp_microadam.training.evaluation import PerExample
 from dp_microadam.training.method import Method
 from dp_microadam.training.private_step import PrivateStep
 from dp_microadam.training.progress import CHECKING, said_if_slow
 from dp_microadam.training.same_examples import reads_examples, refuse_shared_users
-from dp_microadam.training.training_step import StepOptions
-from dp_microadam.validation import explicit, public
+from dp_microadam.training.settings import PerformanceSettings, PrivacySettings, settings_of
+from dp_microadam.validation import public
 
-USER_OPTIONS = ("users", "validation_users")
-"""Arguments of :class:`PrivateSteps` about users."""
+STEP_OPTIONS = ("privacy", "performance", "prepare", "augment", "max_steps", "ranks", "users", "validation_users")
+"""Arguments of :class:`PrivateSteps` that adapters pass on as they are."""
 
 
 @public
@@ -41,14 +42,12 @@ class PrivateSteps:
         users: the id of each training example's user, if the plan's unit is the user.
         validation_users: ids of the users of validation and test data, if known; a user who is in ``users`` too is refused.
         run_dir: where the ledger and the privacy statement are written.
-        options: all further options of :class:`~dp_microadam.PrivateStep`, such as ``max_grad_norm``, ``physical_batch_size``,
-            ``clipping_options`` or ``augment``.
+        privacy, performance, prepare, augment, max_steps, ranks: those of :class:`~dp_microadam.PrivateStep`.
 
     Formal guarantees: those of :class:`~dp_microadam.PrivateStep`. The loop sees no batch, loss or batch size. It must not be
     given the training data in another way.
     """
 
-    @explicit(*StepOptions.__annotations__)
     def __init__(
         self,
         plan: PrivacyPlan,
@@ -57,7 +56,12 @@ class PrivateSteps:
         run_dir: str | Path,
         users: Any = None,
         validation_users: Any = None,
-        **options: Unpack[StepOptions],
+        privacy: PrivacySettings | None = None,
+        performance: PerformanceSettings | None = None,
+        prepare: Callable[[Any], Any] | None = None,
+        augment: Callable[[Any], Any] | None = None,
+        max_steps: int | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         refuse_shared_users(users, validation_users)
         self.plan = plan
@@ -66,8 +70,9 @@ class PrivateSteps:
         self.step: PrivateStep | None = None
         """The private step, from :meth:`begin` on."""
         self._train, self._users = train, users
-        self._options = options
-        self._epsilon = 0, 0.0
+        self._settings, self._performance = settings_of(privacy, performance)
+        self._options = {"prepare": prepare, "augment": augment, "max_steps": max_steps, "ranks": ranks}
+        self._epsilon: tuple[int, float] = 0, 0.0
         self._hooks = ExitStack()
         self.looking = False
         """Whether examples, made-up ones of the check or those of a step, are being looked at now."""
@@ -75,7 +80,7 @@ class PrivateSteps:
     @property
     def begun(self) -> bool:
         """Whether steps can be taken now."""
-        return self.step is not None and self.step.begun
+        return self.step is not None and self.step.account.begun
 
     @property
     def position(self) -> int:
@@ -85,12 +90,12 @@ class PrivateSteps:
     @property
     def remaining(self) -> int:
         """Steps that are left."""
-        return self.plan.steps if self.step is None else self.step.remaining
+        return self.plan.steps if self.step is None else self.step.account.remaining
 
     def epsilon(self) -> float:
         """ε of the steps spent so far, at the plan's δ."""
         if self._epsilon[0] != self.position:
-            self._epsilon = self.position, self._step_begun().epsilon()
+            self._epsilon = self.position, self._step_begun().epsilon() or 0.0
         return self._epsilon[1]
 
     def __len__(self) -> int:
@@ -107,28 +112,33 @@ class PrivateSteps:
     def begin(
         self,
         model: nn.Module,
-        per_example_loss: PerExample,
+        loss: PerExample,
+        method: Method,
         state: Mapping[str, Any] | None = None,
         *,
-        method: Method | None = None,
         autocast: torch.dtype | None = None,
     ) -> None:
         """Check the model and open the ledger: a new one, or that of the run whose checkpoint carries ``state``.
 
-        Until :meth:`close`, every step of the method's optimizer is taken as its phase says. ``state`` is :meth:`stamp`, with
-        the method's state as ``"method"``. ``autocast`` is the precision the framework trains in, where that is mixed.
+        Until :meth:`close`, every step of the method's optimizer is taken as the method says. ``state`` is :meth:`stamp`, with
+        :meth:`method_state` as ``"method"``. ``autocast`` is the precision the framework trains in, where that is mixed.
 
         Raises:
             InputError: for a model or data that cannot be used, or a run folder that has a ledger already.
             PrivacyError: if the checkpoint with this state does not belong to the run in ``run_dir``.
         """
         self.close()
-        options = self._options.copy()
-        if autocast is not None:
-            options["clipping_options"] = {**(options.get("clipping_options") or {}), "autocast": autocast}
-        if method is not None:
-            method.refuse_parameters(model, self.plan)  # before anything of the model is frozen
-        step = PrivateStep(model, per_example_loss, self.plan, run_dir=self.run_dir, method=method, **options)
+        performance = self._performance if autocast is None else replace(self._performance, autocast=autocast)
+        step = PrivateStep(
+            model,
+            method,
+            self.plan,
+            loss,
+            run_dir=self.run_dir,
+            privacy=self._settings,
+            performance=performance,
+            **self._options,  # type: ignore[arg-type]
+        )
         self.looking = True
         try:
             if state is None:  # the ledger refuses it, too, but after the check
@@ -136,18 +146,17 @@ class PrivateSteps:
             with said_if_slow(CHECKING, shown=step.ranks.main):
                 step.attach(self._train, self._users)
             if state is None:
-                step.begin()
+                step.account.begin()
             else:
-                if method is not None:
-                    method.load_state_dict(moved(state["method"], model))
+                if "method" in state:
+                    method.load_state_dict(state["method"])
                 step.load_state_dict(state)
         except BaseException:
             step.close()
             raise
         finally:
             self.looking = False
-        if method is not None:
-            self._hooks.enter_context(method.hooked(model))
+        self._hooks.enter_context(method.hooked(model))
         self.step, self.method = step, method
         self.write_privacy()
 
@@ -165,10 +174,7 @@ class PrivateSteps:
             means = step.take()
         finally:
             self.looking = False
-        if self.method is None:
-            set_gradients(step.model, means)
-        else:
-            self.method.set_gradients(step.model, means)
+        step.method.set_gradients(step.model, means)
         return step.position - 1
 
     def stamp(self) -> dict[str, Any]:
@@ -177,7 +183,7 @@ class PrivateSteps:
 
     def method_state(self) -> dict[str, Any]:
         """What else it must carry: the state of the method, beside its optimizer's."""
-        return {} if self.method is None else self.method.state_dict()
+        return {} if self.method is None else self.method.state_dict(optimizer=False)
 
     def holds(self, data: Any) -> bool:
         """Whether ``data``, or a loader of it, has training examples, as far as that can be seen without comparing values."""
@@ -190,7 +196,7 @@ class PrivateSteps:
     def close(self) -> None:
         """Write what was spent; close the ledger and release the model. Closing twice is allowed."""
         self._hooks.close()
-        if self.step is not None and self.step.begun:
+        if self.step is not None and self.step.account.begun:
             self.write_privacy()
             self.step.close()
 

@@ -15,23 +15,25 @@ from dp_microadam.methods.table import METHODS
 from dp_microadam.validation import public
 
 if TYPE_CHECKING:
-    from dp_microadam.methods.adam_bc import dp_adambc
-    from dp_microadam.methods.bitfit import dp_bitfit
+    from dp_microadam.methods.defaults import default
     from dp_microadam.methods.scale_sources import PublicExamples
-    from dp_microadam.methods.scale_then_privatize import scale_then_privatize
-    from dp_microadam.methods.sparta import sparta
-    from dp_microadam.methods.threshold import dp_threshold
-    from dp_microadam.methods.walk import dp_walk
     from dp_microadam.training.method import Method
 
+    dp_threshold: Callable[..., Method]
+    dp_walk: Callable[..., Method]
+    dp_microadam: Callable[..., Method]
     dp_sgd: Callable[..., Method]
     dp_adam: Callable[..., Method]
     dp_adamw: Callable[..., Method]
-    dp_microadam: Callable[..., Method]
+    dp_adambc: Callable[..., Method]
+    dp_bitfit: Callable[..., Method]
+    scale_then_privatize: Callable[..., Method]
+    sparta: Callable[..., Method]
 
 __all__ = [
     "Method",
     "PublicExamples",
+    "default",
     "dp_adam",
     "dp_adambc",
     "dp_adamw",
@@ -60,6 +62,10 @@ def __getattr__(name: str) -> Any:
     found: Any
     if name == "Method":
         from dp_microadam.training.method import Method as found
+    elif name == "default":
+        from dp_microadam.methods.defaults import default
+
+        found = public(default)
     elif name == "PublicExamples":
         from dp_microadam.methods.scale_sources import PublicExamples
 

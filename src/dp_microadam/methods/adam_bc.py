@@ -8,6 +8,7 @@ from torch import nn
 
 from dp_microadam.methods.step_optimizers import make_optimizer, trainable
 from dp_microadam.training.method import Method
+from dp_microadam.training.rates import RunNoise
 
 
 def dp_adambc(model: nn.Module, *, lr: float = 1e-3, **options: Any) -> Method:
@@ -23,6 +24,7 @@ def dp_adambc(model: nn.Module, *, lr: float = 1e-3, **options: Any) -> Method:
 class NoiseCorrection(Method):
     """Sets AdamBC's ``noise_variance`` to the variance of the noise in its gradients, (σC/B)²."""
 
-    def calibrate(self, noise_deviation: float) -> None:
+    def prepare(self, noise: RunNoise, steps: int) -> None:
+        super().prepare(noise, steps)
         for group in self.optimizer.param_groups:
-            group["noise_variance"] = noise_deviation**2
+            group["noise_variance"] = noise.deviation**2

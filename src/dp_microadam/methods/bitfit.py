@@ -13,7 +13,7 @@ from torch import nn
 from dp_microadam.errors import InputError
 from dp_microadam.methods.parts import biases_of, head_of
 from dp_microadam.methods.step_optimizers import make_optimizer
-from dp_microadam.training.method import Method, Phase, Steps
+from dp_microadam.training.method import Method, Phase, PlanLike
 
 MOMENTUM = 0.9
 
@@ -48,5 +48,5 @@ class TrainOnly(Method):
         super().__init__(optimizer)
         self._names = names
 
-    def phases(self, plan: Steps) -> tuple[Phase, ...]:
+    def phases(self, plan: PlanLike) -> tuple[Phase, ...]:
         return (Phase("training", plan.steps, self._names),)

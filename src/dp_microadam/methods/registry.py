@@ -1,4 +1,4 @@
-"""Builds methods by name, for recipes and the command line."""
+"""Builds methods by name, for Python, recipes and the command line."""
 
 from __future__ import annotations
 
@@ -7,39 +7,63 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from dp_microadam.errors import InputError
 from dp_microadam.methods import table
 from dp_microadam.methods.scale_sources import PublicExamples
 from dp_microadam.methods.step_optimizers import at_path, make_optimizer, options_of, trainable
 from dp_microadam.training.method import Method
-from dp_microadam.training.rate_units import RunNoise
+from dp_microadam.training.rates import RunNoise, Schedule
 from dp_microadam.validation import explicit, require_integer, require_one_of
+
+_OWN_RATE = 1.0
+"""The optimizer's own learning rate where a distance takes its place."""
 
 
 def builder_of(name: str) -> Callable[..., Method]:
     """The function that builds the method called ``name`` for a model."""
     entry = table.METHODS[name]
-    if entry.path is not None:
-        known = dict.fromkeys(option for base in entry.base_optimizers for option in options_of(base))
-        found: Callable[..., Method] = explicit(*known, where=f"methods.{name.replace('-', '_')}")(at_path(entry.path))
-        return found
-    optimizer, default = str(entry.optimizer), entry.learning_rate
+    known = [option for base in entry.base_optimizers or (str(entry.optimizer),) for option in options_of(base)]
 
-    @explicit(*options_of(optimizer), where=f"methods.{name.replace('-', '_')}")
-    def build_method(model: nn.Module, *, lr: float = default, **options: Any) -> Method:
-        return Method(make_optimizer(optimizer, trainable(model), lr, options))
+    @explicit(*dict.fromkeys((*entry.options, *known)), where=f"methods.{name.replace('-', '_')}")
+    def build_method(
+        model: nn.Module,
+        *,
+        lr: float | None = None,
+        distance: float | None = None,
+        schedule: Schedule | LRScheduler | None = None,
+        average: float | None = None,
+        **options: Any,
+    ) -> Method:
+        if lr is not None and distance is not None:
+            raise InputError(f"both a learning rate ({lr:g}) and a distance ({distance:g}) are given; give one of the two")
+        if lr is None and distance is None:
+            lr, distance = entry.learning_rate, entry.distance
+        rate = _OWN_RATE if lr is None else lr
+        average = entry.average if average is None else average
+        if entry.path is None:
+            found = Method(make_optimizer(str(entry.optimizer), trainable(model), rate, options))
+        else:
+            given = {} if lr == entry.learning_rate else {"lr": rate}  # its own default may depend on its options
+            found = at_path(entry.path)(model, **given, **options)
+        return found.configure(distance=distance, schedule=schedule, average=average)
 
     build_method.__name__ = build_method.__qualname__ = name.replace("-", "_")
     taken = ", ".join(f"``{option}``" for option in entry.all_options)
-    build_method.__doc__ = f"{entry.summary}; {taken}."
+    build_method.__doc__ = (
+        f"{entry.summary}.\n\n    ``lr`` is a learning rate, or ``distance`` takes its place; ``schedule`` and ``average`` are "
+        f"those of :class:`~dp_microadam.Method`. Options: {taken}."
+    )
     return build_method
 
 
-def build(name: str, model: nn.Module, lr: float, options: Mapping[str, Any], lr_unit: str | None = None) -> Method:
-    """Build the method called ``name`` for ``model``, with the options of a recipe; ``lr_unit`` None is the method's own.
+def build(
+    name: str, model: nn.Module, options: Mapping[str, Any], *, lr: float | None = None, distance: float | None = None
+) -> Method:
+    """Build the method called ``name`` for ``model``, with the options of a recipe.
 
-    >>> build("dp-sgd", nn.Linear(2, 2), 4.0, {"momentum": 0.9}).optimizer.defaults["momentum"]
+    >>> build("dp-sgd", nn.Linear(2, 2), {"momentum": 0.9}).optimizer.defaults["momentum"]
     0.9
 
     Raises:
@@ -47,17 +71,18 @@ def build(name: str, model: nn.Module, lr: float, options: Mapping[str, Any], lr
     """
     require_one_of("method", name, tuple(table.METHODS))
     try:
-        method = builder_of(name)(model, lr=lr, **{option: _value(value) for option, value in options.items()})
+        own = {option: _value(value) for option, value in options.items()}
+        return builder_of(name)(model, lr=lr, distance=distance, **own)
     except TypeError as error:
         given = ", ".join(f"{option} = {value!r}" for option, value in options.items())
         raise InputError(
             f"{name} does not accept {given} ({error}); give options and values that its signature takes"
         ) from None
-    method.set_lr_unit(lr_unit or table.METHODS[name].lr_unit)
-    return method
 
 
-def refuse_bad_options(name: str, lr: float, options: Mapping[str, Any], lr_unit: str | None = None) -> None:
+def refuse_bad_options(
+    name: str, options: Mapping[str, Any], *, lr: float | None = None, distance: float | None = None
+) -> None:
     """Raise what :func:`build` would raise for these options on any model, before data is read or a model is built."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     options = {option: value for option, value in options.items() if option != "head"}
@@ -65,7 +90,7 @@ def refuse_bad_options(name: str, lr: float, options: Mapping[str, Any], lr_unit
         _refuse_bad_public(options["public"])
         options["public"] = PublicExamples(torch.zeros(1, 2), lambda model, batch: model(batch).sum(1))
     with torch.random.fork_rng(devices=[]):
-        build(name, model, lr, options, lr_unit).measure(RunNoise(1.0, 1.0))
+        build(name, model, options, lr=lr, distance=distance).prepare(RunNoise(1.0, 1, 1.0), 1)
 
 
 def _refuse_bad_public(chosen: Any) -> None:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from dp_microadam.errors import InputError
 from dp_microadam.optimizers.micro_adam import MicroAdam
 from dp_microadam.training.evaluation import PerExample, batches
-from dp_microadam.training.method import Phase, Steps
+from dp_microadam.training.method import Phase, PlanLike
 from dp_microadam.training.same_examples import share_examples
 
 PLAIN, SCALED = "plain", "scaled"
@@ -27,7 +27,7 @@ class ScaleSource:
 
     public: tuple[str, ...] = ()
 
-    def phases(self, plan: Steps) -> tuple[Phase, ...]:
+    def phases(self, plan: PlanLike) -> tuple[Phase, ...]:
         return (Phase("training", plan.steps),)
 
     def refuse_data(self, train: Any) -> None:
@@ -86,7 +86,7 @@ class DelayedEstimate(ScaleSource):
         self._sums: dict[str, Tensor] = {}
         self._moments: dict[str, Tensor] = {}
 
-    def phases(self, plan: Steps) -> tuple[Phase, ...]:
+    def phases(self, plan: PlanLike) -> tuple[Phase, ...]:
         found = []
         for number, start in enumerate(range(0, plan.steps, self._interval)):
             steps = min(self._interval, plan.steps - start)

@@ -21,7 +21,7 @@ from dp_microadam.methods.scale_sources import (
     ScaleSource,
 )
 from dp_microadam.methods.step_optimizers import make_optimizer, trainable
-from dp_microadam.training.method import Method, Phase, Steps
+from dp_microadam.training.method import Method, Phase, PlanLike
 from dp_microadam.validation import require_in_closed_open, require_integer, require_one_of, require_positive
 
 SOURCES = ("previous", "delayed", "public")
@@ -131,7 +131,7 @@ class ScaleThenPrivatize(Method):
         self._scale: dict[str, Tensor] = {}
         self.public = source.public
 
-    def phases(self, plan: Steps) -> tuple[Phase, ...]:
+    def phases(self, plan: PlanLike) -> tuple[Phase, ...]:
         return self._source.phases(plan)
 
     def refuse_data(self, train: Any) -> None:
@@ -153,8 +153,8 @@ class ScaleThenPrivatize(Method):
         # The norm's ratio is part of the scale, so that the sensitivity stays C; it is no part of the preconditioner.
         return {name: mean * self._norm_ratio if name in scale else mean for name, mean in means.items()}
 
-    def state_dict(self) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, Any]:
         return self._source.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
         self._source.load_state_dict(state)

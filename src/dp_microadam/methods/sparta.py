@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dp_microadam.errors import InputError
 from dp_microadam.methods.parts import head_of, vectors_of, weights_of
 from dp_microadam.methods.step_optimizers import make_optimizer
-from dp_microadam.training.method import GRADIENTS, ROW_NORMS, Method, Phase, Steps
+from dp_microadam.training.method import GRADIENTS, ROW_NORMS, Method, Phase, PlanLike
 from dp_microadam.validation import require_in_closed_open, require_in_open_closed, require_one_of, require_positive
 
 FIRST, SCORING, ROWS = "head, biases, norms", "scoring", "selected rows"
@@ -114,7 +114,7 @@ class Sparta(Method):
         self._totals: dict[str, Tensor] = {}
         self._masks: dict[str, Tensor] = {}
 
-    def phases(self, plan: Steps) -> tuple[Phase, ...]:
+    def phases(self, plan: PlanLike) -> tuple[Phase, ...]:
         first = round(self._first_phase * plan.steps)
         scoring = max(1, round(self._scoring_epochs * plan.dataset_size / plan.batch_size))
         rest = plan.steps - first - scoring
@@ -145,10 +145,10 @@ class Sparta(Method):
     def row_masks(self) -> Mapping[str, Tensor]:
         return self._masks if self.phase.name == ROWS else {}
 
-    def state_dict(self) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, Any]:
         return {"totals": dict(self._totals)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
         self._totals = {name: total.clone() for name, total in state["totals"].items()}
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dp_microadam.plan.learning_rate import DISTANCE
+
 
 @dataclass(frozen=True)
 class OptimizerEntry:
@@ -20,20 +22,23 @@ class OptimizerEntry:
 
 @dataclass(frozen=True)
 class MethodEntry:
-    """A method: a one-sentence summary, its default learning rate and its unit in recipes, and how it is built.
+    """A method: a one-sentence summary, its defaults, and how it is built.
 
+    The default is a ``learning_rate`` or, where it is None, a ``distance``; ``average`` is the decay of an average of the
+    weights, 0 for none.
     With ``optimizer`` the method is that optimizer alone, with its options. Otherwise ``path`` is a function that builds the
     method for a model, ``options`` are its own options, and ``base_optimizers`` lists those it can use, whose options it
     accepts too.
     """
 
     summary: str
-    learning_rate: float
+    learning_rate: float | None
     optimizer: str | None = None
     path: str | None = None
     options: tuple[str, ...] = ()
     base_optimizers: tuple[str, ...] = ()
-    lr_unit: str = "absolute"
+    distance: float | None = None
+    average: float = 0.0
 
     @property
     def all_options(self) -> tuple[str, ...]:
@@ -57,13 +62,19 @@ _MICRO_ADAM_OPTIONS = (
     "fused",
 )
 
+DEFAULT = "dp-threshold"
+"""The method of ``methods.default``."""
+
+AVERAGE = 0.99
+"""The average of methods whose rate follows from the plan: larger steps than the last ones can be averaged out."""
+
 OPTIMIZERS: Mapping[str, OptimizerEntry] = {
     "sgd": OptimizerEntry("torch.optim:SGD", ("momentum", "dampening", "weight_decay", "nesterov")),
     "adam": OptimizerEntry("torch.optim:Adam", _ADAM_OPTIONS),
     "adamw": OptimizerEntry("torch.optim:AdamW", _ADAM_OPTIONS),
     "adambc": OptimizerEntry("dp_microadam.optimizers.adam_bc:AdamBC", ("floor", "betas", "weight_decay")),
     "microadam": OptimizerEntry("dp_microadam.optimizers.micro_adam:MicroAdam", _MICRO_ADAM_OPTIONS),
-    "threshold-adam": OptimizerEntry(
+    "threshold": OptimizerEntry(
         "dp_microadam.optimizers.threshold_adam:ThresholdAdam", ("threshold", "beta", "eps", "weight_decay")
     ),
     "tensor-adam": OptimizerEntry("dp_microadam.optimizers.tensor_adam:TensorAdam", ("beta", "eps", "weight_decay")),
@@ -73,20 +84,20 @@ _ANY = ("sgd", "adam", "adamw", "microadam")
 
 METHODS: Mapping[str, MethodEntry] = {
     "dp-threshold": MethodEntry(
-        "a coordinate moves once its gathered gradients exceed a threshold, with the learning rate that follows from the plan",
-        1.5,
-        path="dp_microadam.methods.threshold:dp_threshold",
-        base_optimizers=("threshold-adam",),
-        lr_unit="walk",
+        "ThresholdAdam on privatized gradients: a coordinate moves once what has gathered on it exceeds a threshold",
+        None,
+        optimizer="threshold",
+        distance=DISTANCE,
+        average=AVERAGE,
     ),
-    "dp-microadam": MethodEntry("the paper's optimizer, MicroAdam on privatized gradients", 1e-3, optimizer="microadam"),
     "dp-walk": MethodEntry(
-        "steps proportional to the privatized gradient, with the learning rate that follows from the plan",
-        1.5,
-        path="dp_microadam.methods.walk:dp_walk",
-        base_optimizers=("tensor-adam",),
-        lr_unit="walk",
+        "the same with dense steps, proportional to the privatized gradient",
+        None,
+        optimizer="tensor-adam",
+        distance=DISTANCE,
+        average=AVERAGE,
     ),
+    "dp-microadam": MethodEntry("the paper's: MicroAdam on privatized gradients", 1e-3, optimizer="microadam"),
     "dp-sgd": MethodEntry("p ← p − lr·g̃ (Abadi et al., 2016), by torch's SGD", 4.0, optimizer="sgd"),
     "dp-adam": MethodEntry("torch's Adam on privatized gradients", 1e-3, optimizer="adam"),
     "dp-adamw": MethodEntry("torch's AdamW on privatized gradients", 1e-3, optimizer="adamw"),
@@ -123,8 +134,14 @@ METHODS: Mapping[str, MethodEntry] = {
 def as_markdown() -> str:
     """The table of methods, for the documentation.
 
-    >>> print(as_markdown().splitlines()[4])
-    | `"dp-sgd"` | p ← p − lr·g̃ (Abadi et al., 2016), by torch's SGD | 4 |
+    >>> print(as_markdown().splitlines()[5])
+    | `"dp-sgd"` | p ← p − lr·g̃ (Abadi et al., 2016), by torch's SGD | rate 4 |
     """
-    rows = [f'| `"{name}"` | {entry.summary} | {entry.learning_rate:g} |' for name, entry in METHODS.items()]
-    return "\n".join(["| method | what it does | learning rate |", "|---|---|---|", *rows])
+    rows = [f'| `"{name}"` | {entry.summary} | {_default_in_words(entry)} |' for name, entry in METHODS.items()]
+    return "\n".join(["| method | what it does | default |", "|---|---|---|", *rows])
+
+
+def _default_in_words(entry: MethodEntry) -> str:
+    if entry.learning_rate is not None:
+        return f"rate {entry.learning_rate:g}"
+    return f"distance {entry.distance:g}, average {entry.average:g}"

@@ -234,6 +234,28 @@ class GaussianMechanism:
         )
 
 
+class NoNoise:
+    """A mechanism without noise, for runs without privacy: it only divides by the expected batch size."""
+
+    noise_deviation = 0.0
+    noise_memory = 0
+    noised = None
+
+    def __init__(self, expected_batch_size: float) -> None:
+        self._expected_batch_size = require_positive("expected_batch_size", expected_batch_size)
+
+    def add_noise(self, sums: Mapping[str, Tensor], *, step: int) -> dict[str, Tensor]:
+        """The sums as they are."""
+        return dict(sums)
+
+    def mean(self, sums: Mapping[str, Tensor], *, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The sums over the expected batch size."""
+        return {name: total / self._expected_batch_size for name, total in sums.items()}
+
+    def forget_noise(self) -> None:
+        """There is none."""
+
+
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 

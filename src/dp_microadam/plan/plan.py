@@ -316,7 +316,7 @@ class PrivacyPlan:
         """The learning rate of SGD for which noise alone takes the weights as far as ``walk.py`` says is best.
 
         ``parameters`` is the number of trainable parameters, ``sensitivity`` the clipping norm. For loops of one's own; methods
-        with ``lr_unit="walk"`` have it without being asked.
+        with a distance have it without being asked.
 
         >>> plan = PrivacyPlan(45_000, 4_096, 3.0, 2_480, 1e-5)
         >>> round(plan.learning_rate(2_750_000), 2)

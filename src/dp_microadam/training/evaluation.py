@@ -19,7 +19,7 @@ from dp_microadam.training.given_data import count_examples
 from dp_microadam.training.withheld import MutedLikeItsParent
 
 if TYPE_CHECKING:
-    from dp_microadam.training.ema import WeightAverage
+    from dp_microadam.training.method import Method
     from dp_microadam.training.training_data import Loading
 
 PerExample = Callable[[nn.Module, Any], Tensor]
@@ -227,19 +227,19 @@ class ValidationMetrics:
         model: nn.Module,
         measures: Mapping[str, PerExample],
         loading: Loading,
-        average: WeightAverage | None,
+        method: Method,
         ranks: Ranks,
     ) -> None:
         self._model = model
         self._measures = measures
         self._loading = loading
-        self._average = average
+        self._method = method
         self._ranks = ranks
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the metrics."""
-        prefixes = ("validation",) if self._average is None else ("validation", "ema_validation")
+        prefixes = ("validation",) if not self._method.averages else ("validation", "ema_validation")
         return tuple(f"{prefix}_{name}" for prefix in prefixes for name in self._measures)
 
     def try_once(self, data: Any) -> None:
@@ -269,8 +269,8 @@ class ValidationMetrics:
         if data is None:
             return {}
         found = self._measure(data, "validation")
-        if self._average is not None:
-            with self._average.in_place_of(self._model):
+        if self._method.averages:
+            with self._method.averaged(self._model):
                 found.update(self._measure(data, "ema_validation"))
         return found
 

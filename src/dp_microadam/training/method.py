@@ -1,29 +1,30 @@
-"""A training method: an optimizer, plus phases, scaling before clipping, and masks of rows that train."""
+"""A training method: an optimizer with its learning rate, phases, scaling before clipping, rows that train, and an average."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map
 
 from dp_microadam.errors import InputError
-from dp_microadam.optimizers.micro_adam import MicroAdam
-from dp_microadam.training.gradients import set_gradients
+from dp_microadam.training.average import WeightAverage
 from dp_microadam.training.masked_rows import freeze_other_rows
-from dp_microadam.training.rate_units import ABSOLUTE, DIVIDE_BY_GRADIENT_SIZE, LR_UNITS, WALK, RunNoise, walk_factor
-from dp_microadam.validation import require_one_of
+from dp_microadam.training.rates import LearningRates, RunNoise, Schedule
+from dp_microadam.validation import require_in_closed_open
 
 GRADIENTS = "gradients"
 ROW_NORMS = "row norms"
 """The query a phase runs on the training data: Σ of clipped gradients, or Σ of the norms of their rows."""
 
 
-class Steps(Protocol):
+class PlanLike(Protocol):
     """The attributes of a plan, private or not, from which phases are derived."""
 
     @property
@@ -34,18 +35,6 @@ class Steps(Protocol):
 
     @property
     def steps(self) -> int: ...
-
-    @property
-    def bands(self) -> int: ...
-
-    @property
-    def unit(self) -> str: ...
-
-    @property
-    def examples_per_user(self) -> int | None: ...
-
-    @property
-    def max_batch_size(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -87,16 +76,24 @@ def phases_from(phases: Sequence[Phase], step: int) -> Sequence[Phase]:
 
 
 class Method:
-    """A training method: an optimizer and hooks around its steps. This base class is the optimizer alone.
+    """A training method: what turns privatized gradients into new weights. This base class is an optimizer alone.
 
-    Subclasses override the hooks they need. They are called in this order: :meth:`phases`, :meth:`calibrate` and
+    Arguments:
+        optimizer: any torch optimizer that steps once per gradient.
+        distance: how far the noise of the run walks the weights, relative to the fourth root of their number, in place of a
+            learning rate; 1.5 is a good one for networks from scratch (``plan/learning_rate.py``). Parameter groups may have a
+            ``"distance"`` of their own.
+        schedule: a :class:`~dp_microadam.Schedule`, or a torch scheduler of the optimizer, which multiplies the rate.
+        average: the decay of an exponential moving average of the weights, 0.99 for example; 0 keeps none.
+
+    Subclasses override the hooks they need. They are called in this order: :meth:`phases`, :meth:`prepare` and
     :meth:`refuse_data` once; :meth:`begin` when a phase begins, and again when a run is resumed within it; in each step
-    :meth:`scale` and :meth:`row_masks` before clipping, then :meth:`apply`, which calls :meth:`receive`.
+    :meth:`scale` and :meth:`row_masks` before clipping, then :meth:`update`, which calls :meth:`receive`.
 
     >>> model = nn.Linear(2, 1, bias=False)
     >>> nn.init.zeros_(model.weight).tolist()
     [[0.0, 0.0]]
-    >>> Method(torch.optim.SGD(model.parameters(), lr=0.5)).apply(model, {"weight": torch.tensor([[2.0, -4.0]])})
+    >>> Method(torch.optim.SGD(model.parameters(), lr=0.5)).update(model, {"weight": torch.tensor([[2.0, -4.0]])})
     >>> model.weight.tolist()
     [[-1.0, 2.0]]
 
@@ -115,88 +112,77 @@ class Method:
     phase = Phase("training", 1)
     """The current phase."""
 
-    noise_growth = 1.0
-    """The noise of a single step relative to one band with the same ε; :meth:`correlate` sets it."""
+    noise: RunNoise | None = None
+    """The noise of the run, from :meth:`prepare` on."""
 
-    run_noise: RunNoise | None = None
-    """The noise of the run, from :meth:`measure` on."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, *, lr_unit: str = ABSOLUTE) -> None:
-        """With ``lr_unit="walk"`` the optimizer's learning rates are distances that the noise of the run may walk, relative to
-        the fourth root of the number of parameters (``plan/learning_rate.py``); 1.5 is a good one. It is kept in the
-        optimizer's parameter groups.
-        """
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        distance: float | None = None,
+        schedule: Schedule | LRScheduler | None = None,
+        average: float = 0.0,
+    ) -> None:
         self.optimizer = optimizer
-        if lr_unit != ABSOLUTE:
-            self.set_lr_unit(lr_unit)
+        self.average: WeightAverage | None = None
+        """The average of the weights, from the first update on; None without one."""
+        self.updates = 0
+        """The number of updates that the weights have had."""
+        self._decay = 0.0
+        self._rates = LearningRates(optimizer)
+        self.configure(distance=distance, schedule=schedule, average=average)
 
     @classmethod
-    def of(cls, method_or_optimizer: Method | torch.optim.Optimizer) -> Method:
-        """The method itself, or a torch optimizer wrapped as a method."""
-        if isinstance(method_or_optimizer, Method):
-            return method_or_optimizer
-        if isinstance(method_or_optimizer, torch.optim.LBFGS):
+    def of(cls, given: Any) -> Method:
+        """The method itself, or a torch optimizer as a method."""
+        if isinstance(given, Method):
+            return given
+        if isinstance(given, torch.optim.LBFGS):
             raise InputError(
                 "optimizer is LBFGS, which evaluates the loss several times a step; it must be one that steps once"
             )
-        if isinstance(method_or_optimizer, torch.optim.Optimizer):
-            return Method(method_or_optimizer)
+        if isinstance(given, torch.optim.Optimizer):
+            return Method(given)
         raise InputError(
-            f"optimizer is a {type(method_or_optimizer).__name__}; it must be a torch optimizer, or a method of "
-            "dp_microadam.methods"
+            f"method is a {type(given).__name__}; it must be a method of dp_microadam.methods, as methods.default(model, plan) "
+            "gives, or a torch optimizer"
         )
+
+    def configure(
+        self,
+        *,
+        distance: float | None = None,
+        schedule: Schedule | LRScheduler | None = None,
+        average: float | None = None,
+    ) -> Method:
+        """Set distance, schedule or average, where they are given, before a run begins; returns the method."""
+        self._rates.configure(distance, schedule)
+        if average is not None:
+            self._decay = require_in_closed_open("average", average, 0.0, 1.0)
+        return self
+
+    @property
+    def averages(self) -> bool:
+        """Whether an average of the weights is kept."""
+        return self._decay > 0
 
     @property
     def learning_rate(self) -> float:
-        """The current learning rate of the optimizer's first parameter group."""
-        first = self.optimizer.param_groups[0]
-        return float(first["lr"]) * self._rate_factor(first)
+        """The learning rate of the last update, or of the first, for the optimizer's first parameter group."""
+        return self._rates.of(self.optimizer.param_groups[0], max(0, self.updates - 1)) * self.phase.rate
 
-    def phases(self, plan: Steps) -> tuple[Phase, ...]:
+    def refuse_idle_scheduler(self) -> None:
+        """Raise an InputError for a torch scheduler of the optimizer that nobody would step."""
+        self._rates.refuse_idle_scheduler()
+
+    def phases(self, plan: PlanLike) -> tuple[Phase, ...]:
         """The phases of a run; their steps add up to the plan's."""
         return (Phase("training", plan.steps),)
 
-    def calibrate(self, noise_deviation: float) -> None:
-        """Called once with the noise standard deviation σS/B of each coordinate of a mean; 0 without privacy."""
-
-    def correlate(self, growth: float) -> None:
-        """Called once with the noise of a single step relative to one band with the same ε: 1 for a plan without bands.
-
-        Optimizers that divide by the size of single noisy gradients step less by that factor, although the noise of sums is
-        smaller; their learning rate is multiplied by it, so that a rate chosen for one band serves any number. MicroAdam's
-        by its square root: what it selects is the sum of about a hundred steps, where
-        most of the noise has cancelled, and the size of a step does not depend on that of the sum.
-        """
-        self.noise_growth = growth
-
-    def _rate_for_noise(self) -> float:
-        """By which learning rates are multiplied in a run with correlated noise."""
-        if isinstance(self.optimizer, MicroAdam):
-            return math.sqrt(self.noise_growth)
-        return self.noise_growth if isinstance(self.optimizer, DIVIDE_BY_GRADIENT_SIZE) else 1.0
-
-    def set_lr_unit(self, unit: str) -> None:
-        """Say what the optimizer's learning rates are: ``"absolute"``, or ``"walk"``."""
-        require_one_of("lr_unit", unit, LR_UNITS)
-        for group in self.optimizer.param_groups:
-            group["lr_unit"] = unit
-
-    def measure(self, noise: RunNoise) -> None:
-        """Called once with the noise of the run, by which learning rates of unit ``"walk"`` are measured."""
-        self.run_noise = noise
-        for group in self.optimizer.param_groups:
-            self._rate_factor(group)  # refuses what has no such unit before a step is spent
-
-    def _rate_factor(self, group: Mapping[str, Any]) -> float:
-        """By which the learning rate of a parameter group is multiplied in this phase."""
-        if group.get("lr_unit", ABSOLUTE) != WALK:
-            return self.phase.rate * self._rate_for_noise()
-        if self.run_noise is None:
-            raise InputError(
-                "lr_unit is 'walk', but no run has begun by whose noise it is measured; take steps with PrivateStep"
-            )
-        trained = sum(p.numel() for part in self.optimizer.param_groups for p in part["params"] if p.requires_grad)
-        return self.phase.rate * walk_factor(self.optimizer, self.run_noise, max(1, trained))
+    def prepare(self, noise: RunNoise, steps: int) -> None:
+        """Called once before the first step, with the noise of the run and its number of steps."""
+        self.noise = noise
+        self._rates.prepare(noise, steps)
 
     def refuse_data(self, train: Any) -> None:
         """Raise an InputError if the method cannot be used with this training data. Must not read its examples."""
@@ -216,7 +202,69 @@ class Method:
         """Turn the privatized means of a step into gradients for the optimizer; both by parameter name."""
         return means
 
-    def refuse_parameters(self, model: nn.Module, plan: Steps) -> None:
+    def extra_state(self) -> dict[str, Any]:
+        """What a subclass keeps between steps; tensors and plain values."""
+        return {}
+
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state that :meth:`extra_state` returned."""
+
+    def enter(self, phase: Phase) -> None:
+        """Make ``phase`` the current one."""
+        self.phase = phase
+        self.begin(phase)
+
+    def update(self, model: nn.Module, means: dict[str, Tensor]) -> None:
+        """Update the weights with the privatized means of a step, and their average."""
+        self.set_gradients(model, means)
+        with self.around_step(model):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def set_gradients(self, model: nn.Module, means: dict[str, Tensor]) -> None:
+        """Set the gradient of each parameter; in a phase of rate 0 to None, so that the optimizer changes nothing."""
+        gradients = self.receive(means)
+        if not self.phase.rate:
+            gradients = {}
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name].to(parameter.dtype) if name in gradients else None
+
+    @contextmanager
+    def around_step(self, model: nn.Module) -> Iterator[None]:
+        """Around a call of ``optimizer.step()``: rates of this step, rows that do not train unchanged, then the average."""
+        if self.averages and self.average is None:
+            self.average = WeightAverage(self._weights(model), self._decay)
+        with self._rates.in_force(self.updates, self.phase.rate), freeze_other_rows(model, self.row_masks()):
+            yield
+        self.updates += 1
+        if self.average is not None:
+            self.average.update(model, self.updates)
+
+    @contextmanager
+    def hooked(self, model: nn.Module) -> Iterator[None]:
+        """Within the block every call of ``optimizer.step()``, from anywhere, runs inside :meth:`around_step`."""
+        step = ExitStack()
+
+        def before(*_: Any) -> None:
+            step.enter_context(self.around_step(model))
+
+        def after(*_: Any) -> None:
+            step.close()
+
+        hooks = [self.optimizer.register_step_pre_hook(before), self.optimizer.register_step_post_hook(after)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def averaged(self, model: nn.Module) -> Iterator[None]:
+        """Within the block ``model`` has its averaged weights, if there is an average."""
+        with nullcontext() if self.average is None else self.average.in_place_of(model):
+            yield
+
+    def refuse_parameters(self, model: nn.Module, plan: PlanLike) -> None:
         """Check that the optimizer has all parameters that train, and no foreign ones.
 
         Raises:
@@ -240,65 +288,29 @@ class Method:
                     "without being trained; freeze it with requires_grad_(False), or give it to the optimizer"
                 )
 
-    def enter(self, phase: Phase) -> None:
-        """Make ``phase`` the current one."""
-        self.phase = phase
-        self.begin(phase)
-
-    def apply(self, model: nn.Module, means: dict[str, Tensor]) -> None:
-        """Take one optimizer step with the privatized means that :meth:`PrivateStep.take` returned."""
-        self.set_gradients(model, means)
-        with self.around_step(model):
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def set_gradients(self, model: nn.Module, means: dict[str, Tensor]) -> None:
-        """Set the gradient of each parameter; in a phase of rate 0 to None, so that the optimizer changes nothing."""
-        gradients = self.receive(means)
-        set_gradients(model, gradients if self.phase.rate else {})
-
-    @contextmanager
-    def around_step(self, model: nn.Module) -> Iterator[None]:
-        """Within the block the optimizer has the learning rates of the phase, and rows that do not train are kept unchanged."""
-        groups = self.optimizer.param_groups
-        rates = [group["lr"] for group in groups]
-        for group in groups:
-            factor = self._rate_factor(group)
-            if factor != 1.0:  # a rate that is a tensor stays one
-                group["lr"] = float(group["lr"]) * factor
-        try:
-            with freeze_other_rows(model, self.row_masks()):
-                yield
-        finally:
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
-
-    def hooked(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Within the block every call of ``optimizer.step()``, from anywhere, runs inside :meth:`around_step`."""
-        return _hooked(self, model)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything besides the optimizer's state that :meth:`load_state_dict` needs; tensors and plain values."""
-        return {}
+    def state_dict(self, *, optimizer: bool = True) -> dict[str, Any]:
+        """What changes in an update besides the weights; without the optimizer's part if something else saves it."""
+        return {
+            **({"optimizer": self.optimizer.state_dict()} if optimizer else {}),
+            "updates": self.updates,
+            "schedule": self._rates.state_dict(),
+            "average": None if self.average is None else self.average.state_dict(),
+            "extra": self.extra_state(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that :meth:`state_dict` returned."""
+        if "optimizer" in state:
+            self.optimizer.load_state_dict(state["optimizer"])
+        self._rates.load_state_dict(state["schedule"])
+        self.updates = int(state["updates"])
+        device = next(parameter.device for group in self.optimizer.param_groups for parameter in group["params"])
+        move = partial(tree_map, lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
+        kept = state["average"]
+        self.average = WeightAverage(move(kept), self._decay) if kept is not None and self.averages else None
+        self.load_extra_state(move(state["extra"]))
 
-
-@contextmanager
-def _hooked(method: Method, model: nn.Module) -> Iterator[None]:
-    step = ExitStack()
-
-    def before(*_: Any) -> None:
-        step.enter_context(method.around_step(model))
-
-    def after(*_: Any) -> None:
-        step.close()
-
-    hooks = [method.optimizer.register_step_pre_hook(before), method.optimizer.register_step_post_hook(after)]
-    try:
-        yield
-    finally:
-        step.close()
-        for hook in hooks:
-            hook.remove()
+    def _weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """The parameters that the optimizer holds, by name."""
+        held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in held}

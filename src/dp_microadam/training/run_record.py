@@ -11,6 +11,7 @@ from typing import Any
 
 from dp_microadam.durable_files import write_text_durably
 from dp_microadam.training.checkpoint import CheckpointFolder
+from dp_microadam.training.private_step import PrivateStep
 from dp_microadam.training.progress import tell
 from dp_microadam.training.run_folder import (
     CHECKPOINTS,
@@ -25,7 +26,6 @@ from dp_microadam.training.run_folder import (
 )
 from dp_microadam.training.run_statistics import Pace, peak_memory
 from dp_microadam.training.tensorboard import Events
-from dp_microadam.training.training_step import TrainingStep
 
 
 class RunRecord:
@@ -53,7 +53,7 @@ class RunRecord:
             self.write(CONFIG, config)
         self.log(f"began; this run is {stamp}")
 
-    def write_checkpoint(self, step: TrainingStep, content: dict[str, Any], statistics: Mapping[str, Any]) -> None:
+    def write_checkpoint(self, step: PrivateStep, content: dict[str, Any], statistics: Mapping[str, Any]) -> None:
         """Write the privacy statement, then a checkpoint."""
         self.pace.rest()
         if self._writes:
@@ -62,7 +62,7 @@ class RunRecord:
 
     def write_evaluation(
         self,
-        step: TrainingStep,
+        step: PrivateStep,
         metrics: Mapping[str, float],
         learning_rate: float,
         statistics: Mapping[str, Any],
@@ -125,7 +125,7 @@ class RunRecord:
         """Close open files. Closing twice is allowed."""
         self._events.close()
 
-    def _write_what_precedes(self, step: TrainingStep, statistics: Mapping[str, Any]) -> None:
+    def _write_what_precedes(self, step: PrivateStep, statistics: Mapping[str, Any]) -> None:
         step.write_privacy(self.path)
         for line in self._diagnostics:
             self.append_metrics(line)
@@ -135,11 +135,11 @@ class RunRecord:
             {
                 **statistics,
                 **peak_memory(),
-                **({NOISE_MEMORY: step.noise_memory} if step.plan.bands > 1 else {}),
+                **({NOISE_MEMORY: step.mechanism.noise_memory} if step.plan.bands > 1 else {}),
                 "dataset_size": step.plan.dataset_size,
                 "expected_batch_size": step.plan.batch_size,
                 "steps_done": step.position,
-                "updates": step.updates,
-                "last_step": step.last_step,
+                "updates": step.account.updates,
+                "last_step": step.account.last_step,
             },
         )

@@ -11,10 +11,15 @@ from dp_microadam.plan.plan import PrivacyPlan
 
 @dataclass(frozen=True)
 class StepReport:
-    """The argument of callbacks, after each step. In a private run all of it is public."""
+    """The argument of callbacks, after each step. In a private run all of it is public.
+
+    ``metrics`` are those of validation data after this step, if there was an evaluation; ``expected_batch`` is the mean size of
+    a batch, whose real one is private.
+    """
 
     step: int
     steps: int
+    expected_batch: int
     plan: PrivacyPlan | None
     learning_rate: float
     metrics: dict[str, float] | None

@@ -208,8 +208,8 @@ class PrivateSearch:
             raise InputError(
                 f"make_trainer returned a trainer with run_dir {str(trainer.record.path)!r}; it must be the one it was given"
             )
-        if not trainer.step.private:
-            raise InputError("make_trainer returned a trainer that is not private; leave out seed, and private=False")
+        if trainer.stamp != "private":
+            raise InputError("make_trainer returned a trainer that is not private; leave out the seed, and give a PrivacyPlan")
         if trainer.ranks.world_size > 1:
             raise InputError(f"the search was started in {trainer.ranks.world_size} processes; it must be one")
         if trainer.callbacks or trainer.shows_private_metrics:
@@ -219,7 +219,7 @@ class PrivateSearch:
             )
         if self.score not in trainer.metric_names:
             raise InputError(f"score is {self.score!r}; it must be one of {', '.join(map(repr, trainer.metric_names))}")
-        trainer.show_progress = False  # a bar per run would count them
+        trainer.shown = False  # a bar per run would count them
         return trainer
 
     def _score_of(self, folder: Path) -> float:

@@ -94,7 +94,7 @@ class TrainingData:
     ) -> None:
         count_examples("train", data)
         self.data = data
-        self._units = units
+        self.units = units
         self._sampler_from = sampler_from
         self._loading = loading
         self._model = model
@@ -116,16 +116,16 @@ class TrainingData:
 
     def sample(self) -> Any:
         """A batch of ``physical_batch_size`` examples before transforms; only its shapes may be used."""
-        most = self._sampler_from(0).dataset_size * (1 if self._units is None else self._units.most)
+        most = self._sampler_from(0).dataset_size * (1 if self.units is None else self.units.most)
         count = min(self._loading.physical_batch_size, most)
-        rows = torch.arange(count) if self._units is None else self._units.some_examples(count)
+        rows = torch.arange(count) if self.units is None else self.units.some_examples(count)
         with forked_torch(self._model), at_stage(READING):
             if isinstance(self.data, Dataset):
                 found = Chunks(self.data, self._options["collate_fn"], alone=count)[rows]
                 if isinstance(found, DPMicroAdamError):
                     raise found
                 return found
-            return next(batches(self.data, count)) if self._units is None else select(self.data, rows)
+            return next(batches(self.data, count)) if self.units is None else select(self.data, rows)
 
     @contextmanager
     def step(self, index: int) -> Iterator[Iterator[PhysicalBatch]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from flat import flat, idle
 from pretend_cuda.watch import Watch
 from torch import Tensor, nn
 
@@ -37,11 +38,11 @@ def step_on(device: torch.device, build: Callable[[], nn.Module], side: int, chu
     plan = PrivacyPlan(EXAMPLES, BATCH, 1.0, STEPS, 1e-3)
     with tempfile.TemporaryDirectory() as folder:
         options = {"method": method, "physical_batch_size": chunk, "seed": 1}
-        step = PrivateStep(model, loss, plan, data, run_dir=Path(folder) / "run", **options)
+        step = PrivateStep(model, idle(model), plan, loss, data, run_dir=Path(folder) / "run", **flat(**options))
         for index in step:
             chunks.clear()
             with Watch() as watch:
-                method.apply(model, step.take())
+                method.update(model, step.take())
             if index == MEASURED:
                 break
         step.close()

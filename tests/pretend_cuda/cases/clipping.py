@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from dp_microadam.training.gradients import UnclippedGradients
 from pretend_cuda.cases.comparison import SAME_DRAWS, agree, all_agree, existing, moved, placed
 from pretend_cuda.families import FAMILIES, Family, patterned_loss
 from pretend_cuda.watch import Watch
@@ -22,7 +23,6 @@ from dp_microadam.clipping.self_check import check_exactness
 from dp_microadam.errors import InputError
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 from dp_microadam.training.evaluation import weighted_class_loss
-from dp_microadam.training.gradients import UnclippedGradients
 from dp_microadam.workbench import models
 
 CPU = torch.device("cpu")

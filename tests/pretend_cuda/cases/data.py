@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from flat import flat, idle
 from pretend_cuda.cases.comparison import all_agree, moved, placed
 from pretend_cuda.watch import Watch
 from torch import nn
@@ -47,7 +48,7 @@ def steps_of(device: torch.device, train: Any, **options: Any) -> tuple[dict[str
     with tempfile.TemporaryDirectory() as folder:
         plan = UnprotectedPlan(EXAMPLES, 30, 2)
         step = PlainStep(model, class_loss, plan, train, run_dir=folder, seed=5, physical_batch_size=7, **options)
-        step.begin()
+        step.account.begin()
         with Watch() as watch:
             means = [step.take() for _ in range(2)]
         step.close()
@@ -83,7 +84,7 @@ def users(device: torch.device) -> None:
             model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(where)
             with tempfile.TemporaryDirectory() as folder:
                 step = kind(model, class_loss, plan, train, users=ids, run_dir=folder, seed=5, physical_batch_size=9)
-                step.begin()
+                step.account.begin()
                 with Watch() as watch:
                     found.append(step.take())
                 step.close()
@@ -211,9 +212,11 @@ def ledger_first(device: torch.device) -> None:
             patch.object(prefetch, "_begin_copy", begun),
             patch.object(PrivateStep, "_check_model", lambda self, data: None),
         ):
-            step = PrivateStep(model, class_loss, PLAN, train, run_dir=folder, physical_batch_size=7, seed=1)
+            step = PrivateStep(
+                model, idle(model), PLAN, class_loss, train, run_dir=folder, **flat(seed=1, physical_batch_size=7)
+            )
             assert not steps
-            step.begin()
+            step.account.begin()
             for taken in range(3):
                 before = len(steps)
                 with Watch() as watch:

@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from flat import flat
 from pretend_cuda.cases.comparison import SAME_DRAWS, all_agree, existing, placed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -43,7 +44,7 @@ def hugging_face(device: torch.device) -> None:
             args = TrainingArguments(f"{folder}/{where.type}", use_cpu=where == CPU, per_device_train_batch_size=7, **settings)
             placed(torch.zeros(1, device=args.device), where, "the host's device")
             data = {"train_dataset": worker.rows(worker.sentences(60, 0)), "eval_dataset": worker.rows(worker.sentences(20, 1))}
-            trainer = PrivateHFTrainer(model, args, plan=worker.PLAN, method=worker.sparta(model), seed=4, **data)
+            trainer = PrivateHFTrainer(model, args, plan=worker.PLAN, method=worker.sparta(model), **flat(seed=4, **data))
             trainer.train()
             assert trainer.evaluate()["eval_loss"] > 0
             found[where] = dict(model.state_dict())
@@ -76,7 +77,7 @@ def lightning(device: torch.device) -> None:
             module = Classifier()
             seen = []
             module.on_train_batch_end = lambda *_, module=module, seen=seen: seen.append(next(module.parameters()).device)
-            steps = PrivateSteps(PLAN, (inputs[:120], labels[:120]), run_dir=Path(folder) / where.type, seed=4)
+            steps = PrivateSteps(PLAN, (inputs[:120], labels[:120]), run_dir=Path(folder) / where.type, **flat(seed=4))
             place = {"accelerator": "cpu"} if where == CPU else {"accelerator": "gpu", "devices": [device.index or 0]}
             quiet = {
                 "logger": False,

@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from flat import flat
 from pretend_cuda.cases.comparison import SAME_DRAWS, all_agree, existing, moved, placed
 from pretend_cuda.watch import Watch
 from tiny_text_models import LENGTH, save_llama
@@ -21,7 +22,7 @@ from torch.utils.data import TensorDataset
 from dp_microadam import MicroAdam, PrivacyPlan, PrivateTrainer
 from dp_microadam.training import prefetch
 from dp_microadam.training.evaluation import class_hits, class_loss, over_views
-from dp_microadam.training.schedules import Schedule
+from dp_microadam.training.rates import Schedule
 from dp_microadam.training.torch_randomness import seeded_torch, unpredictable_torch
 from dp_microadam.training.trainer import UnprotectedPlan
 from dp_microadam.workbench.data.augmentation import Augmentation
@@ -67,7 +68,9 @@ def trainer(where: torch.device, folder: Path, model: nn.Module | None = None, *
         "seed": 5,
         "show_progress": False,
     }
-    return PrivateTrainer(model, MicroAdam(model.parameters(), lr=1e-2, fused=False), run_dir=folder, **{**settings, **options})
+    return PrivateTrainer(
+        model, MicroAdam(model.parameters(), lr=1e-2, fused=False), run_dir=folder, **flat(**{**settings, **options})
+    )
 
 
 def data_on(where: torch.device, kind: str) -> tuple[Any, Any]:
@@ -151,10 +154,8 @@ def method(variant: str, device: torch.device) -> None:
                 made = CONTRACT.wired(variant, hand)(model)
                 plan = PrivacyPlan(HAND.EXAMPLES, HAND.BATCH, HAND.SIGMA, 10, 1e-2)
                 options = {"max_grad_norm": HAND.BOUND, "physical_batch_size": HAND.EXAMPLES, "seed": HAND.SEED}
-                run = PrivateTrainer(
-                    *(model, made, plan, HAND.half_squared_error),
-                    **options, max_steps=stop, run_dir=Path(folder) / where.type, show_progress=False,
-                )  # fmt: skip
+                settings = {"max_steps": stop, "run_dir": Path(folder) / where.type, "show_progress": False, **options}
+                run = PrivateTrainer(model, made, plan, HAND.half_squared_error, **flat(**settings))
                 (run.resume() if stop is None and variant in WITH_PHASES else run).fit(HAND.examples())
             found[where] = dict(model.state_dict())
     all_agree(found[CPU], found[device], device, variant, tolerance=1e-4)

@@ -7,6 +7,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
+from flat import flat
 from PIL import Image
 
 from dp_microadam import InputError, MicroAdam, PrivacyPlan, PrivateTrainer, RawImages
@@ -138,7 +139,7 @@ def own_trainer(folder, **options) -> PrivateTrainer:
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 64, 2), torch.nn.Dropout(0.5))
     plan = PrivacyPlan(40, 10, 1.0, 3, 1e-3)
     return PrivateTrainer(
-        model, MicroAdam(model.parameters()), plan, class_loss, run_dir=folder, show_progress=False, **options
+        model, MicroAdam(model.parameters()), plan, class_loss, run_dir=folder, **flat(show_progress=False, **options)
     )
 
 

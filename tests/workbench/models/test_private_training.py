@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
+from flat import flat
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -125,7 +126,7 @@ def test_a_pretrained_model_trains_through_the_trainer_resumes_and_is_exported(t
         torch.manual_seed(0)
         model = models.vit(SMALL, 3, pretrained=str(tmp_path / "weights.safetensors"), resolution=16, patch_size=8)
         options = {"run_dir": tmp_path / "run", "show_progress": False, "physical_batch_size": 4, "ema_decay": 0.9, **options}
-        return PrivateTrainer(model, MicroAdam(model.parameters(), fused=False), plan, class_loss, **options), model
+        return PrivateTrainer(model, MicroAdam(model.parameters(), fused=False), plan, class_loss, **flat(**options)), model
 
     interrupted, _ = trainer(max_steps=2, checkpoint_every=1)
     assert interrupted.fit((images, labels)).steps_done == 2

@@ -207,4 +207,4 @@ def test_pretrained_weights_get_the_constants_they_expect_and_stand_in_the_state
     black_and_white = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1).expand(2, 3, 32, 32)
     prepared, _ = experiment.trainer.step.loading.prepared((black_and_white, torch.zeros(2, dtype=torch.long)))
     assert prepared[:, 0, 0, 0].tolist() == pytest.approx([-1.0, 1.0])  # mean = std = 0.5, not CIFAR-10's
-    assert any(f"the pretrained weights '{weights}'" in item for item in experiment.trainer.step._settings().public)
+    assert any(f"the pretrained weights '{weights}'" in item for item in experiment.trainer.step.account._settings().public)

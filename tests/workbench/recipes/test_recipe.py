@@ -37,17 +37,17 @@ def test_recipes_in_the_box_are_private_and_can_be_compared_with_their_non_priva
 
 def test_adapters_walk_half_as_far_by_default():
     adapted = load_recipe("sms-spam")
-    assert (adapted.method, adapted.learning_rate, adapted.resolved_learning_rate) == ("dp-threshold", None, 0.75)
-    assert load_recipe("sms-spam", ["model_options.lora_rank=0"]).resolved_learning_rate == 1.5
+    assert (adapted.method, adapted.distance, adapted.resolved_distance) == ("dp-threshold", None, 0.75)
+    assert load_recipe("sms-spam", ["model_options.lora_rank=0"]).resolved_distance == 1.5
     assert load_recipe("sms-spam", ["method=dp-adam"]).resolved_learning_rate == 1e-3
-    assert load_recipe("sms-spam", ["learning_rate=2"]).resolved_learning_rate == 2.0
+    assert load_recipe("sms-spam", ["distance=2"]).resolved_distance == 2.0
 
 
 def test_the_demo_and_fashion_mnist_leave_everything_at_its_defaults():
     for name in ("demo", "fashion-mnist"):
         recipe = load_recipe(name)
-        assert (recipe.method, recipe.optimizer, recipe.resolved_learning_rate) == ("dp-threshold", {}, 1.5)
-        assert (recipe.resolved_lr_unit, recipe.resolved_ema_decay) == ("walk", 0.99)
+        assert (recipe.method, recipe.optimizer, recipe.resolved_distance) == ("dp-threshold", {}, 1.5)
+        assert recipe.resolved_ema_decay == 0.99
         assert (recipe.max_grad_norm, recipe.secure, recipe.seed) == (1.0, False, None)
 
 
@@ -79,7 +79,7 @@ def test_the_recipes_of_the_paper_have_its_settings():
     assert (imagenet.validation_size, imagenet.ema_decay, imagenet.resized_crop) == (10_000, 0.99999, True)
     for recipe in (cifar, imagenet):
         assert (recipe.method, recipe.resolved_learning_rate, recipe.max_grad_norm) == ("dp-microadam", 1e-3, 1.0)
-        assert (recipe.accountant, recipe.bands, recipe.resolved_lr_unit) == ("rdp", 1, "absolute")
+        assert (recipe.accountant, recipe.bands, recipe.resolved_distance) == ("rdp", 1, None)
         assert recipe.optimizer == {}
 
 
@@ -204,7 +204,7 @@ WRONG_VALUES = [
     ("max_grad_norm", 0.0),
     ("clipping", "layer"),
     ("learning_rate", -1.0),
-    ("lr_unit", "steps"),
+    ("distance", 0.0),
     ("schedule", "step"),
     ("warmup", 1.0),
     ("warmup", -0.1),
@@ -287,31 +287,22 @@ def test_a_fixed_seed_makes_a_recipe_not_private():
 
 def test_learning_rates_default_by_method():
     rates = {method: make(method=method).resolved_learning_rate for method in vocabulary.METHODS}
-    assert [rates.pop(method) for method in ("dp-sgd", "dp-walk", "dp-threshold")] == [4.0, 1.5, 1.5]
+    assert [rates.pop(method) for method in ("dp-sgd", "dp-walk", "dp-threshold")] == [4.0, None, None]
     assert set(rates.values()) == {1e-3}
     assert make(method="non-private", base="dp-sgd").resolved_learning_rate == 0.1
-    assert make(method="non-private", base="dp-threshold").resolved_learning_rate == 1e-3
     assert make(method="dp-sgd", learning_rate=1).resolved_learning_rate == 1.0
 
 
-def test_the_unit_of_a_learning_rate_and_its_default():
-    units = {method: make(method=method).resolved_lr_unit for method in vocabulary.METHODS}
-    assert units.pop("dp-walk") == units.pop("dp-threshold") == "walk"
-    assert make(method="non-private", base="dp-threshold").resolved_lr_unit == "absolute"
-    assert set(units.values()) == {"absolute"}
-    walking = make(method="dp-sgd", lr_unit="walk")
-    assert (walking.resolved_lr_unit, walking.resolved_learning_rate, walking.resolved_ema_decay) == ("walk", 1.5, 0.0)
-    assert make(learning_rate=0.5).resolved_lr_unit == "walk"
-    own = make(lr_unit="absolute", learning_rate=1e-3)
-    assert (own.resolved_lr_unit, own.resolved_ema_decay) == ("absolute", 0.0)
-
-
-def test_a_rate_of_the_optimizer_itself_is_not_taken_for_a_distance():
-    with pytest.raises(InputError, match=r"learning_rate is 0\.001, a distance .* add lr_unit = 'absolute'"):
-        make(method="dp-threshold", learning_rate=1e-3)
-    with pytest.raises(InputError, match=r"learning_rate is 0\.001, a distance"):
-        make(method="dp-threshold", lr_unit="walk", learning_rate=1e-3)
-    assert make(method="dp-sgd", learning_rate=1e-3).resolved_lr_unit == "absolute"
+def test_a_recipe_has_a_rate_or_a_distance_and_never_both():
+    for method in ("dp-walk", "dp-threshold"):
+        recipe = make(method=method)
+        assert (recipe.resolved_learning_rate, recipe.resolved_distance, recipe.resolved_ema_decay) == (None, 1.5, 0.99)
+        own = make(method=method, learning_rate=1e-3)
+        assert (own.resolved_learning_rate, own.resolved_distance) == (1e-3, None)
+    walking = make(method="dp-sgd", distance=2.0)
+    assert (walking.resolved_learning_rate, walking.resolved_distance, walking.resolved_ema_decay) == (None, 2.0, 0.0)
+    with pytest.raises(InputError, match=r"learning_rate is 1 and distance is 2; a method has one of the two"):
+        make(learning_rate=1, distance=2)
 
 
 def test_options_are_checked_against_the_method_and_the_model():
@@ -361,7 +352,7 @@ def test_methods_and_their_options_of_the_vocabulary_are_those_of_the_code():
             name for name, parameter in inspect.signature(function).parameters.items() if parameter.kind.name == "KEYWORD_ONLY"
         }
         its = {name for optimizer in optimizers.get(method, base_optimizer) for name in inspect.signature(optimizer).parameters}
-        assert own - {"lr"} <= set(vocabulary.OPTIMIZER_OPTIONS[method]) <= own | its
+        assert own - {"lr", "distance", "schedule", "average"} <= set(vocabulary.OPTIMIZER_OPTIONS[method]) <= own | its
     for optimizer, method in ((MicroAdam, "dp-microadam"), (ThresholdAdam, "dp-threshold")):
         rest = set(inspect.signature(optimizer).parameters) - set(vocabulary.OPTIMIZER_OPTIONS[method])
         assert rest == {"params", "lr"}, "the step size has a key of its own"

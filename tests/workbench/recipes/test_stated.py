@@ -1,38 +1,24 @@
-"""What runs say about defaults that changed, and what their folders meant in version 0.1."""
+"""What runs say about the defaults that they took."""
 
 import pytest
 
 from dp_microadam.errors import InputError
-from dp_microadam.optimizers.micro_adam import MicroAdam
 from dp_microadam.workbench.recipes.advice import bands_of
 from dp_microadam.workbench.recipes.assemble import assemble, plan_of
+from dp_microadam.workbench.recipes.recipe import Recipe
 from dp_microadam.workbench.recipes.recipe_files import known_recipes, load_recipe
-from dp_microadam.workbench.recipes.stated import recipe_of_run
 
-PAPER = {"density": 0.01, "window": 10, "bias_correction": "paper"}
 SMALL = ["method=dp-threshold", "model=mlp", "model_options.hidden=[8]", "steps=200", "batch_size=16", "epsilon=20.0"]
 
 
 def test_a_run_states_accountant_bands_and_bias_correction_and_reads_back_as_the_same_plan(tmp_path):
     settings = [*SMALL, "method=dp-microadam", "optimizer.quantize=false"]
     made = assemble(load_recipe("demo", settings), tmp_path / "run", show_progress=False)
-    again = recipe_of_run(made.recipe.to_toml())
-    assert (again.accountant, again.bands, again.optimizer["bias_correction"]) == ("pld", made.trainer.plan.bands, "paper")
+    again = Recipe.from_toml(made.recipe.to_toml())
+    assert (again.accountant, again.bands, again.optimizer) == ("pld", made.trainer.plan.bands, {"quantize": False})
     assert made.trainer.plan.bands > 1
     assert plan_of(again, 3600) == made.trainer.plan
     assert made.trainer.optimizer.defaults["bias_correction"] == "paper"
-
-
-def test_a_folder_of_version_0_1_keeps_its_accountant_bands_and_bias_correction():
-    written = load_recipe("demo", [*SMALL, "method=dp-microadam", "accountant=rdp"]).to_toml()
-    assert "bands" not in written
-    assert "bias_correction" not in written
-    recipe = recipe_of_run(written)
-    plan = plan_of(recipe, 3600, parameters=1000)
-    assert (plan.accountant, plan.bands) == ("rdp", 1)
-    assert recipe.optimizer == PAPER
-    assert (recipe.resolved_lr_unit, recipe.resolved_learning_rate, recipe.resolved_ema_decay) == ("absolute", 1e-3, 0.0)
-    assert "bias_correction" not in recipe_of_run(load_recipe("demo", [*SMALL, "method=dp-sgd"]).to_toml()).optimizer
 
 
 def test_another_method_forgets_options_that_the_file_gave_to_its_own():
@@ -70,23 +56,14 @@ def test_every_recipe_without_pins_has_the_defaults_of_the_library():
 def test_wide_networks_from_scratch_walk_farther_and_runs_state_how_far(tmp_path):
     def rate(*settings):
         made = assemble(load_recipe("demo", [*SMALL, *settings]), tmp_path / str(len(settings)), show_progress=False)
-        again = recipe_of_run(made.recipe.to_toml())
-        assert again.learning_rate == made.recipe.learning_rate == made.trainer.optimizer.param_groups[0]["lr"]
-        return again.learning_rate
+        again = Recipe.from_toml(made.recipe.to_toml())
+        assert again.distance == made.recipe.distance == made.trainer.optimizer.param_groups[0]["distance"]
+        return again.distance
 
     wide = "model_options.hidden=[400, 256]"  # 419,226 parameters
     assert rate("bands=1") == 1.5
     assert rate("bands=1", wide) == pytest.approx(1.5 * (419_226 / 250_000) ** (1 / 6))
-    assert rate("bands=1", wide, "learning_rate=1.5") == 1.5
-
-
-def test_what_is_stated_of_the_selection_are_the_optimizer_s_own_defaults():
-    import inspect
-
-    from dp_microadam.workbench.recipes.stated import SELECTION
-
-    known = inspect.signature(MicroAdam.__init__).parameters
-    assert {name: known[name].default for name in SELECTION} == SELECTION
+    assert rate("bands=1", wide, "distance=1.5") == 1.5
 
 
 def test_an_automatic_plan_is_stated_in_numbers_and_processes_no_more_examples(tmp_path):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flat import flat
 
 pytest.importorskip("matplotlib")
 
@@ -40,7 +41,7 @@ def train(folder, *settings, steps=12, show=()):
 def runs(tmp_path_factory):
     """A folder with one run of each kind."""
     here = tmp_path_factory.mktemp("runs")
-    own = ("method=dp-microadam", "lr_unit=absolute", "bands=1", "ema_decay=0.9", "diagnostics_every=6", "schedule=linear")
+    own = ("method=dp-microadam", "bands=1", "ema_decay=0.9", "diagnostics_every=6", "schedule=linear")
     train(here / "private", *own, show=("--show-private-metrics",))
     train(here / "seeded", "method=dp-microadam", "seed=1", "max_steps=8")
     train(here / "unprotected", "method=non-private")
@@ -295,7 +296,12 @@ def test_a_run_begun_from_python_is_reported(tmp_path):
         return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
     trainer = PrivateTrainer(
-        model, MicroAdam(model.parameters()), plan, loss, evaluate_every=2, run_dir=tmp_path / "run", show_progress=False
+        model,
+        MicroAdam(model.parameters()),
+        plan,
+        loss,
+        run_dir=tmp_path / "run",
+        **flat(evaluate_every=2, show_progress=False),
     )
     trainer.fit((images[:150], labels[:150]), validation=(images[150:], labels[150:]))
     page = page_of(tmp_path, tmp_path / "run")

@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 
 from dp_microadam.optimizers.micro_adam import MicroAdam
 from dp_microadam.plan.plan import PrivacyPlan
+from dp_microadam.training.settings import PerformanceSettings, PrivacySettings, RecordSettings
 from dp_microadam.training.trainer import PrivateTrainer
 
 # Far above the clipping norm, so that missing clipping is detected.
@@ -111,9 +112,8 @@ def watch_trainer(
             Path(folder) / "run",
             lambda gradients: observe(by_canary(gradients["weight"]) * unit),
             users=None if plan.unit == "example" else torch.arange(len(present)).repeat_interleave(each),
-            physical_batch_size=physical_batch_size,
-            loader_options={"collate_fn": collate},
-            seed=seed,
+            privacy=PrivacySettings(max_grad_norm=CLIPPING_NORM, seed=seed),
+            performance=PerformanceSettings(physical_batch_size=physical_batch_size, loader_options={"collate_fn": collate}),
         )
 
 
@@ -146,12 +146,9 @@ def train_watched(
         # RDP composes any number of steps quickly; the audit compares with a claim of its own.
         replace(plan, accountant="rdp"),
         loss,
-        max_grad_norm=CLIPPING_NORM,
-        evaluate_every=plan.steps,
-        checkpoint_every=plan.steps,
         run_dir=run_dir,
-        show_progress=False,
-        **options,
+        record=RecordSettings(evaluate_every=plan.steps, checkpoint_every=plan.steps, show_progress=False),
+        **{"privacy": PrivacySettings(max_grad_norm=CLIPPING_NORM), **options},
     )
     if resume:
         trainer.resume(run_dir)

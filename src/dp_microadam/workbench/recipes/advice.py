@@ -58,7 +58,7 @@ def with_advice(
         steps_for=steps_for,
         parameters=parameters,
         bands=bands_of(recipe) == "auto",
-        fixed_rate=recipe.resolved_lr_unit != "walk",
+        fixed_rate=recipe.resolved_distance is None,
         noise_memory_gib=noise_memory_of(recipe),
         accountant=recipe.resolved_accountant,
     )

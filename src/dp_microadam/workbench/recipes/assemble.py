@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from dp_microadam.errors import InputError
+from dp_microadam.methods.defaults import default_distance
 from dp_microadam.methods.registry import build, refuse_bad_options
 from dp_microadam.plan.band_choice import DEFAULT_NOISE_MEMORY_GIB
-from dp_microadam.plan.learning_rate import distance_from_scratch
 from dp_microadam.plan.plan import PrivacyPlan
 from dp_microadam.plan.selection_plan import SelectionPlan
+from dp_microadam.plan.unprotected import UnprotectedPlan
 from dp_microadam.training.distributed import Ranks, ranks_here
 from dp_microadam.training.evaluation import (
     PerExample,
@@ -25,10 +26,11 @@ from dp_microadam.training.evaluation import (
     weighted_class_loss,
 )
 from dp_microadam.training.method import Method
+from dp_microadam.training.rates import Schedule
 from dp_microadam.training.run_folder import default_folder
-from dp_microadam.training.schedules import Schedule
+from dp_microadam.training.settings import PerformanceSettings, PrivacySettings, RecordSettings
 from dp_microadam.training.token_losses import next_token_hits, next_token_loss
-from dp_microadam.training.trainer import PrivateTrainer, UnprotectedPlan
+from dp_microadam.training.trainer import PrivateTrainer
 from dp_microadam.workbench import models
 from dp_microadam.workbench.data import Preparation
 from dp_microadam.workbench.data.augmentation import Augmentation
@@ -36,7 +38,7 @@ from dp_microadam.workbench.data.dataset import LabelledData, count_users, size_
 from dp_microadam.workbench.data.images import ImageFolder
 from dp_microadam.workbench.data.sources import load
 from dp_microadam.workbench.recipes.advice import bands_of, noise_memory_of, refuse_unadvisable, with_advice
-from dp_microadam.workbench.recipes.canaries import add_canaries, canaries_in_words, with_canary_key
+from dp_microadam.workbench.recipes.canaries import Canaries, add_canaries, canaries_in_words, with_canary_key
 from dp_microadam.workbench.recipes.experiment import Experiment
 from dp_microadam.workbench.recipes.kept_features import features_of
 from dp_microadam.workbench.recipes.pretrained import located_options
@@ -65,7 +67,7 @@ def assemble(
         InputError: if data cannot be found or read, or something does not fit.
     """
     ranks = ranks_here() if ranks is None else ranks
-    refuse_bad_options(recipe.algorithm, recipe.resolved_learning_rate, recipe.optimizer, recipe.resolved_lr_unit)
+    refuse_bad_options(recipe.algorithm, recipe.optimizer, lr=recipe.resolved_learning_rate, distance=recipe.resolved_distance)
     if data is None:
         with ranks.one_per_machine_first():
             data = load_data(recipe)
@@ -86,13 +88,12 @@ def assemble(
         plan = plan_of(recipe, count)
     elif plan is None or bands_of(recipe) == "auto":  # how much noise can be kept depends on the model
         plan = plan_of(recipe, count, trainable_parameters(model))
-    recipe = _with_walk_from_scratch(recipe, trainable_parameters(model))
-    recipe = stated(recipe, plan.bands)
+    recipe = stated(_with_distance(recipe, model), plan.bands)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     normalization = models.normalization_of(model)
     if normalization is not None:  # pretrained weights expect the constants they were trained with
         data = replace(data, mean=normalization.mean, std=normalization.std)
-    method = _method(recipe, model, replace(data, train=own))
+    method = _method(recipe, model, replace(data, train=own), Schedule(recipe.schedule, plan.steps, recipe.warmup))
     loss = _loss(recipe, data)
     features = features_of(
         recipe, model, loss, prepare=Preparation(data), folder=features_folder, show_progress=show_progress and ranks.main
@@ -103,23 +104,42 @@ def assemble(
         method,
         plan,
         measured(loss),
-        per_example_accuracy=measured(_hits(recipe)),
-        private=recipe.protected,
-        max_grad_norm=recipe.max_grad_norm,
-        clipping=recipe.clipping,
-        physical_batch_size=recipe.physical_batch_size,
+        accuracy=measured(_hits(recipe)),
+        run_dir=default_folder(recipe.name) if run_dir is None else run_dir,
+        privacy=_privacy_settings(recipe, data, canaries, show_private_metrics),
+        performance=PerformanceSettings(
+            physical_batch_size=recipe.physical_batch_size,
+            num_workers=recipe.num_workers,
+            noise_history=recipe.noise_history or "device",
+            noise_memory_gib=recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB,
+        ),
+        record=RecordSettings(
+            evaluate_every=recipe.evaluate_every,
+            checkpoint_every=recipe.checkpoint_every,
+            checkpoint_minutes=recipe.checkpoint_minutes,
+            keep_checkpoints=recipe.keep_checkpoints,
+            diagnostics_every=recipe.diagnostics_every,
+            config=recipe.to_toml(),
+            show_progress=show_progress,
+        ),
         prepare=Preparation(data) if features is None else None,
         augment=augment,
-        schedule=Schedule(recipe.schedule, plan.steps, recipe.warmup),
-        ema_decay=recipe.resolved_ema_decay,
         max_steps=recipe.max_steps,
-        evaluate_every=recipe.evaluate_every,
-        diagnostics_every=recipe.diagnostics_every,
-        checkpoint_every=recipe.checkpoint_every,
-        checkpoint_minutes=recipe.checkpoint_minutes,
-        keep_checkpoints=recipe.keep_checkpoints,
-        run_dir=default_folder(recipe.name) if run_dir is None else run_dir,
-        config=recipe.to_toml(),
+        ranks=ranks,
+    )
+    return Experiment(recipe, data, model, trainer, canaries, features)
+
+
+def _privacy_settings(
+    recipe: Recipe, data: LabelledData, canaries: Canaries | None, show_private_metrics: bool
+) -> PrivacySettings:
+    return PrivacySettings(
+        max_grad_norm=recipe.max_grad_norm,
+        clipping=recipe.clipping,
+        secure=recipe.secure,
+        seed=recipe.seed,
+        unit_name=recipe.unit_name or "",
+        show_private_metrics=show_private_metrics,
         public=(
             *(texts_in_words(recipe) or [_inputs_in_words(recipe)]),
             *_held_out_in_words(recipe, data),
@@ -128,25 +148,14 @@ def assemble(
             *([canaries_in_words(canaries)] if canaries is not None else []),
             *([f"the pretrained weights {pretrained!r}"] if (pretrained := recipe.model_options.get("pretrained")) else []),
         ),
-        unit_name=recipe.unit_name or "",
-        num_workers=recipe.num_workers,
-        noise_history=recipe.noise_history or "device",
-        noise_memory_gib=recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB,
-        secure=recipe.secure,
-        seed=recipe.seed,
-        show_progress=show_progress,
-        show_private_metrics=show_private_metrics,
-        ranks=ranks,
     )
-    return Experiment(recipe, data, model, trainer, canaries, features)
 
 
-def _with_walk_from_scratch(recipe: Recipe, parameters: int) -> Recipe:
-    """The recipe with the distance of a network that begins anew, if it leaves it to the default and nothing is pretrained."""
-    anew = recipe.algorithm == "dp-threshold" and "pretrained" not in recipe.model_options
-    if not anew or recipe.resolved_lr_unit != "walk" or recipe.learning_rate is not None or recipe.tune:
+def _with_distance(recipe: Recipe, model: nn.Module) -> Recipe:
+    """The recipe with the default distance for its model, if it leaves it to the default."""
+    if recipe.distance is not None or recipe.resolved_distance is None or recipe.tune:
         return recipe
-    return replace(recipe, learning_rate=distance_from_scratch(parameters))
+    return replace(recipe, distance=default_distance(model, pretrained="pretrained" in recipe.model_options))
 
 
 def _inputs_in_words(recipe: Recipe) -> str:
@@ -187,11 +196,13 @@ def _weights_in_words(recipe: Recipe) -> list[str]:
     return [f"weights of the classes in the loss ({', '.join(f'{weight:g}' for weight in recipe.class_weights)})"]
 
 
-def _method(recipe: Recipe, model: nn.Module, data: LabelledData) -> Method:
+def _method(recipe: Recipe, model: nn.Module, data: LabelledData, schedule: Schedule) -> Method:
     options = dict(recipe.optimizer)
     if "public" in options:
         options["public"] = public_examples(recipe, data, options["public"])
-    return build(recipe.algorithm, model, recipe.resolved_learning_rate, options, recipe.resolved_lr_unit)
+    rate, distance = recipe.resolved_learning_rate, recipe.resolved_distance
+    method = build(recipe.algorithm, model, options, lr=rate, distance=distance)
+    return method.configure(schedule=schedule, average=recipe.resolved_ema_decay)
 
 
 def load_data(recipe: Recipe) -> LabelledData:

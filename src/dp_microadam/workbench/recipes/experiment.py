@@ -41,7 +41,7 @@ class Experiment:
 
     def fit(self) -> RunResult:
         """Train on the training part, with validation on the part held out of it, if any is."""
-        if self.trainer.step.updates == 0:
+        if self.trainer.step.account.updates == 0:
             self.language_before = self.language_figures()
         validation = self.data.validation if size_of(self.data.validation) else None
         train, held_out = self._inputs(training_part(self.recipe, self.data), validation)
@@ -69,9 +69,10 @@ class Experiment:
     def _too_much_noise(self) -> Iterator[str]:
         """The hint of the plan, for methods that train all parameters in every step."""
         step = self.trainer.step
-        if step.privacy is not None and all(phase.trainable is None for phase in step.phases):
+        plan = step.account.privacy
+        if plan is not None and all(phase.trainable is None for phase in step.phases):
             trained = sum(parameter.numel() for parameter in step.model.parameters() if parameter.requires_grad)
-            found = too_much_noise(step.privacy, trained, step.unit_name)
+            found = too_much_noise(plan, trained, self.recipe.unit_name or self.recipe.unit)
             yield from () if found is None else (found,)
 
     def training_part(self) -> Examples:

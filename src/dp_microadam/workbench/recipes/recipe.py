@@ -10,7 +10,7 @@ from typing import Any
 import tomli_w
 
 from dp_microadam.errors import InputError
-from dp_microadam.methods.table import METHODS
+from dp_microadam.methods.table import DEFAULT, METHODS
 from dp_microadam.plan.learning_rate import ADAPTER_DISTANCE
 from dp_microadam.workbench.data.catalogue import takes_columns
 from dp_microadam.workbench.data.columns import declaration
@@ -39,7 +39,7 @@ class Recipe:
     """
 
     name: str = _key(checks.name)
-    method: str = _key(checks.one_of(*vocabulary.METHODS), default="dp-threshold")
+    method: str = _key(checks.one_of(*vocabulary.METHODS), default=DEFAULT)
     base: str | None = _key(checks.optional(checks.one_of(*vocabulary.BASES)), default=None)
     """For method ``"non-private"``: the method to run without clipping and noise. None: dp-threshold."""
 
@@ -113,15 +113,13 @@ class Recipe:
 
     learning_rate: float | None = _key(checks.optional(checks.positive), default=None)
     """None: the default of the method."""
-    lr_unit: str | None = _key(checks.optional(checks.one_of("absolute", "walk")), default=None)
-    """What the learning rate is: the optimizer's own, or the distance that the noise of the run walks. None: the method's unit,
-    which is ``"walk"`` for dp-walk and, in private runs, for dp-threshold, else ``"absolute"``."""
+    distance: float | None = _key(checks.optional(checks.positive), default=None)
+    """In place of a learning rate: how far the noise of the run walks. None: the default of the method, if it has one."""
     schedule: str = _key(checks.one_of("constant", "cosine", "linear"), default="constant")
     warmup: float = _key(checks.below_one, default=0.0)
     """Fraction of the steps over which the learning rate rises linearly."""
     ema_decay: float | None = _key(checks.optional(checks.below_one), default=None)
-    """Decay of an exponential moving average of the weights; 0: none is kept. None: 0.99 with dp-walk
-    and with dp-threshold whose rate is of unit ``"walk"``, else 0."""
+    """Decay of an exponential moving average of the weights; 0: none is kept. None: the default of the method."""
 
     max_steps: int | None = _key(checks.optional(checks.count), default=None)
     """Stop after this many steps; schedule and noise stay those of the full run."""
@@ -154,12 +152,13 @@ class Recipe:
         for known in fields(self):
             value = getattr(self, known.name)
             object.__setattr__(self, known.name, known.metadata["check"](known.name, value))
-        if "behind" in self.optimizer:  # its name in version 0.1, and in the folders of its runs
-            renamed = {"base_optimizer" if key == "behind" else key: value for key, value in self.optimizer.items()}
-            object.__setattr__(self, "optimizer", renamed)
         if self.base is not None and self.protected:
             raise InputError(
                 f"base is {self.base!r}, but method is {self.method!r}; leave it out, it is only for method 'non-private'"
+            )
+        if self.learning_rate is not None and self.distance is not None:
+            raise InputError(
+                f"learning_rate is {self.learning_rate:g} and distance is {self.distance:g}; a method has one of the two"
             )
         texts.refuse_misfits(self)
         for table, given, known_options, owner in (
@@ -172,7 +171,6 @@ class Recipe:
             raise InputError(f"columns are declared, but data is {self.data!r}; they are for tables, leave them out")
         refuse_changing_features(self)
         self._refuse_canaries_out_of_place()
-        self._refuse_rate_of_another_unit()
         self._refuse_unsolvable_budget()
         self._refuse_unknown_users()
 
@@ -194,7 +192,7 @@ class Recipe:
     @property
     def algorithm(self) -> str:
         """The method that is run, with or without privacy."""
-        return self.method if self.protected else self.base or "dp-threshold"
+        return self.method if self.protected else self.base or DEFAULT
 
     @property
     def resolved_accountant(self) -> str:
@@ -202,30 +200,26 @@ class Recipe:
         return self.accountant or ("rdp" if self.tune else "pld")
 
     @property
-    def resolved_learning_rate(self) -> float:
-        """``learning_rate``, or the method's default."""
-        if self.learning_rate is not None:
+    def resolved_learning_rate(self) -> float | None:
+        """``learning_rate``, or the method's default; None where a distance takes its place."""
+        if self.learning_rate is not None or self.resolved_distance is not None:
             return self.learning_rate
-        if self.resolved_lr_unit == "walk":
-            return ADAPTER_DISTANCE if self.model_options.get("lora_rank") else vocabulary.WALK_LEARNING_RATE
         method = "dp-sgd" if self._scales_gradients_for_sgd() else self.algorithm
-        default = vocabulary.ABSOLUTE_LEARNING_RATES[method]
+        default = METHODS[method].learning_rate
         return default if self.protected else vocabulary.NON_PRIVATE_LEARNING_RATES.get(method, default)
 
     @property
-    def resolved_lr_unit(self) -> str:
-        """``lr_unit``, or the method's own; without noise that of dp-threshold is ThresholdAdam's."""
-        if self.lr_unit is None and self.algorithm == "dp-threshold" and not self.protected:
-            return "absolute"
-        return self.lr_unit or METHODS[self.algorithm].lr_unit
+    def resolved_distance(self) -> float | None:
+        """``distance``, or the method's default; None where there is a learning rate."""
+        if self.distance is not None or self.learning_rate is not None:
+            return self.distance
+        far = METHODS[self.algorithm].distance
+        return ADAPTER_DISTANCE if far is not None and self.model_options.get("lora_rank") else far
 
     @property
     def resolved_ema_decay(self) -> float:
         """``ema_decay``, or the method's default."""
-        if self.ema_decay is not None:
-            return self.ema_decay
-        averages = self.algorithm in vocabulary.AVERAGING and self.resolved_lr_unit == "walk"
-        return vocabulary.WALK_EMA_DECAY if averages else 0.0
+        return METHODS[self.algorithm].average if self.ema_decay is None else self.ema_decay
 
     def _scales_gradients_for_sgd(self) -> bool:
         """Whether this is scale-then-privatize followed by SGD, the default of all its sources but ``"previous"``."""
@@ -287,15 +281,6 @@ class Recipe:
                     f"audit_canaries is {self.audit_canaries}, but {other}; leave one of them out: canaries are for single "
                     "private runs whose unit is an example, without weights of classes"
                 )
-
-    def _refuse_rate_of_another_unit(self) -> None:
-        """Refuse a rate that was meant for the optimizer itself, where it is a distance."""
-        rate, least = self.learning_rate, vocabulary.SHORTEST_WALK
-        if self.algorithm == "dp-threshold" and self.resolved_lr_unit == "walk" and rate is not None and rate < least:
-            raise InputError(
-                f"learning_rate is {rate:g}, a distance that the noise of the run walks; it must be at least {least}, and "
-                f"{vocabulary.WALK_LEARNING_RATE} is usual; if it is the optimizer's own rate, add lr_unit = 'absolute'"
-            )
 
     def _refuse_unsolvable_budget(self) -> None:
         budget = {"epsilon": self.epsilon, "noise_multiplier": self.noise_multiplier, "steps": self.steps}

@@ -140,12 +140,12 @@ def refuse_unsearchable(recipe: Recipe) -> None:
 def searches_on_same_data(recipe: Recipe, folder: Path) -> list[Path]:
     """Folders of finished searches in ``folder`` whose recipe names the same data."""
     from dp_microadam.training.run_folder import CONFIG, SELECTION
-    from dp_microadam.workbench.recipes.stated import recipe_of_run
+    from dp_microadam.workbench.recipes.recipe import Recipe
 
     found = []
     for marker in sorted(folder.glob(f"*/{SELECTION}")) if folder.is_dir() else []:
         try:
-            other = recipe_of_run((marker.parent / CONFIG).read_text(encoding="utf-8"))
+            other = Recipe.from_toml((marker.parent / CONFIG).read_text(encoding="utf-8"))
         except (OSError, ValueError, DPMicroAdamError):
             continue
         if all(getattr(other, key) == getattr(recipe, key) for key in ("data", "data_folder", "data_options")):

@@ -12,23 +12,6 @@ from dp_microadam.workbench.data.catalogue import KNOWN_DATA, known
 OPTIMIZER_OPTIONS = {name: entry.all_options for name, entry in table.METHODS.items()}
 """By method: its own options and those of its optimizer. The learning rate is the recipe's ``learning_rate``."""
 
-DEFAULT_LEARNING_RATES = {name: entry.learning_rate for name, entry in table.METHODS.items()}
-"""By method, for recipes without a ``learning_rate``: the values of the paper's tables."""
-
-ABSOLUTE_LEARNING_RATES = {**DEFAULT_LEARNING_RATES, "dp-threshold": 1e-3}
-"""The same where the unit is ``"absolute"``, which is not dp-threshold's own."""
-
-WALK_LEARNING_RATE = table.METHODS["dp-walk"].learning_rate
-"""The default learning rate of any method with ``lr_unit = "walk"``; with adapters it is ``ADAPTER_DISTANCE``."""
-
-SHORTEST_WALK = 0.02
-"""Shorter walks than this of dp-threshold are taken for rates of another unit."""
-
-WALK_EMA_DECAY = 0.99
-AVERAGING = ("dp-threshold", "dp-walk")
-"""Decay of the average of the weights, and the methods that keep one by default where their rate follows from the plan: larger
-steps than the last ones can be averaged out."""
-
 NON_PRIVATE = "non-private"
 NON_PRIVATE_LEARNING_RATES = {"dp-sgd": 0.1}
 """Different defaults for runs without clipping: DP-SGD's 4.0 is tuned for gradients of norm at most one."""

@@ -41,10 +41,10 @@ def open_run(
     Raises:
         InputError: if ``run_dir`` is not a run folder.
     """
-    from dp_microadam.workbench.recipes.stated import recipe_of_run
+    from dp_microadam.workbench.recipes.recipe import Recipe
 
     # With several processes, only the main one needs access to the folder.
-    recipe = recipe_of_run(_config_of(run_dir) if ranks is None else ranks.from_main(lambda: _config_of(run_dir)))
+    recipe = Recipe.from_toml(_config_of(run_dir) if ranks is None else ranks.from_main(lambda: _config_of(run_dir)))
 
     from dp_microadam.workbench.recipes.assemble import assemble
 
