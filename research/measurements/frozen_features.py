@@ -32,7 +32,7 @@ from dp_microadam.workbench import models
 from dp_microadam.workbench.command_line.measuring import add_options, deliver, tell, work_clock
 from dp_microadam.workbench.data import load
 from dp_microadam.workbench.models.hugging_face import text_classifier
-from dp_microadam.workbench.models.trainable_part import freeze_but
+from dp_microadam.workbench.models.pretrained import freeze_but
 
 DELTA = 1e-5
 TOKENS = 128

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dp_microadam import Method, MicroAdam, PrivacyPlan, PrivateStep
 from dp_microadam.training.evaluation import class_loss
 from dp_microadam.workbench import models
-from dp_microadam.workbench.models.transformer_size import TransformerSize
+from dp_microadam.workbench.models.vit import TransformerSize
 
 EXAMPLES, BATCH, STEPS, MEASURED = 64, 32, 3, 2
 LARGE, SMALL = 64, 12

@@ -1,22 +1,24 @@
-"""The models are those of the experiments: parameter counts, initialisation, shapes, independent examples."""
+"""The models are those of the experiments: parameter counts, initialisation, shapes, independent examples; and by name."""
 
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from dp_microadam import InputError
+from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 from dp_microadam.workbench import models
+from dp_microadam.workbench.models import registry
+from dp_microadam.workbench.models.nf_resnet import RELU_GAIN
 
 
-@pytest.mark.parametrize(("standardized", "millions"), [(True, 2.75), (False, 2.75)])
-def test_wide_resnet_16_4_has_the_published_number_of_parameters(standardized, millions):
-    model = models.wide_resnet(weight_standardization=standardized)
-    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 2) == millions
+def parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
 
 
-def wide_resnet_parameters(depth: int, width: int, classes: int, per_convolution_channel: int, norms: bool) -> int:
+def wide_resnet_parameters(depth: int, width: int, classes: int, per_convolution_channel: int) -> int:
     """Zagoruyko and Komodakis (2016), table 1, written as sums: n blocks of two 3×3 convolutions in each of three stages,
     a 1×1 convolution where the width changes, and a normalization with two numbers per channel before each convolution
     but the first, here one more before each shortcut's."""
@@ -25,81 +27,216 @@ def wide_resnet_parameters(depth: int, width: int, classes: int, per_convolution
     weights = 27 * 16 + sum(9 * (i * o + (2 * n - 1) * o * o) + i * o for i, o in zip(before, after, strict=True))
     outputs = 16 + sum((2 * n + 1) * o for o in after)
     normalized = sum(2 * i + (2 * n - 1) * o for i, o in zip(before, after, strict=True)) + after[-1]
-    return weights + per_convolution_channel * outputs + 2 * normalized * norms + (64 * k + 1) * classes
-
-
-@pytest.mark.parametrize(("depth", "width", "millions"), [(16, 8, 11.0), (28, 10, 36.5), (40, 4, 8.9), (22, 8, 17.2)])
-def test_wide_resnets_have_the_published_weights_and_theirs_alone(depth, width, millions):
-    # Table 4 and 5 of that paper count 11.0M, 36.5M, 8.9M and 17.2M, with BatchNorm and without biases.
-    with torch.device("meta"):
-        model = models.wide_resnet(depth, width)
-    found = sum(p.numel() for p in model.parameters())
-    assert found == wide_resnet_parameters(depth, width, 10, per_convolution_channel=2, norms=True)
-    plain = wide_resnet_parameters(depth, width, 10, per_convolution_channel=0, norms=True)
-    assert abs(plain / 1e6 - millions) < 0.06
-    assert sum(p.numel() for p in model.parameters() if p.dim() == 4) < plain < found < 1.01 * plain
-
-
-def test_wide_resnet_starts_as_stated():
-    torch.manual_seed(0)
-    model = models.wide_resnet(16, 4, num_classes=100)
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            assert module.gain.unique().tolist() == [1.0]
-            assert module.bias.unique().tolist() == [0.0]
-            count = module.weight.numel()
-            # The deviation of `count` normal draws is within six of its own standard errors (false alarm 2e-9).
-            assert abs(float(module.weight.detach().std()) * math.sqrt(module.fan_in) - 1) < 6 / math.sqrt(2 * count)
-        elif isinstance(module, nn.GroupNorm):
-            assert module.num_groups == 16
-    assert abs(float(model.head.weight.detach().std()) * 16 - 1) < 6 / math.sqrt(2 * 25600)
-    assert model.head.bias.unique().tolist() == [0.0]
-
-
-@pytest.mark.parametrize(("depth", "width"), [(10, 1), (16, 4), (22, 2)])
-def test_wide_resnet_has_two_convolutions_per_block_and_the_depth_asked_for(depth, width):
-    model = models.wide_resnet(depth, width, num_classes=7)
-    three_by_three = [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
-    # Counted as in the original: 3×3 convolutions, three shortcuts' worth of stages, and the head.
-    assert len(three_by_three) == 1 + 3 * 2 * (depth - 4) // 6
-    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 7)
-    assert model.blocks[-1].conv2.out_channels == 64 * width
-
-
-def test_an_activation_comes_before_each_normalization():
-    model = models.wide_resnet(10, 1)
-    seen = []
-    for module in model.modules():
-        if isinstance(module, nn.GroupNorm):
-            module.register_forward_pre_hook(lambda _, args: seen.append(args[0].min().item()))
-    model(torch.randn(2, 3, 16, 16))
-    assert seen
-    assert min(seen) == 0
+    return weights + per_convolution_channel * outputs + 2 * normalized + (64 * k + 1) * classes
 
 
 @pytest.mark.parametrize(
-    ("build", "shape"),
+    ("depth", "width", "millions"), [(16, 8, 11.0), (28, 10, 36.5), (40, 4, 8.9), (22, 8, 17.2), (16, 4, 2.75)]
+)
+def test_wide_resnets_have_the_published_weights_and_theirs_alone(depth, width, millions):
+    # Table 4 and 5 of that paper, with BatchNorm and without biases; 2.75M is of De et al. (2022).
+    with torch.device("meta"):
+        model = models.wide_resnet(depth, width)
+    assert parameters(model) == wide_resnet_parameters(depth, width, 10, per_convolution_channel=2)
+    plain = wide_resnet_parameters(depth, width, 10, per_convolution_channel=0)
+    assert abs(plain / 1e6 - millions) < 0.06
+    assert plain < parameters(model) < 1.01 * plain
+    # Counted as in the original: 3×3 convolutions, and the head.
+    three_by_three = [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
+    assert len(three_by_three) == 1 + 3 * 2 * (depth - 4) // 6
+
+
+def test_wide_resnet_starts_as_stated_and_activates_before_it_normalizes():
+    torch.manual_seed(0)
+    model = models.wide_resnet(16, 4, num_classes=100)
+    seen = []
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            assert (module.gain.unique().tolist(), module.bias.unique().tolist()) == ([1.0], [0.0])
+            # The deviation of so many normal draws is within six of its own standard errors (false alarm 2e-9).
+            spread = 6 / math.sqrt(2 * module.weight.numel())
+            assert abs(float(module.weight.detach().std()) * math.sqrt(module.fan_in) - 1) < spread
+        elif isinstance(module, nn.GroupNorm):
+            assert module.num_groups == 16
+            module.register_forward_pre_hook(lambda _, args: seen.append(args[0].min().item()))
+    assert abs(float(model.head.weight.detach().std()) * 16 - 1) < 6 / math.sqrt(2 * 25600)
+    assert model.head.bias.unique().tolist() == [0.0]
+    assert model(torch.randn(2, 3, 16, 16)).shape == (2, 100)
+    assert min(seen) == 0
+
+
+def resnet_50_parameters(classes: int, per_channel: int) -> int:
+    """He et al. (2016), table 1: convolutions, ``per_channel`` numbers for each of their channels, and the head."""
+    convolutions = [(3, 64, 7)]
+    before = 64
+    for inside, count in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        convolutions.append((before, 4 * inside, 1))
+        for _ in range(count):
+            convolutions += [(before, inside, 1), (inside, inside, 3), (inside, 4 * inside, 1)]
+            before = 4 * inside
+    weights = sum(i * o * k * k for i, o, k in convolutions)
+    return weights + per_channel * sum(o for _, o, _ in convolutions) + (before + 1) * classes
+
+
+def test_nf_resnet_50_has_the_published_25_6_million_parameters_and_nothing_normalizes():
+    # The count of the original with BatchNorm's scale and shift, which is published as 25,557,032; here they are gain and
+    # bias of the convolutions, and each of the sixteen blocks has a gain besides.
+    assert resnet_50_parameters(1000, per_channel=2) == 25_557_032
+    assert parameters(models.nf_resnet_50()) == 25_557_032 + 16
+    assert parameters(models.nf_resnet_50(gain=False)) == resnet_50_parameters(1000, per_channel=1) + 16
+    model = models.nf_resnet_50(10, width=1)
+    with_weights = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
+    assert {type(m).__name__ for m in with_weights} == {"WeightStandardizedConv2d", "Linear", "NormalizerFreeBlock"}
+    convolutions = [m for m in with_weights if isinstance(m, WeightStandardizedConv2d)]
+    assert (len(convolutions), {m.form for m in convolutions}) == (1 + 3 * 16 + 4, {"variance"})
+
+
+@pytest.mark.parametrize("side", [32, 47, 64])
+def test_nf_resnet_50_halves_images_of_any_size_five_times(side):
+    torch.manual_seed(0)
+    model = models.nf_resnet_50(7, width=1).eval()
+    sides = []
+    model.blocks[-1].register_forward_hook(lambda _, __, output: sides.append(output.shape[-1]))
+    with torch.no_grad():
+        assert model(torch.randn(2, 3, side, side)).shape == (2, 7)
+    assert sides == [math.ceil(side / 32)]
+
+
+def test_the_scaled_activation_has_unit_variance_on_a_unit_normal_input():
+    # ∫ relu(z)² φ(z) dz = 1/2 and ∫ relu(z) φ(z) dz = 1/√(2π), here by the trapezoid rule.
+    z = torch.linspace(-12, 12, 200_001, dtype=torch.float64)
+    density = torch.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
+    second, first = torch.trapezoid(F.relu(z) ** 2 * density, z), torch.trapezoid(F.relu(z) * density, z)
+    assert float(RELU_GAIN**2 * (second - first**2)) == pytest.approx(1, abs=1e-8)
+
+
+def predicted_variances(alpha: float) -> list[float]:
+    """After each block: 1 + α² after a block that changes shape, α² more after every other."""
+    return [1 + (index + 1) * alpha**2 for count in (3, 4, 6, 3) for index in range(count)]
+
+
+@pytest.mark.parametrize("alpha", [0.2, 1.0])
+def test_variances_grow_by_alpha_squared_and_start_anew_where_the_shape_changes(alpha):
+    # Channels' variances over images and places, averaged over channels, as Brock et al. plot them. The analysis knows no
+    # borders, so images wrap around here; means that differ between channels take away the rest.
+    torch.manual_seed(0)
+    model = models.nf_resnet_50(10, width=2, alpha=alpha)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.padding_mode, module._reversed_padding_repeated_twice = "circular", [module.padding[0]] * 4
+    found = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, __, output: found.append(float(output.var(dim=(0, 2, 3)).mean())))
+    with torch.no_grad():
+        model(torch.randn(8, 3, 128, 128))
+    assert found == pytest.approx(predicted_variances(alpha), rel=0.15)
+    inputs = [1.0, *predicted_variances(alpha)[:-1]]  # by whose deviations blocks divide
+    assert [1 / block.beta**2 for block in model.blocks] == pytest.approx(inputs)
+
+
+def test_a_skip_gain_of_zero_leaves_the_shortcuts_alone_and_the_head_starts_as_stated():
+    torch.manual_seed(0)
+    model = models.nf_resnet_50(1000, width=1, skip_gain=0.0)
+    x = torch.randn(2, 256 // 4, 8, 8)
+    torch.testing.assert_close(model.blocks[1](x), x)
+    assert [block.skip_gain.item() for block in models.nf_resnet_50(10, width=1).blocks] == [1.0] * 16
+    # Six standard errors of the deviation of 512,000 draws: false alarm 2e-9.
+    assert abs(float(model.head.weight.detach().std()) / 0.01 - 1) < 6 / math.sqrt(2 * model.head.weight.numel())
+
+
+def test_stochastic_depth_skips_blocks_by_example_in_training_only():
+    torch.manual_seed(0)
+    model = models.nf_resnet_50(10, width=1, stochastic_depth=0.5)
+    assert [block.drop_rate for block in model.blocks] == pytest.approx([0.5 * index / 16 for index in range(16)])
+    block = model.blocks[15]
+    x = torch.randn(200, 512, 1, 1)
+    # Of 200 draws with chance 0.46875, between 50 and 140 (more than 6 standard deviations: false alarm below 1e-9).
+    assert 50 < int((block(x) == x).flatten(1).all(1).sum()) < 140
+    assert not bool((block.eval()(x) == x).flatten(1).all(1).any())
+
+
+SMALL = {
+    "mlp": ((1, 28, 28), {"hidden": [16, 8]}),
+    "tanh-cnn": ((1, 28, 28), {}),
+    "small-cnn": ((1, 28, 28), {"width": 4}),
+    "wide-resnet": ((3, 8, 8), {"depth": 10, "width": 1}),
+    "nf-resnet-50": ((3, 32, 32), {"width": 1}),
+    "deit-tiny": ((3, 8, 8), {"resolution": 32}),
+    "vit-tiny": ((3, 32, 32), {"resolution": 16}),
+}
+"""Larger transformers differ from the tiny one by three numbers."""
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_model_gives_one_score_per_class_and_an_examples_do_not_depend_on_the_others(name):
+    assert {kind.partition("-")[0] for kind in SMALL} == {one.partition("-")[0] for one in registry.BUILDERS} - {"hugging"}
+    torch.manual_seed(0)
+    shape, options = SMALL[name]
+    model, x = models.build(name, 7, shape, **options), torch.randn(4, *shape)
+    assert model(x).shape == (4, 7)
+    torch.testing.assert_close(model(x)[1:2], model(x[1:2]), rtol=1e-4, atol=1e-5)
+    assert models.build(name, 1, shape, **options)(x).shape == (4, 1)
+
+
+def test_small_networks_are_those_of_their_papers():
+    assert parameters(models.build("tanh-cnn", 10, (1, 28, 28))) == 26_010  # Papernot et al. (2021)
+    for shape in ((1, 28, 28), (3, 8, 8), (2, 9, 31)):
+        model = models.build("small-cnn", 10, shape, width=4)
+        assert model(torch.randn(2, *shape)).shape == (2, 10)
+    for hidden, widths in ((32, [32]), ([32, 16], [32, 16]), ([], [])):
+        layers = [layer for layer in models.mlp(12, hidden, 3) if isinstance(layer, torch.nn.Linear)]
+        assert [layers[0].in_features, *(layer.out_features for layer in layers)] == [12, *widths, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
     [
-        (lambda: models.wide_resnet(10, 1), (3, 32, 32)),
-        (lambda: models.nf_resnet_50(10, width=1), (3, 32, 32)),
-        (lambda: models.vit("tiny", 10, resolution=32), (3, 32, 32)),
-        (models.tanh_cnn, (1, 28, 28)),
-        (models.small_cnn, (3, 32, 32)),
+        ("tanh-cnn", (3, 28, 28)),
+        ("small-cnn", (3, 7, 32)),
+        ("wide-resnet", (1, 28, 28)),
+        ("nf-resnet-50", (3, 31, 64)),
+        ("deit-tiny", (1, 28, 28)),
+        ("vit-base", (3, 32, 48)),
     ],
 )
-def test_an_examples_output_does_not_depend_on_the_others(build, shape):
-    torch.manual_seed(0)
-    model = build()
-    x = torch.randn(4, *shape)
-    torch.testing.assert_close(model(x)[1:2], model(x[1:2]), rtol=1e-4, atol=1e-5)
+def test_images_a_model_cannot_take_are_refused(name, shape):
+    with pytest.raises(InputError, match=rf"model {name} takes .*; these are {shape[1]}×{shape[2]} with {shape[0]} channels"):
+        models.build(name, 10, shape)
 
 
-def test_tanh_cnn_has_the_published_number_of_parameters():
-    assert sum(p.numel() for p in models.tanh_cnn().parameters()) == 26_010
+def test_an_unknown_model_or_option_is_refused_with_the_known_ones():
+    with pytest.raises(InputError, match=r"model is 'resnet'; it must be one of 'mlp', 'tanh-cnn'"):
+        models.build("resnet", 10, (1, 28, 28))
+    with pytest.raises(InputError, match="model mlp does not take hiden; did you mean hidden"):
+        models.build("mlp", 10, (1, 28, 28), hiden=3)
+    with pytest.raises(InputError, match="model tanh-cnn does not take width; it takes no keyword arguments"):
+        models.build("tanh-cnn", 10, (1, 28, 28), width=3)
 
 
-def test_depths_and_groups_that_do_not_fit_are_refused():
-    with pytest.raises(InputError, match="6n"):
-        models.wide_resnet(depth=17)
-    with pytest.raises(InputError, match="groups"):
-        models.wide_resnet(groups=5)
+WRONG = {
+    "mlp": {"hidden": [0, [16, 0], "16", 16.0, True]},
+    "small-cnn": {"width": ["wide"]},
+    "wide-resnet": {"depth": [12], "groups": [3, 5], "weight_standardization": ["yes"]},
+    "nf-resnet-50": {
+        "alpha": ["0.2", -0.1],
+        "skip_gain": [True, math.inf],
+        "stochastic_depth": [1.5, 1.0],
+        "gain": [1],
+        "width": [0],
+    },
+    "vit-tiny": {
+        "resolution": ["large", 8, 100],
+        "patch_size": [0.5, 0],
+        "trainable": ["none"],
+        "pretrained": [3],
+        "normalize_features": [1],
+    },
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_option_is_refused_by_name(name):
+    for option, values in WRONG[name].items():
+        for value in values:
+            with pytest.raises(InputError, match=f"^{option} is "):
+                models.build(name, 10, (3, 32, 32), **{option: value})

@@ -1,21 +1,25 @@
 """Vision transformers have the published sizes, take any resolution, and keep what their pretrained weights compute."""
 
+import json
 import math
 import os
+import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from dp_microadam import InputError
 from dp_microadam.workbench import models
 from dp_microadam.workbench.models import TransformerSize
-from dp_microadam.workbench.models.vit import resized_positions
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
+
+pytest.importorskip("peft")
 
 SMALL = TransformerSize(width=16, layers=2, heads=2)
 REAL = os.environ.get("DP_MICROADAM_VIT_TINY")
@@ -48,21 +52,12 @@ def test_deit_has_the_published_number_of_parameters(size, published):
     assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (width, layers, heads)
 
 
-def test_vit_large_has_the_published_number_of_parameters():
-    with torch.device("meta"):
-        model = models.vit("large")
-    # Dosovitskiy et al. (2021), table 1: 307M, with a hidden layer of 1024 in the head that fine-tuned models lack.
-    assert sum(p.numel() for p in model.parameters()) == transformer_parameters(1024, 24, 197, 1000) == 304_326_632
-
-
-@pytest.mark.parametrize("resolution", [32, 96, 224])
-@pytest.mark.parametrize("images", [32, 96])
-def test_images_of_any_size_give_one_score_per_class(resolution, images):
-    torch.manual_seed(0)
+@pytest.mark.parametrize("resolution", [32, 96])
+def test_images_of_any_size_give_one_score_per_class(resolution):
     model = models.vit("tiny", 7, resolution=resolution)
     assert model.backbone.embeddings.position_embeddings.shape[1] == (resolution // 16) ** 2 + 1
     with torch.no_grad():
-        assert model(torch.randn(2, 3, images, images)).shape == (2, 7)
+        assert model(torch.randn(2, 3, 64, 64)).shape == (2, 7)
 
 
 def test_images_are_resized_to_the_resolution_of_the_model():
@@ -84,21 +79,22 @@ def test_a_random_model_starts_as_stated():
     assert models.normalization_of(model) is None
 
 
-@pytest.mark.parametrize("ending", ["safetensors", "pth", "wrapped.pth", "half.pth"])
-def test_a_file_of_timm_gives_the_scores_of_an_independent_forward_pass(tmp_path, timm_checkpoint, timm_scores, ending):
-    tensors = timm_checkpoint()
-    path = tmp_path / f"weights.{ending}"
-    if ending == "half.pth":
-        tensors = {name: value.bfloat16().float() for name, value in tensors.items()}
-        torch.save({name: value.bfloat16() for name, value in tensors.items()}, path)
-    elif ending == "safetensors":
-        save_file(tensors, path)
-    else:
-        torch.save({"model": tensors, "epoch": 3} if "wrapped" in ending else tensors, path)
+@pytest.mark.parametrize("half", [False, True])
+def test_a_file_of_timm_gives_the_scores_of_an_independent_forward_pass(tmp_path, timm_checkpoint, timm_scores, half):
+    tensors = {name: value.bfloat16().float() for name, value in timm_checkpoint().items()}
+    path = tmp_path / "weights.safetensors"
+    save_file({name: value.bfloat16() if half else value for name, value in tensors.items()}, path)
     model = models.vit(SMALL, 5, pretrained=str(path), resolution=32, patch_size=8)
     images = torch.randn(3, 3, 32, 32)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     torch.testing.assert_close(model(images), timm_scores(tensors, images, heads=2), rtol=1e-4, atol=1e-4)
+    # The head is kept for as many classes, and new for others or where there is none.
+    assert torch.equal(model.head.weight, tensors["head.weight"])
+    other = models.vit(SMALL, 1000, pretrained=str(path), resolution=32, patch_size=8)
+    assert abs(float(other.head.weight.detach().std()) / 0.02 - 1) < 6 / math.sqrt(2 * 16_000)
+    assert torch.equal(other.backbone.layernorm.weight, tensors["norm.weight"])
+    save_file({name: value for name, value in tensors.items() if not name.startswith("head")}, path)
+    assert load(path).head.bias.unique().tolist() == [0.0]
 
 
 @pytest.mark.parametrize("side", [1, 2, 3, 4, 6])
@@ -116,74 +112,9 @@ def test_position_embeddings_are_interpolated_over_the_grid_of_patches(small_fil
     torch.testing.assert_close(model(images), timm_scores(tensors, images, 2, positions), rtol=1e-4, atol=1e-4)
 
 
-def test_interpolated_positions_stay_where_they_were_in_the_image():
-    rows, columns = torch.meshgrid(torch.arange(14.0), torch.arange(14.0), indexing="ij")
-    ramp = torch.stack([rows, columns], dim=-1).view(1, 196, 2)
-    found = resized_positions(torch.cat([torch.tensor([[[9.0, -9.0]]]), ramp], dim=1), 28)
-    assert found[0, 0].tolist() == [9.0, -9.0]
-    grid = found[0, 1:].view(28, 28, 2)
-    expected = (torch.arange(28.0) + 0.5) / 2 - 0.5
-    # The cubic kernel reproduces a ramp to a twentieth of a step.
-    torch.testing.assert_close(grid[4:-4, 10, 0], expected[4:-4], rtol=0, atol=0.05)
-    torch.testing.assert_close(grid[10, 4:-4, 1], expected[4:-4], rtol=0, atol=0.05)
-
-
-def test_the_head_is_kept_for_as_many_classes_and_new_for_others(small_file, timm_checkpoint):
-    tensors = timm_checkpoint()
-    kept = models.vit(SMALL, 5, pretrained=small_file, resolution=32, patch_size=8)
-    assert torch.equal(kept.head.weight, tensors["head.weight"])
-    torch.manual_seed(0)
-    replaced = models.vit(SMALL, 1000, pretrained=small_file, resolution=32, patch_size=8)
-    assert replaced.head.weight.shape == (1000, 16)
-    assert abs(float(replaced.head.weight.detach().std()) / 0.02 - 1) < 6 / math.sqrt(2 * 16_000)
-    assert replaced.head.bias.unique().tolist() == [0.0]
-    assert torch.equal(replaced.backbone.layernorm.weight, tensors["norm.weight"])
-
-
-def test_a_file_without_a_classifier_gets_a_new_head(tmp_path, timm_checkpoint):
-    path = tmp_path / "features.safetensors"
-    save_file({name: value for name, value in timm_checkpoint().items() if not name.startswith("head")}, path)
-    model = models.vit(SMALL, 5, pretrained=str(path), resolution=32, patch_size=8)
-    assert model.head.bias.unique().tolist() == [0.0]
-
-
-def test_only_the_head_trains_if_asked_for(small_file):
-    model = models.vit(SMALL, 3, pretrained=small_file, resolution=32, patch_size=8, trainable="head")
-    assert {name for name, p in model.named_parameters() if p.requires_grad} == {"head.weight", "head.bias"}
-    everything = models.vit(SMALL, 3, resolution=32, patch_size=8)
-    assert all(p.requires_grad for p in everything.parameters())
-
-
-def test_normalization_constants_belong_to_the_weights(small_file):
-    vit = models.vit(SMALL, 5, pretrained=small_file, resolution=32, patch_size=8)
-    deit = models.deit(SMALL, 5, pretrained=small_file, resolution=32, patch_size=8)
-    assert models.normalization_of(vit) == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-    assert models.normalization_of(deit) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    assert models.normalization_of("vit-base") == models.normalization_of(vit)
-    assert models.normalization_of("deit-small") == models.normalization_of(deit)
-    assert models.normalization_of("nf-resnet-50") is None
-    assert models.normalization_of(models.tanh_cnn()) is None
-    with pytest.raises(InputError, match="model is 'vit'"):
-        models.normalization_of("vit")
-
-
 @needs_real_weights
-def test_vit_tiny_gives_the_scores_of_an_independent_forward_pass(timm_scores):
-    from safetensors.torch import load_file
-
-    model = models.vit("tiny", pretrained=REAL).eval()
-    images = torch.rand(4, 3, 224, 224) * 2 - 1
-    with torch.no_grad():
-        found, expected = model(images), timm_scores(load_file(REAL), images, heads=3)
-    assert float(expected.std()) > 0.1
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-@needs_real_weights
-@pytest.mark.parametrize("resolution", [32, 96])
-def test_vit_tiny_with_a_new_head_works_at_other_resolutions(timm_scores, resolution):
-    from safetensors.torch import load_file
-
+@pytest.mark.parametrize("resolution", [32, 96, 224])
+def test_vit_tiny_gives_the_scores_of_an_independent_forward_pass_at_any_resolution(timm_scores, resolution):
     tensors = load_file(REAL)
     model = models.vit("tiny", 10, pretrained=REAL, resolution=resolution).eval()
     side = resolution // 16
@@ -195,23 +126,6 @@ def test_vit_tiny_with_a_new_head_works_at_other_resolutions(timm_scores, resolu
     with torch.no_grad():
         assert model(images).shape == (2, 10)
         torch.testing.assert_close(model(images), timm_scores(tensors, images, 3, positions), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"size": "huge"}, "size is 'huge'; it must be one of 'tiny'"),
-        ({"num_classes": 0}, "num_classes is 0; it must be a whole number"),
-        ({"patch_size": 0}, "patch_size is 0; it must be a whole number"),
-        ({"resolution": 8}, "resolution is 8; it must be a whole number at least 16"),
-        ({"resolution": 100}, "resolution is 100; it must be a multiple of patch_size, which is 16"),
-        ({"trainable": "tail"}, "trainable is 'tail'; it must be one of 'all', 'biases', 'head'"),
-        ({"pretrained": True}, "pretrained is True; it must be a hub name, a folder or a file"),
-    ],
-)
-def test_wrong_options_are_refused_by_name(options, message):
-    with pytest.raises(InputError, match=message):
-        models.vit(**options)
 
 
 def test_transformers_is_imported_when_one_is_built_and_without_it_one_sentence_says_what_to_install():
@@ -230,28 +144,6 @@ def test_transformers_is_imported_when_one_is_built_and_without_it_one_sentence_
     assert "pip install 'dp-microadam[transformers]'" in sentence
 
 
-def test_adapters_leave_a_vision_transformer_as_it_was_and_train_with_the_head_alone():
-    pytest.importorskip("peft")
-    images = torch.randn(2, 3, 32, 32)
-    torch.manual_seed(0)
-    plain = models.vit(SMALL, 3, resolution=32).eval()
-    torch.manual_seed(0)
-    adapted = models.vit(SMALL, 3, resolution=32, lora_rank=2).eval()
-    torch.testing.assert_close(adapted(images), plain(images), rtol=0, atol=0)
-    trained = {name: parameter.numel() for name, parameter in adapted.named_parameters() if parameter.requires_grad}
-    assert all("lora_" in name or name.startswith("head.") for name in trained)
-    # Two layers, queries and values of each, A and B of 2 × 16; 16 × 3 weights and 3 biases of the head.
-    assert sum(trained.values()) == 2 * 2 * 2 * 2 * 16 + 16 * 3 + 3
-
-
-def test_biases_of_a_vision_transformer_train_with_the_head_alone():
-    model = models.vit(SMALL, 3, resolution=32, trainable="biases")
-    trained = {name: parameter.numel() for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert all(name.endswith("bias") or name.startswith("head.") for name in trained)
-    # Of each layer four projections, two LayerNorms and the MLP's 4·16 + 16; the patches' and the last LayerNorm's; the head.
-    assert sum(trained.values()) == 2 * (4 * 16 + 2 * 16 + 5 * 16) + 2 * 16 + 16 * 3 + 3
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -264,15 +156,11 @@ def test_biases_of_a_vision_transformer_train_with_the_head_alone():
     ],
 )
 def test_parts_that_cannot_be_trained_are_one_sentence(options, message):
-    pytest.importorskip("peft")
     with pytest.raises(InputError, match=message):
         models.vit(SMALL, 3, resolution=32, **options)
 
 
 def test_with_lora_trains_the_head_that_a_model_has_whatever_it_is_called_or_takes():
-    pytest.importorskip("peft")
-    import transformers
-
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     pictures = {**small, "image_size": 16, "patch_size": 8}
     clip = transformers.CLIPForImageClassification(
@@ -290,9 +178,7 @@ def test_with_lora_trains_the_head_that_a_model_has_whatever_it_is_called_or_tak
 
 def test_what_a_class_of_transformers_froze_stays_frozen():
     """RoFormer's positions are fixed; no operation of its forward pass would use a gradient."""
-    import transformers
-
-    from dp_microadam.workbench.models.trainable_part import freeze_but
+    from dp_microadam.workbench.models.pretrained import freeze_but
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 20}
     encoder = transformers.RoFormerModel(transformers.RoFormerConfig(**sizes))
@@ -302,20 +188,175 @@ def test_what_a_class_of_transformers_froze_stays_frozen():
     assert {name for name, parameter in encoder.named_parameters() if not parameter.requires_grad} == fixed
 
 
-def test_layers_to_adapt_are_named_where_peft_has_no_default():
-    pytest.importorskip("peft")
-    with pytest.raises(InputError, match=r"lora_targets is empty, and peft has no default .* 'q_proj', .*'all-linear'"):
-        models.with_lora(models.vit(SMALL, 3, resolution=32).backbone, 2)
+PARTS = [
+    # Two layers, queries and values of each, A and B of 2 × 16; 16 × 3 weights and 3 biases of the head.
+    ({"lora_rank": 2}, "lora_", 2 * 2 * 2 * 2 * 16),
+    # Of each layer four projections, two LayerNorms and the MLP's 4·16 + 16; the patches' and the last LayerNorm's.
+    ({"trainable": "biases"}, "bias", 2 * (4 * 16 + 2 * 16 + 5 * 16) + 2 * 16),
+    ({"trainable": "head"}, "none", 0),
+]
 
 
-def test_the_head_of_a_model_of_ones_own_trains_beside_its_adapters():
-    pytest.importorskip("peft")
+@pytest.mark.parametrize(("options", "names", "count"), PARTS)
+def test_what_trains_is_the_part_that_was_named_and_the_head_and_the_model_starts_as_it_was(options, names, count):
+    images = torch.randn(2, 3, 32, 32)
+    torch.manual_seed(0)
+    plain = models.vit(SMALL, 3, resolution=32).eval()
+    torch.manual_seed(0)
+    partly = models.vit(SMALL, 3, resolution=32, **options).eval()
+    torch.testing.assert_close(partly(images), plain(images), rtol=0, atol=0)
+    trained = {name: parameter.numel() for name, parameter in partly.named_parameters() if parameter.requires_grad}
+    assert all(names in name or name.startswith("head.") for name in trained)
+    assert sum(trained.values()) == count + 16 * 3 + 3
+    assert all(parameter.requires_grad for parameter in plain.parameters())
 
-    class OwnModel(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.query, self.classifier = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
-            self.config = {"model_type": "own"}
 
-    adapted = models.with_lora(OwnModel(), 2, targets=["query"])
-    assert any("classifier" in name for name, parameter in adapted.named_parameters() if parameter.requires_grad)
+def load(source, num_classes: int = 5, **options):
+    return models.vit(SMALL, num_classes, pretrained=str(source), **{"resolution": 32, "patch_size": 8, **options})
+
+
+def refusal(source, **options) -> str:
+    with pytest.raises(InputError) as caught:
+        load(source, **options)
+    message = str(caught.value)
+    assert message.startswith(f"pretrained is {str(source)!r}")
+    assert "\n" not in message
+    return message
+
+
+@pytest.fixture
+def network():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=5)
+    return transformers.ViTForImageClassification(config).eval()
+
+
+@pytest.fixture
+def folder(tmp_path, network):
+    network.save_pretrained(tmp_path / "folder")
+    return tmp_path / "folder"
+
+
+def test_a_folder_gives_the_scores_of_the_model_it_holds_at_any_resolution(folder, network):
+    images = torch.randn(3, 3, 32, 32)
+    torch.testing.assert_close(load(folder)(images), network(images).logits)
+    assert load(folder, num_classes=3)(images).shape == (3, 3)
+    images = torch.randn(3, 3, 48, 48)
+    expected = network(images, interpolate_pos_encoding=True).logits
+    torch.testing.assert_close(load(folder, resolution=48)(images), expected, rtol=1e-4, atol=1e-5)
+    # Earlier releases wrote these names, and the hub has them, so this holds for what is there.
+    assert "vit.encoder.layer.0.attention.attention.query.weight" in load_file(folder / "model.safetensors")
+
+
+def test_a_bare_encoder_of_half_precision_gets_a_new_head_and_float32(tmp_path, network):
+    encoder = transformers.ViTModel(network.config).to(torch.bfloat16)  # with a pooler, which is not used here
+    encoder.save_pretrained(tmp_path / "encoder")
+    model = load(tmp_path / "encoder", num_classes=5)
+    assert torch.equal(model.backbone.layernorm.weight, encoder.layernorm.weight.float())
+    assert model.head.bias.unique().tolist() == [0.0]
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_normalization_constants_belong_to_the_weights_and_a_folder_may_state_them(small_file, folder):
+    centred, imagenet = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)), ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    deit = models.deit(SMALL, 5, pretrained=small_file, resolution=32, patch_size=8)
+    assert models.normalization_of(load(small_file)) == models.normalization_of("vit-base") == centred
+    assert models.normalization_of(deit) == models.normalization_of("deit-small") == imagenet
+    assert models.normalization_of("nf-resnet-50") is models.normalization_of(models.tanh_cnn()) is None
+    with pytest.raises(InputError, match="model is 'vit'"):
+        models.normalization_of("vit")
+    assert models.normalization_of(load(folder)) == centred
+    stated = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+    (folder / "preprocessor_config.json").write_text(json.dumps(stated))
+    assert models.normalization_of(load(folder)) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    for wrong in ([0.4, 0, 0.6], [1], "x", None):
+        (folder / "preprocessor_config.json").write_text(json.dumps({**stated, "image_std": wrong}))
+        assert "image_std" in refusal(folder)
+
+
+def test_a_hub_name_is_read_from_what_was_fetched_before_and_refused_in_a_sentence_without_a_network(
+    tmp_path, folder, monkeypatch
+):
+    from huggingface_hub import constants
+
+    snapshot = tmp_path / "hub" / "models--someone--small" / "snapshots" / ("0" * 40)
+    shutil.copytree(folder, snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    # A port on which nobody listens stands for a network that is not there.
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    torch.testing.assert_close(load("someone/small").state_dict(), load(folder).state_dict())
+    message = refusal("someone/other")
+    assert "'someone/other', which is neither here nor could be fetched from the Hugging Face hub" in message
+    assert "refused" in message, "nothing else than the port was asked"
+
+
+@pytest.mark.parametrize("source", ["no/such/folder", "/no-such-file", "weights.safetensors", "./name"])
+def test_what_does_not_exist_is_refused(source):
+    assert re.search("which does not exist|No such file", refusal(source))
+
+
+def test_a_folder_that_holds_no_usable_model_is_refused(tmp_path, folder):
+    assert "without config.json" in refusal(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    for changes, message in [
+        ({"model_type": "swin"}, "a model of type 'swin'; it must be 'vit'"),
+        ({"model_type": "deit"}, "a model of type 'deit'; it must be 'vit'"),
+        ({"hidden_size": 32}, "whose hidden_size is 32; this model has 16"),
+        ({"num_attention_heads": 4}, "whose num_attention_heads is 4; this model has 2"),
+    ]:
+        (folder / "config.json").write_text(json.dumps(config | changes))
+        assert message in refusal(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    name, whole = "vit.encoder.layer.1.intermediate.dense.weight", (folder / "model.safetensors").read_bytes()
+    for value, message in (
+        (None, "lacks the tensor layers.1.mlp.fc1.weight"),
+        (torch.ones(3, 3), "lacks the tensor layers.1.mlp.fc1.weight"),
+        (torch.full((64, 16), torch.nan), "layers.1.mlp.fc1.weight is not finite"),
+    ):
+        tensors = {**load_file(folder / "model.safetensors"), name: value}
+        tensors = {name: value for name, value in tensors.items() if value is not None}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        assert message in refusal(folder)
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    assert "no model can be loaded" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"blocks.1.attn.qkv.weight": None}, "lacks the tensor layers.1.attention.q_proj.weight"),
+        (
+            {"blocks.1.attn.qkv.weight": (45, 16)},
+            "q_proj.weight has shape (15, 16); this model needs (16, 16)",
+        ),
+        ({"blocks.2.norm1.weight": (16,)}, "which holds layers.2.layernorm_before.weight"),
+        ({"pos_embed": None}, "lacks the tensor embeddings.position_embeddings"),
+        ({"pos_embed": (1, 16, 16)}, "embeddings.position_embeddings has shape (1, 16, 16)"),
+        ({"pos_embed": (17, 16)}, "embeddings.position_embeddings has shape (17, 16)"),
+        ({"head.weight": (5, 4)}, "tensor weight has shape (5, 4); this model needs (5, 16)"),
+        ({"patch_embed.proj.weight": (16, 1, 8, 8)}, "projection.weight has shape (16, 1, 8, 8)"),
+        ({"dist_token": (1, 1, 16)}, "which holds dist_token"),
+        ({"vit.layernorm.bias": (16,)}, "which holds vit.layernorm.bias"),
+        ({"norm.bias": torch.inf}, "layernorm.bias is not finite"),
+    ],
+)
+def test_a_file_whose_tensors_do_not_fit_is_refused(small_file, timm_checkpoint, changes, message):
+    tensors = {name: value for name, value in timm_checkpoint().items() if changes.get(name, 0) is not None}
+    for name, change in changes.items():
+        if change is not None:
+            tensors[name] = torch.full((16,), change) if isinstance(change, float) else torch.zeros(change)
+    save_file(tensors, small_file)
+    assert message in refusal(small_file)
+
+
+def test_a_file_that_is_cut_short_or_something_else_is_refused(small_file):
+    with open(small_file, "rb") as file:
+        whole = file.read()
+    for damaged in (b"", b"not weights", whole[: len(whole) // 2]):
+        with open(small_file, "wb") as file:
+            file.write(damaged)
+        assert "cannot be read" in refusal(small_file)

@@ -197,8 +197,7 @@ def test_worker_processes_draw_from_the_operating_systems_entropy():
 def test_pretrained_weights_get_the_constants_they_expect_and_stand_in_the_statement(cifar10, tmp_path):
     from transformers import ViTForImageClassification
 
-    from dp_microadam.workbench.models.pretrained import config_of
-    from dp_microadam.workbench.models.transformer_size import SIZES
+    from dp_microadam.workbench.models.vit import SIZES, config_of
 
     weights = tmp_path / "weights"
     ViTForImageClassification(config_of(SIZES["tiny"], 16, 32)).save_pretrained(weights)

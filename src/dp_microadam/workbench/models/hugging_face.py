@@ -21,9 +21,14 @@ from dp_microadam.errors import InputError
 from dp_microadam.integrations.lora import adapted
 from dp_microadam.layers.fixed_norm import FixedNorm
 from dp_microadam.validation import require_integer, require_one_of
-from dp_microadam.workbench.models.pretrained import is_fetched, quiet, require_reachable, transformers
-from dp_microadam.workbench.models.timm_weights import first_line
-from dp_microadam.workbench.models.trainable_part import freeze_but, require_part
+from dp_microadam.workbench.models.pretrained import (
+    first_line,
+    freeze_but,
+    loaded,
+    loaded_network,
+    partly_trained,
+    require_part,
+)
 
 PADDING = -1
 """Stands for no token. It is none of the model's own, so that the mask follows from the tokens."""
@@ -115,8 +120,8 @@ def text_encoder(pretrained: str, max_length: int) -> TextEncoder:
         InputError: if there is none, or ``max_length`` is more than the model takes.
     """
     require_integer("data_options.max_length", max_length, 2)
-    tokenizer = _loaded("AutoTokenizer", pretrained)
-    longest = getattr(_loaded("AutoConfig", pretrained), "max_position_embeddings", None)
+    tokenizer = loaded("AutoTokenizer", pretrained)
+    longest = getattr(loaded("AutoConfig", pretrained), "max_position_embeddings", None)
     if isinstance(longest, int) and max_length > longest:
         raise InputError(f"data_options.max_length is {max_length}; {pretrained!r} takes at most {longest} tokens")
     tokenizer.truncation_side = "right"
@@ -150,10 +155,9 @@ def text_classifier(
     """
     require_part(trainable, lora_rank)
     if require_one_of("pooling", pooling, ("own", "mean")) == "mean":
-        encoder = _sentence_encoder(pretrained)
-        freeze_but(encoder, trainable)
-        return SentenceClassifier(adapted(encoder, lora_rank, lora_alpha, lora_targets), num_classes)
-    network = _loaded_network("AutoModelForSequenceClassification", pretrained, num_labels=num_classes)
+        encoder = partly_trained(_sentence_encoder(pretrained), trainable, lora_rank, lora_alpha, lora_targets)
+        return SentenceClassifier(encoder, num_classes)
+    network = loaded_network("AutoModelForSequenceClassification", pretrained, num_labels=num_classes)
     freeze_but(network.base_model, trainable)
     if trainable == "head":
         for part in network.children():  # dropout between the two has no parameters
@@ -172,7 +176,7 @@ def saved_classifier(folder: Path) -> tuple[TextModel | SentenceClassifier, Text
             f"{folder} holds adapters without the model they belong to; load them as its README.md says, "
             "or export a run of dp-microadam train without --adapters"
         )
-    config = _loaded("AutoConfig", str(folder))
+    config = loaded("AutoConfig", str(folder))
     head_beside = (folder / HEAD).is_file()
     if not head_beside and not any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
         raise InputError(
@@ -180,13 +184,13 @@ def saved_classifier(folder: Path) -> tuple[TextModel | SentenceClassifier, Text
         )
     names = tuple(str(config.id2label[number]) for number in range(config.num_labels))
     # Tokenizers that no length was given to have one of 1e30.
-    length = min(_loaded("AutoTokenizer", str(folder)).model_max_length, getattr(config, "max_position_embeddings", math.inf))
+    length = min(loaded("AutoTokenizer", str(folder)).model_max_length, getattr(config, "max_position_embeddings", math.inf))
     if length > _LONGEST:
         raise InputError(f"{folder} does not say how long texts may be; set model_max_length in its tokenizer_config.json")
     model = (
         _with_saved_head(folder, len(names))
         if head_beside
-        else TextModel(_loaded_network("AutoModelForSequenceClassification", str(folder)))
+        else TextModel(loaded_network("AutoModelForSequenceClassification", str(folder)))
     )
     column = str(getattr(config, "text_column", "text"))
     return model.eval(), text_encoder(str(folder), int(length)), names, column
@@ -209,54 +213,12 @@ def language_model(
     lora_targets: str | Sequence[str] = (),
 ) -> TextModel:
     """A causal language model, ``AutoModelForCausalLM``; arguments are those of :func:`text_classifier`."""
-    network = _loaded_network("AutoModelForCausalLM", pretrained)
+    network = loaded_network("AutoModelForCausalLM", pretrained)
     return TextModel(adapted(network, lora_rank, lora_alpha, lora_targets))
 
 
 def _sentence_encoder(source: str) -> Any:
-    encoder = _loaded_network("AutoModel", source)
+    encoder = loaded_network("AutoModel", source)
     if getattr(encoder, "pooler", None) is not None:
         encoder.pooler = None  # unused, and random where pretrained weights have none
     return encoder
-
-
-def _loaded_network(kind: str, source: str, **options: Any) -> Any:
-    """A model in training mode, all of whose tensors come from ``source`` but those of a classifier and of BERT's pooler."""
-    options = {**options, "dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    network, report = _loaded(kind, source, **options)
-    of_the_body = "" if kind == "AutoModel" else f"{network.base_model_prefix}."
-    for name in sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
-        if kind == "AutoModelForCausalLM" or (name.startswith(of_the_body) and "pooler." not in name):
-            raise InputError(
-                f"pretrained is {source!r}, whose weights lack the tensor {name} or have it in another shape; "
-                "give weights of this architecture"
-            )
-    return network.train()
-
-
-def _loaded(kind: str, source: str, **options: Any) -> Any:
-    """``transformers.KIND.from_pretrained(source)``, from a folder, the local cache of the hub, or the hub itself."""
-    if not isinstance(source, str) or not source:
-        raise InputError(f"pretrained is {source!r}; it must be a folder or a name on the Hugging Face hub")
-    library = transformers("text models")
-    path = Path(source).expanduser()
-    local = path.is_dir()
-    if local and not (path / "config.json").is_file():
-        raise InputError(f"pretrained is {source!r}, a folder without config.json; make it with save_pretrained")
-    if not local and (path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1):
-        raise InputError(f"pretrained is {source!r}, which does not exist; it must be a folder or a name on the hub")
-    if not local and not (local := is_fetched(source)):
-        require_reachable(source)
-    if local and kind.startswith("AutoModel"):  # else adapters are looked for on the hub all the same
-        options["adapter_kwargs"] = {"local_files_only": True}
-    try:
-        with quiet(library):
-            return getattr(library, kind).from_pretrained(
-                str(path) if path.is_dir() else source, local_files_only=local, trust_remote_code=False, **options
-            )
-    except Exception as error:  # transformers, its readers and the network raise many types
-        what = "tokenizer" if kind == "AutoTokenizer" else "model"
-        raise InputError(
-            f"pretrained is {source!r}, from which no {what} can be loaded ({first_line(error)}); give a folder or a "
-            "name of the hub that has one"
-        ) from None

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dp_microadam.errors import InputError
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 from dp_microadam.validation import require_in_closed_open, require_integer, require_non_negative
 
@@ -132,6 +133,11 @@ def nf_resnet_50(
     >>> sum(p.numel() for p in nf_resnet_50().parameters())
     25557048
     """
+    for name, value in {"alpha": alpha, "skip_gain": skip_gain, "stochastic_depth": stochastic_depth}.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InputError(f"{name} is {value!r}; it must be a number")
+    if not isinstance(gain, bool):
+        raise InputError(f"gain is {gain!r}; it must be true or false")
     require_integer("num_classes", num_classes, 1)
     require_integer("width", width, 1)
     require_non_negative("alpha", alpha)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,11 +12,9 @@ from torch import nn
 from dp_microadam.errors import InputError
 from dp_microadam.validation import refuse_unknown, require_integer, require_one_of
 from dp_microadam.workbench.models.hugging_face import language_model, text_classifier
-from dp_microadam.workbench.models.mlp import mlp
 from dp_microadam.workbench.models.nf_resnet import nf_resnet_50
-from dp_microadam.workbench.models.normalization import CENTRED, IMAGENET, Normalization
-from dp_microadam.workbench.models.small_cnn import small_cnn, tanh_cnn
-from dp_microadam.workbench.models.vit import VisionTransformer, deit, vit
+from dp_microadam.workbench.models.small import mlp, small_cnn, tanh_cnn
+from dp_microadam.workbench.models.vit import CENTRED, IMAGENET, Normalization, deit, vit
 from dp_microadam.workbench.models.wide_resnet import wide_resnet
 
 ImageShape = tuple[int, int, int]
@@ -23,8 +22,7 @@ ImageShape = tuple[int, int, int]
 
 
 def _mlp(num_classes: int, shape: ImageShape, *, hidden: int | Sequence[int] = (128,)) -> nn.Module:
-    channels, height, width = shape
-    return mlp(channels * height * width, hidden, num_classes)
+    return mlp(math.prod(shape), hidden, num_classes)
 
 
 def _tanh_cnn(num_classes: int, shape: ImageShape) -> nn.Module:
@@ -37,108 +35,35 @@ def _small_cnn(num_classes: int, shape: ImageShape, *, width: int = 32) -> nn.Mo
     return small_cnn(num_classes, width, in_channels=shape[0])
 
 
-def _wide_resnet(
-    num_classes: int,
-    shape: ImageShape,
-    *,
-    depth: int = 16,
-    width: int = 4,
-    groups: int = 16,
-    weight_standardization: bool = True,
-) -> nn.Module:
+def _wide_resnet(num_classes: int, shape: ImageShape, *, depth: int = 16, width: int = 4, **options: Any) -> nn.Module:
     _require_shape("wide-resnet", shape, shape[0] == 3, "images with three channels")
-    _require_flag("weight_standardization", weight_standardization)
-    return wide_resnet(depth, width, num_classes, groups=groups, weight_standardization=weight_standardization)
+    return wide_resnet(depth, width, num_classes, **options)
 
 
-def _nf_resnet_50(
-    num_classes: int,
-    shape: ImageShape,
-    *,
-    width: int = 4,
-    alpha: float = 0.2,
-    skip_gain: float = 1.0,
-    stochastic_depth: float = 0.0,
-    gain: bool = True,
-) -> nn.Module:
+def _nf_resnet_50(num_classes: int, shape: ImageShape, **options: Any) -> nn.Module:
     fits = shape[0] == 3 and min(shape[1:]) >= 32
     _require_shape("nf-resnet-50", shape, fits, "images of at least 32×32 pixels with three channels")
-    for name, value in {"alpha": alpha, "skip_gain": skip_gain, "stochastic_depth": stochastic_depth}.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InputError(f"{name} is {value!r}; it must be a number")
-    _require_flag("gain", gain)
-    return nf_resnet_50(
-        num_classes, width=width, alpha=alpha, skip_gain=skip_gain, stochastic_depth=stochastic_depth, gain=gain
-    )
+    return nf_resnet_50(num_classes, **options)
 
 
-def _transformer(family: Callable[..., VisionTransformer], size: str) -> Callable[..., nn.Module]:
-    name = f"{family.__name__}-{size}"
-
-    def build(
-        num_classes: int,
-        shape: ImageShape,
-        *,
-        pretrained: str = "",
-        resolution: int = 224,
-        patch_size: int = 16,
-        trainable: str = "all",
-        normalize_features: bool = False,
-        lora_rank: int = 0,
-        lora_alpha: float | None = None,
-        lora_targets: str | Sequence[str] = (),
-    ) -> nn.Module:
-        _require_shape(name, shape, shape[0] == 3 and shape[1] == shape[2], "square images with three channels")
-        return family(
-            size,
-            num_classes,
-            pretrained=pretrained,
-            resolution=resolution,
-            patch_size=patch_size,
-            trainable=trainable,
-            normalize_features=normalize_features,
-            lora_rank=lora_rank,
-            lora_alpha=lora_alpha,
-            lora_targets=lora_targets,
-        )
+def _transformer(family: Callable[..., nn.Module], size: str) -> Callable[..., nn.Module]:
+    def build(num_classes: int, shape: ImageShape, **options: Any) -> nn.Module:
+        fits, name = shape[0] == 3 and shape[1] == shape[2], f"{family.__name__}-{size}"
+        _require_shape(name, shape, fits, "square images with three channels")
+        return family(size, num_classes, **options)
 
     return build
 
 
-def _hugging_face(
-    num_classes: int,
-    shape: Sequence[int],
-    *,
-    pretrained: str = "",
-    trainable: str = "all",
-    pooling: str = "own",
-    lora_rank: int = 0,
-    lora_alpha: float | None = None,
-    lora_targets: str | Sequence[str] = (),
-) -> nn.Module:
-    return text_classifier(
-        num_classes,
-        pretrained=pretrained,
-        trainable=trainable,
-        pooling=pooling,
-        lora_rank=lora_rank,
-        lora_alpha=lora_alpha,
-        lora_targets=lora_targets,
-    )
+def _hugging_face(num_classes: int, shape: Sequence[int], *, pretrained: str = "", **options: Any) -> nn.Module:
+    return text_classifier(num_classes, pretrained=pretrained, **options)
 
 
 def _hugging_face_causal(
-    num_classes: int,
-    shape: Sequence[int],
-    *,
-    pretrained: str = "",
-    prompt: str = "",
-    lora_rank: int = 0,
-    lora_alpha: float | None = None,
-    lora_targets: str | Sequence[str] = (),
+    num_classes: int, shape: Sequence[int], *, pretrained: str = "", prompt: str = "", **options: Any
 ) -> nn.Module:
     """``prompt`` is what samples of text begin with; the model itself does not need it."""
-    return language_model(pretrained=pretrained, lora_rank=lora_rank, lora_alpha=lora_alpha, lora_targets=lora_targets)
+    return language_model(pretrained=pretrained, **options)
 
 
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
@@ -154,11 +79,21 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
 }
 """Functions of the number of classes and the image shape, with the model's options as keywords."""
 
+_FURTHER: dict[str, Callable[..., nn.Module]] = {
+    "wide-resnet": wide_resnet,
+    "nf-resnet-50": nf_resnet_50,
+    "hugging-face": text_classifier,
+    "hugging-face-causal": language_model,
+}
+"""The function whose keywords a builder's further options are; of vision transformers it is ``vit``."""
+
 
 def options_of(name: str) -> tuple[str, ...]:
     """Names of the options of a model."""
-    parameters = inspect.signature(BUILDERS[name]).parameters.values()
-    return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
+    further = vit if name.startswith(("deit", "vit")) else _FURTHER.get(name, BUILDERS[name])
+    functions = (inspect.signature(function) for function in (BUILDERS[name], further))
+    keywords = (each.name for one in functions for each in one.parameters.values() if each.kind is each.KEYWORD_ONLY)
+    return tuple(dict.fromkeys(keyword for keyword in keywords if keyword != "normalization"))
 
 
 def build(name: str, num_classes: int, image_shape: Sequence[int], **options: Any) -> nn.Module:
@@ -194,11 +129,6 @@ def normalization_of(model: str | nn.Module) -> Normalization | None:
         return getattr(model, "normalization", None)
     family = require_one_of("model", model, tuple(BUILDERS)).partition("-")[0]
     return {"deit": IMAGENET, "vit": CENTRED}.get(family)
-
-
-def _require_flag(name: str, value: bool) -> None:
-    if not isinstance(value, bool):
-        raise InputError(f"{name} is {value!r}; it must be true or false")
 
 
 def _require_shape(name: str, shape: ImageShape, fits: bool, wanted: str) -> None:

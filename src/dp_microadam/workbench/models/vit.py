@@ -1,34 +1,78 @@
 """Vision transformers: ViT (Dosovitskiy et al., 2021) and DeiT without distillation (Touvron et al., 2021).
 
 The encoder is that of the package ``transformers``. Weights are random, or come from the Hugging Face hub, a folder, or a
-file in timm's format. Like the other models, they map images to class scores.
+safetensors file in timm's format. Like the other models, they map images to class scores.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dp_microadam.errors import InputError
-from dp_microadam.integrations.lora import adapted
 from dp_microadam.layers.fixed_norm import FixedNorm
 from dp_microadam.validation import require_integer, require_one_of
-from dp_microadam.workbench.models.normalization import CENTRED, IMAGENET, Normalization
-from dp_microadam.workbench.models.pretrained import config_of, pretrained_weights, transformers
-from dp_microadam.workbench.models.trainable_part import freeze_but, require_part
-from dp_microadam.workbench.models.transformer_size import SIZES, TransformerSize
-
-if TYPE_CHECKING:
-    from transformers import ViTConfig
+from dp_microadam.workbench.models.pretrained import first_line, loaded, partly_trained, transformers
 
 
-ADAPTED = ("q_proj", "v_proj")
+class Normalization(NamedTuple):
+    """(x − mean)/std per channel, for pixels in [0, 1]. Public numbers, never computed from private data."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+IMAGENET = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+"""Constants that DeiT was trained with."""
+
+CENTRED = Normalization((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+"""Maps pixels to [−1, 1], as in the ViTs of Google and of "How to train your ViT" (Steiner et al., 2021)."""
+
+
+class TransformerSize(NamedTuple):
+    """Size of a transformer encoder; the hidden layers of its MLPs have four times the embedding width."""
+
+    width: int
+    layers: int
+    heads: int
+
+
+SIZES = {
+    "tiny": TransformerSize(192, 12, 3),
+    "small": TransformerSize(384, 12, 6),
+    "base": TransformerSize(768, 12, 12),
+    "large": TransformerSize(1024, 24, 16),
+}
+
+_ADAPTED = ("q_proj", "v_proj")
 """The layers that get adapters by default: queries and values, as in the paper of LoRA."""
+
+_LAYER_NORM_EPS = 1e-6
+"""Of timm and the original code; transformers has another default."""
+
+_POSITIONS = "embeddings.position_embeddings"
+
+_OF_TIMM = {
+    "cls_token": ("embeddings.cls_token",),
+    "pos_embed": (_POSITIONS,),
+    "patch_embed.proj": ("embeddings.patch_embeddings.projection",),
+    "norm": ("layernorm",),
+    "norm1": ("layernorm_before",),
+    "attn.qkv": ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    "attn.proj": ("attention.o_proj",),
+    "norm2": ("layernorm_after",),
+    "mlp.fc1": ("mlp.fc1",),
+    "mlp.fc2": ("mlp.fc2",),
+}
+"""By timm's name of a module, those of ``transformers``. timm has queries, keys and values of a layer in one matrix."""
 
 
 class VisionTransformer(nn.Module):
@@ -68,6 +112,7 @@ def vit(
     lora_rank: int = 0,
     lora_alpha: float | None = None,
     lora_targets: str | Sequence[str] = (),
+    normalization: Normalization = CENTRED,
 ) -> VisionTransformer:
     """A vision transformer for image classification.
 
@@ -75,8 +120,8 @@ def vit(
         size: ``"tiny"``, ``"small"``, ``"base"``, ``"large"``, or any :class:`TransformerSize`.
         num_classes: size of the output. A pretrained classifier is kept if it has this many classes; otherwise the head is
             initialised anew.
-        pretrained: a folder written by ``save_pretrained``, a file in timm's format (``.safetensors``, ``.pth``), or a name
-            on the Hugging Face hub. None: random weights. Pretrained weights must be public: trained without the private data.
+        pretrained: a folder written by ``save_pretrained``, a ``.safetensors`` file in timm's format, or a name on the Hugging
+            Face hub. None: random weights. Pretrained weights must be public: trained without the private data.
         resolution: side of the images inside the model, a multiple of ``patch_size``. Images of another size are resized
             (bilinear); position embeddings for another resolution are interpolated (bicubic, over the grid of patches).
         patch_size: side of a patch.
@@ -87,6 +132,7 @@ def vit(
             without.
         lora_rank: above 0 the encoder's weights are frozen, and low-rank adapters and the head are trained; ``lora_alpha`` and
             ``lora_targets`` are those of :func:`~dp_microadam.workbench.models.with_lora`, by default for queries and values.
+        normalization: the constants that pretrained weights expect, unless their folder has a ``preprocessor_config.json``.
 
     A new head is initialised as N(0, 0.02²) with bias 0, and not with zeros: all gradients before the head would then be zero
     at the first step, and the clipping engine's independence check, which runs then, would not see the encoder.
@@ -99,44 +145,6 @@ def vit(
         InputError: if a value cannot be used, weights cannot be found or read or are of another shape, or
             ``transformers`` is not installed.
     """
-    require_part(trainable, lora_rank)
-    model = _build("vit", size, num_classes, pretrained, resolution, patch_size, normalize_features, CENTRED)
-    return _partly_trained(model, trainable, lora_rank, lora_alpha, lora_targets)
-
-
-def deit(
-    size: str | TransformerSize = "tiny",
-    num_classes: int = 1000,
-    *,
-    pretrained: str | None = None,
-    resolution: int = 224,
-    patch_size: int = 16,
-    trainable: str = "all",
-    normalize_features: bool = False,
-    lora_rank: int = 0,
-    lora_alpha: float | None = None,
-    lora_targets: str | Sequence[str] = (),
-) -> VisionTransformer:
-    """DeiT without distillation: a :func:`vit` whose published weights expect other normalization constants.
-
-    >>> sum(p.numel() for p in deit("tiny").parameters())
-    5717416
-    """
-    require_part(trainable, lora_rank)
-    model = _build("deit", size, num_classes, pretrained, resolution, patch_size, normalize_features, IMAGENET)
-    return _partly_trained(model, trainable, lora_rank, lora_alpha, lora_targets)
-
-
-def _build(
-    family: str,
-    size: str | TransformerSize,
-    num_classes: int,
-    pretrained: str | None,
-    resolution: int,
-    patch_size: int,
-    normalize_features: bool,
-    normalization: Normalization,
-) -> VisionTransformer:
     shape = size if isinstance(size, TransformerSize) else SIZES[require_one_of("size", size, tuple(SIZES))]
     require_integer("num_classes", num_classes, 1)
     require_integer("patch_size", patch_size, 1)
@@ -147,56 +155,137 @@ def _build(
         raise InputError(f"pretrained is {pretrained!r}; it must be a hub name, a folder or a file, as a string")
     if resolution % patch_size:
         raise InputError(f"resolution is {resolution}; it must be a multiple of patch_size, which is {patch_size}")
-    ViTModel = transformers().ViTModel
+    head = nn.Linear(shape.width, num_classes)
+    nn.init.normal_(head.weight, std=0.02)
+    nn.init.zeros_(head.bias)
+    config = config_of(shape, patch_size, resolution)
+    found: Normalization | None = None
     if pretrained:
-        weights = pretrained_weights(pretrained, family, shape, patch_size, normalization)
-        # The names and shapes of all tensors have been compared: none keeps its random initial value.
-        backbone = ViTModel(_at_resolution(weights.config, resolution), add_pooling_layer=False)
-        backbone.load_state_dict(_for_grid(weights.encoder, resolution // patch_size))
-        head = _head(shape.width, num_classes, None if normalize_features else weights.head)
-        model = VisionTransformer(backbone, head, resolution, weights.normalization, normalize_features)
-    else:
-        backbone = ViTModel(config_of(shape, patch_size, resolution), add_pooling_layer=False)
-        model = VisionTransformer(backbone, _head(shape.width, num_classes, None), resolution, None, normalize_features)
-    return model
+        config, tensors, found = _read(pretrained, config, normalization)
+        classifier = {kind: tensors.pop(f"head.{kind}", torch.empty(0)) for kind in ("weight", "bias")}
+        if not normalize_features and len(classifier["bias"]) == num_classes:
+            _fill(head, classifier, pretrained)
+    backbone: Any = transformers().ViTModel(config, add_pooling_layer=False)
+    if pretrained:
+        if _POSITIONS in tensors:
+            tensors[_POSITIONS] = resized_positions(tensors[_POSITIONS], resolution // patch_size)
+        _fill(backbone, tensors, pretrained)
+    backbone = partly_trained(backbone, trainable, lora_rank, lora_alpha, lora_targets or (_ADAPTED if lora_rank else ()))
+    return VisionTransformer(backbone, head, resolution, found, normalize_features)
 
 
-def _partly_trained(
-    model: VisionTransformer, trainable: str, rank: int, alpha: float | None, targets: str | Sequence[str]
-) -> VisionTransformer:
-    freeze_but(model.backbone, trainable)
-    model.backbone = adapted(model.backbone, rank, alpha, targets or (ADAPTED if rank else ()))
-    return model
+def deit(size: str | TransformerSize = "tiny", num_classes: int = 1000, **options: Any) -> VisionTransformer:
+    """DeiT without distillation: a :func:`vit` whose published weights expect other normalization constants.
+
+    >>> sum(p.numel() for p in deit("tiny").parameters())
+    5717416
+    """
+    return vit(size, num_classes, **{"normalization": IMAGENET, **options})
 
 
-def _at_resolution(config: ViTConfig, resolution: int) -> ViTConfig:
-    return type(config).from_dict({**config.to_dict(), "image_size": resolution})
+def config_of(size: TransformerSize, patch_size: int, resolution: int) -> Any:
+    """Configuration of an encoder of this size."""
+    return transformers().ViTConfig(
+        hidden_size=size.width,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        intermediate_size=4 * size.width,
+        patch_size=patch_size,
+        image_size=resolution,
+        layer_norm_eps=_LAYER_NORM_EPS,
+    )
 
 
-def _for_grid(encoder: dict[str, Tensor], side: int) -> dict[str, Tensor]:
-    name = "embeddings.position_embeddings"
-    return {**encoder, name: resized_positions(encoder[name], side)}
+def _read(source: str, config: Any, normalization: Normalization) -> tuple[Any, dict[str, Tensor], Normalization]:
+    """Configuration, tensors of encoder and head, and constants of the weights at ``source``."""
+    path = Path(source)
+    if path.suffix == ".safetensors":
+        try:
+            tensors = load_file(path)
+        except Exception as error:  # of its own for each kind of damage
+            raise InputError(f"pretrained is {source!r}, which cannot be read: {first_line(error)}") from None
+        return config, {name: part.float() for each in tensors.items() for name, part in _renamed(*each)}, normalization
+    if path.is_file():
+        raise InputError(f"pretrained is {source!r}; it must be a .safetensors file, a folder, or a name on the hub")
+    stated = loaded("AutoConfig", source)
+    if stated.model_type != "vit":
+        raise InputError(f"pretrained is {source!r}, a model of type {stated.model_type!r}; it must be 'vit'")
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "patch_size"):
+        if getattr(stated, key) != getattr(config, key):
+            raise InputError(
+                f"pretrained is {source!r}, whose {key} is {getattr(stated, key)}; this model has {getattr(config, key)}, "
+                "choose the one that matches the weights"
+            )
+    options = {"dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    network, report = loaded("ViTForImageClassification", source, **options)
+    missing = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
+    tensors = {name: value for name, value in network.vit.state_dict().items() if f"vit.{name}" not in missing}
+    if "classifier.weight" not in missing:
+        tensors |= {f"head.{kind}": value for kind, value in network.classifier.state_dict().items()}
+    stated.image_size = config.image_size
+    return stated, tensors, _normalization_at(source, normalization)
+
+
+def _renamed(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A tensor of timm's by the name, or in the parts, that ``transformers`` gives it; others as they are."""
+    layer, module, kind = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.*?)(\.weight|\.bias)?", name).groups()  # type: ignore[union-attr]
+    places = _OF_TIMM.get(module)
+    if places is None:
+        yield name, tensor
+        return
+    for place, part in zip(places, tensor.chunk(len(places)) if len(places) > 1 else [tensor], strict=True):
+        yield f"{f'layers.{layer}.' if layer else ''}{place}{kind or ''}", part
+
+
+def _fill(module: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
+    """Load the tensors, which must be those of the module, in their shapes, and finite."""
+    wanted = module.state_dict()
+    for name in (*wanted, *tensors):
+        if name not in tensors:
+            raise InputError(f"pretrained is {source!r}, which lacks the tensor {name}; choose the model the weights are of")
+        if name not in wanted:
+            raise InputError(f"pretrained is {source!r}, which holds {name}; this model has no such tensor, give its weights")
+        if tensors[name].shape != wanted[name].shape:
+            raise InputError(
+                f"pretrained is {source!r}, whose tensor {name} has shape {tuple(tensors[name].shape)}; this model needs "
+                f"{tuple(wanted[name].shape)}"
+            )
+        if not bool(torch.isfinite(tensors[name]).all()):
+            raise InputError(
+                f"pretrained is {source!r}, whose tensor {name} is not finite; the weights are damaged, fetch them again"
+            )
+    module.load_state_dict(tensors)
+
+
+def _normalization_at(source: str, default: Normalization) -> Normalization:
+    """The constants in ``preprocessor_config.json``, or ``default`` if it has none."""
+    from transformers.image_processing_base import ImageProcessingMixin
+
+    try:
+        found, _ = ImageProcessingMixin.get_image_processor_dict(source, local_files_only=Path(source).is_dir())
+        constants = [
+            tuple(map(float, found.get(key, ours))) for key, ours in zip(("image_mean", "image_std"), default, strict=True)
+        ]
+    except OSError:
+        return default
+    except (TypeError, ValueError):
+        constants = [(), ()]
+    if any(len(values) != 3 or not all(map(math.isfinite, values)) for values in constants) or min(constants[1]) <= 0:
+        raise InputError(
+            f"pretrained is {source!r}, whose preprocessor_config.json gives image_mean and image_std that cannot be used; "
+            "each must be three finite numbers, above 0 for image_std"
+        )
+    return Normalization(*constants)
 
 
 def resized_positions(positions: Tensor, side: int) -> Tensor:
     """Interpolate position embeddings (1, 1 + n², width) to a grid of ``side``² patches; the class token's is kept.
 
-    Bicubic without anti-aliasing, as in DeiT's own code and in ``transformers``.
+    Bicubic without anti-aliasing, as in DeiT's own code and in ``transformers``. Others than of a square grid stay as they are.
     """
-    class_token, patches = positions[:, :1], positions[:, 1:]
-    before = math.isqrt(patches.shape[1])
-    if before == side:
+    before = math.isqrt(max(0, positions.shape[1] - 1))
+    if positions.dim() != 3 or before in (0, side) or positions.shape[1] != before**2 + 1:
         return positions
-    grid = patches.unflatten(1, (before, before)).permute(0, 3, 1, 2)
+    grid = positions[:, 1:].unflatten(1, (before, before)).permute(0, 3, 1, 2)
     grid = F.interpolate(grid, size=(side, side), mode="bicubic", align_corners=False)
-    return torch.cat([class_token, grid.permute(0, 2, 3, 1).flatten(1, 2)], dim=1)
-
-
-def _head(width: int, num_classes: int, pretrained: dict[str, Tensor] | None) -> nn.Linear:
-    head = nn.Linear(width, num_classes)
-    if pretrained is not None and len(pretrained["weight"]) == num_classes:
-        head.load_state_dict(pretrained)
-    else:
-        nn.init.normal_(head.weight, std=0.02)
-        nn.init.zeros_(head.bias)
-    return head
+    return torch.cat([positions[:, :1], grid.permute(0, 2, 3, 1).flatten(1, 2)], dim=1)

@@ -93,6 +93,8 @@ def wide_resnet(
     require_integer("width", width, 1)
     require_integer("num_classes", num_classes, 1)
     require_integer("groups", groups, 1)
+    if not isinstance(weight_standardization, bool):
+        raise InputError(f"weight_standardization is {weight_standardization!r}; it must be true or false")
     if (depth - 4) % 6:
         raise InputError(f"depth is {depth}; it must be 6n + 4 for a whole number n, such as 16, 28 or 40")
     if 16 % groups:

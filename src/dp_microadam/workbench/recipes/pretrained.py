@@ -32,7 +32,7 @@ def located(name: str) -> str:
     if not name or Path(name).name != name or Path(name).exists():
         return name
     for folder in usual_folders(name):
-        files = sorted(path for path in folder.glob("*") if path.suffix in (".safetensors", ".pth"))
+        files = sorted(path for path in folder.glob("*") if path.suffix == ".safetensors")
         if (folder / "config.json").is_file():
             return str(folder)
         if len(files) == 1:
