@@ -163,7 +163,7 @@ def test_check_decodes_every_image_names_the_damaged_ones_and_says_what_a_folder
     assert main(arguments) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
         "2 classes: a, b",
-        "9 examples to train on, 1 held out, and 10 to test on",
+        "9 examples to train on, 1 examples held out, and 10 examples to test on",
         "passed over 1 files that are no images by their names",
     ]
     (tmp_path / "train" / "b" / "1.png").write_bytes(b"damaged")
@@ -238,7 +238,7 @@ def test_check_of_a_recipe_lists_all_that_is_wrong_with_its_users_at_once(photog
 def test_check_counts_users_and_not_their_images(photographs, capsys):
     assert main(["data", "check", str(photographs / "mine.toml")]) == 0
     _, _, parts = capsys.readouterr().out.splitlines()
-    assert parts == "3 users to train on, 1 held out, and 2 to test on"
+    assert parts == "3 users to train on, 1 users held out, and 2 users to test on"
 
 
 def test_check_names_images_that_a_pattern_does_not_know(photographs, capsys):

@@ -240,11 +240,13 @@ def check(
     if undecodable:
         return State(name, "damaged", str(source.place), tuple(undecodable))
     users = (data.train_users, data.validation_users, data.test_users)
-    counts = [f"{size_of(part) if ids is None else count_users(ids):,}" for part, ids in zip(parts, users, strict=True)]
-    counted = "examples" if data.train_users is None else f"{unit_name}s"
+    counts = [
+        f"{size_of(part):,} examples" if ids is None else f"{count_users(ids):,} {unit_name}s"
+        for part, ids in zip(parts, users, strict=True)
+    ]
     shown = ", ".join(data.classes[:10]) + (", …" if len(data.classes) > 10 else "")
     summary = [f"{data.num_classes} classes: {shown}"]
-    summary.append(f"{counts[0]} {counted} to train on, {counts[1]} held out, and {counts[2]} to test on")
+    summary.append(f"{counts[0]} to train on, {counts[1]} held out, and {counts[2]} to test on")
     state = "verified" if source.reading.digests or source.data.package else "unverified"
     notes: tuple[str, ...] = ()
     if takes_columns(name) and isinstance(data.train, tuple) and not data.images:

@@ -6,6 +6,7 @@ safetensors file in timm's format. Like the other models, they map images to cla
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from dp_microadam.errors import InputError
 from dp_microadam.layers.fixed_norm import FixedNorm
-from dp_microadam.validation import require_integer, require_one_of
+from dp_microadam.validation import explicit, require_integer, require_one_of
 from dp_microadam.workbench.models.pretrained import first_line, loaded, partly_trained, transformers
 
 
@@ -174,6 +175,7 @@ def vit(
     return VisionTransformer(backbone, head, resolution, found, normalize_features)
 
 
+@explicit(*(name for name in inspect.signature(vit).parameters if name != "normalization"))
 def deit(size: str | TransformerSize = "tiny", num_classes: int = 1000, **options: Any) -> VisionTransformer:
     """DeiT without distillation: a :func:`vit` whose published weights expect other normalization constants.
 
