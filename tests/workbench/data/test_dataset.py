@@ -69,14 +69,6 @@ def test_no_split_goes_through_a_user_and_none_loses_an_example(ids, size, seed)
 
 
 @examples(20)
-@given(st.integers(2, 40), st.integers(0, 5))
-def test_users_with_one_example_each_are_divided_like_examples(count, seed):
-    users = np.array([f"{(7 * n) % 41:02d}" for n in range(count)])  # all different, not in the order of their names
-    for of_users, of_examples in zip(split_by_user(users, 0.3, seed), split(count, 0.3, seed), strict=True):
-        assert of_users.tolist() == of_examples.tolist()
-
-
-@examples(20)
 @given(IDS, st.data())
 def test_which_users_are_held_out_does_not_depend_on_how_much_they_have(ids, draw):
     more = ids + draw.draw(st.lists(st.sampled_from(sorted(set(ids))), max_size=20))

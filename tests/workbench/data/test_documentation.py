@@ -47,7 +47,3 @@ def test_numbers_and_places_are_those_of_the_code(monkeypatch):
         assert f"`{place}`" in PAGE
     monkeypatch.delenv(FOLDER_VARIABLE)
     assert usual_folders("cifar10") == [second, third]
-
-
-def test_cifar10_takes_the_memory_the_page_says():
-    assert f"CIFAR-10 takes {round(60_000 * 3 * 32 * 32 / 1e6)} MB" in PAGE
