@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
+from dp_events import as_dp_event
 from hypothesis import given
 from hypothesis import strategies as st
 from opacus.accountants import RDPAccountant as OpacusAccountant
@@ -21,7 +22,6 @@ from dp_microadam.accounting import one_step, privacy_loss
 from dp_microadam.accounting.costs import (
     ORDERS,
     SubsampledGaussian,
-    as_dp_event,
     epsilon,
     first_non_negative,
     group_epsilon,

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dp_accounting.rdp import RdpAccountant
+from dp_events import as_dp_event
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 from scipy.special import logsumexp
 from thoroughness import examples
 
-from dp_microadam.accounting.costs import ORDERS, SubsampledGaussian, as_dp_event, epsilon, group_epsilon
+from dp_microadam.accounting.costs import ORDERS, SubsampledGaussian, epsilon, group_epsilon
 from dp_microadam.accounting.selection import DISTRIBUTIONS, Repetitions, SelectedRun
 from dp_microadam.errors import InputError, PrivacyError
 from dp_microadam.ledger.ledger import PrivacyLedger, RunSettings, read_ledger, spent_together

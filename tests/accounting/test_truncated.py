@@ -7,6 +7,7 @@ import mpmath
 import numpy as np
 import pytest
 from dp_accounting.pld import PLDAccountant
+from dp_events import as_dp_event
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import ndtr
@@ -16,7 +17,6 @@ from dp_microadam.accounting import costs as accounting
 from dp_microadam.accounting import one_step, privacy_loss
 from dp_microadam.accounting.costs import (
     SubsampledGaussian,
-    as_dp_event,
     epsilon,
     group_epsilon,
 )

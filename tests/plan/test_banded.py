@@ -7,12 +7,13 @@ from itertools import pairwise
 import dp_accounting
 import numpy as np
 import pytest
+from dp_events import as_dp_event
 from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import examples
 
 from dp_microadam import InputError, PrivacyPlan
-from dp_microadam.accounting.costs import SubsampledGaussian, as_dp_event, epsilon, group_epsilon
+from dp_microadam.accounting.costs import SubsampledGaussian, epsilon, group_epsilon
 from dp_microadam.plan import banded
 from dp_microadam.plan.band_choice import band_table
 from dp_microadam.plan.banded import (

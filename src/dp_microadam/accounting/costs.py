@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,9 +44,6 @@ from dp_microadam.validation import (
     require_one_of,
     require_positive,
 )
-
-if TYPE_CHECKING:
-    from dp_accounting import DpEvent
 
 ACCOUNTANTS = ("rdp", "pld")
 DEFAULT_ACCOUNTANT = "pld"
@@ -293,25 +290,6 @@ def first_non_negative(function: Callable[[int], float], guess: int, stride: int
             candidate = min(max(low + int(share * (high - low)), low + 1), high - 1)
         stride *= 2
     return high
-
-
-def as_dp_event(spent: Sequence[SubsampledGaussian]) -> DpEvent:
-    """The same composition as an event of Google's dp-accounting library, for use with its accountants."""
-    import dp_accounting
-
-    return dp_accounting.ComposedDpEvent(
-        [
-            dp_accounting.SelfComposedDpEvent(
-                dp_accounting.PoissonSampledDpEvent(part.sample_rate, dp_accounting.GaussianDpEvent(part.noise_multiplier))
-                if part.cap is None
-                else dp_accounting.TruncatedSubsampledGaussianDpEvent(
-                    part.cap.population, part.sample_rate, part.cap.units, part.noise_multiplier
-                ),
-                part.steps,
-            )
-            for part in spent
-        ]
-    )
 
 
 def _pld_epsilon(spent: tuple[SubsampledGaussian, ...], delta: float) -> float:

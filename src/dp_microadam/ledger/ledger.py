@@ -440,7 +440,7 @@ def library_versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     found = {}
-    for name in ("dp-microadam", "torch", "numpy", "scipy", "dp-accounting", "cryptography"):
+    for name in ("dp-microadam", "torch", "numpy", "scipy", "cryptography"):
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dp_microadam.workbench.command_line.strategy_times import StrategyTimes
 
-_REQUIRED = ("torch", "numpy", "scipy", "dp-accounting", "rich", "safetensors", "tomli-w", "argcomplete")
+_REQUIRED = ("torch", "numpy", "scipy", "rich", "safetensors", "tomli-w", "argcomplete")
 _OPTIONAL = {
     "numba": "fast",
     "triton": "gpu",
