@@ -8,15 +8,15 @@ Unlike Adam's, a step is linear in the gradient: nothing of the signal is lost, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dp_microadam.optimizers.exact_state import ExactStateOptimizer, evaluate
-from dp_microadam.optimizers.shards import local_shard
-from dp_microadam.optimizers.tensor_moment import mean_square
+from dp_microadam.optimizers.shards import is_sharded, local_shard
 from dp_microadam.validation import require_in_closed_open, require_non_negative, require_positive
 
 
@@ -40,11 +40,7 @@ class TensorAdam(ExactStateOptimizer):
         super().__init__(params, {"lr": lr, "beta": beta, "eps": eps, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        options = {**self.defaults, **param_group}
-        require_non_negative("lr", float(options["lr"]))
-        require_in_closed_open("beta", options["beta"], 0.0, 1.0)
-        require_positive("eps", options["eps"])
-        require_non_negative("weight_decay", options["weight_decay"])
+        validate({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     @torch.no_grad()
@@ -52,26 +48,68 @@ class TensorAdam(ExactStateOptimizer):
         """Update every parameter that has a gradient; returns what ``closure`` returns."""
         loss = evaluate(closure)
         for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None and param.numel() > 0:
-                    self._update(param, param.grad, group)
+            for params in alike(group["params"]):
+                scales = inverse_sizes(params, [self.state[param] for param in params], group)
+                weights = [local_shard(param) for param in params]
+                gradients = [local_shard(param.grad).to(wide(param)) for param in params]  # type: ignore[arg-type]
+                rate = float(group["lr"])
+                if group["weight_decay"]:
+                    torch._foreach_mul_(weights, 1 - rate * group["weight_decay"])
+                torch._foreach_sub_(weights, torch._foreach_mul(gradients, [rate * scale for scale in scales]))
         return loss
-
-    def _update(self, param: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[param]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.int64)
-            state["second_moment"] = torch.zeros(1, device=param.device)
-        state["step"] += 1
-        rate, beta = float(group["lr"]), group["beta"]
-        gradient = gradient.to(torch.promote_types(param.dtype, torch.float32))
-        second = state["second_moment"].lerp_(mean_square(gradient), 1 - beta)
-        if group["weight_decay"] != 0:
-            param.mul_(1 - rate * group["weight_decay"])
-        root = (second / (1 - beta ** int(state["step"]))).sqrt_().add_(group["eps"]).squeeze(0)
-        own, given = local_shard(param), local_shard(gradient)
-        own.sub_(given * (rate / root))
 
     def state_bytes(self) -> int:
         """Size of the optimizer state in this process, in bytes."""
         return sum(value.numel() * value.element_size() for state in self.state.values() for value in state.values())
+
+
+def validate(options: dict[str, Any]) -> None:
+    """Raise an InputError for an option that is out of range."""
+    require_non_negative("lr", float(options["lr"]))
+    require_in_closed_open("beta", options["beta"], 0.0, 1.0)
+    require_positive("eps", options["eps"])
+    require_non_negative("weight_decay", options["weight_decay"])
+
+
+def alike(params: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The parameters that have a gradient, by device and dtype: what can be updated together."""
+    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for param in params:
+        if param.grad is not None and param.numel() > 0:
+            found.setdefault((param.device, param.dtype), []).append(param)
+    return list(found.values())
+
+
+def inverse_sizes(params: Sequence[Tensor], states: Sequence[dict[str, Any]], group: dict[str, Any]) -> list[float]:
+    """1/(√v̂ + eps) of each parameter, with the gradient that it has; counts the step in its state."""
+    for state in states:
+        if not state:
+            state["step"], state["second_moment"] = torch.zeros((), dtype=torch.int64), torch.zeros(())
+    steps, moments = ([state[name] for state in states] for name in ("step", "second_moment"))
+    torch._foreach_add_(steps, 1)
+    beta, squares = group["beta"], mean_squares([param.grad for param in params])  # type: ignore[misc]
+    # In float32, as it is kept, so that a step after loading a state is the same.
+    after = torch.tensor([beta * float(v) + (1 - beta) * now for v, now in zip(moments, squares, strict=True)])
+    torch._foreach_copy_(moments, list(after.unbind()))
+    return [1 / (math.sqrt(v / (1 - beta ** int(t))) + group["eps"]) for v, t in zip(after.tolist(), steps, strict=True)]
+
+
+def mean_squares(gradients: Sequence[Tensor]) -> list[float]:
+    """The mean of g² of each gradient; of a sharded one (DTensor) over all shards, which all ranks must ask for.
+
+    The host waits for the device once, however many there are. Coordinates are added up in their own order, so that the layout
+    in memory does not change how the sum is rounded.
+    """
+    given = [gradient.contiguous() for gradient in gradients]
+    if gradients[0].dtype is not torch.float32 or any(map(is_sharded, gradients)):
+        norms = [torch.linalg.vector_norm(gradient, dtype=wide(gradient)) for gradient in given]
+        norms = [norm.full_tensor() if is_sharded(norm) else norm for norm in norms]  # type: ignore[attr-defined]
+    else:
+        norms = list(torch._foreach_norm(given))
+    found: list[float] = torch.stack(norms).tolist()
+    return [norm**2 / gradient.numel() for norm, gradient in zip(found, gradients, strict=True)]
+
+
+def wide(tensor: Tensor) -> torch.dtype:
+    """Float32, or the tensor's dtype if it is wider: squares of small gradients underflow in narrower ones."""
+    return torch.promote_types(tensor.dtype, torch.float32)
