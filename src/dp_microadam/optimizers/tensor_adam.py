@@ -103,7 +103,7 @@ def mean_squares(gradients: Sequence[Tensor]) -> list[float]:
     given = [gradient.contiguous() for gradient in gradients]
     if gradients[0].dtype is not torch.float32 or any(map(is_sharded, gradients)):
         norms = [torch.linalg.vector_norm(gradient, dtype=wide(gradient)) for gradient in given]
-        norms = [norm.full_tensor() if is_sharded(norm) else norm for norm in norms]  # type: ignore[attr-defined]
+        norms = [norm.full_tensor() if is_sharded(norm) else norm for norm in norms]
     else:
         norms = list(torch._foreach_norm(given))
     found: list[float] = torch.stack(norms).tolist()

@@ -166,8 +166,9 @@ class ThresholdAdam(ExactStateOptimizer):
                 )
 
 
-def _halves(flat: Tensor) -> Sequence[Tensor]:
-    return flat.chunk(2) if flat.numel() > 1 else (flat, flat[1:])
+def _halves(flat: Tensor) -> tuple[Tensor, Tensor]:
+    half = -(-flat.numel() // 2)
+    return flat[:half], flat[half:]
 
 
 def _move_together(pieces: Sequence[_Piece], rate: float) -> None:
@@ -232,7 +233,10 @@ def _chunks(pieces: Sequence[_Piece]) -> Iterator[Sequence[_Piece]]:
     for piece in pieces:
         size = piece.codes.numel()
         for begin in range(0, size, _CHUNK):
-            part = piece if size <= _CHUNK else _Piece(*(one[begin : begin + _CHUNK] for one in piece[:-1]), piece.scale)  # type: ignore[arg-type]
+            part = piece
+            if size > _CHUNK:
+                first, second, given, given_second, codes = (one[begin : begin + _CHUNK] for one in piece[:5])
+                part = _Piece(first, second, given, given_second, codes, piece.scale)
             if chunk and held + min(size, _CHUNK) > _CHUNK:
                 yield chunk
                 chunk, held = [], 0
