@@ -18,7 +18,7 @@ from typing import Any
 from dp_microadam.durable_files import write_text_durably
 from dp_microadam.errors import InputError
 from dp_microadam.ledger.ledger import LEDGER_NAME
-from dp_microadam.training.interrupts import Interruptible
+from dp_microadam.training.progress import Interruptible
 from dp_microadam.training.run_folder import CHECKPOINTS, DECLARATION, METRICS, STATISTICS, search_folder
 from dp_microadam.workbench.command_line.measuring import provenance
 from research.experiments.report import EXPERIMENT, RESULTS, lines_of

@@ -25,12 +25,12 @@ _HOMES = {
     "RunNoise": "dp_microadam.training.rates",
     "Schedule": "dp_microadam.training.rates",
     "Ranks": "dp_microadam.training.distributed",
-    "RunResult": "dp_microadam.training.run_result",
+    "RunResult": "dp_microadam.training.run_folder",
     "FrozenFeatures": "dp_microadam.training.frozen_features",
     "PrivateSearch": "dp_microadam.training.search",
     "SearchResult": "dp_microadam.training.search",
     "PerExample": "dp_microadam.training.evaluation",
-    "StepReport": "dp_microadam.training.run_result",
+    "StepReport": "dp_microadam.training.run_folder",
     "RawInput": "dp_microadam.training.raw_inputs",
     "RawImages": "dp_microadam.workbench.data.raw",
     "RawRows": "dp_microadam.workbench.data.raw",
@@ -166,7 +166,7 @@ if TYPE_CHECKING:
     from dp_microadam.training.private_step import PrivateStep
     from dp_microadam.training.rates import RunNoise, Schedule
     from dp_microadam.training.raw_inputs import RawInput
-    from dp_microadam.training.run_result import RunResult, StepReport
+    from dp_microadam.training.run_folder import RunResult, StepReport
     from dp_microadam.training.search import PrivateSearch, SearchResult
     from dp_microadam.training.settings import PerformanceSettings, PrivacySettings, RecordSettings
     from dp_microadam.training.trainer import PrivateTrainer

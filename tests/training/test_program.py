@@ -14,7 +14,7 @@ import torch
 from torch.export.pt2_archive import PT2ArchiveWriter
 
 from dp_microadam import InputError, RawImages
-from dp_microadam.training.export import Contract, write_contract
+from dp_microadam.training.export import CONTRACT, Contract
 from dp_microadam.training.program import DeployedModel, load_program, save_program
 from dp_microadam.training.raw_inputs import RawTensor
 from dp_microadam.workbench import models
@@ -214,14 +214,15 @@ def test_a_program_outside_of_the_export_is_refused(tmp_path, capsys, elsewhere)
     sent(tmp_path)
     contract = Contract("sent", ("a", "b"), RawTensor((3,), "float32").description(), program=elsewhere)
     (tmp_path / "export").mkdir()
-    write_contract(contract, tmp_path / "export")
+    (tmp_path / "export" / CONTRACT).write_text(contract.to_json())
     assert main(["predict", str(tmp_path / "export"), "x.npy"]) == 2
     assert "cannot be read" in capsys.readouterr().err
 
 
 def test_predict_runs_an_export_s_code_with_trust_alone(tmp_path, capsys):
     sent(tmp_path, lambda files: mapping_operator(files, tmp_path / "marker"))
-    write_contract(Contract("sent", ("a", "b"), RawTensor((3,), "float32").description()), tmp_path)
+    contract = Contract("sent", ("a", "b"), RawTensor((3,), "float32").description())
+    (tmp_path / CONTRACT).write_text(contract.to_json())
     np.save(tmp_path / "x.npy", np.zeros(3, np.float32))
     command = ["predict", str(tmp_path), str(tmp_path / "x.npy")]
     assert main(command) == 2

@@ -4,6 +4,8 @@ import json
 import logging
 import os
 import re
+import shutil
+import signal
 import stat
 import time
 import warnings
@@ -18,8 +20,8 @@ from thoroughness import THOROUGH
 from dp_microadam import InputError, MicroAdam, PrivacyError, PrivacyPlan, PrivateSearch, PrivateTrainer, SelectionPlan
 from dp_microadam.accounting.selection import Repetitions
 from dp_microadam.ledger.ledger import read_ledger
-from dp_microadam.training.run_statistics import Pace
-from dp_microadam.training.secret_state import SecretState, destroy
+from dp_microadam.training.run_folder import Pace
+from dp_microadam.training.search import SearchState
 
 PLAN = SelectionPlan(dataset_size=20, batch_size=5, noise_multiplier=1.0, steps=2, delta=1e-2, expected_runs=3)
 VALUES = {"lr": [0.01, 0.1, 0.2], "norm": [0.5, 1.0]}
@@ -158,17 +160,12 @@ def test_while_it_runs_the_search_can_be_read_by_its_owner_alone_and_its_state_h
 
     def looking(settings, run_dir):
         working = run_dir.parent
-        seen.append(
-            (stat.S_IMODE(working.stat().st_mode), *_mode_and_size(working / "state"), len(list(working.iterdir())) <= 4)
-        )
+        mode, state = stat.S_IMODE(working.stat().st_mode), (working / "state").stat()
+        seen.append((mode, state.st_size, len(list(working.iterdir())) <= 4))
         return make_trainer(settings, run_dir)
 
     search(tmp_path, looking).fit(TRAIN, VALIDATION)
-    assert set(seen) == {(0o700, 0o600, 8192, True)}
-
-
-def _mode_and_size(path):
-    return stat.S_IMODE(path.stat().st_mode), path.stat().st_size
+    assert set(seen) == {(0o700, 4096, True)}
 
 
 @pytest.mark.slow
@@ -323,7 +320,7 @@ def test_hyperparameters_are_drawn_uniformly_and_independently(tmp_path):
     found = {}
     one = search(tmp_path)
     one._declare()
-    with SecretState(tmp_path / "best.unpublished" / "state") as state:
+    with SearchState(tmp_path / "best.unpublished") as state:
         state.write(remaining=1, place="a", choice=None, best=None, best_choice=None)
         for _ in range(200):
             state.write(choice=None)
@@ -335,51 +332,40 @@ def test_hyperparameters_are_drawn_uniformly_and_independently(tmp_path):
     assert all(8 <= count <= 68 for count in found.values())
 
 
-def test_the_state_survives_a_torn_write_and_shows_neither_count_nor_age(tmp_path):
-    path = tmp_path / "state"
-    with SecretState(path) as state:
+def test_the_state_survives_a_write_that_was_cut_off_and_shows_neither_count_nor_age(tmp_path):
+    with SearchState(tmp_path) as state:
         assert not state.begun
         for remaining in range(50, 0, -1):
             state.write(remaining=remaining)
-            with open(path, "r+b") as file:  # as a write that was cut off leaves the older copy
-                file.seek((state._slot) * 4096 + 40)
-                file.write(b"torn")
-    with SecretState(path) as state:
+            (tmp_path / "state.unfinished").write_text('{"remai')
+    with SearchState(tmp_path) as state:
         assert state["remaining"] == 1
         state.write(remaining=0)
-    content = path.read_bytes()
-    assert len(content) == 8192
-    assert b"50" not in content.replace(str(path.stat().st_ino).encode(), b"")
-
-
-def test_of_two_intact_copies_the_newer_one_counts(tmp_path):
-    for writes in range(1, 9):
-        path = tmp_path / str(writes)
-        with SecretState(path) as state:
-            for number in range(1, writes + 1):
-                state.write(remaining=number)
-        with SecretState(path) as state:
-            assert state["remaining"] == writes
+    content = (tmp_path / "state").read_bytes()
+    assert len(content) == 4096
+    assert json.loads(content).keys() == {"remaining", "folder"}
 
 
 def test_a_copied_search_and_a_second_process_are_refused(tmp_path):
-    with SecretState(tmp_path / "state") as state:
+    (tmp_path / "search").mkdir()
+    with SearchState(tmp_path / "search") as state:
         state.write(remaining=3)
         with pytest.raises(PrivacyError, match="in use by another process"):
-            SecretState(tmp_path / "state")
-        (tmp_path / "copy").write_bytes((tmp_path / "state").read_bytes())
+            SearchState(tmp_path / "search")
+        shutil.copytree(tmp_path / "search", tmp_path / "copy")
         with pytest.raises(PrivacyError, match="is a copy"):
-            SecretState(tmp_path / "copy")
-
-
-def test_what_is_destroyed_is_overwritten_first(tmp_path):
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    secret = tmp_path / "run" / "checkpoints" / "secret"
-    secret.write_bytes(b"secret" * 1000)
-    os.link(secret, tmp_path / "second name")  # which shows what is on the disk
-    destroy(tmp_path / "run")
-    assert os.listdir(tmp_path) == ["second name"]
-    assert (tmp_path / "second name").read_bytes() == bytes(6000)
+            SearchState(tmp_path / "copy")
+        child = os.fork()
+        if not child:  # as a data-loading worker does, which outlives a process that is killed
+            time.sleep(20)
+            os._exit(0)
+    time.sleep(1)
+    try:
+        with SearchState(tmp_path / "search") as state:
+            assert state["remaining"] == 3
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 @pytest.mark.slow

@@ -57,26 +57,26 @@ class IsolatedLoss:
         self._hidden = hidden
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        owners = {name: module for name, module in model.named_modules() if not _is_metric(module)}
+        owners: dict[str, Any] = {name: module for name, module in model.named_modules() if not _is_metric(module)}
         entered: set[int] = set()
-        kept = [_KeptAttributes(name, module, _DEPTH, entered) for name, module in owners.items()]
-        kept += [
-            _KeptAttributes(name, part, 2 if isinstance(part, torch.optim.Optimizer) else 1, entered)
-            for name, part in self._host().items()
-        ]
+        kept = [each for name, owner in owners.items() for each in _kept(name, owner, _DEPTH, entered)]
+        host = self._host()
+        for name, part in host.items():
+            kept += _kept(name, part, 2 if isinstance(part, torch.optim.Optimizer) else 1, entered)
         changed: list[str] = []
         try:
-            for each in kept:
-                each.hide(self._hidden)
+            for name, owner in (*owners.items(), *host.items()):
+                for key, value in list(vars(owner).items()):
+                    if key in self._hidden or _is_logger(type(value)):  # type: ignore[arg-type]  # types are hashable
+                        vars(owner)[key] = _Hidden(f"{name}.{key}".lstrip("."))
             with _no_metric_updated(model):
                 losses = self._loss(model, batch)
         finally:
-            for each in kept:
-                changed += each.put_back()
+            changed = [what for each in reversed(kept) if (what := each.put_back()) is not None]
         if changed:
             raise PrivacyError(
-                f"{changed[0]} was changed by the loss, and would carry something of training examples out unprotected; "
-                "keep figures in validation alone, on held-out examples"
+                f"attribute {changed[0]!r} was changed by the loss, and would carry something of training examples out "
+                "unprotected; keep figures in validation alone, on held-out examples"
             )
         return losses
 
@@ -121,126 +121,84 @@ _LOGGERS = ("log_metrics", "log_metric", "log_dict", "add_scalar", "define_metri
 """What loggers of Lightning, MLflow, Comet, Fabric, TensorBoard and Weights & Biases have a method of."""
 
 
-class _KeptAttributes:
-    """The plain attributes of one module, or object of a host, at one moment."""
-
-    def __init__(self, name: str, module: Any, depth: int, entered: set[int]) -> None:
-        self._prefix = f"{name}." if name else ""
-        self._module = module
-        self._before = {key: value for key, value in module.__dict__.items() if key not in _OF_TORCH}
-        self._marks = [(key, restore) for key, value in self._before.items() for restore in _ways_back(value, depth, entered)]
-
-    def hide(self, names: Collection[str]) -> None:
-        """Let nobody use the attributes with these names, nor loggers, until they are put back."""
-        for key, value in self._before.items():
-            if key in names or _is_logger(type(value)):  # type: ignore[arg-type]  # types are hashable
-                self._module.__dict__[key] = _Hidden(self._prefix + key)
-
-    def put_back(self) -> list[str]:
-        """The names of attributes that gathered something; all of them are put back."""
-        attributes = self._module.__dict__
-        gathered = [key for key, restore in self._marks if restore()]
-        for key in [key for key in attributes if key not in _OF_TORCH]:
-            if key not in self._before:
-                del attributes[key]
-            elif attributes[key] is not self._before[key]:
-                gathered += [key] if _counted(self._before[key], attributes[key]) else []
-                attributes[key] = self._before[key]
-        for key in self._before.keys() - attributes.keys():
-            attributes[key] = self._before[key]
-        return [f"attribute {self._prefix + key!r}" for key in gathered]
-
-
 @cache
 def _is_logger(kind: type) -> bool:
     return any(hasattr(kind, method) for method in _LOGGERS)
 
 
-def _ways_back(value: Any, depth: int, entered: set[int]) -> Iterator[Callable[[], bool]]:
-    """Functions that put a container, or what is inside, back, and say whether it gathered something.
+def _kept(name: str, owner: Any, depth: int, entered: set[int]) -> Iterator[_Kept]:
+    """The plain attributes of a module, or object of a host, and the containers and tensors in them.
 
-    Objects in ``entered``, such as a configuration that all modules hold, have theirs.
+    Objects in ``entered``, such as a configuration that all modules hold, are kept by another owner.
     """
+    attributes = {key: value for key, value in vars(owner).items() if key not in _OF_TORCH}
+    yield _Kept(name, vars(owner), attributes)
+    for key, value in attributes.items():
+        for container in _containers(value, depth, entered):
+            yield _Kept(f"{name}.{key}".lstrip("."), container, container)
+
+
+def _containers(value: Any, depth: int, entered: set[int]) -> Iterator[Any]:
     if depth == 0:
         return
-    if isinstance(value, list | deque):
-        yield _list_back(value)
-        inside: list[Any] = list(value) if len(value) <= _LARGE else []
-    elif isinstance(value, set):
-        yield _set_back(value)
-        inside = []
-    elif isinstance(value, dict):
-        yield _dict_back(value)
-        inside = list(value.values()) if len(value) <= _LARGE else []
-    elif isinstance(value, tuple):
-        inside = list(value)
+    if isinstance(value, list | deque | set | dict | tuple):
+        if not isinstance(value, tuple):
+            yield value
+        inside = list(value.values() if isinstance(value, dict) else value) if len(value) <= _LARGE else []
     else:
         if isinstance(value, Tensor) and not value.is_inference():
-            yield _tensor_back(value)
+            yield value
         if depth < _DEPTH or id(value) in entered or isinstance(value, _NOT_LOOKED_INTO) or not hasattr(value, "__dict__"):
             return
         entered.add(id(value))
-        yield _dict_back(value.__dict__)
-        inside, depth = list(value.__dict__.values()), 2
+        yield vars(value)
+        inside, depth = list(vars(value).values()), 2
     for one in inside:
         if isinstance(one, list | deque | set | dict | tuple | Tensor):
-            yield from _ways_back(one, depth - 1, entered)
+            yield from _containers(one, depth - 1, entered)
 
 
-def _list_back(value: list[Any] | deque[Any]) -> Callable[[], bool]:
-    before, count = (list(value), len(value)) if len(value) <= _LARGE else (None, len(value))
+class _Kept:
+    """A container or tensor, and what it held at one moment; of large ones the number of entries, or of writes."""
 
-    def restore() -> bool:
-        same = len(value) == count and (before is None or all(one is other for one, other in zip(value, before, strict=True)))
-        if not same and before is not None:
-            value.clear()
-            value.extend(before)
-        return not same
+    def __init__(self, name: str, value: Any, held: Any) -> None:
+        self.name = name
+        self._value = value
+        self._of_owner = held is not value
+        self._mark = value._version if isinstance(value, Tensor) else len(held)
+        small = (held.numel() if isinstance(held, Tensor) else len(held)) <= _LARGE
+        keep: Any = Tensor.clone if isinstance(held, Tensor) else dict if isinstance(held, dict) else list
+        self._before = keep(held.detach() if isinstance(held, Tensor) else held) if small else None
 
-    return restore
-
-
-def _set_back(value: set[Any]) -> Callable[[], bool]:
-    before = set(value)
-
-    def restore() -> bool:
-        same = value == before
+    def put_back(self) -> str | None:
+        """Make it hold what it held; what gathered something, if it did: a number that changed, or any entry but a dict's."""
+        value, before = self._value, self._before
+        if isinstance(value, Tensor):
+            written = value._version != self._mark
+            if written and before is not None:
+                with torch.no_grad():
+                    value.detach().copy_(before)
+            return self.name if written else None
+        if before is None:
+            return self.name if len(value) != self._mark else None
+        if isinstance(value, dict):
+            return self._put_back_entries(value, before)
+        same = len(value) == len(before) and all(one is other for one, other in zip(value, before, strict=True))
         if not same:
             value.clear()
-            value.update(before)
-        return not same
+            (value.update if isinstance(value, set) else value.extend)(before)
+        return None if same else self.name
 
-    return restore
-
-
-def _dict_back(value: dict[Any, Any]) -> Callable[[], bool]:
-    before = dict(value)
-
-    def restore() -> bool:
-        changed = [key for key in before if key not in value or value[key] is not before[key]]
-        gathered = isinstance(value, Counter) and dict(value) != before
-        gathered = gathered or any(_counted(before[key], value.get(key)) for key in changed)
-        if changed or len(value) != len(before):
-            value.clear()
-            value.update(before) if not isinstance(value, Counter) else dict.update(value, before)
-        return gathered
-
-    return restore
-
-
-def _tensor_back(value: Tensor) -> Callable[[], bool]:
-    version = value._version
-    before = value.detach().clone() if value.numel() <= _LARGE else None
-
-    def restore() -> bool:
-        if value._version == version:
-            return False
-        if before is not None:
-            with torch.no_grad():
-                value.detach().copy_(before)
-        return True
-
-    return restore
+    def _put_back_entries(self, value: dict[Any, Any], before: dict[Any, Any]) -> str | None:
+        changed = [key for key in before if value.get(key) is not before[key]]
+        more = [key for key in value if key not in before and key not in _OF_TORCH]
+        for key in more:
+            dict.__delitem__(value, key)
+        counted = [key for key in changed if _counted(before[key], value.get(key))]
+        dict.update(value, {key: before[key] for key in changed})
+        if counted and self._of_owner:
+            return f"{self.name}.{counted[0]}".lstrip(".")
+        return self.name if counted or (isinstance(value, Counter) and more) else None
 
 
 def _counted(before: Any, now: Any) -> bool:

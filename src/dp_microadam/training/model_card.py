@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dp_microadam.training.export import CONTRACT, Contract
 from dp_microadam.training.raw_inputs import RawInput
 
+if TYPE_CHECKING:
+    from dp_microadam.training.export import Contract
+
+CONTRACT = "export.json"
 _SHOWN_CLASSES = 100
 DIAGNOSTICS_NOTE = "Computed from privatized gradients alone, at no privacy cost."
 
@@ -27,7 +30,7 @@ def model_card(
     ``statement`` is the privacy statement of the run; it comes first and in full. ``metrics`` become a table, in which numbers
     under keys with "accuracy" are percentages. ``diagnostics``, a line of the run's metrics that contains diagnostics,
     becomes a table with a column per parameter group. ``loading`` is Python code that builds the model and
-    loads the weights, see :func:`loading_code`; ``inputs`` says what the model takes and returns, see :func:`input_section`.
+    loads the weights; ``inputs`` says what the model takes and returns, see :func:`input_section`.
     ``recipe_toml`` is empty for a run that was started from Python. The recipe's ``data_folder`` is left out, since it
     describes the machine and not the model.
 
@@ -95,44 +98,6 @@ def _program_code(contract: Contract, raw: RawInput | None) -> str:
     return code + (
         f'classes = json.load(open("{CONTRACT}", encoding="utf-8"))["classes"]\n'
         "print(classes[int(outputs[0].argmax())], float(outputs[0].max()))"
-    )
-
-
-def loading_code(
-    model: str,
-    options: Mapping[str, Any],
-    num_classes: int,
-    shape: Sequence[int],
-    weights: str,
-    normalization: tuple[Sequence[float], Sequence[float]],
-) -> str:
-    """Python code that builds the model of a recipe, loads its exported weights and documents its inputs.
-
-    Pretrained weights are not loaded again: the exported ones replace them.
-
-    >>> print(loading_code("mlp", {"hidden": 32}, 10, (1, 28, 28), "model.safetensors", ((0.13,), (0.31,))))
-    from safetensors.torch import load_file
-    from dp_microadam.workbench import models
-    <BLANKLINE>
-    model = models.build("mlp", 10, (1, 28, 28), hidden=32)
-    model.load_state_dict(load_file("model.safetensors"))
-    model.eval()
-    # inputs: floats of shape [B, 1, 28, 28], as (value - mean) / std with mean (0.13,) and std (0.31,), pixels from 0 to 1
-    """
-    keywords = "".join(f", {key}={value!r}" for key, value in options.items() if key != "pretrained")
-    mean, std = (tuple(constants) for constants in normalization)
-    scaled = f", as (value - mean) / std with mean {mean} and std {std}" if mean and std else ""
-    pixels = ", pixels from 0 to 1" if len(shape) == 3 else ""
-    needed = "  # adapters need pip install peft" if options.get("lora_rank") else ""
-    # The model takes the rows of a table as images of one row.
-    built_for = tuple(shape) if len(shape) == 3 else (1, 1, *shape)
-    return (
-        "from safetensors.torch import load_file\n"
-        "from dp_microadam.workbench import models\n\n"
-        f'model = models.build("{model}", {num_classes}, {built_for}{keywords}){needed}\n'
-        f'model.load_state_dict(load_file("{weights}"))\n'
-        "model.eval()\n"
-        f"# inputs: floats of shape [B, {', '.join(map(str, shape))}]{scaled}{pixels}"
     )
 
 

@@ -21,11 +21,12 @@ from dp_microadam.training.run_folder import (
     METRICS,
     NOISE_MEMORY,
     STATISTICS,
+    Events,
+    Pace,
     create_folder,
+    peak_memory,
     read_metrics,
 )
-from dp_microadam.training.run_statistics import Pace, peak_memory
-from dp_microadam.training.tensorboard import Events
 
 
 class RunRecord:

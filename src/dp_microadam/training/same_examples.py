@@ -7,11 +7,12 @@ Examples are known by their numbers in a Dataset (or in another with the same co
 from __future__ import annotations
 
 import hashlib
+import pickle
 import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
-from types import GeneratorType
+from types import GeneratorType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -195,8 +196,10 @@ def _equal(one: Any, other: Any) -> bool:
     """Whether two Datasets have the same content, as one folder read with two transforms."""
     if type(one) is not type(other) or not isinstance(one, Dataset) or len(one) != len(other):  # type: ignore[arg-type]
         return False
-    mine, theirs = _Content(), _Content()
-    return mine.of(one) == theirs.of(other) and mine.entries >= len(one)  # type: ignore[arg-type]
+    try:
+        return data_digest(one) == data_digest(other)
+    except InputError:
+        return False  # the order of its examples cannot be seen
 
 
 def _identities(base: Any, rows: _Rows) -> set[int]:
@@ -288,12 +291,15 @@ def data_digest(data: Any) -> str:
     Raises:
         InputError: if nothing that was hashed distinguishes the examples, so that their order cannot be verified.
     """
-    if ids_of(data) is None and isinstance(data, Subset):
-        return _digest("subset", repr(list(map(int, data.indices))).encode(), data_digest(data.dataset).encode()).hex()
-    if ids_of(data) is None and isinstance(data, ConcatDataset):
-        return _digest("joined", *(data_digest(part).encode() for part in data.datasets)).hex()
+    if ids_of(data) is None and isinstance(data, Subset | ConcatDataset):
+        parts = [data.dataset] if isinstance(data, Subset) else data.datasets
+        chosen = list(map(int, data.indices)) if isinstance(data, Subset) else None
+        return _Content().of((chosen, [data_digest(part) for part in parts])).hex()
     content = _Content()
-    digest = content.of(data).hex()
+    try:
+        digest = content.of(data).hex()
+    except (ValueError, RecursionError):  # objects that hold each other
+        content.entries = -1
     if isinstance(data, Dataset) and len(data) > 1 and content.entries < len(data):  # type: ignore[arg-type]
         raise InputError(
             f"{type(data).__name__} has no attribute that distinguishes its examples, so several processes cannot verify that "
@@ -304,113 +310,85 @@ def data_digest(data: Any) -> str:
 
 _WHOLE, _SAMPLE = 1 << 28, 4096
 _SIMPLE = frozenset({str, bytes, int, float, bool, type(None)})
-_IN_WORDS = frozenset({"builtins", "collections", "datetime", "decimal", "fractions", "numpy", "pathlib", "uuid"})
-"""Modules whose types have a ``repr`` that says all, unless it names an address."""
+_VALUES = frozenset({"builtins", "collections", "datetime", "decimal", "enum", "fractions", "pathlib", "uuid"})
+"""Standard modules whose objects are data; those of others are locks, loggers, generators, files."""
 
 
-class _Content:
-    """Hashes values by what they hold, the same in every process; ``entries`` is how many examples that tells apart."""
+class _Content(pickle.Pickler):
+    """Hashes values by what pickle would write of them; ``entries`` are how many examples that tells apart.
+
+    What is not data is left out, and what pickle writes differently in each process, or at length, is replaced by a digest.
+    """
 
     def __init__(self) -> None:
+        self.hash = hashlib.blake2b(digest_size=32)
         self.entries = 0
-        self._entered: list[int] = []
-        self._found: dict[int, tuple[Any, bytes]] = {}  # with the values, so that their ids stay their own
+        super().__init__(SimpleNamespace(write=self.hash.update), protocol=5)
+        self.fast = True  # without references to what occurred before, which depend on identity
 
     def of(self, value: Any) -> bytes:
         """32 bytes."""
-        if type(value) in _SIMPLE:
-            return _digest(type(value).__name__, _words(value))
-        if id(value) in self._found:
-            return self._found[id(value)][1]
-        if id(value) in self._entered:
-            return _digest("seen", str(len(self._entered) - self._entered.index(id(value))).encode())
-        self._entered.append(id(value))
-        found = self._of_any(value)
-        self._entered.pop()
-        self._found[id(value)] = value, found
-        return found
+        self.dump(value)
+        return self.hash.digest()
 
-    def _of_any(self, value: Any) -> bytes:
-        kind = type(value).__name__
-        if (ids := ids_of(value)) is not None:
-            self.entries = max(self.entries, len(ids))
-            return self._of_list("ids", ids)
-        if _is_arrow(value):
-            self.entries = max(self.entries, len(value))
-            return _digest("fingerprint", f"{value._fingerprint} {len(value)}".encode())
+    def persistent_id(self, value: Any) -> Any:
+        if type(value) in _SIMPLE:
+            return None
+        if isinstance(value, Dataset) or _is_arrow(value):
+            if (ids := ids_of(value)) is not None:
+                self.entries = max(self.entries, len(ids))
+                return "ids", *ids
+            if _is_arrow(value):
+                self.entries = max(self.entries, len(value))
+                return "fingerprint", str(value._fingerprint), len(value)
+            return None
         if _is_array(value):
             return self._of_array(value)
-        if hasattr(value, "to_numpy"):  # a table of pandas, or a column
-            names = list(getattr(value, "columns", ()))
-            return _digest("table", *map(self.of, (names, [value[name].to_numpy() for name in names] or value.to_numpy())))
         if isinstance(value, list | tuple | deque):
-            return self._of_list(kind, list(value))
-        if isinstance(value, Mapping):  # in its order, which is that of iteration
-            return _digest(kind, self._of_list("keys", list(value)), self._of_list("values", list(value.values())))
-        if isinstance(value, set | frozenset):  # their order differs between processes
-            return _digest(kind, *sorted(map(self.of, value)))
+            self._note(list(value) if len(value) > self.entries else [])
+            return None
+        if isinstance(value, dict):
+            self._note(list(value))
+            self._note(list(value.values()))
+            return None
+        if isinstance(value, set | frozenset):
+            return "set", *sorted(_Content().of(one) for one in value)
         module = type(value).__module__.partition(".")[0]
-        if module in _IN_WORDS and not callable(value) and b" at 0x" not in _words(value):
-            return _digest(kind, _words(value))
-        searched = _attributes(value) and module not in sys.stdlib_module_names and not callable(value)
-        if not (searched or isinstance(value, Dataset)):
-            return _digest("left out")
-        size = str(len(value)).encode() if isinstance(value, Dataset) and hasattr(value, "__len__") else b""
-        return _digest(kind, size, *(_digest(name, self.of(one)) for name, one in sorted(_attributes(value).items())))
+        aside = callable(value) or (module in sys.stdlib_module_names and module not in _VALUES)
+        return "left out" if aside or isinstance(value, torch.Generator | np.random.Generator | torch.device) else None
 
-    def _of_list(self, kind: str, values: list[Any]) -> bytes:
-        whole = [_words(values)] if _are_simple(values) else list(map(self.of, values))
-        if all(isinstance(one, int | np.integer | type(None)) for one in values):  # numbers of examples, or classes, or tokens
+    def reducer_override(self, value: Any) -> Any:
+        try:
+            return value.__reduce_ex__(5)
+        except Exception:  # what cannot be pickled is no data
+            return str, ("left out",)
+
+    def _note(self, values: list[Any]) -> None:
+        """Note a list if its entries tell more examples apart than others did; whole numbers may be classes, or tokens."""
+        sample = values[:: max(1, len(values) // _SAMPLE)] if len(values) > self.entries else []
+        if sample and all(isinstance(one, int | np.integer | type(None)) for one in sample):
             self.entries = max(self.entries, len(values) // 2)
-        elif _mostly_differ(list(map(str, (values if len(whole) == 1 else whole)[:: _stride(values)]))):
-            self.entries = max(self.entries, len(values))
-        return _digest(kind, str(len(values)).encode(), *whole)
+        elif sample and 2 * len({_Content().of(one) for one in sample}) >= len(sample):
+            self.entries = len(values)
 
-    def _of_array(self, array: Any) -> bytes:
+    def _of_array(self, array: Any) -> Any:
         if isinstance(array, np.ndarray) and (array.dtype.hasobject or array.dtype.kind in "SU"):
-            return self._of_list(array.dtype.str, array.reshape(-1).tolist())
+            return array.dtype.str, array.shape, _Content().of(self._noted(array.reshape(-1).tolist()))
         described = f"{tuple(array.shape)} {array.dtype}"
         if isinstance(array, Tensor):
             array = array.detach().cpu().to_dense() if array.layout != torch.strided else array.detach().cpu()
             array = array.resolve_conj().resolve_neg().contiguous()
             array = array.view(torch.uint16).numpy() if array.dtype == torch.bfloat16 else array.numpy()
-        if array.ndim:
-            rows = array[:: _stride(array)]
-            told = array[:1].size > 1 or (array.dtype.kind == "f" and _mostly_differ(rows.tolist()))
-            self.entries = max(self.entries, len(array) if told else len(array) // 2)
-            array = array if array.nbytes <= _WHOLE else rows
-        return _digest(described, np.ascontiguousarray(array).tobytes())
+        if array.ndim > 1 and array[:1].size > 1:
+            self.entries = max(self.entries, len(array))
+        elif array.ndim and array.dtype.kind == "f":
+            self._note(array.reshape(-1).tolist())
+        elif array.ndim:
+            self.entries = max(self.entries, len(array) // 2)
+        if array.nbytes > _WHOLE:
+            array = array[:: max(1, len(array) // _SAMPLE)]
+        return described, hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=32).digest()
 
-
-def _stride(values: Any) -> int:
-    """Between the entries of a sample from all over a sequence."""
-    return max(1, len(values) // _SAMPLE)
-
-
-def _mostly_differ(sample: list[Any]) -> bool:
-    return 2 * len(set(sample)) >= len(sample) > 0
-
-
-def _are_simple(values: list[Any]) -> bool:
-    """Whether ``repr`` says all: strings and numbers, or tuples, lists and dicts of them."""
-    for _ in range(_DEPTH):
-        kinds = set(map(type, values))
-        if kinds <= _SIMPLE:
-            return True
-        if not kinds <= _SIMPLE | {tuple, list, dict}:
-            return False
-        values = [one for each in values if type(each) not in _SIMPLE for one in (each.items() if type(each) is dict else each)]
-    return False
-
-
-def _words(value: Any) -> bytes:
-    return repr(value).encode("utf-8", "surrogatepass")
-
-
-def _digest(kind: str, *parts: bytes) -> bytes:
-    """An unambiguous hash of several byte strings."""
-    found = hashlib.blake2b(digest_size=32)
-    for part in (kind.encode(), *parts):
-        found.update(len(part).to_bytes(8, "little"))
-        found.update(part)
-    return found.digest()
+    def _noted(self, values: list[Any]) -> list[Any]:
+        self._note(values)
+        return values

@@ -5,30 +5,47 @@ Papernot and Steinke 2022, "Hyperparameter tuning with Rényi differential priva
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
+import os
 import secrets
+import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dp_microadam.durable_files import sync_folder, write_text_durably
+from dp_microadam.durable_files import sync_folder, write_durably, write_text_durably
 from dp_microadam.errors import InputError, PrivacyError
-from dp_microadam.ledger.ledger import read_ledger
+from dp_microadam.ledger.ledger import LEDGER_NAME, planned_event, read_ledger
+from dp_microadam.ledger.record import NO_HEAD, chained_line, read_object
+from dp_microadam.ledger.statement import statement_in_words, write_privacy_report
 from dp_microadam.plan.selection_plan import SelectionPlan
-from dp_microadam.training.interrupts import Interruptible
-from dp_microadam.training.progress import clock, tell
-from dp_microadam.training.publication import write_published
-from dp_microadam.training.run_folder import DECLARATION, SELECTION, never_trained, read_metrics, refuse_existing, search_folder
-from dp_microadam.training.secret_state import SecretState, destroy
+from dp_microadam.training.checkpoint import CheckpointFolder
+from dp_microadam.training.progress import Interruptible, clock, tell
+from dp_microadam.training.run_folder import (
+    CHECKPOINTS,
+    CONFIG,
+    DECLARATION,
+    LOG,
+    METRICS,
+    SELECTION,
+    STATISTICS,
+    never_trained,
+    privacy_of,
+    read_metrics,
+    refuse_existing,
+    search_folder,
+)
 from dp_microadam.training.trainer import PrivateTrainer
 from dp_microadam.training.withheld import muted
 
-_STATE = "state"
+_STATE, _STATE_BYTES = "state", 4096
 _PUBLISHED = "published"
 _PLACES = {"a": "b", "b": "a"}
 _TELL_SECONDS = 15.0
@@ -133,7 +150,7 @@ class PrivateSearch:
 
         if not self.finished and not self._search(train_one):
             return SearchResult(self.run_dir, False, {}, {}, self.plan.epsilon, self.plan.delta)
-        destroy(self._working)
+        _remove(self._working)
         return self.result()
 
     def result(self) -> SearchResult:
@@ -159,14 +176,14 @@ class PrivateSearch:
     def _search(self, train_one: Callable[[PrivateTrainer], bool]) -> bool:
         """Take the runs that are left, then publish; False if interrupted."""
         self._declare()
-        with SecretState(self._working / _STATE) as state, _telling(self.show_progress), Interruptible() as interruption:
+        with SearchState(self._working) as state, _telling(self.show_progress), Interruptible() as interruption:
             if not state.begun:
                 # Written before the first run begins: from here on the number is fixed, whatever happens to this process.
                 state.write(remaining=self.plan.repetitions.draw(), place="a", choice=None, best=None, best_choice=None)
             while state["remaining"]:
                 if interruption.requested or not self._one_run(state, train_one):
                     return False
-            destroy(self._working / _PUBLISHED)  # a killed process may have left it incomplete
+            _remove(self._working / _PUBLISHED)  # a killed process may have left it incomplete
             write_published(
                 self._working / _PLACES[state["place"]],
                 self._working / _PUBLISHED,
@@ -176,14 +193,14 @@ class PrivateSearch:
             sync_folder(self.run_dir.parent)
         return True
 
-    def _one_run(self, state: SecretState, train_one: Callable[[PrivateTrainer], bool]) -> bool:
+    def _one_run(self, state: SearchState, train_one: Callable[[PrivateTrainer], bool]) -> bool:
         """Begin or continue a run; if it completes, keep the better of it and the best so far. False if interrupted."""
         folder = self._working / state["place"]
         if state["choice"] is None:
-            destroy(folder)  # of a run that lost, if the process was killed before removing it
+            _remove(folder)  # of a run that lost, if the process was killed before removing it
             state.write(choice=[secrets.randbelow(len(listed)) for listed in self.values.values()])
         elif self.plan.bands > 1:
-            destroy(folder)  # ε counts the sessions of such a run, and what is published tells of none: it begins again
+            _remove(folder)  # ε counts the sessions of such a run, and what is published tells of none: it begins again
         with muted():  # a warning or a message per run would count them
             trainer = self._trainer(self._settings(state["choice"]), folder)
             if folder.exists() and not never_trained(folder):
@@ -197,7 +214,7 @@ class PrivateSearch:
             state.write(remaining=state["remaining"] - 1, place=_PLACES[place], choice=None, best=score, best_choice=choice)
         else:
             state.write(remaining=state["remaining"] - 1, choice=None)
-        destroy(self._working / state["place"])
+        _remove(self._working / state["place"])
         return True
 
     def _trainer(self, settings: Settings, folder: Path) -> PrivateTrainer:
@@ -255,6 +272,143 @@ class PrivateSearch:
 def default_search_folder(name: str) -> Path:
     """A new folder under ``runs/``; its name does not tell when the search began, because its duration is private."""
     return Path("runs") / f"{name}-{secrets.token_hex(4)}"
+
+
+class SearchState:
+    """Values in a folder that survive a killed process: the state of a search, which one process at a time may go on with.
+
+    Formal guarantees: when :meth:`write` returns, the values are on disk; after a crash they are those of the last write or of
+    the one before. The file's size, and how often it was written, do not show in it. A copy of the folder, from which a second
+    process could go on, is refused. Assumes a file system whose fsync and flock work as specified.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / _STATE
+        self._lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        found = os.fstat(self._lock)
+        self._folder = [found.st_dev, found.st_ino]
+        self._closed = False
+        itself = weakref.ref(self)
+
+        def close_inherited() -> None:  # by data-loading workers, which would hold the lock after this process was killed
+            if (state := itself()) is not None:
+                state.close()
+
+        os.register_at_fork(after_in_child=close_inherited)
+        try:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise PrivacyError(
+                    f"{folder} is in use by another process; only one may go on with a search, wait for it or stop it"
+                ) from None
+            except OSError as error:
+                raise PrivacyError(
+                    f"{folder} cannot be locked ({error.strerror}); put the folder on a file system with locks"
+                ) from None
+            self._values = json.loads(self._path.read_text(encoding="utf-8")) if self._path.is_file() else {}
+            if self._values.get("folder", self._folder) != self._folder:
+                raise PrivacyError(
+                    f"{folder} is a copy: two searches that go on from one beginning are not covered by its epsilon; continue "
+                    "the original, or begin a new search in a new folder"
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def begun(self) -> bool:
+        """Whether values were ever written completely."""
+        return bool(self._values)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def write(self, **values: Any) -> None:
+        """Change these values; the others stay as they are."""
+        self._values = {**self._values, **values, "folder": self._folder}
+        text = json.dumps(self._values).encode()
+        if len(text) > _STATE_BYTES:
+            raise InputError(f"the state takes {len(text)} bytes, more than {_STATE_BYTES}; choose among fewer settings")
+        with write_durably(self._path) as file:
+            file.write(text.ljust(_STATE_BYTES))
+
+    def __enter__(self) -> SearchState:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close and unlock the folder. Closing twice is allowed."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._lock)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder or file, if there is one. What a file system keeps of it, it keeps."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+_OF_THE_PROCESS = ("peak_memory_bytes", "peak_memory_of")
+"""Statistics that all runs of a process have a part in."""
+
+_METRICS = ("step", "epsilon", "learning_rate", "diagnostics")
+"""What is published of a line of metrics beside those of validation data; the pace would tell the first run of a process."""
+
+_COPIED = ("phase", "processes")
+
+
+def write_published(run: Path, target: Path, selection: Mapping[str, Any]) -> None:
+    """Write the files of the selected ``run`` into the new folder ``target``.
+
+    Formal guarantees: what is written is a function of this run alone and of ``selection``, which is public. Left out are all
+    times, traces of interruptions, earlier checkpoints, and figures that depend on the process it shared with other runs.
+    All files are new, so that the times that a file system keeps are those of the publication.
+    """
+    target.mkdir(mode=0o755)
+    head = _copy_ledger(run, target)
+    position, content, _ = CheckpointFolder(run / CHECKPOINTS).newest()
+    CheckpointFolder(target / CHECKPOINTS).write(position, {**content, "ledger_head": head})
+    if (run / CONFIG).is_file():
+        write_text_durably(target / CONFIG, (run / CONFIG).read_text(encoding="utf-8"))
+    lines = [
+        {name: value for name, value in line.items() if name in _METRICS or "validation_" in name} for line in read_metrics(run)
+    ]
+    write_text_durably(target / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
+    statistics = json.loads((run / STATISTICS).read_text(encoding="utf-8"))
+    _write_json(target / STATISTICS, {name: value for name, value in statistics.items() if name not in _OF_THE_PROCESS})
+    _write_json(target / SELECTION, selection)
+    report = privacy_of(target)
+    write_privacy_report(target, report, statement_in_words(report))
+    stamp = "private" if report["private"] else "not private"
+    write_text_durably(target / LOG, f"published as the best of a random number of runs; this run is {stamp}\n")
+    sync_folder(target)
+
+
+def _copy_ledger(run: Path, target: Path) -> str:
+    """Copy the ledger with a new chain of hashes and without the marks of processes that opened it; returns its last hash."""
+    record = read_ledger(run)
+    first, *lines = (run / LEDGER_NAME).read_bytes().split(b"\n")
+    events = {values["step"]: values for line in lines if line and (values := read_object(line)) is not None}
+    header = read_object(first) or {}
+    line, head = chained_line({name: value for name, value in header.items() if name != "chain"}, NO_HEAD)
+    with write_durably(target / LEDGER_NAME, replace=False) as file:
+        file.write(line)
+        for step in range(record.steps):
+            event = planned_event(record.plan, step)
+            event |= {name: value for name, value in events.get(step, {}).items() if name in _COPIED}
+            line, head = chained_line(event, head)
+            file.write(line)
+    return head
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    write_text_durably(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
 
 
 def _checked(values: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:

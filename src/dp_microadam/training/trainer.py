@@ -20,15 +20,12 @@ from dp_microadam.training.diagnostics import MicroAdamDiagnostics
 from dp_microadam.training.distributed import ProcessLost, Ranks, ranks_here
 from dp_microadam.training.evaluation import PerExample, ValidationMetrics, in_words
 from dp_microadam.training.given_data import count_examples
-from dp_microadam.training.interrupts import Interruptible
 from dp_microadam.training.method import Method
 from dp_microadam.training.private_step import PrivateStep
-from dp_microadam.training.progress import CHECKING, Progress, said_if_slow
+from dp_microadam.training.progress import CHECKING, Interruptible, Progress, said_if_slow
 from dp_microadam.training.raw_inputs import RawInput
-from dp_microadam.training.run_folder import default_folder, how_to_go_on
+from dp_microadam.training.run_folder import RunResult, StepReport, default_folder, how_to_go_on, sizes
 from dp_microadam.training.run_record import RunRecord
-from dp_microadam.training.run_result import RunResult, StepReport
-from dp_microadam.training.run_statistics import sizes
 from dp_microadam.training.same_examples import refuse_shared_users, share_examples
 from dp_microadam.training.settings import PerformanceSettings, PrivacySettings, RecordSettings
 
@@ -292,7 +289,7 @@ class PrivateTrainer:
         input. With ``classes``, the names of the model's outputs, the program returns probabilities. ``program=False`` leaves
         the program out, for models that ``torch.export`` cannot trace. Call it after :meth:`fit` or :meth:`peek`.
         """
-        from dp_microadam.training.deployment import Deployment, export_run
+        from dp_microadam.training.export import Deployment, export_run
 
         metrics = {**self._last_metrics, "steps": self.step.account.updates}
         deployment = Deployment.of(raw, prepare, classes)

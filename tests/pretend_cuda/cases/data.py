@@ -20,13 +20,13 @@ from torch.utils.data import Dataset, TensorDataset
 from dp_microadam import PlainStep, PrivacyPlan, PrivateStep, UnprotectedPlan
 from dp_microadam.ledger.ledger import read_ledger
 from dp_microadam.sampling.poisson import PoissonSampler
-from dp_microadam.training import prefetch
+from dp_microadam.training import training_data
 from dp_microadam.training.evaluation import class_loss
 
 CPU = torch.device("cpu")
 EXAMPLES = 60
 INPUTS, LABELS = torch.randn(EXAMPLES, 6), torch.randint(3, (EXAMPLES,))
-ON_THE_WAY = ("training_data.py", "prefetch.py", "sampling.py")
+ON_THE_WAY = ("training_data.py", "sampling.py")
 BESIDE_CLIPPING = ("noise/", "sampling/", "training/")
 PLAN = PrivacyPlan.solve(dataset_size=EXAMPLES, batch_size=30, delta=1e-5, noise_multiplier=1.0, steps=3)
 
@@ -103,7 +103,7 @@ def order(device: torch.device) -> None:
             rows = torch.arange(3 * number, 3 * number + 3)
             yield {"rows": rows.pin_memory() if number % 2 else rows, "turned": torch.ones(2, 5).t(), "number": number}
 
-    for number, batch in enumerate(prefetch.copied_ahead(batches(), device)):
+    for number, batch in enumerate(training_data.copied_ahead(batches(), device)):
         happened.append(("given", number))
         placed(batch["rows"], device, "rows")
         assert batch["rows"].tolist() == [3 * number, 3 * number + 1, 3 * number + 2]
@@ -111,8 +111,8 @@ def order(device: torch.device) -> None:
         assert batch["turned"].stride() == (1, 5)
     ahead = [("read", 0), ("read", 1), ("given", 0), ("read", 2), ("given", 1), ("read", 3), ("given", 2), ("given", 3)]
     assert happened == ahead
-    assert list(prefetch.copied_ahead([], device)) == []
-    assert len(list(prefetch.copied_ahead([torch.ones(2)], device))) == 1
+    assert list(training_data.copied_ahead([], device)) == []
+    assert len(list(training_data.copied_ahead([torch.ones(2)], device))) == 1
 
 
 @contextmanager
@@ -170,7 +170,7 @@ BEGUN = ["memory from computing", "copies waits for computing", "copy on copies"
 def streams(device: torch.device) -> None:
     """Memory belongs to the computing stream, which the copies wait for before they write and which waits for them."""
     with recorded_streams(device) as happened:
-        for number, _ in enumerate(prefetch.copied_ahead([torch.ones(3), torch.ones(3)], device)):
+        for number, _ in enumerate(training_data.copied_ahead([torch.ones(3), torch.ones(3)], device)):
             happened.append(f"batch {number}")
     assert happened == [*BEGUN, *BEGUN, "computing waits for event 1", "batch 0", "computing waits for event 2", "batch 1"]
 
@@ -178,7 +178,7 @@ def streams(device: torch.device) -> None:
 def failing_step(device: torch.device) -> None:
     """A step that fails gives back the memory of the batch ahead only after its copy."""
     with recorded_streams(device) as happened:
-        batches = prefetch.copied_ahead([torch.ones(3), torch.ones(3), torch.ones(3)], device)
+        batches = training_data.copied_ahead([torch.ones(3), torch.ones(3), torch.ones(3)], device)
         next(batches)
         batches.close()
     assert happened == [*BEGUN, *BEGUN, "computing waits for event 1", "computing waits for event 2"]
@@ -190,7 +190,7 @@ def ledger_first(device: torch.device) -> None:
     All that a step does beside clipping waits for the device once: to learn whether the sums are finite.
     """
     steps: list[tuple[str, int, int]] = []
-    draw, begin_copy = PoissonSampler.draw, prefetch._begin_copy
+    draw, begin_copy = PoissonSampler.draw, training_data._begin_copy
     with tempfile.TemporaryDirectory() as folder:
         at = itertools.count()
 
@@ -209,7 +209,7 @@ def ledger_first(device: torch.device) -> None:
         train = (INPUTS.clone(), LABELS.clone())
         with (
             patch.object(PoissonSampler, "draw", drawn),
-            patch.object(prefetch, "_begin_copy", begun),
+            patch.object(training_data, "_begin_copy", begun),
             patch.object(PrivateStep, "_check_model", lambda self, data: None),
         ):
             step = PrivateStep(

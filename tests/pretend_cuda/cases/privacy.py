@@ -18,7 +18,7 @@ from dp_microadam.errors import PrivacyError
 from dp_microadam.noise.mechanism import GaussianMechanism
 from dp_microadam.noise.randomness import Randomness
 from dp_microadam.sampling.poisson import PoissonSampler
-from dp_microadam.training import data_digest, distributed
+from dp_microadam.training import distributed, same_examples
 
 CPU = torch.device("cpu")
 
@@ -84,9 +84,9 @@ def sampling(device: torch.device) -> None:
 def digests(device: torch.device) -> None:
     """Data on a device has the digest of the same data on the CPU, also where only some of its rows are read."""
     data = torch.randn(100, 7)
-    for whole in (data_digest._WHOLE, 64):
-        with patch.object(data_digest, "_WHOLE", whole), patch.object(data_digest, "_ROWS", 10):
-            assert data_digest.content_digest(data) == data_digest.content_digest(data.to(device))
+    for whole in (same_examples._WHOLE, 64):
+        with patch.object(same_examples, "_WHOLE", whole), patch.object(same_examples, "_SAMPLE", 10):
+            assert same_examples.data_digest(data) == same_examples.data_digest(data.to(device))
 
 
 def checksums(device: torch.device) -> None:

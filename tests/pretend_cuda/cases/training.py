@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dp_microadam import MicroAdam, PrivacyPlan, PrivateTrainer
-from dp_microadam.training import prefetch
+from dp_microadam.training import training_data
 from dp_microadam.training.evaluation import class_hits, class_loss, over_views
 from dp_microadam.training.rates import Schedule
 from dp_microadam.training.torch_randomness import seeded_torch, unpredictable_torch
@@ -205,14 +205,14 @@ def strategies_measured(device: torch.device) -> None:
 
 def copies_ahead(device: torch.device) -> None:
     """Batches cross over on a stream of the device they are for, whichever is the current one."""
-    seen, begin = [], prefetch._begin_copy
+    seen, begin = [], training_data._begin_copy
 
     def watched(batch: Any, where: torch.device, copies: torch.Stream) -> Any:
         seen.append(copies.device)
         return begin(batch, where, copies)
 
-    with patch.object(prefetch, "_begin_copy", watched):
-        for batch in prefetch.copied_ahead([torch.zeros(2), torch.ones(2)], device):
+    with patch.object(training_data, "_begin_copy", watched):
+        for batch in training_data.copied_ahead([torch.zeros(2), torch.ones(2)], device):
             placed(batch, device, "batch")
     assert {(one.type, one.index) for one in seen} == {("cuda", device.index or 0)}, seen
 

@@ -13,8 +13,8 @@ NAMES = [one.fault for one in PLANTED]
 
 BLIND_RANKS = """
 from dp_microadam.training import distributed
-distributed.TorchRanks.require_same = lambda self, what, value: None
-distributed.TorchRanks._agreed = lambda self, tensors, noised=None: list(tensors.values())
+distributed.Ranks.require_same = lambda self, what, value: None
+distributed.Ranks._agreed = lambda self, tensors, noised=None: list(tensors.values())
 """
 """Processes that neither compare what they train nor who adds which noise."""
 

@@ -22,6 +22,8 @@ from dp_microadam.training.evaluation import (
     PerExample,
     class_hits,
     class_loss,
+    next_token_hits,
+    next_token_loss,
     over_views,
     weighted_class_loss,
 )
@@ -29,7 +31,6 @@ from dp_microadam.training.method import Method
 from dp_microadam.training.rates import Schedule
 from dp_microadam.training.run_folder import default_folder
 from dp_microadam.training.settings import PerformanceSettings, PrivacySettings, RecordSettings
-from dp_microadam.training.token_losses import next_token_hits, next_token_loss
 from dp_microadam.training.trainer import PrivateTrainer
 from dp_microadam.workbench import models
 from dp_microadam.workbench.data import Preparation

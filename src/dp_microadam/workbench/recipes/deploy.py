@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dp_microadam.errors import DPMicroAdamError, InputError
-from dp_microadam.training.deployment import Deployment
-from dp_microadam.training.export import normalization_in_words
+from dp_microadam.training.export import Deployment, normalization_in_words
 from dp_microadam.training.program import for_deployment
 from dp_microadam.workbench.data import Preparation
 from dp_microadam.workbench.data.dataset import LabelledData, size_of
@@ -80,3 +79,41 @@ def _pairs(data: LabelledData, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         else:
             raw = example[None]
         yield raw, prepare((example[None], example[None]))[0]
+
+
+def loading_code(
+    model: str,
+    options: Mapping[str, Any],
+    num_classes: int,
+    shape: Sequence[int],
+    weights: str,
+    normalization: tuple[Sequence[float], Sequence[float]],
+) -> str:
+    """Python code that builds the model of a recipe, loads its exported weights and documents its inputs.
+
+    Pretrained weights are not loaded again: the exported ones replace them.
+
+    >>> print(loading_code("mlp", {"hidden": 32}, 10, (1, 28, 28), "model.safetensors", ((0.13,), (0.31,))))
+    from safetensors.torch import load_file
+    from dp_microadam.workbench import models
+    <BLANKLINE>
+    model = models.build("mlp", 10, (1, 28, 28), hidden=32)
+    model.load_state_dict(load_file("model.safetensors"))
+    model.eval()
+    # inputs: floats of shape [B, 1, 28, 28], as (value - mean) / std with mean (0.13,) and std (0.31,), pixels from 0 to 1
+    """
+    keywords = "".join(f", {key}={value!r}" for key, value in options.items() if key != "pretrained")
+    mean, std = (tuple(constants) for constants in normalization)
+    scaled = f", as (value - mean) / std with mean {mean} and std {std}" if mean and std else ""
+    pixels = ", pixels from 0 to 1" if len(shape) == 3 else ""
+    needed = "  # adapters need pip install peft" if options.get("lora_rank") else ""
+    # The model takes the rows of a table as images of one row.
+    built_for = tuple(shape) if len(shape) == 3 else (1, 1, *shape)
+    return (
+        "from safetensors.torch import load_file\n"
+        "from dp_microadam.workbench import models\n\n"
+        f'model = models.build("{model}", {num_classes}, {built_for}{keywords}){needed}\n'
+        f'model.load_state_dict(load_file("{weights}"))\n'
+        "model.eval()\n"
+        f"# inputs: floats of shape [B, {', '.join(map(str, shape))}]{scaled}{pixels}"
+    )

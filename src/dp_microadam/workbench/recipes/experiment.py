@@ -12,9 +12,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from dp_microadam.plan.learning_rate import too_much_noise
-from dp_microadam.training.evaluation import ClassCounts, PerExample, count_hits, evaluate
+from dp_microadam.training.evaluation import ClassCounts, PerExample, count_hits, document_hits, document_tokens, evaluate
 from dp_microadam.training.frozen_features import FrozenFeatures
-from dp_microadam.training.token_losses import document_hits, document_tokens
 from dp_microadam.training.trainer import PrivateTrainer, RunResult
 from dp_microadam.workbench.data import Preparation
 from dp_microadam.workbench.data.dataset import Examples, LabelledData, count_users, size_of

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from dp_microadam.training.evaluation import PerExample
-from dp_microadam.training.token_losses import document_nats, document_tokens
+from dp_microadam.training.evaluation import PerExample, document_nats, document_tokens
 from dp_microadam.workbench.models.hugging_face import TextModel
 from dp_microadam.workbench.recipes.recipe import Recipe
 from dp_microadam.workbench.recipes.texts import encoder_of

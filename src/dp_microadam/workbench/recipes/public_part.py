@@ -7,8 +7,7 @@ from torch.utils.data import Subset
 
 from dp_microadam.errors import InputError
 from dp_microadam.methods.scale_sources import PublicExamples, refuse_shared_indices
-from dp_microadam.training.evaluation import class_loss
-from dp_microadam.training.token_losses import next_token_loss
+from dp_microadam.training.evaluation import class_loss, next_token_loss
 from dp_microadam.workbench.data import Preparation
 from dp_microadam.workbench.data.dataset import LabelledData, size_of, split
 from dp_microadam.workbench.recipes.recipe import Recipe

@@ -55,11 +55,9 @@ def run(options: argparse.Namespace) -> int:
         raise InputError(f"output is {str(output)!r}, which exists already; name a new folder")
     if is_run_from_python(options.run_dir):
         return _export_run_from_python(options.run_dir, output, options.group_size)
-    from dp_microadam.training.deployment import export_run
-    from dp_microadam.training.export import AVERAGED_WEIGHTS, PROGRAM, WEIGHTS
-    from dp_microadam.training.model_card import loading_code
+    from dp_microadam.training.export import AVERAGED_WEIGHTS, PROGRAM, WEIGHTS, export_run
     from dp_microadam.training.program import load_program
-    from dp_microadam.workbench.recipes.deploy import deployment_of, largest_difference
+    from dp_microadam.workbench.recipes.deploy import deployment_of, largest_difference, loading_code
 
     experiment = open_run(options.run_dir)
     if options.adapters and not experiment.recipe.model_options.get("lora_rank"):
@@ -130,7 +128,7 @@ def _recalls(classes: Sequence[str], recalls: Sequence[float | None]) -> dict[st
 
 def _export_run_from_python(run_dir: Path, output: Path, group_size: int) -> int:
     from dp_microadam.ledger.ledger import read_ledger
-    from dp_microadam.training.deployment import export_folder
+    from dp_microadam.training.export import export_folder
 
     export_folder(run_dir, output, group_size)
     print(f"exported to {output}: weights, model card and privacy statement")

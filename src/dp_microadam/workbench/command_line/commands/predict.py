@@ -80,7 +80,7 @@ class _Source(Protocol):
 
 def _opened(folder: Path, trust: bool) -> tuple[Callable[..., Any], _Source, tuple[str, ...]]:
     """The function of raw inputs, how files are read for it, and the names of its classes."""
-    from dp_microadam.training.export import CONTRACT
+    from dp_microadam.training.model_card import CONTRACT
 
     if (folder / CONTRACT).is_file():
         from dp_microadam.training.export import Contract
