@@ -320,11 +320,36 @@ def test_images_are_the_same_wherever_their_folder_stands():
     assert data_digest(one) != data_digest(ImageFolder(Path("/here/train"), files[::-1], labels[::-1], 32))
 
 
-class Fingerprinted(Keeping):
-    """As Hugging Face's ``datasets``: a table that cannot be looked into from here, and a fingerprint."""
+class Column(list):
+    def column(self, number):
+        return self
 
-    def __init__(self, count, fingerprint):
-        super().__init__(count, _fingerprint=fingerprint, _data=object())
+    to_pylist = list.copy
+
+
+class Fingerprinted:
+    """As Hugging Face's ``datasets``: a table that cannot be looked into from here, rows of it, and a fingerprint."""
+
+    def __init__(self, count, fingerprint, table=None, rows=None):
+        self._fingerprint, self._data, self._count = fingerprint, table or object(), count
+        self._indices = None if rows is None else Column(rows)
+
+    def __len__(self):
+        return self._count
+
+    def __getitem__(self, index):
+        raise AssertionError("no example is read")
+
+
+def test_selections_of_one_table_are_told_apart_by_their_rows():
+    table = object()
+    whole, some, others = (
+        Fingerprinted(count, name, table, rows)
+        for count, name, rows in ((9, "whole", None), (2, "some", [3, 7]), (2, "others", [0, 4]))
+    )
+    assert share_examples(whole, some)
+    assert not share_examples(some, others)
+    assert share_examples(some, Fingerprinted(2, "some"))
 
 
 def test_a_fingerprint_counts_as_the_data():

@@ -171,6 +171,10 @@ def _bases(data: Any, rows: _Rows | None = None) -> Iterator[tuple[Any, _Rows]]:
     elif isinstance(data, StackDataset):
         for part in data.datasets.values() if isinstance(data.datasets, dict) else data.datasets:
             yield from _bases(part, rows)
+    elif _is_arrow(data):
+        indices = getattr(data, "_indices", None)  # into a table that a selection shares with the whole
+        yield f"fingerprint {data._fingerprint}", rows
+        yield data._data, rows if indices is None else np.asarray(indices.column(0).to_pylist(), dtype=np.int64)[rows]
     else:
         yield data, rows
         for held in _attributes(data).values() if isinstance(data, Dataset) else ():
@@ -194,6 +198,8 @@ def _meet(one: Any, rows: _Rows, other: Any, other_rows: _Rows) -> bool:
 
 def _equal(one: Any, other: Any) -> bool:
     """Whether two Datasets have the same content, as one folder read with two transforms."""
+    if isinstance(one, str):
+        return one == other
     if type(one) is not type(other) or not isinstance(one, Dataset) or len(one) != len(other):  # type: ignore[arg-type]
         return False
     try:
@@ -222,7 +228,8 @@ def _memory(base: Any) -> list[tuple[str, int, int, int]]:
         held: Any = base.tensors if isinstance(base, TensorDataset) else _attributes(base).values()
         arrays = [one for one in held if _is_array(one) and one.ndim and len(one) == len(base)]  # type: ignore[arg-type]
     else:
-        held = [base] if _is_array(base) else list(base.values() if isinstance(base, Mapping) else base)
+        parts = base.values() if isinstance(base, Mapping) else base if isinstance(base, tuple | list) else [base]
+        held = list(parts)
         arrays = [one for one in held if _is_array(one) and one.ndim] if len(held) <= _FEW else []
     found = []
     for array in arrays:
