@@ -21,12 +21,10 @@ from dp_microadam.training.run_folder import (
     METRICS,
     NOISE_MEMORY,
     STATISTICS,
-    Events,
-    Pace,
     create_folder,
-    peak_memory,
     read_metrics,
 )
+from dp_microadam.training.run_statistics import Events, Pace, peak_memory
 
 
 class RunRecord:

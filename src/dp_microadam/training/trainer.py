@@ -24,8 +24,9 @@ from dp_microadam.training.method import Method
 from dp_microadam.training.private_step import PrivateStep
 from dp_microadam.training.progress import CHECKING, Interruptible, Progress, said_if_slow
 from dp_microadam.training.raw_inputs import RawInput
-from dp_microadam.training.run_folder import RunResult, StepReport, default_folder, how_to_go_on, sizes
+from dp_microadam.training.run_folder import RunResult, StepReport, default_folder, how_to_go_on
 from dp_microadam.training.run_record import RunRecord
+from dp_microadam.training.run_statistics import sizes
 from dp_microadam.training.same_examples import refuse_shared_users, share_examples
 from dp_microadam.training.settings import PerformanceSettings, PrivacySettings, RecordSettings
 

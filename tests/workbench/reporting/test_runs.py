@@ -22,8 +22,8 @@ from dp_microadam.accounting.trade_off import trade_off
 from dp_microadam.errors import InputError
 from dp_microadam.ledger.ledger import read_ledger
 from dp_microadam.ledger.statement import round_up
-from dp_microadam.training import run_folder
-from dp_microadam.training.run_folder import Pace, two_digits
+from dp_microadam.training import run_statistics
+from dp_microadam.training.run_statistics import Pace, two_digits
 from dp_microadam.workbench.command_line.cli import main
 from dp_microadam.workbench.reporting.report import write_report
 from dp_microadam.workbench.reporting.run import Run
@@ -164,7 +164,7 @@ def test_optimizer_state_is_measured_against_adam_s(runs):
 def test_the_state_of_adam_itself_is_what_it_is_measured_against():
     import torch
 
-    from dp_microadam.training.run_folder import sizes
+    from dp_microadam.training.run_statistics import sizes
 
     model = torch.nn.Linear(30, 20)
     optimizer = torch.optim.Adam(model.parameters())
@@ -178,7 +178,7 @@ def test_the_state_of_adam_itself_is_what_it_is_measured_against():
 def test_pace_leaves_out_what_is_not_training(monkeypatch):
 
     now = [100.0]
-    monkeypatch.setattr(run_folder.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(run_statistics.time, "perf_counter", lambda: now[0])
     pace = Pace()
     assert pace.take() is None
     for _ in range(3):
