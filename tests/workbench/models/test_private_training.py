@@ -116,7 +116,7 @@ def test_a_pretrained_model_trains_through_the_trainer_resumes_and_is_exported(t
     def trainer(**options):
         torch.manual_seed(0)
         model = models.vit(SMALL, 3, pretrained=str(tmp_path / "weights.safetensors"), resolution=16, patch_size=8)
-        options = {"run_dir": tmp_path / "run", "show_progress": False, "physical_batch_size": 4, "ema_decay": 0.9, **options}
+        options = {"run_dir": tmp_path / "run", "show_progress": False, "physical_batch_size": 4, **options}
         return PrivateTrainer(model, MicroAdam(model.parameters(), fused=False), plan, class_loss, **flat(**options)), model
 
     interrupted, _ = trainer(max_steps=2, checkpoint_every=1)
