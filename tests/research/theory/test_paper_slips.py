@@ -107,17 +107,6 @@ def test_a_bound_in_other_units_is_the_same_bound(factor):
     assert wrong == {"adaptivity, second order"}
 
 
-def test_term_ii_without_its_l_is_in_the_wrong_units():
-    """Terms I to IV bound a change of f, so f → a·f must multiply them by a; D_t, like 1/√ε_s, goes with 1/a."""
-
-    def second_part(a: float, *, with_l: bool) -> float:
-        eta, c1, smoothness, noisy_gradient, eps, change = 0.1, 9.0, 1.7 * a, 1.2 * a, 0.5 * a**2, 0.3 / a
-        return eta**2 * c1**2 * (smoothness if with_l else 1) * noisy_gradient**2 / math.sqrt(eps) * change
-
-    assert second_part(3.0, with_l=True) == pytest.approx(3.0 * second_part(1.0, with_l=True))
-    assert second_part(3.0, with_l=False) == pytest.approx(second_part(1.0, with_l=False))
-
-
 @pytest.mark.parametrize("noise_in_error", [True, False])
 def test_the_virtual_iterates_of_the_proof_need_the_noise_in_the_error(noise_in_error):
     """x_{t+1} = x_t − ηA_t(g_t + ζ_t + η_t) + ηD_t·S_t holds with line 5 as the proof reads it, and not as it is printed."""
