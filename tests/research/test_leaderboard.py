@@ -55,10 +55,10 @@ def test_the_table_has_the_rate_of_the_paper_and_that_of_the_oracle_and_says_whe
     pytest.importorskip("matplotlib")
     shown = board(monkeypatch, tmp_path)
     row = tables.table(shown).splitlines()[2]
-    assert row == "| Adult census, 195 steps | 3 | 84.0 | 83.3<br>**+0.7 ± 0.2** | 86.0 at 1<br>**−2.0 ± 0.0** |  |"
+    assert row == "| Adult census, 195 steps | 3 | 84.0 | 83.3<br>**+0.7 ± 0.2** | 86.0 at 1<br>**−2.00 ± 0.00** |  |"
     paper, oracle = tables.verdicts(shown).splitlines()[2:]
     assert paper == "| Rival, paper | 1 | 0 | 0 | +0.7 |  |"
-    assert oracle == "| Rival, oracle | 0 | 0 | 1 | −2.0 | Adult census, 195 steps, ε = 3: −2.0 ± 0.0 |"
+    assert oracle == "| Rival, oracle | 0 | 0 | 1 | −2.0 | Adult census, 195 steps, ε = 3: −2.00 ± 0.00 |"
     tables.draw(shown, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
