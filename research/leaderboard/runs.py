@@ -22,11 +22,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from dp_microadam.training.model_update import ModelUpdate
 from torch import Tensor, nn
 
 from dp_microadam import PerformanceSettings, PrivacyPlan, PrivacySettings, PrivateStep, methods
 from dp_microadam.errors import InputError
+from dp_microadam.methods.defaults import with_bands
 from dp_microadam.workbench.command_line.measuring import machine
 from research.leaderboard.problems import PROBLEMS, Part, Problem
 
@@ -181,8 +181,13 @@ def trained(run: Run) -> tuple[float, dict[str, Any]]:
     if entrant.build is None:
         return _by_opacus(model, problem, train, test, run), {}
     count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    plan = _plan(len(train[1]), problem, run.epsilon, count, "auto" if entrant.equipped else 1)
-    method = entrant.build(model, lr=problem.distance if run.rate is None else run.rate)
+    plan = _plan(len(train[1]), problem, run.epsilon)
+    if run.entrant == DEFAULT:
+        method, plan = methods.default(model, plan)
+    else:
+        rate = {"distance" if entrant.distances else "lr": run.rate}
+        method = entrant.build(model, **rate, average=AVERAGE if entrant.equipped else 0.0)
+        plan = with_bands(plan, count) if entrant.equipped else plan
     with TemporaryDirectory() as folder:
         step = PrivateStep(
             model,
@@ -194,28 +199,19 @@ def trained(run: Run) -> tuple[float, dict[str, Any]]:
             privacy=PrivacySettings(seed=run.seed),
             performance=PerformanceSettings(physical_batch_size=problem.batch_size),
         )
-        update = ModelUpdate(model, method, None, AVERAGE if entrant.equipped else 0.0)
-        for _ in step:
-            update.apply(step.take(), step.account.updates)
+        for gradients in step:
+            method.update(model, gradients)
         step.close()
     last = _accuracy(model, test)
     details = {"last_weights": last, "parameters": count, "bands": plan.bands, "noise_multiplier": plan.noise_multiplier}
-    if update.average is None:
-        return last, details
-    with update.average.in_place_of(model):
+    with method.averaged(model):
         return _accuracy(model, test), details
 
 
 @cache
-def _plan(size: int, problem: Problem, epsilon: float, parameters: int, bands: str | int) -> PrivacyPlan:
+def _plan(size: int, problem: Problem, epsilon: float) -> PrivacyPlan:
     return PrivacyPlan.solve(
-        dataset_size=size,
-        batch_size=problem.batch_size,
-        delta=DELTA,
-        epsilon=epsilon,
-        steps=problem.steps,
-        bands=bands,
-        parameters=parameters,
+        dataset_size=size, batch_size=problem.batch_size, delta=DELTA, epsilon=epsilon, steps=problem.steps, bands=1
     )
 
 
