@@ -545,3 +545,59 @@ def test_several_views_of_each_image_are_one_example(make_trainer, training_part
     trainer = make_trainer(augment=Augmentation(crop_padding=2, multiplicity=2), steps=2, accuracy=None)
     trainer.step.clip._loss = mean_over_views
     assert trainer.fit(training_part).steps_done == 2
+
+
+@pytest.mark.parametrize("hook", ["a callback", "the metrics file", "validation"])
+def test_an_error_outside_the_step_writes_a_checkpoint_from_which_the_run_goes_on(
+    make_trainer, training_part, validation_part, monkeypatch, hook
+):
+    """Nothing is lost but the error's own work: the weights of step 3 are there, and no step is spent twice."""
+    failing = [True]
+
+    def fail(*_, **__):
+        if failing and trainer.step.position == 3:
+            raise ConnectionError("the tracking server is away")
+
+    def again():
+        made = make_trainer(steps=6, seed=1, evaluate_every=3, checkpoint_every=100)
+        if hook == "a callback":
+            made.callbacks = (fail,)
+        elif hook == "the metrics file":
+            write = made.record.append_metrics
+            made.record.append_metrics = lambda values: (fail(), write(values))
+        else:
+            measure = made._validate._means
+            made._validate._means = lambda *given: (fail(), measure(*given))[1]
+        return made
+
+    trainer = again()
+    with pytest.raises(ConnectionError):
+        trainer.fit(training_part, validation=validation_part)
+    assert trainer.record.checkpoints.newest()[0] == read_ledger(trainer.record.path).steps == 3
+    failing.clear()
+    trainer = again().resume()
+    result = trainer.fit(training_part, validation=validation_part)
+    assert (result.finished, result.steps_done, result.updates) == (True, 6, 6)
+    whole = make_trainer(steps=6, seed=1, evaluate_every=3, run="whole")
+    whole.fit(training_part, validation=validation_part)
+    assert same(weights_of(whole), weights_of(trainer))
+
+
+def test_callbacks_are_tried_before_the_first_step_is_spent(make_trainer, training_part):
+    def wrong(report):
+        raise AttributeError("no such field")
+
+    trainer = make_trainer(callbacks=[wrong])
+    with pytest.raises(AttributeError):
+        trainer.fit(training_part)
+    assert read_ledger(trainer.record.path).steps == 0
+
+
+def test_callbacks_get_every_evaluation_and_the_last_one_too(make_trainer, training_part, validation_part):
+    reports = []
+    trainer = make_trainer(steps=5, evaluate_every=2, callbacks=[reports.append])
+    result = trainer.fit(training_part, validation=validation_part)
+    assert [report.step for report in reports if report.metrics is not None] == [2, 4, 5]
+    assert reports[-1].metrics == result.metrics
+    assert reports[-1].epsilon == result.epsilon
+    assert reports[-1].expected_batch == 64
