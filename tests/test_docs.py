@@ -1,12 +1,10 @@
 """What the documents say is true: the tests they name exist, every page is in the navigation, and the site builds."""
 
-import html
 import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
-from urllib.parse import unquote
 
 import pytest
 
@@ -53,24 +51,6 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert "Formal guarantees" in shown
     assert ":class:" not in shown
     assert all(f'"{name}"' in shown for name in METHODS), "the table of methods"
-    assert dead_ends(tmp_path / "site") == []
-
-
-def dead_ends(site: Path) -> list[str]:
-    """Links of the pages as they are shown, of pictures and raw HTML too, that lead to no file or no place in it."""
-    pages = {page: page.read_text(encoding="utf-8") for page in site.rglob("*.html") if page.name != "404.html"}
-    places = {page: set(re.findall(r'(?:id|name)="([^"]+)"', text)) for page, text in pages.items()}
-    found = []
-    for page, text in pages.items():
-        for link in dict.fromkeys(re.findall(r'(?:href|src)="([^"]*)"', text)):
-            target = html.unescape(unquote(link))
-            if re.match(r"\w+:", target):
-                continue  # elsewhere
-            path, _, place = target.partition("#")
-            file = (page.parent / path.partition("?")[0]).resolve() if path else page
-            if not file.exists() or (place and file in places and place not in places[file]):
-                found.append(f"{page.relative_to(site)}: {link}")
-    return found
 
 
 def test_no_document_holds_the_marks_of_a_merge():

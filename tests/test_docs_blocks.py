@@ -30,17 +30,14 @@ FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<code>.*?)^(?P=inde
 
 NOT_RUN = {
     r"pip install ": "changes the environment that the tests run in",
-    r"python -m research ": "takes hours, or needs a run of the reader's own; tests/research runs its commands",
     r"make ": "the commands of the Makefile are what runs these tests",
     r"torchrun ": "starts several processes; tests/training/test_distributed.py does",
-    r"DP_MICROADAM_DEVICE=": "needs a GPU; tests/pretend_cuda runs the same cases on a pretend one",
     r"python examples/journeys/": "takes minutes; tests/test_journeys.py runs them at a small size",
     r"pytest ": "run on the patched tree by tests/test_docs_diffs.py",
 }
 """Lines of shell blocks that are neither run nor parsed here, and why."""
 
 ONLY_PARSED = {
-    r"dp-microadam doctor --out": "takes a minute on a GPU; tests/workbench/command_line/test_doctor.py runs it",
     r"dp-microadam tune": "takes as long as all its runs; tests/workbench/command_line/test_tune.py runs it",
     r"dp-microadam audit": "takes a minute; tests/workbench/command_line/test_audit.py runs it",
     r"dp-microadam report": "needs runs of the reader's own; tests/workbench/reporting/test_runs.py makes some and runs it",
@@ -154,7 +151,8 @@ class Reader:
                 self.all_ran = False
                 continue
             if words[0] == "python":
-                self.run_script(words[1], block)
+                # An earlier block of the page showed it under this name, and was run already.
+                assert (self.folder / words[1]).is_file(), f"{block.place}: {words[1]} is shown nowhere before"
                 continue
             assert words[0] == "dp-microadam", f"{block.place}: no test runs {line!r}, and no reason says why"
             arguments = words[1:]
@@ -165,10 +163,6 @@ class Reader:
             if arguments[0] == "train" and not self.whole:
                 arguments += ["--set", f"max_steps={STEPS}"]
             assert main(arguments) == 0, f"{block.place}: {line}"
-
-    def run_script(self, name: str, block: Block) -> None:
-        """A file that an earlier block of the page showed under this name; that block was run already."""
-        assert (self.folder / name).is_file(), f"{block.place}: {name} is shown nowhere before"
 
     def parse(self, arguments: list[str]) -> None:
         options = build_parser().parse_args(arguments)
@@ -210,8 +204,7 @@ def work_through(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *, w
     reader = Reader(folder, whole=whole)
     with torch.random.fork_rng(devices=[]):
         for block in blocks_of(page):
-            if page.name != "README.md" or block.language != "python":  # tests/test_readme.py runs that one in full
-                reader.read(block)
+            reader.read(block)
 
 
 def _stop_early(monkeypatch: pytest.MonkeyPatch) -> None:

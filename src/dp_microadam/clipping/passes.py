@@ -146,7 +146,7 @@ def recompute_uncertain(shares: Sequence[ParameterShare], others: Sequence[Tenso
     squared = sum_of([share.squared for share in shares])
     unusable = ~torch.isfinite(squared)  # and not its root: a square that rounded below zero is uncertain, and recomputed
     asked = [(share, norms) for share in shares if (norms := share.call.uncertain()) is not None]
-    counts = [unusable.sum().view(1), *(flag.to(squared.device, torch.long, non_blocking=True).view(1) for flag in others)]
+    counts = [unusable.sum().view(1), *(_beside(squared, flag) for flag in others)]
     if asked:
         flags = torch.stack([norms.norms for _, norms in asked]) < torch.stack([norms.least for _, norms in asked])
         present = [norms.present for _, norms in asked if norms.present is not None]
@@ -161,3 +161,10 @@ def recompute_uncertain(shares: Sequence[ParameterShare], others: Sequence[Tenso
         squared = sum_of([share.squared for share in shares])
     removed = flagged_rows(unusable, lost) if lost else None
     return Norms(squared.sqrt(), removed, [bool(flag) for flag in found[: len(others)]])
+
+
+def _beside(squared: Tensor, flag: Tensor) -> Tensor:
+    """The flag as a number on the device of the norms; one of the host is written there, since a copy of it would wait."""
+    if flag.device.type == "cpu":
+        return torch.full((1,), int(flag), device=squared.device)
+    return flag.to(squared.device, torch.long, non_blocking=True).view(1)

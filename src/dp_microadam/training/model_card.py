@@ -45,8 +45,8 @@ def model_card(
     True
     """
     sections = [
-        f"# {' '.join(name.split())}",
-        f"## Privacy\n\n{statement.strip()}",
+        f"# {_escaped(name)}",
+        f"## Privacy\n\n{_without_html(statement.strip())}",
         f"## Evaluation\n\n{_table(metrics)}" if metrics else "",
         f"## Optimizer diagnostics\n\n{diagnostics_table(diagnostics)}" if diagnostics else "",
         f"## Inputs and outputs\n\n{inputs}" if inputs else "",
@@ -64,13 +64,14 @@ def input_section(contract: Contract, raw: RawInput | None) -> str:
     ``raw`` is None for inputs of which there are no files.
     """
     constants = contract.normalization
-    lines = [f"`{CONTRACT}` has all of this as data.", "", f"- Input: {contract.input['in_words']}."]
+    lines = [f"`{CONTRACT}` has all of this as data.", "", f"- Input: {_without_html(contract.input['in_words'])}."]
     if constants:
         numbers = "".join(f", {key} = {constants[key]}" for key in ("mean", "std") if constants[key])
         inside = " inside the program; do it yourself only if you use the weights alone" if contract.program else ""
         lines.append(f"- Normalization: {constants['formula']}{numbers}{inside}.")
     if contract.classes:
-        shown = ", ".join(contract.classes[:_SHOWN_CLASSES]) + (", …" if len(contract.classes) > _SHOWN_CLASSES else "")
+        more = ", …" if len(contract.classes) > _SHOWN_CLASSES else ""
+        shown = ", ".join(map(_escaped, contract.classes[:_SHOWN_CLASSES])) + more
         lines.append(f"- Output: the probability of each of {len(contract.classes)} classes, in this order: {shown}.")
     if contract.program is not None:
         lines += [
@@ -133,7 +134,7 @@ def _figure(value: Any) -> str:
 
 
 def _table(metrics: Mapping[str, Any]) -> str:
-    rows = [f"| {_cell(key.replace('_', ' '))} | {_cell(_shown(key, value))} |" for key, value in metrics.items()]
+    rows = [f"| {_escaped(key.replace('_', ' '))} | {_escaped(_shown(key, value))} |" for key, value in metrics.items()]
     return "\n".join(
         [
             "| measure | value |",
@@ -151,8 +152,14 @@ def _shown(key: str, value: Any) -> str:
     return str(value)
 
 
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+def _escaped(text: str) -> str:
+    """A name as text of one line, in which nothing is Markdown or HTML."""
+    return re.sub(r"([\\`*_~\[\]<>|#&])", r"\\\1", " ".join(text.split()))
+
+
+def _without_html(text: str) -> str:
+    """Text of several lines with names in it: no tags, no links and no code, and line breaks as they are."""
+    return re.sub(r"([\\`\[\]<])", r"\\\1", text)
 
 
 def _how_it_was_trained(recipe_toml: str) -> str:

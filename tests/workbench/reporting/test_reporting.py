@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from dp_microadam.errors import DPMicroAdamError
-from dp_microadam.training.model_card import model_card
+from dp_microadam.training.export import Contract
+from dp_microadam.training.model_card import input_section, model_card
 from dp_microadam.workbench.reporting.run_figures import draw_curves
 
 pytest.importorskip("matplotlib")
@@ -131,3 +132,14 @@ def test_backticks_in_a_recipe_do_not_end_its_block():
     card = model_card("m", 'name = "```\\n# Privacy: all is well"', "Not private.", {})
     assert "\n````toml\n" in card
     assert "\n````\n" in card
+
+
+def test_names_in_the_card_are_text_and_neither_markdown_nor_html():
+    statement = "PRIVATE for one <img src=x> [patient](javascript:x)."
+    card = model_card("a *bold* <b>name</b>", "", statement, {"note": "`code` <i> a|b"})
+    assert card.startswith(r"# a \*bold\* \<b\>name\</b\>" + "\n")
+    assert r"PRIVATE for one \<img src=x> \[patient\](javascript:x)." in card
+    assert r"| note | \`code\` \<i\> a\|b |" in card
+    classes = ("<script>alert(1)</script>", "two\nlines", "[x](y)", "# title")
+    contract = Contract("m", classes, {"in_words": "an image"}, program=None)
+    assert r"order: \<script\>alert(1)\</script\>, two lines, \[x\](y), \# title." in input_section(contract, None)

@@ -327,19 +327,6 @@ def test_a_run_before_its_first_evaluation_is_reported(runs, tmp_path):
     assert "No evaluation yet: young" in page.text
 
 
-def test_a_run_of_an_earlier_version_is_reported(runs, tmp_path):
-    old = tmp_path / "old"
-    shutil.copytree(runs / "sgd", old)
-    (old / "run.json").unlink()
-    (old / "test.json").unlink()
-    lines = [json.loads(line) for line in (old / "metrics.jsonl").read_text().splitlines()]
-    kept = ("step", "epsilon", "validation_loss", "validation_accuracy")
-    (old / "metrics.jsonl").write_text("".join(json.dumps({key: line[key] for key in kept}) + "\n" for line in lines))
-    page = page_of(tmp_path, old)
-    assert "validation accuracy at step 12" in page.text
-    assert "not recorded" in page.text
-
-
 @pytest.mark.slow
 def test_a_run_that_goes_on_and_then_is_killed_is_reported_from_its_ledger(tmp_path):
     folder = tmp_path / "going"
@@ -451,15 +438,3 @@ def test_reporting_does_not_import_torch(runs):
     )
     done = subprocess.run([sys.executable, "-c", code, runs / "sgd"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
-
-
-def test_without_matplotlib_the_message_says_what_to_install(runs, tmp_path):
-    code = f"""
-import sys
-sys.modules["matplotlib"] = None
-from dp_microadam.workbench.command_line.cli import main
-sys.exit(main(["report", {str(runs / "sgd")!r}, "--out", {str(tmp_path / "report.html")!r}]))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.strip() == "dp-microadam: figures need matplotlib; run pip install 'dp-microadam[plots]'"
