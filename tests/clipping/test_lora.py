@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from flat import flat, idle
 from torch import Tensor, nn
 
-from dp_microadam import ClippedGradients, PrivacyPlan, PrivateStep
+from dp_microadam import ClippedGradients, InputError, PrivacyPlan, PrivateStep
 from dp_microadam.clipping.per_example import clipped_sum
 from dp_microadam.workbench import models
 
@@ -107,6 +107,12 @@ def test_adapters_of_peft_agree_with_the_loop(assert_agrees, name, checkpointed)
     trainable = [key for key, parameter in model.named_parameters() if parameter.requires_grad]
     assert any("lora_A" in key for key in trainable)
     assert_agrees(model.train(), inputs(name), strategies=(None,))
+
+
+def test_single_rows_of_a_table_are_refused_by_name():
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], trainable_token_indices={"wte": [1, 2]}, fan_in_fan_out=True)
+    with pytest.raises(InputError, match=r"'.*token_adapter' trains single rows.*trainable_token_indices.*modules_to_save"):
+        ClippedGradients(peft.get_peft_model(gpt2(), config), next_token_loss, max_grad_norm=1.0)
 
 
 def test_adapters_of_this_librarys_vision_transformer_agree_with_the_loop(assert_agrees):

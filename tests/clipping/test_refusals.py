@@ -242,6 +242,15 @@ def test_synthetic_examples_can_be_given_where_random_ones_do_not_fit():
     assert engine.accumulate(torch.rand(3, 4) + 6).shape == (3,)
 
 
+@pytest.mark.parametrize("how", [torch.jit.script, lambda layer: torch.jit.trace(layer, torch.rand(2, 5))])
+def test_torchscript_is_refused_by_name(how):
+    compiled = how(nn.Sequential(nn.Linear(5, 5)))
+    with pytest.raises(InputError, match="model is a TorchScript module"):
+        ClippedGradients(compiled, loss, max_grad_norm=1.0)
+    with pytest.raises(InputError, match="module '1' is a TorchScript module"):
+        ClippedGradients(nn.Sequential(nn.Linear(5, 5), compiled), loss, max_grad_norm=1.0)
+
+
 def test_a_registered_rule_is_used_and_a_wrong_one_is_refused(monkeypatch):
     from dp_microadam import GradientRows, LayerRule, PartsCall, UnchangedInput, register_rule
     from dp_microadam.clipping.rules import families

@@ -24,7 +24,7 @@ from dp_microadam.clipping.passes import Clippable, Norms, ParameterShare, gradi
 from dp_microadam.clipping.precision import autocasting, full_precision
 from dp_microadam.clipping.recording import Observed
 from dp_microadam.clipping.rows import RowTable
-from dp_microadam.clipping.rules.families import observe, refuse_batch_statistics, refuse_torchscript
+from dp_microadam.clipping.rules.families import observe, refuse_batch_statistics, refuse_unsupported
 from dp_microadam.clipping.rules.rule import sum_of
 from dp_microadam.errors import InputError
 from dp_microadam.validation import require_one_of
@@ -112,7 +112,7 @@ class ClippedGradients:
         self._trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self._trainable:
             raise InputError("model has no trainable parameter; call requires_grad_(True) on those to be trained")
-        refuse_torchscript(model)
+        refuse_unsupported(model)
         refuse_batch_statistics(model)
         self._device = next(iter(self._trainable.values())).device
         self._loss = autocasting(per_example_loss, self._device, autocast)

@@ -18,7 +18,7 @@ arithmetic of r and of shapes. A loss that mixes the examples of one user is ref
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,7 @@ from dp_microadam.clipping.checks.examples import CHECK_SIZE, SyntheticExamples
 from dp_microadam.clipping.checks.randomness import no_side_effects
 from dp_microadam.clipping.precision import full_precision
 from dp_microadam.clipping.rules import attention, recurrent
+from dp_microadam.clipping.rules.rule import at_least_float32
 from dp_microadam.errors import InputError, PrivacyError
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ _UNREACHED = 1e15
 _SMALL = 1e-3
 
 Gradients = dict[str, Tensor]
-"""Of one parameter per name: the gradients of all examples, or users, (count, *shape), in float32 or wider."""
+"""The gradient of one example, or user, by parameter name; without those that are zero because nothing uses them."""
 
 
 def check_against_autograd(
@@ -58,35 +59,41 @@ def check_against_autograd(
     batch, _ = source.draw(CHECK_SIZE if weights is None else weights.numel())
     with full_precision(engine._device), no_side_effects(engine._model) as seed_all:
         checked = CheckedModel(engine._model, engine._loss, observed, seed_all, engine._precision)
-        trial = engine._with_bound(_UNREACHED)
-        with checked.one_pass(0):
-            norms = trial._add(observed, batch, batch_size(batch), weights)
         # The same operations as under observation draw the same random numbers.
         with checked.one_pass(0), recurrent.step_by_step(observed.recurrent), attention.Unfused():
             losses, gradients = _by_autograd(checked, batch, weights)
-        gradients = {name: part * trial._factor(name) for name, part in gradients.items()}
-        lengths = _norms(gradients.values(), losses)
-        rounding = 100 * torch.finfo(losses.dtype).eps * float(losses.detach().abs().sum())
+        _scale(engine, gradients)
+        lengths = torch.stack([_norm(one.values()) for one in gradients])
         relative = max(1e-2, 4 * engine._precision)
-        _compare_sums(trial, gradients, relative, 1e-2 * relative * float(lengths.sum()) + rounding)
-        _compare_norms(norms, lengths, relative, rounding)
+        rounding = 100 * torch.finfo(losses.dtype).eps * float(losses.detach().abs().sum())
         largest = float(lengths.max())
-        if not (0 < largest < math.inf):
-            return  # nothing to clip
-        bound = 0.5 * float(lengths[lengths > _SMALL * largest].min())
-        clipping = engine._with_bound(bound)
-        with checked.one_pass(0):
-            clipping._add(observed, batch, batch_size(batch), weights)
-        coefficients = [_coefficients(clipping, name, gradients, lengths) for name in gradients]
-        of_one = zip(gradients.items(), coefficients, strict=True)
-        expected = {name: _total(trial, part * c.view(-1, *[1] * (part.dim() - 1))) for (name, part), c in of_one}
-        difference = _norms([(clipping.sums[name] - part).unsqueeze(0) for name, part in expected.items()], losses)
-        if not float(difference) <= relative * bound * len(lengths):
-            raise PrivacyError(
-                f"the sum of {len(lengths)} synthetic gradients clipped to {bound:.6g} differs by {float(difference):.6g} "
-                "from that of gradients that autograd computes one by one; this is a fault of the clipping engine or of a "
-                "registered rule, do not train with it"
+        something = 0 < largest < math.inf
+        bound = 0.5 * float(lengths[lengths > _SMALL * largest].min()) if something else _UNREACHED
+
+        def added(bound: float) -> tuple[ClippedGradients, Tensor]:
+            trial = engine._with_bound(bound)
+            with checked.one_pass(0):
+                return trial, trial._add(observed, batch, batch_size(batch), weights)
+
+        trial, norms = added(bound)
+        difference, wrong = _compare_sums(trial, gradients, relative, 1e-2 * relative * bound * len(lengths) + rounding)
+        if wrong is None and bool(((norms - lengths).abs() <= relative * lengths + rounding).all()):
+            return
+        trial, norms = added(_UNREACHED)
+        _, wrong = _compare_sums(trial, gradients, relative, 1e-2 * relative * float(lengths.sum()) + rounding)
+        if wrong is not None:
+            raise InputError(
+                f"parameter {wrong!r} is used where it is not observed (through a reference kept elsewhere, in an "
+                "autograd function of your own, or in a block checkpointed with use_reentrant=True), so only a part of its "
+                "gradient would be clipped; read it from its module, use it in operations of torch, "
+                "pass use_reentrant=False, or freeze it with requires_grad_(False)"
             )
+        _compare_norms(norms, lengths, relative, rounding)
+        raise PrivacyError(
+            f"the sum of {len(lengths)} synthetic gradients clipped to {bound:.6g} differs by {difference:.6g} "
+            "from that of gradients that autograd computes one by one; this is a fault of the clipping engine or of a "
+            "registered rule, do not train with it"
+        )
 
 
 def _weights(units: int, per_unit: int) -> Tensor:
@@ -95,7 +102,7 @@ def _weights(units: int, per_unit: int) -> Tensor:
     return (torch.arange(per_unit) < present.unsqueeze(1)) / present.unsqueeze(1)
 
 
-def _by_autograd(checked: CheckedModel, batch: Any, weights: Tensor | None) -> tuple[Tensor, Gradients]:
+def _by_autograd(checked: CheckedModel, batch: Any, weights: Tensor | None) -> tuple[Tensor, list[Gradients]]:
     """Losses, and the gradient of the loss of each example, or user."""
     parameters = checked.observed.parameters
     losses = losses_of(checked.model, checked.loss, batch)
@@ -117,45 +124,47 @@ def _by_autograd(checked: CheckedModel, batch: Any, weights: Tensor | None) -> t
             "the model checkpoints activations with use_reentrant=True, which hides its layers from the backward "
             "pass; call torch.utils.checkpoint with use_reentrant=False"
         ) from error
-    found = {}
-    for (name, parameter), column in zip(parameters.items(), zip(*rows, strict=True), strict=True):
-        wide = torch.promote_types(parameter.dtype, torch.float32)
-        zeros = torch.zeros_like(parameter, dtype=wide, requires_grad=False)
-        found[name] = torch.stack([zeros if part is None else part.to(wide) for part in column])
-    return losses, found
+    names = list(parameters)
+    return losses, [{name: part for name, part in zip(names, row, strict=True) if part is not None} for row in rows]
 
 
-def _norms(gradients: Any, like: Tensor) -> Tensor:
-    """The norm of each example's gradient over these parameters."""
-    squares = [part.reshape(len(part), -1).float().square().sum(1) for part in gradients]
-    return torch.stack(squares).sum(0).sqrt() if squares else torch.zeros(1, device=like.device)
+def _scale(engine: ClippedGradients, gradients: list[Gradients]) -> None:
+    """Multiplies by what the engine multiplies gradients by before it clips them."""
+    for one in gradients:
+        for name in one.keys() & (engine._scale.keys() | engine._row_masks.keys()):
+            one[name] = one[name] * engine._factor(name)
 
 
-def _total(engine: ClippedGradients, gradients: Tensor) -> Tensor:
-    """What the gradients of all examples add to the engine's sums."""
-    return engine._contributions(gradients).sum(0)
+def _norm(parts: Iterable[Tensor]) -> Tensor:
+    """The norm of one gradient over these parameters."""
+    squares = [torch.linalg.vector_norm(at_least_float32(part)).square() for part in parts]
+    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 
 
-def _coefficients(engine: ClippedGradients, name: str, gradients: Gradients, lengths: Tensor) -> Tensor:
-    """min(1, C/‖g‖) for the parameters that are clipped together with this one."""
-    together = ((names, bound) for names, bound in engine._clipped_together if name in names)
-    names, bound = next(together, ({name}, engine._bound))  # a layer that was skipped has no gradient
-    own = lengths if names == gradients.keys() else _norms([gradients[other] for other in names], lengths)
-    return (bound / own.clamp(min=bound)).nan_to_num(0)
+def _sums(engine: ClippedGradients, gradients: list[Gradients]) -> Gradients:
+    """What the gradients of all examples add to the engine's sums, if each is clipped by its own norm."""
+    totals = {name: torch.zeros_like(total) for name, total in engine.sums.items()}
+    together = list(engine._clipped_together)
+    together += [({name}, engine._bound) for name in totals.keys() - set().union(*(names for names, _ in together))]
+    for one in gradients:
+        for names, bound in together:
+            parts = {name: one[name] for name in names if name in one}
+            coefficient = (bound / _norm(parts.values()).clamp(min=bound)).nan_to_num(0)
+            for name, part in parts.items():
+                totals[name] += engine._contributions(coefficient * part.to(totals[name].dtype).unsqueeze(0)).squeeze(0)
+    return totals
 
 
-def _compare_sums(engine: ClippedGradients, gradients: Gradients, relative: float, floor: float) -> None:
-    totals = {name: _total(engine, part) for name, part in gradients.items()}
-    errors = [(engine.sums[name] - total).float().norm() for name, total in totals.items()]
-    read = read_together(errors + [total.float().norm() for total in totals.values()])
-    for name, error, length in zip(totals, read, read[len(totals) :], strict=False):
-        if not float(error) <= relative * float(length) + floor:
-            raise InputError(
-                f"parameter {name!r} is used where it is not observed (through a reference kept elsewhere, in an "
-                "autograd function of your own, or in a block checkpointed with use_reentrant=True), so only a part of its "
-                "gradient would be clipped; read it from its module, use it in operations of torch, "
-                "pass use_reentrant=False, or freeze it with requires_grad_(False)"
-            )
+def _compare_sums(
+    engine: ClippedGradients, gradients: list[Gradients], relative: float, floor: float
+) -> tuple[float, str | None]:
+    """How far the engine's sums are from those by autograd, and the first parameter whose sum is too far from it."""
+    totals = _sums(engine, gradients)
+    errors = [(engine.sums[name] - total).norm() for name, total in totals.items()]
+    read = read_together(errors + [total.norm() for total in totals.values()])
+    pairs = zip(totals, map(float, read), map(float, read[len(totals) :]), strict=False)
+    wrong = next((name for name, error, length in pairs if not error <= relative * length + floor), None)
+    return math.hypot(*map(float, read[: len(totals)])), wrong
 
 
 def _compare_norms(found: Tensor, expected: Tensor, relative: float, rounding: float) -> None:

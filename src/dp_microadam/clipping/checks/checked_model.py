@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from dp_microadam.clipping.batches import PerExampleLoss, batch_size, in_precision, losses_of
@@ -153,7 +153,7 @@ def _without_zeros(model: nn.Module) -> nn.Module:
     return model
 
 
-class _RoundingDetector(TorchDispatchMode):
+class _RoundingDetector(TorchFunctionMode):
     """Notices operations that leave a precision for a coarser one, such as a softmax that is always taken in float32."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -161,18 +161,14 @@ class _RoundingDetector(TorchDispatchMode):
         self.seen = False
         self._dtype = dtype
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self.seen and any(
-            isinstance(leaf, Tensor) and leaf.dtype == self._dtype for leaf in tree_leaves((args, kwargs))
-        ):
-            self.seen = any(self._is_coarser(leaf) for leaf in tree_leaves(result))
+        if isinstance(result, Tensor) and result.is_floating_point() and result.element_size() < self._dtype.itemsize:
+            given = tree_leaves((args, kwargs))
+            self.seen |= any(isinstance(leaf, Tensor) and leaf.dtype == self._dtype for leaf in given)
         return result
-
-    def _is_coarser(self, leaf: Any) -> bool:
-        return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.element_size() < self._dtype.itemsize
 
 
 def refuse_if_out_of_memory(error: BaseException) -> None:

@@ -100,14 +100,19 @@ def observe(model: nn.Module, strategy: str | None) -> Observed:
     return Observed(rules, parameters, holders, recurrent, strategy, RowTable(), {})
 
 
-def refuse_torchscript(model: nn.Module) -> None:
-    """Raise :class:`InputError` for TorchScript modules, whose operations cannot be observed."""
+def refuse_unsupported(model: nn.Module) -> None:
+    """Raise :class:`InputError` for modules whose operations cannot be observed, by name, with what to do instead."""
     for name, module in model.named_modules():
+        what = f"module {name!r}" if name else "model"
         if isinstance(module, torch.jit.ScriptModule):
-            what = f"module {name!r}" if name else "model"
             raise InputError(
                 f"{what} is a TorchScript module, whose operations cannot be observed; pass the nn.Module that "
                 "torch.jit.script or torch.jit.trace was given, and compile it after training"
+            )
+        if type(module).__name__ == "TrainableTokensLayer" and any(p.requires_grad for p in module.parameters()):
+            raise InputError(
+                f"{what} trains single rows of a table (trainable_token_indices of peft), which cannot be clipped; leave "
+                "trainable_token_indices out, or train the whole table with modules_to_save"
             )
 
 
