@@ -187,6 +187,8 @@ class PrivateTrainer:
             with Interruptible(shown=self.ranks.main) as interruption, self._saved_on_failure():
                 self._call_back(None)
                 self._loop(validation, progress, interruption)
+                if not account.remaining:
+                    self.step.refuse_diverged()
                 self.ranks.from_main(self._checkpoint)
                 self._saved_position = self.step.position
         except ProcessLost as error:
@@ -214,10 +216,7 @@ class PrivateTrainer:
             progress.advance(step.position)
             if self.diagnostics is not None:
                 self.record.keep_diagnostics(step.position, self.diagnostics.take())
-            last = not step.account.remaining
-            if last:
-                step.refuse_diverged()
-            due = last or step.position % self.settings.evaluate_every == 0
+            due = not step.account.remaining or step.position % self.settings.evaluate_every == 0
             metrics = self._evaluate(validation, progress) if due else None
             minutes = (time.monotonic() - saved_at) / 60
             if step.position % self.settings.checkpoint_every == 0 or minutes > self.settings.checkpoint_minutes:

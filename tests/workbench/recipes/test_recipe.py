@@ -287,7 +287,12 @@ def test_a_fixed_seed_makes_a_recipe_not_private():
 
 def test_learning_rates_default_by_method():
     rates = {method: make(method=method).resolved_learning_rate for method in vocabulary.METHODS}
-    assert [rates.pop(method) for method in ("dp-sgd", "dp-walk", "dp-threshold")] == [4.0, None, None]
+    assert [rates.pop(method) for method in ("dp-sgd", "dp-walk", "dp-threshold", "non-private")] == [
+        4.0,
+        None,
+        None,
+        None,
+    ]
     assert set(rates.values()) == {1e-3}
     assert make(method="non-private", base="dp-sgd").resolved_learning_rate == 0.1
     assert make(method="dp-sgd", learning_rate=1).resolved_learning_rate == 1.0
@@ -333,6 +338,8 @@ def test_methods_and_their_options_of_the_vocabulary_are_those_of_the_code():
 
     from dp_microadam import MicroAdam, TensorAdam
     from dp_microadam.methods.registry import builder_of
+    from dp_microadam.methods.step_optimizers import at_path
+    from dp_microadam.methods.table import METHODS
     from dp_microadam.optimizers.adam_bc import AdamBC
     from dp_microadam.optimizers.threshold_adam import ThresholdAdam
 
@@ -347,9 +354,12 @@ def test_methods_and_their_options_of_the_vocabulary_are_those_of_the_code():
         "dp-adambc": [AdamBC],
     }
     for method in vocabulary.BASES:
-        function = inspect.unwrap(builder_of(method))
+        entry = METHODS[method]
+        function = builder_of(method) if entry.path is None else at_path(entry.path)
         own = {
-            name for name, parameter in inspect.signature(function).parameters.items() if parameter.kind.name == "KEYWORD_ONLY"
+            name
+            for name, parameter in inspect.signature(inspect.unwrap(function)).parameters.items()
+            if parameter.kind.name == "KEYWORD_ONLY"
         }
         its = {name for optimizer in optimizers.get(method, base_optimizer) for name in inspect.signature(optimizer).parameters}
         assert own - {"lr", "distance", "schedule", "average"} <= set(vocabulary.OPTIMIZER_OPTIONS[method]) <= own | its
