@@ -10,7 +10,7 @@ import torch
 from flat import flat
 from PIL import Image
 
-from dp_microadam import InputError, MicroAdam, PrivacyPlan, PrivateTrainer, RawImages
+from dp_microadam import InputError, Method, MicroAdam, PrivacyPlan, PrivateTrainer, RawImages
 from dp_microadam.training.evaluation import class_loss
 from dp_microadam.training.program import load_program
 from dp_microadam.workbench.command_line.cli import main
@@ -138,13 +138,12 @@ def own_trainer(folder, **options) -> PrivateTrainer:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 64, 2), torch.nn.Dropout(0.5))
     plan = PrivacyPlan(40, 10, 1.0, 3, 1e-3)
-    return PrivateTrainer(
-        model, MicroAdam(model.parameters()), plan, class_loss, run_dir=folder, **flat(show_progress=False, **options)
-    )
+    method = Method(MicroAdam(model.parameters()), average=options.pop("average", 0.0))
+    return PrivateTrainer(model, method, plan, class_loss, run_dir=folder, **flat(show_progress=False, **options))
 
 
 def test_a_run_from_python_is_exported_with_its_model_and_predicts_from_files(tmp_path, capsys):
-    trainer = own_trainer(tmp_path / "run", ema_decay=0.5)
+    trainer = own_trainer(tmp_path / "run", average=0.5)
     trainer.fit((torch.rand(40, 3, 8, 8), torch.randint(0, 2, (40,))))
     raw = RawImages.of_any_size(8)
     trainer.export(tmp_path / "model", raw, prepare=lambda images: images / 255, classes=("cat", "dog"))
