@@ -30,13 +30,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from measuring import add_options, deliver, tell, wall_clock
+from strategy_times import measure_strategies
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from dp_microadam import ClippedGradients
 from dp_microadam.workbench import models
-from dp_microadam.workbench.command_line.measuring import add_options, deliver, tell, wall_clock
-from dp_microadam.workbench.command_line.strategy_times import measure_strategies
 
 
 class Logits(nn.Module):

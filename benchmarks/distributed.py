@@ -30,12 +30,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import add_options, deliver, tell, wall_clock
 from torch import distributed as dist
 
 from dp_microadam import MicroAdam, PerformanceSettings, PrivacyPlan, PrivateTrainer, RecordSettings
 from dp_microadam.training.distributed import Ranks
 from dp_microadam.training.evaluation import class_loss
-from dp_microadam.workbench.command_line.measuring import add_options, deliver, tell, wall_clock
 from dp_microadam.workbench.models import wide_resnet
 
 

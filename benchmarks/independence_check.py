@@ -10,11 +10,11 @@ import statistics
 
 import torch
 import torch.nn.functional as F
+from measuring import add_options, deliver, seconds, tell
 from torch import Tensor, nn
 
 from dp_microadam import ClippedGradients
 from dp_microadam.workbench import models
-from dp_microadam.workbench.command_line.measuring import add_options, deliver, seconds, tell
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

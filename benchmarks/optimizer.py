@@ -24,10 +24,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from measuring import add_options, deliver, tell, wall_clock
 
 from dp_microadam import MicroAdam, TensorAdam
 from dp_microadam.optimizers.threshold_adam import ThresholdAdam
-from dp_microadam.workbench.command_line.measuring import add_options, deliver, tell, wall_clock
 
 Shapes = list[tuple[int, ...]]
 Optimizers = dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]]

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from measuring import add_options, deliver, tell, wall_clock, work_clock
 
 from dp_microadam import ClippedGradients, Method, MicroAdam, PrivacyPlan, PrivateStep
 from dp_microadam.training.evaluation import class_loss
 from dp_microadam.workbench import models
-from dp_microadam.workbench.command_line.measuring import add_options, deliver, tell, wall_clock, work_clock
 
 PARTS = ("whole step", "clipped gradients", "without privacy")
 CLOCKS = {"processor": work_clock, "wall": wall_clock}

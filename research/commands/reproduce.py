@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dp_microadam.errors import DPMicroAdamError
-from dp_microadam.workbench.command_line.commands.running import INTERRUPTED
+from dp_microadam.workbench.command_line.running import INTERRUPTED
 
 if TYPE_CHECKING:
     from research.experiments.study import Study
@@ -131,8 +131,8 @@ def _estimate(options: argparse.Namespace, study: Study, repeats: int) -> int:
 def _time(study: Study, folder: SweepFolder) -> int:
     """Measure the cost of a study's runs from a few steps each, instead of running them; returns how many failed."""
     from dp_microadam.workbench.command_line.estimate import CostEstimator
-    from dp_microadam.workbench.command_line.measuring import provenance
     from research.experiments.sweep import jobs_of
+    from research.measuring import provenance
 
     estimator = CostEstimator(tell)
     failed = 0

@@ -16,9 +16,8 @@ from typing import Any
 
 from dp_microadam.errors import InputError
 from dp_microadam.validation import require_integer, require_one_of
-from dp_microadam.workbench.recipes.pretrained import missing_files
 from dp_microadam.workbench.recipes.recipe import Recipe
-from dp_microadam.workbench.recipes.recipe_files import apply_overrides, recipe_values
+from dp_microadam.workbench.recipes.recipe_files import apply_overrides, missing_files, recipe_values
 
 Label = str | float
 Labels = dict[str, Label]

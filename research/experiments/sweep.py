@@ -20,9 +20,9 @@ from dp_microadam.errors import InputError
 from dp_microadam.ledger.ledger import LEDGER_NAME
 from dp_microadam.training.progress import Interruptible
 from dp_microadam.training.run_folder import CHECKPOINTS, DECLARATION, METRICS, STATISTICS, search_folder
-from dp_microadam.workbench.command_line.measuring import provenance
 from research.experiments.report import EXPERIMENT, RESULTS, lines_of
 from research.experiments.study import Cell, Study
+from research.measuring import provenance
 
 RUNS, LOCK = "runs", ".lock"
 _POLL_SECONDS = 0.2

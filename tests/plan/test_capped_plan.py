@@ -12,7 +12,8 @@ from dp_microadam.accounting.one_step import Cap
 from dp_microadam.ledger.ledger import PrivacyLedger, RunSettings, read_ledger, spent_together
 from dp_microadam.ledger.statement import privacy_report, statement_in_words
 from dp_microadam.workbench.command_line.cli import main
-from dp_microadam.workbench.recipes.assemble import plan_of
+from dp_microadam.workbench.recipes.assemble import unprotected_plan_of
+from dp_microadam.workbench.recipes.plans import plan_of
 from dp_microadam.workbench.recipes.recipe import Recipe
 
 SETTINGS = RunSettings(private=True, randomness="operating system's entropy", sensitivity=1.0)
@@ -114,5 +115,6 @@ def test_the_command_line_plans_with_a_cap(capsys, monkeypatch):
 
 def test_recipes_have_the_cap_and_unprotected_runs_keep_to_it():
     recipe = Recipe(name="mine", data="digits", model="mlp", epsilon=8, steps=9, batch_size=16, max_batch_size=30)
-    assert plan_of(recipe, 1000).max_batch_size == plan_of(replace(recipe, method="non-private"), 1000).max_batch_size == 30
+    assert plan_of(recipe, 1000).max_batch_size == 30
+    assert unprotected_plan_of(replace(recipe, method="non-private"), 1000).max_batch_size == 30
     assert Recipe.from_toml(recipe.to_toml()) == recipe

@@ -371,13 +371,13 @@ def test_bands_on_the_command_line_and_auto_for_the_memory_of_the_model(tmp_path
     recipe = tmp_path / "bands.toml"
     recipe.write_text(RECIPE.replace("bands = 8", "noise_memory_gib = 0.001"))
     run = tmp_path / "run"
-    assert main(["train", str(recipe), "--bands", "auto", "--set", "max_steps=3", "--run-dir", str(run), "--quiet"]) == 0
+    assert main(["train", str(recipe), "--set", "bands=auto", "--set", "max_steps=3", "--run-dir", str(run), "--quiet"]) == 0
     plan = read_ledger(run).plan
     parameters = json.loads((run / "run.json").read_text())["trained_parameters"]
     assert 1 < plan.bands <= 1 + 0.001 * 2**30 // (4 * parameters)
     capsys.readouterr()
     for wrong, sentence in (("0", "bands is 0"), ("few", "bands is 'few'"), ("1000", "more groups than")):
-        assert main(["train", str(recipe), "--bands", wrong, "--run-dir", str(tmp_path / "no"), "--quiet"]) == 2
+        assert main(["train", str(recipe), "--set", f"bands={wrong}", "--run-dir", str(tmp_path / "no"), "--quiet"]) == 2
         shown = capsys.readouterr().err
         assert sentence in shown or "bands is 1000" in shown
         assert shown.count("\n") == 1

@@ -15,9 +15,15 @@ from dp_microadam.workbench.command_line.cli import main
 CIFAR = ["--dataset-size", "45000", "--batch-size", "4096", "--delta", "1e-5"]
 
 
-def test_the_table_shows_both_accountants(capsys):
-    assert main(["plan", *CIFAR, "--epsilon", "8", "--noise-multiplier", "3", "--accountant", "rdp"]) == 0
+def test_a_plan_is_one_short_table_and_explains_itself_on_request(capsys):
+    plan = ["plan", *CIFAR, "--epsilon", "8", "--noise-multiplier", "3", "--accountant", "rdp"]
+    assert main(plan) == 0
+    short = capsys.readouterr().out
+    assert "2480" in short
+    assert "pld" not in short
+    assert main([*plan, "--explain"]) == 0
     shown = capsys.readouterr()
+    assert shown.out.startswith(short)
     assert "2480" in shown.out
     rows = {row.split("│")[1].strip(): row for row in shown.out.splitlines() if row.count("│") == 4}
     assert "7.9997" in rows["rdp"]
@@ -31,7 +37,7 @@ def test_json_has_the_plans_fields_at_top_level_and_nothing_else_on_stdout(capsy
     assert main(["plan", *CIFAR, "--epsilon", "8", "--steps", "1000", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     plan = PrivacyPlan.solve(dataset_size=45_000, batch_size=4096, delta=1e-5, epsilon=8, steps=1000)
-    assert {name: printed[name] for name in plan.to_dict()} == plan.to_dict()
+    assert printed | plan.to_dict() == printed
     pld, rdp = printed["accountants"]["pld"], printed["accountants"]["rdp"]
     assert plan.epsilon == pld["epsilon"] < rdp["epsilon"]
     assert pld["steps_allowed"] >= 1000 > rdp["steps_allowed"]
@@ -43,7 +49,7 @@ def test_the_plan_says_what_attackers_reach_mu_and_replacing(capsys):
     told = json.loads(capsys.readouterr().out)["meaning"]
     spent = [PrivacyPlan(45_000, 4096, 3.0, 100, 1e-5).spent_after(100)]
     assert told == meaning(spent, 1e-5)
-    assert main(arguments) == 0
+    assert main([*arguments, "--explain"]) == 0
     shown = capsys.readouterr().out
     rows = {row.split("│")[1].strip(): row for row in shown.splitlines() if row.count("│") == 3}
     assert percent(told["attacks"][1]["true_positive_rate"]) in rows["1 in 100"]
@@ -139,7 +145,7 @@ SMALL_BATCHES = ["--dataset-size", "54000", "--batch-size", "256", "--delta", "1
 
 
 def test_the_table_of_bands_shows_noise_multiplier_noise_of_the_sum_and_memory(capsys):
-    assert main(["plan", *SMALL_BATCHES, "--accountant", "rdp", "--bands", "16", "--parameters", "26010"]) == 0
+    assert main(["plan", *SMALL_BATCHES, "--accountant", "rdp", "--bands", "16", "--parameters", "26010", "--explain"]) == 0
     shown = capsys.readouterr().out
     rows = [[cell.strip() for cell in row.split("│")[1:-1]] for row in shown.splitlines() if row.count("│") == 6]
     assert [row[0] for row in rows] == ["1", "2", "4", "8 auto", "16*", "32", "64", "128", "210"]
@@ -178,7 +184,7 @@ def test_the_plan_of_a_recipe_is_the_one_it_trains_with(capsys):
     parameters = 28 * 28 * 8 + 8 + 8 * 10 + 10
     plan = PrivacyPlan.solve(dataset_size=3600, batch_size=16, delta=1e-5, epsilon=20.0, steps=200, parameters=parameters)
     assert plan.bands > 1
-    assert {name: printed[name] for name in plan.to_dict()} == plan.to_dict()
+    assert printed | plan.to_dict() == printed
     assert main(["plan", "demo", *overrides, "--advise", "--minutes", "0.05", "--json"]) == 0
     assert "proposals" in json.loads(capsys.readouterr().out)
 
@@ -187,7 +193,7 @@ def test_json_has_bands_and_their_table(capsys):
     assert main(["plan", *SMALL_BATCHES, "--bands", "12", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     plan = PrivacyPlan.solve(dataset_size=54_000, batch_size=256, delta=1e-5, epsilon=3, steps=2000, bands=12)
-    assert {name: printed[name] for name in plan.to_dict()} == plan.to_dict()
+    assert printed | plan.to_dict() == printed
     own = next(row for row in printed["bands_table"] if row["bands"] == 12)
     assert own["noise_multiplier"] == plan.noise_multiplier
     assert own["memory_vectors"] == 11
@@ -195,7 +201,7 @@ def test_json_has_bands_and_their_table(capsys):
 
 
 def test_a_plan_for_users_says_whom_its_epsilon_is_for(capsys):
-    assert main(["plan", *SMALL_BATCHES, "--unit", "user", "--examples-per-user", "4"]) == 0
+    assert main(["plan", *SMALL_BATCHES, "--unit", "user", "--examples-per-user", "4", "--explain"]) == 0
     shown = capsys.readouterr().out
     for words in ("one user with all their training", "ε for a user", "at most 4, as their mean", "expected users per step"):
         assert words in shown

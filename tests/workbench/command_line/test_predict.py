@@ -14,7 +14,7 @@ from dp_microadam import InputError, Method, MicroAdam, PrivacyPlan, PrivateTrai
 from dp_microadam.training.evaluation import class_loss
 from dp_microadam.training.program import load_program
 from dp_microadam.workbench.command_line.cli import main
-from dp_microadam.workbench.command_line.commands.running import open_run
+from dp_microadam.workbench.command_line.running import open_run
 from dp_microadam.workbench.data import Preparation
 
 CLASSES = ("bright", "dark", "striped")

@@ -155,7 +155,7 @@ def test_a_damaged_training_image_stops_the_run_without_being_named(image_folder
     [
         (["crop_padding=4", "resized_crop=true"], "only one of the two crops"),
         (["crop_padding=0", "flip=false", "multiplicity=4"], "all views are the same"),
-        (["data_options.labels=coarse"], "cifar10 has no options"),
+        (["data_options.labels=coarse"], "cifar10 has none"),
         (["model=tanh-cnn", "model_options={}"], "tanh-cnn takes 28×28"),
         (["validation_size=40"], "validation_size is 40; of 40 examples"),
     ],

@@ -228,9 +228,9 @@ def test_adapters_that_are_described_without_a_rank_are_refused(folders):
     ("recipe", "given", "words"),
     [
         ("language-model", ["data_options.packing=true"], "packing is True, but documents must not share a row"),
-        ("sms-spam", ["model=mlp", "model_options={}"], "sms-spam are texts; it must be 'hugging-face'"),
-        ("demo", ["model=hugging-face"], "which takes texts; data must be one of 'sms-spam'"),
-        ("sms-spam", ["audit_canaries=200"], "canaries must be images or rows of numbers"),
+        ("sms-spam", ["model=mlp", "model_options={}"], "sms-spam are texts; it must be one of 'hugging-face'"),
+        ("demo", ["model=hugging-face"], "which takes texts, and data is 'digits'; it must be one of 'mlp'"),
+        ("sms-spam", ["audit_canaries=200"], "but data is 'sms-spam': canaries are images or rows of numbers"),
         ("language-model", ["class_weights=[1.0, 2.0]"], "a language model has no classes"),
     ],
 )

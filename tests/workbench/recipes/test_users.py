@@ -12,8 +12,7 @@ from dp_microadam.errors import InputError
 from dp_microadam.ledger.ledger import read_ledger
 from dp_microadam.workbench.command_line.cli import main
 from dp_microadam.workbench.recipes import load_recipe
-from dp_microadam.workbench.recipes.assemble import assemble
-from dp_microadam.workbench.recipes.public_part import public_examples
+from dp_microadam.workbench.recipes.assemble import assemble, public_examples
 
 SIZES = [1, 2, 3, 5, 8, 13] * 5
 """Examples of thirty users: 160 in all."""
@@ -158,13 +157,16 @@ def test_the_same_run_without_privacy_samples_users_too(recipe, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["examples_per_user=none"], "unit is 'user' and examples_per_user is None"),
-        (["unit=example"], "unit is 'example' and examples_per_user is 2"),
+        (["examples_per_user=none"], "examples_per_user is missing"),
+        (["unit=example"], "examples_per_user is 2, but unit is 'example'"),
         (["unit=patient"], "unit is 'patient'; it must be one of"),
         (["examples_per_user=0"], "examples_per_user is 0"),
         (["audit_canaries=100"], "audit_canaries is 100, but unit is 'user'"),
         (["data_options.user_column=none"], r"nothing says whose each example of table is; use data_options\.user_column"),
-        (["data=mnist", "data_options={}"], "nothing says whose each example of mnist is; use data 'table' or 'image-folder'"),
+        (
+            ["data=digits", "data_options={}", "data_folder="],
+            "nothing says whose each example of digits is; use data 'table'",
+        ),
         (["batch_size=23"], "batch_size is 23, more than the 22 users"),
         (["validation_size=24"], "validation_size is 24; of 24 users"),
     ],

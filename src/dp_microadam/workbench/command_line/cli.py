@@ -11,7 +11,7 @@ import os
 import select
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +20,12 @@ from dp_microadam import __version__
 from dp_microadam.durable_files import refuse_links_out
 from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyWarning
 from dp_microadam.workbench.command_line.commands import COMMANDS
+
+_COMPLETION = {
+    "bash": 'eval "$(dp-microadam completion bash)"  # in ~/.bashrc',
+    "zsh": 'eval "$(dp-microadam completion zsh)"  # in ~/.zshrc, after compinit',
+    "fish": "dp-microadam completion fish > ~/.config/fish/completions/dp-microadam.fish",
+}
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -43,21 +49,42 @@ def build_parser() -> argparse.ArgumentParser:
     """The argument parser of ``dp-microadam`` with all its subcommands."""
     return parser_of(
         [f"dp_microadam.workbench.command_line.commands.{name}" for name in COMMANDS],
+        add_completion_parser,
         prog="dp-microadam",
         description="Train and fine-tune PyTorch models with differential privacy.",
         epilog="example:\n  dp-microadam train  # a private model on real digits, in minutes",
     )
 
 
-def parser_of(commands: Sequence[str], **options: str) -> argparse.ArgumentParser:
-    """A parser with the subcommands of these modules, for :func:`answer`."""
+def parser_of(commands: Sequence[str], *more: Callable[[Any], None], **options: str) -> argparse.ArgumentParser:
+    """A parser with the subcommands of these modules, for :func:`answer`; ``more`` functions add others."""
     parser = _Parser(**options)
     parser.add_argument("--version", action="version", version=f"dp-microadam {__version__}")
     parser.set_defaults(run=None)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for name in commands:
-        importlib.import_module(name).add_parser(subparsers)
+    for add_parser in (*(importlib.import_module(name).add_parser for name in commands), *more):
+        add_parser(subparsers)
     return parser
+
+
+def add_completion_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The command whose output makes Tab complete commands, options and their values."""
+    parser = subparsers.add_parser(
+        "completion",
+        help="print the code that enables Tab completion in your shell",
+        description="Print shell code that completes commands, options, recipes, data sets and recipe settings when you press "
+        "Tab.",
+        epilog="examples:\n" + "\n".join(f"  {line}" for line in _COMPLETION.values()),
+    )
+    parser.add_argument("shell", choices=tuple(_COMPLETION), help="which shell")
+    parser.set_defaults(run=_print_completion)
+
+
+def _print_completion(options: argparse.Namespace) -> int:
+    import argcomplete
+
+    print(argcomplete.shellcode(["dp-microadam"], shell=options.shell), end="")
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,7 +19,8 @@ from dp_microadam.workbench.data.catalogue import is_here, known
 from dp_microadam.workbench.data.dataset import Examples, LabelledData, size_of, split
 from dp_microadam.workbench.data.images import ImageFolder
 from dp_microadam.workbench.data.published import synthetic_images
-from dp_microadam.workbench.recipes.assemble import assemble, load_data, number_of_units, plan_of
+from dp_microadam.workbench.recipes.assemble import assemble, load_data, number_of_units
+from dp_microadam.workbench.recipes.plans import plan_of
 from dp_microadam.workbench.recipes.recipe import Recipe
 
 _STEPS = 3
@@ -29,19 +30,8 @@ _ENOUGH_SECONDS = 2.0
 
 # Recipes that differ only in these take about the same time per step and example; correlated noise adds a few percent at most.
 _WITHOUT_EFFECT_ON_TIME = (
-    "name",
-    "epsilon",
-    "noise_multiplier",
-    "steps",
-    "delta",
-    "accountant",
-    "bands",
-    "max_steps",
-    "learning_rate",
-    "schedule",
-    "warmup",
-    "batch_size",
-    "tune",
+    *("name", "epsilon", "noise_multiplier", "steps", "delta", "accountant", "bands", "batch_size", "max_steps"),
+    *("learning_rate", "distance", "schedule", "warmup", "tune"),
 )
 
 

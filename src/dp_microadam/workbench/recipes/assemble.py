@@ -1,7 +1,9 @@
-"""Builds data, model, optimizer, privacy plan and trainer from a recipe."""
+"""Builds data, model, method, privacy plan and trainer from a recipe."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Subset
 
 from dp_microadam.errors import InputError
 from dp_microadam.methods.defaults import default_distance
 from dp_microadam.methods.registry import build, refuse_bad_options
+from dp_microadam.methods.scale_sources import PublicExamples, refuse_shared_indices
 from dp_microadam.plan.band_choice import DEFAULT_NOISE_MEMORY_GIB
 from dp_microadam.plan.plan import PrivacyPlan
-from dp_microadam.plan.selection_plan import SelectionPlan
 from dp_microadam.plan.unprotected import UnprotectedPlan
 from dp_microadam.training.distributed import Ranks, ranks_here
 from dp_microadam.training.evaluation import (
@@ -27,7 +30,9 @@ from dp_microadam.training.evaluation import (
     over_views,
     weighted_class_loss,
 )
+from dp_microadam.training.frozen_features import FrozenFeatures
 from dp_microadam.training.method import Method
+from dp_microadam.training.progress import Fraction
 from dp_microadam.training.rates import Schedule
 from dp_microadam.training.run_folder import default_folder
 from dp_microadam.training.settings import PerformanceSettings, PrivacySettings, RecordSettings
@@ -35,18 +40,18 @@ from dp_microadam.training.trainer import PrivateTrainer
 from dp_microadam.workbench import models
 from dp_microadam.workbench.data import Preparation
 from dp_microadam.workbench.data.augmentation import Augmentation
-from dp_microadam.workbench.data.dataset import LabelledData, count_users, size_of
+from dp_microadam.workbench.data.dataset import LabelledData, count_users, size_of, split
 from dp_microadam.workbench.data.images import ImageFolder
 from dp_microadam.workbench.data.sources import load
-from dp_microadam.workbench.recipes.advice import bands_of, noise_memory_of, refuse_unadvisable, with_advice
 from dp_microadam.workbench.recipes.canaries import Canaries, add_canaries, canaries_in_words, with_canary_key
 from dp_microadam.workbench.recipes.experiment import Experiment
-from dp_microadam.workbench.recipes.kept_features import features_of
-from dp_microadam.workbench.recipes.pretrained import located_options
-from dp_microadam.workbench.recipes.public_part import public_examples
+from dp_microadam.workbench.recipes.plans import plan_of, refuse_larger_batch, with_advice
 from dp_microadam.workbench.recipes.recipe import Recipe
-from dp_microadam.workbench.recipes.stated import stated
+from dp_microadam.workbench.recipes.recipe_files import located_options
 from dp_microadam.workbench.recipes.texts import text_arguments, texts_in_words
+
+_LARGEST_BATCH = 32
+"""Examples that go through a frozen part at once. Its activations are far larger than the features a step runs on."""
 
 
 def assemble(
@@ -76,42 +81,54 @@ def assemble(
     own = data.train
     data, canaries = add_canaries(recipe, data)
     augment = _augmentation(recipe, data)
-    _refuse_named_examples(recipe, data)
     count = number_of_units(recipe, data)
-    if recipe.plan is not None:
-        refuse_unadvisable(recipe)
-    plan = plan_of(recipe, count)  # refused before anything takes long
+    refuse_larger_batch(recipe, count)  # before anything takes long
     if recipe.seed is not None:
         torch.manual_seed(recipe.seed)
     model = model_of(recipe, data)
+    parameters = trainable_parameters(model)
     if recipe.plan is not None:
-        recipe, _, _ = with_advice(recipe, count, trainable_parameters(model))
-        plan = plan_of(recipe, count)
-    elif plan is None or bands_of(recipe) == "auto":  # how much noise can be kept depends on the model
-        plan = plan_of(recipe, count, trainable_parameters(model))
-    recipe = stated(_with_distance(recipe, model), plan.bands)
+        recipe, _, _ = with_advice(recipe, count, parameters)
+    plan = plan_of(recipe, count, parameters) if recipe.protected else unprotected_plan_of(recipe, count)
+    recipe = _with_defaults(recipe, plan, model)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     normalization = models.normalization_of(model)
     if normalization is not None:  # pretrained weights expect the constants they were trained with
         data = replace(data, mean=normalization.mean, std=normalization.std)
-    method = _method(recipe, model, replace(data, train=own), Schedule(recipe.schedule, plan.steps, recipe.warmup))
-    loss = _loss(recipe, data)
-    features = features_of(
-        recipe, model, loss, prepare=Preparation(data), folder=features_folder, show_progress=show_progress and ranks.main
-    )
+    loss, hits = _loss(recipe, data), next_token_hits if recipe.predicts_tokens else class_hits
+    features = None
+    if recipe.cache_features:
+        trained = [name.replace(".", "/") for name, parameter in model.named_parameters() if parameter.requires_grad]
+        features = FrozenFeatures(
+            model,
+            os.path.commonpath(os.path.dirname(name) for name in trained).replace("/", "."),
+            loss,
+            prepare=Preparation(data),
+            folder=features_folder,
+            physical_batch_size=min(recipe.physical_batch_size, _LARGEST_BATCH),
+            num_workers=recipe.num_workers,
+            tell=Fraction("features computed").tell if show_progress and ranks.main else None,
+        )
     measured = features.on if features is not None else partial(over_views, example_shape=data.example_shape)
     trainer = PrivateTrainer(
         model,
-        method,
+        _method(recipe, model, replace(data, train=own), plan.steps),
         plan,
         measured(loss),
-        accuracy=measured(_hits(recipe)),
+        accuracy=measured(hits),
         run_dir=default_folder(recipe.name) if run_dir is None else run_dir,
-        privacy=_privacy_settings(recipe, data, canaries, show_private_metrics),
+        privacy=PrivacySettings(
+            max_grad_norm=recipe.max_grad_norm,
+            clipping=recipe.clipping,
+            secure=recipe.secure,
+            seed=recipe.seed,
+            unit_name=recipe.unit_name or "",
+            show_private_metrics=show_private_metrics,
+            public=tuple(_public_facts(recipe, data, canaries)),
+        ),
         performance=PerformanceSettings(
             physical_batch_size=recipe.physical_batch_size,
             num_workers=recipe.num_workers,
-            noise_history=recipe.noise_history or "device",
             noise_memory_gib=recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB,
         ),
         record=RecordSettings(
@@ -131,47 +148,46 @@ def assemble(
     return Experiment(recipe, data, model, trainer, canaries, features)
 
 
-def _privacy_settings(
-    recipe: Recipe, data: LabelledData, canaries: Canaries | None, show_private_metrics: bool
-) -> PrivacySettings:
-    return PrivacySettings(
-        max_grad_norm=recipe.max_grad_norm,
-        clipping=recipe.clipping,
-        secure=recipe.secure,
-        seed=recipe.seed,
-        unit_name=recipe.unit_name or "",
-        show_private_metrics=show_private_metrics,
-        public=(
-            *(texts_in_words(recipe) or [_inputs_in_words(recipe)]),
-            *_held_out_in_words(recipe, data),
-            *([] if recipe.predicts_tokens else ["number and names of the classes"]),
-            *_weights_in_words(recipe),
-            *([canaries_in_words(canaries)] if canaries is not None else []),
-            *([f"the pretrained weights {pretrained!r}"] if (pretrained := recipe.model_options.get("pretrained")) else []),
-        ),
+def _with_defaults(recipe: Recipe, plan: PrivacyPlan | UnprotectedPlan, model: nn.Module) -> Recipe:
+    """The recipe with the values of all that it left out, so that a run goes on as it began under any later version."""
+    distance = recipe.resolved_distance
+    if distance is not None and recipe.distance is None and not recipe.tune:
+        distance = default_distance(model, pretrained="pretrained" in recipe.model_options)
+    return replace(
+        recipe,
+        learning_rate=recipe.resolved_learning_rate,
+        distance=distance,
+        ema_decay=recipe.resolved_ema_decay,
+        accountant=recipe.resolved_accountant,
+        bands=plan.bands,
+        model_options=recipe.resolved_model_options,
     )
 
 
-def _with_distance(recipe: Recipe, model: nn.Module) -> Recipe:
-    """The recipe with the default distance for its model, if it leaves it to the default."""
-    if recipe.distance is not None or recipe.resolved_distance is None or recipe.tune:
-        return recipe
-    return replace(recipe, distance=default_distance(model, pretrained="pretrained" in recipe.model_options))
-
-
-def _inputs_in_words(recipe: Recipe) -> str:
-    return "kinds, ranges and values of the columns" if recipe.columns else "normalization constants of the input"
-
-
-def _hits(recipe: Recipe) -> PerExample:
-    return next_token_hits if recipe.predicts_tokens else class_hits
+def _public_facts(recipe: Recipe, data: LabelledData, canaries: Canaries | None) -> Iterator[str]:
+    """What the privacy statement lists as public."""
+    inputs = "kinds, ranges and values of the columns" if recipe.columns else "normalization constants of the input"
+    yield from texts_in_words(recipe) or [inputs]
+    if recipe.train_size is not None:
+        yield f"which {recipe.train_size} examples of {recipe.data} are trained on (split seed {recipe.split_seed})"
+    if size_of(data.validation):
+        share = recipe.validation_size or f"{recipe.validation_fraction:g}"
+        whole = recipe.data if data.train_users is None else f"the {recipe.unit_name or 'user'}s of {recipe.data}"
+        verb = "are" if recipe.validation_size else "is"
+        yield f"which {share} of {whole} {verb} held out (split seed {recipe.split_seed})"
+    if not recipe.predicts_tokens:
+        yield "number and names of the classes"
+    if recipe.class_weights is not None:
+        yield f"weights of the classes in the loss ({', '.join(f'{weight:g}' for weight in recipe.class_weights)})"
+    if canaries is not None:
+        yield canaries_in_words(canaries)
+    if pretrained := recipe.model_options.get("pretrained"):
+        yield f"the pretrained weights {pretrained!r}"
 
 
 def _loss(recipe: Recipe, data: LabelledData) -> PerExample:
-    if recipe.predicts_tokens:
-        return next_token_loss
     if recipe.class_weights is None:
-        return class_loss
+        return next_token_loss if recipe.predicts_tokens else class_loss
     if len(recipe.class_weights) != data.num_classes:
         raise InputError(
             f"class_weights has {len(recipe.class_weights)} numbers, but {recipe.data} has {data.num_classes} classes; it must "
@@ -180,30 +196,52 @@ def _loss(recipe: Recipe, data: LabelledData) -> PerExample:
     return weighted_class_loss(recipe.class_weights)
 
 
-def _held_out_in_words(recipe: Recipe, data: LabelledData) -> list[str]:
-    drawn = f"which {recipe.train_size} examples of {recipe.data} are trained on (split seed {recipe.split_seed})"
-    used = [] if recipe.train_size is None else [drawn]
-    if not size_of(data.validation):
-        return used
-    share = recipe.validation_size or f"{recipe.validation_fraction:g}"
-    whole = recipe.data if data.train_users is None else f"the {recipe.unit_name or 'user'}s of {recipe.data}"
-    verb = "are" if recipe.validation_size else "is"
-    return [*used, f"which {share} of {whole} {verb} held out (split seed {recipe.split_seed})"]
-
-
-def _weights_in_words(recipe: Recipe) -> list[str]:
-    if recipe.class_weights is None:
-        return []
-    return [f"weights of the classes in the loss ({', '.join(f'{weight:g}' for weight in recipe.class_weights)})"]
-
-
-def _method(recipe: Recipe, model: nn.Module, data: LabelledData, schedule: Schedule) -> Method:
+def _method(recipe: Recipe, model: nn.Module, data: LabelledData, steps: int) -> Method:
     options = dict(recipe.optimizer)
     if "public" in options:
         options["public"] = public_examples(recipe, data, options["public"])
     rate, distance = recipe.resolved_learning_rate, recipe.resolved_distance
     method = build(recipe.algorithm, model, options, lr=rate, distance=distance)
-    return method.configure(schedule=schedule, average=recipe.resolved_ema_decay)
+    return method.configure(schedule=Schedule(recipe.schedule, steps, recipe.warmup), average=recipe.resolved_ema_decay)
+
+
+def public_examples(recipe: Recipe, data: LabelledData, chosen: int | list[int]) -> PublicExamples:
+    """Public examples for methods that need some: held out, which the guarantee does not cover anyway.
+
+    The first ``chosen`` ones, or those at these positions of the data set before it was divided.
+
+    Raises:
+        InputError: for positions of training examples, or more examples than are held out.
+    """
+    rows = _held_out_rows(recipe, data, chosen)
+    loss = next_token_loss if recipe.predicts_tokens else class_loss
+    if isinstance(data.validation, tuple):
+        inputs, labels = data.validation
+        return PublicExamples((inputs[rows], labels[rows]), loss, Preparation(data))
+    return PublicExamples(Subset(data.validation, rows.tolist()), loss, Preparation(data))
+
+
+def _held_out_rows(recipe: Recipe, data: LabelledData, chosen: int | list[int]) -> torch.Tensor:
+    """Indices within the held-out part."""
+    if not isinstance(chosen, list):
+        if chosen > size_of(data.validation):
+            raise InputError(
+                f"optimizer.public is {chosen}; only {size_of(data.validation)} examples are held out, it must be at most that"
+            )
+        return torch.arange(chosen)
+    count = size_of(data.train) + size_of(data.validation)
+    if recipe.train_size is not None:
+        raise InputError(f"optimizer.public holds positions, but train_size is {recipe.train_size}; give their number instead")
+    held_out = data.held_out_rows
+    if held_out is None:
+        _, held_out = split(count, recipe.validation_fraction, recipe.split_seed, size=recipe.validation_size)
+    refuse_shared_indices(chosen, set(range(count)).difference(held_out.tolist()))
+    row_of = {position: row for row, position in enumerate(held_out.tolist())}
+    unknown = [position for position in chosen if position not in row_of]
+    if unknown or not chosen:
+        below = f"positions below {count}" if data.train_users is None else "positions of examples"  # their number is private
+        raise InputError(f"optimizer.public holds {unknown[0] if unknown else 'nothing'}; it must hold {below}")
+    return torch.tensor([row_of[position] for position in chosen])
 
 
 def load_data(recipe: Recipe) -> LabelledData:
@@ -231,25 +269,27 @@ def _augmentation(recipe: Recipe, data: LabelledData) -> Augmentation | None:
             f"data is {recipe.data!r}, not images; crop_padding, flip, resized_crop and multiplicity are for images, leave "
             "them out"
         )
+    if not augments and recipe.multiplicity > 1:
+        raise InputError(
+            f"multiplicity is {recipe.multiplicity}, but without crop_padding, flip or resized_crop all views are the same; "
+            "set one of them"
+        )
     if not augments:
-        if recipe.multiplicity > 1:
-            raise InputError(
-                f"multiplicity is {recipe.multiplicity}, but without crop_padding, flip or resized_crop all views are the "
-                "same; set one of them"
-            )
         return None
     height, width = data.example_shape[-2:]
-    augmentation = Augmentation(
-        recipe.crop_padding, recipe.flip, recipe.resized_crop, recipe.multiplicity, size=(height, width)
-    )
-    if isinstance(data.train, ImageFolder) and recipe.resized_crop:
-        return Augmentation(flip=recipe.flip)
-    return augmentation
+    own = Augmentation(recipe.crop_padding, recipe.flip, recipe.resized_crop, recipe.multiplicity, size=(height, width))
+    cropped = isinstance(data.train, ImageFolder) and recipe.resized_crop  # right after decoding
+    return Augmentation(flip=recipe.flip) if cropped else own
 
 
 def model_of(recipe: Recipe, data: LabelledData) -> nn.Module:
     """The model that a recipe names, for the shape and classes of its data."""
-    return models.build(recipe.model, data.num_classes, _model_shape(recipe, data), **located_options(recipe))
+    shape = data.example_shape
+    if not data.tokens and not data.images:
+        if recipe.model != "mlp":
+            raise InputError(f"model is {recipe.model!r}, which takes images; for the rows of a table it must be 'mlp'")
+        shape = (1, 1, shape[0])
+    return models.build(recipe.model, data.num_classes, shape, **located_options(recipe))
 
 
 def trainable_parameters(model: nn.Module) -> int:
@@ -257,66 +297,27 @@ def trainable_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def _model_shape(recipe: Recipe, data: LabelledData) -> tuple[int, ...]:
-    if data.tokens:
-        return data.example_shape
-    if data.images:
-        channels, height, width = data.example_shape
-        return channels, height, width
-    if recipe.model != "mlp":
-        raise InputError(f"model is {recipe.model!r}, which takes images; for the rows of a table it must be 'mlp'")
-    return 1, 1, data.example_shape[0]
+def number_of_units(recipe: Recipe, data: LabelledData) -> int:
+    """The number of training examples, or of users if these are the recipe's unit.
 
-
-def _refuse_named_examples(recipe: Recipe, data: LabelledData) -> None:
-    """Refuse to call an example by the name of a unit that has several, if the data say whose each example is."""
+    Raises:
+        InputError: if nothing says whose each example is, or examples have a unit's name of which some have several.
+    """
     users = data.train_users
     if recipe.unit == "example" and recipe.unit_name and users is not None and count_users(users) < len(users):
         raise InputError(
             f"unit_name is {recipe.unit_name!r} and unit is 'example', but some have several examples; set unit = 'user' "
             "and examples_per_user, which protects each with all they have"
         )
-
-
-def number_of_units(recipe: Recipe, data: LabelledData) -> int:
-    """The number of training examples, or of users if these are the recipe's unit."""
     if recipe.unit == "example":
         return size_of(data.train)
-    if data.train_users is None:
+    if users is None:
         raise InputError(f"unit is 'user', but nothing says whose each example of {data.name} is; its data need ids of users")
-    return count_users(data.train_users)
+    return count_users(users)
 
 
-def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) -> PrivacyPlan | UnprotectedPlan:
-    """The privacy plan of a recipe for ``dataset_size`` training examples or users and a number of trainable ``parameters``.
-
-    For a recipe that declares a search, it is the plan of each run, whose ε covers the search.
-    """
-    if recipe.batch_size > dataset_size:
-        raise InputError(
-            f"batch_size is {recipe.batch_size}, more than the {dataset_size} {recipe.unit_name or recipe.unit}s to train on, "
-            f"validation and test parts aside; it must be at most {dataset_size}"
-        )
-    if recipe.protected:
-        search = {name: recipe.tune[name] for name in ("expected_runs", "distribution") if recipe.tune}
-        solve = SelectionPlan.solve if recipe.tune else PrivacyPlan.solve
-        return solve(
-            dataset_size=dataset_size,
-            batch_size=recipe.batch_size,
-            delta=recipe.delta,
-            epsilon=recipe.epsilon,
-            noise_multiplier=recipe.noise_multiplier,
-            steps=recipe.steps,
-            accountant=recipe.resolved_accountant,
-            bands=bands_of(recipe),
-            parameters=parameters,
-            noise_memory_gib=noise_memory_of(recipe),
-            max_batch_size=recipe.max_batch_size,
-            unit=recipe.unit,
-            examples_per_user=recipe.examples_per_user,
-            **search,
-        )
+def unprotected_plan_of(recipe: Recipe, dataset_size: int) -> UnprotectedPlan:
+    """What stands for the plan of a run without privacy."""
     assert recipe.steps is not None, "recipes without privacy must say how many steps they take"
-    return UnprotectedPlan(
-        dataset_size, recipe.batch_size, recipe.steps, recipe.unit, recipe.examples_per_user, recipe.max_batch_size
-    )
+    users = recipe.unit, recipe.examples_per_user
+    return UnprotectedPlan(dataset_size, recipe.batch_size, recipe.steps, *users, recipe.max_batch_size)

@@ -1,27 +1,34 @@
-"""A recipe with all that was built from it: training, and figures on the test set."""
+"""A recipe with all that was built from it: training, figures on the test set, and what its model takes when it is deployed."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from dp_microadam.errors import DPMicroAdamError, InputError
 from dp_microadam.plan.learning_rate import too_much_noise
 from dp_microadam.training.evaluation import ClassCounts, PerExample, count_hits, document_hits, document_tokens, evaluate
+from dp_microadam.training.export import Deployment, normalization_in_words
 from dp_microadam.training.frozen_features import FrozenFeatures
+from dp_microadam.training.program import for_deployment
 from dp_microadam.training.trainer import PrivateTrainer, RunResult
 from dp_microadam.workbench.data import Preparation
 from dp_microadam.workbench.data.dataset import Examples, LabelledData, count_users, size_of
 from dp_microadam.workbench.data.images import ImageFolder
 from dp_microadam.workbench.models.hugging_face import TextModel
 from dp_microadam.workbench.recipes.canaries import Canaries
-from dp_microadam.workbench.recipes.language import LanguageFigures, language_figures
 from dp_microadam.workbench.recipes.recipe import Recipe
+from dp_microadam.workbench.recipes.texts import LanguageFigures, language_figures
+
+_CHECKED = 32
+_TOLERANCE = 1e-3
 
 
 @dataclass
@@ -46,32 +53,28 @@ class Experiment:
         train, held_out = self._inputs(training_part(self.recipe, self.data), validation)
         return self.trainer.fit(train, held_out, **users_of(self.recipe, self.data))
 
-    def notes(self) -> list[str]:
+    def notes(self) -> Iterator[str]:
         """What the owner of the data should know before they are looked at: what was passed over, and what is held out.
 
         How many examples users have together is private: where users are known, they are counted instead.
         """
-        data, recipe = self.data, self.recipe
-        if not size_of(data.validation):
-            return [*data.notes, "no example is held out for validation: validation_fraction is 0", *self._too_much_noise()]
-        unit, held_out, rest = "examples", size_of(data.validation), size_of(data.train) - len(self.canaries or ())
-        if data.train_users is not None and data.validation_users is not None:
-            unit = f"{recipe.unit_name or 'user'}s"
-            held_out, rest = count_users(data.validation_users), count_users(data.train_users)
-        return [
-            *data.notes,
-            f"held out for validation, and not protected: {held_out:,} of {held_out + rest:,} {unit} of the training part, "
-            f"drawn with split seed {recipe.split_seed}; validation_fraction = 0 holds out none",
-            *self._too_much_noise(),
-        ]
-
-    def _too_much_noise(self) -> Iterator[str]:
-        """The hint of the plan, for methods that train all parameters in every step."""
-        step = self.trainer.step
+        data, recipe, step = self.data, self.recipe, self.trainer.step
         plan = step.account.privacy
+        yield from data.notes
+        if size_of(data.validation):
+            unit, held_out, rest = "examples", size_of(data.validation), size_of(data.train) - len(self.canaries or ())
+            if data.train_users is not None and data.validation_users is not None:
+                unit = f"{recipe.unit_name or 'user'}s"
+                held_out, rest = count_users(data.validation_users), count_users(data.train_users)
+            yield (
+                f"held out for validation, and not protected: {held_out:,} of {held_out + rest:,} {unit} of the training part, "
+                f"drawn with split seed {recipe.split_seed}; validation_fraction = 0 holds out none"
+            )
+        else:
+            yield "no example is held out for validation: validation_fraction is 0"
         if plan is not None and all(phase.trainable is None for phase in step.phases):
             trained = sum(parameter.numel() for parameter in step.model.parameters() if parameter.requires_grad)
-            found = too_much_noise(plan, trained, self.recipe.unit_name or self.recipe.unit)
+            found = too_much_noise(plan, trained, recipe.unit_name or recipe.unit)
             yield from () if found is None else (found,)
 
     def training_part(self) -> Examples:
@@ -123,6 +126,45 @@ class Experiment:
         with self.best_weights():
             return copy.deepcopy(self.model)
 
+    def deployment(self) -> Deployment:
+        """Raw inputs as the data source reads them, prepared as for evaluation.
+
+        Raises:
+            InputError: if the data source does not say how files are read.
+        """
+        data = self.data
+        if data.raw is None:
+            raise InputError(
+                f"data is {data.name!r}, of which there are no files to predict from; use the exported weights in Python"
+            )
+        prepare = Preparation(data)
+        described = normalization_in_words(data.mean, data.std, pixels=data.images)
+        return Deployment(data.raw, lambda inputs: prepare((inputs, inputs))[0], data.classes, described)
+
+    def largest_difference(self, program: Callable[[Tensor], Tensor], count: int = _CHECKED) -> tuple[int, float]:
+        """Compare a program with evaluation on the first test examples: how many, and the largest difference of a probability.
+
+        The program gets what is in a file; evaluation goes its own way from the file to the probabilities.
+
+        Raises:
+            DPMicroAdamError: if the two do not agree.
+        """
+        model, prepare, test = for_deployment(self.best_model()), Preparation(self.data), self.data.test
+        checked, largest = min(count, size_of(test)), 0.0
+        assert self.data.raw is not None
+        for index in range(checked):
+            example = test[0][index] if isinstance(test, tuple) else test[index][0]
+            raw = next(self.data.raw.read(test.path(index)))[1] if isinstance(test, ImageFolder) else example[None]
+            with torch.no_grad():
+                expected = model(prepare((example[None], example[None]))[0]).softmax(dim=1)
+            largest = max(largest, float((program(raw) - expected).abs().max()))
+        if not largest <= _TOLERANCE:
+            raise DPMicroAdamError(
+                f"the program's probabilities differ by {largest:.2g} from those of evaluation; nothing is exported, so "
+                "use the weights alone, and report this"
+            )
+        return checked, largest
+
     def _counts(self) -> ClassCounts:
         if self.recipe.predicts_tokens:
             found = self._means({"hits": document_hits, "tokens": document_tokens})
@@ -157,3 +199,41 @@ def users_of(recipe: Recipe, data: LabelledData) -> dict[str, Any]:
     """Whose the examples are, as arguments of ``fit``; none unless the recipe's unit is the user."""
     known = {"users": data.train_users, "validation_users": data.validation_users}
     return known if recipe.unit == "user" else {}
+
+
+def loading_code(
+    model: str,
+    options: Mapping[str, Any],
+    num_classes: int,
+    shape: Sequence[int],
+    weights: str,
+    normalization: tuple[Sequence[float], Sequence[float]],
+) -> str:
+    """Python code that builds the model of a recipe, loads its exported weights and documents its inputs.
+
+    Pretrained weights are not loaded again: the exported ones replace them.
+
+    >>> print(loading_code("mlp", {"hidden": 32}, 10, (1, 28, 28), "model.safetensors", ((0.13,), (0.31,))))
+    from safetensors.torch import load_file
+    from dp_microadam.workbench import models
+    <BLANKLINE>
+    model = models.build("mlp", 10, (1, 28, 28), hidden=32)
+    model.load_state_dict(load_file("model.safetensors"))
+    model.eval()
+    # inputs: floats of shape [B, 1, 28, 28], as (value - mean) / std with mean (0.13,) and std (0.31,), pixels from 0 to 1
+    """
+    keywords = "".join(f", {key}={value!r}" for key, value in options.items() if key != "pretrained")
+    mean, std = (tuple(constants) for constants in normalization)
+    scaled = f", as (value - mean) / std with mean {mean} and std {std}" if mean and std else ""
+    pixels = ", pixels from 0 to 1" if len(shape) == 3 else ""
+    needed = "  # adapters need pip install peft" if options.get("lora_rank") else ""
+    # The model takes the rows of a table as images of one row.
+    built_for = tuple(shape) if len(shape) == 3 else (1, 1, *shape)
+    return (
+        "from safetensors.torch import load_file\n"
+        "from dp_microadam.workbench import models\n\n"
+        f'model = models.build("{model}", {num_classes}, {built_for}{keywords}){needed}\n'
+        f'model.load_state_dict(load_file("{weights}"))\n'
+        "model.eval()\n"
+        f"# inputs: floats of shape [B, {', '.join(map(str, shape))}]{scaled}{pixels}"
+    )

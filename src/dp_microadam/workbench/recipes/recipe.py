@@ -2,25 +2,52 @@
 
 from __future__ import annotations
 
+import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any
+from functools import cache
+from typing import Annotated, Any, Literal, get_type_hints
 
 import tomli_w
 
 from dp_microadam.errors import InputError
 from dp_microadam.methods.table import DEFAULT, METHODS
 from dp_microadam.plan.learning_rate import ADAPTER_DISTANCE
-from dp_microadam.workbench.data.catalogue import takes_columns
 from dp_microadam.workbench.data.columns import declaration
-from dp_microadam.workbench.recipes import checks, texts, tuning, vocabulary
-from dp_microadam.workbench.recipes.hints import hint_for_key, refuse_unknown_options
-from dp_microadam.workbench.recipes.kept_features import refuse_changing_features
+from dp_microadam.workbench.recipes import keys, tuning, vocabulary
+from dp_microadam.workbench.recipes.keys import Canaries, Count, Name, Noun, Positive, Probability, Share, Whole
 
+_NON_PRIVATE_SGD_RATE = 0.1
+"""DP-SGD's 4.0 is tuned for gradients of norm at most one."""
 
-def _key(check: checks.Check, **default: Any) -> Any:
-    return field(metadata={"check": check}, **default)
+_EXCLUSIVE: Mapping[str, tuple[Any, ...]] = {
+    "audit_canaries": (
+        "canaries are images or rows of numbers, in single private runs whose unit is an example, without weights of classes",
+        ("method", lambda method: method != vocabulary.NON_PRIVATE),
+        ("unit", lambda unit: unit == "example"),
+        ("class_weights", lambda weights: weights is None),
+        ("tune", lambda tune: not tune),
+        ("data", lambda data: data not in vocabulary.TEXT_SETS),
+    ),
+    "cache_features": (
+        "features are kept of a frozen backbone alone, and must not change from step to step",
+        ("model_options", lambda options: options.get("trainable") == "head" and not options.get("lora_rank")),
+        *((key, lambda changes: not changes) for key in ("crop_padding", "flip", "resized_crop", "tune")),
+    ),
+    "plan": (
+        "a proposal needs epsilon, is for a single private run, and chooses batch size, steps and bands itself",
+        ("method", lambda method: method != vocabulary.NON_PRIVATE),
+        ("epsilon", lambda epsilon: epsilon is not None),
+        ("bands", lambda bands: bands in (None, "auto", 1)),
+        ("max_batch_size", lambda most: most is None),
+        ("tune", lambda tune: not tune),
+    ),
+}
+"""Keys with what others must be beside them, and why."""
+
+_PACKING = ("packing", "pack", "group_texts")
+"""Names under which other libraries put several documents into one row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +57,7 @@ class Recipe:
     Exactly two of ``epsilon``, ``noise_multiplier`` and ``steps`` are given, and the third is solved. A non-private run needs
     only ``steps`` and ignores the other two, so that any recipe with ``steps`` can also be run without privacy.
 
-    >>> Recipe(name="mine", data="digits", model="mlp", epsilon=8, steps=1000, batch_size=256).resolved_learning_rate
+    >>> Recipe(name="mine", data="digits", model="mlp", epsilon=8, steps=1000, batch_size=256).resolved_distance
     1.5
     >>> Recipe.from_toml('name = "mine"\\nmodle = "mlp"')
     Traceback (most recent call last):
@@ -38,141 +65,169 @@ class Recipe:
     dp_microadam.errors.InputError: recipe key modle = 'mlp' is unknown; the nearest known key is model
     """
 
-    name: str = _key(checks.name)
-    method: str = _key(checks.one_of(*vocabulary.METHODS), default=DEFAULT)
-    base: str | None = _key(checks.optional(checks.one_of(*vocabulary.BASES)), default=None)
+    name: Name
+    method: Annotated[str, keys.one_of(*vocabulary.METHODS)] = DEFAULT
+    base: Annotated[str, keys.one_of(*vocabulary.BASES)] | None = None
     """For method ``"non-private"``: the method to run without clipping and noise. None: dp-threshold."""
 
-    data: str = _key(checks.one_of(*vocabulary.DATA_SETS))
-    data_folder: str = _key(checks.text, default="")
+    data: Annotated[str, keys.one_of(*vocabulary.DATA_SETS)]
+    data_folder: str = ""
     """Folder of the data files. Empty: search the default folders."""
-    verify_data: bool = _key(checks.flag, default=True)
+    verify_data: bool = True
     """Refuse files whose digests differ from the published ones; false for your own data in the same format."""
-    data_memory_gib: float = _key(checks.positive, default=2.0)
+    data_memory_gib: Positive = 2.0
     """Files larger than this are memory-mapped instead of read."""
-    num_workers: int = _key(checks.count_or_zero, default=0)
+    num_workers: Whole = 0
     """Worker processes that load and decode data that is not in memory."""
-    validation_fraction: float = _key(checks.below_one, default=0.1)
+    validation_fraction: Share = 0.1
     """Fraction of the training part held out for validation; not protected by the guarantee. 0: none is held out."""
-    validation_size: int | None = _key(checks.optional(checks.count), default=None)
+    validation_size: Count | None = None
     """Number of held-out examples, instead of a fraction."""
-    train_size: int | None = _key(checks.optional(checks.count), default=None)
+    train_size: Count | None = None
     """Number of training examples, drawn with ``split_seed``. None: all that are not held out."""
-    test_size: int | None = _key(checks.optional(checks.count), default=None)
+    test_size: Count | None = None
     """Number of test examples, drawn with ``split_seed``. None: all."""
-    split_seed: int = _key(checks.seed, default=0)
+    split_seed: Whole = 0
 
-    image_size: int | None = _key(checks.optional(checks.count), default=None)
+    image_size: Count | None = None
     """Height and width that images are resized to. None: unchanged, or 224 for folders of image files."""
-    crop_padding: int = _key(checks.count_or_zero, default=0)
+    crop_padding: Whole = 0
     """Pixels of padding before a random crop of training images; 0: no random crop."""
-    flip: bool = _key(checks.flag, default=False)
+    flip: bool = False
     """Random horizontal flips of training images."""
-    resized_crop: bool = _key(checks.flag, default=False)
+    resized_crop: bool = False
     """Random resized crops of training images, of 8 to 100 % of their area."""
-    multiplicity: int = _key(checks.count, default=1)
+    multiplicity: Count = 1
     """Augmented views per training image; their gradients are averaged before clipping (augmentation multiplicity)."""
 
-    model: str = _key(checks.one_of(*vocabulary.MODELS))
-    cache_features: bool = _key(checks.flag, default=False)
+    model: Annotated[str, keys.one_of(*vocabulary.MODELS)]
+    cache_features: bool = False
     """Compute what comes before the head once for each example, and keep it, if ``model_options.trainable`` is ``"head"``."""
 
-    epsilon: float | None = _key(checks.optional(checks.positive), default=None)
-    noise_multiplier: float | None = _key(checks.optional(checks.positive), default=None)
-    steps: int | None = _key(checks.optional(checks.count), default=None)
-    plan: str | None = _key(checks.optional(checks.one_of("auto")), default=None)
+    epsilon: Positive | None = None
+    noise_multiplier: Positive | None = None
+    steps: Count | None = None
+    plan: Literal["auto"] | None = None
     """``"auto"``: batch size, steps and bands are chosen by predicted noise, for as many processed examples as the recipe's own
     steps and batch size have."""
-    delta: float = _key(checks.inside_unit_interval, default=1e-5)
-    accountant: str | None = _key(checks.optional(checks.one_of("rdp", "pld")), default=None)
+    delta: Probability = 1e-5
+    accountant: Literal["rdp", "pld"] | None = None
     """None: ``"pld"``, the tighter one, but ``"rdp"`` for a search."""
-    bands: int | str | None = _key(checks.optional(checks.count_or("auto")), default=None)
+    bands: Count | Literal["auto"] | None = None
     """Bands of correlated noise: a number, 1 for independent noise; or ``"auto"``, a few where they leave much less noise.
     None: ``"auto"``."""
-    unit: str = _key(checks.one_of("example", "user"), default="example")
+    unit: Literal["example", "user"] = "example"
     """Whom the guarantee is for: one example, or one user with all their examples. With users, sizes count users."""
-    examples_per_user: int | None = _key(checks.optional(checks.count), default=None)
+    examples_per_user: Count | None = None
     """For unit ``"user"``: the largest number of a user's examples that enter a step."""
-    unit_name: str | None = _key(checks.optional(checks.noun), default=None)
+    unit_name: Noun | None = None
     """What the unit is called in the privacy statement, such as patient. For unit ``"example"``: each has one example."""
-    noise_history: str | None = _key(checks.optional(checks.one_of("device", "cpu")), default=None)
-    """Where several bands keep the noise of the last steps: beside the model or in main memory. None: ``"device"``."""
-    noise_memory_gib: float | None = _key(checks.optional(checks.positive), default=None)
-    """The largest size of that noise. None: 2."""
+    noise_memory_gib: Positive | None = None
+    """The most memory that noise of the last steps may take, which several bands keep. None: 2."""
 
-    batch_size: int = _key(checks.count)
+    batch_size: Count
     """Expected size of a Poisson batch."""
-    max_batch_size: int | None = _key(checks.optional(checks.count), default=None)
+    max_batch_size: Count | None = None
     """The most examples in a step; of a larger sample, so many are kept at random. None: no cap."""
-    physical_batch_size: int = _key(checks.count, default=256)
+    physical_batch_size: Count = 256
     """Examples per forward and backward pass; affects only memory and speed."""
-    class_weights: tuple[float, ...] | None = _key(checks.optional(checks.weights), default=None)
+    class_weights: keys.Weights | None = None
     """Weight of each class in the training loss: public numbers, not computed from the labels. None: all alike."""
-    max_grad_norm: float = _key(checks.positive, default=1.0)
-    clipping: str = _key(checks.one_of("flat", "per-layer"), default="flat")
+    max_grad_norm: Positive = 1.0
+    clipping: Literal["flat", "per-layer"] = "flat"
 
-    learning_rate: float | None = _key(checks.optional(checks.positive), default=None)
-    """None: the default of the method."""
-    distance: float | None = _key(checks.optional(checks.positive), default=None)
-    """In place of a learning rate: how far the noise of the run walks. None: the default of the method, if it has one."""
-    schedule: str = _key(checks.one_of("constant", "cosine", "linear"), default="constant")
-    warmup: float = _key(checks.below_one, default=0.0)
+    learning_rate: Positive | None = None
+    """The optimizer's own. None: it follows from ``distance``, or is the default of the method."""
+    distance: Positive | None = None
+    """How far the noise of the run walks, relative to d^¼ for d parameters; the learning rate follows from it. None: the
+    default of methods whose rate follows from the plan, if there is no ``learning_rate``."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    warmup: Share = 0.0
     """Fraction of the steps over which the learning rate rises linearly."""
-    ema_decay: float | None = _key(checks.optional(checks.below_one), default=None)
+    ema_decay: Share | None = None
     """Decay of an exponential moving average of the weights; 0: none is kept. None: the default of the method."""
 
-    max_steps: int | None = _key(checks.optional(checks.count), default=None)
+    max_steps: Count | None = None
     """Stop after this many steps; schedule and noise stay those of the full run."""
-    evaluate_every: int = _key(checks.count, default=100)
-    diagnostics_every: int | None = _key(checks.optional(checks.count), default=None)
+    evaluate_every: Count = 100
+    diagnostics_every: Count | None = None
     """Steps between measurements of MicroAdam's diagnostics; None: off."""
-    checkpoint_every: int = _key(checks.count, default=100)
-    checkpoint_minutes: float = _key(checks.positive, default=5.0)
-    keep_checkpoints: int = _key(checks.count, default=2)
+    checkpoint_every: Count = 100
+    checkpoint_minutes: Positive = 5.0
+    keep_checkpoints: Count = 2
 
-    secure: bool = _key(checks.flag, default=False)
+    secure: bool = False
     """Draw the noise from a cryptographically secure generator."""
-    seed: int | None = _key(checks.optional(checks.seed), default=None)
+    seed: Whole | None = None
     """Fixes all randomness, for tests; the run is then not private."""
 
-    audit_canaries: int | None = _key(checks.optional(checks.canary_count), default=None)
+    audit_canaries: Canaries | None = None
     """Synthetic examples that take places in the training data, about half of them filled, for ``dp-microadam audit RUN``."""
-    canary_key: str | None = _key(checks.optional(checks.random_key), default=None)
+    canary_key: keys.Key | None = None
     """Decides which canaries take part. None: a new one for each run, which is kept in its configuration."""
 
-    data_options: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
-    columns: dict[str, Any] = field(default_factory=dict, metadata={"check": declaration})
+    data_options: keys.Table = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
     """What the columns of a table are: kinds, ranges and values, which are public."""
-    model_options: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
-    optimizer: dict[str, Any] = field(default_factory=dict, metadata={"check": checks.table})
-    tune: dict[str, Any] = field(default_factory=dict, metadata={"check": tuning.table})
+    model_options: keys.Table = field(default_factory=dict)
+    optimizer: keys.Table = field(default_factory=dict)
+    tune: dict[str, Any] = field(default_factory=dict)
     """What ``dp-microadam tune`` chooses among; empty for a single run."""
 
     def __post_init__(self) -> None:
-        for known in fields(self):
-            value = getattr(self, known.name)
-            object.__setattr__(self, known.name, known.metadata["check"](known.name, value))
+        readers = {"columns": declaration, "tune": tuning.table}
+        for key, kind in kinds().items():
+            given = getattr(self, key)
+            found = readers[key](key, given) if key in readers else keys.read(key, kind, given)
+            object.__setattr__(self, key, found)
+        for sentence in self._conflicts():
+            raise InputError(sentence)
+        owners = {"optimizer": self.algorithm, "model_options": self.model, "data_options": self.data}
+        for name, owner in owners.items():
+            for option, value in getattr(self, name).items():
+                refuse_unknown(f"{name}.{option}", value, vocabulary.TABLES[name][owner], owner)
+
+    def _conflicts(self) -> Iterator[str]:
+        """Settings that exclude each other, in a sentence each."""
         if self.base is not None and self.protected:
-            raise InputError(
-                f"base is {self.base!r}, but method is {self.method!r}; leave it out, it is only for method 'non-private'"
-            )
+            yield f"base is {self.base!r}, but method is {self.method!r}; leave it out, it is only for method 'non-private'"
         if self.learning_rate is not None and self.distance is not None:
-            raise InputError(
-                f"learning_rate is {self.learning_rate:g} and distance is {self.distance:g}; a method has one of the two"
+            yield (
+                f"learning_rate is {self.learning_rate:g} and distance is {self.distance:g}, from which a rate follows; leave "
+                "one of them out"
             )
-        texts.refuse_misfits(self)
-        for table, given, known_options, owner in (
-            ("optimizer", self.optimizer, vocabulary.OPTIMIZER_OPTIONS, self.algorithm),
-            ("model_options", self.model_options, vocabulary.MODEL_OPTIONS, self.model),
-            ("data_options", self.data_options, vocabulary.DATA_OPTIONS, self.data),
-        ):
-            refuse_unknown_options(table, given, known_options[owner], owner, [key.name for key in fields(self)])
-        if self.columns and not takes_columns(self.data):
-            raise InputError(f"columns are declared, but data is {self.data!r}; they are for tables, leave them out")
-        refuse_changing_features(self)
-        self._refuse_canaries_out_of_place()
-        self._refuse_unsolvable_budget()
-        self._refuse_unknown_users()
+        for name in _PACKING:
+            if (given := {**self.data_options, **self.model_options}.get(name)) is not None:
+                yield (
+                    f"{name} is {given!r}, but documents must not share a row: its gradient would be clipped as one, and a "
+                    "document that spans rows would count in each, so that ε would not hold for a document; leave it out, "
+                    "each is cut or padded to max_length"
+                )
+        is_text, takes_text = self.data in vocabulary.TEXT_SETS, self.model in vocabulary.TEXT_MODELS
+        if is_text != takes_text:
+            right = [name for name in vocabulary.MODELS if (name in vocabulary.TEXT_MODELS) == is_text]
+            of = f"but {self.data} are texts" if is_text else f"which takes texts, and data is {self.data!r}"
+            yield f"model is {self.model!r}, {of}; it must be one of {', '.join(map(repr, right))}"
+        if self.predicts_tokens and self.class_weights is not None:
+            yield "class_weights are given, but a language model has no classes; leave them out"
+        budget = {"epsilon": self.epsilon, "noise_multiplier": self.noise_multiplier, "steps": self.steps}
+        given = [f"{key} = {value}" for key, value in budget.items() if value is not None]
+        if not self.protected and self.steps is None:
+            yield "steps is not given; a non-private run needs it, since no budget decides when to stop"
+        if self.protected and len(given) != 2:
+            yield (
+                f"exactly two of epsilon, noise_multiplier and steps must be given; got {', '.join(given) or 'none'} "
+                "(KEY=none removes one)"
+            )
+        if self.unit == "user" and not any(option in self.data_options for option in vocabulary.USER_OPTIONS):
+            known = [option for option in vocabulary.DATA_OPTIONS[self.data] if option in vocabulary.USER_OPTIONS]
+            use = " or ".join(f"data_options.{option}" for option in known) or "data 'table' or 'image-folder', which can"
+            yield f"unit is 'user', but nothing says whose each example of {self.data} is; use {use}"
+        for key, (why, *unsuitable) in _EXCLUSIVE.items():
+            value = getattr(self, key)
+            for other, suits in unsuitable if value else ():
+                if not suits(found := getattr(self, other)):
+                    yield f"{key} is {value!r}, but {other} is {found!r}: {why}; change one of them"
 
     @property
     def private(self) -> bool:
@@ -195,38 +250,46 @@ class Recipe:
         return self.method if self.protected else self.base or DEFAULT
 
     @property
-    def resolved_accountant(self) -> str:
+    def resolved_accountant(self) -> Literal["rdp", "pld"]:
         """``accountant``, or the tighter one that knows what the recipe declares."""
         return self.accountant or ("rdp" if self.tune else "pld")
 
     @property
-    def resolved_learning_rate(self) -> float | None:
-        """``learning_rate``, or the method's default; None where a distance takes its place."""
-        if self.learning_rate is not None or self.resolved_distance is not None:
-            return self.learning_rate
-        method = "dp-sgd" if self._scales_gradients_for_sgd() else self.algorithm
-        default = METHODS[method].learning_rate
-        return default if self.protected else vocabulary.NON_PRIVATE_LEARNING_RATES.get(method, default)
-
-    @property
     def resolved_distance(self) -> float | None:
-        """``distance``, or the method's default; None where there is a learning rate."""
+        """``distance``, or the default of methods whose rate follows from the plan; None for a rate of the optimizer."""
         if self.distance is not None or self.learning_rate is not None:
             return self.distance
         far = METHODS[self.algorithm].distance
         return ADAPTER_DISTANCE if far is not None and self.model_options.get("lora_rank") else far
 
     @property
+    def resolved_learning_rate(self) -> float | None:
+        """``learning_rate``, or the default of methods that have one; None where it follows from the plan."""
+        if self.learning_rate is not None or self.resolved_distance is not None:
+            return self.learning_rate
+        by_sgd = self.algorithm == "scale-then-privatize" and self._base_optimizer == "sgd"
+        if (by_sgd or self.algorithm == "dp-sgd") and not self.protected:
+            return _NON_PRIVATE_SGD_RATE
+        return METHODS["dp-sgd" if by_sgd else self.algorithm].learning_rate
+
+    @property
     def resolved_ema_decay(self) -> float:
         """``ema_decay``, or the method's default."""
         return METHODS[self.algorithm].average if self.ema_decay is None else self.ema_decay
 
-    def _scales_gradients_for_sgd(self) -> bool:
-        """Whether this is scale-then-privatize followed by SGD, the default of all its sources but ``"previous"``."""
-        base_optimizer = self.optimizer.get(
-            "base_optimizer", "adam" if self.optimizer.get("source", "previous") == "previous" else "sgd"
-        )
-        return self.algorithm == "scale-then-privatize" and base_optimizer == "sgd"
+    @property
+    def resolved_model_options(self) -> dict[str, Any]:
+        """``model_options``; features are brought to a fixed norm before the head of a vision transformer that is frozen."""
+        options = self.model_options
+        frozen = options.get("trainable") in ("biases", "head") or bool(options.get("lora_rank"))
+        normalized = frozen and "normalize_features" in vocabulary.MODEL_OPTIONS[self.model]
+        return {"normalize_features": True, **options} if normalized else options
+
+    @property
+    def _base_optimizer(self) -> str:
+        """Of scale-then-privatize: SGD is the default of all its sources but ``"previous"``."""
+        previous = self.optimizer.get("source", "previous") == "previous"
+        return str(self.optimizer.get("base_optimizer", "adam" if previous else "sgd"))
 
     def to_toml(self) -> str:
         """The recipe as TOML text that :meth:`from_toml` reads back equal.
@@ -258,56 +321,40 @@ class Recipe:
         Raises:
             InputError: for a key that is unknown or missing, or a value that cannot be used.
         """
-        known = [known.name for known in fields(cls)]
         for key, value in values.items():
-            if key not in known:
-                raise InputError(f"recipe key {key} = {value!r} is unknown; {hint_for_key(key, known)}")
+            refuse_unknown(key, value, list(kinds()))
         for needed in fields(cls):
             if needed.default is MISSING and needed.default_factory is MISSING and needed.name not in values:
                 raise InputError(f"the recipe lacks the key {needed.name}; it must be given")
         return cls(**values)
 
-    def _refuse_canaries_out_of_place(self) -> None:
-        if self.audit_canaries is None:
-            return
-        for other, unsuitable in (
-            (f"method is {self.method!r}", not self.protected),
-            (f"unit is {self.unit!r}", self.unit == "user"),
-            ("class_weights are given", self.class_weights is not None),
-            ("[tune] is given", bool(self.tune)),
-        ):
-            if unsuitable:
-                raise InputError(
-                    f"audit_canaries is {self.audit_canaries}, but {other}; leave one of them out: canaries are for single "
-                    "private runs whose unit is an example, without weights of classes"
-                )
 
-    def _refuse_unsolvable_budget(self) -> None:
-        budget = {"epsilon": self.epsilon, "noise_multiplier": self.noise_multiplier, "steps": self.steps}
-        given = [f"{key} = {value}" for key, value in budget.items() if value is not None]
-        if not self.protected:
-            if self.steps is None:
-                raise InputError("steps is not given; a non-private run needs it, since no budget decides when to stop")
-        elif len(given) != 2:
-            raise InputError(
-                f"exactly two of epsilon, noise_multiplier and steps must be given; got {', '.join(given) or 'none'} "
-                "(KEY=none removes one)"
-            )
+@cache
+def kinds() -> Mapping[str, Any]:
+    """The types of all keys."""
+    return get_type_hints(Recipe, include_extras=True)
 
-    def _refuse_unknown_users(self) -> None:
-        if (self.unit == "user") != (self.examples_per_user is not None):
-            raise InputError(
-                f"unit is {self.unit!r} and examples_per_user is {self.examples_per_user}; unit = 'user' needs it, the largest "
-                "number of a user's examples in a step, and without it there must be none"
-            )
-        if self.unit == "user" and self.audit_canaries is not None:
-            raise InputError(
-                f"audit_canaries is {self.audit_canaries}, but unit is 'user'; canaries are examples, leave them out"
-            )
-        if self.unit == "user" and not any(option in self.data_options for option in vocabulary.USER_OPTIONS):
-            known = [option for option in vocabulary.DATA_OPTIONS[self.data] if option in vocabulary.USER_OPTIONS]
-            right = " or ".join(f"data_options.{option}" for option in known) or "data 'table' or 'image-folder', which can"
-            raise InputError(f"unit is 'user', but nothing says whose each example of {self.data} is; use {right}")
+
+def refuse_unknown(key: str, value: Any, known: Sequence[str], owner: str = "") -> None:
+    """Raise an InputError for a key of the recipe, or an option of ``owner`` in a table, that is not ``known``."""
+    inside, _, word = key.rpartition(".")
+    what = f"option of {owner}" if inside else "key"
+    homes = [name for name, owners in vocabulary.TABLES.items() if any(word in options for options in owners.values())]
+    if word in known:
+        return
+    if word in ("lr", "learning_rate", "step_size"):
+        hint = "the learning rate is the recipe's own key learning_rate"
+    elif inside and word in kinds():
+        hint = f"{word} is a key of the recipe itself"
+    elif not inside and homes:
+        hint = f"it is an option, {homes[0]}.{word}"
+    elif near := difflib.get_close_matches(word, known, n=1):
+        hint = f"the nearest known {what} is {near[0]}"
+    else:
+        hint = (
+            f"known {what.replace(' ', 's ', 1) if inside else 'keys'} are {', '.join(known)}" if known else f"{owner} has none"
+        )
+    raise InputError(f"recipe key {key} = {value!r} is unknown; {hint}")
 
 
 def parse_toml(text: str, name: str) -> dict[str, Any]:

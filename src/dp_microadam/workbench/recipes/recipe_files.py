@@ -1,18 +1,18 @@
-"""Recipes from files: built-in ones by name, others by path, with ``key=value`` overrides."""
+"""Where things lie: recipes in the package or in files, with ``key=value`` overrides; pretrained weights; missing data."""
 
 from __future__ import annotations
 
+import difflib
+import tomllib
 from collections.abc import Sequence
-from dataclasses import fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from dp_microadam.errors import InputError
-from dp_microadam.workbench.recipes import vocabulary
-from dp_microadam.workbench.recipes.hints import nearest
-from dp_microadam.workbench.recipes.overrides import apply_override
-from dp_microadam.workbench.recipes.recipe import Recipe, parse_toml
+from dp_microadam.workbench.data.catalogue import find, usual_folders
+from dp_microadam.workbench.recipes import keys, vocabulary
+from dp_microadam.workbench.recipes.recipe import Recipe, kinds, parse_toml
 
 
 def known_recipes() -> list[str]:
@@ -25,7 +25,8 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     """Load a built-in recipe by name, or any recipe by the path of its TOML file, and apply ``key=value`` overrides.
 
     Values are parsed as TOML, or else taken as strings. ``optimizer.density=0.05`` sets a key of a table, ``steps=none``
-    removes a key, and later overrides win. A recipe file without a ``name`` is named after the file.
+    removes a key, and later overrides win. A recipe file without a ``name`` is named after the file. Options that the file
+    gives to the optimizer of its own method are left out where an override names a method that does not have them.
 
     >>> load_recipe("demo", ["method=dp-sgd", "optimizer.momentum=0.9"]).optimizer
     {'momentum': 0.9}
@@ -34,10 +35,12 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
         InputError: if there is no such recipe, or it or an override cannot be used.
     """
     values = recipe_values(name_or_path)
-    method, own = values.get("method"), set(values.get("optimizer", {})) - _options_in(overrides)
+    method, own = values.get("method"), {f"optimizer.{option}" for option in values.get("optimizer", {})}
     apply_overrides(values, overrides)
-    if values.get("method") != method:
-        _forget_options_of_another_method(values, own)
+    allowed = vocabulary.OPTIMIZER_OPTIONS.get(values.get("base") or values.get("method", ""))
+    if values.get("method") != method and allowed is not None and isinstance(values.get("optimizer"), dict):
+        left = own - {override.partition("=")[0].strip() for override in overrides} - {f"optimizer.{one}" for one in allowed}
+        values["optimizer"] = {name: value for name, value in values["optimizer"].items() if f"optimizer.{name}" not in left}
     return Recipe.from_dict(values)
 
 
@@ -47,49 +50,95 @@ def recipe_values(name_or_path: str) -> dict[str, Any]:
     Raises:
         InputError: if there is no such recipe, or it is not TOML.
     """
-    if name_or_path in known_recipes():
-        source = resources.files("dp_microadam.workbench.recipes") / f"{name_or_path}.toml"
-        return parse_toml(source.read_text("utf-8"), name_or_path)
-    return {"name": Path(name_or_path).stem, **parse_toml(_read(name_or_path), name_or_path)}
-
-
-def _options_in(overrides: Sequence[str]) -> set[str]:
-    """The options of the optimizer that overrides name."""
-    return {key.removeprefix("optimizer.") for key in (override.partition("=")[0].strip() for override in overrides)}
-
-
-def _forget_options_of_another_method(values: dict[str, Any], own: set[str]) -> None:
-    """Drop options that the file gives to the optimizer of its own method, and the method that replaces it does not have."""
-    given, known = values.get("optimizer"), vocabulary.OPTIMIZER_OPTIONS.get(values.get("base") or values.get("method", ""))
-    if known is not None and isinstance(given, dict):
-        values["optimizer"] = {option: value for option, value in given.items() if option not in own or option in known}
+    names, path = known_recipes(), Path(name_or_path)
+    if name_or_path in names:
+        return parse_toml((resources.files(__package__) / f"{name_or_path}.toml").read_text("utf-8"), name_or_path)
+    if not path.name.endswith(".toml") and path.name == name_or_path and not path.is_file():
+        near = difflib.get_close_matches(name_or_path, names, n=1)
+        hint = f" (nearest: {near[0]})" if near else ""
+        raise InputError(
+            f"there is no recipe {name_or_path!r}; known are {', '.join(names)}{hint}, or give the path of a TOML file"
+        )
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a zero byte
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise InputError(f"recipe {name_or_path} cannot be read: {reason}") from None
+    return {"name": path.stem, **parse_toml(text, name_or_path)}
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
     """Change the keys of a recipe, in place, by ``key=value`` overrides; later ones win.
 
+    A value is parsed as TOML. It is taken as a string where it is none, or where the key takes nothing else (a folder named
+    2024). ``key=none`` removes a key that can be left out, or an option of a table.
+
+    >>> values = {"steps": 100, "optimizer": {"density": 0.01}}
+    >>> apply_overrides(values, ["steps=none", "optimizer.density=0.05", "method=dp-sgd", "data_folder=2024"])
+    >>> values
+    {'optimizer': {'density': 0.05}, 'method': 'dp-sgd', 'data_folder': '2024'}
+
     Raises:
-        InputError: if an override is not of that form.
+        InputError: if an override is not of that form. Keys and values are checked later, by the recipe.
     """
     for override in overrides:
-        apply_override(values, override, strings=_keys_of_type("str"), removable=_keys_of_type("| None"))
+        key, equals, text = (part.strip() for part in override.partition("="))
+        if not (key and equals):
+            raise InputError(f"override {override!r} is not of the form key=value; write it as steps=100")
+        table, dot, option = key.partition(".")
+        target, kind = (values.setdefault(table, {}) if dot else values), kinds().get(key)
+        if not isinstance(target, dict):
+            raise InputError(f"recipe key {key} = {text} is unknown; {table} is not a table, set {table} itself")
+        if text.lower() == "none" and (dot or keys.accepts(kind, None)):
+            target.pop(option if dot else key, None)
+            continue
+        parsed = _parsed(text)
+        only_text = kind is not None and not keys.accepts(kind, parsed) and keys.accepts(kind, text)
+        target[option if dot else key] = text if only_text else parsed
 
 
-def _read(name_or_path: str) -> str:
-    looks_like_a_path = name_or_path.endswith(".toml") or Path(name_or_path).name != name_or_path
-    if not looks_like_a_path and not Path(name_or_path).is_file():
-        known = known_recipes()
-        hint = nearest(name_or_path, known, " (nearest: {})")
-        raise InputError(
-            f"there is no recipe {name_or_path!r}; known are {', '.join(known)}{hint}, or give the path of a TOML file"
-        )
+def _parsed(text: str) -> Any:
     try:
-        return Path(name_or_path).read_text("utf-8")
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a zero byte
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise InputError(f"recipe {name_or_path} cannot be read: {reason}") from None
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    return parsed["value"] if parsed.keys() == {"value"} else text
 
 
-def _keys_of_type(wanted: str) -> frozenset[str]:
-    """Keys of a recipe whose type annotation ends with ``wanted``."""
-    return frozenset(key.name for key in fields(Recipe) if str(key.type).endswith(wanted))
+def located(name: str) -> str:
+    """Where the weights called ``name`` lie, if that is the name of a folder beside the data sets; else ``name`` itself.
+
+    A folder of ``save_pretrained`` is returned as it is, and of any other the one file of weights in it.
+    """
+    if not name or Path(name).name != name or Path(name).exists():
+        return name
+    for folder in usual_folders(name):
+        files = sorted(path for path in folder.glob("*") if path.suffix == ".safetensors")
+        if (folder / "config.json").is_file():
+            return str(folder)
+        if len(files) == 1:
+            return str(files[0])
+    return name
+
+
+def located_options(recipe: Recipe) -> dict[str, Any]:
+    """The options that the recipe's model is built with."""
+    options = recipe.resolved_model_options
+    name = options.get("pretrained")
+    return {**options, "pretrained": located(name)} if isinstance(name, str) else options
+
+
+def missing_files(recipe: Recipe) -> str | None:
+    """Which data set or pretrained weights of a recipe are not here, in one sentence; None if nothing is known to be missing.
+
+    Names of the Hugging Face hub, with a slash in them, may be fetched, and are not asked for.
+    """
+    name = recipe.model_options.get("pretrained")
+    try:
+        find(recipe.data, recipe.data_folder or None)
+    except InputError as error:
+        return str(error)
+    if not isinstance(name, str) or not name or "/" in name or Path(located(name)).exists():
+        return None
+    places = " or ".join(str(folder) for folder in usual_folders(name))
+    return f"pretrained is {name!r}, which was not found: put its weights into {places}, or name any other file or folder"

@@ -1,81 +1,47 @@
-"""What a recipe says about texts: checks, the encoder, and the measures of a task."""
+"""Recipes on texts: the encoder, the figures of a language model, a classifier of files, and exports that others load."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor, nn
+
+from dp_microadam.durable_files import write_text_durably
 from dp_microadam.errors import InputError
+from dp_microadam.ledger.statement import STATEMENT_NAME
+from dp_microadam.training.evaluation import PerExample, document_nats, document_tokens
+from dp_microadam.training.export import CARD, new_folder
+from dp_microadam.training.model_card import model_card
+from dp_microadam.workbench.data.catalogue import known
+from dp_microadam.workbench.data.raw import TEXT_ENDINGS, texts_in
+from dp_microadam.workbench.data.tables import Layout, layout_of
+from dp_microadam.workbench.models.hugging_face import (
+    SentenceClassifier,
+    TextEncoder,
+    TextModel,
+    saved_classifier,
+    text_encoder,
+)
+from dp_microadam.workbench.models.text_export import save_text_model, sentence_loading_code, text_loading_code
 from dp_microadam.workbench.recipes import vocabulary
+from dp_microadam.workbench.recipes.recipe import Recipe
+from dp_microadam.workbench.recipes.recipe_files import located_options
 
 if TYPE_CHECKING:
-    from dp_microadam.workbench.data.tables import Layout
-    from dp_microadam.workbench.models.hugging_face import TextEncoder
-    from dp_microadam.workbench.recipes.recipe import Recipe
+    from dp_microadam.workbench.recipes.experiment import Experiment
 
-DEFAULT_LENGTH = 128
-
-_TEXT_MODELS = (vocabulary.TEXT_CLASSIFIER, vocabulary.LANGUAGE_MODEL)
-
-
-PACKING = ("packing", "pack", "group_texts")
-"""Names under which other libraries put several documents into one row."""
-
-
-def refuse_packing(options: Mapping[str, Any]) -> None:
-    """Raise InputError if documents are to share rows."""
-    for name in PACKING:
-        if name in options:
-            raise InputError(
-                f"{name} is {options[name]!r}, but documents must not share a row: its gradient would be clipped as one, and a "
-                "document that spans rows would count in each, so that ε would not hold for a document; leave it out, each is "
-                "cut or padded to max_length"
-            )
-
-
-def refuse_misfits(recipe: Recipe) -> None:
-    """Raise InputError if data or model are texts and the other is not, or for settings that texts do not have."""
-    for options in (recipe.data_options, recipe.model_options):
-        refuse_packing(options)
-    is_text = recipe.data in vocabulary.TEXT_SETS
-    if is_text and recipe.model not in _TEXT_MODELS:
-        raise InputError(
-            f"model is {recipe.model!r}, but {recipe.data} are texts; it must be 'hugging-face' for classes, or "
-            "'hugging-face-causal' for a language model"
-        )
-    if not is_text and recipe.model in _TEXT_MODELS:
-        raise InputError(
-            f"model is {recipe.model!r}, which takes texts; data must be one of {', '.join(map(repr, vocabulary.TEXT_SETS))}"
-        )
-    if is_text and recipe.audit_canaries is not None:
-        raise InputError(f"audit_canaries is {recipe.audit_canaries}; canaries must be images or rows of numbers, not texts")
-    if recipe.predicts_tokens and recipe.class_weights is not None:
-        raise InputError("class_weights are given, but a language model has no classes; leave them out")
+_DEFAULT_LENGTH = 128
+_NEW_TOKENS = 40
 
 
 def encoder_of(recipe: Recipe) -> TextEncoder:
     """The tokenizer of the recipe's model, with the recipe's length."""
-    from dp_microadam.workbench.models.hugging_face import text_encoder
-    from dp_microadam.workbench.recipes.pretrained import located_options
-
-    return text_encoder(located_options(recipe).get("pretrained", ""), recipe.data_options.get("max_length", DEFAULT_LENGTH))
-
-
-def class_names_of(recipe: Recipe) -> tuple[str, ...]:
-    """Names of the classes; none for a language model."""
-    return _layout_of(recipe).names
-
-
-def text_column_of(recipe: Recipe) -> str:
-    """The column that texts are in."""
-    return _layout_of(recipe).text or "text"
-
-
-def _layout_of(recipe: Recipe) -> Layout:
-    from dp_microadam.workbench.data.catalogue import known
-    from dp_microadam.workbench.data.tables import layout_of
-
-    return layout_of(known(recipe.data), recipe.data_options, labelled=not recipe.predicts_tokens)
+    return text_encoder(located_options(recipe).get("pretrained", ""), _length(recipe))
 
 
 def text_arguments(recipe: Recipe) -> dict[str, Any]:
@@ -89,6 +55,133 @@ def texts_in_words(recipe: Recipe) -> list[str]:
     """What a privacy statement lists as public about texts."""
     if recipe.data not in vocabulary.TEXT_SETS:
         return []
-    length = recipe.data_options.get("max_length", DEFAULT_LENGTH)
     prompt = ["the prompt of samples"] if recipe.model_options.get("prompt") else []
-    return [f"the tokenizer, and the length of {length} tokens: longer texts are cut there, shorter ones padded", *prompt]
+    cut = "longer texts are cut there, shorter ones padded"
+    return [f"the tokenizer, and the length of {_length(recipe)} tokens: {cut}", *prompt]
+
+
+def _length(recipe: Recipe) -> int:
+    length: int = recipe.data_options.get("max_length", _DEFAULT_LENGTH)
+    return length
+
+
+def _layout_of(recipe: Recipe) -> Layout:
+    """The columns of texts and labels, and the names of the classes; a language model has none."""
+    return layout_of(known(recipe.data), recipe.data_options, labelled=not recipe.predicts_tokens)
+
+
+@dataclass(frozen=True)
+class LanguageFigures:
+    """Perplexity on the test texts, and the continuation of the recipe's ``prompt``; None without one."""
+
+    perplexity: float
+    sample: str | None
+
+    def as_metrics(self, when: str = "") -> dict[str, Any]:
+        """For JSON files; ``when`` is appended to the names."""
+        sample = {} if self.sample is None else {f"sample{when}": self.sample}
+        return {f"test_perplexity{when}": self.perplexity, **sample}
+
+
+def language_figures(
+    recipe: Recipe, model: TextModel, means: Callable[[Mapping[str, PerExample]], Mapping[str, float]]
+) -> LanguageFigures:
+    """Figures of a model; ``means`` evaluates measures on the test texts.
+
+    Perplexity is exp of the mean cross-entropy of a token, over all tokens of all texts.
+    """
+    found = means({"nats": document_nats, "tokens": document_tokens})
+    prompt = recipe.model_options.get("prompt")
+    return LanguageFigures(math.exp(found["nats"] / found["tokens"]), written(recipe, model, prompt) if prompt else None)
+
+
+@torch.no_grad()
+def written(recipe: Recipe, model: TextModel, prompt: str) -> str:
+    """``prompt`` and the most likely tokens after it, without a repetition of three."""
+    tokenizer = encoder_of(recipe).tokenizer
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        inputs = tokenizer(prompt, return_tensors="pt")["input_ids"].to(next(model.parameters()).device)
+        network: Any = model.network
+        found = network.generate(
+            input_ids=inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=_NEW_TOKENS,
+            do_sample=False,
+            no_repeat_ngram_size=3,
+        )
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return " ".join(tokenizer.decode(found[0], skip_special_tokens=True).split())
+
+
+@dataclass(frozen=True)
+class TextClassifier:
+    """Probabilities of classes for texts in files, which are encoded as in training."""
+
+    model: nn.Module
+    encoder: TextEncoder
+    classes: tuple[str, ...]
+    column: str = "text"
+    """Of CSV files and JSON lines."""
+
+    endings = TEXT_ENDINGS
+
+    @classmethod
+    def of_run(cls, experiment: Experiment) -> TextClassifier:
+        """That of a run, with averaged weights if it has them.
+
+        Raises:
+            InputError: for a language model.
+        """
+        recipe = experiment.recipe
+        if recipe.predicts_tokens:
+            raise InputError(
+                f"model is {recipe.model!r}, which has no classes; run dp-microadam evaluate, which prints what it writes"
+            )
+        layout = _layout_of(recipe)
+        return cls(experiment.best_model(), encoder_of(recipe), layout.names, layout.text or "text")
+
+    @classmethod
+    def of_export(cls, folder: Path) -> TextClassifier:
+        """That of a folder that ``export`` has written, or another classifier of ``transformers``."""
+        return cls(*saved_classifier(folder))
+
+    def read(self, file: Path) -> Iterator[tuple[str, Tensor]]:
+        """The texts in a file, each with its name, as tokens."""
+        return ((name, self.encoder([text])) for name, text in texts_in(file, self.column))
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor) -> Tensor:
+        scores: Tensor = self.model.cpu().eval()(tokens)
+        return scores.softmax(1)
+
+
+def export_texts(
+    experiment: Experiment, output: Path, metrics: Mapping[str, Any], *, adapters_alone: bool = False, group_size: int = 1
+) -> None:
+    """Write the model of a run as ``transformers`` does, or its adapters as ``peft`` does; averaged weights, if there are any.
+
+    Raises:
+        InputError: if ``output`` exists.
+    """
+    recipe, model = experiment.recipe, experiment.model
+    assert isinstance(model, TextModel | SentenceClassifier)
+    encoder, layout, pretrained = encoder_of(recipe), _layout_of(recipe), recipe.model_options["pretrained"]
+    classes = layout.names
+    if isinstance(model, SentenceClassifier):
+        code = sentence_loading_code(model, pretrained, encoder.max_length, classes, adapters_alone=adapters_alone)
+    else:
+        kind = "AutoModelForCausalLM" if recipe.predicts_tokens else "AutoModelForSequenceClassification"
+        code = text_loading_code(kind, pretrained, encoder.max_length, adapters_alone=adapters_alone)
+    with new_folder(output) as folder:
+        with experiment.best_weights():
+            save_text_model(
+                model, encoder, folder, classes=classes, column=layout.text or "text", adapters_alone=adapters_alone
+            )
+        # Computed again from the ledger: what is published must not claim less than was spent.
+        experiment.trainer.write_privacy(folder, group_size)
+        statement = (folder / STATEMENT_NAME).read_text(encoding="utf-8")
+        write_text_durably(folder / CARD, model_card(recipe.name, recipe.to_toml(), statement, metrics, loading=code))

@@ -10,48 +10,29 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from dp_microadam.accounting.selection import DISTRIBUTIONS, MOST_EXPECTED_RUNS
 from dp_microadam.errors import DPMicroAdamError, InputError
 from dp_microadam.validation import require_in_open_closed
-from dp_microadam.workbench.recipes import checks
+from dp_microadam.workbench.recipes import keys
 
 if TYPE_CHECKING:
     from dp_microadam.workbench.recipes.recipe import Recipe
 
 _TUNABLE = (
-    "method",
-    "model",
-    "max_grad_norm",
-    "clipping",
-    "learning_rate",
-    "schedule",
-    "warmup",
-    "ema_decay",
-    "crop_padding",
-    "flip",
+    *("method", "model", "max_grad_norm", "clipping", "learning_rate", "distance", "schedule", "warmup", "ema_decay"),
+    *("crop_padding", "flip"),
 )
 _TABLES = ("optimizer", "model_options")
 """Tables of which every option can be tuned."""
 
 _OF_THE_PLAN = (
-    "epsilon",
-    "noise_multiplier",
-    "steps",
-    "delta",
-    "accountant",
-    "batch_size",
-    "max_batch_size",
-    "bands",
-    "unit",
-    "examples_per_user",
-    "max_steps",
-    "seed",
+    *("epsilon", "noise_multiplier", "steps", "delta", "accountant", "batch_size", "max_batch_size", "bands"),
+    *("unit", "examples_per_user", "max_steps", "seed"),
 )
 
 _MOST_COMBINATIONS = 10_000
-_RANGE = ("low", "high", "count", "spacing")
 
 
 def table(key: str, value: Any) -> dict[str, Any]:
@@ -67,20 +48,22 @@ def table(key: str, value: Any) -> dict[str, Any]:
         raise InputError(f"{key} is {value!r}; it must be a table of keys to tune")
     if not value:
         return {}
-    given = _flat(value)
+    given: dict[str, Any] = {}
+    for name, listed in value.items():
+        nested = name in _TABLES and isinstance(listed, Mapping)
+        given |= {f"{name}.{option}": inner for option, inner in listed.items()} if nested else {name: listed}
     if "expected_runs" not in given:
         raise InputError(f"{key}.expected_runs is missing; it must be the mean number of runs, such as 10")
-    runs = checks.positive(f"{key}.expected_runs", given.pop("expected_runs"))
+    runs = keys.read(f"{key}.expected_runs", keys.Positive, given.pop("expected_runs"))
+    distributions = Annotated[str, keys.one_of(*DISTRIBUTIONS)]
     settings = {
         "expected_runs": require_in_open_closed(f"{key}.expected_runs", runs, 1, MOST_EXPECTED_RUNS),
-        "distribution": checks.one_of(*DISTRIBUTIONS)(f"{key}.distribution", given.pop("distribution", "geometric")),
-        "score": checks.one_of("accuracy", "loss")(f"{key}.score", given.pop("score", "accuracy")),
+        "distribution": keys.read(f"{key}.distribution", distributions, given.pop("distribution", "geometric")),
+        "score": keys.read(f"{key}.score", Literal["accuracy", "loss"], given.pop("score", "accuracy")),
     }
     if not given:
-        raise InputError(f"{key} names no key to tune; it must have at least one list, such as learning_rate = [0.001, 0.003]")
-    for name in given:
-        _refuse_untunable(key, name)
-    return {**settings, **{name: _listed(f"{key}.{name}", listed) for name, listed in given.items()}}
+        raise InputError(f"{key} names no key to tune; it must have at least one list, such as distance = [0.75, 1.5]")
+    return settings | {name: _listed(key, name, listed) for name, listed in given.items()}
 
 
 def values_of(recipe: Recipe) -> dict[str, list[Any]]:
@@ -97,9 +80,7 @@ def with_values(recipe: Recipe, chosen: Mapping[str, Any]) -> Recipe:
     changes: dict[str, Any] = {}
     for name, value in chosen.items():
         owner, _, option = name.partition(".")
-        if option:
-            value = {**changes.get(owner, getattr(recipe, owner)), option: value}
-        changes[owner] = value
+        changes[owner] = {**changes.get(owner, getattr(recipe, owner)), option: value} if option else value
     return replace(recipe, **changes)
 
 
@@ -115,13 +96,13 @@ def refuse_unsearchable(recipe: Recipe) -> None:
     Raises:
         InputError: if not.
     """
-    if recipe.tune and recipe.validation_fraction == 0 and recipe.validation_size is None:
-        raise InputError("validation_fraction is 0, but a search compares runs on held-out examples; it must be above 0")
     if not recipe.tune:
         raise InputError(
             f"recipe {recipe.name!r} has no [tune] table; name there what to choose among, as in --set tune.expected_runs=10 "
-            "--set tune.learning_rate=[0.75,1.5]"
+            "--set tune.distance=[0.75,1.5]"
         )
+    if recipe.validation_fraction == 0 and recipe.validation_size is None:
+        raise InputError("validation_fraction is 0, but a search compares runs on held-out examples; it must be above 0")
     if not recipe.private:
         reason = f"method is {recipe.method!r}" if not recipe.protected else f"seed is {recipe.seed}"
         raise InputError(f"{reason}, with which a run is not private; a search must be")
@@ -140,12 +121,11 @@ def refuse_unsearchable(recipe: Recipe) -> None:
 def searches_on_same_data(recipe: Recipe, folder: Path) -> list[Path]:
     """Folders of finished searches in ``folder`` whose recipe names the same data."""
     from dp_microadam.training.run_folder import CONFIG, SELECTION
-    from dp_microadam.workbench.recipes.recipe import Recipe
 
     found = []
-    for marker in sorted(folder.glob(f"*/{SELECTION}")) if folder.is_dir() else []:
+    for marker in sorted(folder.glob(f"*/{SELECTION}")):
         try:
-            other = Recipe.from_toml((marker.parent / CONFIG).read_text(encoding="utf-8"))
+            other = type(recipe).from_toml((marker.parent / CONFIG).read_text(encoding="utf-8"))
         except (OSError, ValueError, DPMicroAdamError):
             continue
         if all(getattr(other, key) == getattr(recipe, key) for key in ("data", "data_folder", "data_options")):
@@ -153,49 +133,34 @@ def searches_on_same_data(recipe: Recipe, folder: Path) -> list[Path]:
     return found
 
 
-def _flat(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of tables by their full name, however they were written."""
-    found: dict[str, Any] = {}
-    for name, given in value.items():
-        if name in _TABLES and isinstance(given, Mapping):
-            found |= {f"{name}.{option}": listed for option, listed in given.items()}
-        else:
-            found[name] = given
-    return found
-
-
-def _refuse_untunable(key: str, name: str) -> None:
-    owner, _, option = name.partition(".")
+def _listed(key: str, name: str, given: Any) -> list[Any]:
+    """The values of one key: a list of different ones, or a range."""
+    full, (owner, _, option) = f"{key}.{name}", name.partition(".")
     if name in _OF_THE_PLAN:
-        raise InputError(f"{key}.{name} decides the privacy of a run, which must be the same for all; set {name} itself")
+        raise InputError(f"{full} decides the privacy of a run, which must be the same for all; set {name} itself")
     if name == "optimizer.public" or not (name in _TUNABLE or (owner in _TABLES and option)):
-        tunable = ", ".join((*_TUNABLE, *(f"{owner}.…" for owner in _TABLES)))
-        raise InputError(f"{key}.{name} cannot be tuned; it must be one of {tunable}")
-
-
-def _listed(name: str, given: Any) -> list[Any]:
+        tunable = ", ".join((*_TUNABLE, *(f"{table}.…" for table in _TABLES)))
+        raise InputError(f"{full} cannot be tuned; it must be one of {tunable}")
     if isinstance(given, Mapping):
-        given = _spaced(name, given)
+        return _spaced(full, given)
     if not isinstance(given, list | tuple) or not given:
-        raise InputError(f"{name} is {given!r}; it must be a list, or a range with low, high, count and spacing")
-    seen = set()
-    for value in given:
+        raise InputError(f"{full} is {given!r}; it must be a list, or a range with low, high, count and spacing")
+    for number, value in enumerate(given):
         if not isinstance(value, bool | int | float | str):
-            raise InputError(f"{name} holds {value!r}; it must hold numbers, strings, true or false")
-        if value in seen:
-            raise InputError(f"{name} holds {value!r} twice; each value must be there once, all are drawn equally often")
-        seen.add(value)
+            raise InputError(f"{full} holds {value!r}; it must hold numbers, strings, true or false")
+        if value in given[:number]:
+            raise InputError(f"{full} holds {value!r} twice; each value must be there once, all are drawn equally often")
     return list(given)
 
 
-def _spaced(name: str, given: Mapping[str, Any]) -> list[float]:
+def _spaced(name: str, given: Mapping[str, Any]) -> list[Any]:
     """The values of a range, evenly spaced or with equal ratios, to six digits."""
-    if set(given) - set(_RANGE) or not {"low", "high", "count"} <= set(given):
+    if not {"low", "high", "count"} <= set(given) <= {"low", "high", "count", "spacing"}:
         raise InputError(f"{name} is {dict(given)!r}; a range must have low, high, count and, if it is not linear, spacing")
-    low, high = (checks.positive(f"{name}.{end}", given[end]) for end in ("low", "high"))
-    count = checks.count(f"{name}.count", given["count"])
-    spacing = checks.one_of("linear", "logarithmic")(f"{name}.spacing", given.get("spacing", "linear"))
-    if count < 2 or not low < high or count > _MOST_COMBINATIONS:
+    low, high = (keys.read(f"{name}.{end}", keys.Positive, given[end]) for end in ("low", "high"))
+    count = keys.read(f"{name}.count", keys.Count, given["count"])
+    spacing = keys.read(f"{name}.spacing", Literal["linear", "logarithmic"], given.get("spacing", "linear"))
+    if not (low < high and 2 <= count <= _MOST_COMBINATIONS):
         raise InputError(
             f"{name} goes from {low:g} to {high:g} in {count} values; low must be below high, and count from 2 to "
             f"{_MOST_COMBINATIONS}"

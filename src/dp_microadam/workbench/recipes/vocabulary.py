@@ -13,14 +13,13 @@ OPTIMIZER_OPTIONS = {name: entry.all_options for name, entry in table.METHODS.it
 """By method: its own options and those of its optimizer. The learning rate is the recipe's ``learning_rate``."""
 
 NON_PRIVATE = "non-private"
-NON_PRIVATE_LEARNING_RATES = {"dp-sgd": 0.1}
-"""Different defaults for runs without clipping: DP-SGD's 4.0 is tuned for gradients of norm at most one."""
 
 PARTLY_TRAINED = ("dp-bitfit", "sparta")
 """Methods that train a part of the parameters, or other parts in other phases."""
 
 TEXT_CLASSIFIER = "hugging-face"
 LANGUAGE_MODEL = "hugging-face-causal"
+TEXT_MODELS = (TEXT_CLASSIFIER, LANGUAGE_MODEL)
 TEXT_SETS = tuple(name for name in KNOWN_DATA if known(name).kind == "text")
 
 _LORA_OPTIONS = ("lora_rank", "lora_alpha", "lora_targets")
@@ -41,6 +40,9 @@ MODEL_OPTIONS: dict[str, tuple[str, ...]] = {
 
 DATA_OPTIONS = {name: known(name).options for name in KNOWN_DATA}
 """Options by data set."""
+
+TABLES = {"optimizer": OPTIMIZER_OPTIONS, "model_options": MODEL_OPTIONS, "data_options": DATA_OPTIONS}
+"""A recipe's tables of options, by the method, model or data that has them."""
 
 USER_OPTIONS = ("user_column", "user_table", "user_pattern")
 """Options of data that say whose each example is."""

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dp_microadam.durable_files import write_text_durably
-from dp_microadam.workbench.command_line.commands.running import INTERRUPTED
-from dp_microadam.workbench.command_line.completers import complete_with, run_folders
+from dp_microadam.workbench.command_line.arguments import add_json, add_run
+from dp_microadam.workbench.command_line.running import INTERRUPTED
+from dp_microadam.workbench.command_line.tables import print_table
 
 if TYPE_CHECKING:
     from dp_microadam.workbench.audit.finding import Finding
@@ -32,10 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog="examples:\n  dp-microadam audit --profile quick --epsilon 1 --out runs/audit\n"
         "  dp-microadam audit runs/mine    # trained with --set audit_canaries=1000",
     )
-    complete_with(
-        run_folders,
-        parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN", help="audit this run, by the canaries in its data"),
-    )
+    add_run(parser, nargs="?", help="audit this run, by the canaries in its data")
     parser.add_argument("--profile", choices=("quick", "full"), default="quick", help="size of the audit (default: quick)")
     for name, kind, letter, what in (
         ("--epsilon", float, "E", f"claimed ε of the one-run audit (default: {_DEFAULT_EPSILON:g})"),
@@ -50,7 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write to (default: a new one under runs/)")
     parser.add_argument("--quiet", action="store_true", help="do not show progress")
-    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -98,9 +96,7 @@ def run(options: argparse.Namespace) -> int:
     write_text_durably(folder / _PAGE, audit_page(audit))
     _write(folder, audit.to_dict(), {"page": str(folder / _PAGE)}, shown=options.json)
     if not options.json:
-        _print_table(
-            "Planted faults", {"fault": "left", "verdict": "left"}, [(one.fault, one.verdict) for one in audit.reactions]
-        )
+        print_table("Planted faults", ("fault", "verdict"), [(one.fault, one.verdict) for one in audit.reactions])
         _print_findings(audit.findings)
         print(f"{audit.summary()}\npage {folder / _PAGE}")
     return VIOLATED if audit.violated else 0
@@ -112,7 +108,7 @@ def _audit_own_run(options: argparse.Namespace) -> int:
     from dp_microadam.errors import InputError
     from dp_microadam.ledger.ledger import read_ledger
     from dp_microadam.workbench.audit.own_run import CANNOT_SHOW, audit_own_run, canary_scores
-    from dp_microadam.workbench.command_line.commands.running import open_run
+    from dp_microadam.workbench.command_line.running import open_run
     from dp_microadam.workbench.data import Preparation
 
     for name in ("epsilon", "steps", "canaries", "repetitions"):
@@ -152,7 +148,7 @@ def _write(folder: Path, report: dict[str, Any], besides: dict[str, str], *, sho
 def _print_findings(findings: Iterable[Finding]) -> None:
     from dp_microadam.workbench.reporting.formats import confidence_in_words
 
-    header = ["shown ε ≥", "claimed ε", "at δ", "largest possible", "confidence"]
+    header = ("attack", "shown ε ≥", "claimed ε", "at δ", "largest possible", "confidence")
     rows = [
         (
             one.name,
@@ -164,16 +160,4 @@ def _print_findings(findings: Iterable[Finding]) -> None:
         )
         for one in findings
     ]
-    _print_table("Attacks", {"attack": "left"} | dict.fromkeys(header, "right"), rows)
-
-
-def _print_table(title: str, sides: dict[str, Any], rows: Iterable[Iterable[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for name, side in sides.items():
-        table.add_column(name, justify=side)
-    for row in rows:
-        table.add_row(*row)
-    Console(highlight=False).print(table)
+    print_table("Attacks", header, rows)

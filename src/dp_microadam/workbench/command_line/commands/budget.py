@@ -7,7 +7,8 @@ import json
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from dp_microadam.workbench.command_line.completers import complete_with, run_folders
+from dp_microadam.workbench.command_line.arguments import add_group_size, add_json, add_run
+from dp_microadam.workbench.command_line.tables import print_table
 
 if TYPE_CHECKING:
     from dp_microadam.ledger.ledger import LedgerRecord
@@ -21,18 +22,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog="examples:\n  dp-microadam budget runs/first runs/second --group-size 5\n"
         "  dp-microadam budget runs/mine --anchor 5f1d0c0a9be34d2f8a6b7c41e2d3f4a5",
     )
-    complete_with(run_folders, parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, or its ledger file"))
+    add_run(parser, "runs", nargs="+", type=str, help="a run folder, or its ledger file")
     parser.add_argument("--delta", type=float, metavar="D", help="δ of the result; required if the runs have different ones")
     parser.add_argument(
         "--accountant", choices=("rdp", "pld"), help="accountant that determines ε (default: pld; rdp if a RUN is a search)"
     )
-    parser.add_argument(
-        "--group-size",
-        type=int,
-        default=1,
-        metavar="K",
-        help="largest number of examples per person, or of users to protect together if ε is for users (default: 1)",
-    )
+    add_group_size(parser)
     parser.add_argument(
         "--anchor",
         action="append",
@@ -40,7 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="HASH",
         help="a last hash of a ledger that was printed, exported or published earlier; fails if no RUN contains it",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -84,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(report, ensure_ascii=False))
     else:
-        _print_table(report)
+        _print(report)
     return 0
 
 
@@ -199,12 +194,9 @@ def _copies(records: dict[str, LedgerRecord]) -> list[dict[str, Any]]:
     for run, names in by_run.items():
         if len(names) > 1:
             histories = [{link for link, _ in records[name].history} for name in names]
-            shared = len(set.intersection(*histories))
             together = len(set.union(*histories))
-            longest = max(len(history) for history in histories)
-            found.append(
-                {"id": run, "runs": names, "shared_steps": shared, "steps_together": together, "diverged": together > longest}
-            )
+            steps = {"shared_steps": len(set.intersection(*histories)), "steps_together": together}
+            found.append({"id": run, "runs": names, **steps, "diverged": together > max(map(len, histories))})
     return found
 
 
@@ -218,48 +210,35 @@ def _copies_in_words(copies: dict[str, Any]) -> str:
     )
 
 
-def _print_table(report: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+def _print(report: dict[str, Any]) -> None:
     from dp_microadam.ledger.statement import round_up
 
-    unit = report["unit_name"]
+    unit, runs = report["unit_name"], report["runs"]
     whom = "" if unit == "example" else f" for a {unit}"
     all_of_it = " with all their examples" if report["unit"] == "user" else ""
-    spent = f"Privacy spent{f',{whom}{all_of_it}' if whom else ''}"
-    table = Table(title=f"{spent}, at δ = {report['delta']:g} by {report['accountant']}", title_justify="left")
-    table.add_column("run", overflow="fold")
-    banded = any(run["bands"] > 1 for run in report["runs"])
-    capped = any(run["max_batch_size"] for run in report["runs"])
-    further = [*(["bands"] if banded else []), *(["largest batch"] if capped else [])]
-    for name in ("sample rate", "noise multiplier", *further, "steps", "ε"):
-        table.add_column(name, justify="right")
-    for run in report["runs"]:
-        table.add_row(
-            run["run"],
-            f"{run['sample_rate']:.6g}",
-            f"{run['noise_multiplier']:g}",
-            *([f"{run['bands']}"] if banded else []),
-            *([f"{run['max_batch_size'] or '–'}"] if capped else []),
-            f"{run['steps_done']}",
-            round_up(run["epsilon"], 4) + ("" if run["private"] else " (not private)"),
-        )
-    console = Console(highlight=False)
-    console.print(table)
-    for run in report["runs"]:
-        if run["selected"]:
-            console.print(f"{run['run']} is the best of a random number of runs; its ε covers the search", soft_wrap=True)
-    for copies in report["copies"]:
-        console.print(_copies_in_words(copies), soft_wrap=True)
+    banded = any(run["bands"] > 1 for run in runs)
+    columns = {
+        "run": lambda run: run["run"],
+        "sample rate": lambda run: f"{run['sample_rate']:.6g}",
+        "noise multiplier": lambda run: f"{run['noise_multiplier']:g}",
+        **({"bands": lambda run: f"{run['bands']}"} if banded else {}),
+        "steps": lambda run: f"{run['steps_done']}",
+        "ε": lambda run: round_up(run["epsilon"], 4) + ("" if run["private"] else " (not private)"),
+    }
+    if any(run["max_batch_size"] for run in runs):
+        columns["largest batch"] = lambda run: f"{run['max_batch_size'] or '–'}"
+    notes = [f"{run['run']} is the best of a random number of runs; its ε covers the search" for run in runs if run["selected"]]
+    notes += map(_copies_in_words, report["copies"])
     for anchor in report.get("anchors", ()):
-        found = f"anchor {anchor['anchor']} is in {anchor['run']}, after {anchor['steps']} steps"
-        console.print(f"{found}; none of those is missing", soft_wrap=True)
+        notes.append(
+            f"anchor {anchor['anchor']} is in {anchor['run']}, after {anchor['steps']} steps; none of those is missing"
+        )
     stamp = "" if report["private"] else "not private: "
     by_each = ", ".join(f"{round_up(view['epsilon'], 4)} by {name}" for name, view in report["accountants"].items())
-    console.print(f"{stamp}all runs together{whom}: ε = {by_each}, at δ = {report['delta']:g}", soft_wrap=True)
-    if report["group_size"] > 1:
-        size = report["group_size"]
+    notes.append(f"{stamp}all runs together{whom}: ε = {by_each}, at δ = {report['delta']:g}")
+    if (size := report["group_size"]) > 1:
         group = f"up to {size} {unit}s together" if whom else f"a person with up to {size} examples"
-        how = "general group privacy" if banded or any(run["selected"] for run in report["runs"]) else "pld"
-        console.print(f"{group}: ε = {round_up(report['group_epsilon'], 4)} by {how}", soft_wrap=True)
+        how = "general group privacy" if banded or any(run["selected"] for run in runs) else "pld"
+        notes.append(f"{group}: ε = {round_up(report['group_epsilon'], 4)} by {how}")
+    title = f"Privacy spent{f',{whom}{all_of_it}' if whom else ''}, at δ = {report['delta']:g} by {report['accountant']}"
+    print_table(title, list(columns), [[cell(run) for cell in columns.values()] for run in runs], *notes)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dp_microadam.errors import DPMicroAdamError, InputError
-from dp_microadam.workbench.command_line.completers import complete_with, data_set_names
+from dp_microadam.workbench.command_line.arguments import complete_with, data_set_names
 
 _LINE_SECONDS = 5.0
 
@@ -123,7 +123,7 @@ def run_check(options: argparse.Namespace) -> int:
     require_integer("workers", options.workers, 0)
     name: str = options.name
     if options.suggest:
-        from dp_microadam.workbench.recipes.suggestion import suggest
+        from dp_microadam.workbench.data.suggestion import suggest
 
         print(suggest(Path(name), options.label), end="")
         return 0

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dp_microadam.errors import InputError
 from dp_microadam.validation import require_integer
-from dp_microadam.workbench.command_line.commands.running import (
-    is_run_from_python,
-    language_metrics,
-    ledger_head,
-    open_run,
-    privacy_line,
-)
-from dp_microadam.workbench.command_line.completers import complete_with, run_folders
+from dp_microadam.workbench.command_line.arguments import add_group_size, add_run
+from dp_microadam.workbench.command_line.running import figures_of, ledger_head, open_run, privacy_line
 
 if TYPE_CHECKING:
-    from dp_microadam.training.evaluation import ClassCounts
     from dp_microadam.training.trainer import RunResult
-    from dp_microadam.workbench.recipes.experiment import Experiment
 
 _SHOWN_CLASSES = 20
 
@@ -35,65 +26,55 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "privacy statement.",
         epilog="example:\n  dp-microadam export runs/mine --output digits-model",
     )
-    complete_with(run_folders, parser.add_argument("run_dir", type=Path, metavar="RUN", help="run folder"))
+    add_run(parser)
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write (default: RUN/export)")
-    parser.add_argument(
-        "--group-size",
-        type=int,
-        default=1,
-        metavar="K",
-        help="the statement also says ε for somebody with up to K examples, or for K users together",
-    )
+    add_group_size(parser)
     parser.add_argument("--adapters", action="store_true", help="of a text model trained with LoRA, write the adapters alone")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
+    from dp_microadam.ledger.ledger import LEDGER_NAME
+    from dp_microadam.training.run_folder import CONFIG, never_trained
+
     require_integer("group_size", options.group_size, 1)
     output: Path = options.output or options.run_dir / "export"
     if output.exists():
         raise InputError(f"output is {str(output)!r}, which exists already; name a new folder")
-    if is_run_from_python(options.run_dir):
+    has_ledger, has_recipe = ((options.run_dir / name).is_file() for name in (LEDGER_NAME, CONFIG))
+    if has_ledger and not has_recipe and not never_trained(options.run_dir):
         return _export_run_from_python(options.run_dir, output, options.group_size)
+
     from dp_microadam.training.export import AVERAGED_WEIGHTS, PROGRAM, WEIGHTS, export_run
     from dp_microadam.training.program import load_program
-    from dp_microadam.workbench.recipes.deploy import deployment_of, largest_difference, loading_code
+    from dp_microadam.workbench.recipes.experiment import loading_code
+    from dp_microadam.workbench.recipes.texts import export_texts
 
     experiment = open_run(options.run_dir)
-    if options.adapters and not experiment.recipe.model_options.get("lora_rank"):
+    recipe, data, trainer = experiment.recipe, experiment.data, experiment.trainer
+    if options.adapters and not recipe.model_options.get("lora_rank"):
         raise InputError("--adapters is given, but the run was trained without LoRA; leave it out to export the whole model")
-    if options.adapters and not experiment.data.tokens:
+    if options.adapters and not data.tokens:
         raise InputError(
             "--adapters is given, but only text models are exported as adapters; leave it out to export all weights"
         )
-    result = experiment.trainer.peek()
-    counts, weights = experiment.test_results()
-    metrics: dict[str, Any] = {
-        "test accuracy": f"{100 * counts.accuracy:.2f} % ({weights})",
-        **_by_class(experiment, counts),
-        **language_metrics(experiment),
-        "steps": result.updates,
-    }
-    if result.updates < result.steps_done:
-        metrics["steps spent that are not in the weights"] = result.steps_done - result.updates
-    recipe, data = experiment.recipe, experiment.data
+    result = trainer.peek()
+    metrics = _in_words(figures_of(experiment), result)
     if data.tokens:
-        from dp_microadam.workbench.recipes.text_export import export_texts
-
         export_texts(experiment, output, metrics, adapters_alone=options.adapters, group_size=options.group_size)
         return _conclude(output, result)
-    best = WEIGHTS if experiment.trainer.average is None else AVERAGED_WEIGHTS
+    best = WEIGHTS if trainer.average is None else AVERAGED_WEIGHTS
     code = loading_code(recipe.model, recipe.model_options, data.num_classes, data.example_shape, best, (data.mean, data.std))
 
     def check(folder: Path) -> str:
-        count, largest = largest_difference(experiment, load_program(folder / PROGRAM))
+        count, largest = experiment.largest_difference(load_program(folder / PROGRAM))
         within = f"within {largest:.1g}" if largest else "to the bit"
         return f"program checked on {count} test examples: its probabilities are those of evaluate, {within}"
 
     checked = export_run(
-        experiment.trainer,
+        trainer,
         output,
-        deployment_of(experiment),
+        experiment.deployment(),
         name=recipe.name,
         metrics=metrics,
         recipe_toml=recipe.to_toml(),
@@ -112,18 +93,19 @@ def _conclude(output: Path, result: RunResult, *lines: str | None) -> int:
     return 0
 
 
-def _by_class(experiment: Experiment, counts: ClassCounts) -> dict[str, Any]:
-    if experiment.recipe.predicts_tokens:
-        return {}
-    majority = {"accuracy of always naming the most frequent class": counts.majority}
-    return {**majority, **_recalls(experiment.data.classes, counts.recalls)}
-
-
-def _recalls(classes: Sequence[str], recalls: Sequence[float | None]) -> dict[str, str]:
-    """The recall of each class, or of the worst ones if there are many."""
-    known = [(name, recall) for name, recall in zip(classes, recalls, strict=True) if recall is not None]
-    worst = known if len(known) <= _SHOWN_CLASSES else sorted(known, key=lambda one: one[1])[:_SHOWN_CLASSES]
-    return {f"recall of {name}": f"{100 * recall:.1f} %" for name, recall in worst}
+def _in_words(test: dict[str, Any], result: RunResult) -> dict[str, Any]:
+    """The figures of the model card; of many classes, the recall of the worst ones."""
+    found: dict[str, Any] = {"test accuracy": f"{100 * test['test_accuracy']:.2f} % ({test['weights']})"}
+    if "majority_accuracy" in test:
+        found["accuracy of always naming the most frequent class"] = test["majority_accuracy"]
+        known = [(name, recall) for name, recall in test["recall"].items() if recall is not None]
+        shown = known if len(known) <= _SHOWN_CLASSES else sorted(known, key=lambda one: one[1])[:_SHOWN_CLASSES]
+        found |= {f"recall of {name}": f"{100 * recall:.1f} %" for name, recall in shown}
+    found |= {name: test[name] for name in ("test_perplexity", "sample") if name in test}
+    found["steps"] = result.updates
+    if result.updates < result.steps_done:
+        found["steps spent that are not in the weights"] = result.steps_done - result.updates
+    return found
 
 
 def _export_run_from_python(run_dir: Path, output: Path, group_size: int) -> int:

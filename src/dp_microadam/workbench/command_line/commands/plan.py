@@ -1,21 +1,48 @@
-"""``dp-microadam plan``: solve for ε, noise multiplier or steps, compare the two accountants, or propose a plan."""
+"""``dp-microadam plan``: solve for ε, noise multiplier or steps, or propose a plan; explain it on request."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dp_microadam.workbench.command_line.completers import complete_with, recipe_names, recipe_settings
+from dp_microadam.workbench.command_line.arguments import add_group_size, add_json, add_recipe
+from dp_microadam.workbench.command_line.tables import print_table
 
 if TYPE_CHECKING:
     from dp_microadam.plan.advice import Proposal
     from dp_microadam.plan.plan import PrivacyPlan
     from dp_microadam.workbench.data.dataset import LabelledData
     from dp_microadam.workbench.recipes.recipe import Recipe
+
+_NUMBERS: dict[str, dict[str, Any]] = {
+    "dataset_size": {"type": int, "metavar": "N", "help": "number of training examples, or of users"},
+    "batch_size": {"type": int, "metavar": "B", "help": "expected number of them per step"},
+    "delta": {"type": float, "metavar": "D", "help": "δ; should be well below 1/N, e.g. 1e-5"},
+    "epsilon": {"type": float, "metavar": "E", "help": "largest ε that may be spent"},
+    "noise_multiplier": {"type": float, "metavar": "S", "help": "noise standard deviation divided by the sensitivity"},
+    "steps": {"type": int, "metavar": "T", "help": "number of optimizer updates"},
+    "epochs": {"type": float, "metavar": "F", "help": "in place of steps: N/B of them each"},
+    "accountant": {"choices": ("rdp", "pld"), "help": "accountant that determines ε (default: pld, the tighter)"},
+    "bands": {
+        "metavar": "N",
+        "help": "bands of correlated noise: a number, 1 for independent noise; or auto, a few where they leave much less noise, "
+        "if P, ε and T are given (default: auto)",
+    },
+    "max_batch_size": {
+        "type": int,
+        "metavar": "M",
+        "help": "most examples in a step; of a larger sample, M are kept at random",
+    },
+    "unit": {"choices": ("example", "user"), "help": "whom ε is for: an example (default), or a user with all they have"},
+    "examples_per_user": {"type": int, "metavar": "K", "help": "with users: most of a user's examples in a step"},
+    "parameters": {"type": int, "metavar": "P", "help": "number of trainable parameters, for the memory of bands"},
+    "noise_memory_gib": {"type": float, "metavar": "G", "help": "memory that bands may take, if P is given (default: 2)"},
+}
+"""What a plan is computed from without a recipe."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -26,50 +53,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--steps (or --epochs); the third is solved. --advise proposes batch size, steps and bands for a number of examples "
         "that can be processed, by predicted noise alone.",
         epilog="examples:\n"
-        "  dp-microadam plan --dataset-size 45000 --batch-size 4096 --delta 1e-5 --epsilon 8 --noise-multiplier 3\n"
+        "  dp-microadam plan --dataset-size 45000 --batch-size 4096 --delta 1e-5 --epsilon 8 --noise-multiplier 3 --explain\n"
         "  dp-microadam plan --advise --dataset-size 45000 --delta 1e-5 --epsilon 3 --examples 500000 --parameters 26010\n"
         "  dp-microadam plan fashion-mnist --advise --minutes 10",
     )
-    complete_with(recipe_names, parser.add_argument("recipe", nargs="?", help="name or TOML file of a recipe, for its plan"))
-    override = parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change one key of the recipe"
-    )
-    complete_with(recipe_settings, override)
-    parser.add_argument("--dataset-size", type=int, metavar="N", help="number of training examples, or of users")
-    parser.add_argument("--batch-size", type=int, metavar="B", help="expected number of them per step")
-    parser.add_argument("--delta", type=float, metavar="D", help="δ; should be well below 1/N, e.g. 1e-5")
-    parser.add_argument("--epsilon", type=float, metavar="E", help="largest ε that may be spent")
-    parser.add_argument(
-        "--noise-multiplier", type=float, metavar="S", help="noise standard deviation divided by the sensitivity"
-    )
-    parser.add_argument("--steps", type=int, metavar="T", help="number of optimizer updates")
-    parser.add_argument("--epochs", type=float, metavar="F", help="in place of steps: N/B of them each")
-    parser.add_argument("--accountant", choices=("rdp", "pld"), help="accountant that determines ε (default: pld, the tighter)")
-    parser.add_argument(
-        "--bands",
-        metavar="N",
-        help="bands of correlated noise: a number, 1 for independent noise; or auto, a few where they leave much less noise, "
-        "if P, ε and T are given (default: auto)",
-    )
-    parser.add_argument(
-        "--max-batch-size", type=int, metavar="M", help="most examples in a step; of a larger sample, M are kept at random"
-    )
-    parser.add_argument(
-        "--unit", choices=("example", "user"), help="whom ε is for: an example (default), or a user with all they have"
-    )
-    parser.add_argument(
-        "--examples-per-user", type=int, metavar="K", help="with users: the largest number of a user's examples in a step"
-    )
-    parser.add_argument(
-        "--group-size",
-        type=int,
-        metavar="K",
-        help="show ε for somebody with up to K examples, or for K users together, too",
-    )
-    parser.add_argument("--parameters", type=int, metavar="P", help="number of trainable parameters, for the memory of bands")
-    parser.add_argument(
-        "--noise-memory-gib", type=float, metavar="G", help="memory that bands may take, if P is given (default: 2)"
-    )
+    add_recipe(parser, nargs="?", help="name or TOML file of a recipe, for its plan")
+    for name, described in _NUMBERS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", **described)
+    add_group_size(parser)
     parser.add_argument("--advise", action="store_true", help="propose batch size, steps and bands")
     parser.add_argument(
         "--examples",
@@ -80,8 +71,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--minutes", type=float, metavar="M", help="with --advise and a recipe: how long it may train; a few steps are timed"
     )
+    parser.add_argument("--explain", action="store_true", help="also show both accountants, what attackers reach, and bands")
     parser.add_argument("--picture", type=Path, metavar="PNG", help="draw what attackers reach into this file")
-    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -90,52 +82,52 @@ class _Planned:
     """A plan, what it was solved for, and the proposals that it was chosen from."""
 
     plan: PrivacyPlan
-    unit_name: str
     limit: float
     parameters: int | None
     memory_gib: float
     proposals: tuple[Proposal, ...] = ()
     chosen: Proposal | None = None
+    unit_name: str = ""
     partly: bool = False
     """Whether steps train a part of the parameters, so that noise on all of them would not say how much can be learned."""
 
     @property
-    def trained(self) -> int | None:
-        return None if self.partly else self.parameters
+    def unit(self) -> str:
+        return self.unit_name or self.plan.unit
 
 
 def run(options: argparse.Namespace) -> int:
     from dp_microadam.accounting.costs import group_epsilon
     from dp_microadam.accounting.meaning import meaning
     from dp_microadam.plan.learning_rate import relative_noise, too_much_noise
-    from dp_microadam.workbench.command_line.commands import plan_tables
 
     planned = _from_numbers(options) if options.recipe is None else _from_recipe(options)
-    plan, limit = planned.plan, planned.limit
-    views = {accountant: _view(plan, limit, accountant) for accountant in ("rdp", "pld")}
-    bands = _band_rows(plan, limit, planned.parameters, planned.memory_gib)
+    plan, spent = planned.plan, [planned.plan.spent_after(planned.plan.steps)]
     if options.picture is not None:
-        plan_tables.draw(plan, options.picture)
-    spent = [plan.spent_after(plan.steps)]
-    told = meaning(spent, plan.delta)
-    group: dict[str, Any] = {}
-    if options.group_size is not None:
-        group = {"group_size": options.group_size, "group_epsilon": group_epsilon(spent, plan.delta, options.group_size)}
+        _draw(plan, options.picture)
+    size = options.group_size
+    group = {} if size == 1 else {"group_size": size, "group_epsilon": group_epsilon(spent, plan.delta, size)}
+    noise = None if planned.partly or planned.parameters is None else relative_noise(plan, planned.parameters)
+    views, bands, told = {}, [], {}
+    if options.explain or options.json:
+        views = {accountant: _view(plan, planned.limit, accountant) for accountant in ("rdp", "pld")}
+        bands, told = _band_rows(planned), meaning(spent, plan.delta)
     if options.json:
-        proposals = {"proposals": [asdict(one) for one in planned.proposals]} if planned.proposals else {}
-        noise = None if planned.trained is None else relative_noise(plan, planned.trained)
         report = {**group, "accountants": views, "meaning": told, "bands_table": bands, "relative_noise": noise}
-        report |= proposals
-        print(json.dumps({**plan.to_dict(), **report}))
+        proposals = {"proposals": [asdict(one) for one in planned.proposals]} if planned.proposals else {}
+        print(json.dumps({**plan.to_dict(), **report, **proposals}))
         return 0
     if planned.chosen is not None:
-        plan_tables.print_proposals(planned.proposals, planned.chosen)
-    plan_tables.print_tables(plan, planned.unit_name, limit, views, group)
-    plan_tables.print_meaning(told, planned.unit_name or plan.unit)
-    plan_tables.print_bands(plan, bands, sized=planned.parameters is not None)
-    if planned.trained is not None:
-        hint = too_much_noise(plan, planned.trained, planned.unit_name or plan.unit)
-        length = f"{relative_noise(plan, planned.trained):.2g} times as long as the sum of all its gradients can be"
+        _print_proposals(planned.proposals, planned.chosen)
+    _print_plan(planned, group)
+    if options.explain:
+        _print_views(views, planned.limit)
+        _print_meaning(told, planned.unit)
+        _print_bands(planned, bands)
+    if noise is not None:
+        assert planned.parameters is not None
+        length = f"{noise:.2g} times as long as the sum of all its gradients can be"
+        hint = too_much_noise(plan, planned.parameters, planned.unit)
         print(hint or f"the noise of this plan is {length}; above 1, hardly anything is learned from scratch")
     return 0
 
@@ -147,74 +139,54 @@ def _from_numbers(options: argparse.Namespace) -> _Planned:
     from dp_microadam.plan.band_choice import DEFAULT_NOISE_MEMORY_GIB
     from dp_microadam.plan.plan import PrivacyPlan
 
-    for name in ("overrides", "minutes"):
-        if getattr(options, name):
-            raise InputError(f"--{'set' if name == 'overrides' else name} is for the plan of a recipe; name the recipe as well")
+    for name, value in {"set": options.overrides, "minutes": options.minutes}.items():
+        if value:
+            raise InputError(f"--{name} is for the plan of a recipe; name the recipe as well")
+    given = {name: getattr(options, name) for name in _NUMBERS if getattr(options, name) is not None}
     needed = ("dataset_size", "delta", "epsilon", "parameters") if options.advise else ("dataset_size", "batch_size", "delta")
     for name in needed:
-        if getattr(options, name) is None:
+        if name not in given:
             what = "advice" if options.advise else "a plan"
             raise InputError(f"{name} is not given; {what} needs --{name.replace('_', '-')}, or the name of a recipe")
-    bands = options.bands or "auto"
-    memory = DEFAULT_NOISE_MEMORY_GIB if options.noise_memory_gib is None else options.noise_memory_gib
-    proposals = _proposals(options, bands, memory) if options.advise else ()
+    if given.get("bands", "").lstrip("-").isdecimal():
+        given["bands"] = int(given["bands"])
+    proposals = _proposals(options, given) if options.advise else ()
     chosen = best(proposals) if proposals else None
-    plan = PrivacyPlan.solve(
-        dataset_size=options.dataset_size,
-        batch_size=options.batch_size if chosen is None else chosen.batch_size,
-        delta=options.delta,
-        epsilon=options.epsilon,
-        noise_multiplier=options.noise_multiplier,
-        steps=options.steps if chosen is None else chosen.steps,
-        epochs=options.epochs if chosen is None else None,
-        accountant=options.accountant or "pld",
-        bands=chosen.bands if chosen is not None else int(bands) if bands.lstrip("-").isdecimal() else bands,
-        parameters=options.parameters,
-        noise_memory_gib=memory,
-        max_batch_size=options.max_batch_size,
-        unit=options.unit or "example",
-        examples_per_user=options.examples_per_user,
-    )
+    if chosen is not None:
+        given = {name: value for name, value in given.items() if name != "epochs"}
+        given |= {"batch_size": chosen.batch_size, "steps": chosen.steps, "bands": chosen.bands}
+    plan = PrivacyPlan.solve(**given)
     limit = plan.epsilon if options.epsilon is None else options.epsilon
-    return _Planned(plan, "", limit, options.parameters, memory, proposals, chosen)
+    memory = given.get("noise_memory_gib", DEFAULT_NOISE_MEMORY_GIB)
+    return _Planned(plan, limit, options.parameters, memory, proposals, chosen)
 
 
-def _proposals(options: argparse.Namespace, bands: str, memory_gib: float) -> tuple[Proposal, ...]:
+def _proposals(options: argparse.Namespace, given: dict[str, Any]) -> tuple[Proposal, ...]:
     from dp_microadam.errors import InputError
     from dp_microadam.plan.advice import advise
 
-    for name in ("noise_multiplier", "max_batch_size", "group_size"):
+    for name in ("noise_multiplier", "max_batch_size"):
         if getattr(options, name) is not None:
             raise InputError(f"{name} is {getattr(options, name)}, but --advise chooses batch size and noise; leave one out")
-    if bands not in ("auto", "1"):
-        raise InputError(f"bands is {bands}, but --advise chooses the bands; leave it out, or take 1")
-    affordable = options.examples
+    if given.get("bands", "auto") not in ("auto", 1):
+        raise InputError(f"bands is {given['bands']}, but --advise chooses the bands; leave it out, or take 1")
     said = [name for name in ("examples", "epochs", "steps") if getattr(options, name) is not None]
     if len(said) > 1:
         raise InputError(f"{' and '.join(said)} are given, which all say how much can be processed; leave one out")
-    if affordable is None:
-        if options.epochs is not None:
-            affordable = options.epochs * options.dataset_size
-        elif options.steps is not None and options.batch_size is not None:
-            affordable = options.steps * options.batch_size
-        else:
-            raise InputError("examples is not given; --advise needs to know how many examples can be processed: --examples X")
+    if options.examples is not None:
+        affordable = options.examples
+    elif options.epochs is not None:
+        affordable = options.epochs * options.dataset_size
+    elif options.steps is not None and options.batch_size is not None:
+        affordable = options.steps * options.batch_size
+    else:
+        raise InputError("examples is not given; --advise needs to know how many examples can be processed: --examples X")
+    passed = ("dataset_size", "epsilon", "delta", "parameters", "noise_memory_gib", "accountant")
     return advise(
-        dataset_size=options.dataset_size,
-        epsilon=options.epsilon,
-        delta=options.delta,
         steps_for=lambda batch_size: affordable / batch_size,
-        parameters=options.parameters,
-        bands=bands == "auto",
-        noise_memory_gib=memory_gib,
-        accountant=options.accountant or "pld",
+        bands="bands" not in given or given["bands"] == "auto",
+        **{name: given[name] for name in passed if name in given},
     )
-
-
-_OF_NUMBERS = (
-    *("dataset_size", "batch_size", "delta", "epsilon", "noise_multiplier", "steps", "accountant", "bands", "max_batch_size"),
-    *("unit", "examples_per_user", "parameters", "noise_memory_gib"),
-)
 
 
 def _from_recipe(options: argparse.Namespace) -> _Planned:
@@ -223,11 +195,12 @@ def _from_recipe(options: argparse.Namespace) -> _Planned:
     from dp_microadam.workbench.recipes.recipe_files import load_recipe
 
     recipe = load_recipe(options.recipe, options.overrides)
-    for name in _OF_NUMBERS:
+    for name in _NUMBERS:
         if getattr(options, name) is not None:
-            raise InputError(f"{name} is given beside the recipe {recipe.name!r}; set it there: --set {name}=…")
-    if options.epochs is not None:
-        raise InputError(f"epochs is given beside the recipe {recipe.name!r}, which counts steps: --set steps=…, N/B for each")
+            counts = (
+                ", which counts steps: --set steps=…, N/B for each" if name == "epochs" else f"; set it there: --set {name}=…"
+            )
+            raise InputError(f"{name} is given beside the recipe {recipe.name!r}{counts}")
     if not recipe.protected or recipe.tune:
         what = "[tune] is given, whose plan tune --estimate shows" if recipe.tune else "method is 'non-private'"
         raise InputError(f"{what}; a plan is for a single private run")
@@ -236,11 +209,10 @@ def _from_recipe(options: argparse.Namespace) -> _Planned:
             raise InputError(f"{name} is {getattr(options, name)}, which is for --advise; add that, or leave it out")
 
     # Imported once the recipe is known to be usable: torch takes seconds to load.
-    from dp_microadam.plan.plan import PrivacyPlan
     from dp_microadam.workbench.command_line.estimate import data_or_stand_in
     from dp_microadam.workbench.recipes import vocabulary
-    from dp_microadam.workbench.recipes.advice import noise_memory_of, with_advice
-    from dp_microadam.workbench.recipes.assemble import model_of, plan_of, trainable_parameters
+    from dp_microadam.workbench.recipes.assemble import model_of, trainable_parameters
+    from dp_microadam.workbench.recipes.plans import noise_memory_of, plan_of, with_advice
 
     data, size = data_or_stand_in(recipe)
     parameters = trainable_parameters(model_of(recipe, data))
@@ -249,10 +221,8 @@ def _from_recipe(options: argparse.Namespace) -> _Planned:
     if options.advise or recipe.plan is not None:
         recipe, proposals, chosen = with_advice(recipe, size, parameters, _affordable(options, recipe, data))
     plan = plan_of(recipe, size, parameters)
-    assert isinstance(plan, PrivacyPlan)
-    limit = plan.epsilon if recipe.epsilon is None else recipe.epsilon
-    partly = recipe.algorithm in vocabulary.PARTLY_TRAINED
-    return _Planned(plan, recipe.unit_name or "", limit, parameters, noise_memory_of(recipe), proposals, chosen, partly)
+    limit, partly = recipe.epsilon or plan.epsilon, recipe.algorithm in vocabulary.PARTLY_TRAINED
+    return _Planned(plan, limit, parameters, noise_memory_of(recipe), proposals, chosen, recipe.unit_name or "", partly)
 
 
 def _affordable(options: argparse.Namespace, recipe: Recipe, data: LabelledData) -> Callable[[int], float] | None:
@@ -291,17 +261,18 @@ def _view(plan: PrivacyPlan, limit: float, accountant: str) -> dict[str, Any]:
     return view
 
 
-def _band_rows(plan: PrivacyPlan, limit: float, parameters: int | None, memory_gib: float) -> list[dict[str, Any]]:
+def _band_rows(planned: _Planned) -> list[dict[str, Any]]:
     """What other numbers of bands would give for the same ε and steps; the plan's own number is among them."""
     from dp_microadam.errors import InputError
     from dp_microadam.plan.band_choice import automatic_bands, band_table, most_automatic_bands, noise_memory
 
+    plan, parameters = planned.plan, planned.parameters
     try:
         table = band_table(
             dataset_size=plan.dataset_size,
             batch_size=plan.batch_size,
             steps=plan.steps,
-            epsilon=limit,
+            epsilon=planned.limit,
             delta=plan.delta,
             accountant=plan.accountant,
             also=plan.bands,
@@ -309,7 +280,7 @@ def _band_rows(plan: PrivacyPlan, limit: float, parameters: int | None, memory_g
         )
     except (InputError, LookupError):  # as above
         return []
-    most = most_automatic_bands(plan.steps, 1 if parameters is None else parameters, memory_gib)
+    most = most_automatic_bands(plan.steps, 1 if parameters is None else parameters, planned.memory_gib)
     automatic = automatic_bands(tuple(choice for choice in table if choice.bands <= most))
     return [
         {
@@ -323,3 +294,110 @@ def _band_rows(plan: PrivacyPlan, limit: float, parameters: int | None, memory_g
         }
         for choice in table
     ]
+
+
+def _print_plan(planned: _Planned, group: dict[str, Any]) -> None:
+    from dp_microadam.accounting.one_step import more_than
+    from dp_microadam.ledger.statement import round_up, unit_in_words
+
+    plan, unit, named = planned.plan, planned.unit, planned.unit != "example"
+    rows = [
+        (f"{unit}s" if named else "dataset size", f"{plan.dataset_size}"),
+        (f"expected {unit}s per step" if named else "expected batch size", f"{plan.batch_size}"),
+        ("sample rate", f"{plan.sample_rate:.6g}" + (f" in each of {plan.bands} groups" if plan.bands > 1 else "")),
+        ("noise multiplier", f"{plan.noise_multiplier:g}"),
+        ("steps", f"{plan.steps}"),
+        ("epochs", f"{plan.steps * plan.batch_size / plan.dataset_size:.1f}"),
+    ]
+    if named:
+        rows.insert(0, ("unit", unit_in_words(plan.unit, planned.unit_name)))
+    if plan.examples_per_user is not None:
+        rows.append((f"examples of a {unit} in a step", f"at most {plan.examples_per_user}, as their mean"))
+    if plan.cap is not None:
+        share = more_than(plan.cap.units, plan.cap.population, plan.sample_rate)
+        rows.append(("largest batch size", f"{plan.max_batch_size}, exceeded by a sample in {100 * share:.2g} % of the steps"))
+    if group:
+        size = group["group_size"]
+        whom = f"{size} {unit}s together" if named else f"somebody with up to {size} examples"
+        rows.append((f"ε for {whom}", round_up(group["group_epsilon"], 4)))
+    rows.append((f"ε for a {unit}" if named else "ε for one example" if group else "ε", round_up(plan.epsilon, 4)))
+    rows += [("δ", f"{plan.delta:g}"), ("accountant", plan.accountant)]
+    if plan.bands > 1:
+        rows.append(("bands of correlated noise", f"{plan.bands}"))
+    print_table("Privacy plan", ("", ""), rows)
+
+
+def _print_views(views: dict[str, dict[str, Any]], limit: float) -> None:
+    from dp_microadam.ledger.statement import round_up
+
+    rows = []
+    for accountant, view in views.items():
+        reported, allowed = view["epsilon"], view["steps_allowed"]
+        told = "out of range" if reported is None else round_up(reported, 4)
+        rows.append((accountant, told, "out of range" if allowed is None else f"{allowed}"))
+    print_table("Both accountants", ("accountant", "ε of this plan", f"steps allowed at ε = {round_up(limit, 4)}"), rows)
+
+
+def _print_meaning(told: dict[str, Any], unit: str) -> None:
+    """What an attacker on the finished run reaches, μ, and ε for replacing one ``unit``, such as a patient."""
+    from dp_microadam.accounting.meaning import mu_in_words, one_in, percent
+    from dp_microadam.ledger.statement import round_up
+
+    if "not_computed" in told:
+        print(f"what attackers reach is not computed: {told['not_computed']}")
+        return
+    replaced, added = (round_up(told[key], 4) for key in ("replace_one_epsilon", "add_or_remove_epsilon"))
+    print_table(
+        "What attackers reach",
+        ("accused of those who did not take part", "found of those who did, at most"),
+        [(one_in(row["false_positive_rate"]), percent(row["true_positive_rate"])) for row in told["attacks"]],
+        f"Gaussian differential privacy: {mu_in_words(told)}",
+        f"ε = {replaced} if one {unit} is replaced by another, {added} if one is added or removed (pld)",
+    )
+
+
+def _print_bands(planned: _Planned, found: list[dict[str, Any]]) -> None:
+    if len(found) < 2:
+        return
+    rows = []
+    for row in found:
+        size = row["memory_bytes"]
+        memory = f"{row['memory_vectors']} × parameters × 4 bytes" if size is None else f"{size / 2**20:,.1f} MiB"
+        marks = ("*" if row["bands"] == planned.plan.bands else "") + (" auto" if row["automatic"] else "")
+        noise = f"{row['noise_multiplier']:g}", f"{row['running_sum']:.3f}", f"{row['single_step']:.3f}"
+        rows.append((f"{row['bands']}{marks}", *noise, memory if row["memory_vectors"] else "none"))
+    notes = ["noise relative to 1 band; * is this plan"]
+    if planned.parameters is None and planned.plan.bands == 1 and any(row["automatic"] and row["bands"] > 1 for row in found):
+        notes.append("auto is what recipes take, and plans that are told the number of parameters: --parameters P")
+    header = ("bands", "noise multiplier", "noise of the running sum", "of a single step", "memory")
+    print_table("Bands of correlated noise, at the same ε and steps", header, rows, *notes)
+
+
+def _print_proposals(proposals: Sequence[Proposal], chosen: Proposal) -> None:
+    """The batch sizes that were compared, and the proposal as keys of a recipe."""
+    rows = []
+    for one in proposals:
+        mark = "*" if one is chosen else ""
+        noise = f"{one.noise_multiplier:.3g}", f"{one.bands}", f"{one.noise:.3g}", f"{one.score:.2f}"
+        rows.append((f"{one.batch_size}{mark}", f"{one.steps}", *noise))
+    print_table(
+        "Proposals",
+        ("batch size", "steps", "noise multiplier", "bands", "noise of the mean gradient", "score"),
+        rows,
+        "noise for a clipping norm of 1; the smallest score is best; * is the proposal, in a recipe",
+        f"batch_size = {chosen.batch_size}\nsteps = {chosen.steps}\nbands = {chosen.bands}",
+    )
+
+
+def _draw(plan: PrivacyPlan, path: Path) -> None:
+    """Draw the trade-off curve of the finished run as a PNG file."""
+    from dp_microadam.errors import InputError
+    from dp_microadam.workbench.reporting.figures import STYLES, save_png
+    from dp_microadam.workbench.reporting.run_figures import trade_off_figure
+
+    if not path.parent.is_dir() or path.is_dir():
+        raise InputError(f"picture is {str(path)!r}; it must be a file in a folder that exists")
+    figure = trade_off_figure([("this plan", STYLES[0], [plan.spent_after(plan.steps)], plan.epsilon, plan.delta)])
+    if figure is None:
+        raise InputError(f"picture is {str(path)!r}, but what attackers reach cannot be computed for this plan; leave it out")
+    save_png(figure.drawn, path)

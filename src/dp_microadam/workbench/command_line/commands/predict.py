@@ -7,11 +7,11 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dp_microadam.errors import InputError
-from dp_microadam.workbench.command_line.commands.running import open_run
-from dp_microadam.workbench.command_line.completers import complete_with, run_folders
+from dp_microadam.workbench.command_line.arguments import add_run
+from dp_microadam.workbench.command_line.running import open_run
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -24,8 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog="examples:\n  dp-microadam predict photos-model photo.jpg scan.png\n"
         "  dp-microadam predict runs/mine rows.csv --json\n  echo 'Free entry!' | dp-microadam predict spam-filter -",
     )
-    model = parser.add_argument("model", type=Path, metavar="RUN", help="run folder, or a folder that export has written")
-    complete_with(run_folders, model)
+    add_run(parser, "model", help="run folder, or a folder that export has written")
     parser.add_argument(
         "files", type=Path, nargs="+", metavar="FILE", help="image, CSV, .npy or text files, or folders of them"
     )
@@ -48,11 +47,8 @@ def run(options: argparse.Namespace) -> int:
                 line = _line(name, predict(one)[0].tolist(), classes)
                 found.append(line)
                 if not options.json:
-                    print(
-                        f"{line['file']}\t{line['class']}\t{line['probability']:.4f}"
-                        if classes
-                        else f"{name}\t{line['outputs']}"
-                    )
+                    said = f"{line['class']}\t{line['probability']:.4f}" if classes else f"{line['outputs']}"
+                    print(f"{name}\t{said}")
         except InputError as error:
             unread += 1
             print(f"dp-microadam: {error}", file=sys.stderr)
@@ -69,16 +65,7 @@ def _line(name: str, outputs: list[float], classes: tuple[str, ...]) -> dict[str
     return {"file": name, "class": classes[best], "probability": outputs[best], "probabilities": probabilities}
 
 
-class _Source(Protocol):
-    """How files become inputs of a model."""
-
-    @property
-    def endings(self) -> tuple[str, ...]: ...
-
-    def read(self, file: Path) -> Iterator[tuple[str, Any]]: ...
-
-
-def _opened(folder: Path, trust: bool) -> tuple[Callable[..., Any], _Source, tuple[str, ...]]:
+def _opened(folder: Path, trust: bool) -> tuple[Callable[..., Any], Any, tuple[str, ...]]:
     """The function of raw inputs, how files are read for it, and the names of its classes."""
     from dp_microadam.training.model_card import CONTRACT
 
@@ -93,22 +80,20 @@ def _opened(folder: Path, trust: bool) -> tuple[Callable[..., Any], _Source, tup
         raw = raw_input(contract.input)
         return load_program(folder / contract.program, trust=trust), raw, contract.classes
     if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):  # as transformers and peft write
-        from dp_microadam.workbench.recipes.text_predictions import TextClassifier
+        from dp_microadam.workbench.recipes.texts import TextClassifier
 
         texts = TextClassifier.of_export(folder)
         return texts, texts, texts.classes
     import torch
 
-    from dp_microadam.workbench.recipes.deploy import deployment_of
+    from dp_microadam.workbench.recipes.texts import TextClassifier
 
     experiment = open_run(folder)
     experiment.trainer.peek()
     if experiment.data.tokens:
-        from dp_microadam.workbench.recipes.text_predictions import TextClassifier
-
         texts = TextClassifier.of_run(experiment)
         return texts, texts, texts.classes
-    deployment = deployment_of(experiment)
+    deployment = experiment.deployment()
     deployed = deployment.deployed(experiment.best_model())
     assert deployment.readable is not None
     return torch.no_grad()(deployed), deployment.readable, deployment.classes

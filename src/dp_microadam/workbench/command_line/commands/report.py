@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from dp_microadam.workbench.command_line.completers import complete_with, run_folders
+from dp_microadam.workbench.command_line.arguments import add_group_size, add_json, add_run
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -17,8 +17,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "tables (CSV, LaTeX, Markdown).",
         epilog="examples:\n  dp-microadam report runs/mine\n  dp-microadam report runs/mine runs/other --out compared.html",
     )
-    runs = parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, sweep or audit; several are compared")
-    complete_with(run_folders, runs)
+    add_run(parser, "runs", nargs="+", type=str, help="folder of a run, sweep or audit; several are compared")
     parser.add_argument(
         "--out",
         type=Path,
@@ -28,14 +27,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--page-only", action="store_true", help="write the HTML file only, without the folders of figures and tables"
     )
-    parser.add_argument(
-        "--group-size",
-        type=int,
-        default=1,
-        metavar="K",
-        help="also say ε for somebody with up to K examples, or for K users together",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    add_group_size(parser)
+    add_json(parser)
     parser.set_defaults(run=run)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -10,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dp_microadam.workbench.command_line.commands.running import INTERRUPTED, finish, open_run, say
-from dp_microadam.workbench.command_line.completers import complete_with, recipe_names, recipe_settings
+from dp_microadam.workbench.command_line.arguments import add_json, add_recipe
+from dp_microadam.workbench.command_line.running import INTERRUPTED, finish, open_run, say
 
 if TYPE_CHECKING:
     from dp_microadam.plan.selection_plan import SelectionPlan
@@ -28,16 +29,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Train a random number of private runs with hyperparameters drawn from the recipe's [tune] table, publish "
         "the best by its score on validation data, and destroy all others. ε covers the choice.",
         epilog="examples:\n  dp-microadam tune mine.toml --estimate\n"
-        "  dp-microadam tune demo --set tune.expected_runs=5 --set tune.learning_rate=[0.001,0.003]",
+        "  dp-microadam tune demo --set tune.expected_runs=5 --set tune.distance=[0.75,1.5]",
     )
-    complete_with(recipe_names, parser.add_argument("recipe", help="name or TOML file of a recipe"))
-    override = parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change one key of the recipe"
-    )
-    complete_with(recipe_settings, override)
+    add_recipe(parser)
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="folder to publish to (default: a new one under runs/)")
     parser.add_argument("--estimate", action="store_true", help="show the expected cost and stop")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")
+    add_json(parser)
     parser.add_argument("--quiet", action="store_true", help="show neither the expected cost nor how long it has taken")
     parser.set_defaults(run=run)
 
@@ -45,8 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(options: argparse.Namespace) -> int:
     from dp_microadam.workbench.recipes.recipe_files import load_recipe
 
-    recipe = load_recipe(options.recipe, options.overrides)
-    return search(recipe, options.run_dir, options)
+    return search(load_recipe(options.recipe, options.overrides), options.run_dir, options)
 
 
 def search(recipe: Recipe, run_dir: Path | None, options: argparse.Namespace) -> int:
@@ -65,18 +61,20 @@ def search(recipe: Recipe, run_dir: Path | None, options: argparse.Namespace) ->
 
     # Imported once the recipe is known to be usable: torch takes seconds to load.
     from dp_microadam.plan.selection_plan import SelectionPlan
-    from dp_microadam.workbench.recipes.assemble import load_data, number_of_units, plan_of
+    from dp_microadam.workbench.recipes.assemble import load_data, number_of_units
+    from dp_microadam.workbench.recipes.plans import plan_of
 
     data = load_data(recipe)
     plan = plan_of(recipe, number_of_units(recipe, data))
     assert isinstance(plan, SelectionPlan)
-    if options.estimate or not options.quiet:
+    estimate = getattr(options, "estimate", False)
+    if estimate or not options.quiet:
         cost = _expected_cost(recipe, plan, data)
-        if options.estimate and options.json:
+        if estimate and options.json:
             print(json.dumps(cost))
         else:
             _print_cost(cost, options)
-    return 0 if options.estimate else _search(recipe, run_dir, data, plan, options)
+    return 0 if estimate else _search(recipe, run_dir, data, plan, options)
 
 
 def _search(recipe: Recipe, run_dir: Path | None, data: LabelledData, plan: SelectionPlan, options: argparse.Namespace) -> int:
@@ -91,7 +89,7 @@ def _search(recipe: Recipe, run_dir: Path | None, data: LabelledData, plan: Sele
         lambda chosen, folder: assemble(with_values(recipe, chosen), folder, data=data, show_progress=False).trainer,
         score=score_of(recipe),
         run_dir=default_search_folder(f"{recipe.name}-tuned") if run_dir is None else run_dir,
-        config=replace(recipe, accountant=plan.accountant, bands=plan.bands).to_toml(),
+        config=replace(recipe, accountant=recipe.resolved_accountant, bands=plan.bands).to_toml(),
         show_progress=not options.quiet,
     )
     try:
@@ -126,8 +124,6 @@ def _expected_cost(recipe: Recipe, plan: SelectionPlan, data: LabelledData) -> d
 
 def _hours_of_one_run(recipe: Recipe, plan: SelectionPlan, data: LabelledData) -> float:
     """The mean duration of a run, from a few steps of each kind of run, with at most a few kinds."""
-    import itertools
-
     from dp_microadam.workbench.command_line.estimate import CostEstimator
     from dp_microadam.workbench.recipes.tuning import values_of, with_values
 
@@ -146,18 +142,14 @@ def _hours_of_one_run(recipe: Recipe, plan: SelectionPlan, data: LabelledData) -
 def _print_cost(cost: dict[str, Any], options: argparse.Namespace) -> None:
     from dp_microadam.ledger.statement import round_up
 
-    hours = cost["expected_hours"]
+    hours, at_most = cost["expected_hours"], cost["runs_in_nine_of_ten_searches_at_most"]
     time = f"{hours:.1f} hours" if hours >= 1 else f"{math.ceil(60 * hours)} min"
-    at_most = cost["runs_in_nine_of_ten_searches_at_most"]
-    say(
-        options,
+    for line in (
         f"search at ε = {round_up(cost['epsilon'])}, δ = {cost['delta']:g}: {cost['expected_runs']:g} runs expected "
         f"({cost['distribution']}; nine of ten searches take at most {at_most}), about {time} on this machine",
-    )
-    say(
-        options,
         f"each run: {cost['steps']} steps with noise multiplier {cost['noise_multiplier']:g}; alone it would spend "
         f"ε = {round_up(cost['epsilon_of_one_run'])}",
-    )
-    say(options, f"a single run without a search: noise multiplier {cost['noise_multiplier_without_a_search']:g} at the same ε")
-    say(options, "how many runs are drawn is secret, so neither their number nor the time left is shown")
+        f"a single run without a search: noise multiplier {cost['noise_multiplier_without_a_search']:g} at the same ε",
+        "how many runs are drawn is secret, so neither their number nor the time left is shown",
+    ):
+        say(options, line)

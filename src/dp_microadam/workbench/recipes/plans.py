@@ -1,4 +1,4 @@
-"""``plan = "auto"`` in a recipe: batch size, steps and bands by predicted noise, for the computing that the recipe allows.
+"""The plan of a recipe: solved for its budget, with as many bands as suit it, or proposed (``plan = "auto"``).
 
 This module does not import torch.
 """
@@ -11,9 +11,45 @@ from dataclasses import replace
 from dp_microadam.errors import InputError
 from dp_microadam.plan.advice import Proposal, advise, best
 from dp_microadam.plan.band_choice import DEFAULT_NOISE_MEMORY_GIB
+from dp_microadam.plan.plan import PrivacyPlan
+from dp_microadam.plan.selection_plan import SelectionPlan
 from dp_microadam.workbench.recipes.recipe import Recipe
 
 _GAIN_FROM_BANDS = ("dp-threshold", "dp-walk", "dp-microadam", "dp-sgd", "dp-adam", "dp-adamw")
+
+
+def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) -> PrivacyPlan:
+    """The privacy plan of a recipe for ``dataset_size`` training examples or users and a number of trainable ``parameters``.
+
+    For a recipe that declares a search, it is the plan of each run, whose ε covers the search.
+    """
+    refuse_larger_batch(recipe, dataset_size)
+    search = {name: recipe.tune[name] for name in ("expected_runs", "distribution") if recipe.tune}
+    return (SelectionPlan if recipe.tune else PrivacyPlan).solve(
+        dataset_size=dataset_size,
+        batch_size=recipe.batch_size,
+        delta=recipe.delta,
+        epsilon=recipe.epsilon,
+        noise_multiplier=recipe.noise_multiplier,
+        steps=recipe.steps,
+        accountant=recipe.resolved_accountant,
+        bands=bands_of(recipe),
+        parameters=parameters,
+        noise_memory_gib=noise_memory_of(recipe),
+        max_batch_size=recipe.max_batch_size,
+        unit=recipe.unit,
+        examples_per_user=recipe.examples_per_user,
+        **search,
+    )
+
+
+def refuse_larger_batch(recipe: Recipe, dataset_size: int) -> None:
+    """Raise InputError for a batch of more than there are to train on."""
+    if recipe.batch_size > dataset_size:
+        raise InputError(
+            f"batch_size is {recipe.batch_size}, more than the {dataset_size} {recipe.unit_name or recipe.unit}s to train on, "
+            f"validation and test parts aside; it must be at most {dataset_size}"
+        )
 
 
 def bands_of(recipe: Recipe) -> int | str:
@@ -44,18 +80,16 @@ def with_advice(
     Raises:
         InputError: for a recipe without privacy or ε, or with settings that batch size, steps and bands must fit.
     """
-    refuse_unadvisable(recipe)
-    if steps_for is None:
-        if recipe.steps is None:
-            raise InputError("steps is not given; steps times batch_size must say how many examples can be afforded")
-        affordable = recipe.steps * recipe.batch_size
-        steps_for = lambda batch_size: affordable / batch_size  # noqa: E731
+    recipe = replace(recipe, plan="auto")  # which refuses what does not fit
+    if steps_for is None and recipe.steps is None:
+        raise InputError("steps is not given; steps times batch_size must say how many examples can be afforded")
+    affordable = (recipe.steps or 0) * recipe.batch_size
     assert recipe.epsilon is not None
     proposals = advise(
         dataset_size=dataset_size,
         epsilon=recipe.epsilon,
         delta=recipe.delta,
-        steps_for=steps_for,
+        steps_for=steps_for or (lambda batch_size: affordable / batch_size),
         parameters=parameters,
         bands=bands_of(recipe) == "auto",
         fixed_rate=recipe.resolved_distance is None,
@@ -64,27 +98,6 @@ def with_advice(
     )
     taken = best(proposals)
     changed = replace(
-        recipe,
-        plan=None,
-        noise_multiplier=None,
-        steps=taken.steps,
-        batch_size=taken.batch_size,
-        bands=taken.bands,
+        recipe, plan=None, noise_multiplier=None, batch_size=taken.batch_size, steps=taken.steps, bands=taken.bands
     )
     return changed, proposals, taken
-
-
-def refuse_unadvisable(recipe: Recipe) -> None:
-    """Raise an InputError if there is nothing to advise on."""
-    for what, unsuitable in (
-        (f"method is {recipe.method!r}", not recipe.protected),
-        ("epsilon is not given", recipe.protected and recipe.epsilon is None),
-        (f"bands is {recipe.bands!r}", recipe.bands not in (None, "auto", 1)),
-        (f"max_batch_size is {recipe.max_batch_size}", recipe.max_batch_size is not None),
-        ("[tune] is given", bool(recipe.tune)),
-    ):
-        if unsuitable:
-            raise InputError(
-                f"{what}, but plan is 'auto': a proposal needs epsilon, is for a single private run, and chooses batch size, "
-                "steps and bands itself; change one of them"
-            )

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from measuring import seconds
 from torch import nn
 
 from dp_microadam.clipping.cost import allowed, choose, costs_on
@@ -21,7 +22,6 @@ from dp_microadam.clipping.rules.convolution import (
     gradients_in_groups,
 )
 from dp_microadam.clipping.rules.linear import LinearFactors, LinearRule
-from dp_microadam.workbench.command_line.measuring import seconds
 
 # (channels in, channels out, image side, stride, kernel side, padding): the layers of WRN-16-4 and of the small networks.
 CONVOLUTIONS = (
