@@ -29,8 +29,8 @@ _NUMBERS: dict[str, dict[str, Any]] = {
     "accountant": {"choices": ("rdp", "pld"), "help": "accountant that determines ε (default: pld, the tighter)"},
     "bands": {
         "metavar": "N",
-        "help": "bands of correlated noise: a number, 1 for independent noise; or auto, a few where they leave much less noise, "
-        "if P, ε and T are given (default: auto)",
+        "help": "bands of correlated noise: a number, 1 for independent noise; or auto, a few where they leave much less "
+        "noise, if P, ε and T are given (default: auto)",
     },
     "max_batch_size": {
         "type": int,
