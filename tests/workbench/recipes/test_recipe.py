@@ -263,7 +263,8 @@ def test_methods_and_their_options_of_the_vocabulary_are_those_of_the_code():
     import torch
 
     from dp_microadam import MicroAdam, TensorAdam
-    from dp_microadam.methods.registry import builder_of
+    from dp_microadam.methods.step_optimizers import at_path
+    from dp_microadam.methods.table import METHODS
     from dp_microadam.optimizers.adam_bc import AdamBC
     from dp_microadam.optimizers.threshold_adam import ThresholdAdam
 
@@ -278,12 +279,11 @@ def test_methods_and_their_options_of_the_vocabulary_are_those_of_the_code():
         "dp-adambc": [AdamBC],
     }
     for method in vocabulary.BASES:
-        function = inspect.unwrap(builder_of(method))
-        own = {
-            name for name, parameter in inspect.signature(function).parameters.items() if parameter.kind.name == "KEYWORD_ONLY"
-        }
+        path = METHODS[method].path
+        parameters = {} if path is None else inspect.signature(at_path(path)).parameters
+        own = {name for name, parameter in parameters.items() if parameter.kind.name == "KEYWORD_ONLY"}
         its = {name for optimizer in optimizers.get(method, base_optimizer) for name in inspect.signature(optimizer).parameters}
-        assert own - {"lr", "distance", "schedule", "average"} <= set(vocabulary.OPTIMIZER_OPTIONS[method]) <= own | its
+        assert own - {"lr"} <= set(vocabulary.OPTIMIZER_OPTIONS[method]) <= own | its
     for optimizer, method in ((MicroAdam, "dp-microadam"), (ThresholdAdam, "dp-threshold")):
         rest = set(inspect.signature(optimizer).parameters) - set(vocabulary.OPTIMIZER_OPTIONS[method])
         assert rest == {"params", "lr"}, "the step size has a key of its own"
