@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from dp_microadam import PerformanceSettings, PrivacyPlan, PrivacySettings, PrivateStep, methods
 from dp_microadam.errors import InputError
 from dp_microadam.methods.defaults import with_bands
-from research.measuring import machine
 from research.leaderboard.problems import PROBLEMS, Part, Problem
+from research.measuring import machine
 
 DELTA = 1e-5
 SEEDS = 5
