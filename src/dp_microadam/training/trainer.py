@@ -106,6 +106,7 @@ class PrivateTrainer:
         self.diagnostics = MicroAdamDiagnostics(self.optimizer, every) if every is not None else None
         self._saved_position = -1
         self._resumed = False
+        self._between_steps = True
         self._last_metrics: dict[str, float] = {}
 
     @property
@@ -159,8 +160,8 @@ class PrivateTrainer:
         an integer or a string, if the plan's unit is the user. ``validation_users`` are those of ``validation``, if known; who
         is in both is refused.
 
-        Validation and callbacks are tried once before the first step. An error in one of them, or anywhere else, writes a
-        checkpoint before it leaves, from which the run goes on.
+        Validation and callbacks are tried once before the first step. An error in one of them, or anywhere else between two
+        steps, writes a checkpoint before it leaves, from which the run goes on.
         """
         if self.finished:
             return self.result()
@@ -212,7 +213,9 @@ class PrivateTrainer:
             if step.enter_phase():
                 self.record.log(f"phase {step.phase.name!r} begins at step {step.position}")
             self.record.pace.step()
+            self._between_steps = False
             self.method.update(self.model, step.take())
+            self._between_steps = True
             progress.advance(step.position)
             if self.diagnostics is not None:
                 self.record.keep_diagnostics(step.position, self.diagnostics.take())
@@ -330,12 +333,14 @@ class PrivateTrainer:
 
     @contextmanager
     def _saved_on_failure(self) -> Iterator[None]:
-        """Whatever goes wrong between two updates, the weights so far are in a checkpoint when the error leaves."""
+        """Whatever goes wrong between two steps, the weights so far are in a checkpoint when the error leaves.
+
+        Not what goes wrong within a step: a loss that failed may have left private values behind.
+        """
         try:
             yield
         except BaseException:
-            whole = self.method.updates == self.step.account.updates  # and not in the middle of an update
-            if self.ranks.main and whole:
+            if self.ranks.main and self._between_steps:
                 with suppress(Exception):  # the first error is the one to be told
                     self._checkpoint()
             raise
