@@ -195,17 +195,20 @@ def threshold_table(board: Leaderboard) -> str:
     lines = [_row(header), "|:---|---:|" + "---:|" * (len(header) - 2)]
     for problem, epsilon in board.rows():
         both = {
-            name: {one: found for one in distances if (found := board.at_distance(problem, epsilon, name, one))}
-            for name in (THRESHOLD, "dp-walk")
+            name: {one: board.at_distance(problem, epsilon, name, one) for one in distances} for name in (THRESHOLD, "dp-walk")
         }
-        if any(len(found) < len(distances) for found in both.values()):
-            continue
         sparse, dense = both.values()
-        best = [max(distances, key=lambda one: statistics.mean(found[one])) for found in (sparse, dense)]
-        entries = [Difference.of(sparse[one], dense[one]).shown() for one in distances]
-        entries.append(Difference.of(sparse[best[0]], dense[best[1]]).shown())
-        told = f"{statistics.mean(sparse[best[0]]):.1f} at {best[0]:g}, {statistics.mean(dense[best[1]]):.1f} at {best[1]:g}"
-        lines.append(_row([PROBLEMS[problem].title, f"{epsilon:g}", *entries, told]))
+        pairs = [(sparse[one], dense[one]) for one in distances]
+        entries = [Difference.of(*pair).shown() if all(pair) else "–" for pair in pairs]
+        told = ["–", "–"]
+        if all(all(pair) for pair in pairs):
+            best = [max(distances, key=lambda one: statistics.mean(found[one])) for found in (sparse, dense)]
+            told = [Difference.of(sparse[best[0]], dense[best[1]]).shown()]
+            told.append(
+                f"{statistics.mean(sparse[best[0]]):.1f} at {best[0]:g}, {statistics.mean(dense[best[1]]):.1f} at {best[1]:g}"
+            )
+        if any(all(pair) for pair in pairs):
+            lines.append(_row([PROBLEMS[problem].title, f"{epsilon:g}", *entries, *told]))
     return "\n".join(lines)
 
 
