@@ -7,8 +7,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from dp_microadam import MicroAdam, PerformanceSettings, PrivacyPlan, PrivateStep
-from dp_microadam.methods import Method
+from dp_microadam import PerformanceSettings, PrivacyPlan, PrivateStep, methods
 
 images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
 images = (images / 16).float()
@@ -25,7 +24,7 @@ def loss(model, batch):
 
 
 plan = PrivacyPlan.solve(dataset_size=len(train), batch_size=256, delta=1e-4, epsilon=8.0, steps=600)
-method = Method(MicroAdam(model.parameters(), lr=3e-3))
+method, plan = methods.default(model, plan)
 step = PrivateStep(
     model,
     method,
@@ -38,13 +37,12 @@ step = PrivateStep(
 if checkpoint.exists():  # steps recorded after it stay spent
     saved = torch.load(checkpoint)
     model.load_state_dict(saved["model"])
-    method.optimizer.load_state_dict(saved["optimizer"])
+    method.load_state_dict(saved["method"])
     step.load_state_dict(saved["step"])
-for number in step:
-    method.update(model, step.take())  # record, sample and clip, add noise; then the optimizer
-    if number % 200 == 199:
-        parts = {"model": model.state_dict(), "optimizer": method.optimizer.state_dict(), "step": step.state_dict()}
-        torch.save(parts, checkpoint)
+for gradients in step:  # record, sample, clip, add noise
+    method.update(model, gradients)
+    if step.position % 200 == 0:
+        torch.save({"model": model.state_dict(), "method": method.state_dict(), "step": step.state_dict()}, checkpoint)
 step.write_privacy()
 step.close()
 

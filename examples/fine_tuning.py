@@ -10,7 +10,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from dp_microadam import MicroAdam, PrivacyPlan, PrivacySettings, PrivateTrainer, RecordSettings
+from dp_microadam import PrivacyPlan, PrivacySettings, PrivateTrainer, RecordSettings, methods
 from dp_microadam.training.evaluation import class_hits, class_loss
 from dp_microadam.workbench import data
 
@@ -47,15 +47,10 @@ plan = PrivacyPlan.solve(dataset_size=len(train[1]), batch_size=256, delta=1e-5,
 for name, model in (("from scratch", network()), ("fine-tuned", pretrained())):
     with torch.no_grad():
         before = class_hits(model, test).mean()
-    trainer = PrivateTrainer(
-        model,
-        MicroAdam(model.parameters()),
-        plan,
-        class_loss,
-        run_dir=tempfile.mkdtemp(),
-        privacy=PrivacySettings(public=("weights pretrained on the UCI digits",)),
-        record=RecordSettings(show_progress=False),
-    )
+    method, own_plan = methods.default(model, plan, pretrained=name == "fine-tuned")
+    public = PrivacySettings(public=("weights pretrained on the UCI digits",))
+    quiet, folder = RecordSettings(show_progress=False), tempfile.mkdtemp()
+    trainer = PrivateTrainer(model, method, own_plan, class_loss, run_dir=folder, privacy=public, record=quiet)
     result = trainer.fit(train, validation=validation)
     with torch.no_grad():
         after = class_hits(model, test).mean()

@@ -9,7 +9,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dp_microadam import MicroAdam, PrivacyPlan
+from dp_microadam import PrivacyPlan
 from dp_microadam.integrations.lightning import PrivateLightningModule, PrivateSteps
 
 
@@ -25,9 +25,6 @@ class Digits(PrivateLightningModule):
     def validation_step(self, batch, batch_idx):
         inputs, targets = batch
         self.log("accuracy", (self.network(inputs).argmax(1) == targets).float().mean(), prog_bar=True)
-
-    def configure_optimizers(self):
-        return MicroAdam(self.parameters(), lr=3e-3)
 
 
 images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))

@@ -4,7 +4,7 @@ import torch
 from sklearn.datasets import load_breast_cancer
 from torch import nn
 
-from dp_microadam import MicroAdam, PrivacyPlan, PrivacySettings, PrivateTrainer, RecordSettings
+from dp_microadam import PrivacyPlan, PrivacySettings, PrivateTrainer, RecordSettings, methods
 
 columns, labels = (torch.tensor(array) for array in load_breast_cancer(return_X_y=True))
 # Constants to normalize by must be public. Logarithms bring lengths, areas and ratios to one scale without looking at the data.
@@ -26,9 +26,10 @@ def accuracy(model, batch):
 
 
 plan = PrivacyPlan.solve(dataset_size=len(train), batch_size=64, delta=1e-4, epsilon=8.0, steps=600)
+method, plan = methods.default(model, plan)
 trainer = PrivateTrainer(
     model,
-    MicroAdam(model.parameters(), lr=3e-3),
+    method,
     plan,
     loss,
     accuracy=accuracy,

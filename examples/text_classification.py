@@ -6,7 +6,7 @@ import tempfile
 
 from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
-from dp_microadam import MicroAdam, PrivacyPlan
+from dp_microadam import PrivacyPlan
 from dp_microadam.integrations.hugging_face import PrivateHFTrainer
 
 PHRASES = """
@@ -50,7 +50,6 @@ trainer = PrivateHFTrainer(
     plan=plan,
     train_dataset=train,
     eval_dataset=test,
-    optimizers=(MicroAdam(model.parameters(), lr=1e-2), None),
     compute_metrics=lambda result: {"accuracy": float((result.predictions.argmax(1) == result.label_ids).mean())},
 )
 spent = trainer.train().metrics

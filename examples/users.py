@@ -9,7 +9,7 @@ import tempfile
 import torch
 from torch import nn
 
-from dp_microadam import MicroAdam, PrivacyPlan, PrivateTrainer, RecordSettings
+from dp_microadam import PrivacyPlan, PrivateTrainer, RecordSettings, methods
 
 PEOPLE, FEATURES = 400, 12
 torch.manual_seed(0)
@@ -41,10 +41,11 @@ plan = PrivacyPlan.solve(
     dataset_size=PEOPLE, batch_size=40, delta=1e-4, epsilon=4.0, steps=150, unit="user", examples_per_user=8
 )
 model = nn.Sequential(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, 2))
+method, plan = methods.default(model, plan)
 with tempfile.TemporaryDirectory() as folder:
     trainer = PrivateTrainer(
         model,
-        MicroAdam(model.parameters(), lr=1e-2),
+        method,
         plan,
         loss,
         accuracy=hits,

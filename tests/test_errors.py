@@ -37,7 +37,7 @@ def literal(node):
 def wholly_literal(node):
     """Whether only names and values are put in, and no sentence that says why, or is another error's of ours."""
     parts = [ast.unparse(part.value) for part in ast.walk(node) if isinstance(part, ast.FormattedValue)]
-    sentences = {"why", "wrong", "reason", "unusable", "hint", "error", "error.remedy", "remedy"}
+    sentences = {"row.remedy", "counts", "why", "wrong", "reason", "unusable", "hint", "error", "error.remedy", "remedy"}
     return not any(part in sentences or "hint" in part or "by_hand" in part or "str(error)" in part for part in parts)
 
 

@@ -147,9 +147,8 @@ def test_lora_on_the_fused_layer_of_gpt2_moves_b_by_the_gradients_of_the_loop(tm
     plan = PrivacyPlan.solve(dataset_size=4, batch_size=2, epsilon=8.0, delta=1e-5, steps=3)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     step = PrivateStep(model, idle(model), plan, next_token_loss, tokens, run_dir=tmp_path / "run", **flat(max_grad_norm=1.0))
-    step.account.begin()
-    for _ in step:
-        for name, mean in step.take().items():
+    for gradients in step:
+        for name, mean in gradients.items():
             model.get_parameter(name).grad = mean
         optimizer.step()
     step.close()

@@ -168,7 +168,7 @@ class Everything(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.recurrent(self.encoder(self.table(x) + self.positions))[0]
-        views = hidden.view(len(x) * 2, 1, 3, 8)
+        views = hidden.reshape(len(x) * 2, 1, 3, 8)
         return self.head(hidden[:, -1] + self.images(views).mean((2, 3)).view(len(x), 2, 8).sum(1))
 
 

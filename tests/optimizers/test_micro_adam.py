@@ -232,7 +232,7 @@ def test_the_plain_path_s_launches_do_not_grow_with_the_number_of_tensors(launch
         optimizer = MicroAdam(params, fused=False)
         steps(optimizer, params, 1)
         counts.append(launches_of(optimizer))
-    assert counts[0] == counts[1] <= 150
+    assert counts[0] == counts[1] <= 200
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,6 @@ def recompute_uncertain(shares: Sequence[ParameterShare], others: Sequence[Tenso
 
 def _beside(squared: Tensor, flag: Tensor) -> Tensor:
     """The flag as a number on the device of the norms; one of the host is written there, since a copy of it would wait."""
-    if flag.device.type == "cpu":
+    if flag.device.type == "cpu" != squared.device.type:
         return torch.full((1,), int(flag), device=squared.device)
     return flag.to(squared.device, torch.long, non_blocking=True).view(1)

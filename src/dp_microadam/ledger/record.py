@@ -284,7 +284,7 @@ def read_ledger(run: str | os.PathLike[str]) -> LedgerRecord:
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} does not start with the header of a privacy ledger: {error}") from None
     if plan is None:
-        raise InputError(f"{path} has format {header['format']!r}; this version reads format {FORMAT}")
+        raise InputError(f"{path} has format {header['format']!r}; this version reads format {FORMAT}, begin a new run")
     own_mechanisms = header.get("mechanisms") == OWN_MECHANISMS
     number = 1
     try:

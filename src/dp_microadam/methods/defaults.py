@@ -30,10 +30,10 @@ def default(
     average of the weights. A plan with one band becomes one of the same ε, δ and steps with correlated noise, if that leaves
     at most 0.8 of the noise of the running sum and fits into ``noise_memory_gib``.
 
-    >>> plan = PrivacyPlan.solve(dataset_size=1000, batch_size=50, delta=1e-5, epsilon=3.0, steps=400)
+    >>> plan = PrivacyPlan.solve(dataset_size=1000, batch_size=16, delta=1e-5, epsilon=20.0, steps=400)
     >>> method, banded = default(nn.Linear(10, 2), plan)
-    >>> type(method.optimizer).__name__, banded.bands > 1, round(banded.epsilon, 2)
-    ('ThresholdAdam', True, 3.0)
+    >>> type(method.optimizer).__name__, banded.bands > 1, round(banded.epsilon)
+    ('ThresholdAdam', True, 20)
     """
     method = builder_of(DEFAULT)(model, distance=default_distance(model, pretrained))
     return method, with_bands(plan, _trained(model), noise_memory_gib)

@@ -147,7 +147,9 @@ class MicroAdam(ExactStateOptimizer):
                     "parameters with dense gradients"
                 )
             if gradient.shape != weight.shape:
-                raise InputError(f"a gradient has shape {tuple(gradient.shape)}; the parameter's is {tuple(weight.shape)}")
+                raise InputError(
+                    f"a gradient has shape {tuple(gradient.shape)}; it must be the parameter's, {tuple(weight.shape)}"
+                )
             unsuitable = _unsuitable(weight, group)
             if group["fused"] and unsuitable:
                 raise InputError(f"fused is True, but {unsuitable}; use fused=None or fused=False")
@@ -324,7 +326,9 @@ def _refuse_mismatch(
     if anywhere and "indices" in wanted and not is_sharded(param):
         low, high = (int(end) for end in torch.aminmax(state["indices"]))
         if low < 0 or high >= max(1, param.numel()):
-            raise InputError(f"indices in a state are from {low} to {high}, for {param.numel()} coordinates; it is damaged")
+            raise InputError(
+                f"indices in a state are from {low} to {high}, for {param.numel()} coordinates; it is damaged, load another"
+            )
 
 
 def _validate(options: dict[str, Any]) -> None:

@@ -262,7 +262,9 @@ class ValidationMetrics:
             raise
         except Exception as error:
             text = " ".join(str(error).split())[:_SHOWN]
-            raise InputError(f"validation fails on its first examples ({type(error).__name__}: {text})") from error
+            raise InputError(
+                f"validation fails on its first examples ({type(error).__name__}: {text}); make it run on one batch"
+            ) from error
 
     def __call__(self, data: Any) -> dict[str, float]:
         """Means over ``data``, the same on every rank; empty if ``data`` is None."""

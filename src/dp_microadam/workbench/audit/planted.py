@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from scipy.special import ndtr
 from torch import Tensor, distributed, nn
 
+from dp_microadam.durable_files import write_text_durably
 from dp_microadam.errors import DPMicroAdamError
 from dp_microadam.ledger.ledger import read_ledger
 from dp_microadam.noise.randomness import Randomness
@@ -141,7 +142,7 @@ def _train_as_rank(folder: Path, rank: int) -> None:
         train_watched(_Parts(["ap", "pz"][rank]), _weighted, data, plan, folder / "run", observe)
     except DPMicroAdamError as error:
         told["refused"] = str(error)
-    (folder / f"{rank}.json").write_text(json.dumps(told), encoding="utf-8")
+    write_text_durably(folder / f"{rank}.json", json.dumps(told))
 
 
 def _weighted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

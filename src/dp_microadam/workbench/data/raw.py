@@ -139,7 +139,9 @@ class RawRows(RawInput):
             first, rows = open_rows(file, self.header)
         for name in self.inputs:
             if name not in first:
-                raise InputError(f"{file} has no column {name!r}, by its first line; the model was trained on it")
+                raise InputError(
+                    f"{file} has no column {name!r}, by its first line; it must have one, the model was trained on it"
+                )
         for number, (line, row) in enumerate(rows, 1):
             try:
                 inputs = self.encoded(_usable(row))

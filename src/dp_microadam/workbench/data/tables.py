@@ -264,7 +264,9 @@ def _with_columns(path: Path, names: Sequence[str], layout: Layout, may_lack_use
         return replace(layout, columns=Columns({name: Column() for name in others}))
     for name in others:
         if name not in layout.columns.columns:
-            raise InputError(f"{path} has a column {name!r} that is not declared; declare it in [columns], if only as ignored")
+            raise InputError(
+                f"{path} has a column {name!r} that is not declared; name it there, use ignored for what is not needed"
+            )
     for name in layout.columns.inputs:
         if name not in others:
             raise InputError(f"{path} has no column {name!r}, which is an input; it must have all of them")
