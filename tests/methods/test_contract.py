@@ -5,10 +5,11 @@ import os
 import pytest
 import torch
 
-from dp_microadam import InputError
+from dp_microadam import InputError, methods
 from dp_microadam.methods import PublicExamples
 from dp_microadam.methods.registry import build
-from dp_microadam.methods.table import METHODS
+from dp_microadam.methods.table import METHODS, kept_bytes
+from dp_microadam.training.rates import RunNoise
 from dp_microadam.workbench.recipes.assemble import assemble
 from dp_microadam.workbench.recipes.recipe import Recipe
 
@@ -191,3 +192,17 @@ def test_it_trains_fashion_mnist_in_200_steps_to_far_better_than_chance(tmp_path
         pytest.skip(f"{error}; or name its folder in FASHION_MNIST")
     print(f"{variant}: {accuracy:.3f}")
     assert accuracy > 0.4
+
+
+@pytest.mark.parametrize("name", [name for name, entry in METHODS.items() if entry.path is None])
+def test_the_table_says_what_a_method_keeps_for_each_parameter(name):
+    model = torch.nn.Linear(1000, 1000, bias=False)
+    method = getattr(methods, name.replace("-", "_"))(model)
+    method.prepare(RunNoise(0.1, 10, 10.0), 10)
+    method.update(model, {"weight": torch.randn(1000, 1000)})
+    state = [value for kept in method.optimizer.state.values() for value in kept.values() if isinstance(value, torch.Tensor)]
+    held = {"optimizer": state, "average": method.average.state_dict().values() if method.average else ()}
+    told = kept_bytes(name, bands=1)
+    for part, tensors in held.items():
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 1e6
+        assert size == pytest.approx(told[part], abs=0.01), part

@@ -14,10 +14,14 @@ from dp_microadam.plan.learning_rate import DISTANCE
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """A base optimizer of methods: the import path of its class, and the options that a recipe may set."""
+    """A base optimizer of methods: the import path of its class, and the options that a recipe may set.
+
+    ``state`` are the bytes that it keeps between steps for each parameter, with its default options.
+    """
 
     path: str
     options: tuple[str, ...]
+    state: float
 
 
 @dataclass(frozen=True)
@@ -69,15 +73,15 @@ AVERAGE = 0.99
 """The average of methods whose rate follows from the plan: larger steps than the last ones can be averaged out."""
 
 OPTIMIZERS: Mapping[str, OptimizerEntry] = {
-    "sgd": OptimizerEntry("torch.optim:SGD", ("momentum", "dampening", "weight_decay", "nesterov")),
-    "adam": OptimizerEntry("torch.optim:Adam", _ADAM_OPTIONS),
-    "adamw": OptimizerEntry("torch.optim:AdamW", _ADAM_OPTIONS),
-    "adambc": OptimizerEntry("dp_microadam.optimizers.adam_bc:AdamBC", ("floor", "betas", "weight_decay")),
-    "microadam": OptimizerEntry("dp_microadam.optimizers.micro_adam:MicroAdam", _MICRO_ADAM_OPTIONS),
+    "sgd": OptimizerEntry("torch.optim:SGD", ("momentum", "dampening", "weight_decay", "nesterov"), 0.0),
+    "adam": OptimizerEntry("torch.optim:Adam", _ADAM_OPTIONS, 8.0),
+    "adamw": OptimizerEntry("torch.optim:AdamW", _ADAM_OPTIONS, 8.0),
+    "adambc": OptimizerEntry("dp_microadam.optimizers.adam_bc:AdamBC", ("floor", "betas", "weight_decay"), 8.0),
+    "microadam": OptimizerEntry("dp_microadam.optimizers.micro_adam:MicroAdam", _MICRO_ADAM_OPTIONS, 0.96),
     "threshold": OptimizerEntry(
-        "dp_microadam.optimizers.threshold_adam:ThresholdAdam", ("threshold", "beta", "eps", "weight_decay")
+        "dp_microadam.optimizers.threshold_adam:ThresholdAdam", ("threshold", "beta", "eps", "weight_decay"), 0.5
     ),
-    "tensor-adam": OptimizerEntry("dp_microadam.optimizers.tensor_adam:TensorAdam", ("beta", "eps", "weight_decay")),
+    "tensor-adam": OptimizerEntry("dp_microadam.optimizers.tensor_adam:TensorAdam", ("beta", "eps", "weight_decay"), 0.0),
 }
 
 _ANY = ("sgd", "adam", "adamw", "microadam")
@@ -129,6 +133,22 @@ METHODS: Mapping[str, MethodEntry] = {
         base_optimizers=_ANY,
     ),
 }
+
+
+def kept_bytes(method: str, bands: int, average: float | None = None) -> dict[str, float]:
+    """What a run keeps beside weights and gradients, in bytes for each trained parameter, by what it is for.
+
+    >>> kept_bytes("dp-threshold", bands=4)
+    {'optimizer': 0.5, 'average': 4.0, 'noise of the last steps': 12.0}
+    """
+    entry = METHODS[method]
+    name = entry.optimizer or entry.base_optimizers[0]
+    averages = entry.average if average is None else average
+    return {
+        "optimizer": OPTIMIZERS[name].state,
+        "average": 4.0 if averages else 0.0,
+        "noise of the last steps": 4.0 * (bands - 1),
+    }
 
 
 def as_markdown() -> str:

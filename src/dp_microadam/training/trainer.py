@@ -346,7 +346,9 @@ class PrivateTrainer:
             raise
 
     def _sizes(self) -> dict[str, Any]:
-        return sizes(self.model, self.optimizer, self.method.extra_state())
+        average = self.average.state_dict().values() if self.average is not None else ()
+        kept = sum(value.numel() * value.element_size() for value in average)
+        return {**sizes(self.model, self.optimizer, self.method.extra_state()), "average_bytes": kept}
 
     def _evaluate(self, validation: Any, progress: Progress) -> dict[str, float]:
         """Validation metrics of the weights and of their average, written and shown."""

@@ -15,7 +15,6 @@ from dp_microadam.workbench.command_line.tables import print_table
 _REQUIRED = ("torch", "numpy", "scipy", "rich", "safetensors", "tomli-w", "argcomplete")
 _OPTIONAL = {
     "numba": "fast",
-    "triton": "gpu",
     "cryptography": "secure",
     "matplotlib": "plots",
     "pillow": "images",

@@ -88,6 +88,8 @@ class _Planned:
     proposals: tuple[Proposal, ...] = ()
     chosen: Proposal | None = None
     unit_name: str = ""
+    kept: dict[str, float] | None = None
+    """Bytes per trained parameter that the run keeps beside weights and gradients, by what they are for."""
     partly: bool = False
     """Whether steps train a part of the parameters, so that noise on all of them would not say how much can be learned."""
 
@@ -113,7 +115,14 @@ def run(options: argparse.Namespace) -> int:
         views = {accountant: _view(plan, planned.limit, accountant) for accountant in ("rdp", "pld")}
         bands, told = _band_rows(planned), meaning(spent, plan.delta)
     if options.json:
-        report = {**group, "accountants": views, "meaning": told, "bands_table": bands, "relative_noise": noise}
+        report = {
+            **group,
+            "kept_bytes_per_parameter": planned.kept,
+            "accountants": views,
+            "meaning": told,
+            "bands_table": bands,
+            "relative_noise": noise,
+        }
         proposals = {"proposals": [asdict(one) for one in planned.proposals]} if planned.proposals else {}
         print(json.dumps({**plan.to_dict(), **report, **proposals}))
         return 0
@@ -209,6 +218,7 @@ def _from_recipe(options: argparse.Namespace) -> _Planned:
             raise InputError(f"{name} is {getattr(options, name)}, which is for --advise; add that, or leave it out")
 
     # Imported once the recipe is known to be usable: torch takes seconds to load.
+    from dp_microadam.methods.table import kept_bytes
     from dp_microadam.workbench.command_line.estimate import data_or_stand_in
     from dp_microadam.workbench.recipes import vocabulary
     from dp_microadam.workbench.recipes.assemble import model_of, trainable_parameters
@@ -222,7 +232,8 @@ def _from_recipe(options: argparse.Namespace) -> _Planned:
         recipe, proposals, chosen = with_advice(recipe, size, parameters, _affordable(options, recipe, data))
     plan = plan_of(recipe, size, parameters)
     limit, partly = recipe.epsilon or plan.epsilon, recipe.algorithm in vocabulary.PARTLY_TRAINED
-    return _Planned(plan, limit, parameters, noise_memory_of(recipe), proposals, chosen, recipe.unit_name or "", partly)
+    kept = kept_bytes(recipe.algorithm, plan.bands, recipe.resolved_ema_decay)
+    return _Planned(plan, limit, parameters, noise_memory_of(recipe), proposals, chosen, recipe.unit_name or "", kept, partly)
 
 
 def _affordable(options: argparse.Namespace, recipe: Recipe, data: LabelledData) -> Callable[[int], float] | None:
@@ -324,6 +335,10 @@ def _print_plan(planned: _Planned, group: dict[str, Any]) -> None:
     rows += [("δ", f"{plan.delta:g}"), ("accountant", plan.accountant)]
     if plan.bands > 1:
         rows.append(("bands of correlated noise", f"{plan.bands}"))
+    if planned.kept is not None:
+        parts = ", ".join(f"{name} {size:g}" for name, size in planned.kept.items() if size)
+        whole = f"{sum(planned.kept.values()):.3g} bytes" + (f": {parts}" if parts else "")
+        rows.append(("kept per trained parameter", whole))
     print_table("Privacy plan", ("", ""), rows)
 
 
