@@ -64,7 +64,7 @@ NOT_PYTHON = {
 }
 """Python blocks that are compiled and not run, by something in them, and why."""
 
-ONLY_WHOLE = ("finetune_vit.md", "tutorial.md")
+ONLY_WHOLE = ("fine_tuning.md", "index.md")
 """Pages that take long even when shortened: in `make test-all` only."""
 
 

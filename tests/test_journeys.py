@@ -10,7 +10,7 @@ import pytest
 from tiny_text_models import LENGTH, save_bert, write_messages
 
 JOURNEYS = Path(__file__).parents[1] / "examples" / "journeys"
-PAGE = Path(__file__).parents[1] / "docs" / "journeys.md"
+PAGE = Path(__file__).parents[1] / "docs" / "index.md"
 
 
 def travel(name, *arguments, folder):

@@ -10,7 +10,7 @@ because it is between −c and c: no minimum, no maximum, no bucket. What they c
 lost: weights are at all times those of TensorAdam for the same gradients plus lr·e. Because e is kept in units of √v̂, that
 holds for a v̂ that changes, too.
 
-``docs/optimizer.md`` derives c = 2.54, with which a tenth of the coordinates exceeds it in a step that sees noise alone.
+``docs/methods.md`` derives c = 2.54, with which a tenth of the coordinates exceeds it in a step that sees noise alone.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def distance_from_scratch(parameters: int) -> float:
     """The distance, relative to d^¼, of networks of d ``parameters`` none of which are pretrained.
 
     Fully connected ones of 1,068,810 and 4,770,314 parameters do better with two to two and a half than with 1.5
-    (``docs/walk.md``).
+    (``docs/choosing.md``).
 
     >>> [round(distance_from_scratch(size), 2) for size in (26_010, 1_068_810, 4_770_314)]
     [1.5, 1.91, 2.45]
@@ -44,7 +44,7 @@ def distance_from_scratch(parameters: int) -> float:
 
 
 ADAPTER_DISTANCE = 0.75
-"""The same for adapters (LoRA): a longer walk carries pretrained weights away from what they know (``docs/walk.md``)."""
+"""The same for adapters (LoRA): a longer walk carries pretrained weights away from what they know (``docs/choosing.md``)."""
 
 
 def walk_scale(parameters: int) -> float:

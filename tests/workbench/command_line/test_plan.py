@@ -224,7 +224,7 @@ def test_ctrl_c_ends_a_command_with_one_sentence(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("examples", "hinted"), [(60, True), (300, False)])
 def test_a_plan_with_too_much_noise_to_learn_from_says_so(capsys, examples, hinted):
-    """docs/choosing.md: at ε = 8 the network of the demo gets 27.6 % of the digits right after 60 of them, 65.5 % after 300."""
+    """At ε = 8 the network of the demo gets 27.6 % of the digits right after 60 of them, 65.5 % after 300."""
     sizes = ["--dataset-size", str(examples), "--batch-size", str(examples // 8), "--steps", "200", "--parameters", "26010"]
     assert main(["plan", *sizes, "--delta", "1e-3", "--epsilon", "8"]) == 0
     shown = capsys.readouterr().out

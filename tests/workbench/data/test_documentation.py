@@ -1,4 +1,4 @@
-"""The page about data says what the code does."""
+"""The page about recipes and data says what the code does."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from dp_microadam.workbench.data.images import SIZE
 from dp_microadam.workbench.recipes import Recipe
 from dp_microadam.workbench.recipes.assemble import assemble
 
-PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text("utf-8")
 
 
 def test_every_data_set_is_explained():
@@ -20,7 +20,7 @@ def test_every_data_set_is_explained():
 
 
 def test_the_recipe_shown_trains_on_such_a_table(tmp_path):
-    (shown,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    shown = re.search(r"## Your own table\n\n```toml\n(.*?)```", PAGE, re.DOTALL)[1]
     table = tmp_path / "patients.csv"
     people = (
         f"{20 + n % 60},{n if n % 5 else ''},{('never', '?')[n % 2]},{('north', 'east')[n % 2]},2020-02-{1 + n % 28:02d},{n},"

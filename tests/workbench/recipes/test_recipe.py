@@ -466,7 +466,7 @@ def test_every_key_is_explained_with_its_default():
     for key in fields(Recipe):
         if key.default not in (MISSING, None):
             assert tomllib.loads(f"value = {ROWS[key.name].strip('`')}")["value"] == key.default, key.name
-    (shown,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    shown = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)[0]
     assert Recipe.from_toml(shown).optimizer == {"weight_decay": 0.01}
 
 

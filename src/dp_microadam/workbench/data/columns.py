@@ -36,7 +36,7 @@ class Unsuitable(ValueError):
 
 @dataclass(frozen=True)
 class Column:
-    """One column; see docs/data.md for the kinds.
+    """One column; see docs/recipes.md for the kinds.
 
     A number or date becomes one input: ``range`` is mapped to [-1, 1], and what lies outside is clamped to it. A category
     becomes an input for each of ``values``, of which one is 1; with ``other``, one more is for values that are not declared.
