@@ -1,4 +1,4 @@
-"""Writes ``guarantee_tests.md``, the tests behind each promise, from ``guarantee_tests.toml``."""
+"""Writes ``guarantee_tests.md``, the tests of each promise, from ``guarantee_tests.toml``."""
 
 import tomllib
 from pathlib import Path
@@ -7,12 +7,14 @@ PAGE = Path(__file__).with_suffix(".md")
 PROMISES: dict[str, dict[str, list[str]]] = tomllib.loads(
     PAGE.with_suffix(".toml").read_text(encoding="utf-8")
 )
-"""Tests by subject and promise. The first subjects are the tables of ``guarantees.md``, and their promises its rows."""
+"""Tests by subject and promise. Rows of the tables in ``guarantees.md`` come first."""
 
 _INTRODUCTION = """# Tests of the guarantees
 
-The tests that stand behind each row of [Guarantees and their limits](guarantees.md#ways-to-lose-the-guarantee-silently), and behind what other pages promise. Written by
-`python docs/guarantee_tests.py` from `docs/guarantee_tests.toml`.
+The tests that stand behind each row of
+[Guarantees and their limits](guarantees.md#ways-to-lose-the-guarantee-silently), and behind
+what other pages promise. Written by `python docs/guarantee_tests.py` from
+`docs/guarantee_tests.toml`.
 """
 
 
