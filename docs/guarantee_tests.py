@@ -1,4 +1,4 @@
-"""Writes ``guarantee_tests.md``, the tests of each promise, from ``guarantee_tests.toml``."""
+"""Writes ``guarantee_tests.md``: the tests of promises, from ``guarantee_tests.toml``."""
 
 import tomllib
 from pathlib import Path

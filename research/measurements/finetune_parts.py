@@ -6,8 +6,8 @@
     python -m research.measurements.finetune_parts sms-spam --pretrained DIR --data DIR --examples 3648 886 --tokens 32 --bf16
 
 The tasks are those of frozen_features.py; sms-spam is imdb with another folder. DP-Walk trains a head, biases and adapters at
-its default distance, all weights at 0.5 (docs/choosing.md says why), each part in a process of its own, whose largest resident set
-is its memory. Times are processor time. The head trains on features that are computed once; `features_seconds` is what that
+its default distance, all weights at 0.5 (docs/choosing.md says why), each part in a process of its own, whose largest resident
+set is its memory. Times are processor time. The head trains on features that are computed once; `features_seconds` is what that
 took, or what finding kept ones took. The head gets features of a fixed norm, whatever trains, and the average of the weights is
 evaluated. `--tokens` and `--resolution` make texts shorter and images smaller. Balanced accuracy is the mean of the accuracies
 of the classes.
