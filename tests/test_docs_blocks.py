@@ -59,7 +59,6 @@ NOT_PYTHON = {
     "trainer = PrivateHFTrainer(model, args": "an excerpt of examples/text_classification.py, run by tests/test_examples.py",
     "class Model(PrivateLightningModule)": "an excerpt of examples/lightning_digits.py, run by tests/test_examples.py",
     'pipeline("text-classification", "spam-filter")': "needs what the page exports; test_texts.py loads such",
-    "lora_rank=8,": "needs a pretrained model; tests/integrations/test_hugging_face.py trains adapters",
     "record = ledger_from_opacus(": "an excerpt of what tests/integrations/test_opacus.py runs",
 }
 """Python blocks that are compiled and not run, by something in them, and why."""
