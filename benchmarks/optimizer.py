@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from measuring import add_options, deliver, tell, wall_clock
 
-from dp_microadam import MicroAdam, TensorAdam
+from dp_microadam import MicroAdam
+from dp_microadam.optimizers.tensor_adam import TensorAdam
 from dp_microadam.optimizers.threshold_adam import ThresholdAdam
 
 Shapes = list[tuple[int, ...]]

@@ -6,8 +6,9 @@ Every layer is clipped exactly without a rule too, by repeating its forward pass
 import torch
 from torch import nn
 
-from dp_microadam import ClippedGradients, GradientRows, LayerRule, PartsCall, UnchangedInput, register_rule
+from dp_microadam import ClippedGradients, register_rule
 from dp_microadam.clipping.per_example import per_example_gradients
+from dp_microadam.clipping.rules.rule import GradientRows, LayerRule, PartsCall, UnchangedInput
 
 
 class PReLUCall(PartsCall):

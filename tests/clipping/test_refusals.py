@@ -252,8 +252,9 @@ def test_torchscript_is_refused_by_name(how):
 
 
 def test_a_registered_rule_is_used_and_a_wrong_one_is_refused(monkeypatch):
-    from dp_microadam import GradientRows, LayerRule, PartsCall, UnchangedInput, register_rule
+    from dp_microadam import register_rule
     from dp_microadam.clipping.rules import families
+    from dp_microadam.clipping.rules.rule import GradientRows, LayerRule, PartsCall, UnchangedInput
 
     monkeypatch.setattr(families, "_REGISTERED", {})
     factor = [1.0]

@@ -8,9 +8,10 @@ from opacus import PrivacyEngine
 from opacus.accountants import RDPAccountant
 from torch.utils.data import DataLoader, TensorDataset
 
-from dp_microadam import InputError, MicroAdam, PrivacyError, Randomness
+from dp_microadam import InputError, MicroAdam, PrivacyError
 from dp_microadam.accounting.costs import epsilon
 from dp_microadam.integrations.opacus import ledger_from_opacus, spent_in_opacus, use_system_entropy
+from dp_microadam.noise.randomness import Randomness
 from dp_microadam.workbench.command_line.cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Opacus recommends its secure mode and warns of hooks

@@ -17,10 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import examples
 
-from dp_microadam import InputError, PrivacyError, PrivacyLedger, PrivacyPlan
+from dp_microadam import InputError, PrivacyError, PrivacyPlan
 from dp_microadam.accounting.costs import SubsampledGaussian, epsilon
 from dp_microadam.ledger.ledger import (
     LEDGER_NAME,
+    PrivacyLedger,
     RunSettings,
     further_plan,
     read_ledger,

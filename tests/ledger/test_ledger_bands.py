@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import examples
 
-from dp_microadam import PrivacyError, PrivacyLedger, PrivacyPlan
+from dp_microadam import PrivacyError, PrivacyPlan
 from dp_microadam.accounting.costs import SubsampledGaussian, epsilon, group_epsilon
-from dp_microadam.ledger.ledger import LEDGER_NAME, RunSettings, read_ledger, spent_together, steps_together
+from dp_microadam.ledger.ledger import LEDGER_NAME, PrivacyLedger, RunSettings, read_ledger, spent_together, steps_together
 from dp_microadam.ledger.record import most_of_one_example
 from dp_microadam.ledger.statement import privacy_report, statement_in_words, write_privacy_files
 from dp_microadam.workbench.command_line.cli import main

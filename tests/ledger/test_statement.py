@@ -7,12 +7,13 @@ import re
 
 import pytest
 
-from dp_microadam import PrivacyLedger, PrivacyPlan, Randomness
+from dp_microadam import PrivacyPlan
 from dp_microadam.accounting.costs import group_epsilon
 from dp_microadam.accounting.meaning import replace_one_epsilon
 from dp_microadam.accounting.trade_off import gaussian_bound, trade_off
-from dp_microadam.ledger.ledger import RunSettings, read_ledger
+from dp_microadam.ledger.ledger import PrivacyLedger, RunSettings, read_ledger
 from dp_microadam.ledger.statement import privacy_report, round_up, statement_in_words, write_privacy_files
+from dp_microadam.noise.randomness import Randomness
 
 PLAN = PrivacyPlan.solve(dataset_size=60_000, batch_size=512, delta=1e-5, noise_multiplier=1.5, steps=50)
 

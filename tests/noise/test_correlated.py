@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from scipy import stats
 from thoroughness import examples
 
-from dp_microadam import GaussianMechanism, InputError, PrivacyError, PrivacyPlan, Randomness
+from dp_microadam import GaussianMechanism, InputError, PrivacyError, PrivacyPlan
 from dp_microadam.noise.correlated import CorrelatedNoise
+from dp_microadam.noise.randomness import Randomness
 from dp_microadam.plan.banded import banded_square_root
 
 ALARM = 1e-7

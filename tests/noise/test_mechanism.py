@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from scipy import stats
 from thoroughness import examples
 
-from dp_microadam import GaussianMechanism, InputError, PrivacyError, PrivacyPlan, Randomness
+from dp_microadam import GaussianMechanism, InputError, PrivacyError, PrivacyPlan
 from dp_microadam.noise.mechanism import noise_ranges
+from dp_microadam.noise.randomness import Randomness
 
 ALARM = 1e-7
 ZEROS = {"weight": torch.zeros(1000, 500), "bias": torch.zeros(77)}

@@ -10,8 +10,9 @@ import pytest
 import torch
 from scipy import stats
 
-from dp_microadam import InputError, PrivacyError, Randomness
+from dp_microadam import InputError, PrivacyError
 from dp_microadam.noise import randomness as module
+from dp_microadam.noise.randomness import Randomness
 
 SOURCES = [
     pytest.param(lambda: Randomness.from_entropy(), id="statistical"),

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from dp_microadam import InputError, MicroAdam, TensorAdam
+from dp_microadam import InputError, MicroAdam
+from dp_microadam.optimizers.tensor_adam import TensorAdam
 
 OPTIONS = {
     "block": {"density": 0.1, "weight_decay": 0.01},

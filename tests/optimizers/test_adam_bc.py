@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dp_microadam import AdamBC, InputError
+from dp_microadam import InputError
+from dp_microadam.optimizers.adam_bc import AdamBC
 
 
 def test_without_noise_and_with_a_floor_out_of_reach_it_is_adam_without_eps():

@@ -7,8 +7,10 @@ import pickle
 import pytest
 import torch
 
-from dp_microadam import AdamBC, MicroAdam, TensorAdam
+from dp_microadam import MicroAdam
+from dp_microadam.optimizers.adam_bc import AdamBC
 from dp_microadam.optimizers.micro_adam_reference import MicroAdamReference
+from dp_microadam.optimizers.tensor_adam import TensorAdam
 
 
 def dense(optimizer, **options):

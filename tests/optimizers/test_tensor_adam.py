@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from dp_microadam import InputError, TensorAdam
+from dp_microadam import InputError
+from dp_microadam.optimizers.tensor_adam import TensorAdam
 
 
 def test_its_steps_are_those_of_the_formula():

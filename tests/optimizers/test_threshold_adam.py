@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dp_microadam import InputError, TensorAdam
+from dp_microadam import InputError
 from dp_microadam.optimizers import threshold_adam
+from dp_microadam.optimizers.tensor_adam import TensorAdam
 from dp_microadam.optimizers.threshold_adam import LEVELS, THRESHOLD, ThresholdAdam
 
 SHAPES = [(4, 3), (7,), (1,), (5, 2, 3), (0,)]

@@ -37,10 +37,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import TensorDataset
 
-from dp_microadam import ClippedGradients, GaussianMechanism, MicroAdam, PrivacyPlan, PrivateTrainer, Randomness, TensorAdam
+from dp_microadam import ClippedGradients, GaussianMechanism, MicroAdam, PrivacyPlan, PrivateTrainer
 from dp_microadam.errors import PrivacyError
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
+from dp_microadam.noise.randomness import Randomness
 from dp_microadam.optimizers.adam_bc import AdamBC
+from dp_microadam.optimizers.tensor_adam import TensorAdam
 from dp_microadam.optimizers.threshold_adam import ThresholdAdam
 from dp_microadam.training.evaluation import class_loss
 from dp_microadam.training.method import Method

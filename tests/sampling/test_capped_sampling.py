@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from scipy import stats
 from thoroughness import examples
 
-from dp_microadam import InputError, PoissonSampler, PrivacyPlan, Randomness
+from dp_microadam import InputError, PrivacyPlan
+from dp_microadam.noise.randomness import Randomness
 from dp_microadam.sampling import poisson as dropping
 from dp_microadam.sampling import poisson as sampling
-from dp_microadam.sampling.poisson import keep_smallest
+from dp_microadam.sampling.poisson import PoissonSampler, keep_smallest
 from dp_microadam.sampling.users import Units
 
 ALARM = 1e-7

@@ -8,7 +8,9 @@ import torch
 from scipy import stats
 from torch.utils.data import Dataset, TensorDataset
 
-from dp_microadam import InputError, PoissonSampler, PrivacyPlan, Randomness
+from dp_microadam import InputError, PrivacyPlan
+from dp_microadam.noise.randomness import Randomness
+from dp_microadam.sampling.poisson import PoissonSampler
 
 ALARM = 1e-7
 

@@ -14,8 +14,10 @@ from scipy import optimize, stats
 from thoroughness import THOROUGH, examples
 from torch.utils.data import Dataset, TensorDataset
 
-from dp_microadam import InputError, PoissonSampler, PrivacyError, PrivacyPlan, Randomness
+from dp_microadam import InputError, PrivacyError, PrivacyPlan
 from dp_microadam.ledger.ledger import RunSettings
+from dp_microadam.noise.randomness import Randomness
+from dp_microadam.sampling.poisson import PoissonSampler
 from dp_microadam.sampling.users import Units, WeightedRows, widths
 
 ALARM = 1e-8

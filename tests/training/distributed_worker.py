@@ -18,7 +18,8 @@ from torch import distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
-from dp_microadam import ClippedGradients, DPMicroAdamError, Method, MicroAdam, PrivacyPlan, PrivateStep, methods
+from dp_microadam import ClippedGradients, Method, MicroAdam, PrivacyPlan, PrivateStep, methods
+from dp_microadam.errors import DPMicroAdamError
 from dp_microadam.ledger.ledger import read_ledger
 from dp_microadam.training import distributed
 from dp_microadam.training.distributed import Ranks

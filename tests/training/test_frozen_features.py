@@ -13,8 +13,9 @@ from flat import flat
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from dp_microadam import FrozenFeatures, InputError, PrivacyError, PrivacyPlan, PrivateTrainer
+from dp_microadam import InputError, PrivacyError, PrivacyPlan, PrivateTrainer
 from dp_microadam.training.feature_store import FeatureStore
+from dp_microadam.training.frozen_features import FrozenFeatures
 
 EXAMPLES, HEAD = 60, "head"
 

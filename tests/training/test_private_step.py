@@ -21,9 +21,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 
-from dp_microadam import InputError, PrivacyError, PrivacyPlan, PrivateStep, Randomness, methods
+from dp_microadam import InputError, PrivacyError, PrivacyPlan, PrivateStep, methods
 from dp_microadam.clipping.per_example import clipped_sum
 from dp_microadam.ledger.ledger import read_ledger
+from dp_microadam.noise.randomness import Randomness
 from dp_microadam.plan.unprotected import UnprotectedPlan
 from dp_microadam.training.withheld import withheld
 from dp_microadam.validation import require_positive

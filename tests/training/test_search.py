@@ -17,11 +17,12 @@ import torch
 from flat import flat
 from thoroughness import THOROUGH
 
-from dp_microadam import InputError, MicroAdam, PrivacyError, PrivacyPlan, PrivateSearch, PrivateTrainer, SelectionPlan
+from dp_microadam import InputError, MicroAdam, PrivacyError, PrivacyPlan, PrivateTrainer
 from dp_microadam.accounting.selection import Repetitions
 from dp_microadam.ledger.ledger import read_ledger
+from dp_microadam.plan.selection_plan import SelectionPlan
 from dp_microadam.training.run_statistics import Pace
-from dp_microadam.training.search import SearchState
+from dp_microadam.training.search import PrivateSearch, SearchState
 
 PLAN = SelectionPlan(dataset_size=20, batch_size=5, noise_multiplier=1.0, steps=2, delta=1e-2, expected_runs=3)
 VALUES = {"lr": [0.01, 0.1, 0.2], "norm": [0.5, 1.0]}

@@ -10,8 +10,9 @@ from thoroughness import examples
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-from dp_microadam import InputError, PoissonSampler
+from dp_microadam import InputError
 from dp_microadam.clipping.engine import ClippedGradients
+from dp_microadam.sampling.poisson import PoissonSampler
 from dp_microadam.training.evaluation import class_loss, weighted_class_loss
 from dp_microadam.training.training_data import Loading
 from dp_microadam.workbench.recipes.assemble import assemble

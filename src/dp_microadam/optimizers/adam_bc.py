@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from dp_microadam.optimizers.exact_state import ExactStateOptimizer, evaluate
-from dp_microadam.validation import require_in_closed_open, require_non_negative, require_positive
+from dp_microadam.validation import public, require_in_closed_open, require_non_negative, require_positive
 
 DEFAULT_FLOOR = 5e-8
 
 
+@public
 class AdamBC(ExactStateOptimizer):
     """Adam that subtracts the noise variance from v̂: p ← p − lr·m̂/√max(v̂ − noise_variance, floor).
 

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from dp_microadam.optimizers.exact_state import ExactStateOptimizer, evaluate
 from dp_microadam.optimizers.shards import is_sharded, local_shard
-from dp_microadam.validation import require_in_closed_open, require_non_negative, require_positive
+from dp_microadam.validation import public, require_in_closed_open, require_non_negative, require_positive
 
 
+@public
 class TensorAdam(ExactStateOptimizer):
     """p ← p − lr·g/(√v̂ + eps), where v̂ is the bias-corrected average of g² over the tensor and over past steps.
 

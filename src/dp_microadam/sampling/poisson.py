@@ -26,7 +26,7 @@ from dp_microadam.noise.randomness import Randomness
 from dp_microadam.plan.band_choice import refuse_bands
 from dp_microadam.plan.plan import PrivacyPlan
 from dp_microadam.sampling.users import Units, WeightedRows
-from dp_microadam.validation import refuse_unknown, require_integer
+from dp_microadam.validation import public, refuse_unknown, require_integer
 
 Priorities = NDArray[np.float64]
 """Two uniform numbers for each unit, which are compared in this order: 106 random bits, so that no two units are alike."""
@@ -80,6 +80,7 @@ class LogicalStep:
         return f"LogicalStep({self.index})"
 
 
+@public
 class PoissonSampler:
     """Poisson sampler: yields the logical steps of a run, each as physical batches of example indices that fit in memory.
 

@@ -32,7 +32,7 @@ from dp_microadam.training.given_data import count_examples
 from dp_microadam.training.same_examples import refuse_repeats, share_examples
 from dp_microadam.training.torch_randomness import forked_torch
 from dp_microadam.training.withheld import withheld
-from dp_microadam.validation import require_integer
+from dp_microadam.validation import public, require_integer
 
 _FORMAT = b"features of a frozen part, 2\n"
 
@@ -40,6 +40,7 @@ _COMPARED, _CLOSE = 8, 1e-3
 """Examples whose features are computed again when kept ones are found, and the largest relative difference: kernels round."""
 
 
+@public
 class FrozenFeatures:
     """Computes what a model's frozen part makes of each example once, so that steps run on the trained head alone.
 

@@ -44,6 +44,7 @@ from dp_microadam.training.run_folder import (
 )
 from dp_microadam.training.trainer import PrivateTrainer
 from dp_microadam.training.withheld import muted
+from dp_microadam.validation import public
 
 _STATE, _STATE_BYTES = "state", 4096
 _PUBLISHED = "published"
@@ -68,6 +69,7 @@ class SearchResult:
     delta: float
 
 
+@public
 class PrivateSearch:
     """Private selection of hyperparameters: trains a random number of private runs and publishes only the best.
 

@@ -287,10 +287,10 @@ class PrivateTrainer:
     ) -> Path:
         """Write the model into a new folder: weights, a program for deployment, model card, privacy statement.
 
-        ``raw`` is what the program takes: an example batch of it, or a :class:`~dp_microadam.RawInput` such as
-        ``RawImages``, which ``dp-microadam predict`` can read from files. ``prepare`` turns a batch of it into the model's
-        input. With ``classes``, the names of the model's outputs, the program returns probabilities. ``program=False`` leaves
-        the program out, for models that ``torch.export`` cannot trace. Call it after :meth:`fit` or :meth:`peek`.
+        ``raw`` is what the program takes: an example batch of it, or a ``RawInput`` such as ``RawImages``, which
+        ``dp-microadam predict`` can read from files. ``prepare`` turns a batch of it into the model's input. With ``classes``,
+        the names of the model's outputs, the program returns probabilities. ``program=False`` leaves the program out, for
+        models that ``torch.export`` cannot trace. Call it after :meth:`fit` or :meth:`peek`.
         """
         from dp_microadam.training.export import Deployment, export_run
 

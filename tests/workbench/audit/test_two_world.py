@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from dp_microadam import ClippedGradients, GaussianMechanism, PrivacyPlan, Randomness
+from dp_microadam import ClippedGradients, GaussianMechanism, PrivacyPlan
 from dp_microadam.errors import InputError
+from dp_microadam.noise.randomness import Randomness
 from dp_microadam.workbench.audit.canaries import by_canary, canary_batch, canary_loss
 from dp_microadam.workbench.audit.suite import PROFILES, audit_experiment, audit_pipeline
 from dp_microadam.workbench.audit.two_world import (

@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
-from dp_microadam import PrivacyLedger, PrivacyPlan
+from dp_microadam import PrivacyPlan
 from dp_microadam.accounting.costs import SubsampledGaussian, epsilon, group_epsilon
-from dp_microadam.ledger.ledger import LEDGER_NAME, RunSettings, read_ledger
+from dp_microadam.ledger.ledger import LEDGER_NAME, PrivacyLedger, RunSettings, read_ledger
 from dp_microadam.ledger.statement import write_privacy_files
 from dp_microadam.workbench.command_line.cli import main
 from dp_microadam.workbench.reporting.run import Run

@@ -262,10 +262,11 @@ def test_a_non_private_run_takes_the_options_of_its_base():
 def test_methods_and_their_options_of_the_vocabulary_are_those_of_the_code():
     import torch
 
-    from dp_microadam import MicroAdam, TensorAdam
+    from dp_microadam import MicroAdam
     from dp_microadam.methods.step_optimizers import at_path
     from dp_microadam.methods.table import METHODS
     from dp_microadam.optimizers.adam_bc import AdamBC
+    from dp_microadam.optimizers.tensor_adam import TensorAdam
     from dp_microadam.optimizers.threshold_adam import ThresholdAdam
 
     base_optimizer = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, MicroAdam]

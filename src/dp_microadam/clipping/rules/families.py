@@ -59,7 +59,7 @@ def register_rule(family: type[nn.Module], rule: type[LayerRule]) -> None:
     if not (isinstance(family, type) and issubclass(family, nn.Module)):
         raise InputError(f"family is {family!r}; it must be a subclass of torch.nn.Module")
     if not (isinstance(rule, type) and issubclass(rule, LayerRule)):
-        raise InputError(f"rule is {rule!r}; it must be a subclass of dp_microadam.LayerRule")
+        raise InputError(f"rule is {rule!r}; it must be a subclass of LayerRule")
     _REGISTERED[family] = rule
 
 
