@@ -95,8 +95,8 @@ def test_declarations_survive_in_the_configuration_of_a_run():
     assert Columns.of(again.columns).vector(row()) == Columns.of(DECLARED).vector(row())
     days = {**DECLARED, "since": {"kind": "date", "range": [date(2000, 1, 1), date(2000, 1, 11)], "missing": [""]}}
     assert recipe(columns=days) == recipe()
-    with pytest.raises(InputError, match="data is 'digits'; they are for tables"):
-        recipe(data="digits", data_options={})
+    with pytest.raises(InputError, match="data is 'digits'; they are for 'table'"):
+        data.load("digits", columns=DECLARED)
     with pytest.raises(InputError, match="at least one column must be an input"):
         recipe(columns={"name": {"kind": "ignored"}})
 
