@@ -634,3 +634,11 @@ def test_synthetic_numbers_stay_below_their_bound_and_others_differ_everywhere(b
         for one, other, bound in zip(examples, others, bounds or (2, 2, 2), strict=True):
             assert (one != other).all()
             assert all(0 <= int(value) < bound for value in (one.min(), other.min(), one.max(), other.max()))
+
+
+def test_large_integers_are_drawn_only_where_the_largest_of_them_is_accepted():
+    """Of two tokens both happen to be in a table of 200 more often than not; later draws of the check are not."""
+    for seed in range(20):
+        examples = SyntheticExamples(torch.zeros(3, 2, dtype=torch.long), seed=seed)
+        assert examples.with_large_integers(lambda drawn: int(drawn.max()) < 200).bounds == [2]
+        assert examples.with_large_integers(lambda drawn: int(drawn.max()) < 256).bounds == [256]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from dp_microadam.clipping.batches import batch_size, is_floating, select
 from dp_microadam.errors import InputError
@@ -74,9 +74,15 @@ class SyntheticExamples:
         for position, leaf in enumerate(leaves):
             if self.given is None and _has_several_integers(leaf) and (leaf.device.type == "cpu" or leaf.dtype == torch.uint8):
                 bounds[position] = min(_PIXELS, torch.iinfo(leaf.dtype).max + 1)
-                if not accepts(replace(self, bounds=bounds).draw(CHECK_SIZE)[0]):
+                if not accepts(self._with_largest(position, bounds[position] - 1)):
                     bounds[position] = 2
         return replace(self, bounds=bounds)
+
+    def _with_largest(self, position: int, number: int) -> Any:
+        """Examples with ``number`` in all of one leaf: a drawn one may happen to stay below the size of a small table."""
+        leaves, structure = tree_flatten(self.simple().draw(CHECK_SIZE)[0])
+        leaves[position] = torch.full_like(leaves[position], number)
+        return tree_unflatten(leaves, structure)
 
     def _random(self, count: int, *, flip: bool) -> Any:
         integers = torch.Generator().manual_seed(self.seed)
