@@ -42,17 +42,6 @@ def test_every_public_name_can_be_imported():
         assert getattr(dp_microadam, name) is not None
 
 
-@pytest.mark.parametrize("name", ["sparta", "scale_then_privatize"])
-def test_a_method_is_a_function_whatever_was_imported_before(name):
-    """An import of the module of that name sets it on the package."""
-    import importlib
-
-    from dp_microadam import methods
-
-    setattr(methods, name, importlib.import_module(f"dp_microadam.methods.{name}"))
-    assert callable(getattr(methods, name))
-
-
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'MicroAdamant'"):
         _ = dp_microadam.MicroAdamant

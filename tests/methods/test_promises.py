@@ -11,7 +11,7 @@ from torch import nn
 from dp_microadam import ClippedGradients, PrivacyPlan, PrivateTrainer
 from dp_microadam.ledger.ledger import read_ledger
 from dp_microadam.methods import dp_adambc, dp_bitfit, scale_then_privatize, sparta
-from dp_microadam.methods.sparta import ROWS, SCORING, Sparta, top_rows
+from dp_microadam.methods.fine_tuning import ROWS, SCORING, Sparta, top_rows
 
 
 def flat(tensors):
@@ -254,7 +254,7 @@ def test_of_equal_rows_the_first_are_taken():
 def test_rows_are_chosen_within_each_weight():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 10, 3), nn.Flatten(), nn.Linear(40, 20), nn.Linear(20, 2))
-    method = Sparta(model, lambda params: torch.optim.SGD(params, lr=0.1), keep=0.2)
+    method = Sparta(model, lr=0.1, keep=0.2)
     phases = {phase.name: phase for phase in method.phases(PrivacyPlan(100, 10, 1.0, 100, 1e-2))}
     assert method.scored == {"0.weight", "2.weight"}
     assert method.first == {"0.bias", "2.bias", "3.weight", "3.bias"}

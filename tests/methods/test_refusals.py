@@ -49,7 +49,7 @@ PUBLIC = PublicExamples(torch.zeros(1, 2), lambda model, batch: model(batch).sum
             "norm_ratio is -1.0, but source 'previous' does not use it",
         ),
         (["method=scale-then-privatize", "optimizer.source=public"], "source is 'public', but no public examples are given"),
-        (["method=scale-then-privatize", "optimizer.public=3"], "public examples are given, but source is 'previous'"),
+        (["method=scale-then-privatize", "optimizer.public=3"], "public is given, but source 'previous' does not use it"),
         (["method=scale-then-privatize", "optimizer.source=public", "optimizer.public=0"], "optimizer.public is 0"),
         (["method=scale-then-privatize", "optimizer.source=public", "optimizer.public=9999"], "only 400 examples are held out"),
         (["method=dp-microadam", "optimizer.density=2"], "density is 2"),
@@ -176,7 +176,7 @@ def test_the_head_can_be_named():
 def test_public_examples_and_their_source_go_together():
     with pytest.raises(InputError, match="no public examples are given"):
         scale_then_privatize(NETWORK, source="public")
-    with pytest.raises(InputError, match="but source is 'delayed'"):
+    with pytest.raises(InputError, match="but source 'delayed' does not use it"):
         scale_then_privatize(NETWORK, source="delayed", public=PUBLIC)
 
 

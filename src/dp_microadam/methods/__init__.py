@@ -6,9 +6,7 @@ use, because their code imports torch.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from dp_microadam.methods.table import METHODS
@@ -16,7 +14,7 @@ from dp_microadam.validation import public
 
 if TYPE_CHECKING:
     from dp_microadam.methods.defaults import default
-    from dp_microadam.methods.scale_sources import PublicExamples
+    from dp_microadam.methods.scaling import PublicExamples
     from dp_microadam.training.method import Method
 
     dp_threshold: Callable[..., Method]
@@ -47,17 +45,6 @@ __all__ = [
 ]
 
 
-class _MethodsPackage(ModuleType):
-    """Keeps the functions: importing the submodule ``sparta`` must not replace the function of the same name."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in __all__ and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _MethodsPackage
-
-
 def __getattr__(name: str) -> Any:
     found: Any
     if name == "Method":
@@ -67,7 +54,7 @@ def __getattr__(name: str) -> Any:
 
         found = public(default)
     elif name == "PublicExamples":
-        from dp_microadam.methods.scale_sources import PublicExamples
+        from dp_microadam.methods.scaling import PublicExamples
 
         found = public(PublicExamples)
     elif name.replace("_", "-") in METHODS:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from dp_microadam.methods.step_optimizers import make_optimizer, trainable
+from dp_microadam.methods.registry import make_optimizer, trainable
 from dp_microadam.training.method import Method
 from dp_microadam.training.rates import RunNoise
 

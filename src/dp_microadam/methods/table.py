@@ -84,7 +84,7 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
     "tensor-adam": OptimizerEntry("dp_microadam.optimizers.tensor_adam:TensorAdam", ("beta", "eps", "weight_decay"), 0.0),
 }
 
-_ANY = ("sgd", "adam", "adamw", "microadam")
+BASE_OPTIMIZERS = ("sgd", "adam", "adamw", "microadam")  # of methods that are more than an optimizer
 
 METHODS: Mapping[str, MethodEntry] = {
     "dp-threshold": MethodEntry(
@@ -114,23 +114,23 @@ METHODS: Mapping[str, MethodEntry] = {
     "scale-then-privatize": MethodEntry(
         "gradients are scaled before clipping and noise, and scaled back afterwards; includes DP² and AdaDPS",
         1e-3,
-        path="dp_microadam.methods.scale_then_privatize:scale_then_privatize",
+        path="dp_microadam.methods.scaling:scale_then_privatize",
         options=("source", "base_optimizer", "scale_eps", "interval", "decay", "norm_ratio", "rate_ratio", "public"),
-        base_optimizers=_ANY,
+        base_optimizers=BASE_OPTIMIZERS,
     ),
     "dp-bitfit": MethodEntry(
         "only biases and the head train",
         1e-3,
-        path="dp_microadam.methods.bitfit:dp_bitfit",
+        path="dp_microadam.methods.fine_tuning:dp_bitfit",
         options=("base_optimizer", "head"),
-        base_optimizers=_ANY,
+        base_optimizers=BASE_OPTIMIZERS,
     ),
     "sparta": MethodEntry(
         "trains the rows of weights with the highest noisy scores",
         1e-3,
-        path="dp_microadam.methods.sparta:sparta",
+        path="dp_microadam.methods.fine_tuning:Sparta",
         options=("keep", "scores", "first_phase", "scoring_epochs", "rows_only", "head", "base_optimizer"),
-        base_optimizers=_ANY,
+        base_optimizers=BASE_OPTIMIZERS,
     ),
 }
 

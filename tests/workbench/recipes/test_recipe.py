@@ -263,7 +263,7 @@ def test_methods_and_their_options_of_the_vocabulary_are_those_of_the_code():
     import torch
 
     from dp_microadam import MicroAdam
-    from dp_microadam.methods.step_optimizers import at_path
+    from dp_microadam.methods.registry import at_path
     from dp_microadam.methods.table import METHODS
     from dp_microadam.optimizers.adam_bc import AdamBC
     from dp_microadam.optimizers.tensor_adam import TensorAdam

@@ -16,7 +16,7 @@ from torch.utils.data import Subset
 from dp_microadam.errors import InputError
 from dp_microadam.methods.defaults import default_distance
 from dp_microadam.methods.registry import build, refuse_bad_options
-from dp_microadam.methods.scale_sources import PublicExamples, refuse_shared_indices
+from dp_microadam.methods.scaling import PublicExamples
 from dp_microadam.plan.band_choice import DEFAULT_NOISE_MEMORY_GIB
 from dp_microadam.plan.plan import PrivacyPlan
 from dp_microadam.plan.unprotected import UnprotectedPlan
@@ -235,7 +235,11 @@ def _held_out_rows(recipe: Recipe, data: LabelledData, chosen: int | list[int]) 
     held_out = data.held_out_rows
     if held_out is None:
         _, held_out = split(count, recipe.validation_fraction, recipe.split_seed, size=recipe.validation_size)
-    refuse_shared_indices(chosen, set(range(count)).difference(held_out.tolist()))
+    shared = sorted(set(map(int, chosen)) & set(range(count)).difference(held_out.tolist()))
+    if shared:
+        raise InputError(
+            f"public contains example {shared[0]} of the training data; public examples must be held out of training"
+        )
     row_of = {position: row for row, position in enumerate(held_out.tolist())}
     unknown = [position for position in chosen if position not in row_of]
     if unknown or not chosen:

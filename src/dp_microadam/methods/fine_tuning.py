@@ -1,40 +1,59 @@
-"""SPARTA: selects rows of weights by noisy scores, then trains only those.
+"""Methods that train a part of a model: DP-BiTFiT and SPARTA.
 
-Makni et al., "SPARTA: An Optimization Framework for Differentially Private Sparse Fine-Tuning" (2025).
+Bu, Wang, Zha and Karypis, "Differentially Private Bias-Term Fine-tuning of Foundation Models" (2024); Makni et al., "SPARTA:
+An Optimization Framework for Differentially Private Sparse Fine-Tuning" (2025).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dp_microadam.errors import InputError
-from dp_microadam.methods.parts import head_of, vectors_of, weights_of
-from dp_microadam.methods.step_optimizers import make_optimizer
+from dp_microadam.methods.registry import make_optimizer
+from dp_microadam.methods.table import BASE_OPTIMIZERS
 from dp_microadam.training.method import GRADIENTS, ROW_NORMS, Method, Phase, PlanLike
 from dp_microadam.validation import require_in_closed_open, require_in_open_closed, require_one_of, require_positive
 
 FIRST, SCORING, ROWS = "head, biases, norms", "scoring", "selected rows"
-MOMENTUM = 0.9
 
 
-def sparta(
-    model: nn.Module,
-    *,
-    lr: float = 1e-3,
-    keep: float = 0.2,
-    scores: str = "sum",
-    first_phase: float = 0.2,
-    scoring_epochs: float = 1.0,
-    rows_only: bool = False,
-    head: str | None = None,
-    base_optimizer: str = "sgd",
-    **options: Any,
+def dp_bitfit(
+    model: nn.Module, *, lr: float = 1e-3, head: str | None = None, base_optimizer: str = "sgd", **options: Any
 ) -> Method:
+    """DP-BiTFiT: trains only the biases and the head.
+
+    ``base_optimizer`` is ``"sgd"`` (with momentum 0.9), ``"adam"``, ``"adamw"`` or ``"microadam"``; ``options`` are that
+    optimizer's. ``head`` is the name of the head's module, by default the one with the model's last parameter. All
+    other parameters are frozen while the trainer runs: their gradients are neither computed nor clipped. Biases need no stored
+    activations, since the gradient of a bias is the output gradient summed over positions.
+
+    Raises:
+        InputError: for a model without trainable biases outside its head.
+    """
+    own_head = head_of(model, head)
+    chosen = own_head | {name for name in _trainable_names(model) if name.endswith("bias")}
+    if chosen == own_head:
+        raise InputError("model has no trainable bias outside its head; dp-bitfit needs a model with biases")
+    return TrainOnly(_optimizer(base_optimizer, model, chosen, lr, options), chosen)
+
+
+class TrainOnly(Method):
+    """A method with one phase, in which only the parameters with these names train."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: frozenset[str]) -> None:
+        super().__init__(optimizer)
+        self._names = names
+
+    def phases(self, plan: PlanLike) -> tuple[Phase, ...]:
+        return (Phase("training", plan.steps, self._names),)
+
+
+class Sparta(Method):
     """SPARTA: sparse fine-tuning in three phases under one plan.
 
     The first phase trains head, biases and normalization; the second scores rows of weights, at learning rate 0; the third
@@ -42,33 +61,14 @@ def sparta(
 
     Arguments:
         keep: the fraction of each weight's rows that is selected, at least one row of each.
-        scores: ``"sum"`` or ``"norms"``, see :class:`Sparta`.
+        scores: ``"sum"`` or ``"norms"``, see below.
         first_phase: the fraction of all steps that the first phase takes; 10 of 50 epochs in the paper.
         scoring_epochs: length of the scoring phase; an epoch is ``dataset_size / batch_size`` steps.
         rows_only: train only the selected rows in the third phase; by default head, biases and normalization train too.
-        head: name of the head's module; by default the one with the model's last parameter.
-        base_optimizer: ``"sgd"`` (with momentum 0.9), ``"adam"``, ``"adamw"`` or ``"microadam"``; ``options``
-            are that optimizer's.
+        head, base_optimizer, options: as for :func:`dp_bitfit`.
 
     Raises:
         InputError: for a value out of range, or a model without weights outside its head.
-    """
-    given = {"momentum": MOMENTUM, **options} if base_optimizer == "sgd" else options
-    choices = ("sgd", "adam", "adamw", "microadam")
-    return Sparta(
-        model,
-        lambda params: make_optimizer(base_optimizer, params, lr, given, choices=choices),
-        keep=keep,
-        scores=scores,
-        first_phase=first_phase,
-        scoring_epochs=scoring_epochs,
-        rows_only=rows_only,
-        head=head,
-    )
-
-
-class Sparta(Method):
-    """SPARTA's phases, scores and selection. Arguments as in :func:`sparta`; ``optimizer_of(parameters)`` makes the optimizer.
 
     Formal guarantees: rows are selected from noisy quantities alone, so the selection costs nothing beyond the scoring steps,
     which are sampled, clipped, noised and accounted like all others:
@@ -88,14 +88,16 @@ class Sparta(Method):
     def __init__(
         self,
         model: nn.Module,
-        optimizer_of: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         *,
+        lr: float = 1e-3,
         keep: float = 0.2,
         scores: str = "sum",
         first_phase: float = 0.2,
         scoring_epochs: float = 1.0,
         rows_only: bool = False,
         head: str | None = None,
+        base_optimizer: str = "sgd",
+        **options: Any,
     ) -> None:
         self._keep = require_in_open_closed("keep", keep, 0.0, 1.0)
         self._query = {"sum": GRADIENTS, "norms": ROW_NORMS}[require_one_of("scores", scores, ("sum", "norms"))]
@@ -103,14 +105,14 @@ class Sparta(Method):
         self._scoring_epochs = require_positive("scoring_epochs", scoring_epochs)
         self._rows_only = rows_only
         own_head = head_of(model, head)
-        self.first = own_head | vectors_of(model)
+        dimensions = {name: model.get_parameter(name).dim() for name in _trainable_names(model)}
+        self.first = own_head | {name for name, count in dimensions.items() if count < 2}
         """Names of the parameters that the first phase trains."""
-        self.scored = weights_of(model) - own_head
-        """Names of the weights whose rows are scored."""
+        self.scored = frozenset(name for name, count in dimensions.items() if count >= 2 and name.endswith("weight")) - own_head
+        """Names of the weights whose rows are scored: one per linear output, convolution channel or embedding entry."""
         if not self.scored:
             raise InputError("model has no trainable weight outside its head; sparta needs rows to choose from")
-        chosen = self.first | self.scored
-        super().__init__(optimizer_of([parameter for name, parameter in model.named_parameters() if name in chosen]))
+        super().__init__(_optimizer(base_optimizer, model, self.first | self.scored, lr, options))
         self._totals: dict[str, Tensor] = {}
         self._masks: dict[str, Tensor] = {}
 
@@ -123,11 +125,10 @@ class Sparta(Method):
                 f"steps is {plan.steps}; sparta's first phase takes {first} and scoring {scoring}, so it must be larger, or "
                 "first_phase or scoring_epochs smaller"
             )
-        last = self.scored if self._rows_only else self.scored | self.first
         phases = (
             Phase(FIRST, first, self.first),
             Phase(SCORING, scoring, self.scored, rate=0.0, query=self._query),
-            Phase(ROWS, rest, last),
+            Phase(ROWS, rest, self.scored if self._rows_only else self.scored | self.first),
         )
         return phases if first else phases[1:]
 
@@ -169,3 +170,31 @@ def top_rows(scores: Tensor, keep: float) -> Tensor:
     mask = torch.zeros_like(scores, dtype=torch.bool)
     mask[order[:count]] = True
     return mask
+
+
+def head_of(model: nn.Module, head: str | None) -> frozenset[str]:
+    """Names of the head's trainable parameters: of the module called ``head``, or of the one with the last parameter.
+
+    >>> sorted(head_of(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 4)), None))
+    ['2.bias', '2.weight']
+    """
+    names = _trainable_names(model)
+    if not names:
+        raise InputError("model has no trainable parameter; call requires_grad_(True) on those to be trained")
+    owner = names[-1].rpartition(".")[0] if head is None else head
+    members = frozenset(name for name in names if name.startswith(f"{owner}.") or not owner)
+    if not members:
+        raise InputError(f"head is {head!r}; it must name a module of the model that has trainable parameters")
+    return members
+
+
+def _trainable_names(model: nn.Module) -> list[str]:
+    """Names of the parameters that require gradients, in the model's order."""
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def _optimizer(name: str, model: nn.Module, chosen: frozenset[str], lr: float, options: Mapping[str, Any]) -> Any:
+    """A base optimizer of the chosen parameters; SGD has momentum, as in the papers."""
+    require_one_of("base_optimizer", name, BASE_OPTIMIZERS)
+    given = {"momentum": 0.9, **options} if name == "sgd" else options
+    return make_optimizer(name, [parameter for own, parameter in model.named_parameters() if own in chosen], lr, given)
