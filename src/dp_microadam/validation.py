@@ -212,6 +212,7 @@ def require_non_negative(name: str, value: float) -> float:
 
 def require_integer(name: str, value: int, low: int, high: int | None = None) -> int:
     """Require an integer ``value`` in [low, high]; a bool does not count as an integer."""
+    _refuse_long(name, value)
     what = f"at least {low}" if high is None else f"from {low} to {high}"
     try:
         number = operator.index(value)
@@ -233,3 +234,10 @@ def _require_number(name: str, value: object) -> None:
     """Refuse text, booleans and the like, which comparisons would accept or stumble over."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise InputError(f"{name} is {value!r}; it must be a number")
+    _refuse_long(name, value)
+
+
+def _refuse_long(name: str, value: object) -> None:
+    """Refuse whole numbers that neither a float nor a tensor can hold."""
+    if isinstance(value, int) and value.bit_length() > 63:
+        raise InputError(f"{name} is a whole number of {value.bit_length()} bits; it must have at most 63")

@@ -140,6 +140,8 @@ TWO = {"epsilon": 8.0, "noise_multiplier": 3.0}
         ({**CIFAR, **TWO, "steps": 5}, "exactly two of"),
         ({**CIFAR, "epsilon": 8.0, "steps": 5, "epochs": 2}, "epochs is 2 and steps is 5"),
         ({**CIFAR, "epsilon": 8.0, "epochs": 0}, "epochs is 0"),
+        ({**CIFAR, "epsilon": 10**400, "steps": 1}, "epsilon is a whole number of 1329 bits; it must have at most 63"),
+        ({**CIFAR, "epsilon": 8.0, "steps": 1, "dataset_size": 10**400}, "dataset_size is a whole number of 1329 bits"),
         ({**CIFAR, "epsilon": 8.0, "epochs": 1e308}, r"epochs is 1e\+308; it must be at most 1e\+30"),
         ({**CIFAR, "epsilon": 8.0}, "exactly two of"),
         ({**CIFAR, "epsilon": 0.001, "steps": 5, "accountant": "rdp"}, "no noise_multiplier up to"),

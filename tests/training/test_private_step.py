@@ -598,7 +598,13 @@ def test_a_loader_option_that_would_choose_batches_is_refused_by_name(make, name
         make(data=Rows(), loader_options={name: None})
 
 
-@pytest.mark.parametrize("error", [ValueError("patient 93"), InputError("patient_93.png is broken"), SystemExit("patient 93")])
+class Stopped(BaseException):
+    """As what timeouts and cancelled tasks raise: no Exception."""
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("patient 93"), InputError("patient_93.png is broken"), SystemExit("patient 93"), Stopped("patient 93")]
+)
 def test_an_error_about_an_example_leads_nowhere_to_its_text(make, error):
     def read(index):
         if armed:

@@ -35,7 +35,7 @@ def at_stage(stage: Stage) -> Iterator[None]:
     """Marks errors from within the block with the stage they came up at, unless they are marked already."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         if not hasattr(error, "stage_of_step"):
             error.stage_of_step = stage  # type: ignore[attr-defined]
         raise
@@ -132,7 +132,7 @@ def withheld(work: Callable[[], Result]) -> Result:
             return work()
     except KeyboardInterrupt:
         replacement = KeyboardInterrupt()
-    except (Exception, SystemExit, GeneratorExit) as error:
+    except BaseException as error:
         replacement = _without_private_text(error)
     # Outside the except block: Python would attach the error that is being handled to the one that is raised.
     raise replacement
