@@ -6,13 +6,9 @@ import torch
 
 from dp_microadam.clipping import engine as engine_module
 from dp_microadam.clipping.batches import select
-from dp_microadam.clipping.checks import independence
 from dp_microadam.clipping.engine import ClippedGradients
-from dp_microadam.ledger.ledger import LedgerRecord
-from dp_microadam.noise import randomness
 from dp_microadam.noise.mechanism import GaussianMechanism
 from dp_microadam.noise.randomness import Randomness
-from dp_microadam.plan.plan import PrivacyPlan
 from dp_microadam.sampling.poisson import PoissonSampler
 
 
@@ -147,32 +143,11 @@ def groups_ignored(patch):
     patch.setattr(PoissonSampler, "draw", draw)
 
 
-def blind_independence_check(patch):
-    patch.setattr(independence, "_refuse_difference", lambda *arguments, **options: None)
-
-
-def sessions_not_counted(patch):
-    """With bands, a run that was resumed is accounted for as if its examples had kept their numbers."""
-    participations, last_step = PrivacyPlan.participations, PrivacyPlan.last_step
-    patch.setattr(PrivacyPlan, "participations", lambda self, steps, resumed_at=(): participations(self, steps))
-    patch.setattr(PrivacyPlan, "last_step", lambda self, resumed_at=(): last_step(self))
-    patch.setattr(LedgerRecord, "epsilon", lambda self: self.plan.epsilon_after(self.steps))
-
-
-def bounded_noise(patch):
-    """A bit of the words is never set, so that the tails end at 5.9 deviations."""
-    original = randomness._normals
-    patch.setattr(randomness, "_normals", lambda draw, count: original(lambda n: draw(n) & ~np.uint64(1 << 39), count))
-
-
 FAULTS = {
-    "bounded noise": bounded_noise,
     "no noise": no_noise,
     "less noise": less_noise,
     "no clipping": no_clipping,
     "a blind start-up check": blind_start_up_check,
-    "a blind independence check": blind_independence_check,
-    "sessions not counted": sessions_not_counted,
     "noise per chunk": noise_per_chunk,
     "noise used for two steps": noise_used_for_two_steps,
     "division by the realised batch": division_by_the_realised_batch,

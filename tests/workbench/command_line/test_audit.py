@@ -2,15 +2,11 @@
 
 import contextlib
 import json
-import re
 from contextlib import redirect_stderr, redirect_stdout
-from html.parser import HTMLParser
 from io import StringIO
 
 import pytest
 
-from dp_microadam.workbench.audit import suite
-from dp_microadam.workbench.audit.planted import Outcome, Planted
 from dp_microadam.workbench.command_line.cli import main
 
 # Findings hold at a confidence at which an honest pipeline is accused with a probability of 1e-7.
@@ -27,8 +23,8 @@ def honest(tmp_path_factory):
     return folder, code, out.getvalue(), err.getvalue()
 
 
-def test_an_honest_pipeline_gives_exit_code_0_and_a_page(honest):
-    folder, code, *_ = honest
+def test_an_honest_pipeline_gives_exit_code_0_and_one_line_says_what_is_shown_at_which_confidence(honest):
+    folder, code, out, err = honest
     assert code == 0
     report = json.loads((folder / "audit.json").read_text(encoding="utf-8"))
     assert report["violated"] is False
@@ -38,81 +34,25 @@ def test_an_honest_pipeline_gives_exit_code_0_and_a_page(honest):
     ]  # fmt: skip
     assert report["findings"][0]["canaries"] == 2000
     assert report["findings"][1]["repetitions"] == 100
-    assert all(fault["caught"] for fault in report["faults"] if fault["expected"])
-    assert sum(fault["expected"] for fault in report["faults"]) >= 5
+    assert report["summary"] in out
+    assert report["summary"].startswith(
+        "no violation found, at 99.99999 % confidence for all attacks together: one run with 2,000"
+    )
+    assert f"page runs/{folder.name}/audit.html" in out
+    assert "two worlds: noise: 200 steps" in err
 
 
 def test_the_errors_of_all_audits_add_up_to_no_more_than_stated(honest):
-    folder = honest[0]
-    report = json.loads((folder / "audit.json").read_text(encoding="utf-8"))
+    report = json.loads((honest[0] / "audit.json").read_text(encoding="utf-8"))
     together = sum(1 - finding["confidence"] for finding in report["findings"])
     assert together == pytest.approx(1 - report["confidence"], rel=1e-6)
 
 
-class Page(HTMLParser):
-    def __init__(self):
-        super().__init__()
-        self.tags, self.open, self.text, self.links = [], [], [], []
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-        if tag not in ("meta",):
-            self.open.append(tag)
-        self.links += [value for name, value in attributes if name in ("src", "href")]
-
-    def handle_startendtag(self, tag, attributes):
-        self.tags.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text.append(data)
-
-
-def test_the_page_stands_alone_and_says_what_an_audit_can_and_cannot_show(honest):
-    page = Page()
-    source = (honest[0] / "audit.html").read_text(encoding="utf-8")
-    page.feed(source)
-    page.close()
-    text = re.sub(r"\s+", " ", " ".join(page.text))
-    assert page.open == []
-    assert all(link.startswith("#") for link in page.links)
-    assert "http" not in source
-    assert page.tags.count("svg") == 16  # claim and bound on a scale, and two score distributions, for each audit
-    for said in (
-        "Claim",
-        "Shown",
-        "Confidence",
-        "Canaries 2,000",
-        "Repetitions 100",
-        "Repetitions 50",
-        "cannot be audited by one run",
-        "not a proof",
-    ):
-        assert said in text
-    assert "No violation found, at 99.99999 % confidence for all attacks together" in text
-
-
-def test_a_reader_of_the_page_sees_what_was_planted_what_happened_and_the_verdict(honest):
-    page = Page()
-    page.feed((honest[0] / "audit.html").read_text(encoding="utf-8"))
-    text = re.sub(r"\s+", " ", " ".join(page.text))
-    for fault in json.loads((honest[0] / "audit.json").read_text(encoding="utf-8"))["faults"]:
-        assert fault["fault"] in text
-        assert fault["how"] in text
-    assert "not seen, as documented" in text
-
-
-def test_one_line_says_what_is_shown_and_at_which_confidence(honest):
-    folder, _, out, err = honest
-    (line,) = [line for line in out.splitlines() if line.startswith("no violation found")]
-    assert "2,000 canaries" in line
-    assert re.search(r"\d of \d planted faults are caught, the others cannot be seen", line)
-    assert "99.99999 %" in line
-    assert f"page runs/{folder.name}/audit.html" in out
-    assert "two worlds: noise: 200 steps" in err
-    assert re.search(r"planted faults: \d runs", err)
+def test_the_page_says_what_was_shown_and_what_an_audit_cannot_show(honest):
+    page = (honest[0] / "audit.html").read_text(encoding="utf-8")
+    report = json.loads((honest[0] / "audit.json").read_text(encoding="utf-8"))
+    for said in (report["summary"][1:], *report["cannot_show"], *(f"<small>{one['question']}" for one in report["findings"])):
+        assert said.replace("'", "&#39;") in page
 
 
 @pytest.mark.slow
@@ -132,20 +72,6 @@ def test_a_refuted_claim_gives_exit_code_1_and_is_named(tmp_path, capsys, monkey
     assert "claim refuted" in (tmp_path / "audit.html").read_text(encoding="utf-8")
 
 
-def test_a_fault_that_goes_through_gives_exit_code_1_and_is_named(tmp_path, capsys, monkeypatch):
-    bare = Planted("two ranks train different parameters", lambda: Outcome(False, "8 of 16 coordinates <bare>"))
-    monkeypatch.setattr(suite, "PLANTED", (bare,))
-    arguments = ["--canaries", "100", "--repetitions", "100", "--confidence", SURE, "--quiet", "--out", str(tmp_path)]
-    assert main(["audit", *arguments]) == 1
-    shown = capsys.readouterr().out
-    assert "VIOLATION of the privacy claim: two ranks train different parameters: 8 of 16 coordinates <bare>" in shown
-    report = json.loads((tmp_path / "audit.json").read_text(encoding="utf-8"))
-    assert report["violated"] is True
-    page = (tmp_path / "audit.html").read_text(encoding="utf-8")
-    assert "8 of 16 coordinates &lt;bare&gt;" in page
-    assert 'class="verdict bad"' in page
-
-
 @pytest.mark.slow
 def test_other_claims_can_be_audited(tmp_path, capsys):
     arguments = ["--canaries", "400", "--repetitions", "100", "--confidence", SURE, "--out", str(tmp_path), "--json", "--quiet"]
@@ -155,7 +81,7 @@ def test_other_claims_can_be_audited(tmp_path, capsys):
     assert report["epsilon"] == pytest.approx(8, abs=1e-2)
     assert report["epsilon"] > report["findings"][0]["largest"]
     assert "out of its reach" in report["summary"]
-    assert "could not have refuted it" in (tmp_path / "audit.html").read_text(encoding="utf-8")
+    assert "claim out of reach" in (tmp_path / "audit.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -175,11 +101,6 @@ def test_bad_input_gets_one_sentence_and_exit_code_2(capsys, arguments, named):
     assert shown.out == ""
     assert named in shown.err
     assert shown.err.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_the_quick_profile_finds_no_violation(tmp_path):
-    assert main(["audit", "--confidence", SURE, "--quiet", "--out", str(tmp_path)]) == 0
 
 
 @pytest.mark.slow

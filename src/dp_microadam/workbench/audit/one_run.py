@@ -6,7 +6,7 @@ gradient direction, and its score is the component of the privatized gradients i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -17,8 +17,7 @@ from dp_microadam.errors import InputError
 from dp_microadam.plan.plan import PrivacyPlan
 from dp_microadam.validation import require_in_open, require_integer
 from dp_microadam.workbench.audit.canaries import watch_trainer
-from dp_microadam.workbench.audit.finding import Finding
-from dp_microadam.workbench.audit.statistics import one_run_epsilon
+from dp_microadam.workbench.audit.statistics import Finding, one_run_epsilon
 
 # Fractions of the canaries that are guessed, half as "in" and half as "out"; for the rest the attack abstains. Few guesses are
 # more accurate, many give more evidence, and the best number depends on the noise: all are tried, each at a third of the
@@ -37,7 +36,6 @@ def audit_one_run(
     *,
     confidence: float = 0.95,
     seed: int | None = None,
-    guessed_parts: Sequence[float] = GUESSED_PARTS,
 ) -> Finding:
     """Include each canary with probability ½, run ``pipeline`` once, and bound ε from how well its scores reveal membership.
 
@@ -55,53 +53,40 @@ def audit_one_run(
         raise InputError(
             f"the pipeline returned scores of shape {scores.shape}; it must return one for each of {canaries} canaries"
         )
-    return judge(present, scores, claim, delta, confidence=confidence, guessed_parts=guessed_parts)
+    return judge(present, scores, claim, delta, confidence=confidence)
 
 
-def judge(
-    present: NDArray[np.bool_],
-    scores: NDArray[np.float64],
-    claim: float,
-    delta: float,
-    *,
-    confidence: float,
-    guessed_parts: Sequence[float] = GUESSED_PARTS,
-) -> Finding:
+def judge(present: NDArray[np.bool_], scores: NDArray[np.float64], claim: float, delta: float, *, confidence: float) -> Finding:
     """The bound on ε from scores of canaries, of which those that are ``present`` were drawn by fair coins."""
     canaries = len(present)
-    # Ties are broken by the order of the canaries, which is independent of their presence.
-    order = np.argsort(scores, kind="stable")
-    each = 1 - (1 - confidence) / len(guessed_parts)
-    halves = [max(1, round(canaries * part / 2)) for part in guessed_parts]
-    bounds = [one_run_epsilon(canaries, 2 * half, correct_guesses(present, order, half), delta, each) for half in halves]
-    half = halves[int(np.argmax(bounds))]
+    each = 1 - (1 - confidence) / len(GUESSED_PARTS)
+    guesses = guesses_of(present, scores)
     return Finding(
         name="one run",
         question="does one training run tell which canaries it was given?",
         claim=claim,
         delta=delta,
-        bound=max(bounds),
+        bound=max(one_run_epsilon(canaries, count, correct, delta, each) for count, correct in guesses),
         confidence=confidence,
-        largest=max(one_run_epsilon(canaries, 2 * half, 2 * half, delta, each) for half in halves),
+        largest=max(one_run_epsilon(canaries, count, count, delta, each) for count, _ in guesses),
         size=canaries,
         unit="canaries",
         scores_without=scores[~present],
         scores_with=scores[present],
-        thresholds=(float(scores[order[half - 1]]), float(scores[order[-half]])),
     )
 
 
-def correct_guesses(present: NDArray[np.bool_], order: NDArray[np.intp], half: int) -> int:
-    """Number of correct guesses if the ``half`` lowest scores are guessed "out" and the ``half`` highest "in"."""
-    return int(np.count_nonzero(~present[order[:half]]) + np.count_nonzero(present[order[-half:]]))
+def guesses_of(present: NDArray[np.bool_], scores: NDArray[np.float64]) -> list[tuple[int, int]]:
+    """For each part that is guessed, how many guesses are made and how many are right: the lowest "out", the highest "in"."""
+    # Ties are broken by the order of the canaries, which is independent of their presence.
+    order = np.argsort(scores, kind="stable")
+    halves = [max(1, round(len(present) * part / 2)) for part in GUESSED_PARTS]
+    return [
+        (2 * half, int(np.count_nonzero(~present[order[:half]]) + np.count_nonzero(present[order[-half:]]))) for half in halves
+    ]
 
 
-def trainer_scores(
-    plan: PrivacyPlan,
-    *,
-    seed: int | None = None,
-    physical_batch_size: int = 1024,
-) -> Pipeline:
+def trainer_scores(plan: PrivacyPlan, *, seed: int | None = None) -> Pipeline:
     """The library's own pipeline for :func:`audit_one_run`: one run of ``PrivateTrainer`` with ``plan``."""
 
     def pipeline(present: Tensor) -> Tensor:
@@ -111,7 +96,7 @@ def trainer_scores(
             nonlocal total
             total = gradient.double() if len(total) == 0 else total + gradient.double()
 
-        watch_trainer(plan, present, observe, physical_batch_size=physical_batch_size, seed=seed)
+        watch_trainer(plan, present, observe, physical_batch_size=1024, seed=seed)
         return total[: len(present)]
 
     return pipeline

@@ -20,8 +20,7 @@ from dp_microadam.plan.banded import banded_square_root
 from dp_microadam.plan.plan import PrivacyPlan
 from dp_microadam.validation import require_in_open, require_integer
 from dp_microadam.workbench.audit.canaries import watch_trainer
-from dp_microadam.workbench.audit.finding import Finding, Scores
-from dp_microadam.workbench.audit.statistics import largest_two_world_epsilon, two_world_epsilon
+from dp_microadam.workbench.audit.statistics import Finding, Floats, two_world_epsilon
 
 Observations = NDArray[np.float64]
 """Outputs of the mechanism: repetitions × steps × directions, in units of the clipping norm."""
@@ -48,7 +47,7 @@ class Probe:
 
     name: str
     question: str
-    statistic: Callable[[Observations], Scores]
+    statistic: Callable[[Observations], Floats]
     delta: float
 
 
@@ -84,16 +83,15 @@ def audit_two_worlds(
         delta=probe.delta,
         bound=float(bound),
         confidence=confidence,
-        largest=largest_two_world_epsilon(min(len(judge_without), len(judge_with)), probe.delta, confidence),
+        largest=float(two_world_epsilon(0, 0, len(judge_without), len(judge_with), probe.delta, confidence)),
         size=len(without),
         unit="repetitions",
         scores_without=without,
         scores_with=present,
-        thresholds=(threshold,),
     )
 
 
-def _best_test(without: Scores, present: Scores, delta: float, confidence: float) -> tuple[int, float]:
+def _best_test(without: Floats, present: Floats, delta: float, confidence: float) -> tuple[int, float]:
     """Direction and threshold of the test that give the largest bound on these scores."""
     pooled = np.unique(np.concatenate([without, present]))
     if len(pooled) > _MOST_THRESHOLDS:
@@ -110,41 +108,37 @@ def _best_test(without: Scores, present: Scores, delta: float, confidence: float
     return 1, float(thresholds[int(np.argmax(upward))])
 
 
-def strength(observed: Observations) -> Scores:
+def strength(observed: Observations) -> Floats:
     """Component of the outputs in the target's direction, summed over all steps."""
     return observed[:, :, TARGET].sum(1)
 
 
-def quiet(observed: Observations) -> Scores:
+def quiet(observed: Observations) -> Floats:
     """Minus the norm of the noise in directions without any gradient: it must not depend on who is present."""
     return -np.linalg.norm(observed[:, :, _FIRST_IDLE:], axis=(1, 2))
 
 
-def change(observed: Observations) -> Scores:
+def change(observed: Observations) -> Floats:
     """Difference of two steps in the target's direction, in which noise used twice cancels."""
     return np.abs(observed[:, 0, TARGET] - observed[:, 1, TARGET])
 
 
-def contrast(observed: Observations) -> Scores:
+def contrast(observed: Observations) -> Floats:
     """Difference between the target's coordinate and its counterpart in the other half, in which shared noise cancels."""
     return np.abs(observed[:, :, TARGET] - observed[:, :, TARGET + observed.shape[2] // 2]).sum(1)
 
 
-def ever(observed: Observations) -> Scores:
+def ever(observed: Observations) -> Floats:
     """Largest component in the target's direction over the steps: was the target sampled at all?"""
     return observed[:, :, TARGET].max(1)
 
 
-def echo(observed: Observations) -> Scores:
+def echo(observed: Observations) -> Floats:
     """Component in the target's direction over the rows that one participation moves, weighted as the bands move them."""
     return np.asarray(observed[:, :, TARGET] @ banded_square_root(observed.shape[1]), dtype=np.float64)
 
 
-def trainer_steps(
-    plan: PrivacyPlan,
-    *,
-    physical_batch_size: int = 1,
-) -> Mechanism:
+def trainer_steps(plan: PrivacyPlan) -> Mechanism:
     """The library's own mechanism for :func:`audit_two_worlds`: ``plan.steps`` steps of ``PrivateTrainer``.
 
     Repetitions follow each other in one run. A canary's gradient does not depend on the weights, and steps draw their sample
@@ -163,8 +157,7 @@ def trainer_steps(
         def observe(gradient: Tensor) -> None:
             seen.append(gradient.double())
 
-        rows = max(physical_batch_size, run.examples_per_user or 1)
-        watch_trainer(run, members, observe, directions=DIRECTIONS, physical_batch_size=rows)
+        watch_trainer(run, members, observe, directions=DIRECTIONS, physical_batch_size=run.examples_per_user or 1)
         published = torch.stack(seen)
         mixed = whitened(published, run) if run.bands > 1 else published
         return mixed.unflatten(0, (repetitions, plan.steps)).numpy()

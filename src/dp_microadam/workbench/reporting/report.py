@@ -103,7 +103,7 @@ def _audit_part(path: Path) -> Part:
         raise InputError(
             f"{path / AUDIT} does not describe an audit, run dp-microadam audit again: {type(error).__name__}: {error}"
         ) from None
-    body = template("parts.html").audit(content.get("summary", ""), content.get("violated", False), table)
+    body = template("parts.html").audit(content, table)
     return Part("Privacy audit", path.resolve().name, [Section(name, "Audit", body)], [], [table])
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dp_microadam.durable_files import write_text_durably
 from dp_microadam.workbench.command_line.arguments import add_json, add_run
@@ -15,7 +14,7 @@ from dp_microadam.workbench.command_line.running import INTERRUPTED
 from dp_microadam.workbench.command_line.tables import print_table
 
 if TYPE_CHECKING:
-    from dp_microadam.workbench.audit.finding import Finding
+    from dp_microadam.workbench.audit.statistics import Audit
 
 VIOLATED = 1
 _PAGE = "audit.html"
@@ -27,9 +26,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "audit",
         help="empirical privacy audit: attack sampling, clipping, noise and optimizer",
-        description="Audit the real training pipeline. Membership-inference attacks yield lower bounds on ε, and faults that "
-        "lose the guarantee are planted around it. Exit code 0 if no claim is refuted and every fault is caught, else 1. With "
-        "a RUN that was trained with audit_canaries, attack its model instead.",
+        description="Audit the real training pipeline: membership-inference attacks yield lower bounds on ε. Exit code 0 if no "
+        "claim is refuted, else 1. With a RUN that was trained with audit_canaries, attack its model instead.",
         epilog="examples:\n  dp-microadam audit --profile quick --epsilon 1 --out runs/audit\n"
         "  dp-microadam audit runs/mine    # trained with --set audit_canaries=1000",
     )
@@ -68,7 +66,6 @@ def run(options: argparse.Namespace) -> int:
     # Imported once the input is known to be usable: torch takes seconds to load.
     from dp_microadam.plan.plan import PrivacyPlan
     from dp_microadam.training.run_folder import default_folder
-    from dp_microadam.workbench.audit.page import audit_page
     from dp_microadam.workbench.audit.suite import PROFILES, audit_pipeline
 
     def tell(part: str) -> None:
@@ -91,15 +88,7 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("stopped; nothing was written", file=sys.stderr)
         return INTERRUPTED
-    folder = default_folder("audit") if options.out is None else options.out
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text_durably(folder / _PAGE, audit_page(audit))
-    _write(folder, audit.to_dict(), {"page": str(folder / _PAGE)}, shown=options.json)
-    if not options.json:
-        print_table("Planted faults", ("fault", "verdict"), [(one.fault, one.verdict) for one in audit.reactions])
-        _print_findings(audit.findings)
-        print(f"{audit.summary()}\npage {folder / _PAGE}")
-    return VIOLATED if audit.violated else 0
+    return _conclude(audit, default_folder("audit") if options.out is None else options.out, options, page=True)
 
 
 def _audit_own_run(options: argparse.Namespace) -> int:
@@ -107,7 +96,7 @@ def _audit_own_run(options: argparse.Namespace) -> int:
     from dp_microadam.accounting.costs import steps_alone
     from dp_microadam.errors import InputError
     from dp_microadam.ledger.ledger import read_ledger
-    from dp_microadam.workbench.audit.own_run import CANNOT_SHOW, audit_own_run, canary_scores
+    from dp_microadam.workbench.audit.own_run import audit_own_run, canary_scores
     from dp_microadam.workbench.command_line.running import open_run
     from dp_microadam.workbench.data import Preparation
 
@@ -128,26 +117,21 @@ def _audit_own_run(options: argparse.Namespace) -> int:
     found = audit_own_run(
         experiment.canaries.present, scores, steps_alone(record.spent), record.plan.delta, confidence=options.confidence
     )
-    folder = options.run_dir if options.out is None else options.out
-    folder.mkdir(parents=True, exist_ok=True)
-    _write(folder, found.to_dict(), {}, shown=options.json)
-    if not options.json:
-        _print_findings([found.finding])
-        print(f"{found.summary()}\nWhat this cannot show:")
-        print("\n".join(f"  - {item}" for item in CANNOT_SHOW))
-    return VIOLATED if found.violated else 0
+    return _conclude(found, options.run_dir if options.out is None else options.out, options, page=False)
 
 
-def _write(folder: Path, report: dict[str, Any], besides: dict[str, str], *, shown: bool) -> None:
-    """Write ``audit.json`` and, if ``shown``, print it with what stands ``besides``."""
-    write_text_durably(folder / "audit.json", json.dumps(report, indent=2, ensure_ascii=False) + "\n")
-    if shown:
-        print(json.dumps({**report, **besides}, ensure_ascii=False))
-
-
-def _print_findings(findings: Iterable[Finding]) -> None:
+def _conclude(audit: Audit, folder: Path, options: argparse.Namespace, *, page: bool) -> int:
+    """Write ``audit.json``, and a ``page`` of its own, and print what was found; returns the exit code."""
     from dp_microadam.workbench.reporting.formats import confidence_in_words
+    from dp_microadam.workbench.reporting.report import write_report
 
+    folder.mkdir(parents=True, exist_ok=True)
+    report = audit.to_dict()
+    write_text_durably(folder / "audit.json", json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+    besides = {"page": str(write_report([folder], folder / _PAGE, files=False)[0])} if page else {}
+    if options.json:
+        print(json.dumps({**report, **besides}, ensure_ascii=False))
+        return VIOLATED if audit.violated else 0
     header = ("attack", "shown ε ≥", "claimed ε", "at δ", "largest possible", "confidence")
     rows = [
         (
@@ -158,6 +142,9 @@ def _print_findings(findings: Iterable[Finding]) -> None:
             f"{one.largest:.2f}",
             confidence_in_words(one.confidence),
         )
-        for one in findings
+        for one in audit.findings
     ]
-    print_table("Attacks", header, rows)
+    print_table("Attacks", header, rows, audit.summary, f"This cannot show {audit.cannot_show[0]}.")
+    for page_of_its_own in besides.values():
+        print(f"page {page_of_its_own}")
+    return VIOLATED if audit.violated else 0
