@@ -19,7 +19,7 @@ import torch
 from flat import flat, idle
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
+from torch.utils.data import Dataset, Subset, default_collate
 
 from dp_microadam import InputError, PrivacyError, PrivacyPlan, PrivateStep, methods
 from dp_microadam.clipping.per_example import clipped_sum
@@ -532,17 +532,9 @@ def test_an_example_that_ends_the_loader_early_is_an_error_and_not_a_shorter_ste
         step.take()
 
 
-@pytest.mark.parametrize(
-    ("repeated", "where"),
-    [
-        (lambda: Subset(Rows(), [*range(EXAMPLES - 1), 0]), "the indices of a Subset repeat"),
-        (lambda: ConcatDataset([Subset(Rows(), range(20))] * 2), "concatenated datasets share examples"),
-        (lambda: (torch.ones(1, 5).expand(EXAMPLES, 5), examples()[1]), "a tensor is expanded"),
-    ],
-)
-def test_training_data_that_visibly_repeats_examples_is_refused(make, repeated, where):
-    with pytest.raises(InputError, match=f"the same example several times .{where}"):
-        make(data=repeated())
+def test_training_data_that_visibly_repeats_examples_is_refused(make):
+    with pytest.raises(InputError, match=r"the same example several times \(the indices of a Subset repeat"):
+        make(data=Subset(Rows(), [*range(EXAMPLES - 1), 0]))
 
 
 def test_the_plan_of_a_step_and_the_noise_of_a_mechanism_cannot_be_exchanged(make):

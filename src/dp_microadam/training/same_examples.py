@@ -6,20 +6,21 @@ Examples are known by their numbers in a Dataset (or in another with the same co
 
 from __future__ import annotations
 
-import hashlib
-import pickle
-import sys
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
+from hashlib import blake2b
 from itertools import combinations
-from types import GeneratorType, SimpleNamespace
+from pathlib import PurePath
+from types import GeneratorType
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from dp_microadam.errors import InputError
 from dp_microadam.training.distributed import Ranks
@@ -33,7 +34,7 @@ _FEW, _DEPTH = 64, 4
 def share_examples(one: Any, other: Any) -> bool:
     """Whether two datasets visibly share examples; ``example_ids`` alone decide if both have them.
 
-    >>> data = TensorDataset(torch.zeros(10, 3))
+    >>> data = torch.utils.data.TensorDataset(torch.zeros(10, 3))
     >>> share_examples(Subset(data, [0, 1]), Subset(data, [1, 2])), share_examples(Subset(data, [0, 1]), Subset(data, [2]))
     (True, False)
     >>> images = torch.zeros(10, 3)
@@ -44,21 +45,12 @@ def share_examples(one: Any, other: Any) -> bool:
     counted = ids == list(range(len(ids or ()))) and other_ids == list(range(len(other_ids or ())))
     if ids is not None and other_ids is not None and not counted:  # 0, 1, 2 … name the examples of any Dataset
         return not set(ids).isdisjoint(other_ids)
-    theirs = list(_bases(other))
-    return any(_meet(*mine, *their) for mine in _bases(one) for their in theirs)
+    theirs = list(_places(other))
+    return any(_meet(mine, their) for mine in _places(one) for their in theirs)
 
 
 def refuse_shared_users(users: Any, held_out: Any) -> None:
-    """Raise InputError if a user has training examples and held-out ones, whose metrics would be private.
-
-    Both are ids, one per example; None stands for data without ids, which cannot be compared. An id that is a number on one
-    side and text on the other is the same.
-
-    >>> refuse_shared_users(np.array([3, 5]), ["4", "5"])
-    Traceback (most recent call last):
-        ...
-    dp_microadam.errors.InputError: a user has examples in the training data and in the held-out data, ...
-    """
+    """Raise InputError if a user has training examples and held-out ones; both are ids, one per example, or None."""
     if users is None or held_out is None:
         return
     mine, theirs = ({str(each) for each in (ids.tolist() if _is_array(ids) else ids)} for ids in (users, held_out))
@@ -82,12 +74,10 @@ def refuse_repeats(train: Any) -> None:
     parts = train.datasets[:_FEW] if isinstance(train, ConcatDataset) else []
     if ids is not None and len(set(ids)) < len(ids):
         where = "example_ids repeat"
-    elif any(len(np.unique(rows)) < len(rows) for _, rows in _bases(train)):
-        where = "the indices of a Subset repeat"
+    elif any(len(np.unique(starts)) < len(starts) for _, starts, _ in _places(train)):
+        where = "the indices of a Subset repeat, or a tensor is expanded along its first dimension"
     elif any(share_examples(one, other) for one, other in combinations(parts, 2)):
         where = "concatenated datasets share examples"
-    elif any(len(rows) > 1 and not stride for base, rows in _bases(train) for _, _, stride, _ in _memory(base)):
-        where = "a tensor is expanded along its first dimension"
     else:
         return
     raise InputError(
@@ -104,28 +94,23 @@ def reads_examples(loader: Any, train: Any) -> bool:
     >>> reads_examples(loader, (images[:8],)), reads_examples(iter(loader), (images[:4],))
     (True, False)
     """
-    return any(share_examples(train, data) for data in _held_by(loader, _DEPTH, set()))
+    return any(share_examples(train, data) for data in _held_by(loader, _DEPTH))
 
 
-def _held_by(value: Any, depth: int, entered: set[int]) -> Iterator[Any]:
-    if not depth or id(value) in entered or value is None or isinstance(value, str | bytes | int | float | type):
-        return
-    entered.add(id(value))
-    if isinstance(value, Dataset) or _is_array(value) or _is_arrow(value):
+def _held_by(value: Any, depth: int) -> Iterator[Any]:
+    if isinstance(value, Dataset | list | tuple | Mapping) or _is_array(value) or _is_arrow(value):
         yield value
-        return
-    inside: list[Any] = []
+    inside: Any = ()
     if isinstance(value, list | tuple | Mapping):
-        yield value
-        inside = list(value.values() if isinstance(value, Mapping) else value) if len(value) <= _FEW else []
+        inside = (value.values() if isinstance(value, Mapping) else value) if len(value) <= _FEW else ()
     elif isinstance(value, GeneratorType):
-        inside = list(value.gi_frame.f_locals.values()) if value.gi_frame else []
+        inside = value.gi_frame.f_locals.values() if value.gi_frame else ()
     elif hasattr(value, "dataset"):
         inside = [value.dataset]
-    elif depth == _DEPTH or not callable(value):
-        inside = list(_attributes(value).values())
-    for one in inside:
-        yield from _held_by(one, depth - 1, entered)
+    elif not isinstance(value, Dataset | type) and (depth == _DEPTH or not callable(value)):
+        inside = getattr(value, "__dict__", {}).values()
+    for one in list(inside) if depth > 1 else ():
+        yield from _held_by(one, depth - 1)
 
 
 def ids_of(data: Any) -> list[Any] | None:
@@ -154,103 +139,88 @@ def ids_of(data: Any) -> list[Any] | None:
     return [one if isinstance(one, bytes) else str(one) if not isinstance(one, int | np.integer) else int(one) for one in ids]
 
 
-def _bases(data: Any, rows: _Rows | None = None) -> Iterator[tuple[Any, _Rows]]:
-    """The datasets that ``data`` takes its examples from, and which rows of them."""
-    if not hasattr(data, "__len__") or (_is_array(data) and not data.ndim):
-        return
+def _places(data: Any, rows: _Rows | None = None) -> Iterator[tuple[Any, _Rows, int]]:
+    """Where examples come from: a Dataset, their numbers and 1; or a device, their addresses and their length."""
     if rows is None:
-        parts = list(data.values()) if isinstance(data, Mapping) else data
-        columns = isinstance(data, tuple | Mapping) and len(parts) > 0 and all(_is_array(one) and one.ndim for one in parts)
-        rows = np.arange(min(map(len, parts)) if columns else len(data))
+        columns = (data.values() if isinstance(data, Mapping) else data) if isinstance(data, tuple | Mapping) else ()
+        rows = np.arange(min((_length(one) for one in columns if _is_array(one) and one.ndim), default=_length(data)))
     if isinstance(data, Subset):
-        yield from _bases(data.dataset, np.asarray(data.indices, dtype=np.int64)[rows])
+        yield from _places(data.dataset, np.asarray(data.indices, dtype=np.int64)[rows])
     elif isinstance(data, ConcatDataset):
         for part, end in zip(data.datasets, data.cumulative_sizes, strict=True):
             first = end - len(part)  # type: ignore[arg-type]
-            yield from _bases(part, rows[(rows >= first) & (rows < end)] - first)
-    elif isinstance(data, StackDataset):
-        for part in data.datasets.values() if isinstance(data.datasets, dict) else data.datasets:
-            yield from _bases(part, rows)
+            yield from _places(part, rows[(rows >= first) & (rows < end)] - first)
     elif _is_arrow(data):
         indices = getattr(data, "_indices", None)  # into a table that a selection shares with the whole
-        yield f"fingerprint {data._fingerprint}", rows
-        yield data._data, rows if indices is None else np.asarray(indices.column(0).to_pylist(), dtype=np.int64)[rows]
+        yield f"fingerprint {data._fingerprint}", rows, 1
+        yield data._data, rows if indices is None else np.asarray(indices.column(0).to_pylist(), dtype=np.int64)[rows], 1
+    elif _is_array(data):
+        yield from _memory(data, rows) if len(rows) else ()
+    elif isinstance(data, list):
+        yield "objects", _addresses(data, rows), 1
+    elif isinstance(data, Dataset):
+        yield data, rows, 1
+        held = [one for value in vars(data).values() for one in (value, *_parts(value))]
+        for one in held:
+            known = isinstance(one, Dataset | list) or _is_array(one) or _is_arrow(one)
+            if known and _length(one) == len(data):  # type: ignore[arg-type]
+                yield from _places(one, rows)
     else:
-        yield data, rows
-        for held in _attributes(data).values() if isinstance(data, Dataset) else ():
-            if (isinstance(held, Dataset) or _is_arrow(held)) and hasattr(held, "__len__") and len(held) == len(data):
-                yield from _bases(held, rows)  # which another Dataset transforms
+        for one in _parts(data):
+            yield from _places(one, rows) if _is_array(one) and one.ndim else ()
 
 
-def _meet(one: Any, rows: _Rows, other: Any, other_rows: _Rows) -> bool:
-    """Whether two bases have an example in common at these rows."""
-    if (one is other or _equal(one, other)) and np.isin(rows, other_rows).any():
-        return True
-    if not _identities(one, rows).isdisjoint(_identities(other, other_rows)):
-        return True
-    theirs = [(space, start + stride * other_rows, length) for space, start, stride, length in _memory(other)]
-    return any(
-        space == their_space and _overlap(start + stride * rows, length, their_starts, their_length)
-        for space, start, stride, length in _memory(one)
-        for their_space, their_starts, their_length in theirs
-    )
+def _length(value: Any) -> int:
+    return 0 if not hasattr(value, "__len__") or (_is_array(value) and not value.ndim) else len(value)
+
+
+def _parts(value: Any) -> list[Any]:
+    parts = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, tuple) else ()
+    return list(parts[:_FEW])
+
+
+def _meet(one: tuple[Any, _Rows, int], other: tuple[Any, _Rows, int]) -> bool:
+    """Whether two places have an example in common."""
+    (space, starts, length), (other_space, other_starts, other_length) = one, other
+    if not (space is other_space or _equal(space, other_space)):
+        return False
+    other_starts = np.sort(other_starts)
+    before = np.searchsorted(other_starts, starts + length)  # how many of the others begin before a row ends
+    return bool((other_starts[before[before > 0] - 1] + other_length > starts[before > 0]).any())
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two Datasets have the same content, as one folder read with two transforms."""
-    if isinstance(one, str):
-        return one == other
-    if type(one) is not type(other) or not isinstance(one, Dataset) or len(one) != len(other):  # type: ignore[arg-type]
-        return False
+    """Whether two spaces are one; Datasets may have the same content, as one folder read with two transforms."""
+    if isinstance(one, str) or not isinstance(one, Dataset) or type(one) is not type(other) or len(one) != len(other):  # type: ignore[arg-type]
+        return isinstance(one, str) and bool(one == other)
     try:
         return data_digest(one) == data_digest(other)
     except InputError:
         return False  # the order of its examples cannot be seen
 
 
-def _identities(base: Any, rows: _Rows) -> set[int]:
-    """Of lists with an entry for each example: addresses of the entries, and of arrays in them, that no other entry has."""
-    held = _attributes(base).values() if isinstance(base, Dataset) else [base]
+def _addresses(entries: list[Any], rows: _Rows) -> _Rows:
+    """Addresses of examples in a list, and of arrays in them, that no other example has."""
     found: Counter[int] = Counter()
-    for entries in (one for one in held if isinstance(one, list) and len(one) == len(base)):
-        for entry in (entries[row] for row in rows):
-            leaves = list(entry.values()) if isinstance(entry, dict) else list(entry) if isinstance(entry, tuple) else [entry]
-            arrays = [leaf for leaf in leaves[:_FEW] if _is_array(leaf) and leaf.ndim]
-            found.update(array.data_ptr() if isinstance(array, Tensor) else array.ctypes.data for array in arrays)
-            if isinstance(entry, dict | list) or (hasattr(entry, "__dict__") and not callable(entry)):
-                found[id(entry)] += 1
-    return {address for address, count in found.items() if count == 1}
+    for entry in (entries[row] for row in rows):
+        leaves = (leaf for leaf in tree_leaves(entry) if _is_array(leaf) and leaf.ndim)
+        found.update(leaf.data_ptr() if isinstance(leaf, Tensor) else leaf.ctypes.data for leaf in leaves)
+        found.update([id(entry)] if isinstance(entry, dict | list) else ())
+    return np.array([address for address, count in found.items() if count == 1], dtype=np.int64)
 
 
-def _memory(base: Any) -> list[tuple[str, int, int, int]]:
-    """Of each array with a row per example: device, where the first row begins, how far it is to the next, and its length."""
-    if isinstance(base, Dataset):
-        held: Any = base.tensors if isinstance(base, TensorDataset) else _attributes(base).values()
-        arrays = [one for one in held if _is_array(one) and one.ndim and len(one) == len(base)]  # type: ignore[arg-type]
+def _memory(array: Any, rows: _Rows) -> Iterator[tuple[str, _Rows, int]]:
+    """Device, where rows begin, and their length; nothing if they do not lie in one piece."""
+    if isinstance(array, np.ndarray):
+        item, start, device, strides = array.itemsize, array.ctypes.data, "cpu", list(array.strides)
+    elif array.layout == torch.strided:
+        item, start, device = array.element_size(), array.data_ptr(), str(array.device)
+        strides = [stride * item for stride in array.stride()]
     else:
-        parts = base.values() if isinstance(base, Mapping) else base if isinstance(base, tuple | list) else [base]
-        held = list(parts)
-        arrays = [one for one in held if _is_array(one) and one.ndim] if len(held) <= _FEW else []
-    found = []
-    for array in arrays:
-        if isinstance(array, Tensor) and array.layout == torch.strided:
-            item, start, device = array.element_size(), array.data_ptr(), str(array.device)
-            strides = [stride * item for stride in array.stride()]
-        elif isinstance(array, np.ndarray):
-            item, start, device = array.itemsize, array.__array_interface__["data"][0], "cpu"
-            strides = list(array.strides)
-        else:
-            continue
-        length = item + sum((size - 1) * abs(stride) for size, stride in zip(array.shape[1:], strides[1:], strict=True))
-        # Rows of a transposed matrix lie between each other, and are told apart by where they begin.
-        found.append((device, start, strides[0], min(length, abs(strides[0])) or length))
-    return found
-
-
-def _overlap(starts: _Rows, length: int, other_starts: _Rows, other_length: int) -> bool:
-    other_starts = np.sort(other_starts)
-    before = np.searchsorted(other_starts, starts + length)  # how many of the others begin before a row ends
-    return bool((other_starts[before[before > 0] - 1] + other_length > starts[before > 0]).any())
+        return
+    length = item + sum((size - 1) * abs(stride) for size, stride in zip(array.shape[1:], strides[1:], strict=True))
+    # Rows of a transposed matrix lie between each other, and are told apart by where they begin.
+    yield device, start + strides[0] * rows, min(length, abs(strides[0])) or length
 
 
 def _is_array(value: Any) -> bool:
@@ -260,10 +230,6 @@ def _is_array(value: Any) -> bool:
 def _is_arrow(value: Any) -> bool:
     """Whether it is a Dataset of Hugging Face's ``datasets``."""
     return hasattr(value, "_fingerprint") and hasattr(value, "_data")
-
-
-def _attributes(value: Any) -> Mapping[str, Any]:
-    return getattr(value, "__dict__", {})
 
 
 def require_same_data(ranks: Ranks, data: Any) -> None:
@@ -286,10 +252,10 @@ def require_same_data(ranks: Ranks, data: Any) -> None:
 def data_digest(data: Any) -> str:
     """A digest of what determines which examples a Dataset has, and in which order: its ``example_ids``, or all its attributes.
 
-    Attributes are followed through containers, objects and Datasets; arrays above 256 MB are hashed at 4,096 rows, and Hugging
-    Face Datasets by their fingerprint. Callables, generators of random numbers, locks, loggers and files are left out: they may
-    differ where the data do not. The digest depends on private data; it is compared between ranks, and neither written nor
-    shown.
+    Attributes are followed through containers and Datasets to arrays, tables, texts, numbers, paths and dates; arrays above
+    256 MB are hashed at 4,096 rows, and Hugging Face Datasets by their fingerprint. All else is left out: transforms, locks or
+    files may differ where the data do not. The digest depends on private data; it is compared between ranks, and neither
+    written nor shown.
 
     >>> images = torch.arange(6).view(3, 2)
     >>> data_digest((images,)) == data_digest((images.clone(),)), data_digest((images,)) == data_digest((images.flip(0),))
@@ -303,10 +269,7 @@ def data_digest(data: Any) -> str:
         chosen = list(map(int, data.indices)) if isinstance(data, Subset) else None
         return _Content().of((chosen, [data_digest(part) for part in parts])).hex()
     content = _Content()
-    try:
-        digest = content.of(data).hex()
-    except (ValueError, RecursionError):  # objects that hold each other
-        content.entries = -1
+    digest = content.of(data).hex()
     if isinstance(data, Dataset) and len(data) > 1 and content.entries < len(data):  # type: ignore[arg-type]
         raise InputError(
             f"{type(data).__name__} has no attribute that distinguishes its examples, so several processes cannot verify that "
@@ -316,86 +279,58 @@ def data_digest(data: Any) -> str:
 
 
 _WHOLE, _SAMPLE = 1 << 28, 4096
-_SIMPLE = frozenset({str, bytes, int, float, bool, type(None)})
-_VALUES = frozenset({"builtins", "collections", "datetime", "decimal", "enum", "fractions", "pathlib", "uuid"})
-"""Standard modules whose objects are data; those of others are locks, loggers, generators, files."""
 
 
-class _Content(pickle.Pickler):
-    """Hashes values by what pickle would write of them; ``entries`` are how many examples that tells apart.
-
-    What is not data is left out, and what pickle writes differently in each process, or at length, is replaced by a digest.
-    """
+class _Content:
+    """Digests of values; ``entries`` are how many examples what was hashed tells apart."""
 
     def __init__(self) -> None:
-        self.hash = hashlib.blake2b(digest_size=32)
         self.entries = 0
-        super().__init__(SimpleNamespace(write=self.hash.update), protocol=5)
-        self.fast = True  # without references to what occurred before, which depend on identity
 
     def of(self, value: Any) -> bytes:
-        """32 bytes."""
-        self.dump(value)
-        return self.hash.digest()
-
-    def persistent_id(self, value: Any) -> Any:
-        if type(value) in _SIMPLE:
-            return None
-        if isinstance(value, Dataset) or _is_arrow(value):
-            if (ids := ids_of(value)) is not None:
-                self.entries = max(self.entries, len(ids))
-                return "ids", *ids
-            if _is_arrow(value):
-                self.entries = max(self.entries, len(value))
-                return "fingerprint", str(value._fingerprint), len(value)
-            return None
+        """16 bytes; the same for everything that is no data."""
+        if (ids := ids_of(value)) is not None:
+            return self._of_entries(ids, names=True)
+        if _is_arrow(value):
+            self.entries = max(self.entries, len(value))
+            return _hash(repr((value._fingerprint, len(value))).encode())
+        if hasattr(value, "to_numpy"):
+            value = value.to_numpy()
         if _is_array(value):
             return self._of_array(value)
-        if isinstance(value, list | tuple | deque):
-            self._note(list(value) if len(value) > self.entries else [])
-            return None
+        if value is None or isinstance(value, str | bytes | int | float | PurePath | date):
+            return _hash(f"{type(value).__name__} {value!r}".encode())
+        if isinstance(value, list | tuple):
+            return self._of_entries(value)
         if isinstance(value, dict):
-            self._note(list(value))
-            self._note(list(value.values()))
-            return None
-        if isinstance(value, set | frozenset):
-            return "set", *sorted(_Content().of(one) for one in value)
-        module = type(value).__module__.partition(".")[0]
-        aside = callable(value) or (module in sys.stdlib_module_names and module not in _VALUES)
-        return "left out" if aside or isinstance(value, torch.Generator | np.random.Generator | torch.device) else None
+            return _hash(self._of_entries(list(value)), self._of_entries(list(value.values())))
+        return self.of(vars(value)) if isinstance(value, Dataset) else _hash(b"left out")
 
-    def reducer_override(self, value: Any) -> Any:
-        try:
-            return value.__reduce_ex__(5)
-        except Exception:  # what cannot be pickled is no data
-            return str, ("left out",)
+    def _of_entries(self, values: Sequence[Any], *, names: bool = False) -> bytes:
+        """Whole numbers may be classes, or tokens, so that half of them at most tell examples apart."""
+        digests = [self.of(one) for one in values]
+        whole = not names and all(isinstance(one, int | np.integer | type(None)) for one in values)
+        self.entries = max(self.entries, len(digests) // 2 if whole else len(values) if names else len(set(digests)))
+        return _hash(*digests)
 
-    def _note(self, values: list[Any]) -> None:
-        """Note a list if its entries tell more examples apart than others did; whole numbers may be classes, or tokens."""
-        sample = values[:: max(1, len(values) // _SAMPLE)] if len(values) > self.entries else []
-        if sample and all(isinstance(one, int | np.integer | type(None)) for one in sample):
-            self.entries = max(self.entries, len(values) // 2)
-        elif sample and 2 * len({_Content().of(one) for one in sample}) >= len(sample):
-            self.entries = len(values)
-
-    def _of_array(self, array: Any) -> Any:
+    def _of_array(self, array: Any) -> bytes:
         if isinstance(array, np.ndarray) and (array.dtype.hasobject or array.dtype.kind in "SU"):
-            return array.dtype.str, array.shape, _Content().of(self._noted(array.reshape(-1).tolist()))
-        described = f"{tuple(array.shape)} {array.dtype}"
+            return self._of_entries(array.tolist() if array.ndim else [array.item()])
+        described = f"{tuple(array.shape)} {array.dtype}".encode()
         if isinstance(array, Tensor):
             array = array.detach().cpu().to_dense() if array.layout != torch.strided else array.detach().cpu()
             array = array.resolve_conj().resolve_neg().contiguous()
             array = array.view(torch.uint16).numpy() if array.dtype == torch.bfloat16 else array.numpy()
-        if array.ndim > 1 and array[:1].size > 1:
-            self.entries = max(self.entries, len(array))
-        elif array.ndim and array.dtype.kind == "f":
-            self._note(array.reshape(-1).tolist())
-        elif array.ndim:
-            self.entries = max(self.entries, len(array) // 2)
+        if array.ndim:
+            rows = len(array) if array[:1].size > 1 else len(np.unique(array)) if array.dtype.kind == "f" else len(array) // 2
+            self.entries = max(self.entries, rows)
         if array.nbytes > _WHOLE:
             array = array[:: max(1, len(array) // _SAMPLE)]
-        return described, hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=32).digest()
+        return _hash(described, np.ascontiguousarray(array).tobytes())
 
-    def _noted(self, values: list[Any]) -> list[Any]:
-        self._note(values)
-        return values
+
+def _hash(*parts: bytes) -> bytes:
+    found = blake2b(digest_size=16)
+    for part in parts:
+        found.update(len(part).to_bytes(8, "little") + part)
+    return found.digest()
