@@ -34,7 +34,6 @@ _WITHOUT_EFFECT = (
     "num_workers",
     "physical_batch_size",
     "evaluate_every",
-    "diagnostics_every",
     "checkpoint_every",
     "checkpoint_minutes",
     "keep_checkpoints",

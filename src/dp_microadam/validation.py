@@ -74,7 +74,7 @@ _OF_SETTINGS = {
     ),
     "record=RecordSettings": (
         *("evaluate_every", "checkpoint_every", "checkpoint_minutes", "keep_checkpoints"),
-        *("diagnostics_every", "config", "show_progress"),
+        *("config", "show_progress"),
     ),
 }
 """Where options of steps and trainers are that people may pass directly."""

@@ -15,8 +15,7 @@ from torch.export.pt2_archive import PT2ArchiveWriter
 
 from dp_microadam import InputError
 from dp_microadam.training.export import CONTRACT, Contract
-from dp_microadam.training.program import DeployedModel, load_program, save_program
-from dp_microadam.training.raw_inputs import RawTensor
+from dp_microadam.training.program import DeployedModel, RawTensor, load_program, save_program
 from dp_microadam.workbench import models
 from dp_microadam.workbench.command_line.cli import main
 from dp_microadam.workbench.data.raw import RawImages

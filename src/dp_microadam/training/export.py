@@ -6,9 +6,10 @@ It has weights, a program, what the program takes and returns, a model card and 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,18 +21,16 @@ from dp_microadam.durable_files import sync_folder, write_text_durably
 from dp_microadam.errors import InputError
 from dp_microadam.ledger.statement import STATEMENT_NAME, statement_in_words, write_privacy_report
 from dp_microadam.training.checkpoint import CheckpointFolder
-from dp_microadam.training.model_card import CONTRACT, input_section, model_card
-from dp_microadam.training.program import DeployedModel, for_deployment, save_program
-from dp_microadam.training.raw_inputs import RawInput, RawTensor
+from dp_microadam.training.program import DeployedModel, RawInput, RawTensor, for_deployment, save_program
 from dp_microadam.training.run_folder import CHECKPOINTS, privacy_of, read_metrics
 
 if TYPE_CHECKING:
     from dp_microadam.training.trainer import PrivateTrainer
 
-PROGRAM = "model.pt2"
+CONTRACT, CARD, PROGRAM = "export.json", "README.md", "model.pt2"
 WEIGHTS, AVERAGED_WEIGHTS = "model.safetensors", "model_ema.safetensors"
-CARD = "README.md"
 _FORMAT = "dp-microadam export 1"
+_SHOWN_CLASSES = 100
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Contract:
     classes: tuple[str, ...]
     """Names of the outputs; empty if the outputs are not probabilities of classes."""
     input: Mapping[str, Any]
-    """See :meth:`~dp_microadam.training.raw_inputs.RawInput.description`."""
+    """See :meth:`~dp_microadam.training.program.RawInput.description`."""
     normalization: Mapping[str, Any] = field(default_factory=dict)
     weights: str = WEIGHTS
     program: str | None = PROGRAM
@@ -72,11 +71,10 @@ class Contract:
 
 def normalization_in_words(mean: tuple[float, ...], std: tuple[float, ...], *, pixels: bool) -> dict[str, Any]:
     """The constants by which inputs are normalized, for ``export.json``."""
-    scale = 255 if pixels else 1
     formula = "input / 255" if pixels else "input"
     if mean or std:
         formula = f"({formula} - mean) / std"
-    return {"formula": formula, "divided_by": scale, "mean": list(mean), "std": list(std)}
+    return {"formula": formula, "divided_by": 255 if pixels else 1, "mean": list(mean), "std": list(std)}
 
 
 @contextmanager
@@ -123,11 +121,7 @@ class Deployment:
     def of(
         cls, raw: RawInput | Tensor | tuple[Tensor, ...], prepare: Callable[[Tensor], Tensor] | None, classes: Sequence[str]
     ) -> Deployment:
-        """A deployment as the caller describes it.
-
-        Raises:
-            InputError: if ``raw`` has no examples.
-        """
+        """A deployment as the caller describes it; InputError if ``raw`` has no examples."""
         given = (raw,) if isinstance(raw, Tensor) else raw
         if not isinstance(given, RawInput) and not (given and all(isinstance(one, Tensor) and one.dim() for one in given)):
             raise InputError(f"raw is a {type(raw).__name__}; it must be a RawInput, or tensors with examples in dimension 0")
@@ -138,9 +132,7 @@ class Deployment:
         """The raw input if files of it can be read; None for several tensors."""
         if isinstance(self.raw, RawInput):
             return self.raw
-        if len(self.raw) > 1:
-            return None
-        return RawTensor(tuple(self.raw[0].shape[1:]), str(self.raw[0].dtype).removeprefix("torch."))
+        return RawTensor(tuple(self.raw[0].shape[1:]), _dtype(self.raw[0])) if len(self.raw) == 1 else None
 
     @property
     def example(self) -> tuple[Tensor, ...]:
@@ -150,7 +142,7 @@ class Deployment:
         """The input as JSON."""
         if self.readable is not None:
             return self.readable.description()
-        tensors = [{"shape": list(one.shape[1:]), "dtype": str(one.dtype).removeprefix("torch.")} for one in self.example]
+        tensors = [{"shape": list(one.shape[1:]), "dtype": _dtype(one)} for one in self.example]
         words = " and ".join(f"{one['dtype']} tensor {['B', *one['shape']]}".replace("'", "") for one in tensors)
         return {"kind": "tensors", "tensors": tensors, "in_words": words}
 
@@ -158,6 +150,10 @@ class Deployment:
         """A copy of the model, with its current weights, that takes raw inputs."""
         module = self.raw.module() if isinstance(self.raw, RawInput) else None
         return DeployedModel(for_deployment(model), module, self.prepare, probabilities=bool(self.classes))
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def export_run(
@@ -181,7 +177,7 @@ def export_run(
     Raises:
         InputError: if ``output`` exists, or the model cannot be traced.
     """
-    average = trainer.average
+    average, raw = trainer.average, deployment.raw
     contract = Contract(
         name,
         deployment.classes,
@@ -195,25 +191,15 @@ def export_run(
         if average is not None:
             save_weights(average.state_dict(), folder / AVERAGED_WEIGHTS)
         if program:
-            with nullcontext() if average is None else average.in_place_of(trainer.model):
+            with trainer.method.averaged(trainer.model):
                 deployed = deployment.deployed(trainer.model)
-            raw = deployment.raw
             save_program(deployed, deployment.example, folder / PROGRAM, raw.free if isinstance(raw, RawInput) else ())
         write_text_durably(folder / CONTRACT, contract.to_json())
         # Anew from the ledger: what is published must not claim less than was spent.
         trainer.write_privacy(folder, group_size)
         statement = (folder / STATEMENT_NAME).read_text(encoding="utf-8")
-        measured = [line for line in trainer.record.metrics() if "diagnostics" in line]
-        card = model_card(
-            name,
-            recipe_toml,
-            statement,
-            metrics,
-            measured[-1] if measured else None,
-            loading,
-            input_section(contract, deployment.readable),
-        )
-        write_text_durably(folder / CARD, card)
+        inputs = input_section(contract, deployment.readable)
+        write_text_durably(folder / CARD, model_card(name, recipe_toml, statement, metrics, loading, inputs))
         return check(folder) if check is not None else None
 
 
@@ -228,9 +214,126 @@ def export_folder(run_dir: Path, output: Path, group_size: int = 1) -> None:
     statement = statement_in_words(report)
     with new_folder(output) as folder:
         save_weights(content["model"], folder / WEIGHTS)
-        if "average" in content:
-            save_weights(content["average"], folder / AVERAGED_WEIGHTS)
+        if content["method"]["average"] is not None:
+            save_weights(content["method"]["average"], folder / AVERAGED_WEIGHTS)
         write_privacy_report(folder, report, statement)
-        lines = [line for line in read_metrics(run_dir) if "diagnostics" not in line]
+        lines = read_metrics(run_dir)
         measured = {key: value for key, value in (lines[-1] if lines else {}).items() if "validation" in key}
         write_text_durably(folder / CARD, model_card(run_dir.name, "", statement, {**measured, "steps": content["updates"]}))
+
+
+def model_card(
+    name: str, recipe_toml: str, statement: str, metrics: Mapping[str, Any], loading: str = "", inputs: str = ""
+) -> str:
+    """A model card in Markdown: privacy statement, metrics, how to use the model, training recipe, how to load the weights.
+
+    ``statement``, the privacy statement of the run, comes first and in full. Numbers under keys with "accuracy" are shown as
+    percentages. ``recipe_toml`` is empty for a run that was started from Python; its ``data_folder`` is left out, since it
+    describes the machine. ``loading`` is Python code that builds the model and loads the weights; ``inputs`` says what the
+    model takes and returns, see :func:`input_section`.
+
+    >>> card = model_card("demo", 'name = "demo"', "This model is (8, 1e-05)-private.", {"test_accuracy": 0.9312})
+    >>> "| test accuracy | 93.12 % |" in card
+    True
+    """
+    recipe = "\n".join(line for line in recipe_toml.strip().splitlines() if not line.startswith("data_folder"))
+    sections = [f"# {_escaped(name)}", f"## Privacy\n\n{_without_html(statement.strip())}"]
+    if metrics:
+        sections.append(f"## Evaluation\n\n{_table(metrics)}")
+    if inputs:
+        sections.append(f"## Inputs and outputs\n\n{inputs}")
+    if recipe:
+        sections.append(f"## Training\n\n{_how_it_was_trained(recipe)}:\n\n{_code('toml', recipe)}")
+    sections.append(f"## Loading the weights\n\n{_how_to_load(loading)}")
+    if loading:
+        sections.append(_code("python", loading))
+    return "\n\n".join(sections) + "\n"
+
+
+def input_section(contract: Contract, raw: RawInput | None) -> str:
+    """What an exported model takes and returns, in words and as code that needs torch and what reads a file.
+
+    ``raw`` is None for inputs of which there are no files.
+    """
+    constants = contract.normalization
+    lines = [f"`{CONTRACT}` has all of this as data.", "", f"- Input: {_without_html(contract.input['in_words'])}."]
+    if constants:
+        numbers = "".join(f", {key} = {constants[key]}" for key in ("mean", "std") if constants[key])
+        inside = " inside the program; do it yourself only if you use the weights alone" if contract.program else ""
+        lines.append(f"- Normalization: {constants['formula']}{numbers}{inside}.")
+    if contract.classes:
+        more = ", …" if len(contract.classes) > _SHOWN_CLASSES else ""
+        shown = ", ".join(map(_escaped, contract.classes[:_SHOWN_CLASSES])) + more
+        lines.append(f"- Output: the probability of each of {len(contract.classes)} classes, in this order: {shown}.")
+    if contract.program is not None:
+        lines += [
+            "",
+            f"`{contract.program}` is the whole model as a program of `torch.export`. It takes this input, prepares it as in "
+            "training and returns the output, on the CPU, and needs torch alone. torch runs whatever code such a file holds, "
+            "so load it only if you trust its author; `dp-microadam predict` runs operators of networks and nothing else:",
+            "",
+            _code("python", _program_code(contract, raw)),
+        ]
+        if raw is not None:
+            lines += ["", "The same from the command line: `dp-microadam predict . FILE…`, with this folder for the dot."]
+    return "\n".join(lines)
+
+
+def _program_code(contract: Contract, raw: RawInput | None) -> str:
+    reading, given = (raw.file_code, "raw") if raw is not None else ("raw = ...  # the tensors described above", "*raw")
+    code = (
+        f"import json\n\nimport torch\n{reading}\n\n"
+        f'program = torch.export.load("{contract.program}").module()\n'
+        f"with torch.no_grad():\n    outputs = program({given})\n"
+    )
+    if not contract.classes:
+        return code + "print(outputs)"
+    return code + (
+        f'classes = json.load(open("{CONTRACT}", encoding="utf-8"))["classes"]\n'
+        "print(classes[int(outputs[0].argmax())], float(outputs[0].max()))"
+    )
+
+
+def _table(metrics: Mapping[str, Any]) -> str:
+    lines = ["| measure | value |", "|---|---|"]
+    for key, value in metrics.items():
+        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+        if isinstance(value, float) and "accuracy" in key:
+            shown = f"{100 * value:.2f} %"
+        lines.append(f"| {_escaped(key.replace('_', ' '))} | {_escaped(shown)} |")
+    said = "Measured on examples that were not used for training; these examples are not covered by the privacy guarantee."
+    return "\n".join([*lines, "", said])
+
+
+def _escaped(text: str) -> str:
+    """A name as text of one line, in which nothing is Markdown or HTML."""
+    return re.sub(r"([\\`*_~\[\]<>|#&])", r"\\\1", " ".join(text.split()))
+
+
+def _without_html(text: str) -> str:
+    """Text of several lines with names in it: no tags, no links and no code, and line breaks as they are."""
+    return re.sub(r"([\\`\[\]<])", r"\\\1", text)
+
+
+def _how_it_was_trained(recipe_toml: str) -> str:
+    if re.search(r"^\[tune\]", recipe_toml, re.MULTILINE) is None:
+        return "`dp-microadam train` with this recipe"
+    return (
+        "`dp-microadam tune`: the best of a random number of runs, chosen by a score on held-out examples; ε covers the "
+        "choice. The recipe, with the values that were chosen"
+    )
+
+
+def _how_to_load(loading: str) -> str:
+    if "from_pretrained" in loading:
+        return "This folder is one of Hugging Face's `transformers`; run this in it."
+    return (
+        "The weights are safetensors files; `safetensors.torch.load_file` reads one as a state dict for `load_state_dict` of "
+        "the same PyTorch model."
+    )
+
+
+def _code(language: str, text: str) -> str:
+    # A fence longer than any inside the text cannot be closed by it.
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    return f"{fence}{language}\n{text}\n{fence}"

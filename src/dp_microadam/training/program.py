@@ -15,10 +15,13 @@ import operator
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +29,92 @@ from dp_microadam.errors import DPMicroAdamError, InputError
 
 _TOLERANCE = 1e-4
 """Largest difference between the outputs of a program and of the model that it was traced from."""
+
+
+class RawInput(ABC):
+    """What a deployed model is given, and how it becomes an example as training saw it: a dataclass whose fields are JSON."""
+
+    kind: ClassVar[str]
+    endings: ClassVar[tuple[str, ...]]
+    """How the names of files that can be read end."""
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """Dimensions of a batch, beside the first, that may have any length."""
+        return ()
+
+    @property
+    @abstractmethod
+    def in_words(self) -> str:
+        """What the program takes, for people."""
+
+    @property
+    @abstractmethod
+    def file_code(self) -> str:
+        """Python code for the model card that reads a file as ``raw``."""
+
+    @abstractmethod
+    def module(self) -> nn.Module:
+        """What turns a batch of raw inputs into examples as the data source has them; normalization follows."""
+
+    @abstractmethod
+    def example(self) -> Tensor:
+        """Two raw inputs, to trace the program with."""
+
+    @abstractmethod
+    def read(self, file: Path) -> Iterator[tuple[str, Tensor]]:
+        """The raw inputs in a file, each with its name, as a batch of one.
+
+        Raises:
+            InputError: naming the file, if it cannot be used.
+        """
+
+    def description(self) -> dict[str, Any]:
+        """The input as JSON."""
+        fields: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # type: ignore[call-overload]
+        return {"kind": self.kind, **fields, "in_words": self.in_words}
+
+
+@dataclass(frozen=True)
+class RawTensor(RawInput):
+    """A tensor of a fixed shape, which the model takes as it is; in ``.npy`` files."""
+
+    shape: Sequence[int]
+    """Of one example."""
+    dtype: str
+
+    kind: ClassVar[str] = "tensor"
+    endings: ClassVar[tuple[str, ...]] = (".npy",)
+
+    @property
+    def in_words(self) -> str:
+        return f"{self.dtype} tensor [{', '.join(['B', *map(str, self.shape)])}]"
+
+    @property
+    def file_code(self) -> str:
+        return 'import numpy\n\nraw = torch.from_numpy(numpy.load("example.npy"))[None]'
+
+    def module(self) -> nn.Module:
+        return nn.Identity()
+
+    def example(self) -> Tensor:
+        return torch.zeros(2, *self.shape, dtype=getattr(torch, self.dtype))
+
+    def read(self, file: Path) -> Iterator[tuple[str, Tensor]]:
+        """One example, or several along the first dimension."""
+        try:
+            found = torch.from_numpy(np.load(file, allow_pickle=False))
+        except OSError as error:
+            raise InputError(f"{file} cannot be read: {error.strerror or error}") from None
+        except (ValueError, TypeError, EOFError):
+            raise InputError(f"{file} is not an array of numbers; it must be a .npy file") from None
+        if tuple(found.shape) == tuple(self.shape):
+            yield str(file), found[None].to(getattr(torch, self.dtype))
+            return
+        if tuple(found.shape[1:]) != tuple(self.shape):
+            raise InputError(f"{file} has shape {tuple(found.shape)}; it must be {tuple(self.shape)}, or several of these")
+        for row, one in enumerate(found, 1):
+            yield f"{file} row {row}", one[None].to(getattr(torch, self.dtype))
 
 
 class DeployedModel(nn.Module):
@@ -97,7 +186,7 @@ def load_program(path: Path, *, trust: bool = False) -> Callable[..., Any]:
     """The program in a file, as a function of raw inputs.
 
     With ``trust`` it is loaded by ``torch.export.load``, which runs whatever code the file holds; without, only operators that
-    networks are made of are run (``aten_program.py``), and a file that needs more is refused.
+    networks are made of are run, and a file that needs more is refused.
 
     Raises:
         InputError: if it cannot be read.

@@ -40,7 +40,6 @@ class RunRecord:
         self.pace = Pace()
         self._events = Events(self.path / EVENTS)
         self._writes = writes
-        self._diagnostics: list[dict[str, Any]] = []
 
     def create(self) -> None:
         """Create the folder; an existing folder that is not empty is refused, unless its run never trained."""
@@ -79,11 +78,6 @@ class RunRecord:
         self._write_what_precedes(step, statistics)
         self.append_metrics(line)
         self._events.write(step.position, {**metrics, "epsilon": line["epsilon"]})
-
-    def keep_diagnostics(self, position: int, found: Any) -> None:
-        """Keep the diagnostics of a step, to be written with the next checkpoint or metrics."""
-        if self._writes and found is not None:
-            self._diagnostics.append({"step": position, "diagnostics": found})
 
     def log(self, text: str) -> None:
         """Append one line to the log, with the time."""
@@ -126,9 +120,6 @@ class RunRecord:
 
     def _write_what_precedes(self, step: PrivateStep, statistics: Mapping[str, Any]) -> None:
         step.write_privacy(self.path)
-        for line in self._diagnostics:
-            self.append_metrics(line)
-        self._diagnostics.clear()
         self.write_json(
             STATISTICS,
             {

@@ -359,7 +359,7 @@ def _remove(path: Path) -> None:
 _OF_THE_PROCESS = ("peak_memory_bytes", "peak_memory_of")
 """Statistics that all runs of a process have a part in."""
 
-_METRICS = ("step", "epsilon", "learning_rate", "diagnostics")
+_METRICS = ("step", "epsilon", "learning_rate")
 """What is published of a line of metrics beside those of validation data; the pace would tell the first run of a process."""
 
 _COPIED = ("phase", "processes")

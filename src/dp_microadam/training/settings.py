@@ -102,7 +102,6 @@ class RecordSettings:
     Arguments:
         evaluate_every, checkpoint_every: in steps; a checkpoint is also written after ``checkpoint_minutes``.
         keep_checkpoints: how many of the newest are kept.
-        diagnostics_every: steps between :mod:`~dp_microadam.training.diagnostics` of MicroAdam in the metrics; None for none.
         config: text that is saved in the run's folder as ``config.toml``.
         show_progress: show a progress bar and what happens.
     """
@@ -111,7 +110,6 @@ class RecordSettings:
     checkpoint_every: int = 100
     checkpoint_minutes: float = 5.0
     keep_checkpoints: int = 2
-    diagnostics_every: int | None = None
     config: str | None = None
     show_progress: bool = True
 

@@ -16,14 +16,13 @@ from dp_microadam.errors import InputError
 from dp_microadam.plan.plan import PrivacyPlan
 from dp_microadam.plan.unprotected import UnprotectedPlan
 from dp_microadam.training.average import WeightAverage
-from dp_microadam.training.diagnostics import MicroAdamDiagnostics
 from dp_microadam.training.distributed import ProcessLost, Ranks, ranks_here
 from dp_microadam.training.evaluation import PerExample, ValidationMetrics, in_words
 from dp_microadam.training.given_data import count_examples
 from dp_microadam.training.method import Method
 from dp_microadam.training.private_step import PrivateStep
+from dp_microadam.training.program import RawInput
 from dp_microadam.training.progress import CHECKING, Interruptible, Progress, said_if_slow
-from dp_microadam.training.raw_inputs import RawInput
 from dp_microadam.training.run_folder import RunResult, StepReport, default_folder, how_to_go_on
 from dp_microadam.training.run_record import RunRecord
 from dp_microadam.training.run_statistics import sizes
@@ -102,8 +101,6 @@ class PrivateTrainer:
         self.method.refuse_idle_scheduler()
         self.record = self._record_in(folder)
         self._validate = ValidationMetrics(model, {"loss": loss, **measures}, self.step.loading, self.method, self.ranks)
-        every = self.settings.diagnostics_every
-        self.diagnostics = MicroAdamDiagnostics(self.optimizer, every) if every is not None else None
         self._saved_position = -1
         self._resumed = False
         self._between_steps = True
@@ -217,8 +214,6 @@ class PrivateTrainer:
             self.method.update(self.model, step.take())
             self._between_steps = True
             progress.advance(step.position)
-            if self.diagnostics is not None:
-                self.record.keep_diagnostics(step.position, self.diagnostics.take())
             due = not step.account.remaining or step.position % self.settings.evaluate_every == 0
             metrics = self._evaluate(validation, progress) if due else None
             minutes = (time.monotonic() - saved_at) / 60

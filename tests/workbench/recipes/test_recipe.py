@@ -195,7 +195,6 @@ WRONG_VALUES = [
     ("ema_decay", 1.0),
     ("max_steps", 0),
     ("evaluate_every", 0),
-    ("diagnostics_every", 0),
     ("checkpoint_every", 1.5),
     ("checkpoint_minutes", 0.0),
     ("keep_checkpoints", 0),

@@ -12,7 +12,7 @@ from dp_microadam.workbench.reporting.report import write_report
 pytestmark = pytest.mark.browser
 
 QUICK = ["--set", "model=mlp", "--set", "batch_size=64", "--set", "steps=12", "--set", "evaluate_every=4", "--quiet"]
-REST = ["learning", "budget", "course", "memory", "diagnostics", "audit", "settings"]
+REST = ["learning", "budget", "course", "memory", "audit", "settings"]
 SECTIONS = {"run": ["privacy", "accuracy", "summary", *REST], "several": ["summary", "privacy", "accuracy", *REST]}
 
 
@@ -23,7 +23,7 @@ def pages(tmp_path_factory):
     names = ("run", "a-run-with-a-name-that-is-really-quite-long-20261116-1", "unprotected")
     for name, more in zip(
         names,
-        (["method=dp-microadam", "ema_decay=0.9", "diagnostics_every=6"], ["seed=1"], ["method=non-private"]),
+        (["method=dp-microadam", "ema_decay=0.9"], ["seed=1"], ["method=non-private"]),
         strict=True,
     ):
         changes = [part for one in more for part in ("--set", one)]

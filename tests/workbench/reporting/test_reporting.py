@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from dp_microadam.errors import DPMicroAdamError
-from dp_microadam.training.export import Contract
-from dp_microadam.training.model_card import input_section, model_card
+from dp_microadam.training.export import Contract, input_section, model_card
 from dp_microadam.workbench.reporting.run_figures import draw_curves
 
 pytest.importorskip("matplotlib")

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from dp_microadam.errors import InputError
-from dp_microadam.training.raw_inputs import RawInput
+from dp_microadam.training.program import RawInput
 from dp_microadam.validation import require_in_closed_open, require_integer, require_positive
 from dp_microadam.workbench.data.catalogue import KnownData, find, known
 from dp_microadam.workbench.data.columns import Columns

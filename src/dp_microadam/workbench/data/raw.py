@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_microadam.errors import InputError
-from dp_microadam.training.raw_inputs import RawInput, RawTensor
+from dp_microadam.training.program import RawInput, RawTensor
 from dp_microadam.workbench.data.columns import Column, Columns, Unsuitable
 from dp_microadam.workbench.data.image_decoding import EXTENSIONS, ResizedCentre, decoded, require_pillow, shorter_side
 from dp_microadam.workbench.data.rows import open_rows, text_of

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dp_microadam.errors import InputError
-from dp_microadam.training.raw_inputs import RawInput, RawTensor
+from dp_microadam.training.program import RawInput, RawTensor
 from dp_microadam.validation import require_integer
 from dp_microadam.workbench.data.catalogue import KnownData
 from dp_microadam.workbench.data.columns import Column, Columns, Unsuitable

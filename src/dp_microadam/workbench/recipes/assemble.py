@@ -136,7 +136,6 @@ def assemble(
             checkpoint_every=recipe.checkpoint_every,
             checkpoint_minutes=recipe.checkpoint_minutes,
             keep_checkpoints=recipe.keep_checkpoints,
-            diagnostics_every=recipe.diagnostics_every,
             config=recipe.to_toml(),
             show_progress=show_progress,
         ),

@@ -150,8 +150,6 @@ class Recipe:
     max_steps: Count | None = None
     """Stop after this many steps; schedule and noise stay those of the full run."""
     evaluate_every: Count = 100
-    diagnostics_every: Count | None = None
-    """Steps between measurements of MicroAdam's diagnostics; None: off."""
     checkpoint_every: Count = 100
     checkpoint_minutes: Positive = 5.0
     keep_checkpoints: Count = 2

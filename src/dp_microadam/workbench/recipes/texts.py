@@ -15,8 +15,7 @@ from dp_microadam.durable_files import write_text_durably
 from dp_microadam.errors import InputError
 from dp_microadam.ledger.statement import STATEMENT_NAME
 from dp_microadam.training.evaluation import PerExample, document_nats, document_tokens
-from dp_microadam.training.export import CARD, new_folder
-from dp_microadam.training.model_card import model_card
+from dp_microadam.training.export import CARD, model_card, new_folder
 from dp_microadam.workbench.data.catalogue import known
 from dp_microadam.workbench.data.raw import TEXT_ENDINGS, texts_in
 from dp_microadam.workbench.data.tables import Layout, layout_of

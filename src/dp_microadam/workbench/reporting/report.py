@@ -14,7 +14,6 @@ from dp_microadam.durable_files import write_text_durably
 from dp_microadam.errors import InputError
 from dp_microadam.ledger.ledger import LEDGER_NAME
 from dp_microadam.ledger.statement import PRIVACY_NAME, round_up, statement_parts
-from dp_microadam.training.model_card import DIAGNOSTICS_NOTE, diagnostics_rows
 from dp_microadam.workbench.reporting.figures import Figure, css_variables
 from dp_microadam.workbench.reporting.formats import confidence_in_words, duration, fixed, in_bytes, is_number, significant
 from dp_microadam.workbench.reporting.page import Section, document, template
@@ -114,7 +113,6 @@ def _run_part(runs: Sequence[Run]) -> Part:
         "accuracy": _known([_recall(runs, labels)]),
         "learning": _known([_evaluations(run, number, label) for number, (run, label) in _numbered(runs, labels)]),
         "memory": _known([_memory(runs, labels)]),
-        "diagnostics": _known([_diagnostics(run, number, label) for number, (run, label) in _numbered(runs, labels)]),
         "audit": [_audit(run.audit, f"audit-{number}") for number, (run, _) in _numbered(runs, labels) if run.audit],
         "settings": _known([_settings(runs, labels)]),
     }
@@ -127,7 +125,6 @@ def _run_part(runs: Sequence[Run]) -> Part:
         "budget": ("Privacy budget", parts.budget(views, figures["budget"])),
         "course": ("Learning rate and throughput", parts.course(figures["course"])),
         "memory": ("Memory", parts.memory(figures["memory"], tables["memory"])),
-        "diagnostics": ("Diagnostics of MicroAdam", parts.listed(tables["diagnostics"])),
         "audit": ("Audit", parts.audits([run.audit for run in runs if run.audit], tables["audit"])),
         "settings": ("Settings", parts.listed(tables["settings"])),
     }
@@ -340,14 +337,6 @@ def _settings(runs: Sequence[Run], labels: Sequence[str]) -> Table | None:
     header = ["setting", *(labels if len(runs) > 1 else ["value"])]
     note = "Settings in which the runs differ are bold." if len(runs) > 1 else ""
     return Table.of("settings", "Settings", header, lines, note=note, words=True) if lines else None
-
-
-def _diagnostics(run: Run, number: int, label: str) -> Table | None:
-    """The last diagnostics of MicroAdam."""
-    if run.diagnostics is None:
-        return None
-    header, rows = diagnostics_rows(run.diagnostics)
-    return Table.of(f"diagnostics-{number}", f"Diagnostics of {label}", header, rows, note=DIAGNOSTICS_NOTE)
 
 
 def _audit(content: Mapping[str, Any], name: str) -> Table:

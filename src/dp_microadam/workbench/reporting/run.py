@@ -65,7 +65,6 @@ class Run:
     privacy: Mapping[str, Any]
     ledger: LedgerRecord | None
     evaluations: tuple[Evaluation, ...]
-    diagnostics: Mapping[str, Any] | None
     statistics: Mapping[str, Any]
     test: Mapping[str, Any]
     audit: Mapping[str, Any] | None
@@ -96,7 +95,6 @@ class Run:
             privacy=privacy,
             ledger=ledger,
             evaluations=_evaluations(lines),
-            diagnostics=next((line for line in reversed(lines) if "diagnostics" in line), None),
             statistics=statistics,
             test=_json(path / TEST),
             audit=_json(path / AUDIT) or None,

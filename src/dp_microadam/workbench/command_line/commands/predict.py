@@ -67,10 +67,9 @@ def _line(name: str, outputs: list[float], classes: tuple[str, ...]) -> dict[str
 
 def _opened(folder: Path, trust: bool) -> tuple[Callable[..., Any], Any, tuple[str, ...]]:
     """The function of raw inputs, how files are read for it, and the names of its classes."""
-    from dp_microadam.training.model_card import CONTRACT
+    from dp_microadam.training.export import CONTRACT, Contract
 
     if (folder / CONTRACT).is_file():
-        from dp_microadam.training.export import Contract
         from dp_microadam.training.program import load_program
         from dp_microadam.workbench.data.raw import raw_input
 

@@ -35,10 +35,8 @@ class MicroAdamDiagnostics:
 
     def __init__(self, optimizer: torch.optim.Optimizer, every: int) -> None:
         if not isinstance(optimizer, MicroAdam):
-            raise InputError(
-                f"diagnostics_every is {every}, but the optimizer is {type(optimizer).__name__}; it needs MicroAdam"
-            )
-        self.every = require_integer("diagnostics_every", every, 1)
+            raise InputError(f"the optimizer is {type(optimizer).__name__}; diagnostics are those of MicroAdam")
+        self.every = require_integer("every", every, 1)
         self._optimizer = optimizer
         self._steps = 0
         self._watched_since: int | None = None

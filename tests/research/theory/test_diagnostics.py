@@ -1,15 +1,13 @@
 """What diagnostics report is what the optimizer did, and watching changes nothing."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
+from research.theory.diagnostics import MicroAdamDiagnostics
 
 from dp_microadam import MicroAdam
 from dp_microadam.errors import InputError
 from dp_microadam.optimizers.micro_adam_reference import MicroAdamReference
-from dp_microadam.training.diagnostics import MicroAdamDiagnostics
 
 SHAPES = ((40, 30), (7,), (300,))
 OPTIONS = {
@@ -135,51 +133,5 @@ def test_closed_diagnostics_no_longer_watch():
 
 
 def test_other_optimizers_are_refused():
-    with pytest.raises(InputError, match="diagnostics_every is 5, but the optimizer is SGD"):
+    with pytest.raises(InputError, match="the optimizer is SGD; diagnostics are those of MicroAdam"):
         MicroAdamDiagnostics(torch.optim.SGD(parameters(), lr=0.1), every=5)
-
-
-def test_diagnostics_are_off_by_default_and_stand_in_metrics_when_asked_for(make_trainer, training_part, validation_part):
-    make_trainer(steps=4, run="plain").fit(training_part, validation=validation_part)
-    trainer = make_trainer(steps=7, run="watched", diagnostics_every=2, evaluate_every=3)
-    trainer.fit(training_part, validation=validation_part)
-    plain, watched = (
-        [json.loads(line) for line in (trainer.record.path.parent / run / "metrics.jsonl").read_text().splitlines()]
-        for run in ("plain", "watched")
-    )
-    assert not any("diagnostics" in line for line in plain)
-    assert [line["step"] for line in watched] == [2, 3, 4, 6, 6, 7]
-    measured = [line["diagnostics"][0] for line in watched if "diagnostics" in line]
-    assert len(measured) == 3
-    assert all(0 < entry["contraction"] < 1 and entry["share_updated"] > 0 for entry in measured)
-
-
-def test_diagnostics_never_stand_before_the_statement_that_covers_them(make_trainer, training_part, monkeypatch):
-    trainer = make_trainer(steps=6, diagnostics_every=1, evaluate_every=4, checkpoint_every=3)
-    append = trainer.record.append_metrics
-
-    def checked(values):
-        assert json.loads((trainer.record.path / "privacy.json").read_text())["steps_done"] >= values["step"]
-        append(values)
-
-    monkeypatch.setattr(trainer.record, "append_metrics", checked)
-    trainer.fit(training_part)
-    assert sum("diagnostics" in line for line in trainer.record.metrics()) == 6
-
-
-def test_the_model_card_of_an_exported_run_shows_the_last_figures(tmp_path, capsys):
-    from dp_microadam.workbench.command_line.cli import main
-
-    run = tmp_path / "run"
-    settings = ["method=dp-microadam", "model=mlp", "steps=5", "batch_size=32", "diagnostics_every=2"]
-    assert (
-        main(["train", "demo", *(part for key in settings for part in ("--set", key)), "--quiet", "--run-dir", str(run)]) == 0
-    )
-    assert main(["export", str(run)]) == 0
-    card = (run / "export" / "README.md").read_text(encoding="utf-8")
-    last = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if "diagnostics" in line][-1]
-    assert last["step"] == 4
-    assert "| step 4 | group 0 |" in card
-    assert f"| contraction | {last['diagnostics'][0]['contraction']:.4g} |" in card
-    holds = "yes" if last["diagnostics"][0]["condition_holds"] else "no"
-    assert f"| condition holds | {holds} |" in card
