@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import examples
-from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset, TensorDataset
 
 from dp_microadam import InputError
 from dp_microadam.training import same_examples as module
@@ -34,6 +34,16 @@ class Keeping(Dataset):
 
     def __len__(self):
         return self.count
+
+
+class Stream(IterableDataset):
+    """Reads from what it is given, in a way of its own."""
+
+    def __init__(self, source):
+        self.source = source
+
+    def __iter__(self):
+        return iter(self.source)
 
 
 X, Y = torch.rand(10, 3), torch.zeros(10)
@@ -78,6 +88,10 @@ SHARED = {
     "slices of a list of dicts in Datasets": (Keeping(6, rows=RECORDS[:6]), Keeping(5, rows=RECORDS[5:])),
     "rows of one tensor as dicts": (row_views(X), row_views(X[:4])),
     "rows of one tensor as pairs": (list(zip(X, Y, strict=True)), [(X[3], 0)]),
+    "some examples of a Dataset inside": (Keeping(4, inner=DATA), DATA),
+    "a stream of a Dataset": (Stream(Keeping(4, inner=DATA)), DATA),
+    "a stream of a list": (Stream(RECORDS), Keeping(10, rows=RECORDS)),
+    "a stream of a tensor": (Stream(X), (X, Y)),
     "the same ids": (Keeping(2, example_ids=["a", "b"]), Keeping(2, example_ids=["c", "b"])),
     "the same ids in Subsets": (Subset(Keeping(2, example_ids=["a", "b"]), [1]), Keeping(2, example_ids=["c", "b"])),
     "the same ids in copies": (Keeping(1, example_ids=["a"], x=X.clone()), Keeping(1, example_ids=("a",), x=X.clone())),
@@ -94,6 +108,8 @@ APART = {
     "halves of a transposed matrix": (X.t()[:1], X.t()[1:]),
     "halves of a tensor in Datasets of one's own": (Keeping(5, images=X[:5]), Keeping(5, images=X[5:])),
     "weights of classes that both hold": (Keeping(5, x=X[:5], weights=Y), Keeping(4, x=X[6:], weights=Y)),
+    "Datasets of which each has some of what both hold": (Keeping(4, inner=DATA), Keeping(5, inner=DATA)),
+    "a stream of a Dataset that is trained on in part": (Stream(DATA), Subset(DATA, [1, 2])),
     "Datasets without attributes": (Keeping(20), Keeping(20)),
     "one folder read with two transforms, in parts": (Subset(folder(str), [1, 2]), Subset(folder(repr), [3])),
     "halves of a list": (Keeping(5, rows=RECORDS[:5]), Keeping(5, rows=RECORDS[5:])),
@@ -311,6 +327,9 @@ def test_selections_of_one_table_are_told_apart_by_their_rows():
     assert share_examples(whole, some)
     assert not share_examples(some, others)
     assert share_examples(some, Fingerprinted(2, "some"))
+    table = list(range(9))
+    assert share_examples(Fingerprinted(9, "whole", table), Stream(Fingerprinted(2, "some", table, [3, 7])))
+    assert not share_examples(Fingerprinted(2, "some", table, [3, 7]), Stream(Fingerprinted(9, "whole", table)))
 
 
 def test_a_fingerprint_counts_as_the_data():

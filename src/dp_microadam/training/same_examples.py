@@ -45,8 +45,9 @@ def share_examples(one: Any, other: Any) -> bool:
     counted = ids == list(range(len(ids or ()))) and other_ids == list(range(len(other_ids or ())))
     if ids is not None and other_ids is not None and not counted:  # 0, 1, 2 … name the examples of any Dataset
         return not set(ids).isdisjoint(other_ids)
-    theirs = list(_places(other))
-    return any(_meet(mine, their) for mine in _places(one) for their in theirs)
+    mine, theirs = list(_places(one)), list(_places(other))
+    met = any(_meet(place, their) for place in mine for their in theirs)
+    return met or _reads_from(one, theirs) or _reads_from(other, mine)
 
 
 def refuse_shared_users(users: Any, held_out: Any) -> None:
@@ -160,10 +161,8 @@ def _places(data: Any, rows: _Rows | None = None) -> Iterator[tuple[Any, _Rows, 
         yield "objects", _addresses(data, rows), 1
     elif isinstance(data, Dataset):
         yield data, rows, 1
-        held = [one for value in vars(data).values() for one in (value, *_parts(value))]
-        for one in held:
-            known = isinstance(one, Dataset | list) or _is_array(one) or _is_arrow(one)
-            if known and _length(one) == len(data):  # type: ignore[arg-type]
+        for one in _kept(data):
+            if _length(one) == _length(data):
                 yield from _places(one, rows)
     else:
         for one in _parts(data):
@@ -179,10 +178,29 @@ def _parts(value: Any) -> list[Any]:
     return list(parts[:_FEW])
 
 
+def _kept(data: Any) -> list[Any]:
+    """What a Dataset keeps that may have a row per example."""
+    kept = [one for value in vars(data).values() for one in (value, *_parts(value))] if isinstance(data, Dataset) else []
+    return [one for one in kept if isinstance(one, Dataset | list) or _is_array(one) or _is_arrow(one)]
+
+
+def _reads_from(data: Any, places: list[tuple[Any, _Rows, int]], depth: int = _DEPTH) -> bool:
+    """Whether a Dataset keeps something all of whose examples are at these places, whichever of them it reads."""
+    return any(
+        any(_within(place, whole) for place in _places(one) for whole in places)
+        or (depth > 1 and _reads_from(one, places, depth - 1))
+        for one in _kept(data)
+    )
+
+
+def _within(one: tuple[Any, _Rows, int], other: tuple[Any, _Rows, int]) -> bool:
+    return len(one[1]) > 0 and _equal(one[0], other[0]) and bool(np.isin(one[1], other[1]).all())
+
+
 def _meet(one: tuple[Any, _Rows, int], other: tuple[Any, _Rows, int]) -> bool:
     """Whether two places have an example in common."""
     (space, starts, length), (other_space, other_starts, other_length) = one, other
-    if not (space is other_space or _equal(space, other_space)):
+    if not _equal(space, other_space):
         return False
     other_starts = np.sort(other_starts)
     before = np.searchsorted(other_starts, starts + length)  # how many of the others begin before a row ends
@@ -191,6 +209,8 @@ def _meet(one: tuple[Any, _Rows, int], other: tuple[Any, _Rows, int]) -> bool:
 
 def _equal(one: Any, other: Any) -> bool:
     """Whether two spaces are one; Datasets may have the same content, as one folder read with two transforms."""
+    if one is other:
+        return True
     if isinstance(one, str) or not isinstance(one, Dataset) or type(one) is not type(other) or len(one) != len(other):  # type: ignore[arg-type]
         return isinstance(one, str) and bool(one == other)
     try:
