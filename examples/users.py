@@ -37,9 +37,7 @@ def hits(model, batch):
 train, who = readings(torch.randint(1, 41, (PEOPLE,)))
 validation, _ = readings(torch.full((100,), 10))  # other people: nobody is on both sides
 
-plan = PrivacyPlan.solve(
-    dataset_size=PEOPLE, batch_size=40, delta=1e-4, epsilon=4.0, steps=150, unit="user", examples_per_user=8
-)
+plan = PrivacyPlan.solve(dataset_size=PEOPLE, batch_size=40, delta=1e-4, epsilon=4.0, steps=150, examples_per_user=8)
 model = nn.Sequential(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, 2))
 method, plan = methods.default(model, plan)
 with tempfile.TemporaryDirectory() as folder:

@@ -120,9 +120,7 @@ def plan_for(way: str, train: Ratings, limit: float, options: argparse.Namespace
     if way == "users":
         size = len(np.unique(train.users))
         batch = min(options.batch, size)
-        return PrivacyPlan.solve(
-            dataset_size=size, batch_size=batch, epsilon=limit, unit="user", examples_per_user=options.most, **common
-        )
+        return PrivacyPlan.solve(dataset_size=size, batch_size=batch, epsilon=limit, examples_per_user=options.most, **common)
     size = len(train.labels)
     rate = options.batch / len(np.unique(train.users))
     batch = max(1, round(rate * size))

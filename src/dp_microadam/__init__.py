@@ -19,7 +19,7 @@ _HOMES = {
     "PrivacySettings": "dp_microadam.training.settings",
     "PerformanceSettings": "dp_microadam.training.settings",
     "RecordSettings": "dp_microadam.training.settings",
-    "UnprotectedPlan": "dp_microadam.plan.unprotected",
+    "UnprotectedPlan": "dp_microadam.plan.plan",
     "Method": "dp_microadam.training.method",
     "Schedule": "dp_microadam.training.rates",
     "MicroAdam": "dp_microadam.optimizers.micro_adam",
@@ -72,8 +72,7 @@ if TYPE_CHECKING:
     from dp_microadam.noise.mechanism import GaussianMechanism
     from dp_microadam.optimizers.micro_adam import MicroAdam
     from dp_microadam.optimizers.threshold_adam import ThresholdAdam
-    from dp_microadam.plan.plan import PrivacyPlan
-    from dp_microadam.plan.unprotected import UnprotectedPlan
+    from dp_microadam.plan.plan import PrivacyPlan, UnprotectedPlan
     from dp_microadam.training.method import Method
     from dp_microadam.training.private_step import PrivateStep
     from dp_microadam.training.rates import Schedule

@@ -30,9 +30,7 @@ def users():
 
 @pytest.fixture
 def plan_of_users():
-    return PrivacyPlan.solve(
-        dataset_size=40, batch_size=10, delta=1e-3, noise_multiplier=1.0, steps=5, unit="user", examples_per_user=3
-    )
+    return PrivacyPlan.solve(dataset_size=40, batch_size=10, delta=1e-3, noise_multiplier=1.0, steps=5, examples_per_user=3)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,14 +20,14 @@ from dp_microadam import InputError, PrivacyError, PrivacyPlan
 from dp_microadam.accounting.costs import SubsampledGaussian, epsilon
 from dp_microadam.ledger.ledger import (
     LEDGER_NAME,
+    NO_HEAD,
     PrivacyLedger,
     RunSettings,
-    further_plan,
+    chained_line,
     read_ledger,
     spent_together,
     write_past_steps,
 )
-from dp_microadam.ledger.record import NO_HEAD, chained_line
 from dp_microadam.ledger.statement import privacy_report, statement_in_words
 from dp_microadam.plan.selection_plan import SelectionPlan
 
@@ -68,7 +67,6 @@ def test_steps_are_recorded_and_counted(tmp_path):
     assert record.plan == PLAN
     assert record.settings == SETTINGS
     assert record.spent == (SubsampledGaussian(0.05, 2.0, 3),)
-    assert record.torn_lines == 0
     assert record.epsilon() == PLAN.epsilon_after(3)
     assert record.versions["dp-microadam"]
 
@@ -157,7 +155,6 @@ def test_torn_lines_of_several_crashes_all_count(tmp_path):
             ledger.record_step()
     record = read_ledger(tmp_path)
     assert record.steps == 8
-    assert record.torn_lines == 3
 
 
 def lines_of(folder: Path) -> list[bytes]:
@@ -419,12 +416,11 @@ def test_a_ledger_shorter_than_the_checkpoint_is_refused(tmp_path):
     ("field", "value"),
     [
         *(("noise_multiplier", 1.9), ("batch_size", 51), ("steps", 5), ("delta", 1e-6), ("accountant", "rdp"), ("bands", 8)),
-        *(("max_batch_size", 70), ("unit", "user")),
+        *(("max_batch_size", 70), ("examples_per_user", 3)),
     ],
 )
 def test_a_run_whose_plan_differs_is_refused(tmp_path, field, value):
-    users = {"examples_per_user": 3} if value == "user" else {}
-    other = PrivacyPlan.from_dict({**PLAN.to_dict(), field: value, **users})
+    other = PrivacyPlan.from_dict({**PLAN.to_dict(), field: value})
     for name, begun, now in (("one", PLAN, other), ("other", other, PLAN)):
         make(tmp_path / name, steps=2, plan=begun)
         with pytest.raises(PrivacyError, match=f"began with plan {field} ="):
@@ -567,23 +563,6 @@ def test_a_further_plan_on_the_same_data_adds_to_epsilon_and_is_stated(tmp_path)
     assert "while all others keep their numbers" in words
 
 
-def test_a_further_plan_is_solved_for_an_epsilon_of_everything(tmp_path):
-    make(tmp_path, steps=30)
-    record = read_ledger(tmp_path)
-    assert further_plan(record, steps=70) == replace(PLAN, steps=70)
-    limit = 1.5 * record.epsilon()
-    plan = further_plan(record, steps=70, epsilon=limit)
-    together = [epsilon([*record.spent, replace(plan, noise_multiplier=noise).spent_after(70)], 1e-5) for noise in
-                (plan.noise_multiplier, plan.noise_multiplier - 1e-4)]  # fmt: skip
-    assert together[0] <= limit < together[1]
-    with PrivacyLedger.extend(tmp_path, plan, SETTINGS) as ledger:
-        for _ in range(70):
-            ledger.record_step()
-    assert read_ledger(tmp_path).epsilon() == together[0]
-    with pytest.raises(InputError, match=r"epsilon is 0\.01, of which the run has spent .*; it must be larger"):
-        further_plan(record, steps=5, epsilon=0.01)
-
-
 def test_extending_again_adds_again_and_copies_count_once(tmp_path):
     make(tmp_path / "one", steps=5)
     shutil.copytree(tmp_path / "one", tmp_path / "two")
@@ -613,7 +592,7 @@ def test_a_killed_process_leaves_the_further_plan_or_the_one_before(tmp_path):
     [
         ({"dataset_size": 1001}, "plan has dataset_size = 1001, but the run began with 1000"),
         ({"delta": 1e-6}, "plan has delta = 1e-06"),
-        ({"unit": "user", "examples_per_user": 2}, "plan has unit = 'user'"),
+        ({"examples_per_user": 2}, "plan has examples_per_user = 2"),
     ],
 )
 def test_a_further_plan_for_other_data_or_another_promise_is_refused(tmp_path, change, sentence):
@@ -645,5 +624,3 @@ def test_a_search_is_not_extended(tmp_path):
     make(tmp_path, steps=1, plan=SelectionPlan.around(PrivacyPlan(1000, 50, 2.0, 100, 1e-5, accountant="rdp"), 10))
     with pytest.raises(InputError, match="plan is that of a search"):
         PrivacyLedger.extend(tmp_path, PLAN, SETTINGS)
-    with pytest.raises(InputError, match="plan is that of a search"):
-        further_plan(read_ledger(tmp_path), steps=5)

@@ -11,8 +11,16 @@ from thoroughness import examples
 
 from dp_microadam import PrivacyError, PrivacyPlan
 from dp_microadam.accounting.costs import SubsampledGaussian, epsilon, group_epsilon
-from dp_microadam.ledger.ledger import LEDGER_NAME, PrivacyLedger, RunSettings, read_ledger, spent_together, steps_together
-from dp_microadam.ledger.record import most_of_one_example
+from dp_microadam.ledger.ledger import (
+    LEDGER_NAME,
+    PrivacyLedger,
+    RecordedStep,
+    RunSettings,
+    most_of_one_example,
+    read_ledger,
+    spent_together,
+    steps_together,
+)
 from dp_microadam.ledger.statement import privacy_report, statement_in_words, write_privacy_files
 from dp_microadam.workbench.command_line.cli import main
 
@@ -51,7 +59,6 @@ def test_steps_of_a_resumed_run_stay_in_the_cycle_and_a_torn_line_is_a_step_of_i
     go_on(tmp_path, 4)
     record = read_ledger(tmp_path)
     assert record.steps == 9
-    assert record.torn_lines == 1
     assert [json.loads(line)["group"] for line in path.read_text().splitlines()[6:]] == [5, 6, 7, 0]
     assert record.resumed_at == (4, 5), "a line that cannot be read may have been another session's"
     assert record.spent == (SubsampledGaussian(0.08, 1.5, 3, bands=8),)
@@ -73,7 +80,7 @@ def test_no_orders_of_the_examples_in_the_sessions_sample_one_more_often_than_is
         most = max(most, sum(taken))
     assert plan.participations(total, starts[1:]) == most >= plan.participations(total)
     steps = (
-        (start, step, (plan.sample_rate, 1.5))
+        RecordedStep("", str(start), step, (plan.sample_rate, 1.5))
         for start, n in zip(starts, sessions, strict=True)
         for step in range(start, start + n)
     )

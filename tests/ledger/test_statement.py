@@ -143,15 +143,13 @@ def test_the_statement_names_the_number_of_processes_and_that_they_trust_each_ot
     assert "they trust each other" in words
 
 
-USERS = PrivacyPlan.solve(
-    dataset_size=3_000, batch_size=100, delta=1e-5, noise_multiplier=1.5, steps=50, unit="user", examples_per_user=4
-)
+USERS = PrivacyPlan.solve(dataset_size=3_000, batch_size=100, delta=1e-5, noise_multiplier=1.5, steps=50, examples_per_user=4)
 
 
 @pytest.mark.parametrize("bands", [1, 4])
 def test_for_users_every_line_says_users(tmp_path, bands):
     plan = dataclasses.replace(USERS, bands=bands)
-    settings = RunSettings(True, "entropy", 1.0, clipping="the mean gradient of each user's examples", unit="one user")
+    settings = RunSettings(True, "entropy", 1.0, clipping="the mean gradient of each user's examples")
     with PrivacyLedger.create(tmp_path, plan, settings) as ledger:
         for _ in range(50):
             ledger.record_step(processes=2)

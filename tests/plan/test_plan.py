@@ -14,7 +14,7 @@ from thoroughness import examples
 from dp_microadam import InputError, PrivacyPlan
 from dp_microadam.accounting.costs import NOISE_RESOLUTION, SubsampledGaussian, epsilon
 from dp_microadam.errors import PrivacyWarning
-from dp_microadam.plan.band_choice import band_table
+from dp_microadam.plan.bands import band_table
 
 CIFAR = {"dataset_size": 45_000, "batch_size": 4096, "delta": 1e-5}
 IMAGENET = {"dataset_size": 1_271_167, "batch_size": 16_384, "delta": 8e-7}
@@ -249,7 +249,7 @@ def test_noise_solved_for_bands_never_exceeds_the_target_and_less_would():
 
 
 def test_a_plan_survives_json():
-    for more in ({}, {"bands": 8}, {"max_batch_size": 20}, {"unit": "user", "examples_per_user": 3}):
+    for more in ({}, {"bands": 8}, {"max_batch_size": 20}, {"examples_per_user": 3}):
         plan = PrivacyPlan(**SMALL, noise_multiplier=1.0, steps=100, **more)
         found = PrivacyPlan.from_dict(json.loads(json.dumps(plan.to_dict())))
         assert found == plan

@@ -258,16 +258,14 @@ def test_units_that_do_not_fit_are_refused(arguments, sentence):
         PoissonSampler(units=Units([1, 1, 2], 5), **options)
 
 
-PLAN = PrivacyPlan.solve(
-    dataset_size=500, batch_size=50, delta=1e-4, noise_multiplier=1.2, steps=30, unit="user", examples_per_user=8
-)
+PLAN = PrivacyPlan.solve(dataset_size=500, batch_size=50, delta=1e-4, noise_multiplier=1.2, steps=30, examples_per_user=8)
 
 
 def test_a_sampler_of_a_plan_of_users_needs_users_and_one_of_examples_has_none():
     with pytest.raises(InputError, match="unit is 'user'"):
         PoissonSampler.from_plan(PLAN)
     with pytest.raises(InputError, match="unit is 'example'"):
-        PoissonSampler.from_plan(replace(PLAN, unit="example", examples_per_user=None), units=Units([1], 2))
+        PoissonSampler.from_plan(replace(PLAN, examples_per_user=None), units=Units([1], 2))
 
 
 def test_epsilon_of_all_users_in_every_step_is_that_of_the_gaussian_mechanism():
@@ -280,25 +278,20 @@ def test_epsilon_of_all_users_in_every_step_is_that_of_the_gaussian_mechanism():
 
     exact = optimize.brentq(excess, 1e-3, 20)
     for k in (1, 8, 1000):
-        plan = PrivacyPlan(300, 300, sigma, steps, delta, accountant="pld", unit="user", examples_per_user=k)
+        plan = PrivacyPlan(300, 300, sigma, steps, delta, accountant="pld", examples_per_user=k)
         assert exact <= plan.epsilon <= exact * 1.001
 
 
 def test_epsilon_of_users_is_that_of_as_many_examples_whatever_k():
-    assert {replace(PLAN, examples_per_user=k).epsilon for k in (1, 8, 500)} == {
-        replace(PLAN, unit="example", examples_per_user=None).epsilon
-    }
+    assert {replace(PLAN, examples_per_user=k).epsilon for k in (1, 8, 500)} == {replace(PLAN, examples_per_user=None).epsilon}
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"unit": "patient"}, "unit is 'patient'"),
-        ({"unit": "user"}, "examples_per_user is missing"),
-        ({"unit": "user", "examples_per_user": 0}, "examples_per_user is 0"),
-        ({"unit": "user", "examples_per_user": 2.5}, "examples_per_user is 2.5"),
-        ({"examples_per_user": 4}, "examples_per_user is 4, but unit is 'example'"),
-        ({"unit": "user", "examples_per_user": 2, "batch_size": 501}, "more than the 500 users"),
+        ({"examples_per_user": 0}, "examples_per_user is 0"),
+        ({"examples_per_user": 2.5}, "examples_per_user is 2.5"),
+        ({"examples_per_user": 2, "batch_size": 501}, "more than the 500 users"),
     ],
 )
 def test_plans_of_users_that_cannot_be_get_one_sentence(options, sentence):

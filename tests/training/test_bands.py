@@ -285,7 +285,7 @@ def test_the_chain_of_noise_begins_anew_with_data_that_is_attached_between_steps
 
 
 def test_users_with_bands_count_each_session_too(tmp_path):
-    plan = PrivacyPlan(20, 4, 2.0, 12, 1e-2, bands=4, unit="user", examples_per_user=2)
+    plan = PrivacyPlan(20, 4, 2.0, 12, 1e-2, bands=4, examples_per_user=2)
     data, ids = (torch.randn(60, 5), torch.randint(0, 3, (60,))), [number % 20 for number in range(60)]
     state = None
     for session in range(3):

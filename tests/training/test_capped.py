@@ -11,7 +11,7 @@ from flat import flat
 from torch import nn
 
 from dp_microadam import PrivateTrainer
-from dp_microadam.plan.unprotected import UnprotectedPlan
+from dp_microadam.plan.plan import UnprotectedPlan
 from dp_microadam.training.distributed import Ranks
 
 WORKER = Path(__file__).with_name("capped_worker.py")

@@ -128,7 +128,7 @@ def test_one_run_folder_and_one_ledger_that_names_the_number_of_processes(left):
     assert record.processes == {left.size: 20}
     assert json.loads((run / "privacy.json").read_text())["processes"] == {str(left.size): 20}
     words = (run / "privacy.txt").read_text()
-    assert f"all steps by {left.size} together" in words
+    assert f"20 steps by {left.size}" in words
     assert "they trust each other" in words
     assert CheckpointFolder(run / "checkpoints").newest()[0] == 20
 

@@ -25,7 +25,7 @@ from dp_microadam import InputError, PrivacyError, PrivacyPlan, PrivateStep, met
 from dp_microadam.clipping.per_example import clipped_sum
 from dp_microadam.ledger.ledger import read_ledger
 from dp_microadam.noise.randomness import Randomness
-from dp_microadam.plan.unprotected import UnprotectedPlan
+from dp_microadam.plan.plan import UnprotectedPlan
 from dp_microadam.training.withheld import withheld
 from dp_microadam.validation import require_positive
 

@@ -54,7 +54,7 @@ def a_step(folder, ids, plan, data=None, loss=numbered, **options):
 
 def everyone(count, k, steps=1, **options):
     """A plan that takes every user in every step, with hardly any noise."""
-    return PrivacyPlan(count, count, NO_NOISE * 100, steps, 1e-2, unit="user", examples_per_user=k, **options)
+    return PrivacyPlan(count, count, NO_NOISE * 100, steps, 1e-2, examples_per_user=k, **options)
 
 
 @pytest.mark.parametrize("kind", ["tensors", pytest.param("dataset", marks=pytest.mark.slow)])
@@ -66,7 +66,7 @@ def test_one_example_per_user_is_the_run_of_examples_to_the_bit(make_trainer, tr
     plan = PrivacyPlan.solve(dataset_size=count, batch_size=64, delta=1e-5, noise_multiplier=1.0, steps=4)
     ends = []
     for k in (None, 1, 5) if THOROUGH else (None, 5):
-        of_users = plan if k is None else replace(plan, unit="user", examples_per_user=k)
+        of_users = plan if k is None else replace(plan, examples_per_user=k)
         options = {"optimizer": lambda parameters: torch.optim.Adam(parameters, lr=1e-2), "average": 0.9}
         trainer = make_trainer(plan=of_users, seed=7, run=f"run-{k}", **options)
         trainer.fit(train, users=None if k is None else ids)
@@ -118,7 +118,7 @@ def test_a_user_moves_a_step_by_at_most_c_whatever_they_have(tmp_path, clipping,
     for name, value in (("with", 1e6), ("without", 0.0)):
         data = torch.eye(len(ids), dtype=torch.float64)
         data[20:] = value
-        plan = PrivacyPlan(21, 18, 0.5, 6, 1e-2, unit="user", examples_per_user=8)
+        plan = PrivacyPlan(21, 18, 0.5, 6, 1e-2, examples_per_user=8)
         step = a_step(tmp_path / f"{name}-{many}-{clipping}", ids, plan, data, seed=5, clipping=clipping)
         means.append([gradients["weight"] for gradients in step])
     moved = [18 * float((one - other).norm()) for one, other in zip(*means, strict=True)]
@@ -143,7 +143,7 @@ def test_a_user_brings_at_most_k_of_their_examples_drawn_anew(tmp_path):
 
 def test_bands_of_users(tmp_path):
     ids = [0, 0, 1, 2, 2, 2, 3]
-    plan = PrivacyPlan(4, 2, 0.01, 4, 1e-2, bands=2, unit="user", examples_per_user=2)
+    plan = PrivacyPlan(4, 2, 0.01, 4, 1e-2, bands=2, examples_per_user=2)
     step = a_step(tmp_path, ids, plan)
     for index, gradients in enumerate(step):
         mean = gradients["weight"].flatten() * 2
@@ -208,7 +208,7 @@ def test_a_dataset_with_workers_and_a_collate_function_of_ones_own(tmp_path, wor
 
 def test_augmentations_act_on_examples_and_the_measures_are_means_over_users(tmp_path):
     ids = [0, 0, 0, 1]
-    plan = UnprotectedPlan(2, 2, 1, unit="user", examples_per_user=4)
+    plan = UnprotectedPlan(2, 2, 1, examples_per_user=4)
     seen = []
 
     def augment(batch):
@@ -348,7 +348,7 @@ def test_a_run_killed_and_resumed_counts_every_step(tmp_path):
     assert 4 <= killed.steps < PLAN.steps
     assert (killed.plan.unit, killed.plan.examples_per_user) == ("user", 4)
     assert killed.settings.unit == "one user with all their training examples"
-    as_examples = replace(PLAN, unit="example", examples_per_user=None)
+    as_examples = replace(PLAN, examples_per_user=None)
     with pytest.raises(PrivacyError, match="unit = 'user' and cannot continue with 'example'"):
         worker.trainer(run, Ranks(), plan=as_examples).resume(run)
     trainer = worker.trainer(run, Ranks()).resume(run)

@@ -19,7 +19,7 @@ from dp_microadam.training.distributed import Ranks
 
 SIZES = [1, 5, 2, 1, 9, 3, 1, 4, 2, 6]
 IDS = [f"user {number}" for number, size in enumerate(SIZES) for _ in range(size)]
-PLAN = PrivacyPlan(len(SIZES), 4, 1.5, 12, 1e-2, unit="user", examples_per_user=4)
+PLAN = PrivacyPlan(len(SIZES), 4, 1.5, 12, 1e-2, examples_per_user=4)
 
 
 def loss(model, batch):

@@ -79,7 +79,7 @@ class SubsampledGaussian:
     """``steps`` steps of the Poisson-subsampled Gaussian mechanism. The privacy cost of a run is a list of these.
 
     With correlated noise of ``bands`` bands the examples are divided into as many groups, and ``steps`` counts the steps that
-    sample from one group: ⌈T/b⌉ of a run of T steps (``banded.py`` has the theorem). ``cap`` limits the number of examples, or
+    sample from one group: ⌈T/b⌉ of a run of T steps (``bands.py`` has the theorem). ``cap`` limits the number of examples, or
     users, in a step.
     """
 

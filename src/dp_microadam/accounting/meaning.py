@@ -19,7 +19,7 @@ variances ‖u − v‖²/σ² and ‖u‖²/σ² and covariance ⟨u − v, u�
 entries. They are largest, at 4, 1 and 2 over σ², for ‖u‖ = 1 and v = −u, all at once. ε < 0 is the same with u and v swapped.
 
 Steps compose adaptively because the pair dominates each of them. With bands an example's participations fall into disjoint
-blocks of rows, as ``banded.py`` says; in each block u and v are the contributions c⊗g of the two examples, whose norms are at
+blocks of rows, as ``bands.py`` says; in each block u and v are the contributions c⊗g of the two examples, whose norms are at
 most 1 as well, and both have the same number and so the same group.
 
 With a cap (``one_step.py``), whether so many others are drawn that someone may be dropped is a public coin. If not, the pair

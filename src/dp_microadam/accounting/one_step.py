@@ -32,7 +32,7 @@ much looser depends on p: of the two accountants the other one may give the smal
 
 Neighbouring relation: one of the n units is added or removed. The size n is part of the theorem, unlike without a cap: it is
 public, and the guarantee is for those whose data is among it. Steps may follow each other adaptively, each with coins of its
-own. With correlated noise n is the number of places of a group (``banded.py``): a unit and whom it may push out belong to one
+own. With correlated noise n is the number of places of a group (``bands.py``): a unit and whom it may push out belong to one
 group, so that what was said of blocks of rows holds, with vectors of norm 2 where the coin says "full".
 
 For k units that are added or removed together, of which J ~ Binomial(k, q) are drawn: if at most M − k of the n − k others are

@@ -18,7 +18,7 @@ from dp_microadam.integrations.collated_alone import CollatedAlone
 from dp_microadam.integrations.isolated_metrics import IsolatedLoss
 from dp_microadam.integrations.lora import adapted
 from dp_microadam.integrations.private_steps import STEP_OPTIONS, PrivateSteps
-from dp_microadam.ledger.record import RUN_INSIDE
+from dp_microadam.ledger.ledger import RUN_INSIDE
 from dp_microadam.methods.defaults import default
 from dp_microadam.plan.plan import PrivacyPlan
 from dp_microadam.training.checkpoint import load_plain

@@ -1,60 +1,396 @@
 """The privacy ledger of a run: a file that records how much privacy has been spent, even if the process crashes.
 
-A step's line is appended *before* anything of the step is drawn, and synced to disk before the step's result is used, so a step
-that was recorded and then lost in a crash stays spent. ``record.py`` has the format and reads it; this module writes it.
+A ledger has one JSON object per line: first the plan and the settings of the run, then one line per step. A further plan on the
+same data is a line, too, and the steps after it are its own. A step's line is appended *before* anything of the step is drawn,
+and synced to disk before the step's result is used, so a step that was recorded and then lost in a crash stays spent. ε is
+computed from these lines and from nothing else; reading them needs neither a lock nor torch.
+
+The last entry of a line, ``"chain"``, is a hash of the previous line's hash and of the rest of the line. It thus covers the
+whole ledger up to there: a line that was edited, removed, moved or repeated breaks the chain at the next one. The hash has no
+key. It detects damage and careless editing. Someone who deliberately forges a ledger can recompute all hashes; only a hash that
+was published earlier reveals that.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
+import json
 import os
+import re
 import secrets
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
-from dp_microadam.accounting.costs import SubsampledGaussian, least_noise_within
-from dp_microadam.accounting.costs import epsilon as epsilon_of
+from dp_microadam.accounting.costs import PrivacyCost, SubsampledGaussian, epsilon
+from dp_microadam.accounting.one_step import Cap
+from dp_microadam.accounting.selection import SelectedRun
 from dp_microadam.durable_files import write_durably
 from dp_microadam.errors import InputError, PrivacyError
-from dp_microadam.ledger.record import (
-    FORMAT,
-    LEDGER_NAME,
-    NO_HEAD,
-    OWN_MECHANISMS,
-    LedgerRecord,
-    RunSettings,
-    chained_line,
-    ledger_path,
-    planned_event,
-    read_ledger,
-    refuse_other_data,
-    spent_together,
-    steps_together,
-)
 from dp_microadam.plan.plan import PrivacyPlan
+from dp_microadam.plan.selection_plan import SelectionPlan
 from dp_microadam.validation import require_integer, require_positive
 
-__all__ = [
-    "LEDGER_NAME",
-    "LedgerRecord",
-    "PrivacyLedger",
-    "RunSettings",
-    "discard_unspent",
-    "further_plan",
-    "ledger_path",
-    "library_versions",
-    "read_ledger",
-    "spent_together",
-    "steps_together",
-    "write_past_steps",
-]
+LEDGER_NAME = "ledger.jsonl"
+RUN_INSIDE = "privacy"
+"""The folder of a run inside an output folder of another library's."""
+
+NO_HEAD = ""
+"""The hash before the first line."""
+
+FORMAT = 1
+_OWN_MECHANISMS = "each line has its own"
+_HEAD = re.compile(r"[0-9a-f]{32}")
+
+_SAME_IN_ALL_PLANS = ("dataset_size", "delta", "accountant", "examples_per_user")
+"""Fields in which a further plan is the one before it: the data, and what ε is computed for."""
+
+Folder = str | os.PathLike[str]
+Mechanism = tuple[float, float]
+"""Sample rate and noise multiplier of a step."""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What a run declares besides its plan, as recorded in the ledger and in the privacy statement.
+
+    ``private`` and ``randomness`` come from :class:`~dp_microadam.noise.randomness.Randomness`, ``sensitivity``
+    from the object that clips. ``unit_name`` is what a unit is called in the statement, such as patient; empty: example or
+    user. ``public`` lists what the run uses without protection, besides the fields of the plan.
+    """
+
+    private: bool
+    randomness: str
+    sensitivity: float
+    clipping: str = "the gradient of each example, all trainable parameters together, in L2 norm"
+    unit_name: str = ""
+    public: tuple[str, ...] = ("normalization constants of the input", "clipping norm")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sensitivity", float(require_positive("sensitivity", self.sensitivity)))
+        object.__setattr__(self, "public", tuple(self.public))
+
+
+class RecordedStep(NamedTuple):
+    """A step of a ledger: the hash up to and including it, that of the first step of its session, its number, its mechanism."""
+
+    link: str
+    session: str
+    number: int
+    mechanism: Mechanism
+
+
+@dataclass
+class RecordedPlan:
+    """A plan of a ledger, the hash of the line it begins with, and the steps that were recorded under it.
+
+    ``phases`` counts the steps of each phase, for runs that have phases, ``processes`` those that more than one process took
+    together, by world size.
+    """
+
+    plan: PrivacyPlan
+    begins_with: str
+    steps: list[RecordedStep] = field(default_factory=list)
+    phases: Counter[str] = field(default_factory=Counter)
+    processes: Counter[int] = field(default_factory=Counter)
+
+    def add_step(self, link: str, mechanism: Mechanism, *, opened: bool) -> None:
+        """Add a step, which may have ``opened`` a session."""
+        session = link if opened or not self.steps else self.steps[-1].session
+        self.steps.append(RecordedStep(link, session, len(self.steps), mechanism))
+
+
+@dataclass(frozen=True)
+class LedgerRecord:
+    """The contents of a ledger at the time it was read; reading takes no lock.
+
+    ``plans`` are all plans of the run, of which :attr:`plan`, :attr:`steps`, :attr:`resumed_at`, :attr:`phases` and
+    :attr:`processes` describe the last. ``run`` is a random 128-bit identifier of the run, the same in all copies of its
+    folder. ``head`` is the hash of all complete lines: if it is published, anyone can check later that none of them is missing.
+    It leaves out a line that is still being written, or that a killed process left incomplete: the result of such a step was
+    never used.
+    """
+
+    settings: RunSettings
+    versions: Mapping[str, str]
+    run: str
+    head: str
+    plans: tuple[RecordedPlan, ...] = field(repr=False)
+
+    @property
+    def plan(self) -> PrivacyPlan:
+        return self.plans[-1].plan
+
+    @property
+    def steps(self) -> int:
+        """The steps of the last plan, those whose lines a crash left incomplete too."""
+        return len(self.plans[-1].steps)
+
+    @property
+    def resumed_at(self) -> tuple[int, ...]:
+        """The steps before which another session began; a line that cannot be read may have begun one, and counts as one."""
+        return tuple(step.number for step in self.plans[-1].steps if step.number and step.link == step.session)
+
+    @property
+    def phases(self) -> Mapping[str, int]:
+        return dict(self.plans[-1].phases)
+
+    @property
+    def processes(self) -> Mapping[int, int]:
+        return dict(self.plans[-1].processes)
+
+    @property
+    def links(self) -> list[str]:
+        """The hash up to and including each step of all plans."""
+        return [step.link for part in self.plans for step in part.steps]
+
+    @cached_property
+    def spent(self) -> tuple[PrivacyCost, ...]:
+        """What all steps cost, as :func:`spent_together` has it."""
+        return spent_together([self])
+
+    @cached_property
+    def spent_before(self) -> tuple[PrivacyCost, ...]:
+        """What the steps of all plans before the last cost."""
+        return _spent(self.plans[:-1])
+
+    def steps_at(self, head: str) -> int | None:
+        """The number of steps of all plans that the ledger had when its hash was ``head``; None if it never was."""
+        steps = 0
+        for part in self.plans:
+            links = [part.begins_with, *(step.link for step in part.steps)]
+            if head in links:
+                return steps + links.index(head)
+            steps += len(part.steps)
+        return None
+
+    def epsilon(self, delta: float | None = None, accountant: str | None = None) -> float:
+        """ε of all recorded steps, by default at the plan's δ and with its accountant."""
+        return epsilon(self.spent, self.plan.delta if delta is None else delta, accountant or self.plan.accountant)
+
+    def epsilon_after(self, steps: int, resumed_at: Sequence[int] = ()) -> float:
+        """ε of all plans before the last, and of so many steps of the last."""
+        spent = [*self.spent_before, self.plan.spent_after(steps, resumed_at)]
+        return epsilon(spent, self.plan.delta, self.plan.accountant)
+
+
+def spent_together(records: Iterable[LedgerRecord]) -> tuple[PrivacyCost, ...]:
+    """What the steps of several ledgers cost together; a step that copies of one run have in common counts once.
+
+    A run that was selected counts as the selection among runs like it, once for all copies. With bands, an example is in the
+    steps of its group only; the group with the most steps counts, for each session of each run by itself, because the same
+    example may be in the largest group of each: after a resume the data may have come in another order.
+
+    Formal guarantees: no step of any of the ledgers is left out. Two ledgers have a step in common if it has the same hash in
+    both; the hash covers the run's random identifier and everything recorded since the run began.
+    """
+    return _spent(part for record in records for part in record.plans)
+
+
+def steps_together(records: Iterable[LedgerRecord]) -> int:
+    """The number of steps of several ledgers together; a step that copies of one run have in common counts once."""
+    return len({link for record in records for link in record.links})
+
+
+def _spent(plans: Iterable[RecordedPlan]) -> tuple[PrivacyCost, ...]:
+    distinct: dict[str, tuple[PrivacyPlan, dict[str, RecordedStep]]] = {}
+    for part in plans:
+        _, steps = distinct.setdefault(part.begins_with, (part.plan, {}))
+        steps.update({step.link: step for step in part.steps})
+    counted: Counter[tuple[float, float, int, Cap | None]] = Counter()
+    selected: list[PrivacyCost] = []
+    for plan, steps in distinct.values():
+        spent = most_of_one_example(steps.values(), plan.bands, plan.cap)
+        if isinstance(plan, SelectionPlan) and spent:
+            selected.append(SelectedRun(spent, plan.repetitions))
+            continue
+        for one in spent:
+            counted[one.sample_rate, one.noise_multiplier, one.bands, one.cap] += one.steps
+    added = (SubsampledGaussian(rate, sigma, steps, bands, cap) for (rate, sigma, bands, cap), steps in counted.items())
+    return (*added, *selected)
+
+
+def most_of_one_example(steps: Iterable[RecordedStep], bands: int, cap: Cap | None = None) -> tuple[SubsampledGaussian, ...]:
+    """The steps that an example can have been in at most; one band is one group.
+
+    Formal guarantees: for every mechanism, the result has at least as many steps as an example that is in one group in each
+    session, and in whichever of them, can have been in.
+    """
+    by_group = Counter((step.mechanism, step.session, step.number % bands) for step in steps)
+    most: dict[Mechanism, Counter[str]] = {}
+    for (mechanism, session, _), count in by_group.items():
+        sessions = most.setdefault(mechanism, Counter())
+        sessions[session] = max(sessions[session], count)
+    return tuple(SubsampledGaussian(*mechanism, found.total(), bands, cap) for mechanism, found in most.items())
+
+
+def run_folder(run: Folder) -> Path:
+    """The folder itself, or ``privacy`` inside it if the ledger is there, as in an output folder of Hugging Face."""
+    path = Path(run)
+    inside = path / RUN_INSIDE
+    return inside if (inside / LEDGER_NAME).is_file() and not (path / LEDGER_NAME).is_file() else path
+
+
+def ledger_path(run: Folder) -> Path:
+    """The path of the ledger in a run folder, or in an output folder of Hugging Face; a ledger file is returned as it is."""
+    path = run_folder(run)
+    path = path / LEDGER_NAME if path.is_dir() else path
+    if not path.is_file():
+        raise InputError(f"run is {str(run)!r}; it must be a run folder with a {LEDGER_NAME}, or such a file")
+    return path
+
+
+def read_ledger(run: Folder) -> LedgerRecord:
+    """Read the ledger of a run folder, or a ledger file.
+
+    Formal guarantees: every step whose result was used is counted, provided that each was recorded before its result was used
+    and that the file holds everything that was written. A line that a crash left incomplete counts as a step. A file whose
+    lines were edited, removed from the middle, moved or repeated is refused, unless someone recomputed all hashes. A file
+    that was cut off at the end cannot be distinguished from a run that took fewer steps; see :meth:`LedgerRecord.steps_at`.
+
+    Raises:
+        InputError: if the file is not a ledger.
+        PrivacyError: if lines of the ledger contradict each other.
+    """
+    path = ledger_path(run)
+    first, *lines = path.read_bytes().split(b"\n")
+    try:
+        header = read_object(first)
+        if header is None:
+            raise InputError("its first line must be a JSON object")
+        if header["format"] != FORMAT:
+            raise InputError(f"it has format {header['format']!r}; this version reads format {FORMAT}, begin a new run")
+        plan = _plan_of(header["plan"])
+        settings = RunSettings(**{one.name: header["settings"][one.name] for one in fields(RunSettings)})
+        versions = dict(header["versions"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} does not start with the header of a privacy ledger: {error}") from None
+    number = 1
+    try:
+        head = _followed(header, NO_HEAD, first)
+        if not is_head(run_id := header["run"]):
+            raise _UnusableLine(f"names the run {run_id!r}, which is not 32 hexadecimal digits")
+        plans = [RecordedPlan(plan, head)]
+        for number, line in enumerate(lines, start=2):
+            if number <= len(lines) or line:
+                before, head = head, _add_line(plans, head, line, header.get("mechanisms") == _OWN_MECHANISMS)
+    except (_UnusableLine, InputError, KeyError, TypeError, ValueError) as error:
+        reason = error if isinstance(error, _UnusableLine) else f"is none that a run writes ({error})"
+        raise PrivacyError(
+            f"line {number} of {path} {reason}; the ledger was changed after it was written and cannot be trusted, restore the "
+            "original or start a new run"
+        ) from None
+    return LedgerRecord(settings, versions, run_id, before if lines and lines[-1] else head, tuple(plans))
+
+
+class _UnusableLine(Exception):
+    """A complete line that this library would not have written. The message continues a sentence: "line 7 of FILE …"."""
+
+
+def _add_line(plans: list[RecordedPlan], head: str, line: bytes, own_mechanisms: bool) -> str:
+    """Add what a line after the header says; returns the chain's hash with it."""
+    values, found = read_object(line), plans[-1]
+    if values is None:
+        head = _link(head, line, b"torn")
+        # Two lines without the newline between them are one line that cannot be read: each counts.
+        for part in range(max(1, line.count(b'"step"'))):
+            ordinary = found.plan.sample_rate, found.plan.noise_multiplier
+            found.add_step(f"{head} {part}" if part else head, ordinary, opened=True)
+        return head
+    head = _followed(values, head, line)
+    if "plan" in values:
+        plans.append(RecordedPlan(_plan_of(values["plan"]), head))
+        _refuse_other_data(found.plan, plans[-1].plan)
+    else:
+        _add_step(found, values, head, own_mechanisms)
+    return head
+
+
+def _add_step(found: RecordedPlan, values: Mapping[str, Any], head: str, own_mechanisms: bool) -> None:
+    step = len(found.steps)
+    expected = planned_event(found.plan, step)
+    if step >= found.plan.steps:
+        raise _UnusableLine(f"is a step after the {step} of its plan")
+    if own_mechanisms:
+        expected |= {name: values.get(name) for name in ("sample_rate", "noise_multiplier")}
+    mechanism = (expected["sample_rate"], expected["noise_multiplier"])
+    SubsampledGaussian(*mechanism, 1)  # which refuses what is none
+    for name in (*expected, "group", "max_batch_size"):
+        if values.get(name) != expected.get(name):
+            raise _UnusableLine(f"has {name} {values.get(name)!r}, but by its plan it is {expected.get(name)!r}")
+    found.add_step(head, mechanism, opened="opened" in values)
+    if "phase" in values:
+        found.phases[str(values["phase"])] += 1
+    if "processes" in values:
+        found.processes[int(values["processes"])] += 1
+
+
+def _plan_of(values: Mapping[str, Any]) -> PrivacyPlan:
+    return (SelectionPlan if "expected_runs" in values else PrivacyPlan).from_dict(values)
+
+
+def planned_event(plan: PrivacyPlan, step: int) -> dict[str, Any]:
+    """The content of a step's line, as far as the plan says it."""
+    event: dict[str, Any] = {"step": step, "sample_rate": plan.sample_rate, "noise_multiplier": plan.noise_multiplier}
+    if plan.bands > 1:
+        event["group"] = step % plan.bands
+    if plan.max_batch_size is not None:
+        event["max_batch_size"] = plan.max_batch_size
+    return event
+
+
+def is_head(text: Any) -> bool:
+    """Whether ``text`` has the format of a chain hash."""
+    return isinstance(text, str) and _HEAD.fullmatch(text) is not None
+
+
+def chained_line(values: Mapping[str, Any], head: str) -> tuple[bytes, str]:
+    """The line that appends ``values`` to a chain with this head, and the new head."""
+    content = json.dumps(values).encode()[:-1]
+    new = _link(head, content, b"line")
+    return content + b', "chain": "' + new.encode() + b'"}\n', new
+
+
+def read_object(line: bytes) -> dict[str, Any] | None:
+    """Parse the JSON object on a line; None for an incomplete line, as a crash leaves it."""
+    try:
+        values = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def _followed(values: Mapping[str, Any], head: str, line: bytes) -> str:
+    """The chain's head after a line, which must be what :func:`chained_line` writes for its ``values``."""
+    written, new = chained_line({name: value for name, value in values.items() if name != "chain"}, head)
+    if written != line + b"\n":
+        raise _UnusableLine("does not follow from the lines before it: a line was edited, removed, moved or repeated")
+    return new
+
+
+def _link(head: str, content: bytes, kind: bytes) -> str:
+    return hashlib.blake2b(head.encode() + content, digest_size=16, person=b"dp ledger " + kind).hexdigest()
+
+
+def _refuse_other_data(before: PrivacyPlan, further: PrivacyPlan) -> None:
+    """Raise an InputError unless ε of both plans together can be stated for the data of the first."""
+    if isinstance(before, SelectionPlan) or isinstance(further, SelectionPlan):
+        raise InputError("plan is that of a search, whose runs end with it; start a new run, and add both up with budget")
+    for name in _SAME_IN_ALL_PLANS:
+        if getattr(further, name) != getattr(before, name):
+            raise InputError(
+                f"plan has {name} = {getattr(further, name)!r}, but the run began with {getattr(before, name)!r}; a further "
+                "plan must be for the same data"
+            )
 
 
 class PrivacyLedger:
@@ -82,6 +418,15 @@ class PrivacyLedger:
     whose fsync and flock work as specified.
     """
 
+    steps: int
+    """Steps of the plan spent so far, including those lost in crashes."""
+
+    resumed_at: tuple[int, ...]
+    """The steps before which the run was resumed, the next one too if that was now."""
+
+    head: str
+    """The hash of all lines so far; a ledger that contains this hash has all of them."""
+
     def __init__(self, path: Path, check: Callable[[LedgerRecord], None] = lambda record: None) -> None:
         """Open and lock an existing ledger. Use :meth:`create`, :meth:`resume` or :meth:`extend` instead."""
         self.path = path
@@ -103,21 +448,19 @@ class PrivacyLedger:
             self._identity = _identity(path)
             record = read_ledger(path)
             check(record)
-            self._head = record.head
+            self.head = record.head
             if not path.read_bytes().endswith(b"\n"):  # once an incomplete line is ended, it belongs to the chain
                 self._append(b"\n")
-                self._head = read_ledger(path).head
+                self.head = read_ledger(path).head
         except BaseException:
             self.close()
             raise
-        self.plan = record.plan
-        self._steps = record.steps
-        self._resumed_at = record.resumed_at
+        self.plan, self.steps, self.resumed_at = record.plan, record.steps, record.resumed_at
         self._opened: str | None = None
         self.begin_session()
 
     @classmethod
-    def create(cls, run: str | os.PathLike[str], plan: PrivacyPlan, settings: RunSettings) -> PrivacyLedger:
+    def create(cls, run: Folder, plan: PrivacyPlan, settings: RunSettings) -> PrivacyLedger:
         """Create the ledger of a new run in folder ``run``, which is created if it does not exist.
 
         Raises:
@@ -127,13 +470,7 @@ class PrivacyLedger:
 
     @classmethod
     def resume(
-        cls,
-        run: str | os.PathLike[str],
-        plan: PrivacyPlan,
-        settings: RunSettings,
-        *,
-        position: int,
-        head: str | None = None,
+        cls, run: Folder, plan: PrivacyPlan, settings: RunSettings, *, position: int, head: str | None = None
     ) -> PrivacyLedger:
         """Continue the last plan of the ledger in folder ``run`` from a checkpoint after ``position`` of its steps.
 
@@ -149,8 +486,8 @@ class PrivacyLedger:
 
         def check(record: LedgerRecord) -> None:
             recorded = asdict(record.plan)
-            # Unit and bands first: runs of users, or with correlated noise, differ in more, but that is the reason.
-            first = {name: recorded[name] for name in ("unit", "bands")}
+            # Users and bands first: such runs differ in more, but that is the reason.
+            first = {name: recorded[name] for name in ("examples_per_user", "bands")}
             _require_same(path, "plan", {**first, **recorded}, asdict(plan))
             _require_same(path, "settings", asdict(record.settings), asdict(settings))
             if record.steps < position:
@@ -167,7 +504,7 @@ class PrivacyLedger:
         return cls(path, check)
 
     @classmethod
-    def extend(cls, run: str | os.PathLike[str], plan: PrivacyPlan, settings: RunSettings) -> PrivacyLedger:
+    def extend(cls, run: Folder, plan: PrivacyPlan, settings: RunSettings) -> PrivacyLedger:
         """Begin a further plan in the ledger in folder ``run``, whose steps are numbered from 0; ε is that of all plans.
 
         Steps that the plan before it had left are given up.
@@ -180,39 +517,24 @@ class PrivacyLedger:
 
         def check(record: LedgerRecord) -> None:
             _require_same(path, "settings", asdict(record.settings), asdict(settings))
-            refuse_other_data(record.plan, plan)
+            _refuse_other_data(record.plan, plan)
 
         ledger = cls(path, check)
-        line, ledger._head = chained_line({"plan": plan.to_dict(), "opened": secrets.token_hex(8)}, ledger._head)
+        line, ledger.head = chained_line({"plan": plan.to_dict(), "opened": secrets.token_hex(8)}, ledger.head)
         ledger._append(line)
-        ledger.plan, ledger._steps, ledger._resumed_at = plan, 0, ()
+        ledger.plan, ledger.steps, ledger.resumed_at = plan, 0, ()
         return ledger
-
-    @property
-    def steps(self) -> int:
-        """Steps of the plan spent so far, including those lost in crashes."""
-        return self._steps
-
-    @property
-    def resumed_at(self) -> tuple[int, ...]:
-        """The steps before which the run was resumed, the next one too if that was now."""
-        return self._resumed_at
 
     @property
     def remaining(self) -> int:
         """Steps that the plan still allows: fewer if it has bands and the run was resumed, so that its ε is never exceeded."""
-        return max(0, self.plan.last_step(self._resumed_at) - self._steps)
+        return max(0, self.plan.last_step(self.resumed_at) - self.steps)
 
     def begin_session(self) -> None:
         """The data may come in another order from here on, so that with bands an example may be in another group."""
         if self._opened is None:
             self._opened = secrets.token_hex(8)
-            self._resumed_at += (self._steps,) if self._steps else ()
-
-    @property
-    def head(self) -> str:
-        """The hash of all lines so far; a ledger that contains this hash has all of them."""
-        return self._head
+            self.resumed_at += (self.steps,) if self.steps else ()
 
     def record_step(self, phase: str | None = None, *, processes: int = 1, wait: bool = True) -> int:
         """Record one more step as spent, and return its number once the record is on disk.
@@ -230,22 +552,22 @@ class PrivacyLedger:
                 f"{self.path} is not open in this process, so no step can be recorded; resume it with PrivacyLedger.resume"
             )
         if self.remaining == 0:
-            resumed = f"{self._steps} steps of a run that was resumed {len(self._resumed_at)} times"
-            spent = f"all {self.plan.steps} steps of the plan" if self._steps >= self.plan.steps else resumed
+            resumed = f"{self.steps} steps of a run that was resumed {len(self.resumed_at)} times"
+            spent = f"all {self.plan.steps} steps of the plan" if self.steps >= self.plan.steps else resumed
             raise PrivacyError(f"{spent} are spent; one more would exceed its epsilon, so stop here or solve a new plan")
         self.wait_until_synced()  # of a step before, which failed
-        step = self._steps
+        step = self.steps
         event = self._marked(planned_event(self.plan, step))
         if phase is not None:
             event["phase"] = phase
         if processes > 1:
             event["processes"] = processes
-        self._steps += 1  # spent from here on, even if writing fails half-way
-        line, head = chained_line(event, self._head)
+        self.steps += 1  # spent from here on, even if writing fails half-way
+        line, head = chained_line(event, self.head)
         try:
             self._refuse_foreign_changes(step)
             self._write(line)
-            self._head = head
+            self.head = head
         except OSError as error:
             raise self._not_taken(step, error) from error
         self._syncing = self._syncer.submit(os.fsync, self._file)
@@ -265,7 +587,7 @@ class PrivacyLedger:
             self._syncing.result()
         except OSError as error:
             self._syncing = None
-            raise self._not_taken(self._steps - 1, error) from error
+            raise self._not_taken(self.steps - 1, error) from error
         self._syncing = None
 
     def close(self) -> None:
@@ -316,35 +638,7 @@ class PrivacyLedger:
         self._identity = _identity(self.path)
 
 
-def further_plan(record: LedgerRecord, *, steps: int, epsilon: float | None = None) -> PrivacyPlan:
-    """A plan of so many steps that continues the last plan of a run on the same data, for :meth:`PrivacyLedger.extend`.
-
-    Its noise multiplier is that of the last plan; with ``epsilon`` the least, as a multiple of ``NOISE_RESOLUTION``, with which
-    everything that was spent and this plan together stay within that.
-
-    Raises:
-        InputError: for the plan of a search, or if no noise is enough.
-    """
-    plan = replace(record.plan, steps=steps)
-    refuse_other_data(record.plan, plan)
-    if epsilon is None:
-        return plan
-    limit = require_positive("epsilon", epsilon)
-
-    def cost(noise: float) -> float:
-        further = replace(plan, noise_multiplier=noise).spent_after(steps)
-        return epsilon_of([*record.spent, further], plan.delta, plan.accountant)
-
-    try:
-        return replace(plan, noise_multiplier=least_noise_within(limit, cost, plan.noise_multiplier))
-    except LookupError:
-        raise InputError(
-            f"epsilon is {limit:g}, of which the run has spent {record.epsilon():.3g}; it must be larger for {steps} "
-            "further steps, however much noise they have"
-        ) from None
-
-
-def discard_unspent(run: str | os.PathLike[str]) -> None:
+def discard_unspent(run: Folder) -> None:
     """Remove the ledger of a run that never took a step, so that a new run can use its folder.
 
     Raises:
@@ -357,9 +651,7 @@ def discard_unspent(run: str | os.PathLike[str]) -> None:
         ledger.path.unlink()
 
 
-def write_past_steps(
-    run: str | os.PathLike[str], plan: PrivacyPlan, settings: RunSettings, spent: Sequence[SubsampledGaussian]
-) -> None:
+def write_past_steps(run: Folder, plan: PrivacyPlan, settings: RunSettings, spent: Sequence[SubsampledGaussian]) -> None:
     """Write a ledger of steps that another library took and recorded; each line has its own sample rate and noise multiplier.
 
     Raises:
@@ -368,7 +660,7 @@ def write_past_steps(
     total = sum(part.steps for part in spent)
     if total > plan.steps:
         raise InputError(f"plan allows {plan.steps} steps, but {total} were taken; use a plan with at least as many steps")
-    with PrivacyLedger(_write_header(run, plan, settings, mechanisms=OWN_MECHANISMS)) as ledger:
+    with PrivacyLedger(_write_header(run, plan, settings, mechanisms=_OWN_MECHANISMS)) as ledger:
         lines, head = [], ledger.head
         every_step = (part for part in spent for _ in range(part.steps))
         for step, part in enumerate(every_step):
@@ -378,7 +670,7 @@ def write_past_steps(
         ledger._append(b"".join(lines))
 
 
-def _write_header(run: str | os.PathLike[str], plan: PrivacyPlan, settings: RunSettings, **more: str) -> Path:
+def _write_header(run: Folder, plan: PrivacyPlan, settings: RunSettings, **more: str) -> Path:
     folder = Path(run)
     folder.mkdir(parents=True, exist_ok=True)
     header = {
@@ -394,18 +686,15 @@ def _write_header(run: str | os.PathLike[str], plan: PrivacyPlan, settings: RunS
         with write_durably(folder / LEDGER_NAME, replace=False) as file:
             file.write(line)
     except FileExistsError:
-        raise _second_run(folder) from None
+        refuse_second_run(folder)
+        raise
     return folder / LEDGER_NAME
 
 
 def refuse_second_run(folder: Path) -> None:
     """Raise InputError if the folder has a ledger."""
     if (folder / LEDGER_NAME).exists():
-        raise _second_run(folder)
-
-
-def _second_run(folder: Path) -> InputError:
-    return InputError(f"run is {str(folder)!r}, which has a ledger already; resume it, or use a new folder")
+        raise InputError(f"run is {str(folder)!r}, which has a ledger already; resume it, or use a new folder")
 
 
 def _identity(path: Path) -> tuple[int, int, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, An
         "steps_planned": plan.steps,
         "steps_done": record.steps,
         "epsilon_planned": record.epsilon_after(plan.steps),
-        "unit": settings.unit,
+        "unit": unit_in_words(plan.unit, settings.unit_name),
         "neighbouring_relation": NEIGHBOURS,
         "group_size": group_size,
         "sampling": {
@@ -134,10 +134,13 @@ def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, An
         }
         report["outside_the_guarantee"] += OUTSIDE_A_SELECTION
     if record.spent_before:
-        before = [(len(part.history), part.plan) for part in record.plans[:-1]]
         report["plans_before"] = [
-            {"steps_done": steps, "sample_rate": plan.sample_rate, "noise_multiplier": plan.noise_multiplier}
-            for steps, plan in before
+            {
+                "steps_done": len(part.steps),
+                "sample_rate": part.plan.sample_rate,
+                "noise_multiplier": part.plan.noise_multiplier,
+            }
+            for part in record.plans[:-1]
         ]
     if record.phases:
         report["phases"] = dict(record.phases)
@@ -146,12 +149,6 @@ def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, An
     if group_size > 1:
         report["group_epsilon"] = group_epsilon(record.spent, plan.delta, group_size)
     return report
-
-
-def _steps_in_words(done: int, planned: int) -> str:
-    """Steps done and planned; a run that continued, or was killed, may have spent more than its last statement says."""
-    later = "" if done >= planned else " when this was written; what was spent since is in ledger.jsonl (dp-microadam budget)"
-    return f"{done} done of {planned} planned{later}"
 
 
 def statement_in_words(report: dict[str, Any]) -> str:
@@ -163,8 +160,7 @@ def statement_in_words(report: dict[str, Any]) -> str:
 
 def statement_parts(report: dict[str, Any]) -> tuple[str, list[tuple[str, str]], list[str]]:
     """The statement in its parts: the claim, the facts behind it by name, and what is outside the guarantee."""
-    sampling, noise, clipping = report["sampling"], report["noise"], report["clipping"]
-    unit = called(report)
+    sampling, noise, clipping, unit = report["sampling"], report["noise"], report["clipping"], called(report)
     claim = f"({round_up(report['epsilon'])}, {report['delta']:g})"
     if report["private"]:
         what = "Training, with the choice among runs, was" if "selection" in report else "Training was"
@@ -179,7 +175,10 @@ def statement_parts(report: dict[str, Any]) -> tuple[str, list[tuple[str, str]],
             f"With unpredictable randomness the same steps would have been {claim}-differentially private.\n"
         )
     whom = f", for a {unit}" if unit != "example" else ""
-    lines = [
+    # A run that continued, or was killed, may have spent more than its last statement says.
+    later = " when this was written; what was spent since is in ledger.jsonl (dp-microadam budget)"
+    unfinished = later if report["steps_done"] < report["steps_planned"] else ""
+    facts = [
         ("ε, δ", f"{round_up(report['epsilon'])} at δ = {report['delta']:g}{whom}, for the steps done"),
         *meaning_in_words(report["meaning"], report["delta"]),
         ("Unit of privacy", report["unit"]),
@@ -193,12 +192,8 @@ def statement_parts(report: dict[str, Any]) -> tuple[str, list[tuple[str, str]],
             f"Gaussian, {noise['noise_multiplier']:g} times that bound, added once per step to the sum, which is then "
             "divided by the expected batch size",
         ),
-        ("Processes", _processes_in_words(report)),
-        ("Correlation", _correlation_in_words(report)),
-        ("Steps", _steps_in_words(report["steps_done"], report["steps_planned"])),
-        ("Phases", _phases_in_words(report)),
-        ("Plans before", _plans_before_in_words(report)),
-        ("Selection", _selection_in_words(report)),
+        ("Steps", f"{report['steps_done']} done of {report['steps_planned']} planned{unfinished}"),
+        *_facts_of_some_runs(report, unit),
         ("ε of the whole plan", round_up(report["epsilon_planned"])),
         ("Randomness", report["randomness"]),
         ("Run", report["run"]),
@@ -206,17 +201,50 @@ def statement_parts(report: dict[str, Any]) -> tuple[str, list[tuple[str, str]],
         ("Public by declaration", "; ".join(report["public_by_declaration"])),
         ("Versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())),
     ]
-    return opening, [(name, text) for name, text in lines if text], list(report["outside_the_guarantee"])
+    return opening, facts, list(report["outside_the_guarantee"])
 
 
-def unit_of(report: Mapping[str, Any]) -> str:
-    """Whom the guarantee of a privacy report is for: ``"example"`` or ``"user"``."""
-    return "user" if "examples_per_user" in report.get("sampling", {}) else "example"
+def _facts_of_some_runs(report: Mapping[str, Any], unit: str) -> Iterator[tuple[str, str]]:
+    """Several processes, correlated noise, phases, plans before this one, a search: what each did, and that ε covers it."""
+    if "processes" in report:
+        alone = report["steps_done"] - sum(report["processes"].values())
+        taken = {"1": alone, **report["processes"]} if alone else report["processes"]
+        numbers = "; ".join(f"{steps} steps by {count}" for count, steps in taken.items())
+        yield "Processes", f"{numbers}, each with its share of the {unit}s and of the noise; they trust each other"
+    if "composition" in report:
+        noise, composition = report["noise"], report["composition"]
+        sessions = composition["sessions"]
+        resumed = f" within one of its {sessions} sessions, which count each by itself" if sessions > 1 else ""
+        yield (
+            "Correlation",
+            f"{noise['bands']} bands, {noise['coefficients']}: the noise of a step partly takes back that of the last "
+            f"{noise['bands'] - 1}; no {unit} is in two steps closer than {noise['bands']}{resumed}, so ε is that of "
+            f"{composition['steps']} steps with probability {composition['sample_rate']:.6g} and independent noise of "
+            f"{composition['noise_multiplier']:g} times the bound",
+        )
+    if "phases" in report:
+        each = ", ".join(f"{name} {steps}" for name, steps in report["phases"].items())
+        yield "Phases", f"steps of each, all under the one plan: {each}"
+    if "plans_before" in report:
+        done = "; ".join(
+            f"{one['steps_done']} steps with probability {one['sample_rate']:.6g} and noise of {one['noise_multiplier']:g} "
+            "times the bound"
+            for one in report["plans_before"]
+        )
+        yield "Plans before", f"{done}; every ε here is that of these steps and of the steps of this plan together"
+    if "selection" in report:
+        selection = report["selection"]
+        yield (
+            "Selection",
+            f"the best of a random number of such runs ({selection['distribution_of_runs']}, {selection['expected_runs']:g} "
+            "expected), each with hyperparameters drawn from a public list; ε covers the choice, as nothing of the other runs "
+            f"is published; one run without a choice would have spent ε = {round_up(selection['epsilon_of_one_run'])}",
+        )
 
 
 def called(report: Mapping[str, Any]) -> str:
     """What a unit of a privacy report is called: its name, or else ``"example"`` or ``"user"``."""
-    return str(report.get("unit_name") or unit_of(report))
+    return str(report.get("unit_name") or ("user" if "examples_per_user" in report.get("sampling", {}) else "example"))
 
 
 def unit_in_words(unit: str, name: str) -> str:
@@ -244,61 +272,6 @@ def _sampling_in_words(sampling: Mapping[str, Any], unit: str) -> str:
     return (
         words if most is None else f"{words}; of each, at most {most} examples, drawn anew in every step, enter as their mean"
     )
-
-
-def _phases_in_words(report: Mapping[str, Any]) -> str:
-    taken = ", ".join(f"{name} {steps}" for name, steps in report.get("phases", {}).items())
-    return taken and f"steps of each, all under the one plan: {taken}"
-
-
-def _plans_before_in_words(report: Mapping[str, Any]) -> str:
-    """What an extended run did before the plan that it is at; ε covers all of it."""
-    each = [
-        f"{one['steps_done']} steps with probability {one['sample_rate']:.6g} and noise of {one['noise_multiplier']:g} times "
-        "the bound"
-        for one in report.get("plans_before", ())
-    ]
-    return "; ".join([*each, "every ε here is that of these steps and of the steps of this plan together"]) if each else ""
-
-
-def _selection_in_words(report: Mapping[str, Any]) -> str:
-    """What a search did, and that ε covers it."""
-    if "selection" not in report:
-        return ""
-    selection = report["selection"]
-    return (
-        f"the best of a random number of such runs ({selection['distribution_of_runs']}, {selection['expected_runs']:g} "
-        "expected), each with hyperparameters drawn from a public list; ε covers the choice, as nothing of the other runs is "
-        f"published; one run without a choice would have spent ε = {round_up(selection['epsilon_of_one_run'])}"
-    )
-
-
-def _correlation_in_words(report: Mapping[str, Any]) -> str:
-    """What correlated noise does, and the composition that ε is computed for."""
-    if "composition" not in report:
-        return ""
-    noise, composition = report["noise"], report["composition"]
-    sessions = composition["sessions"]
-    resumed = f" within one of its {sessions} sessions, which count each by itself" if sessions > 1 else ""
-    return (
-        f"{noise['bands']} bands, {noise['coefficients']}: the noise of a step partly takes back that of the last "
-        f"{noise['bands'] - 1}; no {called(report)} is in two steps closer than {noise['bands']}{resumed}, so ε is that of "
-        f"{composition['steps']} steps with probability {composition['sample_rate']:.6g} and independent noise of "
-        f"{composition['noise_multiplier']:g} times the bound"
-    )
-
-
-def _processes_in_words(report: Mapping[str, Any]) -> str:
-    if "processes" not in report:
-        return ""
-    counts = dict(report["processes"])
-    alone = report["steps_done"] - sum(counts.values())
-    taken = {**({"1": alone} if alone else {}), **counts}
-    if len(taken) == 1:
-        numbers = f"all steps by {next(iter(taken))} together"
-    else:
-        numbers = "; ".join(f"{steps} steps by {count}" for count, steps in taken.items())
-    return f"{numbers}, each with its share of the {called(report)}s and of the noise; they trust each other"
 
 
 def _factor(epsilon: float) -> str:

@@ -8,10 +8,9 @@ from torch import nn
 
 from dp_microadam.methods.registry import builder_of
 from dp_microadam.methods.table import DEFAULT
-from dp_microadam.plan.band_choice import DEFAULT_NOISE_MEMORY_GIB
+from dp_microadam.plan.bands import DEFAULT_NOISE_MEMORY_GIB
 from dp_microadam.plan.learning_rate import ADAPTER_DISTANCE, DISTANCE, distance_from_scratch
-from dp_microadam.plan.plan import PrivacyPlan
-from dp_microadam.plan.unprotected import UnprotectedPlan
+from dp_microadam.plan.plan import PrivacyPlan, UnprotectedPlan
 from dp_microadam.training.method import Method
 
 Plan = TypeVar("Plan", bound=PrivacyPlan | UnprotectedPlan)
@@ -71,7 +70,6 @@ def with_bands(plan: Plan, parameters: int, noise_memory_gib: float = DEFAULT_NO
         parameters=parameters,
         noise_memory_gib=noise_memory_gib,
         max_batch_size=plan.max_batch_size,
-        unit=plan.unit,
         examples_per_user=plan.examples_per_user,
     )
     return found if found.bands > 1 else plan  # type: ignore[return-value]

@@ -1,7 +1,7 @@
 """Correlated noise: makes the noise C⁻¹z of the banded matrix mechanism one step at a time, from the last b − 1 noise vectors.
 
 Row t of C·ẑ = z reads c_0·ẑ_t + c_1·ẑ_(t−1) + … + c_(b−1)·ẑ_(t−b+1) = z_t, so the noise of step t is what is left of the
-independent noise z_t when the echo of the last steps is subtracted. ``banded.py`` has the theorem and the coefficients.
+independent noise z_t when the echo of the last steps is subtracted. ``bands.py`` has the theorem and the coefficients.
 """
 
 from __future__ import annotations

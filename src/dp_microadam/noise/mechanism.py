@@ -49,7 +49,7 @@ class GaussianMechanism:
 
     With ``correlation`` the noise of a step partly takes back that of the steps before it. The guarantee is then that of the
     banded matrix mechanism for all steps together, if each example is sampled at most once in as many steps as there are bands
-    (``banded.py``); calls of different steps are not independent.
+    (``bands.py``); calls of different steps are not independent.
 
     >>> mechanism = GaussianMechanism(noise_multiplier=1.0, sensitivity=0.5, expected_batch_size=100)
     >>> means = mechanism.privatize({"weight": torch.zeros(2, 3)}, step=0)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from dp_microadam.accounting.costs import DEFAULT_ACCOUNTANT
 from dp_microadam.errors import InputError
-from dp_microadam.plan.band_choice import (
+from dp_microadam.plan.bands import (
     DEFAULT_NOISE_MEMORY_GIB,
     automatic_bands,
     band_table,

@@ -27,24 +27,19 @@ from dp_microadam.accounting.costs import (
 )
 from dp_microadam.accounting.one_step import SMALLEST_NOISE_MULTIPLIER, Cap, cap_of, require_room
 from dp_microadam.errors import InputError, PrivacyWarning
-from dp_microadam.plan.band_choice import (
+from dp_microadam.plan.bands import (
     DEFAULT_NOISE_MEMORY_GIB,
-    choose_bands,
-    noise_memory,
-    refuse_bands,
-    refuse_memory,
-)
-from dp_microadam.plan.banded import (
     Floats,
     NoiseRatios,
     banded_square_root,
+    choose_bands,
+    noise_memory,
     noise_ratios,
+    refuse_bands,
+    refuse_memory,
 )
 from dp_microadam.plan.learning_rate import DISTANCE, walk_scale
 from dp_microadam.validation import explicit, require_in_open, require_integer, require_one_of, require_positive
-
-UNITS = ("example", "user")
-"""Whom a guarantee is for: one example, or one user with all their examples."""
 
 _MOST_STEPS = 10**12
 
@@ -57,8 +52,39 @@ one part in 2³², as the tails of the noise are (``noise/randomness.py``). Of a
 """
 
 
+class _OfUnits:
+    """Plans are for examples, or for users with all their examples."""
+
+    examples_per_user: int | None
+
+    @property
+    def unit(self) -> str:
+        """Whom the plan is for: ``"example"``, or ``"user"`` if it says how many examples of a user enter a step."""
+        return "example" if self.examples_per_user is None else "user"
+
+
 @dataclass(frozen=True)
-class PrivacyPlan:
+class UnprotectedPlan(_OfUnits):
+    """The plan of a run without privacy: Poisson sampling and a number of steps, but no clipping, noise or guarantee.
+
+    ``examples_per_user`` and ``max_batch_size`` are as in :class:`PrivacyPlan`.
+    """
+
+    dataset_size: int
+    batch_size: int
+    steps: int
+    examples_per_user: int | None = None
+    max_batch_size: int | None = None
+
+    bands = 1
+    """There is no noise to correlate, and every step samples from all examples."""
+
+    def __post_init__(self) -> None:
+        _require_sampling(self.dataset_size, self.batch_size, self.examples_per_user, self.max_batch_size)
+
+
+@dataclass(frozen=True)
+class PrivacyPlan(_OfUnits):
     """The privacy parameters of a run: sampling, noise multiplier, number of steps and δ.
 
     ``batch_size`` is the expected batch size: each step samples each of the ``dataset_size`` training examples
@@ -67,11 +93,11 @@ class PrivacyPlan:
 
     ``bands`` above 1 is correlated noise: the training examples are divided into ``bands`` groups by their number alone, step t
     samples from group t mod ``bands`` only, and the noise of a step depends on that of the last ``bands`` − 1 steps, which it
-    partly takes back (``banded.py``).
+    partly takes back (``bands.py``).
 
-    ``unit`` is whom the guarantee is for: ``"example"``, or ``"user"`` for people who have several examples each. With users,
-    ``dataset_size`` counts users and ``batch_size`` is the expected number of users per step; a step samples users, and the
-    gradient of a user is the mean over at most ``examples_per_user`` of their examples, clipped as a whole.
+    With ``examples_per_user`` the guarantee is for users, who have several examples each: ``dataset_size`` counts users and
+    ``batch_size`` is the expected number of users per step; a step samples users, and the gradient of a user is the mean over
+    at most ``examples_per_user`` of their examples, clipped as a whole.
 
     ``max_batch_size`` is the largest number of examples, or users, in a step; of a larger sample so many are kept at random. ε
     is larger for it, the more often the cap is reached (``one_step.py`` has the theorem).
@@ -79,7 +105,7 @@ class PrivacyPlan:
     Formal guarantees: a run that samples, clips and adds noise as the plan says, for at most ``steps`` steps, is
     (``epsilon``, ``delta``)-differentially private under adding or removing one training example, or one user with all their
     examples, however many, while the others keep their numbers. With correlated noise ε is that of ⌈steps/bands⌉ steps of rate
-    bands·B/N and the same noise multiplier, by the theorem of ``banded.py``. A run that is resumed, when the data may come in
+    bands·B/N and the same noise multiplier, by the theorem of ``bands.py``. A run that is resumed, when the data may come in
     another order, must begin its noise anew and end at :meth:`last_step`. With ``max_batch_size`` it holds for each of the
     ``dataset_size`` examples or users, compared with the same data without them; it depends on that number, which is public.
 
@@ -97,14 +123,12 @@ class PrivacyPlan:
     delta: float
     accountant: str = DEFAULT_ACCOUNTANT
     bands: int = 1
-    unit: str = "example"
     examples_per_user: int | None = None
     max_batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        require_room(self.max_batch_size, self.batch_size)
-        require_unit(self.unit, self.examples_per_user)
-        _require_sampling_and_delta(self.dataset_size, self.batch_size, self.delta, self.accountant, self.unit)
+        _require_sampling(self.dataset_size, self.batch_size, self.examples_per_user, self.max_batch_size)
+        _require_delta(self.delta, self.accountant)
         _require_noise_multiplier(self.noise_multiplier, self.max_batch_size)
         require_integer("steps", self.steps, 1)
         refuse_bands(self.bands, self.dataset_size, self.batch_size)
@@ -134,7 +158,6 @@ class PrivacyPlan:
         bands: int | str = "auto",
         parameters: int | None = None,
         noise_memory_gib: float = DEFAULT_NOISE_MEMORY_GIB,
-        unit: str = "example",
         examples_per_user: int | None = None,
         max_batch_size: int | None = None,
     ) -> PrivacyPlan:
@@ -151,15 +174,14 @@ class PrivacyPlan:
         each parameter: it is one band unless both are given, and the number of trainable ``parameters``. With ``parameters``,
         the noise that is kept is limited to ``noise_memory_gib``.
 
-        ``unit="user"`` needs ``examples_per_user``; dataset and batch size then count users, and ε is for one user. With
-        ``max_batch_size`` no step has more examples, or users.
+        With ``examples_per_user`` dataset and batch size count users, and ε is for one user. With ``max_batch_size`` no step
+        has more examples, or users.
 
         Raises:
             InputError: for a value out of range, or if no plan exists.
         """
-        require_unit(unit, examples_per_user)
-        _require_sampling_and_delta(dataset_size, batch_size, delta, accountant, unit)
-        require_room(max_batch_size, batch_size)
+        _require_sampling(dataset_size, batch_size, examples_per_user, max_batch_size)
+        _require_delta(delta, accountant)
         if epochs is not None:
             if steps is not None:
                 raise InputError(f"epochs is {epochs} and steps is {steps}; both say how long to train: leave one out")
@@ -180,24 +202,22 @@ class PrivacyPlan:
         if delta > 1 / dataset_size:
             warnings.warn(
                 f"delta is {delta:g}, above 1/{dataset_size} = {1 / dataset_size:.3g}: publishing "
-                f"{'one whole example' if unit == 'example' else 'all that one user has'} at random would satisfy it",
+                f"{'one whole example' if examples_per_user is None else 'all that one user has'} at random would satisfy it",
                 PrivacyWarning,
                 stacklevel=3,
             )
 
+        shared: dict[str, Any] = {
+            "dataset_size": dataset_size,
+            "batch_size": batch_size,
+            "delta": delta,
+            "accountant": accountant,
+            "max_batch_size": max_batch_size,
+        }
         if isinstance(bands, str):
-            bands = choose_bands(
-                bands,
-                parameters,
-                noise_memory_gib,
-                steps=steps,
-                epsilon=epsilon,
-                dataset_size=dataset_size,
-                batch_size=batch_size,
-                delta=delta,
-                accountant=accountant,
-                max_batch_size=max_batch_size,
-            )
+            if bands != "auto":
+                raise InputError(f"bands is {bands!r}; it must be a whole number of at least 1, or 'auto'")
+            bands = choose_bands(parameters, noise_memory_gib, steps=steps, epsilon=epsilon, **shared)
         refuse_bands(bands, dataset_size, batch_size)
         if parameters is not None:
             refuse_memory(bands, parameters, noise_memory_gib)
@@ -210,18 +230,7 @@ class PrivacyPlan:
         if steps is None:
             assert epsilon is not None
             steps = bands * _solved_steps(sample_rate, noise_multiplier, epsilon, delta, accountant, cap)
-        return cls(
-            dataset_size,
-            batch_size,
-            noise_multiplier,
-            steps,
-            delta,
-            accountant,
-            bands,
-            unit=unit,
-            examples_per_user=examples_per_user,
-            max_batch_size=max_batch_size,
-        )
+        return cls(**shared, noise_multiplier=noise_multiplier, steps=steps, bands=bands, examples_per_user=examples_per_user)
 
     @property
     def cap(self) -> Cap | None:
@@ -241,7 +250,7 @@ class PrivacyPlan:
     @cached_property
     def noise_ratios(self) -> NoiseRatios:
         """The noise of single steps and of running sums, relative to independent noise of the same multiplier."""
-        return noise_ratios(self.noise_coefficients, self.steps)
+        return noise_ratios(self.bands, self.steps)
 
     @cached_property
     def single_step_growth(self) -> float:
@@ -325,12 +334,12 @@ class PrivacyPlan:
         return DISTANCE * walk_scale(parameters) / self.noise_walk(sensitivity)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, sample rate and ε, for JSON."""
-        return {**asdict(self), "sample_rate": self.sample_rate, "epsilon": self.epsilon}
+        """All fields, unit, sample rate and ε, for JSON."""
+        return {**asdict(self), "unit": self.unit, "sample_rate": self.sample_rate, "epsilon": self.epsilon}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The plan that :meth:`to_dict` describes. Sample rate and ε are recomputed, not read."""
+        """The plan that :meth:`to_dict` describes. Unit, sample rate and ε are recomputed, not read."""
         names = [field.name for field in fields(cls)]
         missing = [name for name in names if name not in values]
         if missing:
@@ -347,28 +356,20 @@ def _require_noise_multiplier(value: float, max_batch_size: int | None) -> float
     return float(value)
 
 
-def require_unit(unit: str, examples_per_user: int | None) -> None:
-    """Require a unit of privacy, and for users how many of their examples enter a step at most."""
-    require_one_of("unit", unit, UNITS)
-    if unit == "user" and examples_per_user is None:
+def _require_sampling(dataset_size: int, batch_size: int, examples_per_user: int | None, max_batch_size: int | None) -> None:
+    require_integer("dataset_size", dataset_size, 1)
+    require_integer("batch_size", batch_size, 1)
+    units = "examples" if examples_per_user is None else "users"
+    if batch_size > dataset_size:
         raise InputError(
-            "unit is 'user', but examples_per_user is missing; give the largest number of a user's examples that enter a step"
+            f"batch_size is {batch_size}, more than the {dataset_size} {units} of the dataset; it must be at most dataset_size"
         )
     if examples_per_user is not None:
         require_integer("examples_per_user", examples_per_user, 1)
-        if unit != "user":
-            raise InputError(
-                f"examples_per_user is {examples_per_user}, but unit is {unit!r}; pass unit='user', or leave it out"
-            )
+    require_room(max_batch_size, batch_size)
 
 
-def _require_sampling_and_delta(dataset_size: int, batch_size: int, delta: float, accountant: str, unit: str) -> None:
-    require_integer("dataset_size", dataset_size, 1)
-    require_integer("batch_size", batch_size, 1)
-    if batch_size > dataset_size:
-        raise InputError(
-            f"batch_size is {batch_size}, more than the {dataset_size} {unit}s of the dataset; it must be at most dataset_size"
-        )
+def _require_delta(delta: float, accountant: str) -> None:
     if require_in_open("delta", delta, 0, 1) < LEAST_DELTA:
         raise InputError(
             f"delta is {delta:g}; it must be at least {LEAST_DELTA:.1g}, the smallest that a generator of noise can honour"

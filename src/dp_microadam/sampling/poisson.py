@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampl
 from dp_microadam.accounting.one_step import require_room
 from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError, UnreadableExample
 from dp_microadam.noise.randomness import Randomness
-from dp_microadam.plan.band_choice import refuse_bands
+from dp_microadam.plan.bands import refuse_bands
 from dp_microadam.plan.plan import PrivacyPlan
 from dp_microadam.sampling.users import Units, WeightedRows
 from dp_microadam.validation import public, refuse_unknown, require_integer

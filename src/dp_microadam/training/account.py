@@ -10,8 +10,7 @@ from typing import Any
 from dp_microadam.errors import InputError, PrivacyError
 from dp_microadam.ledger.ledger import LEDGER_NAME, PrivacyLedger, RunSettings, read_ledger
 from dp_microadam.ledger.statement import round_up, statement_in_words, write_privacy_report
-from dp_microadam.plan.plan import PrivacyPlan
-from dp_microadam.plan.unprotected import UnprotectedPlan
+from dp_microadam.plan.plan import PrivacyPlan, UnprotectedPlan
 from dp_microadam.training.distributed import Ranks
 from dp_microadam.training.run_folder import note_private_metrics, privacy_of
 

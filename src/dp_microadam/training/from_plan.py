@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +12,10 @@ import torch
 from dp_microadam.clipping.checks.transform import check_transform
 from dp_microadam.errors import InputError
 from dp_microadam.ledger.ledger import RunSettings
-from dp_microadam.ledger.statement import unit_in_words
 from dp_microadam.noise.mechanism import GaussianMechanism, NoNoise
 from dp_microadam.noise.randomness import Randomness
-from dp_microadam.plan.band_choice import refuse_memory
-from dp_microadam.plan.plan import PrivacyPlan
-from dp_microadam.plan.unprotected import UnprotectedPlan
+from dp_microadam.plan.bands import refuse_memory
+from dp_microadam.plan.plan import PrivacyPlan, UnprotectedPlan
 from dp_microadam.sampling.poisson import PoissonSampler, alone
 from dp_microadam.sampling.users import Units, widths
 from dp_microadam.training.account import Account, NoAccount
@@ -141,9 +138,7 @@ def _units_of(plan: PrivacyPlan | UnprotectedPlan, users: Any) -> Units | None:
     if plan.unit == "user" and users is None:
         raise InputError("the plan's unit is the user, but users is missing; pass one id per training example as users")
     if plan.unit == "example" and users is not None:
-        raise InputError(
-            "users is given, but the plan's unit is the example; solve a plan with unit='user' and examples_per_user"
-        )
+        raise InputError("users is given, but the plan's unit is the example; solve a plan with examples_per_user")
     return None if users is None else Units(users, plan.examples_per_user or 1)
 
 
@@ -155,8 +150,15 @@ def _run_settings(step: PrivateStep) -> RunSettings:
     if step.plan.unit == "user":
         whose = f"the mean gradient of each {settings.unit_name or 'user'}'s examples"
         clipped = clipped.replace("the gradient of each example", whose, 1)
-    found = RunSettings.of_run(step.randomness, step.clip.sensitivity, clipped, settings.clipping, public)
-    return replace(found, unit=unit_in_words(step.plan.unit, settings.unit_name), unit_name=settings.unit_name)
+    scope = "all trainable parameters together" if settings.clipping == "flat" else "each layer to its share of the bound"
+    return RunSettings(
+        private=step.randomness.private,
+        randomness=step.randomness.description,
+        sensitivity=step.clip.sensitivity,
+        clipping=f"{clipped}, {scope}, in L2 norm",
+        unit_name=settings.unit_name,
+        public=public,
+    )
 
 
 def _phases_in_words(phases: Sequence[Phase]) -> list[str]:

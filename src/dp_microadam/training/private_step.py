@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dp_microadam.errors import InputError, PrivacyError
-from dp_microadam.plan.plan import PrivacyPlan
-from dp_microadam.plan.unprotected import UnprotectedPlan
+from dp_microadam.plan.plan import PrivacyPlan, UnprotectedPlan
 from dp_microadam.training.clip import Clip
 from dp_microadam.training.distributed import Ranks, broadcast_start, ranks_here, refuse_diverged
 from dp_microadam.training.evaluation import PerExample

@@ -22,8 +22,7 @@ from typing import Any
 
 from dp_microadam.durable_files import sync_folder, write_durably, write_text_durably
 from dp_microadam.errors import InputError, PrivacyError
-from dp_microadam.ledger.ledger import LEDGER_NAME, planned_event, read_ledger
-from dp_microadam.ledger.record import NO_HEAD, chained_line, read_object
+from dp_microadam.ledger.ledger import LEDGER_NAME, NO_HEAD, chained_line, planned_event, read_ledger, read_object
 from dp_microadam.ledger.statement import statement_in_words, write_privacy_report
 from dp_microadam.plan.selection_plan import SelectionPlan
 from dp_microadam.training.checkpoint import CheckpointFolder

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dp_microadam.errors import InputError
-from dp_microadam.plan.band_choice import DEFAULT_NOISE_MEMORY_GIB
+from dp_microadam.plan.bands import DEFAULT_NOISE_MEMORY_GIB
 from dp_microadam.sampling.poisson import refuse_loader_options
 from dp_microadam.training.given_data import require_norm
 from dp_microadam.validation import explicit, require_integer, require_one_of, require_positive

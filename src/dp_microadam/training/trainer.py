@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dp_microadam.errors import InputError
-from dp_microadam.plan.plan import PrivacyPlan
-from dp_microadam.plan.unprotected import UnprotectedPlan
+from dp_microadam.plan.plan import PrivacyPlan, UnprotectedPlan
 from dp_microadam.training.average import WeightAverage
 from dp_microadam.training.distributed import ProcessLost, Ranks, ranks_here
 from dp_microadam.training.evaluation import PerExample, ValidationMetrics, in_words

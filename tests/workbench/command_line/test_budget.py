@@ -25,7 +25,7 @@ def make(
     dataset_size=10_000,
     unit=("example", ""),
 ):
-    whose = {"unit": "user", "examples_per_user": 3} if unit[0] == "user" else {}
+    whose = {"examples_per_user": 3} if unit[0] == "user" else {}
     plan = PrivacyPlan(dataset_size, batch_size, noise_multiplier, 100, delta, **whose)
     randomness = "entropy" if private else "fixed seed 1"
     described = RunSettings(private=private, randomness=randomness, sensitivity=1.0, unit_name=unit[1])

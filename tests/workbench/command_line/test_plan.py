@@ -201,15 +201,11 @@ def test_json_has_bands_and_their_table(capsys):
 
 
 def test_a_plan_for_users_says_whom_its_epsilon_is_for(capsys):
-    assert main(["plan", *SMALL_BATCHES, "--unit", "user", "--examples-per-user", "4", "--explain"]) == 0
+    assert main(["plan", *SMALL_BATCHES, "--examples-per-user", "4", "--explain"]) == 0
     shown = capsys.readouterr().out
     for words in ("one user with all their training", "ε for a user", "at most 4, as their mean", "expected users per step"):
         assert words in shown
     assert "if one user is replaced by another" in shown
-    assert main(["plan", *SMALL_BATCHES, "--unit", "user"]) == 2
-    assert "examples_per_user is missing" in capsys.readouterr().err
-    assert main(["plan", *SMALL_BATCHES, "--examples-per-user", "4"]) == 2
-    assert "examples_per_user is 4, but unit is 'example'" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_a_command_with_one_sentence(monkeypatch, capsys):

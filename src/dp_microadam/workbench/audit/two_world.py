@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dp_microadam.errors import InputError
-from dp_microadam.plan.banded import banded_square_root
+from dp_microadam.plan.bands import banded_square_root
 from dp_microadam.plan.plan import PrivacyPlan
 from dp_microadam.validation import require_in_open, require_integer
 from dp_microadam.workbench.audit.canaries import watch_trainer
@@ -222,7 +222,7 @@ BANDS = Experiment(
 # Users with several examples that all pull the same way: together they may add no more than one example alone.
 USERS = Experiment(
     "users",
-    PrivacyPlan(dataset_size=2, batch_size=2, noise_multiplier=0.6, steps=1, delta=1e-5, unit="user", examples_per_user=3),
+    PrivacyPlan(dataset_size=2, batch_size=2, noise_multiplier=0.6, steps=1, delta=1e-5, examples_per_user=3),
     (Probe("users", "does all that a user has together weigh more than the clipping norm?", strength, delta=0.3),),
 )
 

@@ -17,9 +17,8 @@ from dp_microadam.errors import InputError
 from dp_microadam.methods.defaults import default_distance
 from dp_microadam.methods.registry import build, refuse_bad_options
 from dp_microadam.methods.scaling import PublicExamples
-from dp_microadam.plan.band_choice import DEFAULT_NOISE_MEMORY_GIB
-from dp_microadam.plan.plan import PrivacyPlan
-from dp_microadam.plan.unprotected import UnprotectedPlan
+from dp_microadam.plan.bands import DEFAULT_NOISE_MEMORY_GIB
+from dp_microadam.plan.plan import PrivacyPlan, UnprotectedPlan
 from dp_microadam.training.distributed import Ranks, ranks_here
 from dp_microadam.training.evaluation import (
     PerExample,
@@ -322,5 +321,5 @@ def number_of_units(recipe: Recipe, data: LabelledData) -> int:
 def unprotected_plan_of(recipe: Recipe, dataset_size: int) -> UnprotectedPlan:
     """What stands for the plan of a run without privacy."""
     assert recipe.steps is not None, "recipes without privacy must say how many steps they take"
-    users = recipe.unit, recipe.examples_per_user
-    return UnprotectedPlan(dataset_size, recipe.batch_size, recipe.steps, *users, recipe.max_batch_size)
+    limits = recipe.examples_per_user, recipe.max_batch_size
+    return UnprotectedPlan(dataset_size, recipe.batch_size, recipe.steps, *limits)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from dp_microadam.errors import InputError
 from dp_microadam.plan.advice import Proposal, advise, best
-from dp_microadam.plan.band_choice import DEFAULT_NOISE_MEMORY_GIB
+from dp_microadam.plan.bands import DEFAULT_NOISE_MEMORY_GIB
 from dp_microadam.plan.plan import PrivacyPlan
 from dp_microadam.plan.selection_plan import SelectionPlan
 from dp_microadam.workbench.recipes.recipe import Recipe
@@ -37,7 +37,6 @@ def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) ->
         parameters=parameters,
         noise_memory_gib=noise_memory_of(recipe),
         max_batch_size=recipe.max_batch_size,
-        unit=recipe.unit,
         examples_per_user=recipe.examples_per_user,
         **search,
     )

@@ -221,6 +221,13 @@ class Recipe:
             known = [option for option in vocabulary.DATA_OPTIONS[self.data] if option in vocabulary.USER_OPTIONS]
             use = " or ".join(f"data_options.{option}" for option in known) or "data 'table' or 'image-folder', which can"
             yield f"unit is 'user', but nothing says whose each example of {self.data} is; use {use}"
+        if self.unit == "user" and self.examples_per_user is None:
+            yield (
+                "unit is 'user', but examples_per_user is missing; give the largest number of a user's examples that enter a "
+                "step"
+            )
+        if self.unit == "example" and self.examples_per_user is not None:
+            yield f"examples_per_user is {self.examples_per_user}, but unit is 'example'; set unit = \"user\", or leave it out"
         for key, (why, *unsuitable) in _EXCLUSIVE.items():
             value = getattr(self, key)
             for other, suits in unsuitable if value else ():

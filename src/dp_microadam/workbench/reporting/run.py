@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dp_microadam.errors import InputError
-from dp_microadam.ledger.ledger import LEDGER_NAME, LedgerRecord, read_ledger
-from dp_microadam.ledger.record import RUN_INSIDE, run_folder
+from dp_microadam.ledger.ledger import LEDGER_NAME, RUN_INSIDE, LedgerRecord, read_ledger, run_folder
 from dp_microadam.ledger.statement import PRIVACY_NAME, STATEMENT_NAME, called
 from dp_microadam.training.run_folder import (
     ADAM_STATE,

@@ -86,8 +86,7 @@ def run(options: argparse.Namespace) -> int:
 def _refuse_unprotected(run: str) -> None:
     """Raise InputError for a run without clipping and noise, which has no ledger."""
     from dp_microadam.errors import InputError
-    from dp_microadam.ledger.ledger import LEDGER_NAME
-    from dp_microadam.ledger.record import run_folder
+    from dp_microadam.ledger.ledger import LEDGER_NAME, run_folder
     from dp_microadam.ledger.statement import PRIVACY_NAME
 
     folder = run_folder(run)
@@ -170,7 +169,7 @@ def _name_of_units(records: dict[str, LedgerRecord]) -> str:
 def _find(anchor: str, records: dict[str, LedgerRecord]) -> dict[str, Any]:
     """The run whose ledger contains a hash published earlier, and how many steps it had then; none of these is missing."""
     from dp_microadam.errors import InputError, PrivacyError
-    from dp_microadam.ledger.record import is_head
+    from dp_microadam.ledger.ledger import is_head
 
     if not is_head(anchor):
         raise InputError(f"anchor is {anchor!r}; it must be 32 hexadecimal digits, as privacy.json has them in ledger_head")
@@ -193,7 +192,7 @@ def _copies(records: dict[str, LedgerRecord]) -> list[dict[str, Any]]:
     found = []
     for run, names in by_run.items():
         if len(names) > 1:
-            histories = [{link for link, _ in records[name].history} for name in names]
+            histories = [set(records[name].links) for name in names]
             together = len(set.union(*histories))
             steps = {"shared_steps": len(set.intersection(*histories)), "steps_together": together}
             found.append({"id": run, "runs": names, **steps, "diverged": together > max(map(len, histories))})

@@ -37,8 +37,11 @@ _NUMBERS: dict[str, dict[str, Any]] = {
         "metavar": "M",
         "help": "most examples in a step; of a larger sample, M are kept at random",
     },
-    "unit": {"choices": ("example", "user"), "help": "whom ε is for: an example (default), or a user with all they have"},
-    "examples_per_user": {"type": int, "metavar": "K", "help": "with users: most of a user's examples in a step"},
+    "examples_per_user": {
+        "type": int,
+        "metavar": "K",
+        "help": "ε is for a user with all they have; most of a user's examples in a step",
+    },
     "parameters": {"type": int, "metavar": "P", "help": "number of trainable parameters, for the memory of bands"},
     "noise_memory_gib": {"type": float, "metavar": "G", "help": "memory that bands may take, if P is given (default: 2)"},
 }
@@ -145,7 +148,7 @@ def _from_numbers(options: argparse.Namespace) -> _Planned:
     """The plan of the numbers on the command line."""
     from dp_microadam.errors import InputError
     from dp_microadam.plan.advice import best
-    from dp_microadam.plan.band_choice import DEFAULT_NOISE_MEMORY_GIB
+    from dp_microadam.plan.bands import DEFAULT_NOISE_MEMORY_GIB
     from dp_microadam.plan.plan import PrivacyPlan
 
     for name, value in {"set": options.overrides, "minutes": options.minutes}.items():
@@ -275,7 +278,7 @@ def _view(plan: PrivacyPlan, limit: float, accountant: str) -> dict[str, Any]:
 def _band_rows(planned: _Planned) -> list[dict[str, Any]]:
     """What other numbers of bands would give for the same ε and steps; the plan's own number is among them."""
     from dp_microadam.errors import InputError
-    from dp_microadam.plan.band_choice import automatic_bands, band_table, most_automatic_bands, noise_memory
+    from dp_microadam.plan.bands import automatic_bands, band_table, most_automatic_bands, noise_memory
 
     plan, parameters = planned.plan, planned.parameters
     try:
