@@ -43,7 +43,7 @@ class PrivateStep:
 
     Arguments:
         method: a method of ``dp_microadam.methods``, or a torch optimizer.
-        plan: a :class:`~dp_microadam.PrivacyPlan`, or an :class:`~dp_microadam.plan.unprotected.UnprotectedPlan` for a run
+        plan: a :class:`~dp_microadam.PrivacyPlan`, or an :class:`~dp_microadam.UnprotectedPlan` for a run
             without clipping and noise.
         loss: ``f(model, batch)`` returns one loss per example.
         train: a map-style Dataset, or tensors with examples along the first dimension; or later, by :meth:`attach`.

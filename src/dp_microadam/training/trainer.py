@@ -39,7 +39,7 @@ class PrivateTrainer:
 
     Arguments:
         method: a method of ``dp_microadam.methods``, as ``methods.default(model, plan)`` gives, or a torch optimizer.
-        plan: a :class:`~dp_microadam.PrivacyPlan`. With an :class:`~dp_microadam.plan.unprotected.UnprotectedPlan` it trains
+        plan: a :class:`~dp_microadam.PrivacyPlan`. With an :class:`~dp_microadam.UnprotectedPlan` it trains
             without clipping and noise, and everything the run writes is marked as not private.
         loss: ``f(model, batch)`` returns one loss per example.
         accuracy: ``f(model, batch)`` returns 1 or 0 per example; reported as accuracy if given.
