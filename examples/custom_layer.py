@@ -8,34 +8,17 @@ from torch import nn
 
 from dp_microadam import ClippedGradients, register_rule
 from dp_microadam.clipping.per_example import per_example_gradients
-from dp_microadam.clipping.rules.rule import GradientRows, LayerRule, PartsCall, UnchangedInput
-
-
-class PReLUCall(PartsCall):
-    """One call of the layer: per-example gradients, once the output gradient is known."""
-
-    def __init__(self, rule, inputs):
-        super().__init__()
-        self.rule, self.inputs = rule, inputs
-
-    def squared_norms(self, output_gradient):
-        self.parts["weight"] = GradientRows(self.rule.gradients(self.inputs.read(), output_gradient))
-        return self.parts["weight"].squared_norms()
-
-    def per_example(self, output_gradient, examples):  # for layers that are used twice
-        return {"weight": self.rule.gradients(self.inputs.read()[examples], output_gradient[examples])}
+from dp_microadam.clipping.rules.rule import LayerRule
 
 
 class PReLURule(LayerRule):
     """How the gradients of one module are clipped."""
 
-    def observe(self, args, kwargs, output):
-        return PReLUCall(self, UnchangedInput(self.name, self.only_input(args, kwargs)))
-
-    def gradients(self, inputs, output_gradient):
+    def gradients(self, inputs, deltas, rows):
         """One row per example: a slope for all channels, or one for each."""
-        terms = output_gradient.detach() * inputs.clamp(max=0)
-        return terms.flatten(2).sum(2) if self.module.num_parameters > 1 else terms.flatten(1).sum(1, keepdim=True)
+        terms = (deltas * inputs.clamp(max=0)).unflatten(0, (-1, rows))  # of several rows per example, such as views
+        slopes = terms.flatten(3).sum((1, 3)) if self.module.num_parameters > 1 else terms.flatten(1).sum(1, keepdim=True)
+        return {"weight": slopes}
 
 
 register_rule(nn.PReLU, PReLURule)

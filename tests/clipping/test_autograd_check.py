@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dp_microadam.clipping.engine import ClippedGradients
-from dp_microadam.clipping.row_norms import ClippedRowNorms
+from dp_microadam.clipping.engine import ClippedGradients, ClippedRowNorms
 from dp_microadam.clipping.rules.embedding import EmbeddingCall
 from dp_microadam.clipping.rules.rule import PartsCall
 from dp_microadam.errors import PrivacyError
@@ -31,7 +30,7 @@ OPTIONS = {
 
 @pytest.fixture
 def coefficients_of_one(monkeypatch):
-    ones = staticmethod(lambda norms, bound, usable: usable.to(norms.dtype))
+    ones = staticmethod(lambda norms, bound: torch.ones_like(norms))
     monkeypatch.setattr(ClippedGradients, "_coefficients", ones)
 
 
@@ -58,7 +57,7 @@ def test_an_engine_that_clips_is_accepted_and_left_as_it_was(kind, options):
 
 
 def test_one_coefficient_for_a_whole_chunk_is_refused(monkeypatch):
-    def coefficients(norms: Tensor, bound: float, usable: Tensor) -> Tensor:
+    def coefficients(norms: Tensor, bound: float) -> Tensor:
         return (bound / torch.linalg.vector_norm(norms).clamp(min=bound)).expand_as(norms)
 
     monkeypatch.setattr(ClippedGradients, "_coefficients", staticmethod(coefficients))
@@ -88,7 +87,7 @@ def test_models_that_draw_random_numbers_are_checked_too(monkeypatch, refused):
     model = nn.Sequential(nn.Linear(4, 60), nn.Dropout(0.5), nn.Linear(60, 2))
     state = torch.get_rng_state()
     if refused:
-        ones = staticmethod(lambda norms, bound, usable: usable.to(norms.dtype))
+        ones = staticmethod(lambda norms, bound: torch.ones_like(norms))
         monkeypatch.setattr(ClippedGradients, "_coefficients", ones)
     engine = ClippedGradients(model, loss, max_grad_norm=1.0)
     if refused:

@@ -12,7 +12,7 @@ from torch import nn
 
 from dp_microadam import ClippedGradients
 from dp_microadam.clipping.cost import CPU, CUDA, KEEP_LIMIT, Shapes, choose, costs_of, costs_on, forms_by_patches
-from dp_microadam.clipping.rules import convolution, linear
+from dp_microadam.clipping.rules import convolution, rule
 from dp_microadam.clipping.rules.convolution import ConvolutionFactors, Geometry, convolution_shapes, gradients_from_patches
 from dp_microadam.clipping.rules.linear import LinearFactors, LinearRule
 
@@ -138,7 +138,7 @@ def test_the_choices_for_a_gpu_do_not_alter_the_sums(monkeypatch):
     x = torch.randn(6, 3, 10, 10)
     engine = ClippedGradients(model, random_loss, max_grad_norm=1.0)
     norms, sums = engine.accumulate(x), flat(engine.sums)
-    for module in (convolution, linear):
+    for module in (convolution, rule):
         monkeypatch.setattr(module, "costs_on", lambda device_type: CUDA)
     called = Counter()
     real = convolution.gradients_from_patches

@@ -254,27 +254,14 @@ def test_torchscript_is_refused_by_name(how):
 def test_a_registered_rule_is_used_and_a_wrong_one_is_refused(monkeypatch):
     from dp_microadam import register_rule
     from dp_microadam.clipping.rules import families
-    from dp_microadam.clipping.rules.rule import GradientRows, LayerRule, PartsCall, UnchangedInput
+    from dp_microadam.clipping.rules.rule import LayerRule
 
     monkeypatch.setattr(families, "_REGISTERED", {})
     factor = [1.0]
 
-    class Call(PartsCall):
-        def __init__(self, inputs):
-            super().__init__()
-            self.inputs = inputs
-
-        def squared_norms(self, output_gradient):
-            rows = (output_gradient.detach() * self.inputs.read().clamp(max=0)).flatten(1).sum(1, keepdim=True)
-            self.parts["weight"] = GradientRows(factor[0] * rows)
-            return self.parts["weight"].squared_norms()
-
-        def per_example(self, output_gradient, examples):
-            raise AssertionError("the layer is used once")
-
     class Rule(LayerRule):
-        def observe(self, args, kwargs, output):
-            return Call(UnchangedInput(self.name, self.only_input(args, kwargs)))
+        def gradients(self, inputs, deltas, rows):
+            return {"weight": factor[0] * (deltas * inputs.clamp(max=0)).flatten(1).sum(1, keepdim=True)}
 
     def engine():
         torch.manual_seed(0)  # some initial weights give inputs of PReLU that are all positive, where no rule matters

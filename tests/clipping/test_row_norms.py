@@ -8,8 +8,8 @@ from thoroughness import examples
 from torch import nn
 
 from dp_microadam import ClippedGradients, InputError
+from dp_microadam.clipping.engine import ClippedRowNorms
 from dp_microadam.clipping.per_example import clipped, per_example_gradients
-from dp_microadam.clipping.row_norms import ClippedRowNorms
 
 
 def network():

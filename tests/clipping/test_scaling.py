@@ -78,14 +78,14 @@ def test_the_sensitivity_holds_in_the_scaled_space():
 
 
 def test_gradients_too_large_to_be_kept_are_formed_again(monkeypatch):
-    from dp_microadam.clipping import joint
+    from dp_microadam.clipping import passes
 
     torch.manual_seed(0)
     model, ids = Mixed().double(), torch.randint(6, (4, 5))
     scale = random_scale(model, 1)
     expected, _ = clipped_sum(model, loss, ids, max_grad_norm=0.5, scale=scale)
-    monkeypatch.setattr(joint, "KEPT_ELEMENTS", 0)
-    monkeypatch.setattr(joint, "PIECE_CPU", 1)
+    monkeypatch.setattr(passes, "KEPT_ELEMENTS", 0)
+    monkeypatch.setattr(passes, "piece_elements", lambda device: 1)
     engine = ClippedGradients(model, loss, max_grad_norm=0.5, scale=scale)
     engine.accumulate(ids)
     assert_same(engine, expected)

@@ -8,20 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
-from thoroughness import examples
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dp_microadam import ClippedGradients
 from dp_microadam.clipping import outer_product, passes
-from dp_microadam.clipping.outer_product import OuterProductSum, first_flagged, flagged_rows
+from dp_microadam.clipping.outer_product import OuterProductSum
 from dp_microadam.clipping.passes import ParameterShare
 from dp_microadam.clipping.per_example import clipped_sum
-from dp_microadam.clipping.rules import embedding
-from dp_microadam.clipping.rules.embedding import _distinct_padded
 from dp_microadam.clipping.rules.linear import LinearFactors
 from dp_microadam.clipping.rules.rule import PartsCall
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
@@ -33,24 +28,6 @@ def linear_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-
-
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=30))
-@examples(100)
-def test_distinct_keys_without_their_number_are_those_of_unique(keys):
-    given_keys = torch.tensor(keys)
-    expected, places = torch.unique(given_keys, return_inverse=True)
-    found, found_places = _distinct_padded(given_keys)
-    assert found[: len(expected)].equal(expected)
-    assert not found[len(expected) :].any()
-    assert found_places.equal(places)
-
-
-@given(st.lists(st.booleans(), min_size=1, max_size=30))
-@examples(100)
-def test_flagged_rows_are_found_by_their_number_alone(flags):
-    given_flags = torch.tensor(flags)
-    assert first_flagged(given_flags, sum(flags)).equal(flagged_rows(given_flags, sum(flags)))
 
 
 class Doubtful(nn.Module):
@@ -83,24 +60,16 @@ def doubtful_batch() -> dict[str, Tensor]:
     return {"positions": positions, "images": images, "signs": signs, "weights": normal(7, 4, 1, 1).expand(7, 4, 4, 4)}
 
 
-@pytest.fixture
-def as_on_a_gpu(monkeypatch):
-    """What runs on a GPU only, except for the look at output gradients that are all zero."""
-    for module in (outer_product, passes):
-        monkeypatch.setattr(module, "flagged_rows", first_flagged)
-    monkeypatch.setattr(embedding, "distinct", _distinct_padded)
-
-
 @pytest.mark.parametrize("strategy", ["ghost", "keep", "drop"])
 @pytest.mark.parametrize("piece", [2, pytest.param(100, marks=pytest.mark.slow)])
-def test_doubtful_norms_of_several_layers_are_those_of_single_examples(monkeypatch, as_on_a_gpu, strategy, piece):
+def test_doubtful_norms_of_several_layers_are_those_of_single_examples(monkeypatch, strategy, piece):
     monkeypatch.setattr(outer_product, "piece_length", lambda factors: piece)
     settled: Counter[int] = Counter()
     plain = outer_product.OuterProductSum.recompute
 
-    def counted(self: outer_product.OuterProductSum, flags: Tensor, count: int) -> None:
-        settled[count] += 1
-        plain(self, flags, count)
+    def counted(self: outer_product.OuterProductSum, rows: Tensor) -> None:
+        settled[len(rows)] += 1
+        plain(self, rows)
 
     torch.manual_seed(0)
     model, batch = Doubtful(), doubtful_batch()
@@ -118,7 +87,7 @@ def test_doubtful_norms_of_several_layers_are_those_of_single_examples(monkeypat
         assert (total.double() - expected[name]).norm() <= 2e-3 * expected[name].norm() + 1e-5
 
 
-def test_an_example_whose_norm_overflows_when_it_is_taken_again_contributes_nothing(as_on_a_gpu):
+def test_an_example_whose_norm_overflows_when_it_is_taken_again_contributes_nothing():
     """Its squares vanish in the product of norms, but a position of it overflows."""
     x, d = torch.randn(3, 2, 4), torch.randn(3, 2, 5)
     x[1], d[1] = 1e-25, 1e38
@@ -180,7 +149,7 @@ OF_A_CHUNK = [
 
 
 @pytest.mark.parametrize(("strategy", "clipping"), OF_A_CHUNK)
-def test_nothing_in_a_chunk_waits_for_the_device(as_on_a_gpu, strategy, clipping):
+def test_nothing_in_a_chunk_waits_for_the_device(strategy, clipping):
     torch.manual_seed(0)
     engine = ClippedGradients(Everything(), cross_entropy, max_grad_norm=1.0, strategy=strategy, clipping=clipping)
     batch = torch.randint(1, 11, (5, 6)), torch.randint(11, (5,))

@@ -13,13 +13,12 @@ from thoroughness import THOROUGH, examples
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from dp_microadam.clipping.engine import ClippedGradients
+from dp_microadam.clipping.engine import ClippedGradients, ClippedRowNorms
 from dp_microadam.clipping.per_example import clipped_sum
-from dp_microadam.clipping.row_norms import ClippedRowNorms
 from dp_microadam.clipping.rules import convolution, linear, normalization
-from dp_microadam.clipping.rules.convolution import ConvolutionFactors, FoldedConvolutions, Geometry
+from dp_microadam.clipping.rules.convolution import ConvolutionFactors, Geometry
 from dp_microadam.clipping.rules.families import register_rule
-from dp_microadam.clipping.rules.rule import GradientRows, LayerRule, PartsCall, UnchangedInput
+from dp_microadam.clipping.rules.rule import LayerRule
 from dp_microadam.errors import InputError, PrivacyError
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 
@@ -125,7 +124,7 @@ def test_gram_matrices_of_several_images_give_the_norms_of_formed_gradients(
     inputs = torch.randn(users * rows, 3 * groups, 6, 7, dtype=torch.float64)
     weight = torch.zeros(geometry.weight_shape, dtype=torch.float64)
     outputs = nn.functional.conv2d(inputs, weight, None, stride, padding, dilation, groups)
-    factors = FoldedConvolutions(ConvolutionFactors(inputs, torch.randn_like(outputs), geometry), rows)
+    factors = ConvolutionFactors(inputs, torch.randn_like(outputs), geometry, rows)
     formed = factors.per_example(slice(0, users))
     torch.testing.assert_close(factors.ghost().norms, formed.flatten(1).square().sum(1))
 
@@ -289,11 +288,9 @@ def test_the_check_before_the_first_step_covers_every_size_of_users_and_asks_not
 
 FAULTS = {
     "a layer that takes the first row of a user for all of them": (
-        linear.LinearCall,
-        "_positions",
-        lambda self, tensor: tensor.reshape(-1, self.rows_per_example, *tensor.shape[1:])[:, :1].expand(
-            -1, self.rows_per_example, *tensor.shape[1:]
-        ),
+        linear,
+        "positions",
+        lambda tensor, rows: tensor.reshape(-1, rows, *tensor.shape[1:])[:, :1].expand(-1, rows, *tensor.shape[1:]),
         mlp,
         (4,),
     ),
@@ -332,7 +329,7 @@ def test_coefficients_that_belong_to_another_user_are_refused_before_the_first_s
     right = ClippedGradients._coefficients
     engine = ClippedGradients(mlp(), square_loss, max_grad_norm=1.0)
     engine.check_independence(torch.randn(9, 4, dtype=torch.float64))
-    swapped = staticmethod(lambda norms, bound, usable: right(norms, bound, usable).flip(0))
+    swapped = staticmethod(lambda norms, bound: right(norms, bound).flip(0))
     monkeypatch.setattr(ClippedGradients, "_coefficients", swapped)
     with pytest.raises(PrivacyError, match="fault of the clipping engine"):
         engine.check_independence(torch.randn(9, 4, dtype=torch.float64), rows_per_unit=[3])
@@ -347,24 +344,11 @@ class Scaled(nn.Module):
         return x * self.weight
 
 
-class _RowByRow(PartsCall):
-    def __init__(self, inputs: UnchangedInput) -> None:
-        super().__init__()
-        self.inputs = inputs
-
-    def squared_norms(self, output_gradient: Tensor) -> Tensor:
-        self.parts["weight"] = GradientRows(output_gradient.detach() * self.inputs.read())
-        return self.norms_of_parts()
-
-    def per_example(self, output_gradient: Tensor, examples: slice) -> dict[str, Tensor]:
-        return {"weight": (output_gradient * self.inputs.read())[examples]}
-
-
 class RowByRow(LayerRule):
     """A rule of someone's own that knows of one row per example only."""
 
-    def observe(self, args, kwargs, output) -> PartsCall:
-        return _RowByRow(UnchangedInput(self.name, self.only_input(args, kwargs)))
+    def gradients(self, inputs, deltas, rows):
+        return {"weight": deltas * inputs}
 
 
 def test_a_rule_that_knows_one_row_per_example_is_refused_by_name(monkeypatch):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,18 +13,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from dp_microadam.clipping.batches import PerExampleLoss, batch_size, detached, losses_of, require_weights, signature
+from dp_microadam.clipping.batches import PerExampleLoss, batch_size, detached, losses_of, require_weights, select, signature
 from dp_microadam.clipping.checks.attributes import put_back_tensors
 from dp_microadam.clipping.checks.autograd import check_against_autograd
 from dp_microadam.clipping.checks.examples import CHECK_SIZE, SyntheticExamples, new_seed
 from dp_microadam.clipping.checks.independence import check_independence, check_independence_at_size
 from dp_microadam.clipping.checks.state import StateSnapshot
-from dp_microadam.clipping.coefficients import blocks_of, clipping_coefficients, layer_bounds, layer_of
 from dp_microadam.clipping.cost import strategy_table
-from dp_microadam.clipping.passes import Clippable, Norms, ParameterShare, gradient_shares, recompute_uncertain
+from dp_microadam.clipping.passes import (
+    Clippable,
+    JointCall,
+    ParameterShare,
+    blocks_of,
+    gradient_shares,
+    recompute_uncertain,
+)
 from dp_microadam.clipping.precision import autocasting, full_precision
-from dp_microadam.clipping.recording import Observed
-from dp_microadam.clipping.rows import RowTable
+from dp_microadam.clipping.recording import Observed, RowTable
 from dp_microadam.clipping.rules.families import observe, refuse_batch_statistics, refuse_unsupported
 from dp_microadam.clipping.rules.rule import sum_of
 from dp_microadam.errors import InputError
@@ -118,7 +124,7 @@ class ClippedGradients:
         self._loss = autocasting(per_example_loss, self._device, autocast)
         self._precision = 0.0 if autocast is None else torch.finfo(autocast).eps
         self._observed = observe(model, strategy)
-        self._layer_bounds = layer_bounds(self._trainable, self._bound) if clipping == "per-layer" else None
+        self._layer_bounds = _layer_bounds(self._trainable, self._bound) if clipping == "per-layer" else None
         # Which parameters are clipped together, and to what norm; of the last chunk.
         self._clipped_together: list[tuple[set[str], float]] = []
         self._synthetic_batch = synthetic_batch
@@ -222,17 +228,30 @@ class ClippedGradients:
                 factors, masks = self._factors(), self._row_masks
                 shares, losses = gradient_shares(observed, losses_of_batch, count, factors, masks, weights=weights)
             with torch.no_grad(), full_precision(self._device):
-                norms = recompute_uncertain(shares, [state.altered()]) if shares else None
-            if norms is None or norms.raised[0]:
+                found = recompute_uncertain(shares, [state.altered()]) if shares else None
+            if found is None or found.raised[0]:
                 state.refuse_changes()
         except BaseException:
             state.restore()
             raise
-        if norms is None:
+        if found is None:
             return torch.zeros(count if weights is None else len(weights), device=losses.device)
+        if found.lost:
+            shares.clear()
+            return self._add_finite(observed, batch, found.of_examples, weights)
         self._accumulated = True
         with torch.no_grad(), full_precision(self._device):
-            return self._add_clipped(shares, norms)
+            self._add_clipped(shares, found.of_examples)
+        return found.of_examples
+
+    def _add_finite(self, observed: Observed, batch: Any, norms: Tensor, weights: Tensor | None) -> Tensor:
+        """Once more without the examples, or users, whose norm is not finite: zero times their numbers would not be zero."""
+        units = torch.isfinite(norms).nonzero().flatten()
+        rows = torch.arange(batch_size(batch), device=units.device).view(len(norms), -1)[units].flatten()
+        if len(rows):
+            own = None if weights is None else weights[units.to(weights.device)]
+            norms[units] = self._add(observed, select(batch, rows), len(rows), own)
+        return norms
 
     def check_independence(self, batch: Any, seed: int | None = None, *, rows_per_unit: Sequence[int] = ()) -> None:
         """Check that examples are independent, as the first ``accumulate`` would otherwise do; raises ``InputError`` if not.
@@ -298,45 +317,41 @@ class ClippedGradients:
         other = copy.copy(self)
         other._bound = bound
         if self._layer_bounds is not None:
-            other._layer_bounds = layer_bounds(self._trainable, bound)
+            other._layer_bounds = _layer_bounds(self._trainable, bound)
         other.reset()
         return other
 
-    def _add_clipped(self, shares: list[ParameterShare], norms: Norms) -> Tensor:
-        coefficients = self._coefficients_of(shares, norms.of_examples)
+    def _add_clipped(self, shares: list[ParameterShare], norms: Tensor) -> None:
+        coefficients = self._coefficients_of(shares, norms)
         totals: dict[str, Tensor] = {}
         while shares:
             share = shares.pop()  # its memory is free once its sum is taken
-            if norms.removed is not None:
-                share.call.remove(norms.removed)
             for key, total in self._sums_of(share.call, coefficients.pop().to(share.squared.dtype)).items():
                 totals[share.names[key]] = total
         # All of them or, on an error above, none; and in one launch on a GPU.
         torch._foreach_add_([self._sums[name] for name in totals], list(totals.values()))
-        return norms.of_examples
 
     def _coefficients_of(self, shares: list[ParameterShare], norms: Tensor) -> list[Tensor]:
-        """The clipping coefficients of every share. Per layer, layers that have a share in common are clipped as one block.
-
-        ``norms`` are those of whole gradients: an example whose norm is not finite is removed from all layers.
-        """
-        usable = torch.isfinite(norms)
+        """The clipping coefficients of every share. Per layer, layers that have a share in common are clipped as one block."""
         if self._layer_bounds is None:
             self._clipped_together = [(set(self._trainable), self._bound)]
-            return [self._coefficients(norms, self._bound, usable)] * len(shares)
+            return [self._coefficients(norms, self._bound)] * len(shares)
         found: list[Tensor] = [norms] * len(shares)
         self._clipped_together = []
-        for members in blocks_of([set(map(layer_of, share.names.values())) for share in shares]):
+        for members in blocks_of([set(map(_layer_of, share.names.values())) for share in shares]):
             own = [shares[index] for index in members]
             names = {name for share in own for name in share.names.values()}
-            bound = sum(self._layer_bounds[layer] ** 2 for layer in set(map(layer_of, names))) ** 0.5
+            bound = sum(self._layer_bounds[layer] ** 2 for layer in set(map(_layer_of, names))) ** 0.5
             self._clipped_together.append((names, bound))
-            coefficients = self._coefficients(sum_of([share.squared for share in own]).sqrt(), bound, usable)
+            coefficients = self._coefficients(sum_of([share.squared for share in own]).sqrt(), bound)
             for index in members:
                 found[index] = coefficients
         return found
 
-    _coefficients = staticmethod(clipping_coefficients)
+    @staticmethod
+    def _coefficients(norms: Tensor, bound: float) -> Tensor:
+        """min(1, C/‖g‖)."""
+        return bound / norms.clamp(min=bound)
 
     def _factors(self) -> Mapping[str, Tensor]:
         """The factors of parameters whose per-example gradients are formed and multiplied, by parameter name."""
@@ -355,6 +370,58 @@ class ClippedGradients:
     def _contributions(self, gradients: Tensor) -> Tensor:
         """What clipped gradients of a parameter, (examples, *shape), add to the sum, each by itself."""
         return gradients
+
+
+class ClippedRowNorms(ClippedGradients):
+    """Σᵢ ‖row r of clip(gᵢ, C)‖ for every row r, the first dimension, of every trainable parameter.
+
+    Used like :class:`ClippedGradients`, whose arguments it takes; ``sums`` holds one number per row. Every example's gradient
+    is formed, so a pass costs more than one of ``ClippedGradients``.
+
+    Formal guarantees: for batches that differ by adding or removing one example, ``sums``, read as one vector over all
+    rows of all parameters, differ by at most ``sensitivity`` = C in L2 norm. The difference is the vector of row norms of that
+    example's clipped gradient, and its squared norm is Σᵣ ‖row r‖² = ‖clip(gᵢ, C)‖² ≤ C². So the Gaussian mechanism that
+    protects the sum of clipped gradients protects these sums too, with the same noise per number, and a step that publishes
+    them instead of the gradients costs the same. Everything else is as for ``ClippedGradients``.
+
+    >>> model = nn.Linear(2, 3, bias=False)
+    >>> engine = ClippedRowNorms(model, lambda model, x: model(x).square().sum(1), max_grad_norm=1.0)
+    >>> norms = engine.accumulate(torch.ones(4, 2))
+    >>> engine.sums["weight"].shape, engine.sensitivity
+    (torch.Size([3]), 1.0)
+    """
+
+    def __init__(self, model: nn.Module, per_example_loss: PerExampleLoss, *, max_grad_norm: float, **options: Any) -> None:
+        super().__init__(model, per_example_loss, max_grad_norm=max_grad_norm, **options)
+        for name, parameter in self._trainable.items():
+            if parameter.dim() == 0:
+                raise InputError(f"parameter {name!r} is a single number and has no rows; freeze it with requires_grad_(False)")
+        self._ones = {name: torch.ones_like(parameter, requires_grad=False) for name, parameter in self._trainable.items()}
+
+    def _factors(self) -> Mapping[str, Tensor]:
+        # A factor of one has every example's gradient formed, whatever the layer's cheapest strategy would be.
+        return {**self._ones, **self._scale}
+
+    def _zeros(self, parameter: nn.Parameter) -> Tensor:
+        return super()._zeros(parameter).new_zeros(len(parameter) if parameter.dim() else 1)
+
+    def _sums_of(self, call: Clippable, coefficients: Tensor) -> Mapping[str, Tensor]:
+        assert isinstance(call, JointCall), "scaled gradients are always formed"
+        return call.weighted(coefficients, self._contributions)
+
+    def _contributions(self, gradients: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(gradients.reshape(*gradients.shape[:2], -1), dim=2)
+
+
+def _layer_bounds(parameters: Iterable[str], bound: float) -> dict[str, float]:
+    """The clipping norms C_l of the parameters' layers, all equal, with Σ C_l² = C²."""
+    layers = dict.fromkeys(map(_layer_of, parameters))
+    return dict.fromkeys(layers, bound / math.sqrt(len(layers)))
+
+
+def _layer_of(parameter: str) -> str:
+    """The name of the module that owns a parameter."""
+    return parameter.rpartition(".")[0]
 
 
 def _shape_of(batch: Any) -> Any:

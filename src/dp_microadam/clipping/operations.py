@@ -1,16 +1,20 @@
 """Per-example gradients of one operation that combines shared parameters with rows of examples.
 
 With δ the gradient of the operation's result, an example's gradient of a shared operand follows from its own rows of δ.
-Additions, products and linear maps have formulas; any other operation is repeated for each example alone and
-differentiated by torch.func. An operand that was itself computed from parameters passes the gradient on through
-its graph.
+Additions have a formula; any other operation is repeated for each example alone and differentiated by torch.func. An operand
+that was itself computed from parameters passes the gradient on through its graph.
+
+While a model is recorded, its parameters are stand-ins, whose operations are observed one by one. What is computed from
+parameters alone (a resized position embedding, a gathered table, a normalized weight) stays shared: it is the same
+for every example and keeps its graph. The first operation whose result has rows for each example is the use of the
+parameter that counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +22,22 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dp_microadam.clipping.cost import Estimate
-from dp_microadam.clipping.outer_product import PIECE_CPU, PIECE_GPU
+from dp_microadam.clipping.outer_product import piece_elements
 from dp_microadam.clipping.rules.embedding import EmbeddingCall
-from dp_microadam.clipping.rules.linear import LinearCall, LinearRule
-from dp_microadam.clipping.rules.rule import GradientRows, LayerCall, LayerRule, PartsCall, UnchangedInput, at_least_float32
-from dp_microadam.clipping.shared import SharedTensor, is_shared
+from dp_microadam.clipping.rules.linear import LinearRule
+from dp_microadam.clipping.rules.rule import (
+    GradientRows,
+    LayerCall,
+    LayerRule,
+    PartsCall,
+    RuleCall,
+    UnchangedInput,
+    at_least_float32,
+)
 from dp_microadam.errors import InputError
+
+if TYPE_CHECKING:
+    from dp_microadam.clipping.recording import Recording
 
 _SUMS = {
     torch.add,
@@ -33,7 +47,44 @@ _SUMS = {
     torch.Tensor.__radd__,
     torch.Tensor.__iadd__,
 }
-_PRODUCTS = {torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__}
+
+
+class SharedTensor(torch.Tensor):
+    """A tensor computed from parameters alone; operations on it are reported to the recording.
+
+    Attributes:
+        plain: the same values as an ordinary tensor, with the graph that leads to ``roots``.
+        roots: the leaves of that graph, by parameter name.
+    """
+
+    plain: Tensor
+    roots: Mapping[str, Tensor]
+    recording: Recording
+
+    @staticmethod
+    def standing_for(name: str, parameter: nn.Parameter, recording: Recording) -> SharedTensor:
+        root = parameter.detach().requires_grad_()
+        shared = SharedTensor.holding(root, {name: root}, recording)
+        shared._is_param = True  # isinstance(shared, nn.Parameter) still holds
+        return shared
+
+    @staticmethod
+    def holding(plain: Tensor, roots: Mapping[str, Tensor], recording: Recording) -> SharedTensor:
+        shared = plain.detach().as_subclass(SharedTensor)
+        shared.plain, shared.roots, shared.recording = plain, roots, recording
+        return shared
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        leaves, structure = tree_flatten((args, kwargs or {}))
+        recording = next(leaf.recording for leaf in leaves if is_shared(leaf))
+        return recording.operation(function, leaves, structure)
+
+
+def is_shared(value: Any) -> TypeGuard[SharedTensor]:
+    return type(value) is SharedTensor
 
 
 class OperationCall(PartsCall):
@@ -84,7 +135,7 @@ class OperationCall(PartsCall):
 
     def _examples_at_once(self, device: torch.device) -> int:
         size = sum(max(operand.plain.numel(), 1) for operand in self._operands)
-        return max(1, (4 * PIECE_CPU if device.type == "cpu" else PIECE_GPU) // size)
+        return max(1, 4 * piece_elements(device) // size)
 
 
 def is_root(operand: SharedTensor) -> bool:
@@ -105,38 +156,6 @@ class SumCall(OperationCall):
 
     def cotangents(self, deltas: Tensor, examples: slice) -> list[Tensor]:
         return [unbroadcast(deltas, operand.plain.shape) for operand in self._operands]
-
-
-class ProductCall(OperationCall):
-    """examples · parameter, elementwise."""
-
-    def __init__(self, operand: SharedTensor, rows: int, factor: Tensor) -> None:
-        super().__init__([operand], rows)
-        self._factor = UnchangedInput(next(iter(self.names)), factor)
-
-    def cotangents(self, deltas: Tensor, examples: slice) -> list[Tensor]:
-        factor = self._factor.read()[self.rows(examples)].unflatten(0, (-1, self.rows_per_example))
-        return [unbroadcast(deltas * factor, self._operands[0].plain.shape)]
-
-
-class LinearMapCall(OperationCall):
-    """F.linear with a weight or bias that was computed from parameters."""
-
-    def __init__(self, operands: Sequence[SharedTensor], rows: int, weight: Any, inputs: Tensor) -> None:
-        super().__init__(operands, rows)
-        self._weight = weight
-        self._inputs = UnchangedInput(next(iter(self.names)), inputs)
-
-    def cotangents(self, deltas: Tensor, examples: slice) -> list[Tensor]:
-        deltas = deltas.reshape(len(deltas), -1, deltas.shape[-1])
-        found = []
-        for operand in self._operands:
-            if operand is self._weight:
-                inputs = self._inputs.read()[self.rows(examples)]
-                found.append(deltas.transpose(1, 2) @ inputs.reshape(len(deltas), -1, inputs.shape[-1]))
-            else:
-                found.append(deltas.sum(1))
-        return found
 
 
 class CopyCall(OperationCall):
@@ -276,7 +295,7 @@ def with_batch_first(
 class OperationRule(LayerRule):
     """Represents an operation in the table of ``explain``."""
 
-    def observe(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> LayerCall:
+    def gradients(self, inputs: Tensor | None, deltas: Tensor, rows: int) -> dict[str, Tensor]:
         raise NotImplementedError("operations are observed by call_of_operation")
 
 
@@ -299,7 +318,7 @@ def _layer_like(
     if function is F.linear:
         rule = rules.setdefault(label, LinearRule(label, nn.Identity(), tuple(keys)))
         assert isinstance(rule, LinearRule)
-        call = LinearCall(rule, UnchangedInput(label, given["input"]) if "weight" in keys else None)
+        call = RuleCall(rule, UnchangedInput(label, given["input"]) if "weight" in keys else None)
     elif given.get("max_norm") is None and not given.get("scale_grad_by_freq"):
         call = EmbeddingCall(given["weight"].plain.shape, given.get("padding_idx"), given["input"])
     else:
@@ -317,18 +336,11 @@ def _by_formula(
     copied: SharedTensor | None,
 ) -> OperationCall:
     operands = [leaf for leaf in leaves if is_shared(leaf)]
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    others = [(leaf, own) for leaf, own in zip(tensors, given, strict=True) if not is_shared(leaf)]
-    args, kwargs = tree_unflatten(leaves, structure)
     if copied is not None:
         equal = function is torch.Tensor.expand or (function is torch.Tensor.repeat and len(operands[0].plain) == 1)
         if equal:
             copied = SharedTensor.holding(copied.plain[:1], copied.roots, copied.recording)
         return CopyCall(copied, rows, equal)
-    if function is F.linear and not is_shared(args[0]):
-        return LinearMapCall(operands, rows, args[1] if len(args) > 1 else kwargs["weight"], args[0])
-    if function in _SUMS and not kwargs:
+    if function in _SUMS and not tree_unflatten(leaves, structure)[1]:
         return SumCall(operands, rows)
-    if function in _PRODUCTS and len(operands) == 1 and others[0][1] and others[0][0].dim() >= operands[0].plain.dim():
-        return ProductCall(operands[0], rows, others[0][0])
     return RepeatedCall(function, leaves, structure, given, rows)

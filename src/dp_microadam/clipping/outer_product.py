@@ -53,48 +53,28 @@ def least_of_squares(extent: Tensor) -> Tensor:
     return UNDERFLOW * torch.finfo(extent.dtype).tiny * extent
 
 
-class UncertainNorms(NamedTuple):
-    """Norms that may have to be recomputed: those below the least that is trusted, of examples whose δ is not all zero.
-
-    ``present`` says which have such a δ; it is None on the CPU, where it is looked at later and for doubtful examples only.
-    """
-
-    norms: Tensor
-    least: Tensor
-    present: Tensor | None
+def any_flagged(found: Sequence[Tensor | None]) -> Tensor | None:
+    """The examples that one of these flags; None if there are no flags."""
+    flags = [one for one in found if one is not None]
+    return torch.stack(flags).any(0) if flags else None
 
 
-def any_uncertain(found: Sequence[UncertainNorms]) -> UncertainNorms | None:
-    """The examples of which at least one of these norms is uncertain; None if there are none."""
-    if len(found) < 2:
-        return found[0] if found else None
-    # An example may be flagged without need, if one norm is small and another's δ is present: it is then recomputed.
-    margins = torch.stack([one.norms - one.least for one in found]).amin(0)
-    present = [one.present for one in found if one.present is not None]
-    return UncertainNorms(margins, torch.zeros_like(margins), torch.stack(present).any(0) if present else None)
-
-
-def flagged_rows(flags: Tensor, count: int) -> Tensor:
-    """Indices of at least the ``count`` rows that are flagged, found without waiting for the device."""
-    return flags.nonzero().flatten() if flags.device.type == "cpu" else first_flagged(flags, count)
-
-
-def first_flagged(flags: Tensor, count: int) -> Tensor:
-    """The flagged rows in ascending order, then others, ``count`` in all."""
-    return flags.byte().argsort(descending=True, stable=True)[:count]
+def folded(rows: Tensor, rows_per_example: int) -> Tensor:
+    """The sum of each example's rows."""
+    return rows if rows_per_example == 1 else rows.unflatten(0, (-1, rows_per_example)).sum(1)
 
 
 class Factors(ABC):
     """Input and output gradient of one layer call, and the three things one can do with them."""
 
-    rows_per_example = 1
-
-    def __init__(self, inputs: Tensor, deltas: Tensor) -> None:
+    def __init__(self, inputs: Tensor, deltas: Tensor, rows_per_example: int = 1) -> None:
         self.inputs = inputs
         self.deltas = deltas
+        self.rows_per_example = rows_per_example
 
     def __len__(self) -> int:
-        return len(self.inputs)
+        """The number of examples."""
+        return len(self.inputs) // self.rows_per_example
 
     @abstractmethod
     def gradient_size(self) -> int:
@@ -112,13 +92,9 @@ class Factors(ABC):
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         """Σᵢ cᵢgᵢ by the library's ordinary weight-gradient kernel."""
 
-    def present(self, rows: slice | Tensor = slice(None)) -> Tensor:
+    def present(self, rows: Tensor) -> Tensor:
         """Which of these examples have an output gradient at all; those without have gᵢ = 0."""
-        return self.deltas[rows].flatten(1).any(1)
-
-    def remove(self, rows: Tensor) -> None:
-        self.inputs = self.inputs.index_fill(0, rows, 0)
-        self.deltas = self.deltas.index_fill(0, rows, 0)
+        return self.deltas.unflatten(0, (-1, self.rows_per_example))[rows].flatten(1).any(1)
 
 
 def squared_norms(rows: Tensor) -> Tensor:
@@ -163,9 +139,8 @@ class OuterProductSum:
         self._piece = piece_length(factors)
         self._kept: list[Tensor] = []
         self._measured: Measured | None = None
-        # Pieces of examples whose final gradient is formed on its own, and, for the strategy "keep", those gradients.
-        self._exceptions: list[Tensor] = []
-        self._explicit: list[Tensor] = []
+        # Pieces of examples whose final gradient is formed on its own.
+        self._exceptions: Sequence[Tensor] = ()
 
     def squared_norms(self) -> Tensor:
         """Squared norm of each example's final gradient; those that are uncertain are right after ``recompute``."""
@@ -175,55 +150,28 @@ class OuterProductSum:
                 self._factors = None
         return self._measured.norms
 
-    def uncertain(self) -> UncertainNorms | None:
-        """Which norms may have to be recomputed; None if all are trusted whatever their values."""
+    def uncertain(self) -> Tensor | None:
+        """Which norms have to be recomputed; None if all are trusted whatever their values."""
         assert self._measured is not None, "norms are measured first"
         norms, least = self._measured
-        if least is None:
-            return None
-        if norms.device.type == "cpu":
-            return UncertainNorms(norms, least, None)
-        # Of gradients that are kept, the least is zero where δ is: a part of the squares of the tensor that is summed.
-        return UncertainNorms(norms, least, least > 0 if self._strategy == "keep" else self.factors.present())
+        return None if least is None else norms < least
 
-    def recompute(self, flags: Tensor, count: int) -> None:
-        """Form the gradients of the ``count`` flagged examples, from which their norms and their part of the sum are taken."""
-        norms = self.squared_norms()
-        start = 0
-        if self._strategy == "keep":
-            for piece in self._kept:
-                inside = flagged_rows(flags[start : start + len(piece)], count)
-                if len(inside):
-                    self._exceptions.append(inside + start)
-                    self._explicit.append(self.finished(piece[inside]))
-                start += len(piece)
-        else:
-            rows = flagged_rows(flags, count)
-            rows = self._not_zero(rows) if rows.device.type == "cpu" else rows
-            self._exceptions = list(rows.split(self._piece)) if len(rows) else []
-        for index, rows in enumerate(self._exceptions):
-            norms.index_copy_(0, rows, squared_norms(self._final_gradients(index)))
+    def recompute(self, rows: Tensor) -> None:
+        """Form the gradients of these examples, from which their norms and their part of the sum are taken."""
+        if self._strategy != "keep":
+            rows = rows[self.factors.present(rows)]  # zero is not an uncertain norm
+        self._exceptions = rows.split(self._piece) if len(rows) else ()
+        for one in self._exceptions:
+            self.squared_norms().index_copy_(0, one, squared_norms(self._formed(one)))
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         """Σᵢ cᵢgᵢ."""
-        ordinary = coefficients.index_fill(0, torch.cat(self._exceptions), 0) if self._exceptions else coefficients
+        ordinary = coefficients.index_fill(0, torch.cat(list(self._exceptions)), 0) if self._exceptions else coefficients
         total = self._weigh_kept(ordinary) if self._strategy == "keep" else self.factors.weighted_sum(ordinary)
         total = self.finished(total.unsqueeze(0)).squeeze(0)
-        for index, rows in enumerate(self._exceptions):
-            weights, explicit = coefficients[rows], self._final_gradients(index)
-            left_out = (weights == 0).view(-1, *[1] * (explicit.dim() - 1))
-            total = total + torch.tensordot(weights, explicit.masked_fill(left_out, 0), dims=1)  # 0·∞ is NaN
+        for rows in self._exceptions:
+            total = total + torch.tensordot(coefficients[rows], self._formed(rows), dims=1)
         return total
-
-    def remove(self, rows: Tensor) -> None:
-        """Set what is kept of these examples to zero."""
-        if self._factors is not None:
-            self._factors.remove(rows)
-        gone = torch.zeros(self._count, dtype=torch.bool, device=rows.device).index_fill_(0, rows, True)
-        start = 0
-        for piece in self._kept:
-            piece.masked_fill_(gone[start : start + len(piece)].view(-1, *[1] * (piece.dim() - 1)), 0)
-            start += len(piece)
 
     def finished(self, gradients: Tensor) -> Tensor:
         """From G, (examples, *shape), to the parameter's gradient; the same thing unless overridden."""
@@ -245,19 +193,16 @@ class OuterProductSum:
         assert self._factors is not None, "factors are released once gradients are kept"
         return self._factors
 
-    def _final_gradients(self, index: int) -> Tensor:
-        """The final gradients of one piece of ``_exceptions``."""
-        return self._explicit[index] if self._explicit else self.finished(self.factors.per_example(self._exceptions[index]))
-
-    def _not_zero(self, rows: Tensor) -> Tensor:
-        """Those of the examples that have a gradient at all: zero is not an uncertain norm."""
-        return rows[self.factors.present(rows)]
+    def _formed(self, rows: Tensor) -> Tensor:
+        """The final gradients of these examples."""
+        if self._strategy != "keep":
+            return self.finished(self.factors.per_example(rows))
+        return self.finished(torch.stack([self._kept[row // self._piece][row % self._piece] for row in rows.tolist()]))
 
     def _direct_norms(self) -> Measured:
         norms, thresholds = [], []
-        step = self._piece
-        for start in range(0, self._count, step):
-            gradients = self.factors.per_example(slice(start, start + step))
+        for start in range(0, self._count, self._piece):
+            gradients = self.factors.per_example(slice(start, min(start + self._piece, self._count)))
             found, trusted = self.direct_norms_of(gradients)
             norms.append(found)
             thresholds += [] if trusted is None else [trusted]
@@ -266,16 +211,15 @@ class OuterProductSum:
         least = joined(thresholds) if thresholds else None
         if self._strategy == "keep":  # the tensor that is measured is the one that is summed
             return Measured(joined(norms), least)
-        inputs, deltas = squared_norms(self.factors.inputs), squared_norms(self.scaled_deltas())
+        rows = self.factors.rows_per_example
+        inputs, deltas = (folded(squared_norms(part), rows) for part in (self.factors.inputs, self.scaled_deltas()))
         of_terms = (OF_TERMS * inputs * deltas).maximum(least_of_squares(inputs + deltas))
         return Measured(joined(norms), of_terms if least is None else least.maximum(of_terms))
 
     def _weigh_kept(self, coefficients: Tensor) -> Tensor:
         total = torch.zeros_like(self._kept[0][0])
-        start = 0
-        for piece in self._kept:
-            total.view(-1).addmv_(piece.flatten(1).t(), coefficients[start : start + len(piece)])
-            start += len(piece)
+        for piece, own in zip(self._kept, coefficients.split(self._piece), strict=True):
+            total.view(-1).addmv_(piece.flatten(1).t(), own)
         return total
 
 
@@ -286,5 +230,9 @@ def joined(pieces: list[Tensor]) -> Tensor:
 
 def piece_length(factors: Factors) -> int:
     """How many examples' gradients to form at once."""
-    limit = PIECE_CPU if factors.inputs.device.type == "cpu" else PIECE_GPU
-    return max(1, limit // max(1, factors.gradient_size()))
+    return max(1, piece_elements(factors.inputs.device) // max(1, factors.gradient_size()))
+
+
+def piece_elements(device: torch.device) -> int:
+    """Elements of the gradients formed at once on this device."""
+    return PIECE_CPU if device.type == "cpu" else PIECE_GPU

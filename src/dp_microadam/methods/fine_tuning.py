@@ -78,7 +78,7 @@ class Sparta(Method):
     - ``scores="norms"``: a scoring step publishes, for every row r of all scored weights, Σᵢ ‖row r of clip(gᵢ, C)‖ with
       noise. One example changes these numbers by the norms of the rows of its clipped gradient, a vector of norm
       ‖clip(gᵢ, C)‖ ≤ C. So their sensitivity is C too, and the same noise protects them
-      (:class:`~dp_microadam.clipping.row_norms.ClippedRowNorms`). The score is their sum over steps. Gradients of different
+      (:class:`~dp_microadam.clipping.engine.ClippedRowNorms`). The score is their sum over steps. Gradients of different
       examples that cancel each other count here, but not with ``"sum"``.
 
     The third phase clips, sums and adds noise over the selected rows alone; which rows those are follows from the published

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_microadam.clipping.engine import ClippedGradients
-from dp_microadam.clipping.row_norms import ClippedRowNorms
+from dp_microadam.clipping.engine import ClippedGradients, ClippedRowNorms
 from dp_microadam.errors import InputError
 from dp_microadam.training.distributed import Ranks
 from dp_microadam.training.evaluation import PerExample

@@ -79,8 +79,7 @@ from dp_microadam.clipping.checks.examples import (
 from dp_microadam.clipping.checks.randomness import SeedAll, no_side_effects
 from dp_microadam.clipping.checks.state import values_unchanged
 from dp_microadam.clipping.precision import full_precision
-from dp_microadam.clipping.recording import Observed, Recording, Use
-from dp_microadam.clipping.rows import LEARNING_SIZES, RestartLearning
+from dp_microadam.clipping.recording import LEARNING_SIZES, Observed, Recording, RestartLearning, Use
 from dp_microadam.errors import InputError
 
 # The last example keeps its scale: its loss is not saturated, and shows what the large ones do to it.

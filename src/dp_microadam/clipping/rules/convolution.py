@@ -13,63 +13,17 @@ Where ``cost.py`` takes one group per example for slow, as with cuDNN, gradients
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import isfinite, prod
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dp_microadam.clipping.cost import Shapes, choose, costs_on, forms_by_patches
-from dp_microadam.clipping.outer_product import PIECE_GPU, Factors, Measured, OuterProductSum, measured_by_grams
-from dp_microadam.clipping.rules.rule import (
-    GradientRows,
-    LayerCall,
-    LayerRule,
-    PartsCall,
-    UnchangedInput,
-    at_least_float32,
-    folded,
-)
-
-
-class FoldedFactors(Factors):
-    """Factors of (examples · rows), example-major, as factors of examples. A few rows' gradients exist at a time.
-
-    Subclasses know the Gram matrices of an example's rows.
-    """
-
-    def __init__(self, factors: Factors, rows_per_example: int) -> None:
-        self._factors = factors
-        self.rows_per_example = rows_per_example
-        super().__init__(self._by_example(factors.inputs), self._by_example(factors.deltas))
-
-    def gradient_size(self) -> int:
-        return self._factors.gradient_size() * self.rows_per_example
-
-    def per_example(self, rows: slice | Tensor) -> Tensor:
-        count = self.rows_per_example
-        if isinstance(rows, slice):
-            return folded(self._factors.per_example(slice(rows.start * count, rows.stop * count)), count)
-        return folded(self._factors.per_example(self._rows_of(rows)), count)
-
-    def weighted_sum(self, coefficients: Tensor) -> Tensor:
-        return self._factors.weighted_sum(coefficients.repeat_interleave(self.rows_per_example))
-
-    def remove(self, rows: Tensor) -> None:
-        self._factors.remove(self._rows_of(rows))
-
-    def _by_example(self, tensor: Tensor) -> Tensor:
-        """An example's rows side by side as channels."""
-        return tensor.unflatten(0, (-1, self.rows_per_example)).flatten(1, 2)
-
-    def _rows_of(self, examples: Tensor) -> Tensor:
-        own = torch.arange(self.rows_per_example, device=examples.device)
-        return (examples.unsqueeze(1) * self.rows_per_example + own).flatten()
-
+from dp_microadam.clipping.cost import Shapes, costs_on, forms_by_patches
+from dp_microadam.clipping.outer_product import PIECE_GPU, Factors, Measured, folded, measured_by_grams
+from dp_microadam.clipping.rules.rule import OuterProductRule
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -104,32 +58,25 @@ def geometry_of(module: Convolution) -> tuple[Geometry, list[int]]:
     return geometry, [] if done_by_kernel or not any(margins) else margins
 
 
-@dataclass(frozen=True)
-class Layout:
-    """What a rule needs to know of a convolution besides its input: geometry, padding to apply beforehand, type and device."""
-
-    geometry: Geometry
-    margins: list[int]
-    itemsize: int
-    device_type: str
-
-    @classmethod
-    def of(cls, module: Convolution) -> Layout:
-        return cls(*geometry_of(module), module.weight.element_size(), module.weight.device.type)
-
-
 class ConvolutionFactors(Factors):
-    """a as (B, channels, *image) and δ as (B, outputs, *map)."""
+    """a as (B·r, channels, *image) and δ as (B·r, outputs, *map), with r consecutive images for each example."""
 
-    def __init__(self, inputs: Tensor, deltas: Tensor, geometry: Geometry) -> None:
-        super().__init__(inputs, deltas)
+    def __init__(self, inputs: Tensor, deltas: Tensor, geometry: Geometry, rows_per_example: int = 1) -> None:
+        super().__init__(inputs, deltas, rows_per_example)
         self.geometry = geometry
 
     def gradient_size(self) -> int:
-        return prod(self.geometry.weight_shape)
+        return prod(self.geometry.weight_shape) * self.rows_per_example
 
     def per_example(self, rows: slice | Tensor) -> Tensor:
-        inputs, deltas = self.inputs[rows], self.deltas[rows]
+        count = self.rows_per_example
+        if isinstance(rows, slice):
+            rows = slice(rows.start * count, rows.stop * count)
+        elif count > 1:
+            rows = (rows.unsqueeze(1) * count + torch.arange(count, device=rows.device)).flatten()
+        return folded(self._of_images(self.inputs[rows], self.deltas[rows]), count)
+
+    def _of_images(self, inputs: Tensor, deltas: Tensor) -> Tensor:
         costs = costs_on(inputs.device.type)
         if isfinite(costs.patches):
             shapes = convolution_shapes(self.geometry, inputs.shape[1:], inputs.element_size())
@@ -138,28 +85,30 @@ class ConvolutionFactors(Factors):
         return gradients_in_groups(inputs, deltas, self.geometry)
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
-        scaled = self.deltas * coefficients.view(-1, *[1] * (self.deltas.dim() - 1))
+        rows = self.rows_per_example
+        own = coefficients if rows == 1 else coefficients.repeat_interleave(rows)
+        scaled = self.deltas * own.view(-1, *[1] * (self.deltas.dim() - 1))
         return weight_gradient(self.inputs, scaled, self.geometry.weight_shape, self.geometry, self.geometry.groups)
 
-    def ghost(self, rows: int = 1) -> Measured:
-        """‖gᵢ‖² from Gram matrices, of examples with so many consecutive images each."""
+    def ghost(self) -> Measured:
         by_shifts = all(step == 1 for step in self.geometry.stride)
-        inputs, deltas = self._grams_by_shifts(rows) if by_shifts else self._grams_by_offsets(rows)
-        return measured_by_grams(inputs, deltas, len(self) // rows)
+        inputs, deltas = self._grams_by_shifts() if by_shifts else self._grams_by_offsets()
+        return measured_by_grams(inputs, deltas, len(self))
 
-    def _grouped(self, tensor: Tensor, rows: int) -> Tensor:
-        """(B·G, channels of a group, rows · pixels)."""
+    def _grouped(self, tensor: Tensor) -> Tensor:
+        """(B·G, channels of a group, r · pixels)."""
+        rows = self.rows_per_example
         if rows == 1:
             return tensor.reshape(len(tensor) * self.geometry.groups, -1, prod(tensor.shape[2:]))
         apart = tensor.reshape(-1, rows, self.geometry.groups, tensor.shape[1] // self.geometry.groups, prod(tensor.shape[2:]))
         return apart.permute(0, 2, 3, 1, 4).flatten(3).flatten(0, 1)
 
-    def _grams_by_shifts(self, rows: int) -> tuple[Tensor, Tensor]:
-        size = self.inputs.shape[2:]
-        inputs = _pairs_of_images(grams_of(self._grouped(self.inputs, rows)), rows).view(-1, *size, *size)
+    def _grams_by_shifts(self) -> tuple[Tensor, Tensor]:
+        size, rows = self.inputs.shape[2:], self.rows_per_example
+        inputs = _pairs_of_images(grams_of(self._grouped(self.inputs)), rows).view(-1, *size, *size)
         for dimension, length in enumerate(self.deltas.shape[2:]):
             inputs = self._sum_over_shifts(inputs, dimension, length)
-        deltas = grams_of(self._grouped(self.deltas, rows))
+        deltas = grams_of(self._grouped(self.deltas))
         if rows == 1:
             return inputs.reshape(deltas.shape), deltas
         positions = prod(self.deltas.shape[2:])
@@ -182,13 +131,13 @@ class ConvolutionFactors(Factors):
                 total.narrow(first, start, count).narrow(second, start, count).add_(shifted)
         return total
 
-    def _grams_by_offsets(self, rows: int) -> tuple[Tensor, Tensor]:
+    def _grams_by_offsets(self) -> tuple[Tensor, Tensor]:
         margins = [side for margin in reversed(self.geometry.padding) for side in (margin, margin)]
         images = F.pad(self.inputs, margins) if any(margins) else self.inputs
-        deltas = grams_of(self._grouped(self.deltas, rows))
+        deltas = grams_of(self._grouped(self.deltas))
         inputs = torch.zeros_like(deltas)
         for offset in product(*map(range, self.geometry.kernel)):
-            pixels = self._grouped(images[(slice(None), slice(None), *self._seen_at(offset))], rows)
+            pixels = self._grouped(images[(slice(None), slice(None), *self._seen_at(offset))])
             inputs.baddbmm_(pixels.transpose(1, 2), pixels)
         return inputs, deltas
 
@@ -219,19 +168,6 @@ def _pairs_of_images(grams: Tensor, rows: int) -> Tensor:
         return grams
     pixels = grams.shape[1] // rows
     return grams.view(-1, rows, pixels, rows, pixels).transpose(2, 3).reshape(-1, pixels, pixels)
-
-
-class FoldedConvolutions(FoldedFactors):
-    """Several images per example, whose Gram matrices have all pairs of them."""
-
-    images: ConvolutionFactors
-
-    def __init__(self, images: ConvolutionFactors, rows_per_example: int) -> None:
-        super().__init__(images, rows_per_example)
-        self.images = images
-
-    def ghost(self) -> Measured:
-        return self.images.ghost(self.rows_per_example)
 
 
 def gradients_in_groups(inputs: Tensor, deltas: Tensor, geometry: Geometry) -> Tensor:
@@ -292,76 +228,25 @@ def padded_shape(inputs: Tensor, margins: list[int]) -> torch.Size:
     return torch.Size(shape)
 
 
-class ConvolutionCall(PartsCall):
-    @property
-    def masks_rows(self) -> bool:  # type: ignore[override]
-        """A transposed convolution's outputs are not the rows of its weight."""
-        return not self._rule.module.transposed
-
-    def __init__(self, rule: ConvolutionRule, inputs: UnchangedInput | None) -> None:
-        super().__init__()
-        self._rule = rule
-        self._inputs = inputs
-
-    def squared_norms(self, output_gradient: Tensor) -> Tensor:
-        deltas = at_least_float32(output_gradient)
-        if "bias" in self._rule.trainable:
-            biases = self.masked(deltas, "bias", 1).flatten(2).sum(2)
-            self.parts["bias"] = GradientRows(folded(biases, self.rows_per_example))
-        if self._inputs is not None:
-            deltas = self.masked(deltas, "weight", 1)
-            factors, strategy = self._rule.factors_and_strategy(self._inputs.read(), deltas, self.rows_per_example)
-            self.parts["weight"] = OuterProductSum(factors, strategy)
-        del self._inputs
-        return self.norms_of_parts()
-
-    def per_example(self, output_gradient: Tensor, examples: slice) -> Mapping[str, Tensor]:
-        rows = self.rows(examples)
-        deltas = at_least_float32(output_gradient)[rows]
-        found = {"bias": deltas.flatten(2).sum(2)} if "bias" in self._rule.trainable else {}
-        if self._inputs is not None:
-            factors = self._rule.factors(self._inputs.read()[rows], deltas)
-            found["weight"] = factors.per_example(slice(0, len(deltas)))
-        return {key: folded(gradients, self.rows_per_example) for key, gradients in found.items()}
-
-
-class ConvolutionRule(LayerRule):
+class ConvolutionRule(OuterProductRule):
     module: Convolution
-    _layout: Layout | None = None
 
-    def install(self) -> None:
-        # While it is recorded, the weight is a stand-in whose attributes are slow: each is an operation that is observed.
-        self._layout = Layout.of(self.module)
+    def __init__(self, name: str, module: nn.Module, trainable: tuple[str, ...], forced_strategy: str | None = None) -> None:
+        super().__init__(name, module, trainable, forced_strategy)
+        self.geometry, self.margins = geometry_of(self.module)
 
-    def uninstall(self) -> None:
-        self._layout = None
-
-    @property
-    def layout(self) -> Layout:
-        return Layout.of(self.module) if self._layout is None else self._layout
-
-    def observe(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> LayerCall:
-        return ConvolutionCall(self, self.kept_input(args, kwargs, {"weight"}))
-
-    def factors(self, inputs: Tensor, deltas: Tensor) -> ConvolutionFactors:
-        layout = self.layout
-        if layout.margins:
+    def factors(self, inputs: Tensor, deltas: Tensor, rows: int) -> ConvolutionFactors:
+        if self.margins:
             mode = "constant" if self.module.padding_mode == "zeros" else self.module.padding_mode
-            inputs = F.pad(inputs, layout.margins, mode=mode)
-        return ConvolutionFactors(inputs, deltas, layout.geometry)
+            inputs = F.pad(inputs, self.margins, mode=mode)
+        return ConvolutionFactors(inputs, deltas, self.geometry, rows)
 
-    def factors_and_strategy(self, inputs: Tensor, deltas: Tensor, rows_per_example: int) -> tuple[Factors, str]:
-        """The factors of examples, which may have several rows each, and the strategy for them."""
-        factors = self.factors(inputs, deltas)
-        strategy = self.choose(factors.inputs.shape[1:], rows_per_example)
-        return factors if rows_per_example == 1 else FoldedConvolutions(factors, rows_per_example), strategy
+    def bias_gradients(self, deltas: Tensor, rows: int) -> Tensor:
+        return folded(deltas.flatten(2).sum(2), rows)
 
-    def choose(self, image_shape: torch.Size, rows_per_example: int = 1) -> str:
-        """The strategy for an input of this shape, without the batch and with the margins that are padded beforehand."""
-        layout = self.layout
-        shapes = convolution_shapes(layout.geometry, image_shape, layout.itemsize, rows_per_example)
-        self.estimate = choose(shapes, self.forced_strategy, costs_on(layout.device_type))
-        return self.estimate.strategy
+    def shapes(self, factors: Factors) -> Shapes:
+        inputs = factors.inputs
+        return convolution_shapes(self.geometry, inputs.shape[1:], inputs.element_size(), factors.rows_per_example)
 
 
 def convolution_shapes(geometry: Geometry, image_shape: torch.Size, itemsize: int, rows: int = 1) -> Shapes:
@@ -393,7 +278,9 @@ def convolution_shapes(geometry: Geometry, image_shape: torch.Size, itemsize: in
 
 
 class TransposedConvolutionRule(ConvolutionRule):
-    def factors(self, inputs: Tensor, deltas: Tensor) -> ConvolutionFactors:
+    masks_rows = False  # rows of the weight belong to inputs
+
+    def factors(self, inputs: Tensor, deltas: Tensor, rows: int) -> ConvolutionFactors:
         # Output padding of a stride or more leaves room for further positions of the convolution, where nothing came from.
         more = [side for p, s in zip(self.module.output_padding, self.module.stride, strict=True) for side in (p // s, 0)][::-1]
-        return ConvolutionFactors(deltas, F.pad(inputs, more) if any(more) else inputs, self.layout.geometry)
+        return ConvolutionFactors(deltas, F.pad(inputs, more) if any(more) else inputs, self.geometry, rows)

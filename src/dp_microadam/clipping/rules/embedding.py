@@ -19,7 +19,6 @@ class EmbeddingCall(LayerCall):
         self._table = table
         self._padding_idx = padding_idx
         self._indices = indices.detach().clone()
-        self._examples = 0
         self._rows = self._owners = self._entries = torch.empty(0)
 
     def occurrences(self, output_gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,7 +33,6 @@ class EmbeddingCall(LayerCall):
 
     def squared_norms(self, output_gradient: Tensor) -> Tensor:
         indices, deltas = self.occurrences(output_gradient)
-        self._examples = len(indices)
         owners = torch.arange(len(indices), device=indices.device).view(-1, 1).expand_as(indices)
         keys, positions = distinct((owners * self._table[0] + indices).flatten())
         self._rows = deltas.new_zeros(len(keys), self._table[1]).index_add_(0, positions, deltas.flatten(0, 1))
@@ -48,36 +46,25 @@ class EmbeddingCall(LayerCall):
         scaled = self._rows * coefficients[self._owners].unsqueeze(1)
         return {"weight": total.index_add_(0, self._entries, scaled)}
 
-    def remove(self, rows: Tensor) -> None:
-        gone = torch.zeros(self._examples, dtype=torch.bool, device=rows.device).index_fill_(0, rows, True)
-        self._rows = self._rows.masked_fill(gone[self._owners].unsqueeze(1), 0)
-
     def per_example(self, output_gradient: Tensor, examples: slice) -> Mapping[str, Tensor]:
         indices, deltas = (part[examples] for part in self.occurrences(output_gradient))
         gradients = deltas.new_zeros(len(indices), *self._table)
         return {"weight": gradients.scatter_add_(1, indices.unsqueeze(2).expand_as(deltas), deltas)}
 
     @classmethod
-    def joined(cls, calls: Sequence[tuple[LayerCall, Tensor]]) -> tuple[LayerCall, Tensor] | None:
+    def joined(cls, calls: Sequence[tuple[EmbeddingCall, Tensor]]) -> tuple[LayerCall, Tensor] | None:
         """Occurrences of all calls side by side."""
-        own = [(call, gradient) for call, gradient in calls if isinstance(call, EmbeddingCall)]
-        parts = [call.occurrences(gradient) for call, gradient in own]
+        parts = [call.occurrences(gradient) for call, gradient in calls]
         indices = torch.cat([indices for indices, _ in parts], 1)
-        return EmbeddingCall(own[0][0]._table, None, indices), torch.cat([deltas for _, deltas in parts], 1)
+        return EmbeddingCall(calls[0][0]._table, None, indices), torch.cat([deltas for _, deltas in parts], 1)
 
 
 def distinct(keys: Tensor) -> tuple[Tensor, Tensor]:
     """Keys of at least zero without repetitions, in ascending order, and the place of each given one among them.
 
-    On the CPU that is :func:`torch.unique`. How many there are is not known on a GPU without waiting for it: there, the result
-    is as long as the keys, and ends in zeros that no place refers to.
+    Unlike :func:`torch.unique`, it does not wait for a GPU to say how many there are: the result is as long as the keys, and
+    ends in zeros that no place refers to.
     """
-    if keys.device.type == "cpu":
-        return torch.unique(keys, return_inverse=True)
-    return _distinct_padded(keys)
-
-
-def _distinct_padded(keys: Tensor) -> tuple[Tensor, Tensor]:
     ascending, order = keys.sort()
     ranks = torch.zeros_like(keys)
     ranks[1:] = (ascending[1:] != ascending[:-1]).cumsum(0)
@@ -86,6 +73,9 @@ def _distinct_padded(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 class EmbeddingRule(LayerRule):
     module: nn.Embedding | nn.EmbeddingBag
+
+    def gradients(self, inputs: Tensor | None, deltas: Tensor, rows: int) -> dict[str, Tensor]:
+        raise NotImplementedError("a call forms gradients of the indices it was given")
 
     def observe(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> LayerCall:
         refuse_batch_counts(self.name, self.module)

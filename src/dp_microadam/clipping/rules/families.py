@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from dp_microadam.clipping.recording import Observed
-from dp_microadam.clipping.rows import RowTable
+from dp_microadam.clipping.recording import Observed, RowTable
 from dp_microadam.clipping.rules.convolution import ConvolutionRule, TransposedConvolutionRule
 from dp_microadam.clipping.rules.embedding import EmbeddingBagRule, EmbeddingRule
 from dp_microadam.clipping.rules.linear import LinearRule, TransposedLinearRule

@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dp_microadam.clipping.outer_product import OF_SQUARES, Factors, Measured, OuterProductSum, squared_norms
-from dp_microadam.clipping.rules.convolution import ConvolutionFactors, ConvolutionRule, FoldedConvolutions, padded_shape
-from dp_microadam.clipping.rules.rule import GradientRows, LayerCall, PartsCall, UnchangedInput, at_least_float32, folded
+from dp_microadam.clipping.outer_product import OF_SQUARES, Factors, Measured, OuterProductSum, folded, squared_norms
+from dp_microadam.clipping.rules.convolution import ConvolutionFactors, ConvolutionRule, convolution_shapes, padded_shape
+from dp_microadam.clipping.rules.rule import GradientRows, KeptGradients, LayerCall, RuleCall, UnchangedInput, at_least_float32
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 
 
@@ -98,19 +98,16 @@ class StandardizedSum(OuterProductSum):
         return self._projection.squared_norms(whole, along_ones, along_filter), OF_SQUARES * whole
 
     def scaled_deltas(self) -> Tensor:
-        slope = self._projection.slope.repeat(self.factors.rows_per_example)
-        return self.factors.deltas * slope.view(-1, 1, 1)
+        return self.factors.deltas * self._projection.slope.view(-1, 1, 1)
 
     def ghost_norms(self) -> Measured:
-        rows = self.factors.rows_per_example
-        factors = self.factors.images if isinstance(self.factors, FoldedConvolutions) else self.factors
+        factors, rows = self.factors, self.factors.rows_per_example
         assert isinstance(factors, ConvolutionFactors)
         assert self._ungained is not None
         along_filter = folded((factors.deltas * self._ungained).flatten(2).sum(2), rows)
         self._ungained = None
         self._along_filter.append(along_filter)
-        scaled = factors.deltas * self._projection.slope.view(-1, 1, 1)
-        whole = ConvolutionFactors(factors.inputs, scaled, factors.geometry).ghost(rows)
+        whole = ConvolutionFactors(factors.inputs, self.scaled_deltas(), factors.geometry, rows).ghost()
         norms = self._projection.squared_norms(whole.norms, folded(sums_of_gradients(factors), rows), along_filter)
         least = OF_SQUARES * whole.norms
         return Measured(norms, least if whole.least is None else least.maximum(whole.least))
@@ -126,77 +123,74 @@ def sums_of_gradients(factors: ConvolutionFactors) -> Tensor:
     return (deltas @ sums.flatten(2).unsqueeze(3)).flatten(1)
 
 
-class StandardizedCall(PartsCall):
+class StandardizedCall(RuleCall):
+    rule: WeightStandardizedRule
+
     def __init__(self, rule: WeightStandardizedRule, inputs: UnchangedInput | None, ungained: Tensor | None) -> None:
-        super().__init__()
-        self._rule = rule
-        self._projection = rule.projection
-        self._inputs = inputs
+        super().__init__(rule, inputs)
         self._ungained = ungained
 
-    def squared_norms(self, output_gradient: Tensor) -> Tensor:
-        deltas = at_least_float32(output_gradient)
-        if "bias" in self._rule.trainable:
-            self.parts["bias"] = GradientRows(folded(deltas.flatten(2).sum(2), self.rows_per_example))
-        if self._inputs is not None:
-            factors, strategy = self._rule.factors_and_strategy(self._inputs.read(), deltas, self.rows_per_example)
-            if strategy == "ghost" and self._ungained is None:  # which was not the choice for one row, at the forward pass
+    def parts_of(self, inputs: Tensor | None, deltas: Tensor) -> Mapping[str, KeptGradients]:
+        rule, ungained, self._ungained = self.rule, self._ungained, None
+        parts = rule.parts(None, deltas, self.rows_per_example, {})
+        if inputs is not None:
+            factors = rule.factors(inputs, deltas, self.rows_per_example)
+            strategy = rule.choose(rule.shapes(factors), inputs.device)
+            if strategy == "ghost" and ungained is None:  # which was not the choice for one row, at the forward pass
                 strategy = "drop"
-            weight = StandardizedSum(factors, strategy, self._rule.projection, self._ungained)
+            weight = StandardizedSum(factors, strategy, rule.projection, ungained)
             weight.squared_norms()  # which also finds the gain's gradients
-            if "gain" in self._rule.trainable:
-                self.parts["gain"] = GradientRows(weight.gain_gradients())
-            if "weight" in self._rule.trainable:
-                self.parts["weight"] = weight
-        del self._inputs, self._ungained
-        return self.norms_of_parts()
-
-    def per_example(self, output_gradient: Tensor, examples: slice) -> Mapping[str, Tensor]:
-        rows = self.rows(examples)
-        deltas = at_least_float32(output_gradient)[rows]
-        found = {"bias": deltas.flatten(2).sum(2)} if "bias" in self._rule.trainable else {}
-        if self._inputs is not None:
-            projection = self._projection
-            gradients = self._rule.factors(self._inputs.read()[rows], deltas).per_example(slice(0, len(deltas)))
-            if "gain" in self._rule.trainable:
-                found["gain"] = projection.unit * projection.coordinates(gradients)[1]
-            if "weight" in self._rule.trainable:
-                found["weight"] = projection.weight_gradients(gradients)
-        return {key: folded(values, self.rows_per_example) for key, values in found.items()}
+            if "gain" in rule.trainable:
+                parts["gain"] = GradientRows(weight.gain_gradients())
+            if "weight" in rule.trainable:
+                parts["weight"] = weight
+        return parts
 
 
 class WeightStandardizedRule(ConvolutionRule):
     """Replaces the layer's forward while it is recorded: filters are standardized once for forward and backward pass."""
 
     module: WeightStandardizedConv2d
-    projection: Projection
+    needs_input = frozenset({"weight", "gain"})
+    masks_rows = False
+    _projection: Projection | None = None
+    _ungained: Tensor | None = None
 
     def install(self) -> None:
-        super().install()
-        self.projection = Projection(self.module)
-        self._ungained: Tensor | None = None
+        self._projection = Projection(self.module)
         self.module.forward = self._forward  # type: ignore[method-assign]
 
     def uninstall(self) -> None:
-        super().uninstall()
         del self.module.forward
-        del self.projection
-        self._ungained = None
+        self._projection = self._ungained = None
+
+    @property
+    def projection(self) -> Projection:
+        return Projection(self.module) if self._projection is None else self._projection
 
     def observe(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> LayerCall:
         ungained, self._ungained = self._ungained, None
-        return StandardizedCall(self, self.kept_input(args, kwargs, {"weight", "gain"}), ungained)
+        return StandardizedCall(self, self.kept_input(args, kwargs), ungained)
+
+    def gradients(self, inputs: Tensor | None, deltas: Tensor, rows: int) -> dict[str, Tensor]:
+        found = super().gradients(inputs, deltas, rows)
+        if inputs is not None:
+            projection, of_filters = self.projection, found.pop("weight")
+            if "gain" in self.trainable:
+                found["gain"] = projection.unit * projection.coordinates(of_filters)[1]
+            if "weight" in self.trainable:
+                found["weight"] = projection.weight_gradients(of_filters)
+        return found
 
     def _forward(self, input: Tensor) -> Tensor:
         module = self.module
         filters = self.projection.filters.view_as(module.weight).to(module.weight.dtype)
         gain = self.projection.gain.to(module.weight.dtype).view(-1, 1, 1)
-        if (
-            not {"weight", "gain"}.isdisjoint(self.trainable)
-            and self.choose(padded_shape(input, self.layout.margins)) == "ghost"
-        ):
-            ungained = module._conv_forward(input, filters, None)
-            self._ungained = at_least_float32(ungained)
-            shift = torch.zeros_like(gain) if module.bias is None else module.bias.view(-1, 1, 1)
-            return torch.addcmul(shift, ungained, gain)
+        if not self.needs_input.isdisjoint(self.trainable):
+            shapes = convolution_shapes(self.geometry, padded_shape(input, self.margins), input.element_size())
+            if self.choose(shapes, input.device) == "ghost":
+                ungained = module._conv_forward(input, filters, None)
+                self._ungained = at_least_float32(ungained)
+                shift = torch.zeros_like(gain) if module.bias is None else module.bias.view(-1, 1, 1)
+                return torch.addcmul(shift, ungained, gain)
         return module._conv_forward(input, filters * gain.unsqueeze(3), module.bias)
