@@ -192,7 +192,7 @@ def test_options_of_another_optimizer_are_refused():
 def test_every_ablation_that_the_documentation_lists_is_taken_by_a_recipe():
     page = (Path(__file__).parents[2] / "docs" / "methods.md").read_text(encoding="utf-8")
     cells = re.findall(r"^\|[^|]+\| (`\w+ = [^|]+) \|", page.partition("## DP-MicroAdam and its ablations")[2], re.MULTILINE)
-    assert "`error_feedback = false`" in cells
+    assert "`quantize = false`" in cells
     for cell in cells:
         options = tomllib.loads("\n".join(re.findall(r"`(\w+ = [^`]+)`", cell)))
         base = {"name": "x", "data": "digits", "model": "mlp", "epsilon": 8.0, "steps": 12, "batch_size": 64}

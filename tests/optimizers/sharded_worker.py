@@ -23,7 +23,7 @@ from dp_microadam.optimizers.tensor_adam import TensorAdam
 OPTIONS = {
     "block": {"density": 0.1, "weight_decay": 0.01},
     "plain": {"density": 0.1, "fused": False},
-    "window": {"density": 0.1, "window": 3, "bias_correction": "steady"},
+    "window": {"density": 0.1, "window": 3, "bias_correction": "window"},
     "tensor": {"density": 0.1, "scope": "tensor", "quantize": False},
 }
 

@@ -61,7 +61,6 @@ _MICRO_ADAM_OPTIONS = (
     "window",
     "scope",
     "quantize",
-    "error_feedback",
     "bias_correction",
     "fused",
 )

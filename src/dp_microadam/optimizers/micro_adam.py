@@ -20,7 +20,7 @@ With ``quantize=False`` values and residual are float32: the algorithm without r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -43,8 +43,6 @@ from dp_microadam.validation import (
 BLOCK = 32_768
 """Coordinates of a block: as many as int16 can index."""
 
-CORRECTIONS = ("paper", "steady", "window")
-
 _ROWS_AT_ONCE = 1024
 """Blocks that the plain path updates at once, which bounds its scratch memory."""
 
@@ -65,19 +63,17 @@ class MicroAdam(ExactStateOptimizer):
             experiments. Indices of larger tensors then take four bytes.
         quantize: keep the residual in 4 bits and selected values in bfloat16; ``False`` keeps both in float32, as in the
             paper's experiments.
-        error_feedback: ``False`` discards what a step did not select. For ablations.
         bias_correction: ``"paper"`` divides moments by 1 − βᵗ although the window forgets, so that v̂ settles near
-            ``window``·(1 − β₂) of its dense value, and steps grow over the first few thousand; ``"steady"`` takes steps of that
-            final size from the start; ``"window"`` divides by 1 − β^min(t, window), which needs 6.5 times the learning rate.
-        fused: ``None`` uses the compiled kernel for float32 parameters on the CPU if Numba is installed, ``scope`` is
-            ``"block"`` and the residual is quantized, and plain torch otherwise; ``False`` always uses plain torch; ``True``
-            requires the kernel.
+            ``window``·(1 − β₂) of its dense value, and steps grow over the first few thousand; ``"window"`` divides by
+            1 − β^min(t, window), which needs 6.5 times the learning rate.
+        fused: use the compiled kernel where it can run: float32 parameters on the CPU, Numba installed, ``scope="block"`` and
+            ``quantize=True``. Plain torch computes everything else.
 
     Sharded parameters (DTensors, as FSDP2 creates them): each rank updates its own shard; no communication is needed. Blocks do
     not cross shards, so the selection depends on the world size.
 
-    A parameter without a gradient is skipped, and its window does not advance. ``density``, ``window``, ``scope``, ``quantize``
-    and ``error_feedback`` cannot be changed once training has begun.
+    A parameter without a gradient is skipped, and its window does not advance. ``density``, ``window``, ``scope`` and
+    ``quantize`` cannot be changed once training has begun.
 
     >>> weights = torch.nn.Parameter(torch.zeros(1000))
     >>> optimizer = MicroAdam([weights], lr=0.01, density=0.1)
@@ -100,9 +96,8 @@ class MicroAdam(ExactStateOptimizer):
         window: int = 10,
         scope: str = "block",
         quantize: bool = True,
-        error_feedback: bool = True,
         bias_correction: str = "paper",
-        fused: bool | None = None,
+        fused: bool = True,
     ) -> None:
         options = {name: value for name, value in locals().items() if name not in ("self", "params", "__class__")}
         super().__init__(params, options)
@@ -117,25 +112,18 @@ class MicroAdam(ExactStateOptimizer):
         loss = evaluate(closure)
         prepared = [(group, list(self._tensors(group))) for group in self.param_groups]  # nothing has changed if one is refused
         for group, tensors in prepared:
-            for one in tensors:
-                one.state["step"] += 1
+            for weight, gradient, state in tensors:
+                state["step"] += 1
                 if group["weight_decay"]:
-                    one.weight.mul_(1 - float(group["lr"]) * group["weight_decay"])
-            here = [one for one in tensors if one.weight.numel() > 0]  # of a sharded one this rank may have nothing
-            fast = [one for one in here if one.fused]
-            if fast:
-                kernel = _kernel()
-                assert kernel is not None
-                kernel.update(
-                    [(*one[:3], _pieces(one.weight.numel(), group)[0].kept, _factors(one.state, group)) for one in fast], group
-                )
-            rest = [one for one in here if not one.fused]
-            for device in dict.fromkeys(one.weight.device for one in rest):
-                for batch in _batches([one for one in rest if one.weight.device == device], group):
-                    _update(batch, group)
+                    weight.mul_(1 - float(group["lr"]) * group["weight_decay"])
+                kernel = _kernel_for(weight, group)
+                if kernel is not None:
+                    kernel.update(weight, gradient, state, group, _factors(state, group), _layout_of(group, BLOCK).per_block)
+                elif weight.numel():  # of a sharded one this rank may have nothing
+                    _update(weight, gradient, state, group)
         return loss
 
-    def _tensors(self, group: dict[str, Any]) -> Iterator[_Tensor]:
+    def _tensors(self, group: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor, State]]:
         """Local weights, gradients and states of the parameters of a group that have a gradient."""
         for param in group["params"]:
             if param.grad is None or param.numel() == 0:
@@ -146,30 +134,23 @@ class MicroAdam(ExactStateOptimizer):
                     f"a parameter of {weight.dtype} has a gradient with layout {gradient.layout}; MicroAdam takes real "
                     "parameters with dense gradients"
                 )
-            if gradient.shape != weight.shape:
-                raise InputError(
-                    f"a gradient has shape {tuple(gradient.shape)}; it must be the parameter's, {tuple(weight.shape)}"
-                )
-            unsuitable = _unsuitable(weight, group)
-            if group["fused"] and unsuitable:
-                raise InputError(f"fused is True, but {unsuitable}; use fused=None or fused=False")
-            yield _Tensor(weight, gradient, self._local_state(param, group), not unsuitable and group["fused"] is not False)
+            yield weight, gradient, self._local_state(param, group)
 
     def _local_state(self, param: Tensor, group: dict[str, Any]) -> State:
         """The state of the local shard, whose tensors are views of ``self.state[param]``."""
         state = self.state[param]
-        wanted = _entries(_stored_size(param), _Form.of(group))
+        entries = _layout_of(group, _stored_size(param)).entries
         if not state:
             state["step"] = torch.zeros((), dtype=torch.int64)
-            for name, (shape, dtype) in wanted.items():
+            for name, (shape, dtype) in entries.items():
                 if is_sharded(param):
                     state[name] = sharded_zeros(param, math.prod(shape), dtype)
                 else:
                     state[name] = torch.zeros(shape, dtype=dtype, device=param.device)
-        _refuse_mismatch(param, state, wanted)
+        _refuse_mismatch(param, state, entries)
         if not is_sharded(param):
             return state
-        own = _entries(local_shard(param).numel(), _Form.of(group))
+        own = _layout_of(group, local_shard(param).numel()).entries
         return {"step": state["step"]} | {name: local_row(state[name], shape) for name, (shape, _) in own.items()}
 
     def _refuse_to_load(self, saved: dict[str, Any]) -> None:
@@ -180,13 +161,13 @@ class MicroAdam(ExactStateOptimizer):
             for param, name in zip(group["params"], given["params"], strict=False):
                 state = saved["state"].get(name)
                 if state:
-                    _refuse_mismatch(param, state, _entries(_stored_size(param), _Form.of(given)), anywhere=True)
+                    _refuse_mismatch(param, state, _layout_of(given, _stored_size(param)).entries, anywhere=True)
 
     def residual(self, param: Tensor) -> Tensor | None:
         """The residual of error feedback: what the last step did not select and the next one adds to the gradient.
 
-        A flat, decoded copy; None before the first step and without error feedback. For a sharded parameter this and the
-        methods below return values of the local shard.
+        A flat, decoded copy; None before the first step. For a sharded parameter this and the methods below return values of
+        the local shard.
         """
         state = self._state_of(param)
         if "codes" in state:
@@ -196,26 +177,19 @@ class MicroAdam(ExactStateOptimizer):
     def window(self, param: Tensor) -> tuple[Tensor, Tensor]:
         """The coordinates and float32 values selected by the last steps, one row per step, newest first."""
         state, group = self._state_of(param), self._group_of(param)
-        step = int(state["step"])
+        step, layout = int(state["step"]), _layout_of(group, local_shard(param).numel())
         slots = [(step - 1 - age) % group["window"] for age in range(min(step, group["window"]))]
-        starts = [
-            piece.start + row * piece.length
-            for piece in _pieces(local_shard(param).numel(), group)
-            for row in range(piece.rows)
-            for _ in range(piece.kept)
-        ]
         indices: Tensor = state["indices"]
-        return indices[slots].long() + torch.tensor(starts, device=indices.device), state["values"][slots].float()
+        starts = torch.arange(indices.shape[1], device=indices.device) // layout.per_block * layout.block
+        return indices[slots].long() + starts, state["values"][slots].float()
 
     def second_moment(self, param: Tensor) -> Tensor | None:
         """v̂ of the last step, dense and in float32, which is zero outside of the window; None before the first step."""
         if not self.state.get(param):
             return None
-        weights = _factors(self._state_of(param), self._group_of(param))[1]
-        found = torch.zeros(local_shard(param).shape, device=local_shard(param).device)
-        for weight, coordinates, values in zip(weights, *self.window(param), strict=False):
-            found.view(-1).index_add_(0, coordinates, values.square() * weight)
-        return found
+        state, group, own = self._state_of(param), self._group_of(param), local_shard(param)
+        rows = [_moments(state, group, rows)[1] for rows in _layout_of(group, own.numel()).rows()]
+        return torch.cat([*rows, own.new_zeros(0, dtype=torch.float32)]).view(own.shape)
 
     def state_bytes(self) -> int:
         """Size of the optimizer state in this process, in bytes."""
@@ -229,75 +203,79 @@ class MicroAdam(ExactStateOptimizer):
         return next(group for group in self.param_groups if any(other is param for other in group["params"]))
 
 
-class _Tensor(NamedTuple):
-    """What is updated, with its gradient and its state, which has counted the update; ``fused``: by the kernel."""
-
-    weight: Tensor
-    gradient: Tensor
-    state: State
-    fused: bool
-
-
-class _Piece(NamedTuple):
-    """Consecutive blocks of equal length: ``rows`` of them from coordinate ``start``, whose selection begins at ``first``."""
+class _Rows(NamedTuple):
+    """Consecutive blocks of equal length: ``blocks`` of them from coordinate ``start``, whose selection begins at ``first``."""
 
     start: int
-    rows: int
+    blocks: int
     length: int
-    kept: int
     first: int
+    kept: int
+
+    @property
+    def span(self) -> slice:
+        return slice(self.start, self.start + self.blocks * self.length)
+
+    @property
+    def buckets(self) -> slice:
+        return slice(self.start // BUCKET, -(-self.span.stop // BUCKET))
+
+    @property
+    def columns(self) -> slice:
+        return slice(self.first, self.first + self.blocks * self.kept)
 
 
-class _Form(NamedTuple):
-    """The options of a group that shape the state."""
+class _Layout(NamedTuple):
+    """How ``size`` coordinates are divided into blocks, and shape and dtype of the state's tensors."""
 
+    size: int
     density: float
     window: int
     scope: str
     quantize: bool
-    error_feedback: bool
 
-    @classmethod
-    def of(cls, group: dict[str, Any]) -> _Form:
-        return cls(*(group[name] for name in cls._fields))
+    @property
+    def block(self) -> int:
+        return BLOCK if self.scope == "block" else max(1, self.size)
 
+    @property
+    def per_block(self) -> int:
+        return self._kept(self.block)
 
-def _pieces(size: int, group: dict[str, Any]) -> tuple[_Piece, ...]:
-    return _divided(size, group["density"], group["scope"])
-
-
-@cache
-def _divided(size: int, density: float, scope: str) -> tuple[_Piece, ...]:
-    """Blocks of 32,768 coordinates, some at a time, and a shorter last one; with ``scope="tensor"`` one block."""
-    block = max(1, min(BLOCK, size) if scope == "block" else size)
-    found: list[_Piece] = []
-    start = first = 0
-    while start < size:
-        length = min(block, size - start)
-        rows = min((size - start) // length, _ROWS_AT_ONCE)
+    def _kept(self, length: int) -> int:
         # The subtraction keeps 0.07 · 100 = 7.000000000000001 from becoming 8.
-        kept = max(1, math.ceil(density * length - 1e-9))
-        found.append(_Piece(start, rows, length, kept, first))
-        start, first = start + rows * length, first + rows * kept
-    return tuple(found)
+        return max(1, math.ceil(self.density * length - 1e-9))
+
+    def rows(self) -> Iterator[_Rows]:
+        """All blocks: full ones, some at a time, and a shorter last one."""
+        full, rest = divmod(self.size, self.block)
+        for number in range(0, full, _ROWS_AT_ONCE):
+            count = min(_ROWS_AT_ONCE, full - number)
+            yield _Rows(number * self.block, count, self.block, number * self.per_block, self.per_block)
+        if rest:
+            yield _Rows(full * self.block, 1, rest, full * self.per_block, self._kept(rest))
+
+    @property
+    def entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return _entries(self)
 
 
 @cache
-def _entries(size: int, form: _Form) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of the state's tensors for ``size`` coordinates."""
-    pieces = _divided(size, form.density, form.scope)
-    window = (form.window, sum(piece.rows * piece.kept for piece in pieces))
-    small = form.scope == "block" or size <= BLOCK
+def _entries(layout: _Layout) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    size, small = layout.size, min(layout.size, layout.block) <= BLOCK
+    window = (layout.window, sum(rows.blocks * rows.kept for rows in layout.rows()))
     entries: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "indices": (window, torch.int16 if small else torch.int32 if size < 2**31 else torch.int64),
-        "values": (window, torch.bfloat16 if form.quantize else torch.float32),
+        "values": (window, torch.bfloat16 if layout.quantize else torch.float32),
     }
-    if form.error_feedback and form.quantize:
+    if layout.quantize:
         buckets = -(-size // BUCKET)
-        entries |= {"codes": ((buckets, BUCKET // 2), torch.uint8), "bounds": ((2, buckets), torch.float32)}
-    elif form.error_feedback:
-        entries["error"] = ((size,), torch.float32)
-    return entries
+        return entries | {"codes": ((buckets, BUCKET // 2), torch.uint8), "bounds": ((2, buckets), torch.float32)}
+    return entries | {"error": ((size,), torch.float32)}
+
+
+def _layout_of(group: dict[str, Any], size: int) -> _Layout:
+    return _Layout(size, group["density"], group["window"], group["scope"], group["quantize"])
 
 
 def _stored_size(param: Tensor) -> int:
@@ -321,7 +299,7 @@ def _refuse_mismatch(
             raise InputError(
                 f"{name} in the state of a parameter of shape {tuple(param.shape)} is {tuple(value.shape)}, {value.dtype}, on "
                 f"{value.device}; its options need {shape}, {dtype}, on {param.device}: density, window, scope, quantize, "
-                "error_feedback, the world size and the device stay as they were when training began"
+                "the world size and the device stay as they were when training began"
             )
     if anywhere and "indices" in wanted and not is_sharded(param):
         low, high = (int(end) for end in torch.aminmax(state["indices"]))
@@ -340,43 +318,38 @@ def _validate(options: dict[str, Any]) -> None:
     require_in_open_closed("density", options["density"], 0.0, 1.0)
     require_integer("window", options["window"], 1)
     require_one_of("scope", options["scope"], ("block", "tensor"))
-    require_one_of("bias_correction", options["bias_correction"], CORRECTIONS)
+    require_one_of("bias_correction", options["bias_correction"], ("paper", "window"))
 
 
 def bias_correction(beta: float, step: int, window: int, choice: str) -> float:
     """The factor of the window's sum Σ βᵃ·row, for a choice of ``bias_correction``.
 
     The window holds only the terms β⁰ … β^(m−1), which sum to (1 − βᵐ)/(1 − β). ``"paper"`` nevertheless divides by 1 − βᵗ,
-    so that moments shrink during the first steps, down to 1 − βᵐ times a weighted mean. ``"steady"`` uses that final factor
-    from the first step on. ``"window"`` makes the moments the weighted mean itself.
+    so that moments shrink during the first steps, down to 1 − βᵐ times a weighted mean. ``"window"`` makes the moments the
+    weighted mean itself.
 
     >>> def factors(choice: str) -> list[float]:
     ...     return [round(bias_correction(0.9, step, 10, choice), 3) for step in (1, 10, 1000)]
-    >>> factors("paper"), factors("steady"), factors("window")
-    ([1.0, 0.154, 0.1], [0.651, 0.1, 0.1], [1.0, 0.154, 0.154])
+    >>> factors("paper"), factors("window")
+    ([1.0, 0.154, 0.1], [1.0, 0.154, 0.154])
     """
     terms = step if choice == "paper" else min(step, window)
-    limit = 1 - beta**window if choice == "steady" else 1.0
-    return float(limit * (1 - beta) / (1 - beta**terms))
+    return float((1 - beta) / (1 - beta**terms))
 
 
 def _factors(state: State, group: dict[str, Any]) -> list[list[float]]:
-    """By which values, and their squares, of the window are multiplied, for each age."""
-    step, window = int(state["step"]), group["window"]
-    found = []
+    """By which values, and their squares, in each row of the window are multiplied."""
+    step, window, found = int(state["step"]), group["window"], []
     for beta in group["betas"]:
         factor = bias_correction(beta, step, window, group["bias_correction"])
-        found.append([factor * beta**age for age in range(window)])
+        found.append([factor * beta ** ((step - 1 - slot) % window) for slot in range(window)])
     return found
 
 
-def _unsuitable(weight: Tensor, group: dict[str, Any]) -> str | None:
-    """Why the kernel does not update this tensor; None if it does."""
-    if weight.device.type != "cpu" or weight.dtype is not torch.float32 or not weight.is_contiguous():
-        return f"a parameter is {weight.dtype} on {weight.device}; the kernel takes contiguous float32 on the CPU"
-    if group["scope"] != "block" or not (group["quantize"] and group["error_feedback"]):
-        return "the kernel is for scope='block' with quantize and error_feedback"
-    return None if _kernel() else "Numba is not installed (pip install 'dp-microadam[fast]')"
+def _kernel_for(weight: Tensor, group: dict[str, Any]) -> Any:
+    """The module of the compiled kernel if it can update this tensor."""
+    fits = weight.device.type == "cpu" and weight.dtype is torch.float32 and weight.is_contiguous()
+    return _kernel() if fits and group["fused"] and group["scope"] == "block" and group["quantize"] else None
 
 
 @cache
@@ -388,131 +361,42 @@ def _kernel() -> Any:
     return micro_adam_kernel
 
 
-class _Part(NamedTuple):
-    """A piece of a tensor, and flat views of the tensor's weights and gradients there."""
-
-    tensor: _Tensor
-    piece: _Piece
-    weight: Tensor
-    gradient: Tensor
-
-    @property
-    def slot(self) -> int:
-        """The row of the window that this step writes."""
-        return (int(self.tensor.state["step"]) - 1) % len(self.tensor.state["indices"])
-
-    def window(self, name: str) -> Tensor:
-        """The columns of ``name`` that are this piece's."""
-        first, count = self.piece.first, self.piece.rows * self.piece.kept
-        found: Tensor = self.tensor.state[name][:, first : first + count]
-        return found
-
-    def buckets(self, name: str) -> Tensor:
-        first, length = self.piece.start // BUCKET, -(-self.piece.rows * self.piece.length // BUCKET)
-        found: Tensor = self.tensor.state[name]
-        return found[first : first + length] if name == "codes" else found[:, first : first + length]
-
-
-def _batches(tensors: Sequence[_Tensor], group: dict[str, Any]) -> Iterator[list[_Part]]:
-    """Pieces that are updated together: full blocks, the shorter ones, and with ``scope="tensor"`` each alone."""
-    full: list[_Part] = []
-    short: list[_Part] = []
-    copied: list[tuple[Tensor, Tensor]] = []
-    for one in tensors:
-        weight, gradient = one.weight.reshape(-1), one.gradient.reshape(-1)
-        for piece in _pieces(len(weight), group):
-            span = slice(piece.start, piece.start + piece.rows * piece.length)
-            part = _Part(one, piece, weight[span], gradient[span])
-            if group["scope"] == "tensor":
-                yield [part]
-                continue
-            batch = full if piece.length == BLOCK else short
-            if sum(other.piece.rows for other in batch) + piece.rows > _ROWS_AT_ONCE:
-                yield batch.copy()
-                batch.clear()
-            batch.append(part)
-        if not one.weight.is_contiguous():
-            copied.append((one.weight, weight.view(one.weight.shape)))
-    yield from (batch for batch in (full, short) if batch)
-    for weight, copy in copied:  # a flat view that is a copy goes back when all pieces are done
-        weight.copy_(copy)
+def _update(weight: Tensor, gradient: Tensor, state: State, group: dict[str, Any]) -> None:
+    """Lines 6–14 of Algorithm 1 in plain torch."""
+    flat = weight.reshape(-1)  # a copy where it is not contiguous
+    gradient = gradient.reshape(-1)
+    slot = (int(state["step"]) - 1) % group["window"]
+    for rows in _layout_of(group, len(flat)).rows():
+        a = gradient[rows.span].to(torch.float32, copy=True)
+        if group["quantize"]:  # line 6
+            codes, bounds = state["codes"][rows.buckets], state["bounds"][:, rows.buckets]
+            a += dequantize(codes, bounds)[: len(a)]
+        else:
+            a += state["error"][rows.span]
+        blocks = a.view(rows.blocks, rows.length)
+        selected = blocks.abs().topk(rows.kept, dim=1).indices  # line 7
+        state["indices"][slot, rows.columns] = selected.view(-1).to(state["indices"].dtype)  # line 8
+        state["values"][slot, rows.columns] = blocks.gather(1, selected).view(-1).to(state["values"].dtype)
+        blocks.scatter_(1, selected, 0.0)  # line 9
+        if group["quantize"]:  # lines 10 and 11
+            new_codes, new_bounds = quantize(a)
+            codes.copy_(new_codes)
+            bounds.copy_(new_bounds)
+        else:
+            state["error"][rows.span] = a
+        first, second = _moments(state, group, rows)
+        flat[rows.span] -= first.mul_(float(group["lr"])).div_(second.sqrt_().add_(group["eps"]))  # line 14
+    if not weight.is_contiguous():
+        weight.copy_(flat.view(weight.shape))
 
 
-def _update(parts: Sequence[_Part], group: dict[str, Any]) -> None:
-    """Lines 6–14 of Algorithm 1 for many blocks at once, in a number of launches that does not depend on how many."""
-    pieces, device = [part.piece for part in parts], parts[0].weight.device
-    length = max(piece.length for piece in pieces)
-    width = -(-length // BUCKET) * BUCKET  # a row for each block, longer than some
-    sizes = torch.tensor([[p.length, p.kept, p.rows] for p in pieces], dtype=torch.int64).to(device, non_blocking=True)
-    rows, kept_in_all = sum(piece.rows for piece in pieces), sum(piece.rows * piece.kept for piece in pieces)
-    lengths, kept = sizes[:, :2].repeat_interleave(sizes[:, 2], 0, output_size=rows).unbind(1)
-    padding = [0 if piece.rows > 1 else width - piece.length for piece in pieces]
-    within = torch.arange(width, device=device) < lengths.unsqueeze(1)
-
-    a = _rows([part.gradient for part in parts], padding).float().view(rows, width)  # line 6
-    if group["error_feedback"] and group["quantize"]:
-        codes = [part.buckets("codes").view(-1) for part in parts]
-        missing = [width // 2 * piece.rows - len(one) for piece, one in zip(pieces, codes, strict=True)]
-        absent = [count // (BUCKET // 2) for count in missing]
-        bounds = torch.stack([_rows([part.buckets("bounds")[end] for part in parts], absent) for end in (0, 1)])
-        a += dequantize(_rows(codes, missing).view(-1, BUCKET // 2), bounds).view(rows, width)
-    elif group["error_feedback"]:
-        span = [slice(piece.start, piece.start + piece.rows * piece.length) for piece in pieces]
-        a += _rows([part.tensor.state["error"][one] for part, one in zip(parts, span, strict=True)], padding).view(rows, width)
-
-    most = max(piece.kept for piece in pieces)
-    order = torch.where(within, a.abs(), -1).topk(most, dim=1).indices  # line 7, in descending order
-    row = torch.arange(rows, device=device).repeat_interleave(kept, output_size=kept_in_all)
-    place = torch.arange(kept_in_all, device=device) - (kept.cumsum(0) - kept)[row]
-    index = order[row, place]
-    starts, flat = row * width, a.view(-1)
-    counts = [piece.rows * piece.kept for piece in pieces]
-    for name, given in (("indices", index), ("values", flat[starts + index])):  # line 8
-        own = [part.window(name)[part.slot] for part in parts]
-        torch._foreach_copy_(own, list(given.to(own[0].dtype).split(counts)))
-    flat[starts + index] = 0  # line 9
-    if group["error_feedback"] and group["quantize"]:  # lines 10 and 11
-        new_codes, new_bounds = quantize(a.view(-1, BUCKET), within.view(-1, BUCKET))
-        per_row = width // BUCKET
-        torch._foreach_copy_(
-            [part.buckets("codes") for part in parts], _cut(new_codes, pieces, per_row, [len(one) // 64 for one in codes])
-        )
-        torch._foreach_copy_(
-            [part.buckets("bounds") for part in parts],
-            [one.T for one in _cut(new_bounds.T, pieces, per_row, [len(one) // 64 for one in codes])],
-        )
-    elif group["error_feedback"]:
-        own = [part.tensor.state["error"][one] for part, one in zip(parts, span, strict=True)]
-        torch._foreach_copy_(own, _cut(flat, pieces, width, [len(one) for one in own]))
-
-    factors = torch.tensor([_by_slot(part.tensor.state, group) for part in parts]).to(device, non_blocking=True)
-    columns = torch.tensor(counts).to(device, non_blocking=True)
-    weights = factors.repeat_interleave(columns, 0, output_size=kept_in_all).permute(2, 1, 0)  # [window, 2, kept]
-    indices = torch.cat([part.window("indices") for part in parts], 1).long() + starts
-    values = torch.cat([part.window("values") for part in parts], 1).float()
-    first, second = torch.zeros_like(flat), torch.zeros_like(flat)
-    weighted = torch.stack([values, values.square()], 1).mul_(weights)
-    for slot in range(group["window"]):  # lines 12 and 13
-        first.index_add_(0, indices[slot], weighted[slot, 0])
-        second.index_add_(0, indices[slot], weighted[slot, 1])
-    step = first.mul_(float(group["lr"])).div_(second.sqrt_().add_(group["eps"]))  # line 14
-    weight = [part.weight for part in parts]
-    torch._foreach_sub_(weight, _cut(step, pieces, width, [len(one) for one in weight]))
-
-
-def _by_slot(state: State, group: dict[str, Any]) -> list[list[float]]:
-    """:func:`_factors` in the order of the window's rows."""
-    step, window, factors = int(state["step"]), group["window"], _factors(state, group)
-    return [[one[(step - 1 - slot) % window] for slot in range(window)] for one in factors]
-
-
-def _rows(given: Sequence[Tensor], padding: Sequence[int]) -> Tensor:
-    """Flat tensors one after the other, each followed by so many zeros."""
-    zeros = given[0].new_zeros(max(padding))
-    return torch.cat([part for one, count in zip(given, padding, strict=True) for part in (one, zeros[:count])])
-
-
-def _cut(whole: Tensor, pieces: Sequence[_Piece], per_row: int, lengths: Sequence[int]) -> list[Tensor]:
-    """The beginnings, of these lengths, of what each piece has of ``whole``: ``per_row`` for each of its rows."""
-    parts = whole.split([per_row * piece.rows for piece in pieces])
-    return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+def _moments(state: State, group: dict[str, Any], rows: _Rows) -> tuple[Tensor, Tensor]:
+    """Lines 12 and 13: m̂ and v̂ of the coordinates of some blocks, dense."""
+    within = state["indices"][:, rows.columns].long()
+    indices = within + torch.arange(within.shape[1], device=within.device) // rows.kept * rows.length
+    values = state["values"][:, rows.columns].float()
+    first, second = values.new_zeros(2, rows.blocks * rows.length).unbind()
+    for slot, (factor, of_square) in enumerate(zip(*_factors(state, group), strict=True)):
+        first.index_add_(0, indices[slot], values[slot], alpha=factor)
+        second.index_add_(0, indices[slot], values[slot].square(), alpha=of_square)
+    return first, second

@@ -9,7 +9,6 @@ from memory that others can write, so each is checked against the length of its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -29,42 +28,17 @@ MAGNITUDE = np.uint32(0x7FFFFFFF)
 _WORTH_A_THREAD = 1 << 19
 
 
-def update(tensors: Sequence[tuple[Tensor, Tensor, dict[str, Any], int, list[list[float]]]], group: dict[str, Any]) -> None:
-    """Update weights, given gradients, states, how many coordinates of a block are selected, and factors by age."""
-    arrays = [_arrays(*one) for one in tensors]
-    lr, eps = np.float32(group["lr"]), np.float32(group["eps"])
-    sizes = [-(-len(one[0]) // BLOCK) for one in arrays]
-    threads = min(torch.get_num_threads(), max(1, sum(len(one[0]) for one in arrays) // _WORTH_A_THREAD))
-    if threads == 1:
-        scratch = _scratch()
-        for one, blocks in zip(arrays, sizes, strict=True):
-            _update_blocks(*one, 0, blocks, lr, eps, *scratch)
-        return
-    each = -(-sum(sizes) // threads)
-
-    def work(number: int) -> None:
-        scratch, begin = _scratch(), number * each
-        for one, blocks in zip(arrays, sizes, strict=True):
-            if begin < blocks and begin + each > 0:
-                _update_blocks(*one, max(begin, 0), min(begin + each, blocks), lr, eps, *scratch)
-            begin -= blocks
-
-    list(_pool(threads).map(work, range(threads)))
-
-
-@cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads)
-
-
-def _arrays(
-    weight: Tensor, gradient: Tensor, state: dict[str, Any], per_block: int, factors: list[list[float]]
-) -> tuple[Any, ...]:
-    step = int(state["step"])
-    window = len(state["indices"])
-    slot, filled = (step - 1) % window, min(step, window)
-    by_slot = np.array([[one[(slot - row) % window] for row in range(window)] for one in factors], dtype=np.float32)
-    return (
+def update(
+    weight: Tensor,
+    gradient: Tensor,
+    state: dict[str, Any],
+    group: dict[str, Any],
+    factors: list[list[float]],
+    per_block: int,
+) -> None:
+    """Update a weight, given gradient, state, factors by row of the window, and how many coordinates a block selects."""
+    step, window = int(state["step"]), len(state["indices"])
+    arguments = (
         weight.detach().view(-1).numpy(),
         gradient.detach().float().resolve_neg().reshape(-1).contiguous().numpy(),
         state["codes"].numpy(),
@@ -72,58 +46,61 @@ def _arrays(
         state["indices"].numpy(),
         state["values"].view(torch.int16).numpy().view(np.uint16),
         per_block,
-        slot,
-        filled,
-        by_slot,
+        (step - 1) % window,
+        min(step, window),
+        np.array(factors, dtype=np.float32),
+        np.float32(group["lr"]),
+        np.float32(group["eps"]),
     )
+    blocks = -(-weight.numel() // BLOCK)
+    threads = min(torch.get_num_threads(), max(1, weight.numel() // _WORTH_A_THREAD))
+    if threads == 1:
+        _update_blocks(*arguments, 0, blocks)
+        return
+    each = -(-blocks // threads)
+    list(_pool(threads).map(lambda begin: _update_blocks(*arguments, begin, min(begin + each, blocks)), range(0, blocks, each)))
 
 
-def _scratch() -> tuple[Any, ...]:
-    """Memory of one thread: a block, the positions found in it, and the two sums of line 14, which are zero between blocks."""
-    return np.empty(BLOCK, np.float32), np.empty(BLOCK, np.int32), np.zeros((BLOCK, 2), np.float32)
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _update_blocks(
-    weights, gradient, codes, bounds, indices, values, per_block, slot, filled, factors, begin, end, lr, eps, block, found, sums
-):
+def _update_blocks(weights, gradient, codes, bounds, indices, values, per_block, slot, filled, factors, lr, eps, begin, end):
     """Update blocks ``begin`` to ``end`` of a tensor, of which ``per_block`` coordinates are selected in each but the last."""
+    # Scratch memory: a block, the positions found in it, and the two sums of line 14, which are zero between blocks.
+    block, found, sums = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.int32), np.zeros((BLOCK, 2), np.float32)
     floor = np.uint32(0)
     for number in range(begin, end):
-        start = number * BLOCK
+        start, first = number * BLOCK, number * per_block
         length = min(BLOCK, len(weights) - start)
-        first = number * per_block
         kept = min(per_block, indices.shape[1] - first)
-        a = block[:length]
+        a, whole_buckets = block[:length], block[: -(-length // BUCKET) * BUCKET]
         bucket = start // BUCKET
-        _accumulate(a, gradient[start : start + length], codes[bucket:], bounds[:, bucket:])
+        a[:] = gradient[start : start + length]
+        _accumulate(whole_buckets, codes[bucket:], bounds[:, bucket:])
         floor = _select(a.view(np.uint32), kept, floor, found)
         column = slice(first, first + kept)
         _keep(a, found[:kept], indices[slot, column], values[slot, column])
-        _requantize(a, codes[bucket:], bounds[:, bucket:])
+        whole_buckets[length:] = a[length - 1]  # which leaves the last bucket's bounds as they are
+        _requantize(whole_buckets, codes[bucket:], bounds[:, bucket:])
         _apply(weights[start : start + length], indices[:filled, column], values[:filled, column], factors, lr, eps, sums)
-    return floor
 
 
 @njit(nogil=True, cache=True)
-def _accumulate(a, gradient, codes, bounds):
-    """Line 6: gradient plus decoded residual."""
-    for bucket in range((len(a) + BUCKET - 1) // BUCKET):
-        begin = bucket * BUCKET
+def _accumulate(a, codes, bounds):
+    """Line 6: adds the decoded residual to the gradient."""
+    for bucket in range(len(a) // BUCKET):
+        middle = bucket * BUCKET + HALF
+        low, high = a[middle - HALF : middle], a[middle : middle + HALF]
         lower = bounds[0, bucket]
         unit = (bounds[1, bucket] - lower) / np.float32(LEVELS)
         packed = codes[bucket]
-        if begin + BUCKET <= len(a):
-            low, high = a[begin : begin + HALF], a[begin + HALF : begin + BUCKET]
-            given, given_high = gradient[begin : begin + HALF], gradient[begin + HALF : begin + BUCKET]
-            for j in range(HALF):
-                low[j] = given[j] + (np.float32(np.int32(packed[j] & np.uint8(15))) * unit + lower)
-            for j in range(HALF):
-                high[j] = given_high[j] + (np.float32(np.int32(packed[j] >> np.uint8(4))) * unit + lower)
-        else:
-            for j in range(len(a) - begin):
-                code = packed[j] & 15 if j < HALF else packed[j - HALF] >> 4
-                a[begin + j] = gradient[begin + j] + (np.float32(code) * unit + lower)
+        for j in range(HALF):
+            low[j] += np.float32(np.int32(packed[j] & np.uint8(15))) * unit + lower
+        for j in range(HALF):
+            high[j] += np.float32(np.int32(packed[j] >> np.uint8(4))) * unit + lower
 
 
 @njit(nogil=True, cache=True)
@@ -204,28 +181,20 @@ def _keep(a, found, indices, values):
 @njit(nogil=True, cache=True, error_model="numpy", fastmath={"nnan", "nsz"})
 def _requantize(a, codes, bounds):
     """Lines 10 and 11. There are no NaNs here, and the order of comparisons does not matter: these flags vectorize them."""
-    for bucket in range((len(a) + BUCKET - 1) // BUCKET):
-        begin = bucket * BUCKET
-        values = a[begin : min(begin + BUCKET, len(a))]
+    for bucket in range(len(a) // BUCKET):
+        values = a[bucket * BUCKET : (bucket + 1) * BUCKET]
         lower, upper = values[0], values[0]
-        for j in range(len(values)):
+        for j in range(BUCKET):
             lower = min(lower, values[j])
             upper = max(upper, values[j])
         bounds[0, bucket], bounds[1, bucket] = lower, upper
         unit = (upper - lower) / np.float32(LEVELS)
         inverse = np.float32(1) / unit if unit > np.float32(1e-30) else np.float32(0)
-        packed = codes[bucket]
-        if len(values) == BUCKET:
-            low, high = values[:HALF], values[HALF:]
-            for j in range(HALF):
-                first = np.int32(min((low[j] - lower) * inverse + np.float32(0.5), np.float32(LEVELS)))
-                second = np.int32(min((high[j] - lower) * inverse + np.float32(0.5), np.float32(LEVELS)))
-                packed[j] = np.uint8(first | (second << np.int32(4)))
-        else:
-            packed[:] = 0
-            for j in range(len(values)):
-                code = np.uint8(min((values[j] - lower) * inverse + np.float32(0.5), np.float32(LEVELS)))
-                packed[j % HALF] |= code if j < HALF else code << np.uint8(4)
+        low, high, packed = values[:HALF], values[HALF:], codes[bucket]
+        for j in range(HALF):
+            first = np.int32(min((low[j] - lower) * inverse + np.float32(0.5), np.float32(LEVELS)))
+            second = np.int32(min((high[j] - lower) * inverse + np.float32(0.5), np.float32(LEVELS)))
+            packed[j] = np.uint8(first | (second << np.int32(4)))
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

@@ -38,7 +38,6 @@ class MicroAdamReference(torch.optim.Optimizer):
         window: int = 10,
         scope: str = "block",
         quantize: bool = True,
-        error_feedback: bool = True,
         bias_correction: str = "paper",
     ) -> None:
         options = dict(locals())
@@ -89,14 +88,12 @@ class MicroAdamReference(torch.optim.Optimizer):
         corrected = t if group["bias_correction"] == "paper" else min(t, m)
         m_hat = adam_stats(beta_1, state["window"], ages, corrected)  # line 12
         v_hat = adam_stats(beta_2, state["window"].square(), ages, corrected)  # line 13
-        if group["bias_correction"] == "steady":  # where the paper's correction arrives
-            m_hat, v_hat = m_hat * (1 - beta_1**m), v_hat * (1 - beta_2**m)
         if group["weight_decay"] != 0:
             theta.mul_(1 - group["lr"] * group["weight_decay"])
         theta.sub_((group["lr"] * m_hat / (group["eps"] + v_hat.sqrt())).view_as(theta))  # line 14
 
     def _error(self, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        if not group["error_feedback"] or not group["quantize"]:
+        if not group["quantize"]:
             return state["dense_error"]
         error = torch.empty_like(state["codes"])
         for b, start in enumerate(range(0, len(error), BUCKET)):
@@ -105,8 +102,6 @@ class MicroAdamReference(torch.optim.Optimizer):
         return error
 
     def _store_error(self, a: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        if not group["error_feedback"]:
-            return
         state["dense_error"] = a.clone()
         for b, start in enumerate(range(0, len(a), BUCKET)):
             bucket = slice(start, start + BUCKET)

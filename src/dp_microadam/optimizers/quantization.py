@@ -16,22 +16,23 @@ LEVELS = 15
 """Steps between the smallest and the largest value of a bucket: 2⁴ − 1."""
 
 
-def quantize(values: Tensor, present: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Q: the code ⌊(x − δ)/u + ½⌋ of every value, u = (Δ − δ)/15, packed, and the bounds δ, Δ of each row.
+def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Q: the code ⌊(x − δ)/u + ½⌋ of every value, u = (Δ − δ)/15, packed in a row per bucket, and the bounds δ, Δ of each.
 
-    ``values`` are rows of 128, one per bucket; those that are not ``present`` do not count. Guarantees: each decoded value
-    differs from its original by at most u/2, apart from float32 rounding.
+    ``values`` are flat; a last bucket that they do not fill is filled with the last of them, which leaves its bounds as they
+    are. Guarantees: each decoded value differs from its original by at most u/2, apart from float32 rounding.
 
-    >>> values = torch.zeros(1, 128)
-    >>> values[0, :4] = torch.tensor([-7.0, 8.0, 0.4, 0.6])
+    >>> values = torch.zeros(128)
+    >>> values[:4] = torch.tensor([-7.0, 8.0, 0.4, 0.6])
     >>> codes, bounds = quantize(values)
     >>> dequantize(codes, bounds)[:4].tolist(), codes.shape, bounds.tolist()
     ([-7.0, 8.0, 0.0, 1.0], torch.Size([1, 64]), [[-7.0], [8.0]])
     """
-    counted = (values, values) if present is None else (values.where(present, torch.inf), values.where(present, -torch.inf))
-    bounds = torch.stack([counted[0].amin(1), counted[1].amax(1)])
+    missing = -len(values) % BUCKET
+    buckets = (torch.cat([values, values[-1:].expand(missing)]) if missing else values).view(-1, BUCKET)
+    bounds = torch.stack([buckets.amin(1), buckets.amax(1)])
     unit = (bounds[1] - bounds[0]).div_(LEVELS).unsqueeze(1)
-    scaled = (values - bounds[0].unsqueeze(1)).div_(unit).add_(0.5).floor_()
+    scaled = (buckets - bounds[0].unsqueeze(1)).div_(unit).add_(0.5).floor_()
     # A constant bucket divides 0 by 0; its codes are 0. The clamp catches a Δ that rounding has moved above level 15.
     codes = scaled.nan_to_num_(nan=0.0, posinf=0.0).clamp_(0, LEVELS).to(torch.uint8)
     return codes[:, : BUCKET // 2] | codes[:, BUCKET // 2 :] << 4, bounds

@@ -72,7 +72,7 @@ def test_microadam_keeps_of_a_weak_signal_what_is_computed(options, expected):
     # 0.4 %; 6 % are for the drift, which is not infinitely small.
     size, steps, drift = 400_000, 100, 0.1
     param = torch.nn.Parameter(torch.zeros(size))
-    optimizer = MicroAdam([param], lr=1.0, bias_correction="steady", **options)
+    optimizer = MicroAdam([param], lr=1.0, bias_correction="window", **options)
     sign = torch.ones(size)
     sign[size // 2 :] = -1.0
     generator = torch.Generator().manual_seed(4)
