@@ -49,18 +49,17 @@ class AdamBC(ExactStateOptimizer):
         *,
         noise_variance: float = 0.0,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "floor": floor,
-            "weight_decay": weight_decay,
-            "noise_variance": noise_variance,
-        }
-        _validate(defaults)
-        super().__init__(params, defaults)
+        options = {"lr": lr, "betas": betas, "floor": floor, "weight_decay": weight_decay, "noise_variance": noise_variance}
+        super().__init__(params, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        _validate({**self.defaults, **param_group})
+        options = {**self.defaults, **param_group}
+        require_non_negative("lr", float(options["lr"]))
+        for name, beta in zip(("betas[0]", "betas[1]"), options["betas"], strict=True):
+            require_in_closed_open(name, beta, 0.0, 1.0)
+        require_positive("floor", options["floor"])
+        require_non_negative("weight_decay", options["weight_decay"])
+        require_non_negative("noise_variance", options["noise_variance"])
         super().add_param_group(param_group)
 
     @torch.no_grad()
@@ -96,12 +95,3 @@ def _corrected_step(gradient: Tensor, state: dict[str, Any], group: dict[str, An
     second.mul_(beta_2).addcmul_(gradient, gradient, value=1 - beta_2)
     signal = (second / (1 - beta_2**step)).sub_(group["noise_variance"]).clamp_(min=group["floor"])
     return first.mul(float(group["lr"]) / (1 - beta_1**step)).div_(signal.sqrt_())
-
-
-def _validate(options: dict[str, Any]) -> None:
-    require_non_negative("lr", float(options["lr"]))
-    for name, beta in zip(("betas[0]", "betas[1]"), options["betas"], strict=True):
-        require_in_closed_open(name, beta, 0.0, 1.0)
-    require_positive("floor", options["floor"])
-    require_non_negative("weight_decay", options["weight_decay"])
-    require_non_negative("noise_variance", options["noise_variance"])

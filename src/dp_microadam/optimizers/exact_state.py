@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from dp_microadam.optimizers.shards import local_shard
+
 
 def evaluate(closure: Callable[[], Any] | None) -> Any:
     """Call ``closure`` with gradients enabled and return its result; None without a closure."""
@@ -42,6 +44,11 @@ class ExactStateOptimizer(torch.optim.Optimizer):
         finally:
             before.remove()
             after.remove()
+
+    def state_bytes(self) -> int:
+        """Size of the optimizer state in this process, in bytes."""
+        values = (local_shard(value) for state in self.state.values() for value in state.values())
+        return sum(value.numel() * value.element_size() for value in values)
 
     def _refuse_to_load(self, saved: dict[str, Any]) -> None:
         """Raise if this optimizer cannot continue from a state dict, as it is after all pre-hooks."""

@@ -191,11 +191,6 @@ class MicroAdam(ExactStateOptimizer):
         rows = [_moments(state, group, rows)[1] for rows in _layout_of(group, own.numel()).rows()]
         return torch.cat([*rows, own.new_zeros(0, dtype=torch.float32)]).view(own.shape)
 
-    def state_bytes(self) -> int:
-        """Size of the optimizer state in this process, in bytes."""
-        values = (local_shard(value) for state in self.state.values() for value in state.values())
-        return sum(value.numel() * value.element_size() for value in values)
-
     def _state_of(self, param: Tensor) -> State:
         return self._local_state(param, self._group_of(param)) if self.state.get(param) else {}
 

@@ -59,10 +59,6 @@ class TensorAdam(ExactStateOptimizer):
                 torch._foreach_sub_(weights, torch._foreach_mul(gradients, [rate * scale for scale in scales]))
         return loss
 
-    def state_bytes(self) -> int:
-        """Size of the optimizer state in this process, in bytes."""
-        return sum(value.numel() * value.element_size() for state in self.state.values() for value in state.values())
-
 
 def validate(options: dict[str, Any]) -> None:
     """Raise an InputError for an option that is out of range."""

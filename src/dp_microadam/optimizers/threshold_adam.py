@@ -15,6 +15,7 @@ holds for a v̂ that changes, too.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from shutil import which
@@ -132,11 +133,6 @@ class ThresholdAdam(ExactStateOptimizer):
             if not weight.is_contiguous():
                 weight.copy_(one.view(weight.shape))
 
-    def state_bytes(self) -> int:
-        """Size of the optimizer state in this process, in bytes."""
-        values = (local_shard(value) for state in self.state.values() for value in state.values())
-        return sum(value.numel() * value.element_size() for value in values)
-
     def residual(self, param: Tensor) -> Tensor:
         """What has gathered on each coordinate of this process's shard since it moved last, in units of √v̂."""
         own, state = local_shard(param), self.state.get(param, {})
@@ -224,25 +220,21 @@ def _compiler() -> str | None:
 
 
 def _chunks(pieces: Sequence[_Piece]) -> Iterator[Sequence[_Piece]]:
-    """All pieces at once; on the CPU a part of a tensor, or some tensors, whose numbers stay in the cache."""
-    if not pieces or pieces[0].first.device.type != "cpu":
-        yield from [pieces] if pieces else []
-        return
+    """All pieces at once; on the CPU parts of tensors, or some tensors, whose numbers stay in the cache."""
+    limit = _CHUNK if pieces and pieces[0].codes.device.type == "cpu" else sys.maxsize
     chunk: list[_Piece] = []
     held = 0
     for piece in pieces:
-        size = piece.codes.numel()
-        for begin in range(0, size, _CHUNK):
-            part = piece
-            if size > _CHUNK:
-                first, second, given, given_second, codes = (one[begin : begin + _CHUNK] for one in piece[:5])
-                part = _Piece(first, second, given, given_second, codes, piece.scale)
-            if chunk and held + min(size, _CHUNK) > _CHUNK:
+        for begin in range(0, piece.codes.numel(), limit):
+            first, second, given, given_second, codes = (one[begin : begin + limit] for one in piece[:5])
+            part = _Piece(first, second, given, given_second, codes, piece.scale)
+            if held + part.codes.numel() > limit:
                 yield chunk
                 chunk, held = [], 0
             chunk.append(part)
             held += part.codes.numel()
-    yield chunk
+    if chunk:
+        yield chunk
 
 
 def _zeros(param: Tensor) -> Tensor:
