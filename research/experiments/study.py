@@ -30,7 +30,6 @@ _WITHOUT_EFFECT = (
     "name",
     "data_folder",
     "verify_data",
-    "data_memory_gib",
     "num_workers",
     "physical_batch_size",
     "evaluate_every",

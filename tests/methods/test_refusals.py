@@ -77,22 +77,6 @@ def test_bad_options_are_refused_before_data_is_read(tmp_path, capsys, monkeypat
     assert "keep is 0" in capsys.readouterr().err
 
 
-def test_a_public_set_that_overlaps_training_indices_is_refused(tmp_path, capsys, monkeypatch):
-    from dp_microadam.workbench.data.dataset import split
-
-    monkeypatch.chdir(tmp_path)
-    training, held_out = split(4000, 0.1, 0)
-    settings = ["method=scale-then-privatize", "optimizer.source=public", "model=mlp", "steps=2", "batch_size=64"]
-    common = ["train", "demo", "--quiet", *(part for setting in settings for part in ("--set", setting))]
-    mixed = [*held_out[:5].tolist(), int(training[7])]
-    assert main([*common, "--set", f"optimizer.public={mixed}"]) == 2
-    assert f"public contains example {int(training[7])} of the training data" in capsys.readouterr().err
-    assert main([*common, "--set", "optimizer.public=[5000]"]) == 2
-    assert "positions below 4000" in capsys.readouterr().err
-    assert not any(tmp_path.iterdir())
-    assert main([*common, "--set", f"optimizer.public={held_out[:5].tolist()}", "--run-dir", "run"]) == 0
-
-
 @pytest.mark.parametrize("kind", ["same tensors", "slice", "dataset", "subsets"])
 def test_public_examples_that_are_training_examples_are_refused_by_the_trainer(kind, tmp_path):
     torch.manual_seed(0)

@@ -124,8 +124,7 @@ def test_without_a_network_or_a_folder_one_sentence_says_what_to_do(server, tmp_
         (["get", "table"], "your own data"),
         (["check", "svhn"], "it must be one of"),
         (["check", "mnist", "--workers", "-1"], "workers"),
-        (["check", "mine.csv"], "add --suggest"),
-        (["check", "mine.csv", "--suggest"], "is not a CSV file"),
+        (["check", "mine.csv"], "checked with its recipe"),
         (["check", "table"], "checked with its recipe"),
     ],
 )
@@ -269,36 +268,7 @@ def test_check_of_a_recipe_names_the_rows_of_a_table_without_a_user(tmp_path, ca
     assert len(checked(recipe, capsys)) == 2
 
 
-def test_a_suggested_recipe_passes_the_check_and_says_what_must_be_public(tmp_path, capsys):
-    table, recipe = tmp_path / "mine.csv", tmp_path / "mine.toml"
-    table.write_text(
-        "patient id,age,since,smokes,note,ill\n"
-        + "".join(
-            f"{n},{n % 60 + 20},{n % 28 + 1:02d}.03.2021,{('yes', '?', 'no')[n % 3]},said {n},{n % 2}\n" for n in range(100)
-        )
-        + "100,33,01.03.2021,seldom,said nothing,0\n"
-    )
-    assert main(["data", "check", str(table), "--suggest"]) == 0
-    written = capsys.readouterr().out
-    assert written.startswith(f"# A first declaration of {table}. PRIVATE: it was written from the rows")
-    for line in (
-        '"patient id" = { kind = "ignored" }  # a different number in every row',
-        'age = { kind = "number", range = [20.0, 80.0] }  # public? the limits',
-        'since = { kind = "date", range = ["2021-01-01", "2021-12-31"], format = "%d.%m.%Y" }  # public? the years',
-        'smokes = { kind = "category", values = ["no", "yes"], other = true, missing = ["?"] }  # public? the values; values '
-        "of fewer than 10 rows are left out",
-        'note = { kind = "ignored" }  # text with too many values, or with too few rows for each',
-        'classes = ["0", "1"]  # public? all classes there may be',
-    ):
-        assert line in written.splitlines()
-    assert "seldom" not in written  # one person's answer
-    recipe.write_text(written)
-    assert checked(recipe, capsys) == []
-    assert main(["data", "check", str(table), "--suggest", "--label", "pulse"]) == 2
-    assert "has no column 'pulse'" in capsys.readouterr().err
-
-
-def test_check_of_a_table_says_what_training_would_and_keeps_notes_for_the_owner(tmp_path, capsys):
+def test_check_of_a_table_says_what_training_would(tmp_path, capsys):
     table, recipe = tmp_path / "mine.csv", tmp_path / "mine.toml"
     table.write_text("x,label\n" + "".join(f"{1000 * n},{n % 2}\n" for n in range(40)))
     recipe.write_text(
@@ -306,9 +276,7 @@ def test_check_of_a_table_says_what_training_would_and_keeps_notes_for_the_owner
         "[data_options]\nclasses = 2\n"
     )
     assert main(["data", "check", str(recipe)]) == 0
-    out = capsys.readouterr().out
-    assert "note: column x is not scaled" in out
-    assert "note: this is for the owner of the data" in out
+    capsys.readouterr()
     assert main(["train", str(recipe), "--quiet", "--run-dir", str(tmp_path / "run")]) == 0
     out = capsys.readouterr().out
     assert "numbers of the table are taken as they are" in out  # said of every recipe without ranges, whatever is in the file

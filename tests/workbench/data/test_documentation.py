@@ -4,9 +4,8 @@ import re
 from pathlib import Path
 
 from dp_microadam.workbench.data.catalogue import FOLDER_VARIABLE, KNOWN_DATA, usual_folders
-from dp_microadam.workbench.data.files import MEMORY_GIB
-from dp_microadam.workbench.data.image_decoding import EXTENSIONS
 from dp_microadam.workbench.data.images import SIZE
+from dp_microadam.workbench.data.raw import EXTENSIONS
 from dp_microadam.workbench.recipes import Recipe
 from dp_microadam.workbench.recipes.assemble import assemble
 
@@ -33,8 +32,6 @@ def test_the_recipe_shown_trains_on_such_a_table(tmp_path):
 
 
 def test_numbers_and_places_are_those_of_the_code(monkeypatch):
-    assert f"{MEMORY_GIB:g} GiB by default" in PAGE
-    assert Recipe.__dataclass_fields__["data_memory_gib"].default == MEMORY_GIB
     assert f"`image_size` ({SIZE})" in PAGE
     for ending in {ending.removeprefix(".") for ending in EXTENSIONS} - {"jpeg", "jfif", "tif"}:
         assert ending in PAGE

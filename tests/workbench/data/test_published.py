@@ -22,9 +22,7 @@ from dp_microadam.errors import InputError
 from dp_microadam.workbench import data
 from dp_microadam.workbench.data import catalogue
 from dp_microadam.workbench.data.catalogue import known
-from dp_microadam.workbench.data.dataset import MappedRows
-from dp_microadam.workbench.data.files import NotFetched, fetch
-from dp_microadam.workbench.data.published import synthetic_images
+from dp_microadam.workbench.data.published import NotFetched, fetch, synthetic_images
 
 IDX = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 RANDOM = np.random.default_rng(0)
@@ -39,14 +37,11 @@ def mnist(train=20, test=6):
     return dict(zip(IDX, (pixels[0], np.arange(train) % 10, pixels[1], np.arange(test) % 10), strict=True))
 
 
-def write_mnist(folder, arrays, *, compressed=False, dotted=False):
+def write_mnist(folder, arrays, *, compressed=False):
     for name, array in arrays.items():
-        path = folder / (name.replace("-idx", ".idx") if dotted else name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if compressed:
-            path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(as_idx(array)))
-        else:
-            path.write_bytes(as_idx(array))
+        folder.mkdir(parents=True, exist_ok=True)
+        content = gzip.compress(as_idx(array)) if compressed else as_idx(array)
+        (folder / (f"{name}.gz" if compressed else name)).write_bytes(content)
     return folder
 
 
@@ -91,10 +86,9 @@ def pairs(*parts):
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-@pytest.mark.parametrize("dotted", [False, True])
-def test_idx_files_are_read_to_the_byte(tmp_path, compressed, dotted):
+def test_idx_files_are_read_to_the_byte(tmp_path, compressed):
     arrays = mnist()
-    found = data.load("mnist", str(write_mnist(tmp_path, arrays, compressed=compressed, dotted=dotted)), verify=False)
+    found = data.load("mnist", str(write_mnist(tmp_path, arrays, compressed=compressed)), verify=False)
     assert (found.train[0].dtype, found.train[1].dtype, found.train[0].shape) == (torch.uint8, torch.int64, (18, 1, 28, 28))
     expected = sorted((image.tobytes(), int(label)) for image, label in zip(arrays[IDX[0]], arrays[IDX[1]], strict=True))
     assert pairs(found.train, found.validation) == expected
@@ -141,14 +135,10 @@ def test_files_that_are_not_the_published_ones_are_refused_by_name(tmp_path, nam
 def test_a_file_cut_short_anywhere_is_refused_by_name(tmp_path, name, packed, cut):
     place = tmp_path / "whole"
     if not place.exists():
-        (write_mnist if name == "mnist" else partial(write_cifar, name=name))(
-            place,
-            **(
-                {"arrays": mnist(3, 3), "compressed": packed}
-                if name == "mnist"
-                else {"batches": cifar(name), "archived": packed}
-            ),
-        )
+        if name == "mnist":
+            write_mnist(place, mnist(3, 3), compressed=packed)
+        else:
+            write_cifar(place, name, cifar(name), archived=packed)
     path = sorted(path for path in place.rglob("*") if path.is_file())[-1]
     whole = path.read_bytes()
     length = int(cut * len(whole))
@@ -213,19 +203,6 @@ def test_a_pickle_is_never_loaded(tmp_path):
         with pytest.raises(InputError, match=r"the Python version is not read: pickles can run code"):
             data.load("cifar10", str(place), verify=False)
     assert not (tmp_path / "harm").exists()
-
-
-def test_a_file_above_the_limit_is_memory_mapped_or_refused_and_gives_the_same_examples(tmp_path):
-    arrays = mnist()
-    folder = str(write_mnist(tmp_path / "plain", arrays))
-    read = data.load("mnist", folder, verify=False)
-    mapped = data.load("mnist", folder, verify=False, memory_gib=1000 / 2**30)
-    assert isinstance(mapped.train, MappedRows)
-    for there, here in ((mapped.train, read.train), (mapped.validation, read.validation), (mapped.test, read.test)):
-        assert torch.equal(torch.stack([there[index][0] for index in range(len(there))]), here[0])
-        assert [int(there[index][1]) for index in range(len(there))] == here[1].tolist()
-    with pytest.raises(InputError, match=r"data_memory_gib = .*; unpack it, or raise data_memory_gib"):
-        data.load("mnist", str(write_mnist(tmp_path / "gz", arrays, compressed=True)), verify=False, memory_gib=1000 / 2**30)
 
 
 def test_data_are_found_in_the_usual_folders_or_the_message_says_where_to_put_which_files(tmp_path, monkeypatch):

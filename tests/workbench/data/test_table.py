@@ -16,7 +16,6 @@ from dp_microadam.errors import InputError
 from dp_microadam.workbench import data
 from dp_microadam.workbench.command_line.cli import main
 from dp_microadam.workbench.data.catalogue import known
-from dp_microadam.workbench.data.dataset import MappedRows
 from dp_microadam.workbench.data.raw import STANDARD_INPUT, RawRows, texts_in
 from dp_microadam.workbench.data.sources import check
 from dp_microadam.workbench.recipes import load_recipe
@@ -81,23 +80,6 @@ def test_an_npz_file_gives_what_was_saved(tmp_path, compressed, kind):
 RandomInputs = np.random.default_rng(0)
 
 
-def test_an_npz_file_above_the_limit_is_mapped_where_it_lies_and_what_cannot_be_is_refused(tmp_path):
-    inputs = RandomInputs.normal(size=(50, 7)).astype(np.float32)
-    for part in ("train", "test"):
-        np.savez(tmp_path / f"{part}.npz", features=inputs, label=np.arange(50) % 2)
-    limit = 1000 / 2**30
-    read, mapped = data.load("table", str(tmp_path), classes=2), data.load("table", str(tmp_path), classes=2, memory_gib=limit)
-    assert isinstance(mapped.train, MappedRows)
-    for there, here in ((mapped.train, read.train), (mapped.validation, read.validation), (mapped.test, read.test)):
-        assert [there[i][1].item() for i in range(len(there))] == here[1].tolist()
-        assert torch.equal(torch.stack([there[i][0] for i in range(len(there))]), here[0])
-    np.savez_compressed(tmp_path / "all.npz", x=inputs, label=np.zeros(50))
-    (tmp_path / "all.csv").write_text(CSV * 9)
-    for name, message in (("all.npz", "unpack it, or raise data_memory_gib"), ("all.csv", "save it as npz")):
-        with pytest.raises(InputError, match=f"cannot be memory-mapped; {message}"):
-            data.load("table", str(tmp_path / name), classes=2, memory_gib=limit)
-
-
 def test_constants_and_classes_are_public_and_must_be_given(tmp_path):
     loaded = load(write(tmp_path), mean=[30, 1.6], std=[5, 0.1])
     assert (loaded.mean, loaded.std) == ((30.0, 1.6), (5.0, 0.1))
@@ -115,7 +97,7 @@ WRONG_TABLES = [
     ("a,b\n1,2\n", "no column 'outcome'"),
     ("outcome\nill\n", "no columns besides 'outcome'"),
     ("a,outcome\n", "holds no examples"),
-    (f"a,outcome\n1,{SECRET}\n", "a label that is not among classes"),
+    (f"a,outcome\n1,{SECRET}\n", "an invalid label; by data_options.classes it must be one of"),
     (f"a,outcome\nx{SECRET},ill\n", "a cell in column 'a' that is not a finite number"),
     (f"a,outcome\n1,ill\n{SECRET}\n", "a row that does not have 2 cells"),
     ("a,outcome\nnan,ill\n", "a cell in column 'a' that is not a finite number"),
@@ -148,7 +130,7 @@ def test_a_wrong_table_is_refused_by_name_without_telling_its_values(tmp_path, t
         ({"x": np.array([[object()]] * 5), "label": np.zeros(5)}, "not a complete npz file of plain arrays"),
         ({"x": np.full((5, 2), np.inf), "label": np.zeros(5)}, "every input must be a finite number"),
         *(
-            ({"x": np.zeros((5, 2)), "label": np.full(5, wrong)}, "classes = 3 labels must be 0 to 2")
+            ({"x": np.zeros((5, 2)), "label": np.full(5, wrong)}, "an invalid label; by data_options.classes it must be 0 to 2")
             for wrong in (4711, -1, 0.5)
         ),
     ],
@@ -411,7 +393,7 @@ def test_every_bad_line_is_listed_for_the_owner_and_none_is_told_in_training(tmp
     options = {"user_column": "who", "classes": ["ham", "spam"]}
     problems = check("text-table", str(tmp_path / name), **options).problems
     assert sorted(int(line) for problem in problems for line in re.findall(r"line (\d+)", problem)) == lines
-    for words in ("is empty", "is not among classes", "not valid UTF-8", "names no user"):
+    for words in ("is empty", "is an invalid label", "not valid UTF-8", "names no user"):
         assert sum(words in problem for problem in problems) == 1
     with pytest.raises(InputError, match=r"\(dp-microadam data check RECIPE says where\)") as refused:
         load_texts(tmp_path / name, **options)

@@ -69,7 +69,7 @@ def table(tmp_path):
     return str(recipe)
 
 
-WAYS = ([], ["multiplicity=2"], ["data_memory_gib=1e-6"], ["crop_padding=0", "resized_crop=true"])
+WAYS = ([], ["multiplicity=2"], ["crop_padding=0", "resized_crop=true"])
 
 
 @pytest.mark.parametrize(

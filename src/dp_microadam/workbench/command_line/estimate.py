@@ -167,7 +167,6 @@ def _median_step(recipe: Recipe, data: LabelledData, count: int, chunk: int) -> 
         checkpoint_every=10**9,
         checkpoint_minutes=10**6,
         validation_size=size_of(data.validation),
-        optimizer=_with_number_of_public(recipe.optimizer),
     )
     ends: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -200,12 +199,6 @@ def _made_up(examples: Examples, count: int) -> Examples:
         torch.rand(shape, dtype=inputs.dtype) if inputs.is_floating_point() else torch.randint(0, 128, shape).to(inputs.dtype)
     )
     return made, torch.zeros(count, dtype=labels.dtype)
-
-
-def _with_number_of_public(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """Replace indices of public examples, which refer to the whole data set, by their number, at the same cost."""
-    positions = optimizer.get("public")
-    return {**optimizer, "public": len(positions)} if isinstance(positions, list) else optimizer
 
 
 def _kind(recipe: Recipe) -> str:

@@ -76,7 +76,7 @@ def known(name: str) -> KnownData:
 
 def takes_columns(name: str) -> bool:
     """Whether a recipe declares the columns of this data set."""
-    return known(name).kind in ("table", "adult")
+    return known(name).kind == "table"
 
 
 def usual_folders(name: str) -> list[Path]:
@@ -112,12 +112,14 @@ def find(name: str, folder: str | None) -> Path:
         return path
     if data.kind in tables and data.num_classes is None:
         raise InputError(f"data_folder is not given; {name} is your own data, name its file or its folder")
-    for path in usual_folders(name):
+    folders = usual_folders(name)
+    for path in folders:
         if path.is_dir() and any(path.iterdir()):
             return path
+    how = f"run dp-microadam data get {name}" if data.downloads else data.by_hand
     raise InputError(
-        f"{name} was not found: {how_to_get(name)}, or put {wanted} into {' or '.join(map(str, usual_folders(name)))}, or name "
-        "any other folder as data_folder"
+        f"{name} was not found: {how}, or put {wanted} into {' or '.join(map(str, folders))}, or name any other folder as "
+        "data_folder"
     )
 
 
@@ -128,9 +130,3 @@ def is_here(name: str, folder: str | None) -> bool:
     except InputError:
         return False
     return True
-
-
-def how_to_get(name: str) -> str:
-    """How to get the data set, for messages."""
-    also = " (on Debian and Ubuntu also apt install dataset-fashion-mnist)" if name == "fashion-mnist" else ""
-    return f"run dp-microadam data get {name}{also}" if known(name).downloads else known(name).by_hand

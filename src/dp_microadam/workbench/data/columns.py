@@ -112,29 +112,22 @@ class Column:
             raise Unsuitable("is not a finite number", "write a number, or declare the text that stands for a missing one")
         return number
 
-    @property
-    def declared(self) -> dict[str, Any]:
-        """The declaration as a recipe has it."""
-        found: dict[str, Any] = {"kind": self.kind}
-        for option in _OPTIONS[self.kind]:
-            value = getattr(self, option)
-            if self.kind == "date" and option == "range":
-                value = tuple(date.fromordinal(int(day)).isoformat() for day in value)
-            if value not in (None, (), False):
-                found[option] = list(value) if isinstance(value, tuple) else value
-        return found
-
 
 class Columns:
     """The declared inputs of a table, in the order of their declaration, which is that of the model's inputs.
+
+    ``declared`` is the declaration as a recipe has it; None for names of numbers.
 
     >>> columns = Columns.of({"age": {"kind": "number", "range": [0, 100]}, "sex": {"kind": "category", "values": ["f", "m"]}})
     >>> columns.vector({"sex": "m", "age": " 50", "name": "not declared, not used"})
     [0.0, 0.0, 1.0]
     """
 
-    def __init__(self, columns: Mapping[str, Column]) -> None:
+    def __init__(self, columns: Mapping[str, Column], declared: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         self.columns = dict(columns)
+        self.declared = declared
+        self.inputs = {name: column for name, column in columns.items() if column.width}
+        self.width = sum(column.width for column in columns.values())
 
     @classmethod
     def of(cls, declared: Mapping[str, Mapping[str, Any]]) -> Columns:
@@ -143,25 +136,10 @@ class Columns:
         Raises:
             InputError: naming the column and what is wrong with its declaration.
         """
-        found = cls({name: _column(f"columns.{name}", given) for name, given in declared.items()})
+        found = cls({name: _column(f"columns.{name}", given) for name, given in declared.items()}, declared)
         if not found.inputs:
             raise InputError(f"columns declares {', '.join(declared) or 'nothing'}; at least one column must be an input")
         return found
-
-    @property
-    def declared(self) -> dict[str, dict[str, Any]]:
-        """The columns as a recipe declares them."""
-        return {name: column.declared for name, column in self.columns.items()}
-
-    @property
-    def inputs(self) -> dict[str, Column]:
-        """The columns that are not ignored."""
-        return {name: column for name, column in self.columns.items() if column.width}
-
-    @property
-    def width(self) -> int:
-        """How many inputs a row becomes."""
-        return sum(column.width for column in self.columns.values())
 
     def vector(self, row: Mapping[str, str]) -> list[float]:
         """The inputs of the model for one row, given as the text of each column.
@@ -181,10 +159,18 @@ class Columns:
 
 
 def declaration(key: str, value: Any) -> dict[str, Any]:
-    """Check ``[columns]`` of a recipe, and return it as plain data in which declarations with the same meaning are equal."""
+    """Check ``[columns]`` of a recipe, and return it as data that JSON can hold: dates as text."""
     if not isinstance(value, Mapping):
         raise InputError(f"{key} is {value!r}; it must be a table with a declaration for each column")
-    return Columns.of(value).declared if value else {}
+    if value:
+        Columns.of(value)
+    return {name: {option: _plain(one) for option, one in given.items()} for name, given in value.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value.isoformat() if isinstance(value, date) else value
 
 
 def _column(key: str, given: Any) -> Column:

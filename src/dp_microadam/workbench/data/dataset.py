@@ -6,6 +6,9 @@ number of users is public.
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +23,10 @@ from torch.utils.data import Dataset
 
 from dp_microadam.errors import InputError
 from dp_microadam.training.program import RawInput
-from dp_microadam.validation import require_in_closed_open, require_integer, require_positive
-from dp_microadam.workbench.data.catalogue import KnownData, find, known
+from dp_microadam.validation import require_in_closed_open, require_integer
+from dp_microadam.workbench.data.catalogue import KnownData
 from dp_microadam.workbench.data.columns import Columns
-from dp_microadam.workbench.data.files import MEMORY_GIB, Reading
-from dp_microadam.workbench.data.rows import Problems
+from dp_microadam.workbench.data.rows import Problems, unreadable
 
 if TYPE_CHECKING:
     from dp_microadam.workbench.data.images import ImageFolder
@@ -35,16 +37,12 @@ Examples = tuple[Tensor, Tensor] | Dataset[Any]
 UserIds = NDArray[np.str_]
 """One id per example."""
 
-TEST_FRACTION, TEST_SEED = 0.2, 0
-"""The test part of data that come without one. Fixed, so that it does not depend on the split into training and validation."""
-
 
 @dataclass(frozen=True, eq=False)
 class Arrays:
-    """N examples as numpy arrays: inputs, and labels as int64.
+    """N examples: inputs, labels as int64, and N ids of ``users`` if it is known whose each example is.
 
-    Inputs may be a ``numpy.memmap``, which is read from its file on access. ``users`` are N ids, if it is known whose each
-    example is. Texts are an array of objects, which ``encode`` turns into tokens.
+    Texts are an array of objects, which ``encode`` turns into tokens.
     """
 
     inputs: NDArray[Any]
@@ -61,27 +59,10 @@ class Arrays:
         return self.inputs.shape[1:]
 
     def part(self, rows: NDArray[np.int64]) -> Examples:
-        """The examples with these indices, as tensors, or as a Dataset if inputs are memory-mapped."""
-        if isinstance(self.inputs, np.memmap):
-            return MappedRows(self, rows)
+        """The examples with these indices, as tensors."""
         chosen = self.inputs[rows]
         inputs = torch.from_numpy(chosen) if self.encode is None else self.encode(chosen.tolist())
         return inputs, torch.from_numpy(self.labels[rows])
-
-
-class MappedRows(Dataset[tuple[Tensor, Tensor]]):
-    """A Dataset of some rows of memory-mapped arrays, read on access."""
-
-    def __init__(self, arrays: Arrays, rows: NDArray[np.int64]) -> None:
-        self._arrays = arrays
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        row = int(self._rows[index])
-        return torch.from_numpy(np.array(self._arrays.inputs[row])), torch.tensor(self._arrays.labels[row])
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,8 +86,6 @@ class LabelledData:
     """The user of each training example, if the data say whose each example is; likewise for the other parts."""
     validation_users: UserIds | None = None
     test_users: UserIds | None = None
-    held_out_rows: Tensor | None = None
-    """With users: positions of the validation examples before training and validation part were divided."""
     tokens: bool = False
     """Whether inputs are tokens of texts, which only the model prepares further."""
     classes: tuple[str, ...] = ()
@@ -133,7 +112,6 @@ class Source:
     name: str
     data: KnownData
     place: Path
-    reading: Reading
     options: Mapping[str, Any] = field(default_factory=dict)
     columns: Columns | None = None
     """The declared columns of a table, if there are any."""
@@ -146,16 +124,28 @@ class Source:
     """Whether files must be the published ones."""
     problems: Problems = field(default_factory=Problems)
 
-    @classmethod
-    def at(cls, name: str, folder: str | None, memory_gib: float = MEMORY_GIB, verify: bool = True, **more: Any) -> Source:
-        """The data set in ``folder``, or in the default folders.
+    def content(self, path: Path) -> bytes:
+        """The whole content of a file, decompressed if its name ends in .gz; an archive as it is.
 
         Raises:
-            InputError: if the name is unknown or the data set was not found.
+            InputError: naming the file, if it cannot be read, is damaged, or is not the published one.
         """
-        data, limit = known(name), int(require_positive("data_memory_gib", memory_gib) * 2**30)
-        reading = Reading(name, data.digests if verify else {}, limit)
-        return cls(name, data, find(name, folder), reading, verify=verify, **more)
+        name = path.name
+        try:
+            content = path.read_bytes()
+            if name.endswith(".gz") and not name.endswith(".tar.gz"):
+                content, name = gzip.decompress(content), name.removesuffix(".gz")
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise InputError(f"{path} is not a whole gzip file ({error}); fetch it again") from None
+        except OSError as error:
+            raise unreadable(path, error) from None
+        expected = self.data.digests.get(name) if self.verify else None
+        if expected is not None and hashlib.sha256(content).hexdigest() != expected:
+            raise InputError(
+                f"{path} is not the published {name} of {self.name} (its SHA-256 differs); fetch it again with dp-microadam "
+                f"data get {self.name}, or set verify_data=false if it is your own data in this format"
+            )
+        return content
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,14 +189,14 @@ class Preparation:
             return batch
         inputs, labels = batch
         if self._size is not None and tuple(inputs.shape[-2:]) != self._size:
-            inputs = resized(inputs, self._size)
+            inputs = resized(inputs.float(), self._size)
         mean, scale = self._mean.to(inputs.device), self._scale.to(inputs.device)
         return (inputs - mean).mul_(scale), labels
 
 
 def resized(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Resize images [B, C, H, W] (bilinear, with antialiasing); as floats."""
-    return F.interpolate(images.float(), size, mode="bilinear", align_corners=False, antialias=True)
+    """Resize images [B, C, H, W] of floating-point numbers (bilinear, with antialiasing)."""
+    return F.interpolate(images, size, mode="bilinear", align_corners=False, antialias=True)
 
 
 def split(
@@ -258,20 +248,6 @@ def split_by_user(users: UserIds, fraction: float, seed: int, *, size: int | Non
     order = torch.from_numpy(np.argsort(places, kind="stable"))
     ends = int((places < len(held_out)).sum())
     return order[ends:], order[:ends]
-
-
-def as_ids(given: NDArray[Any]) -> UserIds:
-    """Ids as text without spaces around them, so that nobody counts as two users because of a space; missing ones are empty.
-
-    >>> as_ids(np.array([" anna", "ben", "anna ", "nan", ""])).tolist()
-    ['anna', 'ben', 'anna', '', '']
-    >>> as_ids(np.array([3.0, np.nan])).tolist()
-    ['3', '']
-    """
-    if given.dtype.kind == "f":  # as a column of whole numbers with gaps is often saved
-        given = np.array(["" if np.isnan(number) else f"{number:.17g}" for number in given.tolist()], dtype=np.str_)
-    found: UserIds = np.char.strip(given.astype(np.str_))
-    return np.where(np.char.lower(found) == "nan", "", found)
 
 
 def count_users(users: UserIds) -> int:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,19 +18,18 @@ from dp_microadam.errors import InputError, UnreadableExample
 from dp_microadam.validation import require_integer
 from dp_microadam.workbench.data.augmentation import random_boxes
 from dp_microadam.workbench.data.columns import Unsuitable
-from dp_microadam.workbench.data.dataset import Found, Source, UserIds, add_shared_users, as_ids
-from dp_microadam.workbench.data.image_decoding import (
+from dp_microadam.workbench.data.dataset import Found, Source, UserIds, add_shared_users
+from dp_microadam.workbench.data.raw import (
     BIT_DEPTHS,
     EXTENSIONS,
+    RawImages,
+    ResizedCentre,
     decoded,
+    pixels_of,
     require_pillow,
-    resized_centre,
+    resized_pixels,
 )
-from dp_microadam.workbench.data.raw import RawImages
-from dp_microadam.workbench.data.rows import Problems, open_rows
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from dp_microadam.workbench.data.rows import Problems, open_rows, user_of
 
 SIZE = 224
 """Default height and width that images are resized to."""
@@ -39,8 +37,6 @@ SIZE = 224
 _OTHER_FORMATS = (".avif", ".cr2", ".dcm", ".dicom", ".dng", ".heic", ".heif", ".jp2", ".jxl", ".nef", ".nii", ".npy", ".psd")
 """Images, but not in a format that is read; passing them over would lose examples without a word."""
 _CLUTTER = ("__MACOSX", "@eaDir")
-_TABLES = (".csv", ".json", ".jsonl", ".toml", ".tsv")
-"""Files beside the class folders that may belong to the data, such as a user_table."""
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
@@ -60,6 +56,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         self._labels = labels
         self._size = size
         self._bit_depth = bit_depth
+        self._centre = ResizedCentre(size)
         self._crops = 0
         self._protected = False
 
@@ -96,9 +93,8 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return self.folder / os.fsdecode(bytes(self._files[index]))
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        label = int(self._labels[index])
         try:
-            image = decoded(self.path(index), self._bit_depth)
+            image = pixels_of(decoded(self.path(index), self._bit_depth))[None]
         except InputError:
             if not self._protected:
                 raise
@@ -106,23 +102,13 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
                 f"an image of the training data in {self.folder} cannot be decoded; which one is private, find it with "
                 "dp-microadam data check"
             ) from None
-        if not self._crops:
-            return _tensor(resized_centre(image, self._size)), label
-        views = torch.stack([_random_crop(image, self._size) for _ in range(self._crops)])
-        return views if self._crops > 1 else views[0], label
+        views = torch.cat([self._random_crop(image) for _ in range(self._crops)]) if self._crops else self._centre(image)
+        return views if self._crops > 1 else views[0], int(self._labels[index])
 
-
-def _random_crop(image: Image, size: int) -> Tensor:
-    import PIL.Image
-
-    box = random_boxes(image.height, image.width, 1)
-    top, left, height, width = (int(side) for side in (box.top, box.left, box.height, box.width))
-    part = image.resize((size, size), PIL.Image.Resampling.BILINEAR, box=(left, top, left + width, top + height))
-    return _tensor(part)
-
-
-def _tensor(image: Image) -> Tensor:
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+    def _random_crop(self, image: Tensor) -> Tensor:
+        boxes = random_boxes(image.shape[-2], image.shape[-1], 1)
+        top, left, height, width = (int(side) for side in (boxes.top, boxes.left, boxes.height, boxes.width))
+        return resized_pixels(image[..., top : top + height, left : left + width], (self._size, self._size))
 
 
 def read_images(source: Source) -> Found:
@@ -131,34 +117,32 @@ def read_images(source: Source) -> Found:
     Classes are the folders' names in alphabetical order: of ``train``, or of the folder itself. None is decoded yet.
     """
     require_pillow()
-    options, place = source.options, source.place
+    options, place, problems = source.options, source.place, source.problems
     bit_depth = require_integer("data_options.bit_depth", options.get("bit_depth", 16), BIT_DEPTHS.start, BIT_DEPTHS.stop - 1)
-    size = source.image_size or SIZE
-    listing = _Listing(place, source.problems)
-    expected = source.data.num_classes if source.verify else None
-    if any(_has_folders(place / name) for name in ("train", "val", "test")):
-        test = next((place / name for name in ("val", "test") if (place / name).is_dir()), place / "val")
-        parts = [place / "train", test]
-    else:
-        parts = [place]
+    size, listing, parts = source.image_size or SIZE, _Listing(place, problems), [place]
+    if any((place / name).is_dir() for name in ("train", "val", "test")):
+        parts = [place / "train", place / ("test" if (place / "test").is_dir() and not (place / "val").is_dir() else "val")]
     for part in parts:
         if not part.is_dir():
             wanted = "it must hold train/CLASS/*.jpg and val/CLASS/*.jpg, or CLASS/*.jpg"
-            source.problems.add(f"{place} lacks the folder {part.name}", wanted)
-    source.problems.refuse()
-    classes = listing.class_folders(parts[0], expected)
-    for name in sorted(set().union(*(listing.class_folders(part) for part in parts[1:])) - set(classes)):
-        source.problems.add(f"{parts[1] / name} is a class that {parts[0]} does not have", "remove it, or add it there")
-    files = [listing.images(part, classes) for part in parts]
-    found = [ImageFolder(place, *listed, size, bit_depth) for listed in files]
+            problems.add(f"{place} lacks the folder {part.name}", wanted)
+    problems.refuse()
+    classes, *others = (listing.class_folders(part) for part in parts)
+    expected = source.data.num_classes if source.verify else None
+    if expected not in (None, len(classes)):
+        fault = f"{parts[0]} has {len(classes)} class folders, not the {expected} of the published data"
+        problems.add(fault, "set verify_data=false if it is your own data")
+    for name in sorted(set().union(*others) - set(classes)):
+        problems.add(f"{parts[1] / name} is a class that {parts[0]} does not have", "remove it, or add it there")
+    found = [ImageFolder(place, *listing.images(part, classes), size, bit_depth) for part in parts]
     _add_users(source, found)
-    source.problems.refuse()
+    problems.refuse()
     notes = [f"passed over {listing.passed_over} files that are no images by their names"] if listing.passed_over else []
     if len(found) == 1:
         divided = "" if found[0].users is None else ", divided by whose images they are,"
         notes.append(f"{place} has no test part of its own: a fifth of it{divided} is set aside for tests, and not protected")
-    test_part = found[1] if len(found) == 2 else None
-    return Found(found[0], test_part, classes, RawImages.of_any_size(size, bit_depth), tuple(notes))
+    test = found[1] if len(found) == 2 else None
+    return Found(found[0], test, classes, RawImages.of_any_size(size, bit_depth), tuple(notes))
 
 
 class _Listing:
@@ -169,58 +153,45 @@ class _Listing:
         self._problems = problems
         self.passed_over = 0
 
-    def class_folders(self, part: Path, expected: int | None = None) -> list[str]:
+    def class_folders(self, part: Path) -> list[str]:
         names = []
-        for entry in sorted(os.scandir(part), key=lambda entry: entry.name):
+        for entry in _entries(part):
             if entry.is_dir() and not _is_clutter(entry.name):
                 names.append(entry.name)
-            elif _is_image(entry.name) and not entry.is_dir():
+            elif _is_image(entry):
                 self._problems.add(f"{entry.path} lies in no class folder", f"put it into {part}/CLASS, or remove it")
-            elif part != self.folder or not entry.name.lower().endswith(_TABLES):
+            else:
                 self.passed_over += 1
         if not names:
             self._problems.add(f"{part} has no class folders", "it must hold CLASS/*.jpg")
-        if expected is not None and len(names) != expected:
-            fault = f"{part} has {len(names)} class folders, not the {expected} of the published data"
-            self._problems.add(fault, "set verify_data=false if it is your own data")
         return names
 
-    def images(self, part: Path, classes: list[str]) -> tuple[NDArray[np.bytes_], NDArray[np.int64]]:
-        names: list[bytes] = []
-        labels: list[int] = []
-        prefix = "" if part == self.folder else f"{part.name}/"
+    def images(self, part: Path, classes: Iterable[str]) -> tuple[NDArray[np.bytes_], NDArray[np.int64]]:
+        names, labels = [], []
         for label, class_name in enumerate(classes):
-            if not (part / class_name).is_dir():
-                continue
-            for entry in sorted(os.scandir(part / class_name), key=lambda entry: entry.name):
-                if self._is_accepted(entry):
-                    names.append(os.fsencode(f"{prefix}{class_name}/{entry.name}"))
+            for entry in _entries(part / class_name):
+                if _is_image(entry):
+                    names.append(os.fsencode(os.path.relpath(entry.path, self.folder)))
                     labels.append(label)
+                elif entry.is_dir() and not _is_clutter(entry.name):
+                    self._problems.add(f"{entry.path} is a folder inside a class", "images must lie in the class folder itself")
+                elif entry.name.lower().endswith(_OTHER_FORMATS) and not _is_clutter(entry.name):
+                    remedy = f"save it as one of {', '.join(EXTENSIONS)}"
+                    self._problems.add(f"{entry.path} is in a format that is not read", remedy)
+                else:
+                    self.passed_over += 1
         if not names and classes:
             self._problems.add(f"{part} holds no images", f"put them into {part}/CLASS")
         return np.array(names, dtype=np.bytes_), np.array(labels, dtype=np.int64)
 
-    def _is_accepted(self, entry: os.DirEntry[str]) -> bool:
-        if _is_image(entry.name) and not entry.is_dir():
-            return True
-        if _is_clutter(entry.name):
-            self.passed_over += 1
-        elif entry.is_dir():
-            self._problems.add(f"{entry.path} is a folder inside a class", "images must lie in the class folder itself")
-        elif entry.name.lower().endswith(_OTHER_FORMATS):
-            self._problems.add(f"{entry.path} is in a format that is not read", f"save it as one of {', '.join(EXTENSIONS)}")
-        else:
-            self.passed_over += 1
-        return False
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """What a folder holds, by name; nothing if there is none."""
+    return sorted(os.scandir(folder), key=lambda entry: entry.name) if folder.is_dir() else []
 
 
-def _has_folders(folder: Path) -> bool:
-    """Whether it is a part: it has folders in it. A folder of images called train may be a class: of vehicles."""
-    return folder.is_dir() and any(entry.is_dir() and not _is_clutter(entry.name) for entry in os.scandir(folder))
-
-
-def _is_image(name: str) -> bool:
-    return name.lower().endswith(EXTENSIONS) and not _is_clutter(name)
+def _is_image(entry: os.DirEntry[str]) -> bool:
+    return entry.name.lower().endswith(EXTENSIONS) and not entry.is_dir() and not _is_clutter(entry.name)
 
 
 def _is_clutter(name: str) -> bool:
@@ -232,20 +203,24 @@ def _add_users(source: Source, parts: list[ImageFolder]) -> None:
     whose = _users_by(source)
     if whose is None:
         return
-    by, user_of = whose
+    by, user_by_file = whose
     for number, part in enumerate(parts):
         files = [os.fsdecode(bytes(file)) for file in part.example_ids()]
-        ids = as_ids(np.array([user_of(file) for file in files], dtype=np.str_))
-        nobody = [file for file, user in zip(files, ids, strict=True) if not user]
-        if nobody and (number == 0 or len(nobody) < len(files)):
+        users, nobody = [], []
+        for file in files:
+            try:
+                users.append(user_of(user_by_file(file)))
+            except Unsuitable:
+                nobody.append(file)
+        if nobody and (number == 0 or users):
             remedy = "every image must have one, rename the file or extend what names users"
             source.problems.add(f"{source.place} has an image without a user by {by}", remedy, nobody)
-        part.users = None if number and len(nobody) == len(files) else ids
+        part.users = np.array(users, np.str_) if users else None
     if len(parts) == 2:
         add_shared_users(source.problems, source.place, parts[0].users, parts[1].users)
 
 
-def _users_by(source: Source) -> tuple[str, Callable[[str], str]] | None:
+def _users_by(source: Source) -> tuple[str, Callable[[str], str | None]] | None:
     """What names users, and the function from a file's path within the folder to its user."""
     table, pattern = (source.options.get(name) for name in ("user_table", "user_pattern"))
     if table is None and pattern is None:
@@ -257,8 +232,7 @@ def _users_by(source: Source) -> tuple[str, Callable[[str], str]] | None:
             raise InputError(f"data_options.{name} is {value!r}; it must be a string")
     if pattern is None:
         place = source.place / Path(str(table)).expanduser()
-        users = _table_of_users(place, source.problems)
-        return str(place), lambda file: users.get(file, "")
+        return str(place), _table_of_users(place, source.problems).get
     try:
         compiled = re.compile(pattern)
     except re.error as error:
@@ -269,11 +243,11 @@ def _users_by(source: Source) -> tuple[str, Callable[[str], str]] | None:
             "and match the whole file name"
         )
 
-    def user_of(file: str) -> str:
+    def user_by_file(file: str) -> str | None:
         match = compiled.fullmatch(file.rpartition("/")[2])
-        return (match[1] or "") if match else ""
+        return match and match[1]
 
-    return f"user_pattern '{pattern}'", user_of
+    return f"user_pattern '{pattern}'", user_by_file
 
 
 def _table_of_users(place: Path, problems: Problems) -> dict[str, str]:
@@ -286,7 +260,6 @@ def _table_of_users(place: Path, problems: Problems) -> dict[str, str]:
             problems.add(f"{place} has a row that {row.fault}", row.remedy, [f"line {line}"])
             continue
         file, user = os.path.normpath(row["file"].strip()), row["user"].strip()
-        if users.get(file, user) != user:
+        if users.setdefault(file, user) != user:
             problems.add(f"{place} has a row that gives a file another user than before", "it must have one", [f"line {line}"])
-        users[file] = user
     return users

@@ -1,27 +1,165 @@
-"""What a deployed model is given: files of images, of rows, and of texts, read as training read them."""
+"""What a deployed model is given: files of images, of rows, and of texts, read as training read them.
+
+Every image file is decoded on its own, into 8-bit RGB: no minimum or maximum of its pixels, or of other files, is used to scale
+it. Training, evaluation and predictions share the function that decodes, and the one that resizes.
+"""
 
 from __future__ import annotations
 
 import io
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dp_microadam.errors import InputError
+from dp_microadam.errors import DPMicroAdamError, InputError
 from dp_microadam.training.program import RawInput, RawTensor
 from dp_microadam.workbench.data.columns import Column, Columns, Unsuitable
-from dp_microadam.workbench.data.image_decoding import EXTENSIONS, ResizedCentre, decoded, require_pillow, shorter_side
 from dp_microadam.workbench.data.rows import open_rows, text_of
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 TEXT_ENDINGS = (".csv", ".jsonl", ".txt")
 STANDARD_INPUT = Path("-")
+
+EXTENSIONS = (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+BIT_DEPTHS = range(9, 17)
+"""Bit depths that files with 16 bits per grey value may be declared to have."""
+
+_BACKGROUND = (255, 255, 255, 255)
+"""What transparent pixels show: white, as a page would."""
+_WITH_ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
+_SIXTEEN_BITS = ("I;16", "I;16B", "I;16L", "I;16N")
+
+
+def require_pillow() -> None:
+    """Raise DPMicroAdamError if Pillow is not installed."""
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError:
+        raise DPMicroAdamError(
+            "image files are decoded by Pillow, which is not installed; run pip install 'dp-microadam[images]'"
+        ) from None
+
+
+def decoded(path: Path, bit_depth: int = 16) -> Image:
+    """The image in ``path`` as it is meant to be seen, in mode RGB.
+
+    It is turned upright by its EXIF orientation. Grey values of 16 bits are scaled by their bit depth, which is 16 unless
+    ``bit_depth`` declares that only the lower so many bits are used, as in X-rays. Transparent pixels are laid over white.
+
+    Raises:
+        InputError: naming the file, if it cannot be decoded, has several frames, or has pixels whose range is unknown.
+    """
+    import PIL.Image
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
+            warnings.filterwarnings("ignore", category=UserWarning)  # odd EXIF data does not matter
+            with PIL.Image.open(path) as image:
+                return _as_seen(image, bit_depth)
+    except Unsuitable as error:
+        raise InputError(f"{path} {error.fault}; {error.remedy}") from None
+    except Exception as error:  # Pillow's decoders raise almost anything on damaged files
+        if isinstance(error, OSError) and error.errno is not None:
+            raise InputError(f"{path} cannot be read: {error.strerror}") from None
+        kind = type(error).__name__
+        cause = {"UnidentifiedImageError": "it holds none", "OSError": "it ends early or is damaged"}.get(kind, kind)
+        raise InputError(f"{path} cannot be decoded as an image ({cause}); replace or remove it") from None
+
+
+def _as_seen(image: Image, bit_depth: int) -> Image:
+    import PIL.Image
+    from PIL import ImageOps
+
+    frames = getattr(image, "n_frames", 1)
+    if frames > 1 and image.format != "MPO":  # phones add a second picture to a photograph; the first is the photograph
+        raise Unsuitable(f"has {frames} frames", "save the one that is meant as a file of its own")
+    stored = _stored_bits(image)
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode in (*_SIXTEEN_BITS, "I"):
+        if stored != 16:
+            raise Unsuitable(f"has {stored} bits per pixel, whose range is unknown", "save it with 8 or 16")
+        return _eight_bits(upright, bit_depth).convert("RGB")
+    if stored == 16 and bit_depth != 16:
+        raise Unsuitable(f"has colours of 16 bits, but bit_depth is {bit_depth}, which is for grey values", "save it with 8")
+    if upright.mode == "F":
+        raise Unsuitable("has pixels that are floating-point numbers, whose range is unknown", "save it with 8 or 16 bits")
+    if upright.mode in _WITH_ALPHA or "transparency" in upright.info:
+        background = PIL.Image.new("RGBA", upright.size, _BACKGROUND)
+        return PIL.Image.alpha_composite(background, upright.convert("RGBA")).convert("RGB")
+    try:
+        return upright.convert("RGB")
+    except ValueError:
+        raise Unsuitable(f"has colours of kind {upright.mode}, which cannot be converted", "save it as RGB") from None
+
+
+def _stored_bits(image: Image) -> int:
+    """Bits per value in the file: 16 where Pillow unpacks 16-bit values or keeps them, 32 for other integers, else 8."""
+    tiles = getattr(image, "tile", None)  # of images read from a file
+    if image.mode in _SIXTEEN_BITS or ";16" in (str(tiles[0][3]) if tiles else ""):
+        return 16
+    if image.mode == "I":  # before Pillow 11, PNG's 16-bit values; netpbm's, which are scaled to 16 bits, in all versions
+        return 16 if image.format in ("PNG", "PPM") else 32
+    return 8
+
+
+def _eight_bits(image: Image, bit_depth: int) -> Image:
+    import PIL.Image
+
+    values = np.asarray(image).astype(np.int64)
+    largest = 2**bit_depth - 1
+    if values.min() < 0 or values.max() > largest:
+        fault = f"has values above {largest}, the largest with bit_depth = {bit_depth}"
+        raise Unsuitable(fault, "declare its true bit depth")
+    return PIL.Image.fromarray(((values * 255 + largest // 2) // largest).astype(np.uint8))
+
+
+def pixels_of(image: Image) -> Tensor:
+    """The pixels as uint8 [channels, height, width]."""
+    return torch.from_numpy(np.array(image)).reshape(image.height, image.width, -1).permute(2, 0, 1).contiguous()
+
+
+def shorter_side(size: int) -> int:
+    """The length that the shorter side of an image is resized to before the centre of ``size`` is cropped: 8/7 of it.
+
+    >>> shorter_side(224), shorter_side(28)
+    (256, 32)
+    """
+    return round(size * 256 / 224)
+
+
+class ResizedCentre(nn.Module):
+    """The centre, ``size`` × ``size``, of uint8 images [B, C, H, W], after their shorter side was resized."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, images: Tensor) -> Tensor:
+        sides = images.shape[-2:]
+        shorter, goal = torch.sym_min(*sides), shorter_side(self.size)
+        # The nearest integers; in integers, which can be traced.
+        height, width = (torch.sym_max(self.size, (2 * side * goal + shorter) // (2 * shorter)) for side in sides)
+        top, left = (height - self.size) // 2, (width - self.size) // 2
+        return resized_pixels(images, (height, width))[..., top : top + self.size, left : left + self.size]
+
+
+def resized_pixels(images: Tensor, size: tuple[int, int]) -> Tensor:
+    """Resize uint8 images [B, C, H, W] (bilinear, with antialiasing), rounded to uint8 again."""
+    found = F.interpolate(images.double(), size, mode="bilinear", align_corners=False, antialias=True)
+    # Ties, which are frequent, are rounded up whatever the order of summation.
+    return torch.floor(found + (0.5 + 1e-9)).clamp(0, 255).to(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -91,8 +229,7 @@ class RawImages(RawInput):
         height, width = self.size
         if not self.crop and image.size != (width, height):
             raise InputError(f"{file} has {image.width}×{image.height} pixels; it must have {width}×{height}, as in training")
-        pixels = torch.from_numpy(np.array(image)).reshape(image.height, image.width, self.channels)
-        yield str(file), pixels.permute(2, 0, 1)[None].contiguous()
+        yield str(file), pixels_of(image)[None]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from typing import Any, TextIO
 
 from dp_microadam.errors import InputError
 from dp_microadam.workbench.data.columns import Unsuitable
-from dp_microadam.workbench.data.files import unreadable
 
 _LONGEST_CELL = 2**31 - 1
 """In characters. Python's own limit is 131,072, which a long document exceeds."""
@@ -46,24 +45,31 @@ class Problems:
         """One sentence per fault, with the places, for the owner of the data."""
         for (fault, remedy), places in self.found.items():
             named = ", ".join(dict.fromkeys(places[:_PLACES])) + ", …" * (len(places) > _PLACES)
-            yield f"{fault} ({named}); {remedy}" if places else _sentence(fault, remedy)
+            yield _sentence(f"{fault} ({named})" if places else fault, remedy)
 
     def refuse(self) -> None:
         """Raise Refusal if there are any: all of those that have no private places, else the first one without them."""
-        public = [_sentence(fault, remedy) for (fault, remedy), places in self.found.items() if not places]
+        public = [_sentence(*problem) for problem, places in self.found.items() if not places]
         if len(public) > 1:
             shown = [*public[:_SHOWN], *(["and more, which dp-microadam data check lists"] if len(public) > _SHOWN else [])]
             raise Refusal(f"the data have {len(public)} problems to remove:\n  " + "\n  ".join(shown))
-        for (fault, remedy), places in self.found.items():
-            raise Refusal(_sentence(fault, remedy) + " (dp-microadam data check RECIPE says where)" * bool(places))
+        for problem, places in self.found.items():
+            raise Refusal(_sentence(*problem) + " (dp-microadam data check RECIPE says where)" * bool(places))
 
 
 def _sentence(fault: str, remedy: str) -> str:
     return f"{fault}; {remedy}" if remedy else fault
 
 
+def unreadable(path: Path, error: OSError) -> InputError:
+    """The error for a file that cannot be opened."""
+    return InputError(f"{path} cannot be read: {error.strerror or error}")
+
+
 Row = tuple[int, dict[str, Any] | Unsuitable]
 """The number of a row's first line, and its cells by column, or what is wrong with it as a whole."""
+
+_NOT_UTF8 = Unsuitable("is not valid UTF-8", "save the file in that encoding")
 
 
 def open_rows(
@@ -87,23 +93,8 @@ def open_rows(
     return _csv_rows(path, stream, header, clean)
 
 
-def _is_utf8(text: str) -> bool:
-    """Whether all bytes of the text were UTF-8: reading keeps others as lone surrogates."""
-    try:
-        return text.isascii() or bool(text.encode())
-    except UnicodeEncodeError:
-        return False
-
-
-_NOT_UTF8 = Unsuitable("is not valid UTF-8", "save the file in that encoding")
-
-
 def text_of(cell: Any) -> str:
-    """The cell if it is a text that can be used.
-
-    Raises:
-        Unsuitable: if it is not.
-    """
+    """The cell if it is a text that can be used; raises Unsuitable if not."""
     if not isinstance(cell, str):
         raise Unsuitable("is no text", "it must be a string")
     if not cell.strip():
@@ -111,6 +102,28 @@ def text_of(cell: Any) -> str:
     if not _is_utf8(cell):
         raise _NOT_UTF8
     return cell
+
+
+def word_of(cell: Any) -> str:
+    """A label or user as text, the way a CSV file would hold it. 3.0 is 3, so that nobody counts as two users."""
+    if isinstance(cell, float) and cell.is_integer():
+        cell = int(cell)
+    return "" if cell is None else str(cell).strip()
+
+
+def user_of(cell: Any) -> str:
+    """The user whom the cell names; raises Unsuitable if it names none."""
+    if word_of(cell).lower() in ("", "nan"):
+        raise Unsuitable("names no user", "every row must name its user")
+    return word_of(cell)
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether all bytes of the text were UTF-8: reading keeps others as lone surrogates."""
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _csv_rows(

@@ -15,15 +15,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from dp_microadam.errors import InputError
 from dp_microadam.validation import refuse_unknown, require_integer
-from dp_microadam.workbench.data import images, tables
-from dp_microadam.workbench.data.catalogue import KnownData, known, takes_columns
+from dp_microadam.workbench.data.catalogue import KnownData, find, known, takes_columns
 from dp_microadam.workbench.data.columns import Columns
 from dp_microadam.workbench.data.dataset import (
-    TEST_FRACTION,
-    TEST_SEED,
     Found,
     LabelledData,
-    Preparation,
     Source,
     UserIds,
     count_users,
@@ -31,10 +27,12 @@ from dp_microadam.workbench.data.dataset import (
     split,
     split_by_user,
 )
-from dp_microadam.workbench.data.files import MEMORY_GIB
+from dp_microadam.workbench.data.images import ImageFolder
 from dp_microadam.workbench.data.rows import Problems, Refusal
+from dp_microadam.workbench.data.tables import files_of
 
-PRIVATE = "this is for the owner of the data: it was read from private rows, do not publish it"
+_TEST_FRACTION, _TEST_SEED = 0.2, 0
+"""The test part of data that come without one. Fixed, so that it does not depend on the split into training and validation."""
 
 
 def load(
@@ -48,7 +46,6 @@ def load(
     split_seed: int = 0,
     image_size: int | None = None,
     verify: bool = True,
-    memory_gib: float = MEMORY_GIB,
     columns: Mapping[str, Mapping[str, Any]] | None = None,
     encode: Callable[[Sequence[str]], Tensor] | None = None,
     labelled: bool = True,
@@ -61,9 +58,9 @@ def load(
     examples of it. If the options say whose each example is, it is a fraction or number of users, with all they have. The
     test part is the published one, or a fifth set aside, and does not depend on ``split_seed``. Of training and test part,
     ``train_size`` and ``test_size`` examples are taken at random, by ``split_seed``, if these are given. With ``verify``, files
-    whose digests differ from the published ones are refused. Files larger than ``memory_gib`` are memory-mapped. Images are
-    resized to ``image_size``. ``columns`` declares the columns of a table as ``[columns]`` of a recipe does; ``options`` are
-    those in the catalogue. Texts become tokens [N, length] by ``encode``; labels of texts are not read unless ``labelled``.
+    whose digests differ from the published ones are refused. Images are resized to ``image_size``. ``columns`` declares the
+    columns of a table as ``[columns]`` of a recipe does; ``options`` are those in the catalogue. Texts become tokens
+    [N, length] by ``encode``; labels of texts are not read unless ``labelled``.
 
     Raises:
         InputError: if the name is unknown, or its files are missing, damaged or not the published ones. The message holds
@@ -80,22 +77,12 @@ def load(
             raise InputError(f"data_options.{option} is {options[option]!r}, but [columns] gives ranges; leave one of them out")
     if data.kind == "text" and encode is None:
         raise InputError(f"data is {name!r}, which are texts; encode must be given, which turns them into tokens")
-    source = Source.at(
-        name,
-        folder,
-        memory_gib,
-        verify,
-        options=options,
-        columns=Columns.of(columns) if columns else None,
-        image_size=image_size,
-        encode=encode,
-        labelled=labelled,
-        problems=Problems() if problems is None else problems,
-    )
-    found = _read(source)
+    problems = Problems() if problems is None else problems
+    declared = Columns.of(columns) if columns else None
+    found = _read(Source(name, data, find(name, folder), options, declared, image_size, encode, labelled, verify, problems))
     whole, tested = found.train, found.train if found.test is None else found.test
     if found.test is None:
-        rows, test_rows = _split(whole.users, len(whole), TEST_FRACTION, TEST_SEED)
+        rows, test_rows = _split(whole.users, len(whole), _TEST_FRACTION, _TEST_SEED)
     else:
         rows, test_rows = np.arange(len(whole)), np.arange(len(tested))
     users = _of(whole.users, rows)
@@ -117,13 +104,12 @@ def load(
         shape,
         mean,
         std,
-        train=train.protected() if isinstance(train, images.ImageFolder) else train,
+        train=train.protected() if isinstance(train, ImageFolder) else train,
         validation=whole.part(rows[validation]),
         test=tested.part(test_rows),
         train_users=_of(users, training),
         validation_users=_of(users, validation),
         test_users=_of(tested.users, test_rows),
-        held_out_rows=None if users is None else torch.from_numpy(validation),
         tokens=data.kind == "text",
         classes=() if isinstance(found.classes, int) else tuple(found.classes),
         raw=found.raw,
@@ -183,8 +169,6 @@ class State:
     problems: tuple[str, ...] = ()
     summary: tuple[str, ...] = ()
     """What data in order hold."""
-    notes: tuple[str, ...] = ()
-    """What training accepts, but the owner should know. Like the problems, they depend on private examples."""
 
 
 def inspect(name: str, folder: str | None = None) -> State:
@@ -192,18 +176,7 @@ def inspect(name: str, folder: str | None = None) -> State:
     data = known(name)
     if data.num_classes is None and not folder:
         return State(name, "yours")
-    try:
-        source = Source.at(name, folder)
-    except InputError as error:
-        return State(name, "missing", problems=(str(error),))
-    try:
-        if data.kind in ("adult", "text"):
-            tables.files_of(source)
-        else:
-            _read(source)
-    except InputError as error:
-        return State(name, "damaged", str(source.place), (str(error),))
-    return State(name, "verified" if data.digests or data.package else "unverified", str(source.place))
+    return _state(name, folder, lambda source: files_of(source) if data.kind in ("table", "text") else _read(source))
 
 
 def check(
@@ -223,53 +196,53 @@ def check(
 
     Formal guarantees: unless an image cannot be decoded, there are problems exactly if training refuses the data.
     """
-    known(name)
-    problems = Problems()
+
+    def look(source: Source) -> tuple[str, ...]:
+        data = load(name, folder, problems=source.problems, encode=lambda texts: torch.zeros(len(texts), 1), **options)
+        further(data)
+        parts = [part for part in (data.train, data.validation, data.test) if isinstance(part, ImageFolder)]
+        total, done = sum(map(len, parts)), 0
+        for part in parts:
+            for problem in DataLoader(_Readable(part), batch_size=None, num_workers=workers):
+                done += 1
+                progress(done, total)
+                if problem:
+                    source.problems.add_error(InputError(problem))
+        source.problems.refuse()
+        return _summary(data, unit_name)
+
+    return _state(name, folder, look, verify=options.get("verify", True))
+
+
+def _state(name: str, folder: str | None, look: Callable[[Source], Any], verify: bool = True) -> State:
+    """What ``look`` finds wrong with the data, or says of them."""
+    data = known(name)
     try:
-        source = Source.at(name, folder, verify=options.get("verify", True))
+        source = Source(name, data, find(name, folder), verify=verify)
     except InputError as error:
         return State(name, "missing", problems=(str(error),))
     try:
-        data = load(name, folder, problems=problems, encode=lambda texts: torch.zeros(len(texts), 1), **options)
-        further(data)
+        said = look(source)
     except InputError as error:
-        found = [*problems.sentences(), *([] if isinstance(error, Refusal) else [str(error)])]
+        found = [*source.problems.sentences(), *([] if isinstance(error, Refusal) else [str(error)])]
         return State(name, "damaged", str(source.place), tuple(found))
-    parts = (data.train, data.validation, data.test)
-    undecodable = _undecodable([part for part in parts if isinstance(part, images.ImageFolder)], workers, progress)
-    if undecodable:
-        return State(name, "damaged", str(source.place), tuple(undecodable))
-    users = (data.train_users, data.validation_users, data.test_users)
-    counts = [
-        f"{size_of(part):,} examples" if ids is None else f"{count_users(ids):,} {unit_name}s"
-        for part, ids in zip(parts, users, strict=True)
-    ]
+    verified = (data.digests and verify) or data.package
+    return State(name, "verified" if verified else "unverified", str(source.place), (), said if isinstance(said, tuple) else ())
+
+
+def _summary(data: LabelledData, unit_name: str) -> tuple[str, ...]:
+    parts = ((data.train, data.train_users), (data.validation, data.validation_users), (data.test, data.test_users))
+    counts = [f"{size_of(part):,} examples" if ids is None else f"{count_users(ids):,} {unit_name}s" for part, ids in parts]
     shown = ", ".join(data.classes[:10]) + (", …" if len(data.classes) > 10 else "")
-    summary = [f"{data.num_classes} classes: {shown}"]
-    summary.append(f"{counts[0]} to train on, {counts[1]} held out, and {counts[2]} to test on")
-    state = "verified" if source.reading.digests or source.data.package else "unverified"
-    notes: tuple[str, ...] = ()
-    if takes_columns(name) and isinstance(data.train, tuple) and not data.images:
-        notes = tuple(tables.table_notes(Preparation(data)(data.train)[0], data.raw, bool(options.get("columns"))))
-    return State(name, state, str(source.place), (), (*summary, *data.notes), notes)
+    divided = f"{counts[0]} to train on, {counts[1]} held out, and {counts[2]} to test on"
+    return f"{data.num_classes} classes: {shown}", divided, *data.notes
 
 
-def _undecodable(parts: Sequence[images.ImageFolder], workers: int, progress: Callable[[int, int], None]) -> list[str]:
-    """A sentence for each image that cannot be decoded."""
-    total, done, found = sum(map(len, parts)), 0, []
-    for part in parts:
-        for problem in DataLoader(_Problems(part.part(np.arange(len(part)))), batch_size=None, num_workers=workers):
-            done += 1
-            progress(done, total)
-            found += [problem] if problem else []
-    return found
+class _Readable(Dataset[str]):
+    """The error message of each image for the owner of the data; empty if it can be decoded."""
 
-
-class _Problems(Dataset[str]):
-    """Dataset of the error message of each image; empty if it can be decoded."""
-
-    def __init__(self, part: images.ImageFolder) -> None:
-        self._part = part
+    def __init__(self, part: ImageFolder) -> None:
+        self._part = part.part(np.arange(len(part)))  # which says what its images are called
 
     def __len__(self) -> int:
         return len(self._part)

@@ -39,7 +39,7 @@ from dp_microadam.training.trainer import PrivateTrainer
 from dp_microadam.workbench import models
 from dp_microadam.workbench.data import Preparation
 from dp_microadam.workbench.data.augmentation import Augmentation
-from dp_microadam.workbench.data.dataset import LabelledData, count_users, size_of, split
+from dp_microadam.workbench.data.dataset import LabelledData, count_users, size_of
 from dp_microadam.workbench.data.images import ImageFolder
 from dp_microadam.workbench.data.sources import load
 from dp_microadam.workbench.recipes.canaries import Canaries, add_canaries, canaries_in_words, with_canary_key
@@ -203,47 +203,16 @@ def _method(recipe: Recipe, model: nn.Module, data: LabelledData, steps: int) ->
     return method.configure(schedule=Schedule(recipe.schedule, steps, recipe.warmup), average=recipe.resolved_ema_decay)
 
 
-def public_examples(recipe: Recipe, data: LabelledData, chosen: int | list[int]) -> PublicExamples:
-    """Public examples for methods that need some: held out, which the guarantee does not cover anyway.
-
-    The first ``chosen`` ones, or those at these positions of the data set before it was divided.
-
-    Raises:
-        InputError: for positions of training examples, or more examples than are held out.
-    """
-    rows = _held_out_rows(recipe, data, chosen)
+def public_examples(recipe: Recipe, data: LabelledData, chosen: Any) -> PublicExamples:
+    """The first ``chosen`` of those that are held out, which the guarantee does not cover anyway."""
+    if isinstance(chosen, list) or chosen > size_of(data.validation):
+        held_out = size_of(data.validation)
+        raise InputError(f"optimizer.public is {chosen}; only {held_out} examples are held out, it must be at most that")
     loss = next_token_loss if recipe.predicts_tokens else class_loss
     if isinstance(data.validation, tuple):
         inputs, labels = data.validation
-        return PublicExamples((inputs[rows], labels[rows]), loss, Preparation(data))
-    return PublicExamples(Subset(data.validation, rows.tolist()), loss, Preparation(data))
-
-
-def _held_out_rows(recipe: Recipe, data: LabelledData, chosen: int | list[int]) -> torch.Tensor:
-    """Indices within the held-out part."""
-    if not isinstance(chosen, list):
-        if chosen > size_of(data.validation):
-            raise InputError(
-                f"optimizer.public is {chosen}; only {size_of(data.validation)} examples are held out, it must be at most that"
-            )
-        return torch.arange(chosen)
-    count = size_of(data.train) + size_of(data.validation)
-    if recipe.train_size is not None:
-        raise InputError(f"optimizer.public holds positions, but train_size is {recipe.train_size}; give their number instead")
-    held_out = data.held_out_rows
-    if held_out is None:
-        _, held_out = split(count, recipe.validation_fraction, recipe.split_seed, size=recipe.validation_size)
-    shared = sorted(set(map(int, chosen)) & set(range(count)).difference(held_out.tolist()))
-    if shared:
-        raise InputError(
-            f"public contains example {shared[0]} of the training data; public examples must be held out of training"
-        )
-    row_of = {position: row for row, position in enumerate(held_out.tolist())}
-    unknown = [position for position in chosen if position not in row_of]
-    if unknown or not chosen:
-        below = f"positions below {count}" if data.train_users is None else "positions of examples"  # their number is private
-        raise InputError(f"optimizer.public holds {unknown[0] if unknown else 'nothing'}; it must hold {below}")
-    return torch.tensor([row_of[position] for position in chosen])
+        return PublicExamples((inputs[:chosen], labels[:chosen]), loss, Preparation(data))
+    return PublicExamples(Subset(data.validation, range(chosen)), loss, Preparation(data))
 
 
 def load_data(recipe: Recipe) -> LabelledData:
@@ -257,7 +226,6 @@ def load_settings(recipe: Recipe) -> dict[str, Any]:
     return {
         **{name: getattr(recipe, name) for name in same},
         "verify": recipe.verify_data,
-        "memory_gib": recipe.data_memory_gib,
         "labelled": not recipe.predicts_tokens,
         **recipe.data_options,
     }

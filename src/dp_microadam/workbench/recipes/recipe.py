@@ -75,10 +75,8 @@ class Recipe:
     """Folder of the data files. Empty: search the default folders."""
     verify_data: bool = True
     """Refuse files whose digests differ from the published ones; false for your own data in the same format."""
-    data_memory_gib: Positive = 2.0
-    """Files larger than this are memory-mapped instead of read."""
     num_workers: Whole = 0
-    """Worker processes that load and decode data that is not in memory."""
+    """Worker processes that decode image files."""
     validation_fraction: Share = 0.1
     """Fraction of the training part held out for validation; not protected by the guarantee. 0: none is held out."""
     validation_size: Count | None = None

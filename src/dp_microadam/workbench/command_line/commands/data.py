@@ -43,16 +43,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     get.add_argument("--mirror", metavar="URL", help="base URL of a server with the same files; digests are still checked")
 
     about = "compare file digests, decode every image, read every row; of a recipe also who its users are"
-    examples = ("image-folder --folder photographs --workers 2", "patients.csv --suggest > mine.toml", "mine.toml")
+    examples = ("image-folder --folder photographs --workers 2", "mine.toml")
     check = action("check", run_check, about, *(f"check {example}" for example in examples))
-    name = "name of a data set, as in `data list`, a recipe's name or TOML file, or a CSV file"
+    name = "name of a data set, as in `data list`, or a recipe's name or TOML file"
     complete_with(data_set_names, check.add_argument("name", metavar="NAME", help=name))
-    suggest = (
-        "of a CSV file: print a first recipe with a declaration of its columns; it is written from private rows, and says what "
-        "of it must be public knowledge"
-    )
-    check.add_argument("--suggest", action="store_true", help=suggest)
-    check.add_argument("--label", metavar="COLUMN", help="with --suggest: the column of labels (default: the last)")
     check.add_argument("--folder", metavar="DIR", help="folder of the data set (default: where recipes look for it)")
     check.add_argument("--workers", type=int, default=0, metavar="N", help="worker processes that decode images (default: 0)")
 
@@ -89,7 +83,7 @@ def run_list(options: argparse.Namespace) -> int:
 
 def run_get(options: argparse.Namespace) -> int:
     from dp_microadam.workbench.data.catalogue import known, usual_folders
-    from dp_microadam.workbench.data.files import NotFetched, fetch
+    from dp_microadam.workbench.data.published import NotFetched, fetch
 
     data = known(options.name)
     if not data.downloads:
@@ -117,18 +111,11 @@ def run_get(options: argparse.Namespace) -> int:
 def run_check(options: argparse.Namespace) -> int:
     from dp_microadam.validation import require_integer
     from dp_microadam.workbench.data.catalogue import KNOWN_DATA, known, takes_columns
-    from dp_microadam.workbench.data.sources import PRIVATE, check
+    from dp_microadam.workbench.data.sources import check
     from dp_microadam.workbench.recipes.recipe_files import known_recipes, load_recipe
 
     require_integer("workers", options.workers, 0)
     name: str = options.name
-    if options.suggest:
-        from dp_microadam.workbench.data.suggestion import suggest
-
-        print(suggest(Path(name), options.label), end="")
-        return 0
-    if name.lower().endswith(".csv"):
-        raise InputError(f"{name} is a table; add --suggest to get a first recipe for it, then check that recipe")
     settings: dict[str, Any] = {"workers": options.workers, "progress": _tell_images()}
     if name.endswith(".toml") or (name in known_recipes() and (name not in KNOWN_DATA or takes_columns(name))):
         from dp_microadam.workbench.recipes.assemble import load_settings, number_of_units
@@ -137,11 +124,8 @@ def run_check(options: argparse.Namespace) -> int:
         folder = options.folder or recipe.data_folder or None
         settings |= {"further": lambda data: number_of_units(recipe, data), "unit_name": recipe.unit_name or "user"}
         found = check(recipe.data, folder, **settings, **load_settings(recipe))
-    elif name in KNOWN_DATA and takes_columns(name):
-        raise InputError(
-            f"{name} is checked with its recipe, which says what its columns are; dp-microadam data check FILE.csv --suggest "
-            "writes a first one"
-        )
+    elif name.lower().endswith(".csv") or (name in KNOWN_DATA and takes_columns(name)):
+        raise InputError(f"{name} is checked with its recipe, which says what its columns are; name the recipe's TOML file")
     else:
         found = check(name, options.folder, labelled=bool(known(name).classes), **settings)
     if options.json:
@@ -149,9 +133,8 @@ def run_check(options: argparse.Namespace) -> int:
     elif found.problems:
         print("\n".join(found.problems))
     else:
-        notes = [f"note: {note}" for note in (*found.notes, *([PRIVATE] if found.notes else []))]
         state = "in order" if found.state == "unverified" else found.state
-        print("\n".join([f"{found.name} is {state}: {found.place}", *found.summary, *notes]))
+        print("\n".join([f"{found.name} is {state}: {found.place}", *found.summary]))
     return 2 if found.state in ("missing", "yours") else int(bool(found.problems))
 
 

@@ -65,7 +65,7 @@ def train(options: argparse.Namespace) -> int:
         say(
             options,
             "numbers of the table are taken as they are; if they are not about as large as 1, declare the ranges of its "
-            "columns in [columns] (dp-microadam data check RECIPE looks at them)",
+            "columns in [columns]",
         )
 
     # Imported once recipe and folder are known to be usable: torch takes seconds to load.
