@@ -25,7 +25,7 @@ from dp_microadam.accounting.trade_off import trade_off
 from dp_microadam.durable_files import write_text_durably
 from dp_microadam.workbench import data
 from dp_microadam.workbench.data import Preparation
-from dp_microadam.workbench.reporting.figures import STYLES, add_legend, new_figure, save_png, styles_for
+from dp_microadam.workbench.reporting.figures import STYLES, add_legend, new_figure, save_png
 
 ORDINARY, ODD = 1000, 200
 RATES = np.linspace(0, 1, 201)
@@ -89,7 +89,7 @@ def attack(seed: int, epsilon: float) -> tuple[np.ndarray, np.ndarray, np.ndarra
 def draw(curves: dict[str, np.ndarray], path: Path) -> None:
     """The curves, over the part of innocents that is accused."""
     figure, axes = new_figure(300, width=460)
-    for style, (label, curve) in zip(styles_for(list(curves)).values(), curves.items(), strict=True):
+    for style, (label, curve) in zip(STYLES, curves.items(), strict=False):
         axes.plot(100 * RATES, 100 * curve, color=style.colour, linestyle=style.line_style, linewidth=2.2, label=label)
     axes.plot([0, 100], [0, 100], color=STYLES[-1].colour, linestyle=STYLES[-1].line_style, linewidth=1.4, label="guessing")
     axes.set_xlim(0, 100)

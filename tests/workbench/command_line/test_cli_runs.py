@@ -19,11 +19,13 @@ def finished_run(tmp_path_factory):
     return run
 
 
-def test_train_ends_with_accuracy_and_epsilon(tmp_path, capsys):
+def test_train_ends_with_accuracy_epsilon_and_where_the_report_is(tmp_path, capsys):
     assert main(["train", *QUICK, "--run-dir", str(tmp_path / "run")]) == 0
-    *_, accuracy, spent = capsys.readouterr().out.splitlines()
+    *_, accuracy, spent, report = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"test accuracy \d+\.\d\d %", accuracy)
     assert re.fullmatch(r"ε = \d+\.\d\d at δ = 1e-05", spent)
+    assert report == f"report {tmp_path / 'run' / 'report.html'}"
+    assert accuracy.removeprefix("test accuracy ") in (tmp_path / "run" / "report.html").read_text("utf-8")
 
 
 def test_a_model_that_learned_nothing_is_told_what_naming_one_class_gets(tmp_path, capsys):
@@ -72,12 +74,11 @@ def test_a_run_folder_holds_what_it_promises(finished_run):
         "metrics.jsonl",
         "checkpoints",
         "log.txt",
-        "curves.png",
+        "report.html",
         "run.json",
         "test.json",
     }
     assert promised <= names
-    assert (finished_run / "curves.png").read_bytes().startswith(b"\x89PNG")
     summary = json.loads((finished_run / "privacy.json").read_text())
     assert summary["private"] is True
     assert (summary["steps_planned"], summary["steps_done"]) == (12, 12)
@@ -188,7 +189,7 @@ def test_export_refuses_to_overwrite(finished_run, tmp_path, capsys):
 def test_a_non_private_run_says_so_in_its_last_line(tmp_path, capsys):
     run = tmp_path / "run"
     assert main(["train", *QUICK, "--set", "method=non-private", "--run-dir", str(run)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("not private")
+    assert capsys.readouterr().out.splitlines()[-2].startswith("not private")
     assert json.loads((run / "privacy.json").read_text())["private"] is False
     assert main(["resume", str(run), "--quiet"]) == 0
     assert "is finished" in capsys.readouterr().out
@@ -196,7 +197,7 @@ def test_a_non_private_run_says_so_in_its_last_line(tmp_path, capsys):
 
 def test_a_seeded_run_does_not_claim_to_be_private(tmp_path, capsys):
     assert main(["train", *QUICK, "--set", "seed=1", "--run-dir", str(tmp_path / "run")]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("not private (fixed seed)")
+    assert capsys.readouterr().out.splitlines()[-2].startswith("not private (fixed seed)")
 
 
 _SLOW = [pytest.param(method, marks=pytest.mark.slow) for method in ("dp-sgd", "dp-adam", "dp-adambc")]

@@ -43,7 +43,7 @@ optimizer.threshold = [2.0, 2.5]
 """
 PUBLISHED = {
     "config.toml",
-    "curves.png",
+    "report.html",
     "ledger.jsonl",
     "log.txt",
     "metrics.jsonl",
@@ -76,7 +76,7 @@ def test_a_search_publishes_its_best_run_whose_epsilon_covers_it(recipe, tmp_pat
     found = Recipe.from_toml(Path("best/config.toml").read_text())
     assert (found.distance, found.max_grad_norm, found.optimizer) == (chosen.distance, chosen.max_grad_norm, chosen.optimizer)
     assert (found.bands, found.accountant) == (1, "rdp")
-    assert set(os.listdir("best")) | {"curves.png"} == PUBLISHED
+    assert set(os.listdir("best")) | {"report.html"} == PUBLISHED
     assert set(os.listdir()) == {"best", "small.toml"}
     assert main(["budget", "best", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["epsilon"] == record.epsilon()

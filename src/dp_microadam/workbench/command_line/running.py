@@ -72,15 +72,13 @@ def _config_of(run_dir: Path) -> str:
 def finish(
     experiment: Experiment, options: argparse.Namespace, result: RunResult, chosen: Mapping[str, Any] | None = None
 ) -> int:
-    """Draw the learning curves, evaluate, and keep and print the figures of a run; returns the exit code.
+    """Evaluate a run, keep and print its figures, and write its report; returns the exit code.
 
     ``chosen`` are the hyperparameters of a run that a search chose.
     """
     main = experiment.trainer.ranks.main
-    if main:
-        _draw(experiment, options, result)
-        if not result.finished:
-            print("evaluating these weights on the test part; press Ctrl-C to leave that out", file=sys.stderr)
+    if main and not result.finished:
+        print("evaluating these weights on the test part; press Ctrl-C to leave that out", file=sys.stderr)
     test = figures_of(experiment)
     final = experiment.final_weights_accuracy() if options.json else None
     if main:
@@ -88,11 +86,21 @@ def finish(
 
         steps = {"updates": result.updates, "steps_done": result.steps_done}
         experiment.trainer.record.write_json(TEST, {**test, **steps})
+        _write_report(result.run_dir, options)
         ended = {"run_dir": str(result.run_dir), "finished": result.finished}
         further = {"final_weights_test_accuracy": final, "chosen": chosen and dict(chosen)}
         more = {name: value for name, value in further.items() if value is not None}
-        say_figures(experiment, options, result, test, {**ended, **result.metrics, **more})
+        say_figures(options, result, test, {**ended, **result.metrics, **more})
     return 0 if result.finished else INTERRUPTED
+
+
+def _write_report(run_dir: Path, options: argparse.Namespace) -> None:
+    from dp_microadam.workbench.reporting.report import REPORT, write_report
+
+    try:
+        write_report([run_dir], run_dir / REPORT, files=False)
+    except DPMicroAdamError as error:
+        say(options, f"{REPORT} was not written: {error}")
 
 
 def figures_of(experiment: Experiment) -> dict[str, Any]:
@@ -111,13 +119,9 @@ def figures_of(experiment: Experiment) -> dict[str, Any]:
 
 
 def say_figures(
-    experiment: Experiment,
-    options: argparse.Namespace,
-    result: RunResult,
-    test: Mapping[str, Any],
-    run: Mapping[str, Any] | None = None,
+    options: argparse.Namespace, result: RunResult, test: Mapping[str, Any], run: Mapping[str, Any] | None = None
 ) -> None:
-    """Print the figures of a run, and of one that was just trained where it is and how it goes on."""
+    """Print the figures of a run, and of one that was just trained where it and its report are and how it goes on."""
     head = ledger_head(result)
     if options.json:
         spent = {"private": result.private, "epsilon": result.epsilon, "delta": result.delta, "ledger_head": head}
@@ -134,8 +138,8 @@ def say_figures(
             print(f"stopped after {result.steps_done} steps; go on with: dp-microadam resume {result.run_dir}")
     after = f" after {result.updates} steps" if run is None else ""
     print(f"evaluated with the {test['weights']}{lost_steps_note(result) or after}")
-    for when in ("before", "after"):
-        if sample := test.get("sample_before" if when == "before" else "sample"):
+    for when, name in (("before", "sample_before"), ("after", "sample")):
+        if sample := test.get(name):
             print(f"sample {when} training: {sample}")
     if "test_perplexity" in test:
         before = test.get("test_perplexity_before")
@@ -146,6 +150,8 @@ def say_figures(
         least = f"always naming the most frequent class, which has {100 * majority:.2f} %"
         print(f"no better than {least}", file=sys.stderr)
     print(privacy_line(result))
+    if run is not None and (report := result.run_dir / "report.html").is_file():
+        print(f"report {report}")
 
 
 def lost_steps_note(result: RunResult) -> str:
@@ -177,19 +183,6 @@ def privacy_line(result: RunResult) -> str:
         whom = f" for a {name or 'user'} with all their examples"
     line = f"ε = {round_up(result.epsilon)}{whom} at δ = {result.delta:g}"
     return line if result.private else f"not private (fixed seed); the same run without a seed would spend {line}"
-
-
-def _draw(experiment: Experiment, options: argparse.Namespace, result: RunResult) -> None:
-    from dp_microadam.training.run_folder import CURVES
-    from dp_microadam.workbench.reporting.run_figures import draw_curves
-
-    metrics = experiment.trainer.record.metrics()
-    if not metrics:
-        return
-    try:
-        draw_curves(metrics, result.run_dir / CURVES, title=experiment.recipe.name, private=result.private)
-    except DPMicroAdamError as error:
-        say(options, f"{CURVES} was not drawn: {error}")
 
 
 def say(options: argparse.Namespace, text: str) -> None:

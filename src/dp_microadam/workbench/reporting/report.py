@@ -1,4 +1,7 @@
-"""Writes ``report.html``, a report about runs and audits, with its figures and tables as separate files."""
+"""Writes ``report.html``, a report about runs and audits, with its figures and tables as separate files.
+
+The page is one file without scripts, with a light, a dark and a print theme; its templates escape all text.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,59 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from dp_microadam import __version__
 from dp_microadam.durable_files import write_text_durably
 from dp_microadam.errors import InputError
 from dp_microadam.ledger.ledger import LEDGER_NAME
 from dp_microadam.ledger.statement import PRIVACY_NAME, round_up, statement_parts
-from dp_microadam.workbench.reporting.figures import Figure, css_variables
-from dp_microadam.workbench.reporting.formats import confidence_in_words, duration, fixed, in_bytes, is_number, significant
-from dp_microadam.workbench.reporting.page import Section, document, template
+from dp_microadam.workbench.reporting.figures import Figure, css_variables, labels_of, run_figures
 from dp_microadam.workbench.reporting.run import AUDIT, Run
-from dp_microadam.workbench.reporting.run_figures import labels_of, run_figures, styles_of
-from dp_microadam.workbench.reporting.tables import Cell, Table, cell, file_name
+from dp_microadam.workbench.reporting.tables import Cell, Table, cell, confidence_in_words, duration, in_bytes, is_number
 
 REPORT = "report.html"
 FIGURES, TABLES = "figures", "tables"
 _FOOTER = f"Written by dp-microadam {__version__}. Nothing on this page was computed from metrics of the training data."
+
+_COLOURS = (
+    ("--ink", "#1d2433", "#e7eaf0"),
+    ("--faint", "#5b6474", "#a3adbd"),
+    ("--page", "#f7f8fa", "#12161d"),
+    ("--good", "#17734a", "#4cc38a"),
+    ("--bad", "#b00020", "#ff7d8c"),
+    ("--tint", "#eef3f9", "#232b38"),
+)
+"""Name of a CSS variable, its value on light and on dark pages."""
+
+
+@cache
+def _environment() -> Environment:
+    return Environment(
+        loader=PackageLoader("dp_microadam.workbench"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+
+
+def _template(name: str) -> Any:
+    """The macros of a template, as functions that return HTML."""
+    return _environment().get_template(name).module
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of a page: ``name`` is its anchor, ``title`` its heading, ``body`` its HTML."""
+
+    name: str
+    title: str
+    body: Any
 
 
 @dataclass(frozen=True)
@@ -40,7 +78,7 @@ class Part:
 def write_report(folders: Sequence[str | Path], page: Path, *, files: bool = True, group_size: int = 1) -> list[Path]:
     """Write an HTML report about the runs and audits in ``folders``; returns the paths of the files, the page first.
 
-    With ``files``, figures (PNG, PDF) and tables (CSV, LaTeX, Markdown) are also written, into folders beside the page.
+    With ``files``, figures (PNG, PDF) and tables (CSV) are also written, into folders beside the page.
     Privacy statements have ε for a group of ``group_size`` if that is above 1.
 
     Raises:
@@ -55,13 +93,15 @@ def write_report(folders: Sequence[str | Path], page: Path, *, files: bool = Tru
         for part in parts
         for one in part.sections
     ]
+    whole = _environment().get_template("page.html")
+    variables = [*_COLOURS, *css_variables().values()]
     try:
-        written = [_write(page, document(title, lead, sections, _FOOTER))]
+        html = whole.render(title=title, lead=lead, sections=sections, footer=_FOOTER, variables=variables)
+        written = [_write(page, html)]
         for part in parts if files else ():
             for figure in part.figures:
                 written += figure.write(page.parent / FIGURES)
-            for table in part.tables:
-                written += [_write(page.parent / TABLES / f"{table.name}.{form}", text) for form, text in table.forms().items()]
+            written += [_write(page.parent / TABLES / f"{table.name}.csv", table.csv()) for table in part.tables]
     except OSError as error:
         raise InputError(
             f"page is {str(page)!r}, which cannot be written ({error.strerror}); name another with --out"
@@ -94,7 +134,8 @@ _OF_RUNS = (LEDGER_NAME, PRIVACY_NAME)
 
 
 def _audit_part(path: Path) -> Part:
-    name = f"audit-{file_name(path.resolve().name)}"
+    folder = path.resolve().name
+    name = f"audit-{re.sub('[^a-z0-9]', '-', folder.casefold())}"
     try:
         content = json.loads((path / AUDIT).read_text(encoding="utf-8"))
         table = _audit(content, name)
@@ -102,43 +143,39 @@ def _audit_part(path: Path) -> Part:
         raise InputError(
             f"{path / AUDIT} does not describe an audit, run dp-microadam audit again: {type(error).__name__}: {error}"
         ) from None
-    body = template("parts.html").audit(content, table)
-    return Part("Privacy audit", path.resolve().name, [Section(name, "Audit", body)], [], [table])
+    return Part("Privacy audit", folder, [Section(name, "Audit", _template("parts.html").audit(content, table))], [], [table])
 
 
 def _run_part(runs: Sequence[Run]) -> Part:
     labels, figures = labels_of(runs), run_figures(runs)
+    numbered = list(enumerate(zip(runs, labels, strict=True), start=1))
     tables: dict[str, list[Table]] = {
         "summary": [_summary(runs, labels)],
         "accuracy": _known([_recall(runs, labels)]),
-        "learning": _known([_evaluations(run, number, label) for number, (run, label) in _numbered(runs, labels)]),
+        "learning": _known([_evaluations(run, number, label) for number, (run, label) in numbered]),
         "memory": _known([_memory(runs, labels)]),
-        "audit": [_audit(run.audit, f"audit-{number}") for number, (run, _) in _numbered(runs, labels) if run.audit],
+        "audit": [_audit(run.audit, f"audit-{number}") for number, (run, _) in numbered if run.audit],
         "settings": _known([_settings(runs, labels)]),
     }
-    views, parts = [_view(*one) for one in zip(runs, labels, styles_of(runs), strict=True)], template("run.html")
+    views, parts = [_view(run, label) for run, label in zip(runs, labels, strict=True)], _template("run.html")
     sections = {
         "privacy": ("Privacy statement", parts.privacy(views)),
         "accuracy": ("Accuracy", parts.accuracy(views, tables["accuracy"])),
-        "summary": ("The run" if len(runs) == 1 else "Runs", parts.summary(views)),
+        "summary": ("The run" if len(runs) == 1 else "Runs", parts.listed(tables["summary"])),
         "learning": ("Validation loss and accuracy", parts.learning(views, figures["learning"], tables["learning"])),
         "budget": ("Privacy budget", parts.budget(views, figures["budget"])),
         "course": ("Learning rate and throughput", parts.course(figures["course"])),
-        "memory": ("Memory", parts.memory(figures["memory"], tables["memory"])),
+        "memory": ("Memory", parts.listed(tables["memory"])),
         "audit": ("Audit", parts.audits([run.audit for run in runs if run.audit], tables["audit"])),
         "settings": ("Settings", parts.listed(tables["settings"])),
     }
-    # The first reader is responsible for the data. Of several runs, the cards say which of them are private.
+    # The first reader is responsible for the data. Of several runs, the summary says which of them are private.
     order = ["summary", *(name for name in sections if name != "summary")] if len(runs) > 1 else list(sections)
     shown = [Section(name, *sections[name]) for name in order if sections[name][1].strip()]
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     lead = _lead(runs[0]) if len(runs) == 1 else "; ".join(dict.fromkeys(run.method for run in runs))
     drawn = [one for several in figures.values() for one in several]
     return Part(title, lead, shown, drawn, [one for several in tables.values() for one in several])
-
-
-def _numbered(runs: Sequence[Run], labels: Sequence[str]) -> list[tuple[int, tuple[Run, str]]]:
-    return list(enumerate(zip(runs, labels, strict=True), start=1))
 
 
 def _known(tables: Sequence[Table | None]) -> list[Table]:
@@ -148,17 +185,10 @@ def _known(tables: Sequence[Table | None]) -> list[Table]:
 def _lead(run: Run) -> str:
     on = f" on {run.last_activity:%Y-%m-%d}" if run.state == "finished" and run.last_activity is not None else ""
     what = " on ".join(str(run.settings[key]) for key in ("model", "data") if key in run.settings)
-    return ", ".join(part for part in (run.method, what, _trained_on(run), f"{_state(run)}{on}") if part)
+    return ", ".join(part for part in (run.method, what, _trained_on(run), f"{run.state}{on}") if part)
 
 
-def _state(run: Run) -> str:
-    """The state of the run, with progress and time of the last activity if it is not finished."""
-    if run.state.startswith("finished") or run.last_activity is None:
-        return run.state
-    return f"{run.state}: {run.steps:,} of {run.steps_planned:,} steps, last activity {run.last_activity:%Y-%m-%d %H:%M} UTC"
-
-
-def _view(run: Run, label: str, style: Any) -> dict[str, Any]:
+def _view(run: Run, label: str) -> dict[str, Any]:
     """What the templates say of a run."""
     unprotected = run.words or f"NOT PRIVATE: {run.stamp}. No guarantee of any kind holds for this model."
     words, terms, outside = (unprotected, [], []) if run.ledger is None else statement_parts(dict(run.privacy))
@@ -168,15 +198,12 @@ def _view(run: Run, label: str, style: Any) -> dict[str, Any]:
     return {
         "run": run,
         "label": label,
-        "colour": f"var({css_variables()[style.colour][0]})",
         "promise": _promise(run),
-        "perplexity": _perplexity(run),
         "statement": " ".join(words.split()),
         "terms": dict(terms),
         "outside": outside,
         "accuracies": _accuracies(run),
         "measured": {"Measured on": ", ".join(filter(None, (examples, classes))), "Weights": str(run.test.get("weights", ""))},
-        "facts": _facts(run),
     }
 
 
@@ -186,11 +213,7 @@ def _promise(run: Run) -> tuple[str, str]:
     spent, delta = round_up(run.epsilon), f"at δ = {run.privacy['delta']:g}"
     if not run.private:
         return "no ε", f"fixed seed; {spent} {delta} without it"
-    return f"ε = {spent}", f"{run.whom}, {delta}" if run.whom else delta
-
-
-def _perplexity(run: Run) -> str:
-    return "" if run.perplexity is None else f"{run.perplexity:.2f}"
+    return f"ε = {spent}", delta if run.unit == "example" else f"for a {run.unit}, {delta}"
 
 
 def _accuracies(run: Run) -> list[tuple[str, str]]:
@@ -198,6 +221,9 @@ def _accuracies(run: Run) -> list[tuple[str, str]]:
     if run.accuracy is None:
         return []
     numbers = [(f"{100 * run.accuracy[0]:.2f} %", run.accuracy[1])]
+    perplexity = run.test.get("test_perplexity")
+    if is_number(perplexity):
+        numbers.append((f"{perplexity:.2f}", "test perplexity"))
     majority = run.test.get("majority_accuracy")
     if is_number(majority):
         numbers.append((f"{100 * majority:.2f} %", "for always naming the most frequent class"))
@@ -206,28 +232,6 @@ def _accuracies(run: Run) -> list[tuple[str, str]]:
         name, value = min(known, key=lambda one: one[1])
         numbers.append((f"{100 * value:.2f} %", f"recall of {name}, the worst class"))
     return numbers
-
-
-def _facts(run: Run) -> dict[str, str]:
-    """What cards and the summary say of a run; those that were not recorded are empty."""
-    seconds, batch, state = run.training_seconds, run.expected_batch, ""
-    speed = batch * run.evaluations[-1].step / seconds if seconds and batch and run.evaluations else None
-    if run.optimizer_state is not None:
-        own, adam = run.optimizer_state
-        state = f"{8 * own / adam:.2f} B per parameter, {100 * own / adam:.0f} % of Adam's"
-    lost = f", {run.lost:,} of them spent and lost" if run.lost else ""
-    return {
-        "Date": "" if run.last_activity is None else f"{run.last_activity:%Y-%m-%d}",
-        "Method": run.method,
-        "Model, data": ", ".join(str(run.settings[key]) for key in ("model", "data") if key in run.settings),
-        "Chosen by a search": _chosen(run),
-        "Trained on": _trained_on(run),
-        "Steps": f"{run.steps:,} of {run.steps_planned:,}{lost}",
-        "State": _state(run),
-        "Training time": "" if seconds is None else f"about {duration(seconds)}",
-        "Throughput": "" if speed is None else f"{significant(float(f'{speed:.1e}'))} expected {run.unit}s/s",
-        "Optimizer state": state,
-    }
 
 
 def _trained_on(run: Run) -> str:
@@ -252,18 +256,31 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _summary(runs: Sequence[Run], labels: Sequence[str]) -> Table:
-    """A column per run: what the cards and the statements say."""
+    """A column per run; what none of them recorded is left out."""
     columns = []
     for run in runs:
-        accuracy = cell(f"{100 * run.accuracy[0]:.2f} %", run.accuracy[1]) if run.accuracy else ""
+        seconds, batch, state = run.training_seconds, run.expected_batch, ""
+        speed = batch * run.evaluations[-1]["step"] / seconds if seconds and batch and run.evaluations else None
+        if run.optimizer_state is not None:
+            own, adam = run.optimizer_state
+            state = f"{8 * own / adam:.2f} B per parameter, {100 * own / adam:.0f} % of Adam's"
+        lost = f", {run.lost:,} of them spent and lost" if run.lost else ""
         columns.append(
             {
                 "Folder": run.name,
-                **_facts(run),
-                "Accuracy": accuracy,
-                "Test perplexity": _perplexity(run),
                 "Private": cell("yes") if run.private else cell("no", run.stamp.removeprefix("not private: ")),
                 "ε": cell(*_promise(run)),
+                "Accuracy": cell(f"{100 * run.accuracy[0]:.2f} %", run.accuracy[1]) if run.accuracy else "",
+                "Date": "" if run.last_activity is None else f"{run.last_activity:%Y-%m-%d}",
+                "Method": run.method,
+                "Model, data": ", ".join(str(run.settings[key]) for key in ("model", "data") if key in run.settings),
+                "Chosen by a search": _chosen(run),
+                "Trained on": _trained_on(run),
+                "Steps": f"{run.steps:,} of {run.steps_planned:,}{lost}",
+                "State": run.state,
+                "Training time": "" if seconds is None else f"about {duration(seconds)}",
+                "Throughput": "" if speed is None else f"{float(f'{speed:.1e}'):,.0f} expected {run.unit}s/s",
+                "Optimizer state": state,
             }
         )
     names = [name for name in columns[0] if any(column[name] for column in columns)]
@@ -297,13 +314,14 @@ _COLUMNS = {
 
 def _evaluations(run: Run, number: int, label: str) -> Table | None:
     """A row per evaluation: the data of the learning curves."""
-    kept = {head: what for head, what in _COLUMNS.items() if any(one.get(what[0]) is not None for one in run.evaluations)}
+    kept = {head: what for head, what in _COLUMNS.items() if any(what[0] in one for one in run.evaluations)}
     if not kept:
         return None
     rates, lines = dict(run.throughput), []
     for one in run.evaluations:
-        figures = [write(value) if (value := one.get(name)) is not None else "" for name, write in kept.values()]
-        lines.append([f"{one.step:,}", *figures, *([fixed(rates[one.step], 0) if one.step in rates else ""] if rates else [])])
+        figures = [write(one[name]) if name in one else "" for name, write in kept.values()]
+        rate = f"{rates[one['step']]:,.0f}" if one["step"] in rates else ""
+        lines.append([f"{one['step']:,}", *figures, *([rate] if rates else [])])
     header = ["step", *kept, *([f"{run.unit}s/s (expected)"] if rates else [])]
     return Table.of(f"evaluations-{number}", f"Evaluations of {label}", header, lines)
 

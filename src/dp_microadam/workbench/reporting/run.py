@@ -24,8 +24,7 @@ from dp_microadam.training.run_folder import (
     privacy_of,
     read_metrics,
 )
-from dp_microadam.workbench.reporting.figures import method_name
-from dp_microadam.workbench.reporting.formats import is_number
+from dp_microadam.workbench.reporting.tables import is_number
 
 AUDIT = "audit.json"
 
@@ -40,34 +39,19 @@ _FIGURES = (
 )
 """The metrics that reports show. Metrics of training batches, which a run may have recorded on request, are never read."""
 
-_MACHINE_SETTINGS = ("data_folder",)
-"""Settings that describe the machine and not the run."""
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Public metrics of one evaluation; those that were not recorded are absent."""
-
-    step: int
-    figures: Mapping[str, float]
-
-    def get(self, name: str) -> float | None:
-        return self.figures.get(name)
-
 
 @dataclass(frozen=True)
 class Run:
-    """The content of a run folder."""
+    """The content of a run folder. ``evaluations`` have a ``"step"`` and the public metrics that were recorded."""
 
     folder: Path
     settings: Mapping[str, Any]
     privacy: Mapping[str, Any]
     ledger: LedgerRecord | None
-    evaluations: tuple[Evaluation, ...]
+    evaluations: tuple[Mapping[str, float], ...]
     statistics: Mapping[str, Any]
     test: Mapping[str, Any]
     audit: Mapping[str, Any] | None
-    state: str
     last_activity: datetime | None
     words: str
 
@@ -80,24 +64,18 @@ class Run:
         """
         path = run_folder(folder)
         if not (path / LEDGER_NAME).is_file() and not (path / PRIVACY_NAME).is_file():
-            raise InputError(
-                f"run is {str(folder)!r}; it must be a run folder, with a {LEDGER_NAME} or {PRIVACY_NAME}, or a sweep folder"
-            )
+            raise InputError(f"run is {str(folder)!r}; it must be a run folder, with a {LEDGER_NAME} or {PRIVACY_NAME}")
         ledger = read_ledger(path) if (path / LEDGER_NAME).is_file() else None
-        privacy = _json(path / PRIVACY_NAME) if ledger is None else privacy_of(path, group_size)
-        settings = _settings(path / CONFIG)
-        statistics, lines = _json(path / STATISTICS), read_metrics(path)
-        words = path / STATEMENT_NAME
+        lines, words = read_metrics(path), path / STATEMENT_NAME
         return cls(
             folder=path,
-            settings=settings,
-            privacy=privacy,
+            settings=_settings(path / CONFIG),
+            privacy=_json(path / PRIVACY_NAME) if ledger is None else privacy_of(path, group_size),
             ledger=ledger,
             evaluations=_evaluations(lines),
-            statistics=statistics,
+            statistics=_json(path / STATISTICS),
             test=_json(path / TEST),
             audit=_json(path / AUDIT) or None,
-            state=_state(path, privacy, statistics.get("last_step") or settings.get("max_steps")),
             last_activity=_last_activity(path),
             words=words.read_text(encoding="utf-8") if ledger is None and words.is_file() else "",
         )
@@ -109,15 +87,22 @@ class Run:
 
     @property
     def method(self) -> str:
-        """Display name of the method; the optimizer for runs started from Python, which have no recipe."""
+        """The recipe's method; the optimizer of a run started from Python, which has no recipe."""
         method = self.settings.get("method")
         if method == "non-private":
-            base = str(self.settings.get("base", "dp-threshold"))
-            return f"Non-private {method_name(base).removeprefix('DP-')}"
-        if method is not None:
-            return method_name(str(method))
-        optimizer = str(self.statistics.get("optimizer", "unknown method"))
-        return method_name(f"DP-{optimizer}") if self.ledger is not None and optimizer != "unknown method" else optimizer
+            return f"non-private {str(self.settings.get('base', 'dp-threshold')).removeprefix('dp-')}"
+        return str(method or self.statistics.get("optimizer", "unknown method"))
+
+    @property
+    def state(self) -> str:
+        """How far the run is, with the time of its last activity if it is not finished."""
+        last_step = self.statistics.get("last_step") or self.settings.get("max_steps")
+        if self.steps >= self.steps_planned:
+            return "finished"
+        if last_step is not None and self.steps >= last_step:
+            return "finished early, at max_steps"
+        when = "" if self.last_activity is None else f", last activity {self.last_activity:%Y-%m-%d %H:%M} UTC"
+        return f"not finished: {self.steps:,} of {self.steps_planned:,} steps{when}"
 
     @property
     def private(self) -> bool:
@@ -143,11 +128,6 @@ class Run:
         return called(self.privacy)
 
     @property
-    def whom(self) -> str:
-        """``"for a user"``, or what a user or example is called; empty for examples without a name."""
-        return "" if self.unit == "example" else f"for a {self.unit}"
-
-    @property
     def steps(self) -> int:
         return int(self.privacy.get("steps_done", 0))
 
@@ -171,17 +151,9 @@ class Run:
         """Whether averaged weights were evaluated; they then stand for the run."""
         return any(one.get("ema_validation_accuracy") or one.get("ema_validation_loss") for one in self.evaluations)
 
-    def series(self, name: str) -> list[tuple[int, float]]:
-        """Steps and values of one metric."""
-        return [(one.step, value) for one in self.evaluations if (value := one.get(name)) is not None]
-
-    def series_over_epsilon(self, name: str) -> list[tuple[float, float]]:
-        """ε and values of one metric."""
-        return [
-            (epsilon, value)
-            for one in self.evaluations
-            if (value := one.get(name)) is not None and (epsilon := one.get("epsilon")) is not None
-        ]
+    def series(self, name: str, over: str = "step") -> list[tuple[float, float]]:
+        """One metric over steps, or over another metric."""
+        return [(one[over], one[name]) for one in self.evaluations if name in one and over in one]
 
     def headline(self, measure: str) -> str:
         """The metric that stands for the run: that of the averaged weights if there are any."""
@@ -209,12 +181,6 @@ class Run:
         return found if isinstance(found, dict) else {}
 
     @property
-    def perplexity(self) -> float | None:
-        """Perplexity of a language model on the test texts."""
-        value = self.test.get("test_perplexity")
-        return float(value) if is_number(value) else None
-
-    @property
     def expected_batch(self) -> int | None:
         """The expected batch size; realised batch sizes are private."""
         if self.ledger is not None:
@@ -222,7 +188,7 @@ class Run:
         return self.statistics.get("expected_batch_size") or self.settings.get("batch_size")
 
     @property
-    def throughput(self) -> list[tuple[int, float]]:
+    def throughput(self) -> list[tuple[float, float]]:
         """Steps, and expected examples (or users) per second before each."""
         batch = self.expected_batch
         return [(step, batch * rate) for step, rate in self.series("steps_per_second")] if batch else []
@@ -230,12 +196,12 @@ class Run:
     @property
     def training_seconds(self) -> float | None:
         """Training time without evaluations; None if it was not recorded for all steps."""
-        total, before = 0.0, 0
+        total, before = 0.0, 0.0
         for one in self.evaluations:
             rate = one.get("steps_per_second")
             if not rate:
                 return None
-            total, before = total + (one.step - before) / rate, one.step
+            total, before = total + (one["step"] - before) / rate, one["step"]
         return total if before else None
 
 
@@ -252,50 +218,23 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _settings(path: Path) -> dict[str, Any]:
+    """The recipe, without what describes the machine and not the run."""
     if not path.is_file():
         return {}
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise InputError(f"{path} cannot be read, it must be valid TOML: {error}") from None
-    return {key: value for key, value in content.items() if key not in _MACHINE_SETTINGS}
+    return {key: value for key, value in content.items() if key != "data_folder"}
 
 
-def _evaluations(lines: list[dict[str, Any]]) -> tuple[Evaluation, ...]:
+def _evaluations(lines: list[dict[str, Any]]) -> tuple[dict[str, float], ...]:
     found = []
     for line in lines:
         figures = {name: float(line[name]) for name in _FIGURES if is_number(line.get(name))}
         if figures and is_number(line.get("step")):
-            found.append(Evaluation(int(line["step"]), figures))
-    return tuple(sorted(found, key=lambda one: one.step))
-
-
-def _state(path: Path, privacy: Mapping[str, Any], last_step: int | None) -> str:
-    """The state of the run in a few words."""
-    done, planned = privacy.get("steps_done", 0), privacy.get("steps_planned", 0)
-    if done >= planned:
-        return "finished"
-    if last_step is not None and done >= last_step:
-        return "finished early, at max_steps"
-    if _is_locked(path / LEDGER_NAME):
-        return "still training"
-    log = (path / LOG).read_text(encoding="utf-8").splitlines() if (path / LOG).is_file() else []
-    if log and "interrupted at step" in log[-1]:
-        return "interrupted"
-    return "stopped before its end" if (path / LEDGER_NAME).is_file() else "not finished"
-
-
-def _is_locked(path: Path) -> bool:
-    """Whether a process holds the lock of this ledger, from ``/proc/locks``: trying to lock it could make that process fail.
-
-    Compared by inode only, since overlay file systems report another device there.
-    """
-    locks = Path("/proc/locks")
-    if not path.is_file() or not locks.is_file():
-        return False
-    inode = str(path.stat().st_ino)
-    rows = (line.split() for line in locks.read_text(encoding="ascii").splitlines())
-    return any("FLOCK" in row and any(part.rpartition(":")[2] == inode for part in row if part.count(":") == 2) for row in rows)
+            found.append({"step": int(line["step"]), **figures})
+    return tuple(sorted(found, key=lambda one: one["step"]))
 
 
 def _last_activity(path: Path) -> datetime | None:

@@ -1,15 +1,13 @@
-"""Tables that can be written as Markdown, CSV, LaTeX (booktabs) and HTML."""
+"""Tables of reports, on the page and as CSV, and numbers as they stand in them."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-from unicodedata import normalize
-
-from dp_microadam.workbench.reporting.page import template
+from typing import Any, TypeGuard
 
 
 @dataclass(frozen=True)
@@ -20,17 +18,9 @@ class Cell:
     best: bool = False
     faint: bool = False
 
-    @property
-    def text(self) -> str:
-        return "; ".join(self.lines)
-
 
 def cell(*lines: object, best: bool = False, faint: bool = False) -> Cell:
-    """A cell with these lines.
-
-    >>> cell("71.4", "paper 71.0").text
-    '71.4; paper 71.0'
-    """
+    """A cell with these lines."""
     return Cell(tuple(str(line) for line in lines), best, faint)
 
 
@@ -38,7 +28,7 @@ def cell(*lines: object, best: bool = False, faint: bool = False) -> Cell:
 class Table:
     """A table. The first column names the row; the others hold numbers, or text if ``words`` is true.
 
-    Its files are named after ``name``.
+    Its file is named after ``name``.
     """
 
     name: str
@@ -61,143 +51,63 @@ class Table:
     ) -> Table:
         """Build a table from rows of cells or of any values, which are converted by ``str``."""
         filled = tuple(tuple(one if isinstance(one, Cell) else cell(one) for one in row) for row in rows)
-        for row in filled:
-            if len(row) != len(header):
-                raise ValueError(f"a row of table {name!r} has {len(row)} cells under {len(header)} headers")
         return cls(name, title, tuple(header), filled, note, words)
 
     def left(self, column: int) -> bool:
         """Whether a column is aligned to the left."""
         return self.words or column == 0
 
-    def markdown(self) -> str:
-        """The table in Markdown.
-
-        >>> print(Table.of("t", "Figures", ["σ", "DP-SGD"], [[3, cell("70.6", "a|b", best=True)]]).markdown())
-        **Figures**
-        <BLANKLINE>
-        | σ | DP-SGD |
-        |:---|---:|
-        | 3 | **70.6**<br>a\\|b |
-        """
-
-        def shown(one: Cell) -> str:
-            first, *rest = map(_markdown, one.lines)
-            return "<br>".join([f"**{first}**" if one.best and first else first, *rest])
-
-        sides = "|".join(":---" if self.left(i) else "---:" for i in range(len(self.header)))
-        rows = [_row(map(shown, row)) for row in self.rows]
-        lines = [f"**{_markdown(self.title)}**", "", _row(map(_markdown, self.header)), f"|{sides}|", *rows]
-        return "\n".join([*lines, *(["", _markdown(self.note)] if self.note else [])])
-
     def csv(self) -> str:
-        """The table as CSV, with ASCII minus signs."""
+        """The table as CSV; several lines of a cell are separated by semicolons.
+
+        >>> Table.of("t", "Figures", ["σ", "accuracy"], [[3, cell("70.6", "on test data")]]).csv()
+        'σ,accuracy\\n3,70.6; on test data\\n'
+        """
         file = io.StringIO()
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(self.header)
-        writer.writerows([one.text.replace("−", "-") for one in row] for row in self.rows)
+        writer.writerows(["; ".join(one.lines) for one in row] for row in self.rows)
         return file.getvalue()
 
-    def latex(self) -> str:
-        """The table as a LaTeX ``table`` environment; it needs the packages booktabs and graphicx.
 
-        >>> print(Table.of("t", "Gain in %", ["method", "γ_1"], [["A & B", cell("70.6", best=True)]]).latex())
-        % needs \\usepackage{booktabs,graphicx}
-        \\begin{table}[ht]
-        \\centering
-        \\caption{Gain in \\%}
-        \\label{tab:t}
-        \\resizebox{\\ifdim\\width>\\linewidth\\linewidth\\else\\width\\fi}{!}{%
-        \\begin{tabular}{lr}
-        \\toprule
-        method & $\\gamma$\\_1 \\\\
-        \\midrule
-        A \\& B & \\textbf{70.6} \\\\
-        \\bottomrule
-        \\end{tabular}}
-        \\end{table}
-        """
-        end = " \\\\ \\addlinespace" if any(len(one.lines) > 1 for row in self.rows for one in row) else " \\\\"
-        columns = "".join("l" if self.left(i) else "r" for i in range(len(self.header)))
-        lines = [
-            "% needs \\usepackage{booktabs,graphicx}",
-            "\\begin{table}[ht]",
-            "\\centering",
-            f"\\caption{{{latex_escape('. '.join(part for part in (self.title, self.note) if part))}}}",
-            f"\\label{{tab:{self.name}}}",
-            "\\resizebox{\\ifdim\\width>\\linewidth\\linewidth\\else\\width\\fi}{!}{%",
-            f"\\begin{{tabular}}{{{columns}}}",
-            "\\toprule",
-            " & ".join(map(latex_escape, self.header)) + " \\\\",
-            "\\midrule",
-            *(" & ".join(_latex_cell(one, columns[i]) for i, one in enumerate(row)) + end for row in self.rows),
-            "\\bottomrule",
-            "\\end{tabular}}",
-            "\\end{table}",
-        ]
-        return "\n".join(lines)
-
-    def forms(self) -> dict[str, str]:
-        """The table as text, by the ending of its file."""
-        return {"csv": self.csv(), "tex": self.latex() + "\n", "md": self.markdown() + "\n"}
-
-    def html(self) -> Any:
-        """The table as HTML in a scrolling frame, with links to download the other forms."""
-        names = ("CSV", "LaTeX", "Markdown")
-        return template("parts.html").table(
-            self, [(name, *form) for name, form in zip(names, self.forms().items(), strict=True)]
-        )
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether ``value`` is a finite number; booleans are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-_LATEX = {
-    "\\": "\\textbackslash{}", "{": "\\{", "}": "\\}", "&": "\\&", "%": "\\%", "$": "\\$", "#": "\\#", "_": "\\_",
-    "~": "\\textasciitilde{}", "^": "\\textasciicircum{}", "<": "\\textless{}", ">": "\\textgreater{}", "|": "\\textbar{}",
-    '"': "''", "−": "$-$", "±": "$\\pm$", "×": "$\\times$", "≤": "$\\leq$", "≥": "$\\geq$", "–": "--", "—": "---",
-    "…": "\\ldots{}", "·": "$\\cdot$", "→": "$\\to$", "∞": "$\\infty$", "√": "$\\surd$", "≈": "$\\approx$",
-    "α": "$\\alpha$", "β": "$\\beta$", "γ": "$\\gamma$", "δ": "$\\delta$", "ε": "$\\varepsilon$", "η": "$\\eta$",
-    "θ": "$\\theta$", "λ": "$\\lambda$", "μ": "$\\mu$", "σ": "$\\sigma$", "ω": "$\\omega$", "Δ": "$\\Delta$", "Σ": "$\\Sigma$",
-    "²": "$^2$", "\n": " ",
-}  # fmt: skip
+def confidence_in_words(confidence: float) -> str:
+    """A confidence in percent, rounded down, with two decimals or as many as tell it from certainty.
 
-_LAST_LATIN_LETTER = 0x17F
-
-
-def latex_escape(text: str) -> str:
-    """Escape text for LaTeX; characters without a glyph in pdfLaTeX are transliterated or dropped.
-
-    >>> latex_escape("50 % of σ_1 − {a}")
-    '50 \\\\% of $\\\\sigma$\\\\_1 $-$ \\\\{a\\\\}'
+    >>> confidence_in_words(0.95), confidence_in_words(1 - 0.05 / 3), confidence_in_words(1 - 1e-7)
+    ('95 %', '98.33 %', '99.99999 %')
     """
-
-    def escaped(character: str) -> str:
-        if character in _LATEX or ord(character) <= _LAST_LATIN_LETTER:
-            return _LATEX.get(character, character)
-        return "".join(_LATEX.get(part, part) for part in normalize("NFKD", character) if ord(part) < 128 or part in _LATEX)
-
-    return "".join(map(escaped, text))
+    decimals = max(2, math.ceil(-math.log10(1 - confidence) - 1e-6) - 2)
+    percent = math.floor(100 * confidence * 10**decimals + 1e-6) / 10**decimals
+    return f"{percent:.{decimals}f}".rstrip("0").rstrip(".") + " %"
 
 
-def _latex_cell(one: Cell, side: str) -> str:
-    first, *rest = map(latex_escape, one.lines)
-    shown = [f"\\textbf{{{first}}}" if one.best else first, *rest]
-    # A bracket at the start of a row would be read as an argument of the \\ before it.
-    shown = [f"{{}}{line}" if line.startswith(("[", "*")) else line for line in shown]
-    stacked = f"\\begin{{tabular}}[t]{{@{{}}{side}@{{}}}}" + " \\\\ ".join(shown) + "\\end{tabular}"
-    return shown[0] if len(shown) == 1 else stacked
+def in_bytes(count: float) -> str:
+    """A number of bytes with a unit.
 
-
-def _markdown(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
-
-
-def _row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def file_name(text: str) -> str:
-    """A text as part of a file name.
-
-    >>> file_name("Scale-then-Priv. (ours)")
-    'scale-then-priv---ours'
+    >>> in_bytes(812), in_bytes(26010), in_bytes(2.5e9)
+    ('812 B', '26 kB', '2.5 GB')
     """
-    return "".join(character if character.isalnum() else "-" for character in text.casefold()).strip("-")
+    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= limit:
+            return f"{float(f'{count / limit:.3g}'):g} {unit}"
+    return f"{count:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """A duration in seconds, minutes or hours.
+
+    >>> duration(4.2), duration(301.2), duration(7384)
+    ('4.2 s', '5 min 01 s', '2 h 03 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min"

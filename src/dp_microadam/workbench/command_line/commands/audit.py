@@ -122,8 +122,8 @@ def _audit_own_run(options: argparse.Namespace) -> int:
 
 def _conclude(audit: Audit, folder: Path, options: argparse.Namespace, *, page: bool) -> int:
     """Write ``audit.json``, and a ``page`` of its own, and print what was found; returns the exit code."""
-    from dp_microadam.workbench.reporting.formats import confidence_in_words
     from dp_microadam.workbench.reporting.report import write_report
+    from dp_microadam.workbench.reporting.tables import confidence_in_words
 
     folder.mkdir(parents=True, exist_ok=True)
     report = audit.to_dict()

@@ -410,8 +410,7 @@ def _print_proposals(proposals: Sequence[Proposal], chosen: Proposal) -> None:
 def _draw(plan: PrivacyPlan, path: Path) -> None:
     """Draw the trade-off curve of the finished run as a PNG file."""
     from dp_microadam.errors import InputError
-    from dp_microadam.workbench.reporting.figures import STYLES, save_png
-    from dp_microadam.workbench.reporting.run_figures import trade_off_figure
+    from dp_microadam.workbench.reporting.figures import STYLES, save_png, trade_off_figure
 
     if not path.parent.is_dir() or path.is_dir():
         raise InputError(f"picture is {str(path)!r}; it must be a file in a folder that exists")

@@ -139,12 +139,12 @@ def _say_finished(experiment: Experiment, options: argparse.Namespace) -> int:
     test = figures_of(experiment)
     if experiment.trainer.ranks.main:
         say(options, f"run {options.run_dir} is finished{short}")
-        say_figures(experiment, options, result, test, {"run_dir": str(result.run_dir), "finished": True, **result.metrics})
+        say_figures(options, result, test, {"run_dir": str(result.run_dir), "finished": True, **result.metrics})
     return 0
 
 
 def evaluate(options: argparse.Namespace) -> int:
     experiment = open_run(options.run_dir)
     result = experiment.trainer.peek()
-    say_figures(experiment, options, result, figures_of(experiment))
+    say_figures(options, result, figures_of(experiment))
     return 0
