@@ -38,6 +38,8 @@ def test_an_honest_pipeline_gives_exit_code_0_and_one_line_says_what_is_shown_at
     assert report["summary"].startswith(
         "no violation found, at 99.99999 % confidence for all attacks together: one run with 2,000"
     )
+    assert [fault["caught"] for fault in report["faults"]] == [True] * 5 + [False] * 3
+    assert "5 of 8 planted faults are caught" in report["summary"]
     assert f"page runs/{folder.name}/audit.html" in out
     assert "two worlds: noise: 200 steps" in err
 

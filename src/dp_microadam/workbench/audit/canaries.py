@@ -126,6 +126,7 @@ def train_watched(
     observe: Callable[[dict[str, Tensor]], None],
     *,
     users: Any = None,
+    resume: bool = False,
     **options: Any,
 ) -> None:
     """Train with ``PrivateTrainer``, and call ``observe`` with each parameter's privatized gradient in each step.
@@ -149,6 +150,8 @@ def train_watched(
         record=RecordSettings(evaluate_every=plan.steps, checkpoint_every=plan.steps, show_progress=False),
         **{"privacy": PrivacySettings(max_grad_norm=CLIPPING_NORM), **options},
     )
+    if resume:
+        trainer.resume()
     if not trainer.fit(data, users=users).finished:
         raise KeyboardInterrupt
 

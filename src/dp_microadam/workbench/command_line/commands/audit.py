@@ -144,6 +144,14 @@ def _conclude(audit: Audit, folder: Path, options: argparse.Namespace, *, page: 
         )
         for one in audit.findings
     ]
+    if faults := report.get("faults"):
+        verdicts = {True: "caught", False: "cannot be seen"}
+        print_table(
+            "Planted faults",
+            ("fault", "found"),
+            [(one["fault"], "VIOLATION" if one["violated"] else verdicts[one["caught"]]) for one in faults],
+            "",
+        )
     print_table("Attacks", header, rows, audit.summary, f"This cannot show {audit.cannot_show[0]}.")
     for page_of_its_own in besides.values():
         print(f"page {page_of_its_own}")
