@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from dp_microadam import InputError, PrivacyError, PrivacyPlan, PrivateTrainer
-from dp_microadam.training.feature_store import FeatureStore
-from dp_microadam.training.frozen_features import FrozenFeatures
+from dp_microadam.training.frozen_features import FeatureStore, FrozenFeatures
 
 EXAMPLES, HEAD = 60, "head"
 
@@ -181,8 +180,9 @@ def test_features_that_were_not_written_to_their_end_are_never_used(tmp_path):
     assert not list(tmp_path.iterdir())
 
     store, key = FeatureStore(tmp_path), "0" * 64
-    abandoned = tmp_path / f"{key}.999999999.unfinished"  # of a process that no longer runs
+    abandoned = tmp_path / f"{key}.999999999.unfinished"
     abandoned.write_bytes(b"half")
+    os.utime(abandoned, (0, 0))
     assert store.read(key) is None
     ((rows, _),) = features.of(examples())
     assert not abandoned.exists()

@@ -1,13 +1,22 @@
 """Features of a frozen backbone, computed once: what comes before the trained head is a function of single examples.
 
 If only one module of a model trains, the head, and nothing random comes before it, its input is the same in every step. It is
-computed once for each example and kept (``feature_store.py``), and steps run on it: the head's gradients are those of the whole
-model.
+computed once for each example and kept, and steps run on it: the head's gradients are those of the whole model.
+
+Kept features are private like the data they come from. An entry is one ``.npy`` file with a row per example. It is written under
+another name, synced, and then renamed to its key and the digest of its content, so that an entry is complete if it exists, and
+every byte of it is as it was written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
+import re
+import shutil
+import stat
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -25,9 +34,9 @@ from dp_microadam.clipping.checks.examples import CHECK_SIZE, SyntheticExamples
 from dp_microadam.clipping.checks.randomness import no_side_effects, python_random_state, torch_random_state
 from dp_microadam.clipping.checks.transform import check_transform
 from dp_microadam.clipping.engine import ClippedGradients
+from dp_microadam.durable_files import sync_folder
 from dp_microadam.errors import InputError
 from dp_microadam.training.evaluation import PerExample, batches, moved
-from dp_microadam.training.feature_store import FeatureStore
 from dp_microadam.training.given_data import count_examples
 from dp_microadam.training.same_examples import refuse_repeats, share_examples
 from dp_microadam.training.torch_randomness import forked_torch
@@ -35,9 +44,13 @@ from dp_microadam.training.withheld import withheld
 from dp_microadam.validation import public, require_integer
 
 _FORMAT = b"features of a frozen part, 2\n"
+_ENTRY = re.compile(r"[0-9a-f]{64}\.([0-9a-f]{64}\.npy|\d+\.unfinished)")
 
 _COMPARED, _CLOSE = 8, 1e-3
 """Examples whose features are computed again when kept ones are found, and the largest relative difference: kernels round."""
+
+_ABANDONED_SECONDS = 86_400
+"""After so long without a write an unfinished entry is taken for that of a process that was killed."""
 
 
 @public
@@ -142,7 +155,8 @@ class FrozenFeatures:
     def _split(self, train: Any) -> None:
         """Check that features are the same in every step, and that the loss needs no more; on synthetic examples."""
         raw, again = (withheld(lambda: next(batches(train, self._batch_size))) for _ in range(2))
-        if isinstance(train, Dataset) and not _equal(raw, again):
+        pairs = zip(tree_leaves(raw), tree_leaves(again), strict=True)
+        if isinstance(train, Dataset) and not all(torch.equal(*map(torch.as_tensor, pair)) for pair in pairs):
             raise InputError(
                 "the training data are others when they are read again, so that features cannot be computed once; remove "
                 "random transforms from the Dataset, or do not keep features"
@@ -164,22 +178,9 @@ class FrozenFeatures:
 
     def _refuse_other_losses(self, examples: Any, features: Any) -> None:
         """What the loss does with a batch besides calling the model must not need what features replace."""
-        training = [module for module in self.model.modules() if module.training and "Drop" in type(module).__name__]
-        for module in training:  # two passes differ by their random numbers
-            module.eval()
-        whole = self._whole_loss(examples)
-        try:
-            found = self.on(self._loss)(self.model, features)
-        except Exception:
-            found = None
-        if found is None or found.shape != whole.shape or not torch.allclose(whole, found, rtol=_CLOSE, atol=_CLOSE):
-            raise InputError(
-                f"per_example_loss does not give for features what it gives for examples; it must use the first tensor of a "
-                f"batch only to call the model, and the model must return what its head {self.head!r} returns"
-            )
-
-    def _whole_loss(self, examples: Any) -> Tensor:
-        """The loss of examples; learns where in the model's output that of its head is."""
+        for module in self.model.modules():  # two passes differ by their random numbers
+            if module.training and "Drop" in type(module).__name__:
+                module.eval()
         outputs: list[Any] = []
         modules = (self.model.get_submodule(self.head), self.model)
         handles = [each.register_forward_hook(lambda module, args, output: outputs.append(output)) for each in modules]
@@ -191,7 +192,15 @@ class FrozenFeatures:
         leaves, structure = tree_flatten(outputs[-1])
         places = [place for place, leaf in enumerate(leaves) if leaf is outputs[0]]
         self._output = (structure, places[0]) if len(outputs) == 2 and places else None
-        return whole
+        try:
+            found = self.on(self._loss)(self.model, features)
+        except Exception:
+            found = None
+        if found is None or found.shape != whole.shape or not torch.allclose(whole, found, rtol=_CLOSE, atol=_CLOSE):
+            raise InputError(
+                f"per_example_loss does not give for features what it gives for examples; it must use the first tensor of a "
+                f"batch only to call the model, and the model must return what its head {self.head!r} returns"
+            )
 
     def _headed(self, features: Tensor) -> Any:
         """What the model would return, with nothing but the head's output in it."""
@@ -213,10 +222,8 @@ class FrozenFeatures:
         leaves, structure = tree_flatten(batch)
         handle = self.model.get_submodule(self.head).register_forward_pre_hook(stop, with_kwargs=True)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), contextlib.suppress(_HeadReached):
                 self._loss(self.model, batch)
-        except _HeadReached:
-            pass
         finally:
             handle.remove()
         if len(found) != 1 or not isinstance(found[0], Tensor) or not found[0].dim() or len(found[0]) != len(leaves[0]):
@@ -277,12 +284,13 @@ class FrozenFeatures:
         digest = hashlib.sha256(_FORMAT)
         for name, module in self.model.named_modules():
             digest.update(f"{name} {type(module).__qualname__} {module.training}\n".encode())
-        for name, value in self.model.state_dict().items():
-            if not name.startswith(f"{self.head}."):
-                _add(digest, name, value)
-        for raw in batches(data, 1024, self._num_workers):
-            for leaf in tree_leaves(raw):
-                _add(digest, "", leaf)
+        frozen = [item for item in self.model.state_dict().items() if not item[0].startswith(f"{self.head}.")]
+        for name, value in (*frozen, *(("", leaf) for raw in batches(data, 1024, self._num_workers) for leaf in tree_leaves(raw))):
+            if isinstance(value, Tensor):
+                digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+                digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() if value.numel() else b"")
+            else:
+                digest.update(f"{name} {value!r}\n".encode())
         return digest.hexdigest()
 
     def _prepared(self, raw: Any) -> Any:
@@ -308,21 +316,94 @@ class _HeadReached(BaseException):
     """Ends a forward pass before the head. Not an Exception, so that no code of a model or loss catches it."""
 
 
-def _add(digest: Any, name: str, value: Any) -> None:
-    if isinstance(value, Tensor):
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() if value.numel() else b"")
-    else:
-        digest.update(f"{name} {value!r}\n".encode())
-
-
-def _equal(one: Any, other: Any) -> bool:
-    pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
-    return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
-
-
 def _close(kept: NDArray[Any], now: NDArray[Any]) -> bool:
     if now.dtype.kind != "f" or not now.size:
         return bool(np.array_equal(kept, now))
     rows = now.reshape(len(now), -1)
     return bool((np.abs(kept.reshape(rows.shape) - rows) <= _CLOSE * np.abs(rows).max(1, keepdims=True)).all())
+
+
+class FeatureStore:
+    """The entries of one folder.
+
+    Formal guarantees: an entry that :meth:`read` returns was written to its end, by this user, and every byte of it is as it
+    was written. The folder has permissions 0700, entries and what interrupted processes left of theirs 0600, and :meth:`clean`
+    removes both. A folder or entry that is a link, or that others own or may write to, is refused or not used.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "dp-microadam" / "features"
+        self.folder = Path(default if folder is None else folder).expanduser()
+
+    def read(self, key: str) -> NDArray[Any] | None:
+        """The rows of an entry, memory-mapped; None if there is none, or none as it was written."""
+        for path in self._entries():
+            if path.name.startswith(key) and path.suffix == ".npy" and _is_own(path) and _digest(path) == path.suffixes[-2][1:]:
+                # Copy on write: torch wants arrays that can be written to, and the file must not change.
+                return np.load(path, mmap_mode="c", allow_pickle=False)
+        return None
+
+    def write(self, key: str, count: int, row: np.dtype[Any], fill: Callable[[NDArray[Any]], None]) -> NDArray[Any]:
+        """Make an entry of ``count`` rows, which ``fill`` fills, and read it; if it raises, nothing is left.
+
+        Of two processes that write one entry, either's is kept.
+
+        Raises:
+            InputError: if there is not enough room on the disk.
+        """
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for left in self._entries():  # of killed processes, and entries that are not as they were written
+            abandoned = time.time() - left.stat().st_mtime > _ABANDONED_SECONDS
+            if abandoned if left.suffix == ".unfinished" else left.name.startswith(key):
+                left.unlink(missing_ok=True)
+        wanted, free = count * row.itemsize, shutil.disk_usage(self.folder).free
+        if wanted > free:
+            raise InputError(
+                f"features would take {wanted / 2**30:.1f} GiB, but {self.folder} has {free / 2**30:.1f} GiB free; make room, "
+                "set XDG_CACHE_HOME to a larger disk, or do not keep them"
+            )
+        unfinished = self.folder / f"{key}.{os.getpid()}.unfinished"
+        try:
+            unfinished.touch(mode=0o600)
+            rows = np.lib.format.open_memmap(unfinished, mode="w+", dtype=row, shape=(count,))
+            fill(rows)
+            rows.flush()
+            with unfinished.open("rb") as file:
+                os.fsync(file.fileno())
+            unfinished.rename(self.folder / f"{key}.{_digest(unfinished)}.npy")
+            sync_folder(self.folder)
+        finally:
+            unfinished.unlink(missing_ok=True)
+        found = self.read(key)
+        if found is None:
+            raise InputError(f"features in {self.folder} changed while they were written; give a folder that nobody else uses")
+        return found
+
+    def clean(self) -> int:
+        """Remove all entries and what was left unfinished; returns the number of bytes. Other files are left alone."""
+        freed = 0
+        for entry in self._entries():
+            freed += entry.stat().st_size
+            entry.unlink()
+        with contextlib.suppress(OSError):  # not there, or something else is in it
+            self.folder.rmdir()
+        return freed
+
+    def _entries(self) -> list[Path]:
+        if os.path.lexists(self.folder) and not _is_own(self.folder):
+            raise InputError(
+                f"features would be kept in {self.folder}, which is a link, or which others own or may write to; give a "
+                "folder of your own (chmod go-w), or set XDG_CACHE_HOME to one"
+            )
+        found = self.folder.iterdir() if self.folder.is_dir() else ()
+        return [entry for entry in found if _ENTRY.fullmatch(entry.name) and entry.is_file() and not entry.is_symlink()]
+
+
+def _is_own(path: Path) -> bool:
+    found = path.lstat()
+    return not stat.S_ISLNK(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

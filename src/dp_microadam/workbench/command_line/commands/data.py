@@ -139,7 +139,7 @@ def run_check(options: argparse.Namespace) -> int:
 
 
 def run_clean(options: argparse.Namespace) -> int:
-    from dp_microadam.training.feature_store import FeatureStore
+    from dp_microadam.training.frozen_features import FeatureStore
 
     store = FeatureStore(options.folder)
     freed = store.clean()
