@@ -1,9 +1,9 @@
 """What a run says of its speed and memory."""
 
 import torch
+from dp_microadam.training.run_statistics import Pace, sizes
 
 from dp_microadam.training import run_statistics
-from dp_microadam.training.run_statistics import Pace, sizes
 
 
 def test_the_state_of_adam_itself_is_what_it_is_measured_against():

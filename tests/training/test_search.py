@@ -21,7 +21,7 @@ from dp_microadam import InputError, MicroAdam, PrivacyError, PrivacyPlan, Priva
 from dp_microadam.accounting.selection import Repetitions
 from dp_microadam.ledger.ledger import read_ledger
 from dp_microadam.plan.selection_plan import SelectionPlan
-from dp_microadam.training.run_statistics import Pace
+from dp_microadam.training.run_record import Pace
 from dp_microadam.training.search import PrivateSearch, SearchState
 
 PLAN = SelectionPlan(dataset_size=20, batch_size=5, noise_multiplier=1.0, steps=2, delta=1e-2, expected_runs=3)

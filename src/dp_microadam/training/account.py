@@ -44,7 +44,6 @@ class NoAccount:
 
     @property
     def remaining(self) -> int:
-        """The number of steps left."""
         return max(0, self.last_step - self.position)
 
     def begin(self) -> None:
@@ -82,23 +81,19 @@ class NoAccount:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint carries, with which :meth:`load_state_dict` verifies that it belongs to this run."""
-        run = self.ranks.from_main(self._identity)
-        return {**run, "steps_spent": self.position, "updates": self.updates}
+        return {"run": None, "ledger_head": None, "steps_spent": self.position, "updates": self.updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the run of the checkpoint that this state was saved in."""
-        self.ranks.from_main(lambda: self._refuse_foreign(state))
         self.resume(int(state["steps_spent"]), int(state["updates"]), state["ledger_head"])
 
     def write_statement(self, folder: Path, group_size: int, *, shows_training: bool) -> None:
         """Write ``privacy.json`` and ``privacy.txt`` for the steps spent so far into ``folder``; rank 0 only."""
         report = {
+            **dict.fromkeys(("epsilon", "delta", "accountant")),
             "private": False,
-            "epsilon": None,
-            "delta": None,
             "steps_planned": self.plan.steps,
             "steps_done": self.position,
-            "accountant": None,
             "reason": self.stamp,
         }
         words = f"NOT PRIVATE: {self.stamp}. No guarantee of any kind holds for this model.\n"
@@ -106,12 +101,6 @@ class NoAccount:
 
     def close(self) -> None:
         """Close the ledger. Closing twice is allowed."""
-
-    def _identity(self) -> dict[str, Any]:
-        return {"run": None, "ledger_head": None}
-
-    def _refuse_foreign(self, state: Mapping[str, Any]) -> None:
-        """Nothing is spent, so any checkpoint will do."""
 
 
 class Account(NoAccount):
@@ -146,7 +135,11 @@ class Account(NoAccount):
 
     def begin(self) -> None:
         """Create the ledger. Raises InputError if the folder has one."""
-        self.ranks.from_main(self._create)
+
+        def create() -> None:
+            self._ledger = PrivacyLedger.create(self.run_dir, self.plan, self._settings())
+
+        self.ranks.from_main(create)
         self.begun = True
 
     def resume(self, position: int, updates: int, ledger_head: str | None = None) -> None:
@@ -156,7 +149,13 @@ class Account(NoAccount):
             PrivacyError: if the ledger does not belong to the checkpoint, is shorter, is open in another process, or has
                 another plan or other settings.
         """
-        self._continue(*self.ranks.from_main(lambda: self._open(position, ledger_head)), updates)
+
+        def open_ledger() -> tuple[int, tuple[int, ...]]:
+            settings = self._settings()
+            self._ledger = PrivacyLedger.resume(self.run_dir, self.plan, settings, position=position, head=ledger_head)
+            return self._ledger.steps, self._ledger.resumed_at
+
+        self._continue(*self.ranks.from_main(open_ledger), updates)
         self.begun = True
 
     def peek(self, position: int, updates: int) -> None:
@@ -191,6 +190,14 @@ class Account(NoAccount):
         spent = round_up(self.plan.epsilon_after(max(1, steps), self.resumed_at))
         return f"ε {spent}" + ("" if self.stamp == "private" else " (not private)")
 
+    def state_dict(self) -> dict[str, Any]:
+        run, head = self.ranks.from_main(lambda: (read_ledger(self.run_dir).run, self.head))
+        return {**super().state_dict(), "run": run, "ledger_head": head}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.ranks.from_main(lambda: self._refuse_foreign(state))
+        super().load_state_dict(state)
+
     def write_statement(self, folder: Path, group_size: int, *, shows_training: bool) -> None:
         if shows_training:
             note_private_metrics(self.run_dir)
@@ -202,13 +209,6 @@ class Account(NoAccount):
         if self._ledger is not None:
             self._ledger.close()
             self._ledger = None
-
-    def _create(self) -> None:
-        self._ledger = PrivacyLedger.create(self.run_dir, self.plan, self._settings())
-
-    def _open(self, position: int, head: str | None) -> tuple[int, tuple[int, ...]]:
-        self._ledger = PrivacyLedger.resume(self.run_dir, self.plan, self._settings(), position=position, head=head)
-        return self._ledger.steps, self._ledger.resumed_at
 
     def _continue(self, position: int, resumed_at: tuple[int, ...], updates: int) -> None:
         self.position, self.updates, self.resumed_at = position, updates, resumed_at
@@ -223,9 +223,6 @@ class Account(NoAccount):
         if index != self.position:
             raise PrivacyError(f"the ledger is at step {index}, but the run is at step {self.position}; they must agree")
         return index
-
-    def _identity(self) -> dict[str, Any]:
-        return {"run": read_ledger(self.run_dir).run, "ledger_head": self.head}
 
     def _refuse_foreign(self, state: Mapping[str, Any]) -> None:
         if not (self.run_dir / LEDGER_NAME).is_file():

@@ -1,8 +1,8 @@
 """Atomic checkpoints: a checkpoint is either complete or not there.
 
-A checkpoint is a file of ``torch.save``, which has a checksum of each of its parts. It is written to a temporary file, synced and
-renamed, so a crash at any moment leaves earlier checkpoints intact. It never contains the random state of noise or sampling, nor
-partial sums of a step.
+A checkpoint is a file of ``torch.save``, which has a checksum of each of its parts. It is written to a temporary file, synced
+and renamed, so a crash at any moment leaves earlier checkpoints intact. It never contains the random state of noise or
+sampling, nor partial sums of a step.
 """
 
 from __future__ import annotations

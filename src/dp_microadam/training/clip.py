@@ -12,7 +12,6 @@ from dp_microadam.clipping.engine import ClippedGradients, ClippedRowNorms
 from dp_microadam.errors import InputError
 from dp_microadam.training.distributed import Ranks
 from dp_microadam.training.evaluation import PerExample
-from dp_microadam.training.masked_rows import selected_rows
 from dp_microadam.training.method import ROW_NORMS, Phase
 from dp_microadam.training.settings import PerformanceSettings, PrivacySettings
 from dp_microadam.training.torch_randomness import forked_torch
@@ -152,6 +151,22 @@ class Clip:
     def _freeze_all_but(self, trainable: frozenset[str] | None) -> None:
         for name, parameter in self._model.named_parameters():
             parameter.requires_grad_(self._trainable_before[name] if trainable is None else name in trainable)
+
+
+def selected_rows(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The rows that train, gathered; tensors without a mask as they are."""
+    return {name: tensor[masks[name]] if name in masks else tensor for name, tensor in tensors.items()}
+
+
+def scatter_rows(selected: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Undo :func:`selected_rows`, with zeros in the rows that do not train."""
+    whole = dict(selected)
+    for name, mask in masks.items():
+        if name in selected:
+            rows = selected[name]
+            whole[name] = rows.new_zeros(len(mask), *rows.shape[1:])
+            whole[name][mask] = rows
+    return whole
 
 
 class UnclippedGradients:

@@ -282,7 +282,7 @@ class ValidationMetrics:
         return {f"{prefix}_{name}": value for name, value in self._means(data, self._ranks).items()}
 
     def _means(self, data: Any, ranks: Ranks) -> dict[str, float]:
-        prepare, workers = self._loading.prepared, self._loading.num_workers
+        prepare, workers = self._loading.prepared, self._loading.performance.num_workers
         return evaluate(
             self._model,
             data,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,9 @@ from dp_microadam.sampling.users import Units, widths
 from dp_microadam.training.account import Account, NoAccount
 from dp_microadam.training.method import Phase, phases_from
 from dp_microadam.training.same_examples import refuse_repeats, require_same_data
-from dp_microadam.training.settings import PerformanceSettings, PrivacySettings
+from dp_microadam.training.settings import PrivacySettings
 from dp_microadam.training.torch_randomness import forked_torch
-from dp_microadam.training.training_data import Loading, TrainingData
+from dp_microadam.training.training_data import TrainingData
 
 if TYPE_CHECKING:
     from dp_microadam.training.private_step import PrivateStep
@@ -34,17 +34,6 @@ def randomness_of(settings: PrivacySettings) -> Randomness:
     if settings.seed is None:
         return Randomness.from_entropy(secure=settings.secure)
     return Randomness.seeded(settings.seed, secure=settings.secure)
-
-
-def loading_of(
-    settings: PrivacySettings,
-    performance: PerformanceSettings,
-    prepare: Callable[[Any], Any] | None,
-    augment: Callable[[Any], Any] | None,
-) -> Loading:
-    """How training batches are loaded and transformed."""
-    own = performance.physical_batch_size, prepare, augment, performance.num_workers, performance.loader_options
-    return Loading(*own, settings.seed)
 
 
 def mechanism_of(step: PrivateStep) -> GaussianMechanism | NoNoise:
@@ -122,7 +111,7 @@ def _sampler(step: PrivateStep, units: Units | None, first_step: int) -> Poisson
         plan.dataset_size,
         plan.batch_size,
         steps=last_step,
-        physical_batch_size=step.loading.physical_batch_size,
+        physical_batch_size=step.performance.physical_batch_size,
         first_step=min(first_step, last_step),
         shard=ranks.shard(plan.dataset_size),
         bands=plan.bands,

@@ -3,9 +3,9 @@
 If only one module of a model trains, the head, and nothing random comes before it, its input is the same in every step. It is
 computed once for each example and kept, and steps run on it: the head's gradients are those of the whole model.
 
-Kept features are private like the data they come from. An entry is one ``.npy`` file with a row per example. It is written under
-another name, synced, and then renamed to its key and the digest of its content, so that an entry is complete if it exists, and
-every byte of it is as it was written.
+Kept features are private like the data they come from. An entry is one ``.npy`` file with a row per example. It is written
+under another name, synced, and then renamed to its key and the digest of its content, so that an entry is complete if it
+exists, and every byte of it is as it was written.
 """
 
 from __future__ import annotations
@@ -284,13 +284,12 @@ class FrozenFeatures:
         digest = hashlib.sha256(_FORMAT)
         for name, module in self.model.named_modules():
             digest.update(f"{name} {type(module).__qualname__} {module.training}\n".encode())
-        frozen = [item for item in self.model.state_dict().items() if not item[0].startswith(f"{self.head}.")]
-        for name, value in (*frozen, *(("", leaf) for raw in batches(data, 1024, self._num_workers) for leaf in tree_leaves(raw))):
-            if isinstance(value, Tensor):
-                digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-                digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() if value.numel() else b"")
-            else:
-                digest.update(f"{name} {value!r}\n".encode())
+        for name, value in self.model.state_dict().items():
+            if not name.startswith(f"{self.head}."):
+                _add(digest, name, value)
+        for raw in batches(data, 1024, self._num_workers):
+            for leaf in tree_leaves(raw):
+                _add(digest, "", leaf)
         return digest.hexdigest()
 
     def _prepared(self, raw: Any) -> Any:
@@ -314,6 +313,14 @@ class _HeadAlone:
 
 class _HeadReached(BaseException):
     """Ends a forward pass before the head. Not an Exception, so that no code of a model or loss catches it."""
+
+
+def _add(digest: Any, name: str, value: Any) -> None:
+    if isinstance(value, Tensor):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() if value.numel() else b"")
+    else:
+        digest.update(f"{name} {value!r}\n".encode())
 
 
 def _close(kept: NDArray[Any], now: NDArray[Any]) -> bool:

@@ -14,10 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
 
 from dp_microadam.errors import InputError
-from dp_microadam.training.average import WeightAverage
-from dp_microadam.training.masked_rows import freeze_other_rows
 from dp_microadam.training.rates import LearningRates, RunNoise, Schedule
-from dp_microadam.validation import require_in_closed_open
+from dp_microadam.validation import require_in_closed_open, require_in_open
 
 GRADIENTS = "gradients"
 ROW_NORMS = "row norms"
@@ -314,3 +312,59 @@ class Method:
         """The parameters that the optimizer holds, by name."""
         held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in held}
+
+
+class WeightAverage:
+    """Exponential moving average of weights: θ̄ ← d·θ̄ + (1 − d)·θ, d = min(decay, (1 + t)/(10 + t)), as in the paper.
+
+    The smaller early decay forgets the initial weights. The average is computed from privatized weights, so it costs no
+    privacy. It is kept in float32 or wider, for the parameters in ``weights`` alone: frozen ones are their own average.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], decay: float) -> None:
+        self.decay = require_in_open("average", decay, 0.0, 1.0)
+        self._shadow = {
+            name: value.detach().to(torch.promote_types(value.dtype, torch.float32), copy=True)
+            for name, value in weights.items()
+        }
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, step: int) -> None:
+        """Update the average with the weights after optimizer step number ``step``, counted from 1."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        for name, average in self._shadow.items():
+            average.lerp_(model.get_parameter(name).to(average.dtype), 1 - decay)
+
+    @contextmanager
+    def in_place_of(self, model: nn.Module) -> Iterator[None]:
+        """Within the block ``model`` has the averaged weights; its own are restored afterwards, even after an error."""
+        own = {name: model.get_parameter(name).detach().clone() for name in self._shadow}
+        try:
+            _copy(self._shadow, model)
+            yield
+        finally:
+            _copy(own, model)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self._shadow)
+
+
+@torch.no_grad()
+def _copy(weights: Mapping[str, Tensor], model: nn.Module) -> None:
+    for name, value in weights.items():
+        model.get_parameter(name).copy_(value)
+
+
+@contextmanager
+def freeze_other_rows(model: nn.Module, masks: Mapping[str, Tensor]) -> Iterator[None]:
+    """Restore the rows that do not train after the block, whatever the optimizer did to them.
+
+    A gradient of zero is not enough: weight decay, momentum and a quantized residual change weights too.
+    """
+    before = {name: model.get_parameter(name).detach()[~mask] for name, mask in masks.items()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, mask in masks.items():
+                model.get_parameter(name)[~mask] = before[name]

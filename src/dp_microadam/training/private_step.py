@@ -13,16 +13,15 @@ from torch import Tensor, nn
 
 from dp_microadam.errors import InputError, PrivacyError
 from dp_microadam.plan.plan import PrivacyPlan, UnprotectedPlan
-from dp_microadam.training.clip import Clip
+from dp_microadam.training.clip import Clip, scatter_rows
 from dp_microadam.training.distributed import Ranks, broadcast_start, ranks_here, refuse_diverged
 from dp_microadam.training.evaluation import PerExample
-from dp_microadam.training.from_plan import account_of, check, loading_of, mechanism_of, randomness_of, sampled_data
+from dp_microadam.training.from_plan import account_of, check, mechanism_of, randomness_of, sampled_data
 from dp_microadam.training.given_data import refuse_wrapped_model
-from dp_microadam.training.masked_rows import scatter_rows
 from dp_microadam.training.method import Method, phase_at
 from dp_microadam.training.rates import RunNoise
 from dp_microadam.training.settings import PerformanceSettings, PrivacySettings, settings_of
-from dp_microadam.training.training_data import TrainingData
+from dp_microadam.training.training_data import Loading, TrainingData
 from dp_microadam.training.withheld import withheld
 from dp_microadam.validation import require_integer
 
@@ -98,7 +97,7 @@ class PrivateStep:
         self.settings, self.performance = settings_of(privacy, performance)
         self.ranks = ranks_here() if ranks is None else ranks
         self.randomness = randomness_of(self.settings)
-        self.loading = loading_of(self.settings, self.performance, prepare, augment)
+        self.loading = Loading(self.settings, self.performance, prepare, augment)
         self.training_metrics: dict[str, float] = {}
         """Means of loss and ``measures`` over the last step's sample, with ``show_private_metrics``; they are private."""
         self.method.refuse_parameters(model, plan)  # before anything of the model is frozen

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 CHECKING = "checking that no example influences another's gradient, before the first step"
@@ -42,27 +41,10 @@ class Progress:
         self._shown = shown
         self._counted = counted
         self._begin = self._last = time.monotonic()
-        self._bar: Any = None
-        self._task: Any = None
-        if shown and sys.stderr.isatty():
-            self._open_bar()
-
-    def _open_bar(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
-
-        self._bar = Bar(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=20),  # so that the rest fits beside it on 80 columns
-            TextColumn("{task.fields[spent]} · {task.fields[rate]}"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-            console=Console(file=sys.stderr),
-        )
-        self._bar.start()
-        self._task = self._bar.add_task("training", total=self._total, completed=self._done, spent="", rate="")
+        self._bar = _bar() if shown and sys.stderr.isatty() else None
+        if self._bar:
+            self._bar.start()
+            self._task = self._bar.add_task("training", total=total, completed=done, spent="", rate="")
 
     def advance(self, done: int) -> None:
         """Update the display: ``done`` steps are recorded."""
@@ -77,19 +59,11 @@ class Progress:
             left = (self._total - done) * (now - self._begin) / max(1, done - self._first)
             self.say(f"step {done} of {self._total} · {self._spent(done)} · {self._rate_in_words()} · {clock(left)} left")
 
-    def note(self, text: str) -> None:
-        """Show beside the bar, in place of the rate, what the next step does besides, until that step is done."""
-        if self._bar:
-            self._bar.update(self._task, rate=text, refresh=True)
-            self._last = -math.inf  # so that the next advance shows the rate again
-
     def say(self, text: str) -> None:
         """Print one line for the user."""
-        if not self._shown:
-            return
-        if self._bar:
+        if self._shown and self._bar:
             self._bar.console.print(text, highlight=False, markup=False)
-        else:
+        elif self._shown:
             tell(text)
 
     def close(self) -> None:
@@ -101,6 +75,22 @@ class Progress:
     def _rate_in_words(self) -> str:
         elapsed = max(1e-9, time.monotonic() - self._begin)
         return f"{(self._done - self._first) * self._expected_batch / elapsed:,.0f} {self._counted}/s expected"
+
+
+def _bar() -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    return Bar(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=20),  # so that the rest fits beside it on 80 columns
+        TextColumn("{task.fields[spent]} · {task.fields[rate]}"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+        console=Console(file=sys.stderr),
+    )
 
 
 def tell(text: str) -> None:
@@ -148,7 +138,7 @@ class Fraction:
     def tell(self, done: float) -> None:
         if time.monotonic() - self._last >= _LINE_SECONDS:
             self._last = time.monotonic()
-            print(f"{self._what}: {100 * done:.0f} %", file=sys.stderr, flush=True)
+            tell(f"{self._what}: {100 * done:.0f} %")
 
 
 class Interruptible:
@@ -176,6 +166,6 @@ class Interruptible:
         if self._shown:
             tell("finishing this step; press Ctrl-C again to stop at once")
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)

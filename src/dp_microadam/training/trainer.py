@@ -14,17 +14,15 @@ from torch.utils.data import Dataset
 
 from dp_microadam.errors import InputError
 from dp_microadam.plan.plan import PrivacyPlan, UnprotectedPlan
-from dp_microadam.training.average import WeightAverage
 from dp_microadam.training.distributed import ProcessLost, Ranks, ranks_here
 from dp_microadam.training.evaluation import PerExample, ValidationMetrics, in_words
 from dp_microadam.training.given_data import count_examples
-from dp_microadam.training.method import Method
+from dp_microadam.training.method import Method, WeightAverage
 from dp_microadam.training.private_step import PrivateStep
 from dp_microadam.training.program import RawInput
 from dp_microadam.training.progress import CHECKING, Interruptible, Progress, said_if_slow
 from dp_microadam.training.run_folder import RunResult, StepReport, default_folder, how_to_go_on
-from dp_microadam.training.run_record import RunRecord
-from dp_microadam.training.run_statistics import sizes
+from dp_microadam.training.run_record import RunRecord, sizes
 from dp_microadam.training.same_examples import refuse_shared_users, share_examples
 from dp_microadam.training.settings import PerformanceSettings, PrivacySettings, RecordSettings
 

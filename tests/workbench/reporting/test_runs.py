@@ -22,7 +22,7 @@ from dp_microadam.accounting.trade_off import trade_off
 from dp_microadam.errors import DPMicroAdamError, InputError
 from dp_microadam.ledger.ledger import read_ledger
 from dp_microadam.ledger.statement import round_up
-from dp_microadam.training.run_statistics import two_digits
+from dp_microadam.training.run_record import two_digits
 from dp_microadam.workbench.command_line.cli import main
 from dp_microadam.workbench.reporting.figures import labels_of, run_figures, spent_over_steps
 from dp_microadam.workbench.reporting.report import write_report
