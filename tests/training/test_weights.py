@@ -10,11 +10,10 @@ from thoroughness import examples
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-from dp_microadam import InputError
+from dp_microadam import InputError, PerformanceSettings
 from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.sampling.poisson import PoissonSampler
 from dp_microadam.training.evaluation import class_loss, weighted_class_loss
-from dp_microadam.training.training_data import Loading
 from dp_microadam.workbench.recipes.assemble import assemble
 from dp_microadam.workbench.recipes.recipe import Recipe
 
@@ -97,6 +96,6 @@ def test_a_sampler_that_draws_unequally_is_refused_with_the_reason_and_what_to_d
         PoissonSampler(10, 5, steps=1).load(DataLoader(data, sampler=unequal))
     for name in ("sampler", "batch_sampler"):
         with pytest.raises(InputError, match=f"loader_options has '{name}'.* more weight in the loss instead"):
-            Loading(loader_options={name: unequal})
+            PerformanceSettings(loader_options={name: unequal})
     with pytest.raises(InputError, match="data is a DataLoader, which chooses its own batches"):
         PoissonSampler(10, 5, steps=1).load(DataLoader(data, shuffle=True))

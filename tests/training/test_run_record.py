@@ -1,9 +1,9 @@
 """What a run says of its speed and memory."""
 
 import torch
-from dp_microadam.training.run_statistics import Pace, sizes
 
-from dp_microadam.training import run_statistics
+from dp_microadam.training import run_record
+from dp_microadam.training.run_record import Pace, sizes
 
 
 def test_the_state_of_adam_itself_is_what_it_is_measured_against():
@@ -18,7 +18,7 @@ def test_the_state_of_adam_itself_is_what_it_is_measured_against():
 
 def test_pace_leaves_out_what_is_not_training(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(run_statistics.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(run_record.time, "perf_counter", lambda: now[0])
     pace = Pace()
     assert pace.take() is None
     for _ in range(3):
