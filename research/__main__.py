@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from dp_microadam.workbench.command_line.cli import answer, parser_of
 
-COMMANDS = ("reproduce", "leaderboard", "pages", "theory")
+COMMANDS = ("reproduce", "leaderboard", "field", "pages", "theory")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

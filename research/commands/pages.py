@@ -1,7 +1,8 @@
 """``python -m research pages``: put the tables of ``results/`` into the pages that show them, and draw their pictures.
 
 In a page a table stands between a comment that names it and ``<!-- end -->``: ``<!-- results NAME -->`` is the table of a
-study; ``<!-- leaderboard -->``, ``<!-- verdicts -->``, ``<!-- summary -->`` and ``<!-- threshold -->`` are the leaderboard's.
+study; ``<!-- leaderboard -->``, ``<!-- verdicts -->`` and ``<!-- threshold -->`` are the leaderboard's, ``<!-- field -->``
+that of the checks of other libraries.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 RESULTS, PICTURE = ROOT / "results", ROOT / "docs" / "images" / "leaderboard.png"
 
-_PLACE = re.compile(r"(<!-- (leaderboard|verdicts|summary|threshold|results ([\w-]+)) -->\n).*?(<!-- end -->)", re.DOTALL)
+_PLACE = re.compile(r"(<!-- (leaderboard|verdicts|threshold|field|results ([\w-]+)) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -53,12 +54,16 @@ def refreshed(page: Path) -> str:
 
 
 def _table(kind: str, study: str | None) -> str:
+    from research.commands import field
     from research.experiments.report import Sweep, markdown
+    from research.field import report
     from research.leaderboard import tables
 
+    if kind == "field":
+        return report.table({name: field.row(name) for name in field.NAMES}, RESULTS / "field")
     if study is None:
         board = tables.Leaderboard(RESULTS / "leaderboard")
-        written = {"leaderboard": tables.table, "verdicts": tables.verdicts, "summary": tables.summary}
+        written = {"leaderboard": tables.table, "verdicts": tables.verdicts}
         written["threshold"] = tables.threshold_table
         return written[kind](board)
     sweep = Sweep.read(RESULTS / study)
