@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,7 +46,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--out", type=Path, metavar="DIR", help="folder for runs and results (default: reproductions/NAME-SCALE)"
     )
     parser.add_argument("--jobs", type=int, metavar="N", help="number of runs at a time (default: one per GPU, or one)")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")
     parser.set_defaults(run=run)
 
 
@@ -56,9 +53,10 @@ def run(options: argparse.Namespace) -> int:
     from dp_microadam.validation import require_integer
     from research.experiments.study import COST, load_study
     from research.experiments.sweep import SweepFolder, run_sweep
+    from research.measuring import tell
 
     if options.name is None:
-        return _list(options)
+        return _list()
     overrides = list(options.overrides)
     if options.max_steps is not None:
         overrides.append(f"max_steps={require_integer('max_steps', options.max_steps, 1)}")
@@ -69,11 +67,7 @@ def run(options: argparse.Namespace) -> int:
         require_integer("jobs", options.jobs, 1)
     try:
         if options.estimate:
-            return _estimate(options, study, repeats)
-        missing = study.missing_files()
-        study = study.without(missing)
-        for sentence, cells in missing.items():
-            tell(f"{len(cells)} of the {len(whole.cells)} cells are left out: {sentence}")
+            return _estimate(study, repeats)
         folder = SweepFolder(options.out or _default_folder(study, options))
         with folder.locked():
             folder.begin(whole, _command(options))
@@ -84,43 +78,28 @@ def run(options: argparse.Namespace) -> int:
                 for failure in failures:
                     tell(f"failed: {failure.job.description}: {failure.reason} (full log in {failure.folder}.log)")
                 failed = len(failures)
-            return _conclude(options, folder, failed) or (2 if missing else 0)
+            return _conclude(folder, failed)
     except KeyboardInterrupt:
         tell("stopped; run the same command again to continue")
         return INTERRUPTED
 
 
-def tell(text: str) -> None:
-    """Say on stderr what is happening."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def _list(options: argparse.Namespace) -> int:
+def _list() -> int:
     from research.experiments.study import known_studies, load_study
 
     studies = [load_study(name, scale) for name, scales in known_studies().items() for scale in scales]
-    if options.json:
-        keys = ("name", "scale", "title", "question")
-        print(json.dumps([{key: getattr(one, key) for key in keys} | {"cells": len(one.cells)} for one in studies]))
-        return 0
     for one in studies:
         print(f"{one.name:18} {one.scale:6} {one.title}: {len(one.cells)} cells, {one.repeats} seeds")
     return 0
 
 
-def _estimate(options: argparse.Namespace, study: Study, repeats: int) -> int:
+def _estimate(study: Study, repeats: int) -> int:
     from dp_microadam.workbench.command_line.estimate import CostEstimator
+    from research.measuring import tell
 
     estimator = CostEstimator(tell)
     costs = [estimator.cost(cell) for cell in study.cells]
     hours = repeats * sum(cost.hours for cost in costs)
-    if options.json:
-        cells = [
-            {"cell": cost.cell.labels, "steps": cost.steps, "seconds_per_step": cost.seconds_per_step, "hours": cost.hours}
-            for cost in costs
-        ]
-        print(json.dumps({"hours": hours, "seeds": repeats, "cells": cells}))
-        return 0
     for cost in costs:
         name = cost.cell.description
         print(f"{name}: {cost.steps:,} steps of {cost.seconds_per_step:.3g} s, {cost.hours:.2f} hours per run")
@@ -132,7 +111,7 @@ def _time(study: Study, folder: SweepFolder) -> int:
     """Measure the cost of a study's runs from a few steps each, instead of running them; returns how many failed."""
     from dp_microadam.workbench.command_line.estimate import CostEstimator
     from research.experiments.sweep import jobs_of
-    from research.measuring import provenance
+    from research.measuring import provenance, tell
 
     estimator = CostEstimator(tell)
     failed = 0
@@ -150,18 +129,14 @@ def _time(study: Study, folder: SweepFolder) -> int:
     return failed
 
 
-def _conclude(options: argparse.Namespace, folder: SweepFolder, failed: int) -> int:
+def _conclude(folder: SweepFolder, failed: int) -> int:
     from research.experiments.report import write_report
 
     written = write_report(folder.path) if folder.results() else []
-    if options.json:
-        summary = {"out": str(folder.path), "results": len(folder.results()), "failed": failed}
-        print(json.dumps({**summary, "written": [str(path) for path in written]}))
-    else:
-        for path in written:
-            print(path)
-        if failed:
-            print(f"{failed} runs failed; run the same command again to retry them")
+    for path in written:
+        print(path)
+    if failed:
+        print(f"{failed} runs failed; run the same command again to retry them")
     return 1 if failed else 0
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -40,7 +38,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--density", type=float, default=0.01, metavar="P", help="fraction selected per step (default: 0.01)")
     parser.add_argument("--bits", type=int, default=4, metavar="B", help="bits of the error; 0 for all (default: 4)")
     parser.add_argument("--rounding-error", type=float, metavar="W", help="ω itself, instead of its worst case for --bits")
-    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     parser.set_defaults(run=run)
 
 
@@ -52,10 +49,7 @@ def run(options: argparse.Namespace) -> int:
     bounds: dict[str, Bound] = {}
     if setting.applies:
         bounds = {"corrected": corrected_bound(setting, steps), "printed": printed_bound(setting, steps)}
-    if options.json:
-        print(json.dumps(_report(setting, steps, bounds), ensure_ascii=False))
-    else:
-        _print(setting, steps, bounds)
+    _print(setting, steps, bounds)
     return 0
 
 
@@ -79,21 +73,6 @@ def _setting(options: argparse.Namespace) -> Setting:
         contraction=block_contraction([dimension], density, _BLOCK),
         rounding_error=worst if options.rounding_error is None else options.rounding_error,
     )
-
-
-def _report(setting: Setting, steps: int, bounds: dict[str, Bound]) -> dict[str, Any]:
-    report: dict[str, Any] = {
-        "applies": setting.applies,
-        "covers_what_is_run": False,
-        "steps": steps,
-        **asdict(setting),
-        "joint_contraction": setting.joint_contraction,
-        "largest_rounding_error": setting.largest_rounding_error if setting.contraction > 0 else None,
-    }
-    for name in ("corrected", "printed"):
-        bound = bounds.get(name)
-        report[name] = bound and {**asdict(bound), "total": bound.total, "dominant": bound.dominant}
-    return report
 
 
 def _print(setting: Setting, steps: int, bounds: dict[str, Bound]) -> None:

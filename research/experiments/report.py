@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import itertools
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,8 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-from dp_microadam.errors import InputError
 
 EXPERIMENT, RESULTS = "experiment.json", "results.jsonl"
 SMOOTHED_OVER = 10
@@ -47,20 +43,9 @@ class Sweep:
 
     @classmethod
     def read(cls, folder: str | Path) -> Sweep:
-        """Read a sweep's folder. Lines of results that a crash cut off are skipped.
-
-        Raises:
-            InputError: if there is no sweep in ``folder``, or its files cannot be read.
-        """
+        """Read a sweep's folder. Lines of results that a crash cut off are skipped."""
         folder = Path(folder)
-        if not (folder / EXPERIMENT).is_file():
-            raise InputError(f"sweep is {str(folder)!r}; it must be a folder with an {EXPERIMENT}")
-        try:
-            return cls(json.loads((folder / EXPERIMENT).read_text("utf-8")), list(lines_of(folder / RESULTS)))
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError(
-                f"{folder} does not describe a sweep, write it again with reproduce: {type(error).__name__}: {error}"
-            ) from None
+        return cls(json.loads((folder / EXPERIMENT).read_text("utf-8")), list(lines_of(folder / RESULTS)))
 
     def of(self, cell: Cell) -> list[Mapping[str, Any]]:
         """The repeats of a cell that have a value, in their order."""
@@ -160,32 +145,22 @@ def _written(sweep: Sweep, value: float) -> str:
 
 
 def write_report(folder: str | Path) -> list[Path]:
-    """Write ``table.md``, ``cells.csv`` and the study's figures (PNG and PDF) into a sweep's folder; returns their paths."""
+    """Write ``table.md`` and the study's figures (PNG and PDF) into a sweep's folder; returns their paths."""
     folder = Path(folder)
     sweep = Sweep.read(folder)
     notes = "".join(f"\n- {note}" for note in sweep.notes)
     told = f"# {sweep.title}\n\n`{sweep.command}`\n\n{markdown(sweep)}\n{notes}\n"
     (folder / "table.md").write_text(told, encoding="utf-8")
-    with open(folder / "cells.csv", "w", encoding="utf-8", newline="") as file:
-        write = csv.writer(file)
-        keys = (*sweep.rows, *sweep.columns)
-        write.writerow([*keys, "middle", "smallest", "largest", "seeds", "paper", "paper ±", "ε", "commits"])
-        for cell in sweep.cells:
-            ours, theirs, runs = sweep.summary(cell), sweep.paper.get(key_of(cell), ("", "")), sweep.of(cell)
-            numbers = (ours.middle, ours.low, ours.high, ours.seeds) if ours else ("", "", "", 0)
-            epsilon = max((one["epsilon"] for one in runs if one.get("epsilon")), default="none")
-            commits = " ".join(dict.fromkeys(one["commit"] for one in runs))
-            write.writerow([*(cell[key] for key in keys), *numbers, *theirs, epsilon, commits])
-    written = [folder / "table.md", folder / "cells.csv"]
+    written = [folder / "table.md"]
     for wanted in sweep.figures:
-        figure = {"lines": draw_lines, "curves": draw_curves, "range": draw_ranges}[wanted["kind"]](sweep, wanted)
+        figure = {"lines": draw_lines, "curves": draw_curves}[wanted["kind"]](sweep, wanted)
         for ending in ("png", "pdf"):
             written.append(folder / f"{sweep.name}-{wanted['kind']}.{ending}")
             figure.savefig(written[-1], dpi=150)
     return written
 
 
-def _panels(sweep: Sweep, without: Sequence[str | None], share_y: bool) -> tuple[Any, Iterator[tuple[Any, list[Cell]]]]:
+def _panels(sweep: Sweep, without: Sequence[str]) -> tuple[Any, Iterator[tuple[Any, list[Cell]]]]:
     """A figure with a panel for each combination of the other keys, and the axes with their cells."""
     from matplotlib.figure import Figure
 
@@ -196,7 +171,7 @@ def _panels(sweep: Sweep, without: Sequence[str | None], share_y: bool) -> tuple
     columns = min(3, len(groups))
     rows = -(-len(groups) // columns)
     figure = Figure(figsize=(5 * columns, 4 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, sharey=share_y).flat
+    axes = figure.subplots(rows, columns, squeeze=False, sharey=True).flat
 
     def panels() -> Iterator[tuple[Any, list[Cell]]]:
         for one, (name, cells) in zip(axes, groups.items(), strict=False):
@@ -210,66 +185,30 @@ def _panels(sweep: Sweep, without: Sequence[str | None], share_y: bool) -> tuple
 
 
 def draw_lines(sweep: Sweep, wanted: Mapping[str, Any]) -> Any:
-    """Middles over ``x``, a line per method, bars from the smallest to the largest value; the paper's hollow and dashed.
-
-    ``beside`` names a key each of whose values has a line of its own, ``log`` asks for a logarithmic scale, ``own_scale`` for a
-    vertical scale in each panel.
-    """
-    x, beside = wanted["x"], wanted.get("beside")
-    figure, panels = _panels(sweep, (x, sweep.method_key, beside), not wanted.get("own_scale"))
-    beside_values = sweep.values_of(beside) if beside else [None]
-    lines = list(itertools.product(enumerate(sweep.values_of(sweep.method_key)), beside_values))
+    """Middles over ``x``, a line per method, bars from the smallest to the largest value; the paper's hollow and dashed."""
+    x = wanted["x"]
+    figure, panels = _panels(sweep, (x, sweep.method_key))
     for axes, cells in panels:
-        for (number, method), value in lines:
-            own = [one for one in cells if one[sweep.method_key] == method and (beside is None or one[beside] == value)]
+        for number, method in enumerate(sweep.values_of(sweep.method_key)):
+            own = [one for one in cells if one[sweep.method_key] == method]
             found = [(one[x], summary) for one in own if (summary := sweep.summary(one)) is not None]
             if found:
-                label = method if beside is None else f"{method}, {beside} {value}"
                 reach = [[s.middle - s.low for _, s in found], [s.high - s.middle for _, s in found]]
-                style = ":" if beside and value == beside_values[0] else "-"
-                look = {"color": f"C{number}", "label": label, "linestyle": style, "marker": "o", "capsize": 3}
+                look = {"color": f"C{number}", "label": method, "marker": "o", "capsize": 3}
                 axes.errorbar([place for place, _ in found], [s.middle for _, s in found], yerr=reach, **look)
             paper = [(one[x], sweep.paper[key_of(one)][0]) for one in own if key_of(one) in sweep.paper]
             if paper:
                 axes.plot(*zip(*paper, strict=True), linestyle="--", marker="o", mfc="none", color=f"C{number}")
-        if wanted.get("log"):
-            axes.set_xscale("log")
         axes.set(xlabel=x, ylabel=f"test accuracy ({sweep.unit})")
     return figure
 
 
 def draw_curves(sweep: Sweep, wanted: Mapping[str, Any]) -> Any:
     """A panel per value of ``panel``: validation loss over steps of each method's median run, smoothed."""
-    figure, panels = _panels(sweep, (sweep.method_key,), share_y=True)
+    figure, panels = _panels(sweep, (sweep.method_key,))
     for axes, cells in panels:
         for cell in cells:
             if points := sweep.curve(cell):
                 axes.plot(*zip(*points, strict=True), label=cell[sweep.method_key])
         axes.set(xlabel="step", ylabel="validation loss (nats)")
-    return figure
-
-
-def group_ranges(sweep: Sweep, group: str) -> dict[Any, tuple[float, float, float]]:
-    """By value of ``group``: the worst, the median and the best of its cells' middles."""
-    found = {}
-    for name in sweep.values_of(group):
-        own = [summary.middle for one in sweep.cells if one[group] == name and (summary := sweep.summary(one)) is not None]
-        if own:
-            found[name] = (min(own), statistics.median(own), max(own))
-    return found
-
-
-def draw_ranges(sweep: Sweep, wanted: Mapping[str, Any]) -> Any:
-    """A bar per group from its worst to its best cell, with the median marked: how much the other settings matter."""
-    from matplotlib.figure import Figure
-
-    ranges = group_ranges(sweep, wanted["group"])
-    figure = Figure(figsize=(6, 1.2 + 0.4 * len(ranges)), layout="constrained")
-    axes = figure.subplots()
-    for row, (worst, median, best) in enumerate(ranges.values()):
-        axes.plot([worst, best], [row, row], linewidth=5, alpha=0.4, color=f"C{row}")
-        axes.plot([median], [row], marker="o", color=f"C{row}")
-    axes.set_yticks(range(len(ranges)), list(map(str, ranges)))
-    axes.invert_yaxis()
-    axes.set_xlabel(f"test accuracy ({sweep.unit})")
     return figure

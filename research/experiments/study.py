@@ -17,7 +17,7 @@ from typing import Any
 from dp_microadam.errors import InputError
 from dp_microadam.validation import require_integer, require_one_of
 from dp_microadam.workbench.recipes.recipe import Recipe
-from dp_microadam.workbench.recipes.recipe_files import apply_overrides, missing_files, recipe_values
+from dp_microadam.workbench.recipes.recipe_files import apply_overrides, recipe_values
 
 Label = str | float
 Labels = dict[str, Label]
@@ -26,17 +26,8 @@ SCALES = ("paper", "cpu")
 ACCURACY, COST = "accuracy", "cost"
 
 # Keys that change neither the trained model nor its guarantee: runs that differ only in these are repeats of each other.
-_WITHOUT_EFFECT = (
-    "name",
-    "data_folder",
-    "verify_data",
-    "num_workers",
-    "physical_batch_size",
-    "evaluate_every",
-    "checkpoint_every",
-    "checkpoint_minutes",
-    "keep_checkpoints",
-)
+_PLACES = ("name", "data_folder", "verify_data", "num_workers", "physical_batch_size")
+_WITHOUT_EFFECT = (*_PLACES, "evaluate_every", "checkpoint_every", "checkpoint_minutes", "keep_checkpoints")
 
 
 @dataclass(frozen=True)
@@ -114,25 +105,6 @@ class Study:
         kept = tuple(cell for cell in self.cells if all(str(cell.labels[axis]) in labels for axis, labels in wanted.items()))
         if not kept:
             raise InputError(f"only is {', '.join(conditions)}; no cell of {self.name} has all of these labels, leave one out")
-        return replace(self, cells=kept)
-
-    def missing_files(self) -> dict[str, list[Cell]]:
-        """Cells whose data set or pretrained weights are not here, by a sentence that says which."""
-        found: dict[str, list[Cell]] = {}
-        for cell in self.cells:
-            if self.measure == ACCURACY and (sentence := missing_files(cell.recipe)) is not None:
-                found.setdefault(sentence, []).append(cell)
-        return found
-
-    def without(self, missing: Mapping[str, Sequence[Cell]]) -> Study:
-        """The study without these cells.
-
-        Raises:
-            InputError: if no cell is left.
-        """
-        kept = tuple(cell for cell in self.cells if not any(cell in cells for cells in missing.values()))
-        if not kept:
-            raise InputError("; ".join(missing))
         return replace(self, cells=kept)
 
     def describe(self, command: str) -> dict[str, Any]:

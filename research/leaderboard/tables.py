@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from research.leaderboard.problems import PROBLEMS
-from research.leaderboard.runs import ALL_DISTANCES_AT, DEFAULT, ENTRANTS, SEEDS, THRESHOLD, Run, best_rate, read, runs_of
+from research.leaderboard.runs import DEFAULT, ENTRANTS, SEEDS, THRESHOLD, Run, best_rate, read, runs_of
 
 PAPER, ORACLE = "paper", "oracle"
 
@@ -170,24 +170,6 @@ def verdicts(board: Leaderboard) -> str:
     return "\n".join(lines)
 
 
-def summary(board: Leaderboard) -> str:
-    """A row per problem at ε = 3 for people in a hurry: the default, Opacus, and the rival that an oracle tuned best."""
-    tuned = [(title, entrant) for title, entrant, kind in columns() if kind == ORACLE]
-    lines = [_row(["ε = 3", "default", "Opacus, Adam", "best rival at an oracle's rate"]), "|:---|---:|---:|:---|"]
-    for problem, epsilon in board.rows():
-        ours, (opacus, _) = board.default(problem, epsilon), board.rival(problem, epsilon, "opacus", PAPER)
-        rivals = {title: board.rival(problem, epsilon, entrant, ORACLE)[0] for title, entrant in tuned}
-        if epsilon != ALL_DISTANCES_AT or not (ours and opacus and all(rivals.values())):
-            continue
-        best = max(rivals, key=lambda title: statistics.mean(rivals[title]))
-        told = (
-            f"{best.removesuffix(', oracle')} {statistics.mean(rivals[best]):.1f} ({Difference.of(ours, rivals[best]).shown()})"
-        )
-        beside = f"{statistics.mean(opacus):.1f} ({Difference.of(ours, opacus).shown()})"
-        lines.append(_row([PROBLEMS[problem].title, f"{statistics.mean(ours):.1f}", beside, told]))
-    return "\n".join(lines)
-
-
 def threshold_table(board: Leaderboard) -> str:
     """Moves above a threshold minus dense steps, at each distance, and each at its best distance."""
     distances = sorted(rate for rate in ENTRANTS["dp-walk"].rates if rate is not None)
@@ -227,21 +209,13 @@ def draw(board: Leaderboard, path: Path) -> None:
         ("DP-MicroAdam alone", "dp-microadam-alone", PAPER, "D", "#b3538b", False),
         ("Opacus, Adam", "opacus", PAPER, "X", "#6b7280", False),
     ]
-    for title, entrant, kind, mark, colour, hollow in marks:
-        if entrant not in ENTRANTS:
-            continue
+    for title, entrant, kind, mark, colour, hollow in (one for one in marks if one[1] in ENTRANTS):
         found = [(board.rival(*row, entrant, kind)[0], place) for place, row in enumerate(rows)]
         points = [(statistics.mean(values), place) for values, place in found if values]
         if points:
             face = "none" if hollow else colour
-            look = {
-                "linestyle": "",
-                "marker": mark,
-                "markersize": 10 if hollow else 6,
-                "color": colour,
-                "markerfacecolor": face,
-            }
-            axes.plot(*zip(*points, strict=True), label=title, **look)
+            look = {"linestyle": "", "marker": mark, "markersize": 10 if hollow else 6, "color": colour}
+            axes.plot(*zip(*points, strict=True), label=title, markerfacecolor=face, **look)
     for place, row in enumerate(rows):
         ours = board.default(*row)
         axes.plot([min(ours), max(ours)], [place, place], color="#0072b2", linewidth=6, alpha=0.35, solid_capstyle="round")

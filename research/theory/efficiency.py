@@ -1,6 +1,6 @@
 """How much of a weak signal an optimizer keeps under much noise: efficiency of selection, signs and four bits.
 
-    python -m research.theory.efficiency [--density 0.01 0.1 0.3] [--json]
+    python -m research.theory.efficiency [--density 0.01 0.1 0.3]
 
 A coordinate has a constant gradient g and fresh noise N(0, τ²) in every step, with g far below τ, as in private training. An
 update rule turns T noisy gradients into a displacement x. Its efficiency is
@@ -31,9 +31,8 @@ Gaussian steps that is stopped on leaving (−θ, θ). Top-k in a large block is
 from __future__ import annotations
 
 import argparse
-import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,12 +114,8 @@ def _beyond(start: Array, threshold: float, power: int) -> Array:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Efficiency of selection with error feedback under much noise.")
     parser.add_argument("--density", type=float, nargs="+", default=list(DENSITIES), metavar="P")
-    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     options = parser.parse_args()
     rows = [efficiency(density) for density in options.density]
-    if options.json:
-        print(json.dumps([asdict(row) for row in rows]))
-        return
     print("density  threshold/τ  signs  4 bits  lag in steps")
     for row in rows:
         print(f"{row.density:7.3g}  {row.threshold:11.2f}  {row.signs:5.3f}  {row.four_bits:6.3f}  {row.lag:12.1f}")

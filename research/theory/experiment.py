@@ -9,7 +9,6 @@ Every number of steps T is a separate run with its own η, as in the theorem. ε
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,13 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from research.theory.bounds import (
-    Setting,
-    corrected_bound,
-    noise_deviation,
-    stochastic_rounding_error,
-    top_k_contraction,
-)
+from research.theory.bounds import Setting, corrected_bound, noise_deviation, stochastic_rounding_error, top_k_contraction
 from research.theory.many_seeds import AnalyticalViews, Array, MicroAdams
 from research.theory.problem import CauchyRegression
 
@@ -34,6 +27,9 @@ NOISE_MULTIPLIER = 2.0
 ALL_STEPS = tuple(round(10 ** (2 + half / 2)) for half in range(7))
 LAST_DECADES = 1_000
 """Smallest T that is used for the slope."""
+_INK, _FAINT = "#333333", "#d8d8d8"
+_BLUE, _ORANGE, _GREEN, _GREY = "#1f5fa8", "#d9730d", "#2a7f4f", "#8a8a8a"
+_TWO_SIDED_99 = 2.576
 
 
 @dataclass(frozen=True)
@@ -125,12 +121,47 @@ def _run(
     return total / steps, largest
 
 
+def draw_rate(curves: Sequence[Curve], since: int, path: str) -> None:
+    """Plot bound, measurement and slope over T, without and with privacy noise."""
+    from dp_microadam.workbench.reporting.figures import canvas, save_png
+
+    figure = canvas(10.0, 5.2)
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, noisy in zip(panels, (False, True), strict=True):
+        shown = [curve for curve in curves if (curve.noise > 0) == noisy]
+        for curve in shown:
+            _draw_curve(axes, curve, since)
+        axes.grid(color=_FAINT, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel(f"steps T of a run with η = 1/√T; slopes from T = {since:,} on", color=_INK)
+        axes.set_title(f"with noise, σ = {shown[0].noise:g}" if noisy else "without noise, σ = 0", color=_INK)
+        axes.legend(loc="center left", bbox_to_anchor=(0.0, 0.485), labelcolor=_INK, fontsize=8.5, frameon=False)
+    panels[0].set_ylabel("mean of ‖∇f(θₜ)‖² over the run", color=_INK)
+    save_png(figure, path)
+
+
+def _draw_curve(axes: Any, curve: Curve, since: int) -> None:
+    colour, marker = {"Algorithm 3": (_BLUE, "o"), "Algorithm 1": (_ORANGE, "s")}.get(curve.algorithm, (_GREEN, "^"))
+    slope, error = curve.slope(since)
+    if curve.bounds:
+        axes.plot(curve.steps, curve.bounds, color=_INK, linewidth=1.8, label="corrected bound (Algorithm 3)")
+    within = _TWO_SIDED_99 * error
+    label = f"{curve.algorithm}: slope {slope:.3f} ± {within:.3f}".replace(" -", " −")
+    spread = _TWO_SIDED_99 * curve.standard_errors
+    axes.errorbar(curve.steps, curve.means, yerr=spread, color=colour, marker=marker, markersize=5, linewidth=1.6, label=label)
+    if curve.bounds:
+        reference = [0.55 * curve.means[-1] * math.sqrt(curve.steps[-1] / steps) for steps in curve.steps]
+        axes.plot(curve.steps, reference, color=_GREY, linewidth=1.2, linestyle="--", label="slope −0.5")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=64)
     parser.add_argument("--most-steps", type=int, default=ALL_STEPS[-1])
     parser.add_argument("--out", help="write the picture here")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     problem = CauchyRegression.drawn()
     all_steps = [steps for steps in ALL_STEPS if steps <= options.most_steps]
@@ -140,12 +171,7 @@ def main() -> None:
         for multiplier in (0.0, NOISE_MULTIPLIER)
     ]
     if options.out:
-        from research.theory.pictures import draw_rate
-
         draw_rate(curves, LAST_DECADES, options.out)
-    if options.json:
-        print(json.dumps([_as_dict(curve) for curve in curves]))
-        return
     for curve in curves:
         slope, error = curve.slope()
         print(f"{curve.algorithm}, σ = {curve.noise:g}: slope {slope:.4f} ± {error:.4f} (standard error)")
@@ -154,21 +180,6 @@ def main() -> None:
             print(f", bound {curve.bounds[curve.steps.index(steps)]:.4e}" if curve.bounds else "")
         if curve.bounds:
             print(f"  largest v̂ {curve.largest_second_moment:.3g}, {100 * curve.largest_second_moment / EPS:.2g} % of ε_s")
-
-
-def _as_dict(curve: Curve) -> dict[str, Any]:
-    slope, error = curve.slope()
-    return {
-        "algorithm": curve.algorithm,
-        "noise": curve.noise,
-        "steps": list(curve.steps),
-        "means": curve.means.tolist(),
-        "standard_errors": curve.standard_errors.tolist(),
-        "bounds": curve.bounds,
-        "slope": slope,
-        "slope_standard_error": error,
-        "largest_second_moment": curve.largest_second_moment,
-    }
 
 
 if __name__ == "__main__":

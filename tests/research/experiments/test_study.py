@@ -157,16 +157,3 @@ def test_an_unknown_study_or_scale_is_refused():
         load_study("sigma")
     with pytest.raises(InputError, match="scale is 'paper'; bands is known at scale cpu"):
         load_study("bands", "paper")
-
-
-def test_missing_weights_are_named_and_other_cells_are_left(tmp_path, monkeypatch):
-    monkeypatch.setenv("DP_MICROADAM_DATA", str(tmp_path / "data"))
-    options = 'model = "vit-tiny", model_options = { pretrained = "nowhere" }'
-    pretrained = f'"3" = {{ steps = 9, data = "image-folder", data_folder = ".", {options} }}'
-    study = parse_study(SMALL.replace("[axes.method]", f"{pretrained}\n[axes.method]"), "small", "own")
-    missing = study.missing_files()
-    assert [len(cells) for cells in missing.values()] == [2]
-    assert all(sentence.startswith("pretrained is 'nowhere', which was not found: put its weights") for sentence in missing)
-    assert {cell.labels["noise"] for cell in study.without(missing).cells} == {1, 2.5}
-    with pytest.raises(InputError, match="pretrained is 'nowhere'"):
-        study.only(["noise=3"]).without(missing)

@@ -1,4 +1,4 @@
-"""Where things lie: recipes in the package or in files, with ``key=value`` overrides; pretrained weights; missing data."""
+"""Where things lie: recipes in the package or in files, with ``key=value`` overrides; pretrained weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dp_microadam.errors import InputError
-from dp_microadam.workbench.data.catalogue import find, usual_folders
+from dp_microadam.workbench.data.catalogue import usual_folders
 from dp_microadam.workbench.recipes import keys, vocabulary
 from dp_microadam.workbench.recipes.recipe import Recipe, kinds, parse_toml
 
@@ -126,19 +126,3 @@ def located_options(recipe: Recipe) -> dict[str, Any]:
     options = recipe.resolved_model_options
     name = options.get("pretrained")
     return {**options, "pretrained": located(name)} if isinstance(name, str) else options
-
-
-def missing_files(recipe: Recipe) -> str | None:
-    """Which data set or pretrained weights of a recipe are not here, in one sentence; None if nothing is known to be missing.
-
-    Names of the Hugging Face hub, with a slash in them, may be fetched, and are not asked for.
-    """
-    name = recipe.model_options.get("pretrained")
-    try:
-        find(recipe.data, recipe.data_folder or None)
-    except InputError as error:
-        return str(error)
-    if not isinstance(name, str) or not name or "/" in name or Path(located(name)).exists():
-        return None
-    places = " or ".join(str(folder) for folder in usual_folders(name))
-    return f"pretrained is {name!r}, which was not found: put its weights into {places}, or name any other file or folder"
