@@ -38,9 +38,9 @@ def coefficients_of_one(monkeypatch):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_clipping_coefficients_that_are_all_one_are_refused_before_the_first_step(coefficients_of_one, kind, options):
     engine = kind(mlp(), loss, **{"max_grad_norm": 1.0, **options})
-    with pytest.raises(PrivacyError, match=r"clipped to .* differs by .* fault of the clipping engine"):
+    with pytest.raises(PrivacyError, match="fault of the clipping engine"):
         engine.check_independence(torch.randn(8, 4))
-    with pytest.raises(PrivacyError, match=r"clipped to .* differs by .* fault of the clipping engine"):
+    with pytest.raises(PrivacyError, match="fault of the clipping engine"):
         engine.accumulate(torch.randn(8, 4))
     assert all(not total.any() for total in engine.sums.values())
 
@@ -61,7 +61,7 @@ def test_one_coefficient_for_a_whole_chunk_is_refused(monkeypatch):
         return (bound / torch.linalg.vector_norm(norms).clamp(min=bound)).expand_as(norms)
 
     monkeypatch.setattr(ClippedGradients, "_coefficients", staticmethod(coefficients))
-    with pytest.raises(PrivacyError, match="differs by"):
+    with pytest.raises(PrivacyError, match="fault of the clipping engine"):
         ClippedGradients(mlp(), loss, max_grad_norm=1.0).check_independence(torch.randn(8, 4))
 
 
@@ -71,14 +71,14 @@ def test_a_clip_that_leaves_out_biases_is_refused(monkeypatch):
         return {name: part.weighted_sum(ones if name == "bias" else coefficients) for name, part in self.parts.items()}
 
     monkeypatch.setattr(PartsCall, "clipped_sums", clipped_sums)
-    with pytest.raises(PrivacyError, match=r"clipped to .* differs by .* fault of the clipping engine"):
+    with pytest.raises(PrivacyError, match="fault of the clipping engine"):
         ClippedGradients(mlp(), loss, max_grad_norm=1.0).check_independence(torch.randn(8, 4))
 
 
 def test_a_clip_that_leaves_out_embeddings_is_refused(monkeypatch):
     original = EmbeddingCall.clipped_sums
     monkeypatch.setattr(EmbeddingCall, "clipped_sums", lambda self, c: original(self, torch.ones_like(c)))
-    with pytest.raises(PrivacyError, match=r"clipped to .* differs by .* fault of the clipping engine"):
+    with pytest.raises(PrivacyError, match="fault of the clipping engine"):
         ClippedGradients(nn.Embedding(5, 3), loss, max_grad_norm=1.0).check_independence(torch.randint(5, (8, 4)))
 
 
@@ -91,7 +91,7 @@ def test_models_that_draw_random_numbers_are_checked_too(monkeypatch, refused):
         monkeypatch.setattr(ClippedGradients, "_coefficients", ones)
     engine = ClippedGradients(model, loss, max_grad_norm=1.0)
     if refused:
-        with pytest.raises(PrivacyError, match=r"clipped to .* differs by .* fault of the clipping engine"):
+        with pytest.raises(PrivacyError, match="fault of the clipping engine"):
             engine.check_independence(torch.ones(8, 4))
     else:
         engine.check_independence(torch.ones(8, 4))
@@ -100,5 +100,5 @@ def test_models_that_draw_random_numbers_are_checked_too(monkeypatch, refused):
 
 def test_synthetic_examples_that_are_given_are_the_ones_that_are_clipped(coefficients_of_one):
     engine = ClippedGradients(mlp(), loss, max_grad_norm=1.0, synthetic_batch=torch.randn(5, 4))
-    with pytest.raises(PrivacyError, match=r"clipped to .* differs by .* fault of the clipping engine"):
+    with pytest.raises(PrivacyError, match="fault of the clipping engine"):
         engine.check_independence(torch.randn(8, 4))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dp_microadam import ClippedGradients, InputError
 from dp_microadam.clipping.checks.examples import SyntheticExamples
-from dp_microadam.clipping.checks.independence import check_independence_at_size
+from dp_microadam.clipping.checks.independence import IndependenceCheck
 from dp_microadam.clipping.checks.randomness import EqualDraws
 from dp_microadam.workbench import models
 
@@ -265,7 +265,7 @@ def test_a_capacity_is_found_in_large_batches_with_most_seeds():
         torch.manual_seed(seed)
         model.router.reset_parameters()
         try:
-            check_independence_at_size(model, cross_entropy, observed, 64, SyntheticExamples(features(), seed=seed + 1))
+            IndependenceCheck(model, cross_entropy, observed, SyntheticExamples(features(), seed=seed + 1)).check_at_size(64)
         except InputError:
             found += 1
     assert found > 90

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from dp_microadam.clipping.batches import PerExampleLoss, batch_size, detached, losses_of, require_weights, select, signature
-from dp_microadam.clipping.checks.attributes import put_back_tensors
 from dp_microadam.clipping.checks.autograd import check_against_autograd
 from dp_microadam.clipping.checks.examples import CHECK_SIZE, SyntheticExamples, new_seed
-from dp_microadam.clipping.checks.independence import check_independence, check_independence_at_size
-from dp_microadam.clipping.checks.state import StateSnapshot
+from dp_microadam.clipping.checks.independence import IndependenceCheck
+from dp_microadam.clipping.checks.state import StateSnapshot, put_back_attributes
 from dp_microadam.clipping.cost import strategy_table
 from dp_microadam.clipping.passes import (
     Clippable,
@@ -41,10 +40,9 @@ _SMALLEST_NORM, _LARGEST_NORM = 1e-12, 1e15
 
 @dataclass
 class _Checked:
-    """What the check learned about the model, how its examples were drawn, and which sizes of batches and units it covers."""
+    """A check that was made, and which sizes of batches and numbers of examples per user it covers."""
 
-    observed: Observed
-    source: SyntheticExamples
+    check: IndependenceCheck
     largest: int
     per_unit: set[int]
 
@@ -59,8 +57,7 @@ class ClippedGradients:
     (``checks/independence.py``) refuses other models, and the clip itself is compared with autograd on such data
     (``checks/autograd.py``). The check can miss interactions on values, at sizes, by random draws or after numbers of calls
     that it does not try; ``checks/independence.py`` and the documentation list these. A model that changes its own buffers or
-    parameters while examples pass through it is refused at every call, and tensors that modules keep in plain attributes are
-    put back. An example whose gradient is not finite, or whose squared norm overflows, contributes nothing. What
+    parameters while examples pass through it is refused at every call, and plain attributes of modules are put back. An example whose gradient is not finite, or whose squared norm overflows, contributes nothing. What
     ``accumulate`` returns, and ``sums`` before noise, are private. With ``scale`` or ``row_masks``
     all of this holds for the scaled gradients s⊙gᵢ: ``sums`` is Σᵢ clip(s⊙gᵢ, C) and ``sensitivity`` is its sensitivity.
     Noise must be added to ``sums`` as they are, before anything is divided by s.
@@ -224,7 +221,7 @@ class ClippedGradients:
         losses_of_batch = partial(losses_of, self._model, self._loss, batch)
         state = StateSnapshot(self._model)
         try:
-            with put_back_tensors(self._model, observed.caches):
+            with put_back_attributes(self._model):
                 factors, masks = self._factors(), self._row_masks
                 shares, losses = gradient_shares(observed, losses_of_batch, count, factors, masks, weights=weights)
             with torch.no_grad(), full_precision(self._device):
@@ -297,20 +294,22 @@ class ClippedGradients:
         key, size = (signature(batch), modes), batch_size(batch)
         if key not in self._checks:
             refuse_batch_statistics(self._model)
-            observed = replace(self._observed, table=RowTable(), caches=set())
             source = SyntheticExamples(_shape_of(batch), self._synthetic_batch, new_seed() if seed is None else seed)
-            source = check_independence(self._model, self._loss, observed, source, self._precision)
-            check_against_autograd(self, observed, source.simple())
-            self._checks[key] = _Checked(observed, source, CHECK_SIZE, {1})
+            check = IndependenceCheck(
+                self._model, self._loss, replace(self._observed, table=RowTable()), source, self._precision
+            )
+            check.check()
+            check_against_autograd(self, check.observed, check.source.simple())
+            self._checks[key] = _Checked(check, CHECK_SIZE, {1})
         checked = self._checks[key]
         if size > checked.largest:
-            check_independence_at_size(self._model, self._loss, checked.observed, size, checked.source, self._precision)
+            checked.check.check_at_size(size)
             checked.largest = size
         if per_unit not in checked.per_unit:
             largest = max(size, self._largest.get(signature(batch), 0))
-            check_against_autograd(self, checked.observed, checked.source.simple(), per_unit, largest)
+            check_against_autograd(self, checked.check.observed, checked.check.source.simple(), per_unit, largest)
             checked.per_unit.add(per_unit)
-        return checked.observed
+        return checked.check.observed
 
     def _with_bound(self, bound: float) -> ClippedGradients:
         """A copy with another clipping norm and sums of its own, which shares the model and what was learned about it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -123,8 +123,7 @@ class Use:
 class Observed:
     """What is observed of a model: layers with rules, and every trainable parameter with the modules that hold it.
 
-    ``table`` and ``caches`` are filled by the independence check; ``caches`` names plain attributes of modules whose tensors
-    depend neither on examples nor on their number, such as a table of positions.
+    ``table`` is filled by the independence check.
     """
 
     rules: Mapping[str, LayerRule]
@@ -134,7 +133,6 @@ class Observed:
     strategy: str | None
     table: RowTable
     operations: dict[str, LayerRule]
-    caches: set[str] = field(default_factory=set)
 
 
 OutputGradientHook = Callable[[Use, Tensor], None]

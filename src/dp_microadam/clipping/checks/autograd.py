@@ -17,7 +17,6 @@ arithmetic of r and of shapes. A loss that mixes the examples of one user is ref
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +24,10 @@ import torch
 from torch import Tensor
 
 from dp_microadam.clipping.batches import batch_size, losses_of
-from dp_microadam.clipping.checks.checked_model import CheckedModel, read_together
 from dp_microadam.clipping.checks.examples import CHECK_SIZE, SyntheticExamples
+from dp_microadam.clipping.checks.independence import CheckedModel
 from dp_microadam.clipping.checks.randomness import no_side_effects
+from dp_microadam.clipping.checks.state import put_back_attributes
 from dp_microadam.clipping.precision import full_precision
 from dp_microadam.clipping.rules import attention, recurrent
 from dp_microadam.clipping.rules.rule import at_least_float32
@@ -57,30 +57,38 @@ def check_against_autograd(
     """
     weights = None if per_unit == 1 else _weights(max(1, min(CHECK_SIZE, room // per_unit)), per_unit)
     batch, _ = source.draw(CHECK_SIZE if weights is None else weights.numel())
-    with full_precision(engine._device), no_side_effects(engine._model) as seed_all:
-        checked = CheckedModel(engine._model, engine._loss, observed, seed_all, engine._precision)
+    model = engine._model
+    with full_precision(engine._device), put_back_attributes(model), no_side_effects(model) as seed_all:
+        checked = CheckedModel(model, engine._loss, observed, seed_all, engine._precision)
         # The same operations as under observation draw the same random numbers.
         with checked.one_pass(0), recurrent.step_by_step(observed.recurrent), attention.Unfused():
             losses, gradients = _by_autograd(checked, batch, weights)
-        _scale(engine, gradients)
+        for one in gradients:
+            for name in one.keys() & (engine._scale.keys() | engine._row_masks.keys()):
+                one[name] = one[name] * engine._factor(name)
         lengths = torch.stack([_norm(one.values()) for one in gradients])
         relative = max(1e-2, 4 * engine._precision)
         rounding = 100 * torch.finfo(losses.dtype).eps * float(losses.detach().abs().sum())
         largest = float(lengths.max())
-        something = 0 < largest < math.inf
+        something = 0 < largest < torch.inf
         bound = 0.5 * float(lengths[lengths > _SMALL * largest].min()) if something else _UNREACHED
 
-        def added(bound: float) -> tuple[ClippedGradients, Tensor]:
+        def compared(bound: float) -> tuple[Tensor, str | None]:
+            """The engine's norms, and the first parameter whose sum is wrong if gradients are clipped to this norm."""
             trial = engine._with_bound(bound)
             with checked.one_pass(0):
-                return trial, trial._add(observed, batch, batch_size(batch), weights)
+                norms = trial._add(observed, batch, batch_size(batch), weights)
+            floor = 1e-2 * relative * float(lengths.clamp(max=bound).sum()) + rounding
+            for name, total in _sums(trial, gradients).items():
+                if not float((trial.sums[name] - total).norm()) <= relative * float(total.norm()) + floor:
+                    return norms, name
+            return norms, None
 
-        trial, norms = added(bound)
-        difference, wrong = _compare_sums(trial, gradients, relative, 1e-2 * relative * bound * len(lengths) + rounding)
-        if wrong is None and bool(((norms - lengths).abs() <= relative * lengths + rounding).all()):
+        norms, wrong = compared(bound)
+        same = (norms - lengths).abs() <= relative * lengths + rounding
+        if wrong is None and bool(same.all()):
             return
-        trial, norms = added(_UNREACHED)
-        _, wrong = _compare_sums(trial, gradients, relative, 1e-2 * relative * float(lengths.sum()) + rounding)
+        _, wrong = compared(_UNREACHED)
         if wrong is not None:
             raise InputError(
                 f"parameter {wrong!r} is used where it is not observed (through a reference kept elsewhere, in an "
@@ -88,11 +96,16 @@ def check_against_autograd(
                 "gradient would be clipped; read it from its module, use it in operations of torch, "
                 "pass use_reentrant=False, or freeze it with requires_grad_(False)"
             )
-        _compare_norms(norms, lengths, relative, rounding)
+        if not bool(same.all()):
+            row = int((~same).nonzero()[0])
+            raise InputError(
+                f"the gradient norm of a synthetic example is {float(lengths[row]):.6g} by autograd, but "
+                f"{float(norms[row]):.6g} by the rules of the layers, so that the model cannot be clipped exactly; use layers "
+                "that dp_microadam supports, or freeze the others"
+            )
         raise PrivacyError(
-            f"the sum of {len(lengths)} synthetic gradients clipped to {bound:.6g} differs by {difference:.6g} "
-            "from that of gradients that autograd computes one by one; this is a fault of the clipping engine or of a "
-            "registered rule, do not train with it"
+            f"the sum of {len(lengths)} synthetic gradients clipped to {bound:.6g} is not that of gradients that autograd "
+            "computes one by one; this is a fault of the clipping engine or of a registered rule, do not train with it"
         )
 
 
@@ -128,13 +141,6 @@ def _by_autograd(checked: CheckedModel, batch: Any, weights: Tensor | None) -> t
     return losses, [{name: part for name, part in zip(names, row, strict=True) if part is not None} for row in rows]
 
 
-def _scale(engine: ClippedGradients, gradients: list[Gradients]) -> None:
-    """Multiplies by what the engine multiplies gradients by before it clips them."""
-    for one in gradients:
-        for name in one.keys() & (engine._scale.keys() | engine._row_masks.keys()):
-            one[name] = one[name] * engine._factor(name)
-
-
 def _norm(parts: Iterable[Tensor]) -> Tensor:
     """The norm of one gradient over these parameters."""
     squares = [torch.linalg.vector_norm(at_least_float32(part)).square() for part in parts]
@@ -153,25 +159,3 @@ def _sums(engine: ClippedGradients, gradients: list[Gradients]) -> Gradients:
             for name, part in parts.items():
                 totals[name] += engine._contributions(coefficient * part.to(totals[name].dtype).unsqueeze(0)).squeeze(0)
     return totals
-
-
-def _compare_sums(
-    engine: ClippedGradients, gradients: list[Gradients], relative: float, floor: float
-) -> tuple[float, str | None]:
-    """How far the engine's sums are from those by autograd, and the first parameter whose sum is too far from it."""
-    totals = _sums(engine, gradients)
-    errors = [(engine.sums[name] - total).norm() for name, total in totals.items()]
-    read = read_together(errors + [total.norm() for total in totals.values()])
-    pairs = zip(totals, map(float, read), map(float, read[len(totals) :]), strict=False)
-    wrong = next((name for name, error, length in pairs if not error <= relative * length + floor), None)
-    return math.hypot(*map(float, read[: len(totals)])), wrong
-
-
-def _compare_norms(found: Tensor, expected: Tensor, relative: float, rounding: float) -> None:
-    for by_rules, by_autograd in zip(found.tolist(), expected.tolist(), strict=True):
-        if not abs(by_rules - by_autograd) <= relative * by_autograd + rounding:
-            raise InputError(
-                f"the gradient norm of a synthetic example is {by_autograd:.6g} by autograd, but {by_rules:.6g} by the rules "
-                "of the layers, so that the model cannot be clipped exactly; use layers that dp_microadam supports, or freeze "
-                "the others"
-            )

@@ -1,4 +1,4 @@
-"""Where the checks get their examples from: random ones shaped like a batch, or those of ``synthetic_batch``."""
+"""Synthetic examples for the checks, and the company in which they are tried: who is beside whom, at which scale and size."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from dp_microadam.clipping.batches import batch_size, is_floating, select
+from dp_microadam.clipping.batches import batch_size, is_floating, replace_rows, select
 from dp_microadam.errors import InputError
 
 # Most checks run on this many examples: a first, a middle and a last one.
@@ -25,6 +25,12 @@ _BETWEEN_SEEDS = 1_000_003
 
 # What is tried for integers of which an example has several: the range of a pixel.
 _PIXELS = 256
+
+# The last example keeps its scale: its loss is not saturated, and shows what the large ones do to it.
+_SCALES = ((1e3, -30.0, 1.0), (-1e4, 1e6, 1.0))
+
+# In a large batch of copies of one example.
+_COPIES_REPLACED = 4
 
 
 def new_seed() -> int:
@@ -100,10 +106,73 @@ class SyntheticExamples:
             numbers = (torch.rand(shape, generator=integers) * tops.view(-1, *[1] * (len(shape) - 1))).int()
             # Steps are drawn in both cases: later leaves must not differ.
             steps = torch.randint(1, bound, shape, generator=integers, dtype=torch.int32)
-            numbers = (numbers + steps) % bound if flip else numbers
-            return numbers.to(device=leaf.device, dtype=leaf.dtype, non_blocking=True)
+            return ((numbers + steps) % bound if flip else numbers).to(device=leaf.device, dtype=leaf.dtype, non_blocking=True)
 
         return tree_map(like, self.batch)
+
+
+class Company(NamedTuple):
+    """A batch, and the places in it of examples that must give there what each of ``alone``, batches of one, gives."""
+
+    batch: Any
+    places: Sequence[int]
+    alone: Sequence[Any]
+
+
+def company(source: SyntheticExamples, cast: Callable[[Any], Any] = lambda batch: batch) -> Iterator[list[Company]]:
+    """Who is tried beside whom. Of each list the first counts on which no exception is raised.
+
+    Beside one and two others, beside others that are a thousand and a million times as large, beside examples that resemble
+    them, and beside missing numbers.
+    """
+    drawn, others = map(cast, source.draw(CHECK_SIZE))
+    # The first has smaller integers than the others, and differs from the last in every number; two of three classes agree.
+    batch = joined(_row(drawn, 1), _row(drawn, 0), _row(others, 1))
+    first, last = _row(batch, 0), _row(batch, 2)
+    yield [Company(batch, [0, 2], [first, last])]
+    yield [Company(joined(last, first), [0, 1], [last, first])]
+    if any(map(is_floating, tree_leaves(batch))):
+        for factors in _SCALES:
+            yield [Company(_scaled(batch, factors), [2], [last])]
+    yield [_resembling(_row(drawn, 0), _row(others, 0)), Company(repeat_example(drawn, 0, 3), [0, 2], 2 * [_row(drawn, 0)])]
+    missing = [_without_numbers(first, index) for index, leaf in enumerate(tree_leaves(first)) if is_floating(leaf)]
+    if missing and all(leaf.device.type == "cpu" for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)):
+        yield [Company(joined(batch, *missing), [2, *range(3, 3 + len(missing))], [last, *missing])]
+
+
+def half_replaced(source: SyntheticExamples) -> tuple[Any, Any, Tensor]:
+    """Six examples, the same with every second one replaced, and the places of those that are not."""
+    batch, others = source.draw(2 * CHECK_SIZE)
+    return batch, replace_rows(batch, others, torch.arange(1, 2 * CHECK_SIZE, 2)), torch.arange(0, 2 * CHECK_SIZE, 2)
+
+
+def copies_replaced(source: SyntheticExamples, count: int) -> tuple[Any, Any, Tensor]:
+    """A batch of this size, the same with some examples replaced, and the places of those that are not.
+
+    Three quarters of it are copies of one example, so that a layer with room for only a part of the batch runs out of it.
+    The first four copies and the last are replaced, together with the first example of the batch. A single one could be
+    replaced by an example that takes the same room.
+    """
+    quarter = count // 4
+    replaced = torch.tensor([0, *range(quarter, quarter + min(_COPIES_REPLACED, max(1, quarter))), count - 1])
+    examples, others = source.draw(count)
+    batch = repeat_example(examples, quarter, count)
+    places = torch.arange(count)
+    return batch, replace_rows(batch, others, replaced), places[~torch.isin(places, replaced)]
+
+
+def joined(*batches: Any) -> Any:
+    """The examples of all batches in one."""
+    return tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *batches)
+
+
+def repeat_example(batch: Any, index: int, count: int) -> Any:
+    """``count`` examples: those of the batch before ``index``, then copies of the one at ``index``."""
+    return select(batch, torch.arange(count).clamp(max=index))
+
+
+def _row(batch: Any, index: int) -> Any:
+    return select(batch, torch.tensor([index]))
 
 
 def _has_several_integers(leaf: Any) -> bool:
@@ -127,67 +196,48 @@ def _repeated(given: Any, count: int) -> tuple[Any, Any]:
     return select(given, chosen), select(given, differing.argmax(1)[chosen])
 
 
-def scaled(batch: Any, factors: Sequence[float]) -> Any:
+def _scaled(batch: Any, factors: Sequence[float]) -> Any:
     """Example i multiplied by factor i. Integers stay as they are: they are classes, tokens and masks."""
 
     def multiplied(leaf: Any) -> Any:
         if not is_floating(leaf):
             return leaf
-        return leaf * torch.tensor(factors).to(leaf, non_blocking=True).view(-1, *[1] * (leaf.dim() - 1))
+        return leaf * torch.tensor(factors).to(leaf).view(-1, *[1] * (leaf.dim() - 1))
 
     return tree_map(multiplied, batch)
 
 
-def joined(*batches: Any) -> Any:
-    """The examples of all batches in one."""
-    return tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *batches)
+def _without_numbers(example: Any, index: int) -> Any:
+    """The example with every third number of one leaf NaN."""
+    leaves, structure = tree_flatten(example)
+    leaves[index] = leaves[index].clone()
+    leaves[index].view(1, -1)[:, ::3] = torch.nan
+    return tree_unflatten(leaves, structure)
 
 
-def repeat_example(batch: Any, index: int, count: int) -> Any:
-    """``count`` examples: those of the batch before ``index``, then copies of the one at ``index``."""
-    return select(batch, torch.arange(count).clamp(max=index))
+def _resembling(own: Any, other: Any) -> Company:
+    """An example, and it with the target of another, beside themselves and what is almost the same.
 
-
-def with_missing_numbers(batch: Any) -> list[Any]:
-    """For each leaf of floating-point numbers: the first example with every third of them NaN there."""
-    leaves = tree_leaves(batch)
-    found = []
-    for position, leaf in enumerate(leaves):
-        if is_floating(leaf):
-            counter = iter(range(len(leaves)))
-
-            def missing(leaf: Any, position: int = position, counter: Iterator[int] = counter) -> Any:
-                if next(counter) != position:
-                    return leaf
-                changed = leaf.clone()
-                changed.view(1, -1)[:, ::3] = torch.nan
-                return changed
-
-            found.append(tree_map(missing, select(batch, torch.zeros(1, dtype=torch.long))))
-    return found
-
-
-def resembling(batch: Any, others: Any) -> tuple[Any, int]:
-    """Example 0 and the same with the other example's last leaf (its target, say), and these again at the end.
-
-    Between them are near copies of both, and example 0 with each further leaf of the other example. In a near copy
-    floating-point numbers are a millionth larger, and of each leaf with several integers the last is one closer to that of the
-    other example. A batch that is a single tensor has the example and its near copy only. Also returns how many are repeated.
+    The target is the last leaf. Beside them are near copies of both, and the example with each further leaf of the other. In a
+    near copy floating-point numbers are a millionth larger, and of each leaf with several integers the last is one closer to
+    that of the other. A batch that is a single tensor has the example and its near copy only.
     """
-    count = sum(isinstance(leaf, Tensor) for leaf in tree_leaves(batch))
-    position = iter(range(count))
+    leaves, structure = tree_flatten(own)
+    others = tree_leaves(other)
+    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
-    def rows(leaf: Any, other: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        own, of_other, index = leaf[:1], other[:1], next(position)
-        ends, near = [own], [_near(own, of_other)]
-        if count > 1:
-            last = index == count - 1
-            ends, near = [own, of_other if last else own], [*near, of_other if last else near[0]]
-        return torch.cat([*ends, *near, *(of_other if index == i else own for i in range(count - 1)), *ends])
+    def exchanged(base: list[Any], index: int) -> Any:
+        return tree_unflatten([others[at] if at == index else leaf for at, leaf in enumerate(base)], structure)
 
-    return tree_map(rows, batch, others), min(count, 2)
+    near = [_near(leaf, others[at]) if isinstance(leaf, Tensor) else leaf for at, leaf in enumerate(leaves)]
+    ends, beside = [own], [tree_unflatten(near, structure)]
+    if len(tensors) > 1:
+        ends.append(exchanged(leaves, tensors[-1]))
+        beside = [tree_unflatten(near, structure), exchanged(near, tensors[-1])]
+        beside += [exchanged(leaves, index) for index in tensors[:-1]]
+    batch = [*ends, *beside, *ends]
+    places = [*range(len(ends)), *range(len(batch) - len(ends), len(batch))]
+    return Company(joined(*batch), places, [*ends, *ends])
 
 
 def _near(own: Tensor, other: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -50,34 +50,48 @@ def no_side_effects(model: nn.Module) -> Iterator[SeedAll]:
             np.random.set_state(numpy_state)  # noqa: NPY002
 
 
-class ReseedingError(InputError):
-    """Code under a check sets the seed of a global random stream."""
+class SeededPasses:
+    """Passes that start from one seed. Refuses code that sets the seed of a global random stream by itself.
 
+    In a private step those streams are unpredictable. torch's generators remember their seed. Those of Python and NumPy do
+    not: there, passes that start from different seeds and end in the same state show it.
 
-class SeedWatch:
-    """Notices code that seeds the global random streams, which are unpredictable in a private step.
-
-    torch's generators remember their seed. Those of Python and NumPy do not: there, passes that start from different seeds
-    and end in the same state show it.
+    Attributes:
+        draws: whether a pass has drawn random numbers so far.
+        comparable: whether all draws could be made equal for batches of different sizes.
     """
 
-    def __init__(self, model: nn.Module, what: str) -> None:
-        self._gpus = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-        self._what = what
+    def __init__(self, model: nn.Module, seed_all: SeedAll, what: str) -> None:
+        self.draws = False
+        self.comparable = True
+        self._model, self._seed_all, self._what = model, seed_all, what
         self._ends: dict[tuple[str, int], int] = {}
 
-    def refuse_seeding(self, seed: int) -> None:
-        """Raise :class:`ReseedingError` if a pass that started from this seed set another."""
-        generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in self._gpus)]
+    @contextmanager
+    def one(self, seed: int, *, equal_draws: bool = False) -> Iterator[None]:
+        """One pass; with ``equal_draws`` all examples have the same random numbers of torch, whatever their number."""
+        self._seed_all(seed)
+        torch_start, python_start = torch_random_state(self._model), python_random_state()
+        mode = EqualDraws(lambda: self._seed_all(seed))
+        with mode if equal_draws else nullcontext():
+            yield
+        drew_elsewhere = python_random_state() != python_start
+        self.draws |= drew_elsewhere or torch_random_state(self._model) != torch_start
+        self.comparable &= not (drew_elsewhere or mode.ended)
+        self._refuse_seeding(seed)
+
+    def _refuse_seeding(self, seed: int) -> None:
+        gpus = {p.device.index for p in self._model.parameters() if p.device.type == "cuda"}
+        generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in gpus)]
         if any(generator.initial_seed() != seed for generator in generators):
-            raise self._error("torch's random seed (torch.manual_seed)")
+            raise self._refusal("torch's random seed (torch.manual_seed)")
         python, *numpy = python_random_state()
         for call, state in (("random.seed", python), ("numpy.random.seed", tuple(numpy))):
             if self._ends.setdefault((call, hash(state)), seed) != seed:
-                raise self._error(f"the seed of a global random stream ({call})")
+                raise self._refusal(f"the seed of a global random stream ({call})")
 
-    def _error(self, seed: str) -> ReseedingError:
-        return ReseedingError(
+    def _refusal(self, seed: str) -> InputError:
+        return InputError(
             f"{self._what} sets {seed}, so that examples would share predictable draws; remove it, and draw from the global "
             "generators as they are"
         )

@@ -5,15 +5,14 @@ This is a randomized numerical check.
 Formal guarantees: after :func:`check_transform` has returned, on synthetic raw batches of the given batch's shapes,
 
 - there was one row for each example in every tensor that the transform returned;
-- replacing one example left the rows of all others as they were, whatever the global random streams of torch, Python and
-  NumPy gave. This was tried for each of three examples, and for the first, middle and last of a batch of the given size;
-  with one seed, or with 33 if the transform draws random numbers;
-- the row of an example stayed as it was when the others were a thousand and a million times as large, when they were copies
-  of it, near copies, and these with another target, and when numbers were missing (NaN) in it or in others, unless the
-  transform raises an exception on them;
-- removing examples left the rows of the others as they were, which shows what depends on the size of a batch. There, torch's
-  generators give the same number to all examples. This is left out for transforms that draw from Python or NumPy, or that
-  draw until the result satisfies a condition;
+- replacing every second one of six examples left the rows of all others as they were, whatever the global random streams of
+  torch, Python and NumPy gave, with one seed, or with 33 if the transform draws random numbers; so did replacing some in a
+  batch of the given size, three quarters of which were copies of one example;
+- the row of an example was alone what it was beside one and two others, others that were a thousand and a million times as
+  large, copies of it, near copies, and these with another target, and when numbers were missing (NaN) in it or in
+  others, unless the transform raises an exception on them. There, torch's generators give the same number to all examples.
+  For transforms that draw from Python or NumPy, or that draw until the result satisfies a condition, the others were
+  exchanged instead of removed;
 - the same batch and seed gave the same rows again after another batch had passed, so nothing was kept of that batch;
 - no pass set the seed of torch's generators, and none set that of Python's or NumPy's to the same value every time.
 
@@ -30,41 +29,21 @@ miss it with (1 - p)³³); a change of a row below one part in 10,000; mixing th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from dp_microadam.clipping.batches import batch_size, replace_rows, select
-from dp_microadam.clipping.checks.checked_model import refuse_if_out_of_memory
-from dp_microadam.clipping.checks.examples import (
-    CHECK_SIZE,
-    SyntheticExamples,
-    joined,
-    new_seed,
-    repeat_example,
-    resembling,
-    scaled,
-    with_missing_numbers,
-)
-from dp_microadam.clipping.checks.randomness import (
-    EqualDraws,
-    SeedWatch,
-    no_side_effects,
-    python_random_state,
-    torch_random_state,
-)
+from dp_microadam.clipping.batches import batch_size
+from dp_microadam.clipping.checks.examples import CHECK_SIZE, SyntheticExamples, copies_replaced, new_seed
+from dp_microadam.clipping.checks.independence import Probe, Shown
+from dp_microadam.clipping.checks.randomness import SeedAll, no_side_effects
 from dp_microadam.errors import InputError
 
 Transform = Callable[[Any], Any]
 
-_SCALES = ((1e3, 1.0, -30.0), (-1e4, 1.0, 1e6))
 _SEEDS_OF_DRAWS = 33
-
-# The number of different examples in a large batch.
-_DISTINCT = 12
 
 # The length of a synthetic text.
 _LETTERS = 16
@@ -83,27 +62,20 @@ def check_transform(transform: Transform, batch: Any, model: nn.Module, *, what:
         seed: repeats the check that was made with it; by default a new one from the operating system.
     """
     raw = _Raw(batch)
+    source = SyntheticExamples(raw.batch, seed=new_seed() if seed is None else seed)
     with no_side_effects(model) as seed_all:
         check = _TransformCheck(transform, raw, seed_all, model, what)
-        source = check.accepted(SyntheticExamples(raw.batch, seed=new_seed() if seed is None else seed))
-        check.refuse_memory(source)
-        for step in range(_SEEDS_OF_DRAWS if check.draws else 1):
-            check.seed = source.reseeded(step).seed
-            examples, others = source.reseeded(step).draw(CHECK_SIZE)
-            for row in range(CHECK_SIZE):
-                check.compare(examples, replace_rows(examples, others, torch.tensor([row])), _without([row], CHECK_SIZE))
+        check.refuse_exceptions(source.simple().draw(CHECK_SIZE)[0])
         check.seed = source.seed
-        examples, others = source.draw(CHECK_SIZE)
-        for factors in _SCALES:
-            check.compare(examples, scaled(examples, factors), [1])
-        check.compare_resembling(examples, others, source)
-        for missing in with_missing_numbers(examples):
-            rest = select(examples, torch.tensor([1, 2]))
-            check.compare(examples, joined(missing, rest), [1, 2])
-            check.compare(joined(missing, rest), joined(missing, select(others, torch.tensor([1, 2]))), [0])
-        check.compare_sizes(examples, [[0], [1], [2], [0, 1], [1, 2]])
+        source = source.with_large_integers(lambda examples: check.tried(examples) is not None)
+        check.refuse_memory(source)
+        check.check_company(source)
+        check.check_replacements(source, range(_SEEDS_OF_DRAWS if check.passes.draws else 1))
         if raw.count > CHECK_SIZE:
-            check.compare_at_size(source)
+            examples, changed, kept = copies_replaced(source, raw.count)
+            before, after = check.tried(examples), check.tried(changed)
+            if before is not None and after is not None:
+                check.compare(before, after, kept, kept)
 
 
 class _Raw:
@@ -139,30 +111,23 @@ def _texts_in(batch: Any) -> int:
     return next((count for count in map(_texts_in, inside) if count), 0) or batch_size(batch)
 
 
-class _TransformCheck:
-    """Passes through a transform, and comparisons of the rows that they return.
+class _TransformCheck(Probe):
+    """Passes through a transform, which show its rows."""
 
-    Attributes:
-        seed: what passes start from.
-        draws: whether the transform draws random numbers.
-    """
-
-    def __init__(self, transform: Transform, raw: _Raw, seed_all: Callable[[int], None], model: nn.Module, what: str) -> None:
-        self.seed = 0
-        self.draws = False
+    def __init__(self, transform: Transform, raw: _Raw, seed_all: SeedAll, model: nn.Module, what: str) -> None:
+        super().__init__(model, seed_all, what)
         self._transform = transform
         self._raw = raw
-        self._seed_all = seed_all
-        self._model = model
         self._what = what
-        self._seeds = SeedWatch(model, what)
-        # Whether batches of different sizes can be given the same random numbers.
-        self._comparable = True
 
-    def accepted(self, start: SyntheticExamples) -> SyntheticExamples:
-        """Examples with integers as large as the transform accepts."""
+    @property
+    def removes(self) -> bool:  # type: ignore[override]
+        return self.passes.comparable
+
+    def refuse_exceptions(self, simple: Any) -> None:
+        """Raise :class:`InputError` if the transform takes no synthetic examples."""
         try:
-            self._run(start.simple().draw(CHECK_SIZE)[0])
+            self.run(simple)
         except InputError:
             raise
         except Exception as error:
@@ -170,74 +135,22 @@ class _TransformCheck:
                 f"{self._what} cannot be checked: it raises {type(error).__name__} on synthetic examples of the training "
                 "data's shapes (floating-point numbers in [0, 1), integers 0 or 1, texts of letters); make it accept them"
             ) from error
-        self.seed = start.seed
-        return start.with_large_integers(lambda examples: self._tried(examples) is not None)
 
     def refuse_memory(self, source: SyntheticExamples) -> None:
         """Raise :class:`InputError` if the rows of a batch depend on the batch before it."""
         examples, others = source.draw(CHECK_SIZE)
-        before = self._run(examples)
-        self._run(others)
-        if self._differ(examples, before, self._run(examples), range(CHECK_SIZE), range(CHECK_SIZE)):
+        before, _, again = (self.run(batch) for batch in (examples, others, examples))
+        if _differ(before, again, slice(None), slice(None)):
             raise InputError(
                 f"{self._what} returns other rows for the same batch and random seed after another batch has passed: it "
                 "keeps something of batches, or draws from a generator of its own; keep nothing, and use torch's generators"
             )
 
-    def compare(self, batch: Any, other: Any, rows: Sequence[int]) -> None:
-        """Raise :class:`InputError` unless these rows, which both batches have in common, give the same in both."""
-        before, after = self._tried(batch), self._tried(other)
-        if before is not None and after is not None and self._differ(batch, before, after, rows, rows):
-            raise self._mixes("replacing")
-
-    def compare_resembling(self, examples: Any, others: Any, source: SyntheticExamples) -> None:
-        """An example must give the same beside copies, near copies and other targets as beside other examples."""
-        similar, repeated = resembling(examples, others)
-        count = batch_size(similar)
-        different = source.reseeded(1).draw(count)[0]
-        for place in (*range(repeated), *range(count - repeated, count)):
-            self.compare(similar, replace_rows(similar, different, torch.tensor(_without([place], count))), [place])
-
-    def compare_sizes(self, batch: Any, chosen: Sequence[Sequence[int]]) -> None:
-        """Raise :class:`InputError` unless examples give the same in batches of these rows only."""
-        before = self._tried(batch, equal_draws=self.draws) if self._comparable else None
-        for rows in chosen if before is not None else []:
-            after = self._tried(select(batch, torch.tensor(rows)), equal_draws=self.draws)
-            if not self._comparable:
-                return
-            if before is None or after is None or self._differ(batch, before, after, rows, range(len(rows))):
-                raise self._mixes("removing")
-
-    def compare_at_size(self, source: SyntheticExamples) -> None:
-        """Replaces, and removes, the first, middle and last example of a batch that has the size of the given one."""
-        count = self._raw.count
-        rows = torch.arange(count) % _DISTINCT
-        examples, others = (select(part, rows) for part in source.draw(_DISTINCT))
-        batch, some = repeat_example(examples, count // 4, count), [0, count // 2, count - 1]
-        self.compare(batch, replace_rows(batch, others, torch.tensor(some)), _without(some, count))
-        self.compare_sizes(batch, [_without(some, count)] if _without(some, count) else [])
-
-    def _tried(self, examples: Any, *, equal_draws: bool = False) -> list[Any] | None:
-        try:
-            return self._run(examples, equal_draws=equal_draws)
-        except InputError:
-            raise
-        except Exception as error:
-            refuse_if_out_of_memory(error)
-            return None
-
-    def _run(self, examples: Any, *, equal_draws: bool = False) -> list[Any]:
+    def run(self, batch: Any, *, equal_draws: bool = False, thorough: bool = False) -> Shown:
         """The leaves of the result; raises :class:`InputError` unless they have one row for each example."""
-        count = batch_size(examples)
-        self._seed_all(self.seed)
-        torch_start, python_start = torch_random_state(self._model), python_random_state()
-        mode = EqualDraws(lambda: self._seed_all(self.seed))
-        with mode if equal_draws else nullcontext():
-            result = self._transform(self._raw(examples))
-        drew_elsewhere = python_random_state() != python_start
-        self.draws |= drew_elsewhere or torch_random_state(self._model) != torch_start
-        self._comparable &= not (drew_elsewhere or mode.ended)
-        self._seeds.refuse_seeding(self.seed)
+        count = batch_size(batch)
+        with self.passes.one(self.seed, equal_draws=equal_draws):
+            result = self._transform(self._raw(batch))
         rows = batch_size(result)
         if rows != count:
             raise InputError(
@@ -245,51 +158,36 @@ class _TransformCheck:
                 "must return one row for each example, and several views of an example as a dimension of their own, "
                 "[B, K, ...], whose losses are averaged"
             )
-        return tree_leaves(result)
+        # What is no tensor counts as the same for all examples; a text is compared by its letters.
+        return {
+            f"{index}: {type(leaf).__name__}": leaf if isinstance(leaf, Tensor) else _of_all(leaf, count)
+            for index, leaf in enumerate(tree_leaves(result))
+            if isinstance(leaf, Tensor | int | float | str)
+        }
 
-    def _mixes(self, how: str) -> InputError:
-        return InputError(
-            f"{self._what} mixes examples: {how} one example of a batch changed the rows of others; treat every example "
-            "on its own, normalize by public constants or by each example's own values, fill in missing numbers from "
-            f"constants, and do not combine examples (mixup, cutmix) (seed {self.seed} of the check)"
-        )
-
-    def _differ(
-        self, examples: Any, before: list[Any], after: list[Any], rows: Sequence[int], rows_after: Sequence[int]
-    ) -> bool:
-        if len(before) != len(after):
-            return True
-        here, there = torch.tensor(list(rows)), torch.tensor(list(rows_after))
-        given = [leaf for leaf in tree_leaves(examples) if isinstance(leaf, Tensor)]
-        inputs = torch.stack([_largest(leaf[here]).cpu() for leaf in given]).amax(0)
-        return any(
-            _rows_differ(one[here], other[there], inputs)
-            if isinstance(one, Tensor) and isinstance(other, Tensor)
-            else isinstance(one, int | float | str) and one != other
-            for one, other in zip(before, after, strict=True)
-        )
+    def compare(self, before: Shown, after: Shown, place: Any, at: Any = 0) -> None:
+        if _differ(before, after, place, at):
+            raise InputError(
+                f"{self._what} mixes examples: the rows of one changed with the others of its batch; treat every example "
+                "on its own, normalize by public constants or by each example's own values, fill in missing numbers from "
+                f"constants, and do not combine examples (mixup, cutmix) (seed {self.seed} of the check)"
+            )
 
 
-def _without(rows: Sequence[int], count: int) -> list[int]:
-    return [row for row in range(count) if row not in rows]
+def _of_all(leaf: float | str, count: int) -> Tensor:
+    numbers = [float(ord(letter)) for letter in leaf] if isinstance(leaf, str) else [float(leaf)]
+    return torch.tensor(numbers, dtype=torch.float64).expand(count, -1)
 
 
-def _rows_differ(one: Tensor, other: Tensor, inputs: Tensor) -> bool:
+def _differ(before: Shown, after: Shown, place: Any, at: Any) -> bool:
+    return before.keys() != after.keys() or any(_rows_differ(before[name][at], after[name][place]) for name in before)
+
+
+def _rows_differ(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return True
     if not (one.is_floating_point() or one.is_complex()):
         return not torch.equal(one, other)
-    eps = torch.finfo(one.dtype).eps
-    limit = max(1e-4, 4 * eps) * _largest(one) + 10 * eps * inputs.to(one.device)
+    limit = max(1e-4, 4 * torch.finfo(one.dtype).eps) * one.abs().nan_to_num(posinf=0.0).amax() if one.numel() else 0.0
     same = (one == other) | ((one != one) & (other != other))
-    near = (one - other).abs() <= limit.view(-1, *[1] * (one.dim() - 1))
-    return not bool((same | near).all())
-
-
-def _largest(rows: Tensor) -> Tensor:
-    """The largest finite magnitude in each row."""
-    if rows.numel() == 0:
-        return torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
-    numbers = rows.detach() if rows.is_complex() else rows.detach().double()
-    sizes = numbers.abs().nan_to_num(nan=0.0, posinf=0.0).double()
-    return sizes.flatten(1).amax(1) if rows.dim() > 1 else sizes
+    return not bool((same | ((one - other).abs() <= limit)).all())
