@@ -72,7 +72,7 @@ def _different_parameters(folder: Path) -> tuple[bool, str]:
 
 def _train_as_rank(rank: int, folder: Path) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2)
-    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(_SIZE)) for name in "paz"})
+    model = nn.ParameterDict([(name, nn.Parameter(torch.zeros(_SIZE))) for name in "paz"])
     model["za"[rank]].requires_grad_(False)
     found: list[str] = []
 
