@@ -18,7 +18,7 @@ docs: $(VENV)/.ready-docs
 
 # Every example, one after the other; each takes less than two minutes of one core.
 examples: $(VENV)/.ready-examples
-	set -e; for example in examples/*.py; do echo "$$example"; $(BIN)/python "$$example"; done
+	set -e; for example in examples/*.py examples/tasks/*.py; do echo "$$example"; $(BIN)/python "$$example"; done
 
 test: $(VENV)/.ready-test lint
 	$(PYTEST)
