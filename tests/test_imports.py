@@ -45,7 +45,7 @@ WITHOUT_TORCH = (
     *(f"{room}/*.py" for room in ("accounting", "plan")),
     "workbench/recipes/recipe.py",
     "workbench/recipes/recipe_files.py",
-    "workbench/recipes/vocabulary.py",
+    "workbench/recipes/keys.py",
 )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dp_microadam import ClippedGradients, InputError
 from dp_microadam.clipping.precision import full_precision
 from dp_microadam.errors import PrivacyWarning
-from dp_microadam.workbench.models.wide_resnet import wide_resnet
+from dp_microadam.workbench.models.resnets import wide_resnet
 
 SIZE = 15  # above the batches of 13 that the check itself learns from
 

@@ -153,7 +153,7 @@ def trained(variant, data, folder, run_dir, *, model, batch_size, **more):
     )
     experiment = assemble(recipe, run_dir, show_progress=False)
     assert experiment.fit().finished
-    return experiment.test_accuracy()[0]
+    return experiment.test_results()[0].accuracy
 
 
 @sample_of(ON_DIGITS, ["dp-threshold", "scaled, Adam"])

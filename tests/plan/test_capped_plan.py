@@ -12,8 +12,7 @@ from dp_microadam.accounting.one_step import Cap
 from dp_microadam.ledger.ledger import PrivacyLedger, RunSettings, read_ledger, spent_together
 from dp_microadam.ledger.statement import privacy_report, statement_in_words
 from dp_microadam.workbench.command_line.cli import main
-from dp_microadam.workbench.recipes.assemble import unprotected_plan_of
-from dp_microadam.workbench.recipes.plans import plan_of
+from dp_microadam.workbench.recipes.assemble import plan_of, unprotected_plan_of
 from dp_microadam.workbench.recipes.recipe import Recipe
 
 SETTINGS = RunSettings(private=True, randomness="operating system's entropy", sensitivity=1.0)

@@ -10,7 +10,7 @@ from argcomplete.finders import CompletionFinder
 
 from dp_microadam.workbench.command_line.cli import build_parser, main
 from dp_microadam.workbench.recipes import known_recipes
-from dp_microadam.workbench.recipes.vocabulary import DATA_SETS, METHODS
+from dp_microadam.workbench.recipes.keys import DATA_SETS, METHODS
 
 ALL = (
     *("train", "resume", "evaluate", "tune", "export", "predict", "plan", "budget", "data", "report", "audit", "doctor"),

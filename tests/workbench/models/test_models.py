@@ -11,7 +11,7 @@ from dp_microadam import InputError
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 from dp_microadam.workbench import models
 from dp_microadam.workbench.models import registry
-from dp_microadam.workbench.models.nf_resnet import RELU_GAIN
+from dp_microadam.workbench.models.resnets import RELU_GAIN
 
 
 def parameters(model: nn.Module) -> int:
@@ -83,7 +83,6 @@ def test_nf_resnet_50_has_the_published_25_6_million_parameters_and_nothing_norm
     # bias of the convolutions, and each of the sixteen blocks has a gain besides.
     assert resnet_50_parameters(1000, per_channel=2) == 25_557_032
     assert parameters(models.nf_resnet_50()) == 25_557_032 + 16
-    assert parameters(models.nf_resnet_50(gain=False)) == resnet_50_parameters(1000, per_channel=1) + 16
     model = models.nf_resnet_50(10, width=1)
     with_weights = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
     assert {type(m).__name__ for m in with_weights} == {"WeightStandardizedConv2d", "Linear", "NormalizerFreeBlock"}
@@ -110,17 +109,11 @@ def test_the_scaled_activation_has_unit_variance_on_a_unit_normal_input():
     assert float(RELU_GAIN**2 * (second - first**2)) == pytest.approx(1, abs=1e-8)
 
 
-def predicted_variances(alpha: float) -> list[float]:
-    """After each block: 1 + α² after a block that changes shape, α² more after every other."""
-    return [1 + (index + 1) * alpha**2 for count in (3, 4, 6, 3) for index in range(count)]
-
-
-@pytest.mark.parametrize("alpha", [0.2, 1.0])
-def test_variances_grow_by_alpha_squared_and_start_anew_where_the_shape_changes(alpha):
+def test_variances_grow_by_alpha_squared_and_start_anew_where_the_shape_changes():
     # Channels' variances over images and places, averaged over channels, as Brock et al. plot them. The analysis knows no
     # borders, so images wrap around here; means that differ between channels take away the rest.
     torch.manual_seed(0)
-    model = models.nf_resnet_50(10, width=2, alpha=alpha)
+    model = models.nf_resnet_50(10, width=2)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             module.padding_mode, module._reversed_padding_repeated_twice = "circular", [module.padding[0]] * 4
@@ -129,30 +122,13 @@ def test_variances_grow_by_alpha_squared_and_start_anew_where_the_shape_changes(
         block.register_forward_hook(lambda _, __, output: found.append(float(output.var(dim=(0, 2, 3)).mean())))
     with torch.no_grad():
         model(torch.randn(8, 3, 128, 128))
-    assert found == pytest.approx(predicted_variances(alpha), rel=0.15)
-    inputs = [1.0, *predicted_variances(alpha)[:-1]]  # by whose deviations blocks divide
-    assert [1 / block.beta**2 for block in model.blocks] == pytest.approx(inputs)
-
-
-def test_a_skip_gain_of_zero_leaves_the_shortcuts_alone_and_the_head_starts_as_stated():
-    torch.manual_seed(0)
-    model = models.nf_resnet_50(1000, width=1, skip_gain=0.0)
-    x = torch.randn(2, 256 // 4, 8, 8)
-    torch.testing.assert_close(model.blocks[1](x), x)
-    assert [block.skip_gain.item() for block in models.nf_resnet_50(10, width=1).blocks] == [1.0] * 16
-    # Six standard errors of the deviation of 512,000 draws: false alarm 2e-9.
+    # 1 + α² after a block that changes shape, α² more after every other.
+    predicted = [1 + (index + 1) * 0.2**2 for count in (3, 4, 6, 3) for index in range(count)]
+    assert found == pytest.approx(predicted, rel=0.15)
+    assert [1 / block.beta**2 for block in model.blocks] == pytest.approx([1.0, *predicted[:-1]])
+    assert [block.skip_gain.item() for block in model.blocks] == [1.0] * 16
+    # Six standard errors of the deviation of 5,120 draws: false alarm 2e-9.
     assert abs(float(model.head.weight.detach().std()) / 0.01 - 1) < 6 / math.sqrt(2 * model.head.weight.numel())
-
-
-def test_stochastic_depth_skips_blocks_by_example_in_training_only():
-    torch.manual_seed(0)
-    model = models.nf_resnet_50(10, width=1, stochastic_depth=0.5)
-    assert [block.drop_rate for block in model.blocks] == pytest.approx([0.5 * index / 16 for index in range(16)])
-    block = model.blocks[15]
-    x = torch.randn(200, 512, 1, 1)
-    # Of 200 draws with chance 0.46875, between 50 and 140 (more than 6 standard deviations: false alarm below 1e-9).
-    assert 50 < int((block(x) == x).flatten(1).all(1).sum()) < 140
-    assert not bool((block.eval()(x) == x).flatten(1).all(1).any())
 
 
 SMALL = {
@@ -217,13 +193,7 @@ WRONG = {
     "mlp": {"hidden": [0, [16, 0], "16", 16.0, True]},
     "small-cnn": {"width": ["wide"]},
     "wide-resnet": {"depth": [12], "groups": [3, 5], "weight_standardization": ["yes"]},
-    "nf-resnet-50": {
-        "alpha": ["0.2", -0.1],
-        "skip_gain": [True, math.inf],
-        "stochastic_depth": [1.5, 1.0],
-        "gain": [1],
-        "width": [0],
-    },
+    "nf-resnet-50": {"width": [0]},
     "vit-tiny": {
         "resolution": ["large", 8, 100],
         "patch_size": [0.5, 0],

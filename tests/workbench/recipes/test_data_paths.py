@@ -106,12 +106,6 @@ def test_views_of_image_files_are_different_crops(image_folder, tmp_path):
     assert experiment.fit().steps_done == 2
 
 
-def test_a_table_trains_with_an_mlp(table, tmp_path, capsys):
-    assert train(table, [], tmp_path / "run", capsys)["steps_done"] == 3
-    statement = (tmp_path / "run" / "privacy.txt").read_text()
-    assert "normalization constants" in statement
-
-
 def test_a_run_on_any_of_them_can_be_resumed_and_evaluated(image_folder, tmp_path, capsys):
     run = tmp_path / "run"
     overrides = [f"data_folder={image_folder}", "verify_data=false", "num_workers=0", "validation_size=4", "max_steps=1"]
@@ -130,7 +124,7 @@ def test_augmentation_is_for_training_data_alone(cifar10, tmp_path):
     object.__setattr__(experiment.trainer.step.loading, "augment", lambda batch: seen.append(batch) or augment(batch))
     # The independence check sees synthetic images, the steps see training images; evaluation augments none.
     experiment.trainer._validate(experiment.data.validation)
-    experiment.test_accuracy()
+    experiment.test_results()
     assert seen == []
     experiment.fit()
     augmented = {image.numpy().tobytes() for images, _ in seen for image in images}

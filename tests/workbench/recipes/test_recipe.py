@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from thoroughness import examples
 
 from dp_microadam.errors import InputError
-from dp_microadam.workbench.recipes import Recipe, known_recipes, load_recipe, vocabulary
-from dp_microadam.workbench.recipes.assemble import assemble
-from dp_microadam.workbench.recipes.plans import bands_of
+from dp_microadam.workbench.recipes import Recipe, keys, known_recipes, load_recipe
+from dp_microadam.workbench.recipes.assemble import assemble, bands_of
 
 PAGE = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text("utf-8")
 ROWS = dict(re.findall(r"^\| `\[?(\w+)\]?` \| (.*?) \|", PAGE, re.MULTILINE))
@@ -55,11 +54,6 @@ def rate_of(recipe):
 ])  # fmt: skip
 def test_a_rate_is_the_optimizer_s_own_or_follows_from_a_distance(settings, expected):
     assert rate_of(load_recipe("demo", settings)) == expected
-
-
-def test_a_rate_and_a_distance_exclude_each_other():
-    with pytest.raises(InputError, match=r"learning_rate is 0\.1 and distance is 1\.5, .*; leave one of them out"):
-        make(learning_rate=0.1, distance=1.5)
 
 
 def test_adapters_walk_half_as_far_by_default():
@@ -123,101 +117,76 @@ def test_an_unknown_key_is_refused_with_its_value_and_what_was_meant(override, h
     assert "\n" not in str(refusal.value)
 
 
-WRONG_VALUES = [
-    ("epsilon", 1e308),
-    ("noise_memory_gib", 1e308),
-    ("max_grad_norm", 1e308),
-    ("name", " "),
-    ("name", 3),
-    ("name", "../elsewhere"),
-    ("name", ".hidden"),
-    ("name", "two\nlines"),
-    ("name", "x" * 101),
-    ("method", "dp-sdg"),
-    ("data", "svhn"),
-    ("data_folder", 7),
-    ("data_folder", "\udcff"),
-    ("base", "non-private"),
-    ("validation_fraction", -0.1),
-    ("validation_fraction", 1.0),
-    ("cache_features", 1),
-    ("columns", 3),
-    ("split_seed", -1),
-    ("validation_size", 0),
-    ("train_size", 0),
-    ("test_size", 0),
-    ("verify_data", "yes"),
-    ("num_workers", -1),
-    ("image_size", 0),
-    ("crop_padding", -1),
-    ("flip", 1),
-    ("resized_crop", "no"),
-    ("multiplicity", 0),
-    ("data_options", 3),
-    ("model", "resnet"),
-    ("epsilon", 0.0),
-    ("epsilon", "8"),
-    ("epsilon", True),
-    ("epsilon", float("nan")),
-    ("epsilon", float("inf")),
-    ("epsilon", 10**400),
-    ("steps", 0),
-    ("steps", 10.0),
-    ("steps", True),
-    ("delta", 0.0),
-    ("delta", 1.0),
-    ("accountant", "moments"),
-    ("plan", "best"),
-    ("bands", 0),
-    ("bands", 2.0),
-    ("bands", "all"),
-    ("unit", "patient"),
-    ("unit_name", "two\nlines"),
-    ("examples_per_user", 0),
-    ("noise_memory_gib", 0.0),
-    ("batch_size", 0),
-    ("batch_size", 2**64),
-    ("max_batch_size", 0),
-    ("physical_batch_size", 0),
-    ("class_weights", [1.0]),
-    ("class_weights", [1.0, 0.0]),
-    ("class_weights", [1.0, float("inf")]),
-    ("class_weights", "balanced"),
-    ("max_grad_norm", 0.0),
-    ("clipping", "layer"),
-    ("learning_rate", -1.0),
-    ("distance", 0),
-    ("schedule", "step"),
-    ("warmup", 1.0),
-    ("warmup", -0.1),
-    ("ema_decay", 1.0),
-    ("max_steps", 0),
-    ("evaluate_every", 0),
-    ("checkpoint_every", 1.5),
-    ("checkpoint_minutes", 0.0),
-    ("keep_checkpoints", 0),
-    ("secure", 1),
-    ("seed", -1),
-    ("seed", 1.0),
-    ("audit_canaries", 99),
-    ("canary_key", "8a23"),
-    ("optimizer", 3),
-    ("model_options", []),
-    ("tune", 3),
-]
+WRONG_VALUES = {
+    "name": [" ", 3, "../elsewhere", ".hidden", "two\nlines", "x" * 101],
+    "method": ["dp-sdg"],
+    "base": ["non-private"],
+    "data": ["svhn"],
+    "data_folder": [7, "\udcff"],
+    "verify_data": ["yes"],
+    "num_workers": [-1],
+    "validation_fraction": [-0.1, 1.0],
+    "validation_size": [0],
+    "train_size": [0],
+    "test_size": [0],
+    "split_seed": [-1],
+    "image_size": [0],
+    "crop_padding": [-1],
+    "flip": [1],
+    "resized_crop": ["no"],
+    "multiplicity": [0],
+    "model": ["resnet"],
+    "cache_features": [1],
+    "epsilon": [1e308, 0.0, "8", True, float("nan"), float("inf"), 10**400],
+    "steps": [0, 10.0, True],
+    "plan": ["best"],
+    "delta": [0.0, 1.0],
+    "accountant": ["moments"],
+    "bands": [0, 2.0, "all"],
+    "unit": ["patient"],
+    "unit_name": ["", "p4", " patient", "two\nlines", "x" * 41, 3],
+    "examples_per_user": [0],
+    "noise_memory_gib": [0.0, 1e308],
+    "batch_size": [0, 2**64],
+    "max_batch_size": [0],
+    "physical_batch_size": [0],
+    "class_weights": [[1.0], [1.0, 0.0], [1.0, float("inf")], "balanced"],
+    "max_grad_norm": [0.0, 1e308],
+    "clipping": ["layer"],
+    "learning_rate": [-1.0],
+    "distance": [0],
+    "schedule": ["step"],
+    "warmup": [1.0, -0.1],
+    "ema_decay": [1.0],
+    "max_steps": [0],
+    "evaluate_every": [0],
+    "checkpoint_every": [1.5],
+    "checkpoint_minutes": [0.0],
+    "keep_checkpoints": [0],
+    "secure": [1],
+    "seed": [-1, 1.0],
+    "audit_canaries": [99],
+    "canary_key": ["8a23"],
+    "data_options": [3],
+    "columns": [3],
+    "optimizer": [3],
+    "model_options": [[]],
+    "tune": [3],
+}
 
 
-@pytest.mark.parametrize(("key", "value"), WRONG_VALUES)
-def test_a_wrong_value_is_refused_with_its_key_and_what_would_be_right(key, value):
-    with pytest.raises(InputError) as refusal:
-        make(**{key: value})
-    assert str(refusal.value).startswith(f"{key} is ")
-    assert " must " in str(refusal.value)
-    assert "\n" not in str(refusal.value)
+@pytest.mark.parametrize("key", WRONG_VALUES)
+def test_a_wrong_value_is_refused_with_its_key_and_what_would_be_right(key):
+    for value in WRONG_VALUES[key]:
+        with pytest.raises(InputError) as refusal:
+            make(**{key: value})
+        assert str(refusal.value).startswith(f"{key} is ")
+        assert " must " in str(refusal.value)
+        assert "\n" not in str(refusal.value)
 
 
 def test_every_key_has_a_wrong_value_in_the_test_above():
-    assert {key for key, _ in WRONG_VALUES} | {"noise_multiplier"} == set(Recipe.__dataclass_fields__)
+    assert set(WRONG_VALUES) | {"noise_multiplier"} == set(Recipe.__dataclass_fields__)
     with pytest.raises(InputError, match=r"^noise_multiplier is -1\.0; it must"):
         make(steps=None, noise_multiplier=-1.0)
 
@@ -241,15 +210,12 @@ def test_exactly_two_of_the_budget_are_given_and_steps_without_privacy(given):
         Recipe.from_dict({**values, "method": "non-private"})
 
 
-def test_a_fixed_seed_makes_a_recipe_not_private():
-    assert make().private
-    assert not make(seed=0).private
-
-
 def test_a_non_private_run_takes_the_options_of_its_base():
     recipe = make(method="non-private", base="sparta", optimizer={"keep": 0.5})
     assert (recipe.algorithm, recipe.private, recipe.protected) == ("sparta", False, False)
     assert make(method="non-private").algorithm == "dp-threshold"
+    assert make().private
+    assert not make(seed=0).private
     with pytest.raises(InputError, match=r"optimizer.keep = 0.5 is unknown; .* of dp-adam"):
         make(method="non-private", base="dp-adam", optimizer={"keep": 0.5})
     with pytest.raises(InputError, match="base is 'dp-sgd', but method is 'dp-adam'"):
@@ -276,21 +242,22 @@ def test_methods_and_their_options_of_the_vocabulary_are_those_of_the_code():
         "dp-adamw": [torch.optim.AdamW],
         "dp-adambc": [AdamBC],
     }
-    for method in vocabulary.BASES:
+    for method in keys.BASES:
         path = METHODS[method].path
         parameters = {} if path is None else inspect.signature(at_path(path)).parameters
         own = {name for name, parameter in parameters.items() if parameter.kind.name == "KEYWORD_ONLY"}
         its = {name for optimizer in optimizers.get(method, base_optimizer) for name in inspect.signature(optimizer).parameters}
-        assert own - {"lr"} <= set(vocabulary.OPTIMIZER_OPTIONS[method]) <= own | its
+        assert own - {"lr"} <= set(keys.OPTIMIZER_OPTIONS[method]) <= own | its
     for optimizer, method in ((MicroAdam, "dp-microadam"), (ThresholdAdam, "dp-threshold")):
-        rest = set(inspect.signature(optimizer).parameters) - set(vocabulary.OPTIMIZER_OPTIONS[method])
+        rest = set(inspect.signature(optimizer).parameters) - set(keys.OPTIMIZER_OPTIONS[method])
         assert rest == {"params", "lr"}, "the step size has a key of its own"
 
 
 def test_models_of_the_vocabulary_are_those_of_the_code():
     from dp_microadam.workbench.models import registry
 
-    assert {name: registry.options_of(name) for name in registry.BUILDERS} == vocabulary.MODEL_OPTIONS
+    listed = {name: tuple(one for one in options if one != "prompt") for name, options in keys.MODEL_OPTIONS.items()}
+    assert {name: registry.options_of(name) for name in registry.BUILDERS} == listed
 
 
 options = {
@@ -303,7 +270,7 @@ options = {
 recipes = st.builds(
     Recipe,
     name=st.text(st.characters(exclude_categories=("C", "Z"), exclude_characters="/\\."), min_size=1, max_size=100),
-    data=st.sampled_from([name for name in vocabulary.DATA_SETS if name not in vocabulary.TEXT_SETS]),
+    data=st.sampled_from([name for name in keys.DATA_SETS if name not in keys.TEXT_SETS]),
     data_folder=st.text(),
     model=st.just("mlp"),
     model_options=st.fixed_dictionaries({}, optional={"hidden": st.lists(st.integers(1, 512)) | st.integers(1, 9)}),
@@ -469,9 +436,9 @@ def test_every_key_is_explained_with_its_default():
 
 
 def test_every_word_of_the_vocabulary_and_every_recipe_is_mentioned():
-    tables = (*vocabulary.MODEL_OPTIONS.values(), *vocabulary.DATA_OPTIONS.values())
+    tables = (*keys.MODEL_OPTIONS.values(), *keys.DATA_OPTIONS.values())
     options = [option for names in tables for option in names]
-    for word in (vocabulary.NON_PRIVATE, *vocabulary.MODELS, *vocabulary.DATA_SETS):
+    for word in (keys.NON_PRIVATE, *keys.MODELS, *keys.DATA_SETS):
         assert f'"{word}"' in PAGE
     for word in (*options, *known_recipes()):
         assert f"`{word}`" in PAGE

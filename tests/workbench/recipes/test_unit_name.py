@@ -4,9 +4,7 @@ import json
 
 import pytest
 
-from dp_microadam.errors import InputError
 from dp_microadam.workbench.command_line.cli import main
-from dp_microadam.workbench.recipes import load_recipe
 
 
 @pytest.fixture
@@ -69,30 +67,3 @@ def test_a_batch_larger_than_the_training_part_is_refused_in_its_units(recipe, t
     said = capsys.readouterr().err
     assert "batch_size is 50, more than the 43 patients to train on, validation and test parts aside; it must" in said
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_plan_budget_and_report_of_users_call_them_by_their_name(recipe, tmp_path, capsys):
-    run, users = tmp_path / "run", ["--set", "unit=user", "--set", "examples_per_user=2"]
-    assert main(["train", str(recipe), *users, "--quiet", "--run-dir", str(run)]) == 0
-    capsys.readouterr()
-    assert main(["plan", str(recipe), *users, "--group-size", "2"]) == 0
-    shown = capsys.readouterr().out
-    for words in ("one patient with all their training", "│ patients", "expected patients per step", "examples of a patient"):
-        assert words in shown, words
-    for words in ("ε for 2 patients together", "ε for a patient ", "if one patient is replaced by another"):
-        assert words in shown, words
-    assert main(["budget", str(run), "--group-size", "2"]) == 0
-    spent = capsys.readouterr().out
-    for words in ("Privacy spent, for a patient with all their", "together for a patient: ε", "up to 2 patients together: ε"):
-        assert words in spent, words
-    assert main(["report", str(run), "--page-only"]) == 0
-    page = (run / "report.html").read_text()
-    for text in (shown, spent, page[page.index("<body") : page.index('id="settings"')]):
-        assert "user" not in text
-
-
-@pytest.mark.parametrize("name", ["", "p4", " patient", "a\nb", "x" * 41, 3])
-def test_a_name_that_is_no_noun_is_refused(recipe, name):
-    with pytest.raises(InputError, match="unit_name is"):
-        load_recipe(str(recipe), [f"unit_name={json.dumps(name)}"])

@@ -61,19 +61,6 @@ def test_a_table_of_patients_is_trained_and_stated_for_users(recipe, tmp_path, c
 
 
 @pytest.mark.slow
-def test_report_and_model_card_of_a_run_for_users_say_users(recipe, tmp_path):
-    run = tmp_path / "run"
-    assert main(["train", recipe, "--quiet", "--run-dir", str(run)]) == 0
-    assert main(["export", str(run), "--output", str(tmp_path / "exported")]) == 0
-    card = next((tmp_path / "exported").glob("*.md")).read_text()
-    assert "one user with all their training examples" in card
-    assert main(["report", str(run)]) == 0
-    page = (run / "report.html").read_text()
-    assert "for a user, at δ = 0.01" in page
-    assert "users/s (expected)" in page
-
-
-@pytest.mark.slow
 def test_nothing_that_is_written_or_shown_depends_on_anyones_number_of_examples(recipe, tmp_path, capsys):
     """Users with one example each and users with many: with the same seed for all else, all that is public is the same."""
     shown = []
@@ -120,30 +107,11 @@ def test_images_of_patients_train_with_a_pattern(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_for_users_can_be_resumed_and_evaluated(recipe, tmp_path, capsys):
-    run = tmp_path / "run"
-    assert main(["train", recipe, "--quiet", "--run-dir", str(run), "--set", "max_steps=2"]) == 0
-    config = run / "config.toml"
-    config.write_text(config.read_text().replace("max_steps = 2\n", ""))
-    assert main(["resume", str(run), "--quiet"]) == 0
-    assert main(["evaluate", str(run)]) == 0
-    assert "for a user with all their examples" in capsys.readouterr().out
-    assert read_ledger(run).steps == 9
-
-
-@pytest.mark.slow
 def test_the_column_of_users_is_no_input_for_examples_either_and_divides_the_data_by_user(recipe, tmp_path):
     overrides = ["unit=example", "examples_per_user=none", "method=non-private"]
     experiment = assemble(load_recipe(recipe, overrides), tmp_path / "run", show_progress=False)
     assert experiment.data.example_shape == (2,)
     assert set(experiment.data.train_users).isdisjoint(experiment.data.validation_users)
-    assert experiment.fit().steps_done == 9
-
-
-@pytest.mark.slow
-def test_the_same_run_without_privacy_samples_users_too(recipe, tmp_path):
-    experiment = assemble(load_recipe(recipe, ["method=non-private"]), tmp_path / "run", show_progress=False)
-    assert (experiment.trainer.plan.dataset_size, experiment.trainer.plan.unit) == (22, "user")
     assert experiment.fit().steps_done == 9
 
 

@@ -64,20 +64,19 @@ def recipe_names(prefix: str, **_: Any) -> Iterable[str]:
 
 def data_set_names(**_: Any) -> Iterable[str]:
     """Data sets that a recipe can name."""
-    from dp_microadam.workbench.recipes import vocabulary
+    from dp_microadam.workbench.recipes import keys
 
-    return vocabulary.DATA_SETS
+    return keys.DATA_SETS
 
 
 def recipe_settings(prefix: str, **_: Any) -> list[str]:
     """Keys of a recipe as ``key=``; after the equals sign, ``key=value`` for keys whose values are a fixed list of names."""
-    from dp_microadam.workbench.recipes import vocabulary
-    from dp_microadam.workbench.recipes.keys import rules_of
+    from dp_microadam.workbench.recipes import keys
     from dp_microadam.workbench.recipes.recipe import kinds
 
     key, equals, _text = prefix.partition("=")
     if equals:
-        return [f"{key}={value}" for rule in rules_of(kinds().get(key)) for value in rule.choices]
-    options = {f"{table}.{name}" for table, owners in vocabulary.TABLES.items() for own in owners.values() for name in own}
+        return [f"{key}={value}" for rule in keys.rules_of(kinds().get(key)) for value in rule.choices]
+    options = {f"{table}.{name}" for table, owners in keys.TABLES.items() for own in owners.values() for name in own}
     options |= {f"tune.{name}" for name in ("expected_runs", "distribution", "score")}
-    return [f"{name}=" for name in [*kinds(), *sorted(options)] if name not in (*vocabulary.TABLES, "tune")]
+    return [f"{name}=" for name in [*kinds(), *sorted(options)] if name not in (*keys.TABLES, "tune")]

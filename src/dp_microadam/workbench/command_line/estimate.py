@@ -19,8 +19,7 @@ from dp_microadam.workbench.data.catalogue import is_here, known
 from dp_microadam.workbench.data.dataset import Examples, LabelledData, size_of, split
 from dp_microadam.workbench.data.images import ImageFolder
 from dp_microadam.workbench.data.published import synthetic_images
-from dp_microadam.workbench.recipes.assemble import assemble, load_data, number_of_units
-from dp_microadam.workbench.recipes.plans import plan_of
+from dp_microadam.workbench.recipes.assemble import assemble, load_data, number_of_units, plan_of
 from dp_microadam.workbench.recipes.recipe import Recipe
 
 _STEPS = 3

@@ -1,7 +1,7 @@
 """Random data augmentation for batches of training images, on their device.
 
 All randomness comes from torch's generators, which a private run reseeds unpredictably at each step; each view of each image
-draws its own numbers. the test of this module does the same image by image.
+draws its own numbers.
 """
 
 from __future__ import annotations
@@ -21,16 +21,6 @@ SMALLEST_AREA = 0.08
 """Smallest area of a random resized crop, as a fraction of the image (Szegedy et al., 2015)."""
 WIDEST_RATIO = 4 / 3
 _ATTEMPTS = 10
-
-
-@dataclass(frozen=True)
-class Boxes:
-    """Crop boxes of N images: top, left, height and width as integer tensors [N]."""
-
-    top: Tensor
-    left: Tensor
-    height: Tensor
-    width: Tensor
 
 
 @dataclass(frozen=True)
@@ -68,7 +58,7 @@ class Augmentation:
         if images.dim() == 5:  # views that were already cropped when the images were decoded
             return self._change(images.flatten(0, 1), 1).view(images.shape), labels
         if self.size is not None and tuple(images.shape[-2:]) != self.size:
-            images = resized(images, self.size)
+            images = resized(images.float(), self.size)
         views = self._change(images, self.multiplicity)
         if self.multiplicity == 1:
             return views, labels
@@ -79,8 +69,9 @@ class Augmentation:
         count, device = len(images) * multiplicity, images.device
         flipped = torch.rand(count, device=device) < 0.5 if self.flip else torch.zeros(count, dtype=torch.bool, device=device)
         if self.resized_crop:
-            boxes = random_boxes(images.shape[-2], images.shape[-1], count, device)
-            return cut_and_resize(images.repeat_interleave(multiplicity, 0), boxes, flipped)
+            views = [random_crop(image) for image in images.repeat_interleave(multiplicity, 0)]
+            crops = torch.stack(views) if views else images.float()
+            return torch.where(flipped.view(-1, 1, 1, 1), crops.flip(-1), crops)
         if self.crop_padding:
             shift = torch.randint(2 * self.crop_padding + 1, (2, count), device=device)
         else:
@@ -106,50 +97,25 @@ def shifted(images: Tensor, top: Tensor, left: Tensor, flipped: Tensor, padding:
     return pixels.permute(0, 3, 1, 2).contiguous()
 
 
-def random_boxes(height: int, width: int, count: int, device: torch.device | None = None) -> Boxes:
-    """``count`` random crop boxes for images of this size, for :func:`cut_and_resize`.
+def random_box(height: int, width: int) -> tuple[int, int, int, int]:
+    """Top, left, height and width of a random crop of an image of this size.
 
     Area and log aspect ratio are uniform. The first of ten attempts that fits into the image is taken, otherwise the largest
     centred box with an allowed ratio.
     """
-    area = height * width * torch.empty(_ATTEMPTS, count, device=device).uniform_(SMALLEST_AREA, 1)
-    ratio = torch.empty(_ATTEMPTS, count, device=device).uniform_(-math.log(WIDEST_RATIO), math.log(WIDEST_RATIO)).exp()
-    heights, widths = (area / ratio).sqrt().round().long(), (area * ratio).sqrt().round().long()
-    fits = (heights >= 1) & (heights <= height) & (widths >= 1) & (widths <= width)
-    first = fits.int().argmax(0, keepdim=True)
-    place = torch.rand(2, count, device=device)
-    whole_height, whole_width = _largest_allowed(height, width)
-    found = fits.any(0)
-    tall = torch.where(found, heights.gather(0, first)[0], whole_height)
-    wide = torch.where(found, widths.gather(0, first)[0], whole_width)
-    top = torch.where(found, (place[0] * (height - tall + 1)).long(), (height - whole_height) // 2)
-    left = torch.where(found, (place[1] * (width - wide + 1)).long(), (width - whole_width) // 2)
-    # A product just below a whole number may round up to it.
-    return Boxes(torch.minimum(top, height - tall), torch.minimum(left, width - wide), tall, wide)
+    widest = math.log(WIDEST_RATIO)
+    for _ in range(_ATTEMPTS):
+        area = height * width * float(torch.empty(()).uniform_(SMALLEST_AREA, 1))
+        ratio = math.exp(float(torch.empty(()).uniform_(-widest, widest)))
+        tall, wide = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
+        if 1 <= tall <= height and 1 <= wide <= width:
+            return int(torch.randint(height - tall + 1, ())), int(torch.randint(width - wide + 1, ())), tall, wide
+    tall, wide = min(height, round(width * WIDEST_RATIO)), min(width, round(height * WIDEST_RATIO))
+    return (height - tall) // 2, (width - wide) // 2, tall, wide
 
 
-def _largest_allowed(height: int, width: int) -> tuple[int, int]:
-    if width / height > WIDEST_RATIO:
-        return height, round(height * WIDEST_RATIO)
-    if height / width > WIDEST_RATIO:
-        return round(width * WIDEST_RATIO), width
-    return height, width
-
-
-def cut_and_resize(images: Tensor, boxes: Boxes, flipped: Tensor) -> Tensor:
-    """Crop each image to its box and resize the crop to the image size (bilinear), mirrored where ``flipped``; as floats."""
-    _, _, height, width = images.shape
-    rows = _samples(boxes.top, boxes.height, height)
-    columns = _samples(boxes.left, boxes.width, width)
-    columns = torch.where(flipped.view(-1, 1), columns.flip(1), columns)
-    # grid_sample counts from -1 to 1 between the centres of the outermost pixels.
-    y, x = rows * (2 / max(1, height - 1)) - 1, columns * (2 / max(1, width - 1)) - 1
-    grid = torch.stack([x.unsqueeze(1).expand(-1, height, -1), y.unsqueeze(2).expand(-1, -1, width)], dim=3)
-    return F.grid_sample(images.float(), grid, mode="bilinear", padding_mode="border", align_corners=True)
-
-
-def _samples(first: Tensor, length: Tensor, count: int) -> Tensor:
-    """Positions [N, count] of ``count`` equidistant samples of a range of pixels, clamped to its first and last pixel."""
-    steps = torch.arange(count, device=first.device) + 0.5
-    inside = (steps * length.view(-1, 1) / count - 0.5).clamp(min=0)
-    return torch.minimum(inside, length.view(-1, 1) - 1.0) + first.view(-1, 1)
+def random_crop(image: Tensor) -> Tensor:
+    """A random crop [C, H, W] of an image of that size, as floats."""
+    size = image.shape[-2], image.shape[-1]
+    top, left, height, width = random_box(*size)
+    return resized(image[None, :, top : top + height, left : left + width].float(), size)[0]

@@ -91,11 +91,7 @@ def usual_folders(name: str) -> list[Path]:
 
 
 def find(name: str, folder: str | None) -> Path:
-    """The folder (or file) of a data set: ``folder`` if given, else the first of the usual ones that exists.
-
-    Raises:
-        InputError: if it was not found; the message says how to get it.
-    """
+    """The folder (or file) of a data set: ``folder`` if given, else the first of the usual ones that exists."""
     data = known(name)
     if data.package:
         if folder:

@@ -69,11 +69,7 @@ class Column:
         return {"category": len(self.values) + self.other, "ignored": 0}.get(self.kind, 1)
 
     def vector(self, text: str) -> tuple[float, ...]:
-        """The inputs for a cell, whose text has no spaces around it. A missing value is all zeros, and a one at the end.
-
-        Raises:
-            Unsuitable: if the text is neither what the column declares nor declared as missing.
-        """
+        """The inputs for a cell, whose text has no spaces around it. A missing value is all zeros, and a one at the end."""
         if text in self.missing:
             return (*[0.0] * self._own_width, 1.0)
         if not text and self.width:
@@ -131,22 +127,14 @@ class Columns:
 
     @classmethod
     def of(cls, declared: Mapping[str, Mapping[str, Any]]) -> Columns:
-        """The columns that a recipe declares under ``[columns]``.
-
-        Raises:
-            InputError: naming the column and what is wrong with its declaration.
-        """
+        """The columns that a recipe declares under ``[columns]``."""
         found = cls({name: _column(f"columns.{name}", given) for name, given in declared.items()}, declared)
         if not found.inputs:
             raise InputError(f"columns declares {', '.join(declared) or 'nothing'}; at least one column must be an input")
         return found
 
     def vector(self, row: Mapping[str, str]) -> list[float]:
-        """The inputs of the model for one row, given as the text of each column.
-
-        Raises:
-            InputError: naming the column that is not there or cannot be encoded.
-        """
+        """The inputs of the model for one row, given as the text of each column."""
         inputs: list[float] = []
         for name, column in self.inputs.items():
             if name not in row:

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from dp_microadam.errors import InputError, UnreadableExample
 from dp_microadam.validation import require_integer
-from dp_microadam.workbench.data.augmentation import random_boxes
+from dp_microadam.workbench.data.augmentation import random_box
 from dp_microadam.workbench.data.columns import Unsuitable
 from dp_microadam.workbench.data.dataset import Found, Source, UserIds, add_shared_users
 from dp_microadam.workbench.data.raw import (
@@ -106,8 +106,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return views if self._crops > 1 else views[0], int(self._labels[index])
 
     def _random_crop(self, image: Tensor) -> Tensor:
-        boxes = random_boxes(image.shape[-2], image.shape[-1], 1)
-        top, left, height, width = (int(side) for side in (boxes.top, boxes.left, boxes.height, boxes.width))
+        top, left, height, width = random_box(image.shape[-2], image.shape[-1])
         return resized_pixels(image[..., top : top + height, left : left + width], (self._size, self._size))
 
 

@@ -305,9 +305,6 @@ def raw_input(description: Mapping[str, Any]) -> RawInput:
 
     >>> raw_input(RawTensor((3,), "float32").description())
     RawTensor(shape=(3,), dtype='float32')
-
-    Raises:
-        InputError: for a kind that this version does not know.
     """
     kinds: dict[Any, type[RawInput]] = {kind.kind: kind for kind in (RawImages, RawRows, RawTensor)}
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in description.items()}
@@ -322,9 +319,6 @@ def texts_in(file: Path, column: str) -> Iterator[tuple[str, str]]:
     """The texts in a file, each with its name: ``column`` of a CSV file or of JSON lines, the lines of any other file.
 
     ``-`` is standard input, one text per line. Lines without anything are passed over.
-
-    Raises:
-        InputError: naming the file and the line, if it cannot be used.
     """
     if tabular := file.suffix.lower() in TEXT_ENDINGS[:2]:
         names, rows = open_rows(file)

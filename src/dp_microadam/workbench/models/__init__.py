@@ -3,11 +3,10 @@
 from dp_microadam.integrations.lora import with_lora
 from dp_microadam.validation import public
 from dp_microadam.workbench.models.hugging_face import text_encoder
-from dp_microadam.workbench.models.nf_resnet import nf_resnet_50
 from dp_microadam.workbench.models.registry import build, normalization_of
+from dp_microadam.workbench.models.resnets import nf_resnet_50, wide_resnet
 from dp_microadam.workbench.models.small import mlp, small_cnn, tanh_cnn
 from dp_microadam.workbench.models.vit import Normalization, TransformerSize, deit, vit
-from dp_microadam.workbench.models.wide_resnet import wide_resnet
 
 __all__ = [
     "build",

@@ -1,4 +1,5 @@
-"""Text models of ``transformers``: classifiers and causal language models, from a folder or a name on the Hugging Face hub.
+"""Text models of ``transformers``: classifiers and causal language models, from a folder or a name on the Hugging Face hub, and
+written as a folder that ``from_pretrained`` loads.
 
 A batch of texts is one tensor of tokens [B, length]. Texts are padded on the right with ``PADDING`` to a constant length, never
 to the longest of a batch, so that what a text is to the model does not depend on the others.
@@ -6,6 +7,7 @@ to the longest of a batch, so that what a text is to the model does not depend o
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dp_microadam.errors import InputError
@@ -27,7 +29,9 @@ from dp_microadam.workbench.models.pretrained import (
     loaded,
     loaded_network,
     partly_trained,
+    quiet,
     require_part,
+    transformers,
 )
 
 PADDING = -1
@@ -131,7 +135,7 @@ def text_encoder(pretrained: str, max_length: int) -> TextEncoder:
 def text_classifier(
     num_classes: int,
     *,
-    pretrained: str,
+    pretrained: str = "",
     trainable: str = "all",
     pooling: str = "own",
     lora_rank: int = 0,
@@ -149,9 +153,6 @@ def text_classifier(
             text's tokens at a fixed norm (:class:`SentenceClassifier`), for sentence encoders.
         lora_rank: above 0 the pretrained weights are frozen, and low-rank adapters and the head are trained
             (:func:`~dp_microadam.workbench.models.with_lora`, also for the other two).
-
-    Raises:
-        InputError: if weights cannot be found or read, or a value cannot be used.
     """
     require_part(trainable, lora_rank)
     if require_one_of("pooling", pooling, ("own", "mean")) == "mean":
@@ -166,11 +167,7 @@ def text_classifier(
 
 
 def saved_classifier(folder: Path) -> tuple[TextModel | SentenceClassifier, TextEncoder, tuple[str, ...], str]:
-    """The classifier in a folder that ``save_text_model`` has written, its encoder, names of classes and column of texts.
-
-    Raises:
-        InputError: if the folder holds something else.
-    """
+    """The classifier in a folder that ``save_text_model`` has written, its encoder, names of classes and column of texts."""
     if (folder / "adapter_config.json").is_file():
         raise InputError(
             f"{folder} holds adapters without the model they belong to; load them as its README.md says, "
@@ -207,7 +204,7 @@ def _with_saved_head(folder: Path, num_classes: int) -> SentenceClassifier:
 
 def language_model(
     *,
-    pretrained: str,
+    pretrained: str = "",
     lora_rank: int = 0,
     lora_alpha: float | None = None,
     lora_targets: str | Sequence[str] = (),
@@ -222,3 +219,77 @@ def _sentence_encoder(source: str) -> Any:
     if getattr(encoder, "pooler", None) is not None:
         encoder.pooler = None  # unused, and random where pretrained weights have none
     return encoder
+
+
+def save_text_model(
+    model: TextModel | SentenceClassifier,
+    encoder: TextEncoder,
+    folder: Path,
+    *,
+    classes: tuple[str, ...] = (),
+    column: str | None = None,
+    adapters_alone: bool = False,
+) -> None:
+    """Write configuration, weights and tokenizer.
+
+    LoRA weights are merged into those they adapt, so that ``transformers`` alone loads the result. With ``adapters_alone`` the
+    folder holds just the adapters and the head, which ``peft`` puts on the pretrained model. The head of a
+    :class:`SentenceClassifier` is a file of its own: no class of ``transformers`` computes it.
+    """
+    if isinstance(model, SentenceClassifier):
+        save_file({name: value.contiguous() for name, value in model.head.state_dict().items()}, folder / HEAD)
+    network: Any = model.encoder if isinstance(model, SentenceClassifier) else model.network
+    network.config.id2label = dict(enumerate(classes)) or network.config.id2label
+    if column is not None:
+        network.config.text_column = column  # of tables that predict reads
+    network.config.label2id = {name: number for number, name in enumerate(classes)} or network.config.label2id
+    if hasattr(network, "merge_and_unload") and not adapters_alone:
+        network = copy.deepcopy(network).merge_and_unload()
+    with quiet(transformers("text models")):
+        network.save_pretrained(folder)
+        encoder.tokenizer.model_max_length = encoder.max_length  # by which saved_classifier cuts texts as in training
+        encoder.tokenizer.save_pretrained(folder)
+
+
+def sentence_loading_code(
+    model: SentenceClassifier, pretrained: str, max_length: int, classes: tuple[str, ...], *, adapters_alone: bool
+) -> str:
+    """Python code that loads the folder of a :class:`SentenceClassifier` and computes its scores, for the model card."""
+    names, load = "from transformers import AutoModel, AutoTokenizer", 'AutoModel.from_pretrained(".").eval()'
+    about = "a pooler that is reported as missing is not used"
+    if adapters_alone:
+        names = "from peft import AutoPeftModelForFeatureExtraction\nfrom transformers import AutoTokenizer"
+        load = 'AutoPeftModelForFeatureExtraction.from_pretrained(".").eval()'
+        about = f"adapters on top of {pretrained}"
+    return f"""from safetensors.torch import load_file
+{names}
+
+# {about}
+encoder, tokenizer = {load}, AutoTokenizer.from_pretrained(".")
+head = load_file("{HEAD}")
+
+
+classes = {list(classes)!r}
+
+
+def scores(texts):
+    inputs = tokenizer(texts, truncation=True, max_length={max_length}, padding=True, return_tensors="pt")
+    mask = inputs["attention_mask"].unsqueeze(-1)
+    states = encoder(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).last_hidden_state
+    features = (states * mask).sum(1) / mask.sum(1)
+    features = {model.features.norm:g} * features / features.norm(dim=1, keepdim=True)
+    return features @ head["weight"].T + head["bias"]"""
+
+
+def text_loading_code(kind: str, pretrained: str, max_length: int, *, adapters_alone: bool) -> str:
+    """Python code that loads such a folder, for the model card; ``kind`` is the class of ``transformers``."""
+    load = f'model = {kind}.from_pretrained(".")'
+    names = f"from transformers import {kind}, AutoTokenizer"
+    if adapters_alone:
+        kind = kind.replace("AutoModel", "AutoPeftModel")
+        names = f"from peft import {kind}\nfrom transformers import AutoTokenizer"
+        load = f'model = {kind}.from_pretrained(".")  # on top of {pretrained}'
+    return (
+        f'{names}\n\n{load}\ntokenizer = AutoTokenizer.from_pretrained(".")\n'
+        f"# trained on texts of at most {max_length} tokens: tokenizer(text, truncation=True, max_length={max_length})"
+    )

@@ -58,11 +58,7 @@ def first_line(error: Exception) -> str:
 
 
 def loaded(kind: str, source: str, **options: Any) -> Any:
-    """``transformers.KIND.from_pretrained(source)``, from a folder, the local cache of the hub, or the hub itself.
-
-    Raises:
-        InputError: if there is nothing of this kind, or it cannot be read.
-    """
+    """``transformers.KIND.from_pretrained(source)``, from a folder, the local cache of the hub, or the hub itself."""
     if not isinstance(source, str) or not source:
         raise InputError(f"pretrained is {source!r}; it must be a folder or a name on the Hugging Face hub")
     library = transformers("pretrained models")
@@ -144,9 +140,6 @@ def freeze_but(encoder: nn.Module, trainable: str) -> None:
     (False, True)
 
     What is frozen already, such as fixed position embeddings, stays so.
-
-    Raises:
-        InputError: if biases are to be trained and there are none.
     """
     for name, parameter in encoder.named_parameters():
         if trainable == "head" or (trainable == "biases" and not name.endswith("bias")):
@@ -156,11 +149,7 @@ def freeze_but(encoder: nn.Module, trainable: str) -> None:
 
 
 def partly_trained(encoder: Any, trainable: str, rank: int, alpha: float | None, targets: str | Sequence[str]) -> Any:
-    """The encoder with adapters, or with the rest of it frozen.
-
-    Raises:
-        InputError: if the values contradict each other, or do not fit the encoder.
-    """
+    """The encoder with adapters, or with the rest of it frozen."""
     require_part(trainable, rank)
     freeze_but(encoder, trainable)
     return adapted(encoder, rank, alpha, targets)

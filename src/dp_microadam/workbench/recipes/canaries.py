@@ -1,10 +1,9 @@
 """Canaries for the audit of one's own run: synthetic examples of a declared kind, about half of them in the training data.
 
 Each canary is noise with a label at random: for images every pixel is black or white, white with the public mean of its channel
-as probability; for tables every column is normal with its public constants. So canaries have the mean of normalized data, and
-their gradients little in common. They come from a generator with a fixed seed and are public. Whether a canary takes part is
-decided by a fair coin for each, tossed with a random key that the run draws from the operating system and keeps in its
-configuration. The key has nothing to do with the randomness of sampling and noise.
+as probability; for tables every column is normal with its public constants. They come from a fixed seed and are public. Whether
+a canary takes part is decided by a fair coin for each, tossed with a random key that the run draws from the operating system,
+which has nothing to do with the randomness of sampling and noise, and keeps in its configuration.
 
 All canaries have places in the training data, so that its size, which is public, does not depend on the coins. A canary that
 does not take part has the label that torch's cross-entropy ignores: its place may be sampled, its loss and its gradient are
@@ -28,7 +27,6 @@ from dp_microadam.training.distributed import Ranks
 from dp_microadam.workbench.data.dataset import LabelledData
 from dp_microadam.workbench.recipes.recipe import Recipe
 
-KIND = "noise with a label at random"
 NO_LABEL = -100
 """The label that torch's cross-entropy ignores: such an example has no loss and no gradient."""
 
@@ -56,11 +54,7 @@ def with_canary_key(recipe: Recipe, ranks: Ranks) -> Recipe:
 
 
 def add_canaries(recipe: Recipe, data: LabelledData) -> tuple[LabelledData, Canaries | None]:
-    """The data with the canaries of the recipe after its training examples, and the canaries; unchanged without any.
-
-    Raises:
-        InputError: for training data that is not in memory.
-    """
+    """The data with the canaries of the recipe after its training examples, and the canaries; unchanged without any."""
     if recipe.audit_canaries is None:
         return data, None
     if not isinstance(data.train, tuple):
@@ -69,7 +63,7 @@ def add_canaries(recipe: Recipe, data: LabelledData) -> tuple[LabelledData, Cana
             "canaries need training data in memory"
         )
     inputs, labels = data.train
-    canaries = _canaries(recipe, data, inputs)
+    canaries = _canaries(recipe.audit_canaries, str(recipe.canary_key), data, inputs)
     own = torch.where(canaries.present, canaries.labels, NO_LABEL)
     train = torch.cat([inputs, canaries.inputs.to(inputs.dtype)]), torch.cat([labels, own.to(labels.dtype)])
     return replace(data, train=train), canaries
@@ -78,14 +72,12 @@ def add_canaries(recipe: Recipe, data: LabelledData) -> tuple[LabelledData, Cana
 def canaries_in_words(canaries: Canaries) -> str:
     """What a privacy statement says about them."""
     return (
-        f"{len(canaries)} canaries for an audit ({KIND}), each taking part with probability 1/2; their places count as examples"
+        f"{len(canaries)} canaries for an audit (noise with a label at random), each taking part with probability 1/2; their "
+        "places count as examples"
     )
 
 
-def _canaries(recipe: Recipe, data: LabelledData, like: Tensor) -> Canaries:
-    assert recipe.audit_canaries is not None
-    assert recipe.canary_key is not None
-    count = recipe.audit_canaries
+def _canaries(count: int, key: str, data: LabelledData, like: Tensor) -> Canaries:
     public = np.random.default_rng(_PUBLIC_SEED)
     shape = (count, *like.shape[1:])
     if data.images:
@@ -95,5 +87,5 @@ def _canaries(recipe: Recipe, data: LabelledData, like: Tensor) -> Canaries:
         drawn = torch.from_numpy(public.standard_normal(shape))
         inputs = drawn * torch.tensor(data.std or (1.0,)) + torch.tensor(data.mean or (0.0,))
     labels = torch.from_numpy(public.integers(0, data.num_classes, count))
-    coins = np.random.default_rng(int(recipe.canary_key, 16)).random(count) < 0.5
+    coins = np.random.default_rng(int(key, 16)).random(count) < 0.5
     return Canaries(inputs, labels, torch.from_numpy(coins))

@@ -95,11 +95,6 @@ class Experiment:
         with self.best_weights() as weights:
             return self._counts(), weights
 
-    def test_accuracy(self) -> tuple[float, str]:
-        """Accuracy on the test set, and which weights it belongs to."""
-        counts, weights = self.test_results()
-        return counts.accuracy, weights
-
     @contextmanager
     def best_weights(self) -> Iterator[str]:
         """The model has averaged weights inside, if the recipe keeps an average; yields which weights these are."""
@@ -127,11 +122,7 @@ class Experiment:
             return copy.deepcopy(self.model)
 
     def deployment(self) -> Deployment:
-        """Raw inputs as the data source reads them, prepared as for evaluation.
-
-        Raises:
-            InputError: if the data source does not say how files are read.
-        """
+        """Raw inputs as the data source reads them, prepared as for evaluation."""
         data = self.data
         if data.raw is None:
             raise InputError(
@@ -145,9 +136,6 @@ class Experiment:
         """Compare a program with evaluation on the first test examples: how many, and the largest difference of a probability.
 
         The program gets what is in a file; evaluation goes its own way from the file to the probabilities.
-
-        Raises:
-            DPMicroAdamError: if the two do not agree.
         """
         model, prepare, test = for_deployment(self.best_model()), Preparation(self.data), self.data.test
         checked, largest = min(count, size_of(test)), 0.0
@@ -201,38 +189,22 @@ def users_of(recipe: Recipe, data: LabelledData) -> dict[str, Any]:
     return known if recipe.unit == "user" else {}
 
 
-def loading_code(
-    model: str,
-    options: Mapping[str, Any],
-    num_classes: int,
-    shape: Sequence[int],
-    weights: str,
-    normalization: tuple[Sequence[float], Sequence[float]],
-) -> str:
+def loading_code(recipe: Recipe, data: LabelledData, weights: str) -> str:
     """Python code that builds the model of a recipe, loads its exported weights and documents its inputs.
 
     Pretrained weights are not loaded again: the exported ones replace them.
-
-    >>> print(loading_code("mlp", {"hidden": 32}, 10, (1, 28, 28), "model.safetensors", ((0.13,), (0.31,))))
-    from safetensors.torch import load_file
-    from dp_microadam.workbench import models
-    <BLANKLINE>
-    model = models.build("mlp", 10, (1, 28, 28), hidden=32)
-    model.load_state_dict(load_file("model.safetensors"))
-    model.eval()
-    # inputs: floats of shape [B, 1, 28, 28], as (value - mean) / std with mean (0.13,) and std (0.31,), pixels from 0 to 1
     """
+    options, shape = recipe.model_options, data.example_shape
     keywords = "".join(f", {key}={value!r}" for key, value in options.items() if key != "pretrained")
-    mean, std = (tuple(constants) for constants in normalization)
-    scaled = f", as (value - mean) / std with mean {mean} and std {std}" if mean and std else ""
-    pixels = ", pixels from 0 to 1" if len(shape) == 3 else ""
+    scaled = f", as (value - mean) / std with mean {data.mean} and std {data.std}" if data.mean and data.std else ""
+    pixels = ", pixels from 0 to 1" if data.images else ""
     needed = "  # adapters need pip install peft" if options.get("lora_rank") else ""
     # The model takes the rows of a table as images of one row.
-    built_for = tuple(shape) if len(shape) == 3 else (1, 1, *shape)
+    built_for = shape if data.images else (1, 1, *shape)
     return (
         "from safetensors.torch import load_file\n"
         "from dp_microadam.workbench import models\n\n"
-        f'model = models.build("{model}", {num_classes}, {built_for}{keywords}){needed}\n'
+        f'model = models.build("{recipe.model}", {data.num_classes}, {built_for}{keywords}){needed}\n'
         f'model.load_state_dict(load_file("{weights}"))\n'
         "model.eval()\n"
         f"# inputs: floats of shape [B, {', '.join(map(str, shape))}]{scaled}{pixels}"

@@ -1,4 +1,8 @@
-"""Types of a recipe's keys. Beside the Python type, an annotation says what a value must be, in words and as a function."""
+"""What a recipe may say: names of methods, models and data with the options of each, and the types of its keys.
+
+Beside the Python type, an annotation says what a value must be, in words and as a function. Models are listed by hand because
+their code imports torch and recipes are checked without it. A test compares the list with that code.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,50 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from dp_microadam.errors import InputError
+from dp_microadam.methods import table
+from dp_microadam.workbench.data.catalogue import KNOWN_DATA, known
+
+OPTIMIZER_OPTIONS = {name: entry.all_options for name, entry in table.METHODS.items()}
+"""By method: its own options and those of its optimizer. The learning rate is the recipe's ``learning_rate``."""
+
+NON_PRIVATE = "non-private"
+
+PARTLY_TRAINED = ("dp-bitfit", "sparta")
+"""Methods that train a part of the parameters, or other parts in other phases."""
+
+LANGUAGE_MODEL = "hugging-face-causal"
+TEXT_MODELS = ("hugging-face", LANGUAGE_MODEL)
+TEXT_SETS = tuple(name for name in KNOWN_DATA if known(name).kind == "text")
+
+_LORA_OPTIONS = ("lora_rank", "lora_alpha", "lora_targets")
+_TRANSFORMER_OPTIONS = ("pretrained", "resolution", "patch_size", "trainable", "normalize_features", *_LORA_OPTIONS)
+
+MODEL_OPTIONS: dict[str, tuple[str, ...]] = {
+    "mlp": ("hidden",),
+    "tanh-cnn": (),
+    "small-cnn": ("width",),
+    "wide-resnet": ("depth", "width", "groups", "weight_standardization"),
+    "nf-resnet-50": ("width",),
+    **{f"deit-{size}": _TRANSFORMER_OPTIONS for size in ("tiny", "small", "base")},
+    **{f"vit-{size}": _TRANSFORMER_OPTIONS for size in ("tiny", "small", "base", "large")},
+    "hugging-face": ("pretrained", "trainable", "pooling", *_LORA_OPTIONS),
+    "hugging-face-causal": ("pretrained", "prompt", *_LORA_OPTIONS),
+}
+"""Options by model."""
+
+DATA_OPTIONS = {name: known(name).options for name in KNOWN_DATA}
+"""Options by data set."""
+
+TABLES = {"optimizer": OPTIMIZER_OPTIONS, "model_options": MODEL_OPTIONS, "data_options": DATA_OPTIONS}
+"""A recipe's tables of options, by the method, model or data that has them."""
+
+USER_OPTIONS = ("user_column", "user_table", "user_pattern")
+"""Options of data that say whose each example is."""
+
+BASES = tuple(OPTIMIZER_OPTIONS)
+METHODS = (*BASES, NON_PRIVATE)
+MODELS = tuple(MODEL_OPTIONS)
+DATA_SETS = tuple(DATA_OPTIONS)
 
 
 @dataclass(frozen=True)
@@ -36,7 +84,6 @@ class Rule:
 
 
 def one_of(*choices: str) -> Rule:
-    """One of these names."""
     return Rule(f"one of {', '.join(map(repr, choices))}", str, choices.__contains__, choices=choices)
 
 
@@ -121,9 +168,6 @@ def read(key: str, kind: Any, value: Any) -> Any:
     Traceback (most recent call last):
         ...
     dp_microadam.errors.InputError: steps is 0; it must be a whole number of at least 1
-
-    Raises:
-        InputError: if it is not what the type says.
     """
     if not accepts(kind, value):
         raise InputError(f"{key} is {value!r}; it must be {' or '.join(rule.words for rule in rules_of(kind))}")

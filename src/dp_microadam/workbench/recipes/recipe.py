@@ -15,7 +15,7 @@ from dp_microadam.errors import InputError
 from dp_microadam.methods.table import DEFAULT, METHODS
 from dp_microadam.plan.learning_rate import ADAPTER_DISTANCE
 from dp_microadam.workbench.data.columns import declaration
-from dp_microadam.workbench.recipes import keys, tuning, vocabulary
+from dp_microadam.workbench.recipes import keys, tuning
 from dp_microadam.workbench.recipes.keys import Canaries, Count, Name, Noun, Positive, Probability, Share, Whole
 
 _NON_PRIVATE_SGD_RATE = 0.1
@@ -24,11 +24,11 @@ _NON_PRIVATE_SGD_RATE = 0.1
 _EXCLUSIVE: Mapping[str, tuple[Any, ...]] = {
     "audit_canaries": (
         "canaries are images or rows of numbers, in single private runs whose unit is an example, without weights of classes",
-        ("method", lambda method: method != vocabulary.NON_PRIVATE),
+        ("method", lambda method: method != keys.NON_PRIVATE),
         ("unit", lambda unit: unit == "example"),
         ("class_weights", lambda weights: weights is None),
         ("tune", lambda tune: not tune),
-        ("data", lambda data: data not in vocabulary.TEXT_SETS),
+        ("data", lambda data: data not in keys.TEXT_SETS),
     ),
     "cache_features": (
         "features are kept of a frozen backbone alone, and must not change from step to step",
@@ -37,7 +37,7 @@ _EXCLUSIVE: Mapping[str, tuple[Any, ...]] = {
     ),
     "plan": (
         "a proposal needs epsilon, is for a single private run, and chooses batch size, steps and bands itself",
-        ("method", lambda method: method != vocabulary.NON_PRIVATE),
+        ("method", lambda method: method != keys.NON_PRIVATE),
         ("epsilon", lambda epsilon: epsilon is not None),
         ("bands", lambda bands: bands in (None, "auto", 1)),
         ("max_batch_size", lambda most: most is None),
@@ -45,9 +45,6 @@ _EXCLUSIVE: Mapping[str, tuple[Any, ...]] = {
     ),
 }
 """Keys with what others must be beside them, and why."""
-
-_PACKING = ("packing", "pack", "group_texts")
-"""Names under which other libraries put several documents into one row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +63,11 @@ class Recipe:
     """
 
     name: Name
-    method: Annotated[str, keys.one_of(*vocabulary.METHODS)] = DEFAULT
-    base: Annotated[str, keys.one_of(*vocabulary.BASES)] | None = None
+    method: Annotated[str, keys.one_of(*keys.METHODS)] = DEFAULT
+    base: Annotated[str, keys.one_of(*keys.BASES)] | None = None
     """For method ``"non-private"``: the method to run without clipping and noise. None: dp-threshold."""
 
-    data: Annotated[str, keys.one_of(*vocabulary.DATA_SETS)]
+    data: Annotated[str, keys.one_of(*keys.DATA_SETS)]
     data_folder: str = ""
     """Folder of the data files. Empty: search the default folders."""
     verify_data: bool = True
@@ -98,7 +95,7 @@ class Recipe:
     multiplicity: Count = 1
     """Augmented views per training image; their gradients are averaged before clipping (augmentation multiplicity)."""
 
-    model: Annotated[str, keys.one_of(*vocabulary.MODELS)]
+    model: Annotated[str, keys.one_of(*keys.MODELS)]
     cache_features: bool = False
     """Compute what comes before the head once for each example, and keep it, if ``model_options.trainable`` is ``"head"``."""
 
@@ -181,7 +178,7 @@ class Recipe:
         owners = {"optimizer": self.algorithm, "model_options": self.model, "data_options": self.data}
         for name, owner in owners.items():
             for option, value in getattr(self, name).items():
-                refuse_unknown(f"{name}.{option}", value, vocabulary.TABLES[name][owner], owner)
+                refuse_unknown(f"{name}.{option}", value, keys.TABLES[name][owner], owner)
 
     def _conflicts(self) -> Iterator[str]:
         """Settings that exclude each other, in a sentence each."""
@@ -192,16 +189,9 @@ class Recipe:
                 f"learning_rate is {self.learning_rate:g} and distance is {self.distance:g}, from which a rate follows; leave "
                 "one of them out"
             )
-        for name in _PACKING:
-            if (given := {**self.data_options, **self.model_options}.get(name)) is not None:
-                yield (
-                    f"{name} is {given!r}, but documents must not share a row: its gradient would be clipped as one, and a "
-                    "document that spans rows would count in each, so that ε would not hold for a document; leave it out, "
-                    "each is cut or padded to max_length"
-                )
-        is_text, takes_text = self.data in vocabulary.TEXT_SETS, self.model in vocabulary.TEXT_MODELS
+        is_text, takes_text = self.data in keys.TEXT_SETS, self.model in keys.TEXT_MODELS
         if is_text != takes_text:
-            right = [name for name in vocabulary.MODELS if (name in vocabulary.TEXT_MODELS) == is_text]
+            right = [name for name in keys.MODELS if (name in keys.TEXT_MODELS) == is_text]
             of = f"but {self.data} are texts" if is_text else f"which takes texts, and data is {self.data!r}"
             yield f"model is {self.model!r}, {of}; it must be one of {', '.join(map(repr, right))}"
         if self.predicts_tokens and self.class_weights is not None:
@@ -215,8 +205,8 @@ class Recipe:
                 f"exactly two of epsilon, noise_multiplier and steps must be given; got {', '.join(given) or 'none'} "
                 "(KEY=none removes one)"
             )
-        if self.unit == "user" and not any(option in self.data_options for option in vocabulary.USER_OPTIONS):
-            known = [option for option in vocabulary.DATA_OPTIONS[self.data] if option in vocabulary.USER_OPTIONS]
+        if self.unit == "user" and not any(option in self.data_options for option in keys.USER_OPTIONS):
+            known = [option for option in keys.DATA_OPTIONS[self.data] if option in keys.USER_OPTIONS]
             use = " or ".join(f"data_options.{option}" for option in known) or "data 'table' or 'image-folder', which can"
             yield f"unit is 'user', but nothing says whose each example of {self.data} is; use {use}"
         if self.unit == "user" and self.examples_per_user is None:
@@ -240,12 +230,12 @@ class Recipe:
     @property
     def protected(self) -> bool:
         """Whether the run clips and adds noise."""
-        return self.method != vocabulary.NON_PRIVATE
+        return self.method != keys.NON_PRIVATE
 
     @property
     def predicts_tokens(self) -> bool:
         """Whether the model is a language model, whose texts need no labels."""
-        return self.model == vocabulary.LANGUAGE_MODEL
+        return self.model == keys.LANGUAGE_MODEL
 
     @property
     def algorithm(self) -> str:
@@ -285,7 +275,7 @@ class Recipe:
         """``model_options``; features are brought to a fixed norm before the head of a vision transformer that is frozen."""
         options = self.model_options
         frozen = options.get("trainable") in ("biases", "head") or bool(options.get("lora_rank"))
-        normalized = frozen and "normalize_features" in vocabulary.MODEL_OPTIONS[self.model]
+        normalized = frozen and "normalize_features" in keys.MODEL_OPTIONS[self.model]
         return {"normalize_features": True, **options} if normalized else options
 
     @property
@@ -310,20 +300,12 @@ class Recipe:
 
     @classmethod
     def from_toml(cls, text: str) -> Recipe:
-        """The recipe in ``text``.
-
-        Raises:
-            InputError: if it is not TOML, or for a key or value that cannot be used.
-        """
+        """The recipe in ``text``."""
         return cls.from_dict(parse_toml(text, "the recipe"))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
-        """The recipe with these keys.
-
-        Raises:
-            InputError: for a key that is unknown or missing, or a value that cannot be used.
-        """
+        """The recipe with these keys."""
         for key, value in values.items():
             refuse_unknown(key, value, list(kinds()))
         for needed in fields(cls):
@@ -342,7 +324,7 @@ def refuse_unknown(key: str, value: Any, known: Sequence[str], owner: str = "") 
     """Raise an InputError for a key of the recipe, or an option of ``owner`` in a table, that is not ``known``."""
     inside, _, word = key.rpartition(".")
     what = f"option of {owner}" if inside else "key"
-    homes = [name for name, owners in vocabulary.TABLES.items() if any(word in options for options in owners.values())]
+    homes = [name for name, owners in keys.TABLES.items() if any(word in options for options in owners.values())]
     if word in known:
         return
     if word in ("lr", "learning_rate", "step_size"):
@@ -361,11 +343,7 @@ def refuse_unknown(key: str, value: Any, known: Sequence[str], owner: str = "") 
 
 
 def parse_toml(text: str, name: str) -> dict[str, Any]:
-    """The content of a TOML file; ``name`` is what messages call it.
-
-    Raises:
-        InputError: if it is not TOML.
-    """
+    """The content of a TOML file; ``name`` is what messages call it."""
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Where things lie: recipes in the package or in files, with ``key=value`` overrides; pretrained weights."""
+"""Where things lie: recipes in the package or in files, with ``key=value`` overrides; and pretrained weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from dp_microadam.errors import InputError
 from dp_microadam.workbench.data.catalogue import usual_folders
-from dp_microadam.workbench.recipes import keys, vocabulary
+from dp_microadam.workbench.recipes import keys
 from dp_microadam.workbench.recipes.recipe import Recipe, kinds, parse_toml
 
 
@@ -30,14 +30,11 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
 
     >>> load_recipe("demo", ["method=dp-sgd", "optimizer.momentum=0.9"]).optimizer
     {'momentum': 0.9}
-
-    Raises:
-        InputError: if there is no such recipe, or it or an override cannot be used.
     """
     values = recipe_values(name_or_path)
     method, own = values.get("method"), {f"optimizer.{option}" for option in values.get("optimizer", {})}
     apply_overrides(values, overrides)
-    allowed = vocabulary.OPTIMIZER_OPTIONS.get(values.get("base") or values.get("method", ""))
+    allowed = keys.OPTIMIZER_OPTIONS.get(values.get("base") or values.get("method", ""))
     if values.get("method") != method and allowed is not None and isinstance(values.get("optimizer"), dict):
         left = own - {override.partition("=")[0].strip() for override in overrides} - {f"optimizer.{one}" for one in allowed}
         values["optimizer"] = {name: value for name, value in values["optimizer"].items() if f"optimizer.{name}" not in left}
@@ -45,11 +42,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def recipe_values(name_or_path: str) -> dict[str, Any]:
-    """The keys of a built-in recipe or of a file, unchecked, with a name.
-
-    Raises:
-        InputError: if there is no such recipe, or it is not TOML.
-    """
+    """The keys of a built-in recipe or of a file, unchecked, with a name."""
     names, path = known_recipes(), Path(name_or_path)
     if name_or_path in names:
         return parse_toml((resources.files(__package__) / f"{name_or_path}.toml").read_text("utf-8"), name_or_path)
@@ -77,9 +70,6 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
     >>> apply_overrides(values, ["steps=none", "optimizer.density=0.05", "method=dp-sgd", "data_folder=2024"])
     >>> values
     {'optimizer': {'density': 0.05}, 'method': 'dp-sgd', 'data_folder': '2024'}
-
-    Raises:
-        InputError: if an override is not of that form. Keys and values are checked later, by the recipe.
     """
     for override in overrides:
         key, equals, text = (part.strip() for part in override.partition("="))
@@ -123,6 +113,6 @@ def located(name: str) -> str:
 
 def located_options(recipe: Recipe) -> dict[str, Any]:
     """The options that the recipe's model is built with."""
-    options = recipe.resolved_model_options
+    options = {name: value for name, value in recipe.resolved_model_options.items() if name != "prompt"}  # for samples of text
     name = options.get("pretrained")
     return {**options, "pretrained": located(name)} if isinstance(name, str) else options

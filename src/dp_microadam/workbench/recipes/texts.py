@@ -23,11 +23,13 @@ from dp_microadam.workbench.models.hugging_face import (
     SentenceClassifier,
     TextEncoder,
     TextModel,
+    save_text_model,
     saved_classifier,
+    sentence_loading_code,
     text_encoder,
+    text_loading_code,
 )
-from dp_microadam.workbench.models.text_export import save_text_model, sentence_loading_code, text_loading_code
-from dp_microadam.workbench.recipes import vocabulary
+from dp_microadam.workbench.recipes import keys
 from dp_microadam.workbench.recipes.recipe import Recipe
 from dp_microadam.workbench.recipes.recipe_files import located_options
 
@@ -45,14 +47,12 @@ def encoder_of(recipe: Recipe) -> TextEncoder:
 
 def text_arguments(recipe: Recipe) -> dict[str, Any]:
     """Arguments of ``load`` for the texts of a recipe; none for other data."""
-    if recipe.data not in vocabulary.TEXT_SETS:
-        return {}
-    return {"encode": encoder_of(recipe)}
+    return {"encode": encoder_of(recipe)} if recipe.data in keys.TEXT_SETS else {}
 
 
 def texts_in_words(recipe: Recipe) -> list[str]:
     """What a privacy statement lists as public about texts."""
-    if recipe.data not in vocabulary.TEXT_SETS:
+    if recipe.data not in keys.TEXT_SETS:
         return []
     prompt = ["the prompt of samples"] if recipe.model_options.get("prompt") else []
     cut = "longer texts are cut there, shorter ones padded"
@@ -130,11 +130,7 @@ class TextClassifier:
 
     @classmethod
     def of_run(cls, experiment: Experiment) -> TextClassifier:
-        """That of a run, with averaged weights if it has them.
-
-        Raises:
-            InputError: for a language model.
-        """
+        """That of a run, with averaged weights if it has them."""
         recipe = experiment.recipe
         if recipe.predicts_tokens:
             raise InputError(
@@ -161,11 +157,7 @@ class TextClassifier:
 def export_texts(
     experiment: Experiment, output: Path, metrics: Mapping[str, Any], *, adapters_alone: bool = False, group_size: int = 1
 ) -> None:
-    """Write the model of a run as ``transformers`` does, or its adapters as ``peft`` does; averaged weights, if there are any.
-
-    Raises:
-        InputError: if ``output`` exists.
-    """
+    """Write the model of a run as ``transformers`` does, or its adapters as ``peft`` does; averaged weights if it has them."""
     recipe, model = experiment.recipe, experiment.model
     assert isinstance(model, TextModel | SentenceClassifier)
     encoder, layout, pretrained = encoder_of(recipe), _layout_of(recipe), recipe.model_options["pretrained"]

@@ -6,7 +6,6 @@ Everything in it is public and must not be derived from private data. This modul
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -32,17 +31,12 @@ _OF_THE_PLAN = (
     *("unit", "examples_per_user", "max_steps", "seed"),
 )
 
-_MOST_COMBINATIONS = 10_000
-
 
 def table(key: str, value: Any) -> dict[str, Any]:
     """The table in its plain form: settings of the search, then a list for each key, options of tables as ``table.option``.
 
-    >>> table("tune", {"expected_runs": 10, "max_grad_norm": {"low": 0.1, "high": 10, "count": 3, "spacing": "logarithmic"}})
-    {'expected_runs': 10.0, 'distribution': 'geometric', 'score': 'accuracy', 'max_grad_norm': [0.1, 1.0, 10.0]}
-
-    Raises:
-        InputError: for a key that cannot be tuned, or values that are no list or range.
+    >>> table("tune", {"expected_runs": 10, "optimizer": {"eps": [1e-8, 1e-6]}})
+    {'expected_runs': 10.0, 'distribution': 'geometric', 'score': 'accuracy', 'optimizer.eps': [1e-08, 1e-06]}
     """
     if not isinstance(value, Mapping):
         raise InputError(f"{key} is {value!r}; it must be a table of keys to tune")
@@ -72,11 +66,7 @@ def values_of(recipe: Recipe) -> dict[str, list[Any]]:
 
 
 def with_values(recipe: Recipe, chosen: Mapping[str, Any]) -> Recipe:
-    """The recipe of one run of a search.
-
-    Raises:
-        InputError: for a value that its key does not take.
-    """
+    """The recipe of one run of a search."""
     changes: dict[str, Any] = {}
     for name, value in chosen.items():
         owner, _, option = name.partition(".")
@@ -91,11 +81,7 @@ def score_of(recipe: Recipe) -> str:
 
 
 def refuse_unsearchable(recipe: Recipe) -> None:
-    """Check that a recipe declares a search, and that every combination of its values is a recipe.
-
-    Raises:
-        InputError: if not.
-    """
+    """Raise InputError unless a recipe declares a search, and every combination of its values is a recipe."""
     if not recipe.tune:
         raise InputError(
             f"recipe {recipe.name!r} has no [tune] table; name there what to choose among, as in --set tune.expected_runs=10 "
@@ -107,9 +93,6 @@ def refuse_unsearchable(recipe: Recipe) -> None:
         reason = f"method is {recipe.method!r}" if not recipe.protected else f"seed is {recipe.seed}"
         raise InputError(f"{reason}, with which a run is not private; a search must be")
     listed = values_of(recipe)
-    count = math.prod(map(len, listed.values()))
-    if count > _MOST_COMBINATIONS:
-        raise InputError(f"tune has {count} combinations; it must have at most {_MOST_COMBINATIONS}")
     for combination in itertools.product(*listed.values()):
         one = with_values(recipe, dict(zip(listed, combination, strict=True)))
         if not one.protected:
@@ -134,37 +117,18 @@ def searches_on_same_data(recipe: Recipe, folder: Path) -> list[Path]:
 
 
 def _listed(key: str, name: str, given: Any) -> list[Any]:
-    """The values of one key: a list of different ones, or a range."""
+    """The values of one key: a list of different ones."""
     full, (owner, _, option) = f"{key}.{name}", name.partition(".")
     if name in _OF_THE_PLAN:
         raise InputError(f"{full} decides the privacy of a run, which must be the same for all; set {name} itself")
     if name == "optimizer.public" or not (name in _TUNABLE or (owner in _TABLES and option)):
         tunable = ", ".join((*_TUNABLE, *(f"{table}.…" for table in _TABLES)))
         raise InputError(f"{full} cannot be tuned; it must be one of {tunable}")
-    if isinstance(given, Mapping):
-        return _spaced(full, given)
     if not isinstance(given, list | tuple) or not given:
-        raise InputError(f"{full} is {given!r}; it must be a list, or a range with low, high, count and spacing")
+        raise InputError(f"{full} is {given!r}; it must be a list of values")
     for number, value in enumerate(given):
         if not isinstance(value, bool | int | float | str):
             raise InputError(f"{full} holds {value!r}; it must hold numbers, strings, true or false")
         if value in given[:number]:
             raise InputError(f"{full} holds {value!r} twice; each value must be there once, all are drawn equally often")
     return list(given)
-
-
-def _spaced(name: str, given: Mapping[str, Any]) -> list[Any]:
-    """The values of a range, evenly spaced or with equal ratios, to six digits."""
-    if not {"low", "high", "count"} <= set(given) <= {"low", "high", "count", "spacing"}:
-        raise InputError(f"{name} is {dict(given)!r}; a range must have low, high, count and, if it is not linear, spacing")
-    low, high = (keys.read(f"{name}.{end}", keys.Positive, given[end]) for end in ("low", "high"))
-    count = keys.read(f"{name}.count", keys.Count, given["count"])
-    spacing = keys.read(f"{name}.spacing", Literal["linear", "logarithmic"], given.get("spacing", "linear"))
-    if not (low < high and 2 <= count <= _MOST_COMBINATIONS):
-        raise InputError(
-            f"{name} goes from {low:g} to {high:g} in {count} values; low must be below high, and count from 2 to "
-            f"{_MOST_COMBINATIONS}"
-        )
-    shares = [index / (count - 1) for index in range(count)]
-    spaced = [low * (high / low) ** share if spacing == "logarithmic" else low + (high - low) * share for share in shares]
-    return [float(f"{value:.6g}") for value in spaced]

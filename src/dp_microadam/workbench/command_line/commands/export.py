@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
         export_texts(experiment, output, metrics, adapters_alone=options.adapters, group_size=options.group_size)
         return _conclude(output, result)
     best = WEIGHTS if trainer.average is None else AVERAGED_WEIGHTS
-    code = loading_code(recipe.model, recipe.model_options, data.num_classes, data.example_shape, best, (data.mean, data.std))
+    code = loading_code(recipe, data, best)
 
     def check(folder: Path) -> str:
         count, largest = experiment.largest_difference(load_program(folder / PROGRAM))

@@ -223,9 +223,8 @@ def _from_recipe(options: argparse.Namespace) -> _Planned:
     # Imported once the recipe is known to be usable: torch takes seconds to load.
     from dp_microadam.methods.table import kept_bytes
     from dp_microadam.workbench.command_line.estimate import data_or_stand_in
-    from dp_microadam.workbench.recipes import vocabulary
-    from dp_microadam.workbench.recipes.assemble import model_of, trainable_parameters
-    from dp_microadam.workbench.recipes.plans import noise_memory_of, plan_of, with_advice
+    from dp_microadam.workbench.recipes import keys
+    from dp_microadam.workbench.recipes.assemble import model_of, noise_memory_of, plan_of, trainable_parameters, with_advice
 
     data, size = data_or_stand_in(recipe)
     parameters = trainable_parameters(model_of(recipe, data))
@@ -234,7 +233,7 @@ def _from_recipe(options: argparse.Namespace) -> _Planned:
     if options.advise or recipe.plan is not None:
         recipe, proposals, chosen = with_advice(recipe, size, parameters, _affordable(options, recipe, data))
     plan = plan_of(recipe, size, parameters)
-    limit, partly = recipe.epsilon or plan.epsilon, recipe.algorithm in vocabulary.PARTLY_TRAINED
+    limit, partly = recipe.epsilon or plan.epsilon, recipe.algorithm in keys.PARTLY_TRAINED
     kept = kept_bytes(recipe.algorithm, plan.bands, recipe.resolved_ema_decay)
     return _Planned(plan, limit, parameters, noise_memory_of(recipe), proposals, chosen, recipe.unit_name or "", kept, partly)
 

@@ -61,8 +61,7 @@ def search(recipe: Recipe, run_dir: Path | None, options: argparse.Namespace) ->
 
     # Imported once the recipe is known to be usable: torch takes seconds to load.
     from dp_microadam.plan.selection_plan import SelectionPlan
-    from dp_microadam.workbench.recipes.assemble import load_data, number_of_units
-    from dp_microadam.workbench.recipes.plans import plan_of
+    from dp_microadam.workbench.recipes.assemble import load_data, number_of_units, plan_of
 
     data = load_data(recipe)
     plan = plan_of(recipe, number_of_units(recipe, data))
