@@ -24,6 +24,7 @@ from dp_microadam.training.same_examples import refuse_repeats, require_same_dat
 from dp_microadam.training.settings import PrivacySettings
 from dp_microadam.training.torch_randomness import forked_torch
 from dp_microadam.training.training_data import TrainingData
+from dp_microadam.training.withheld import withheld
 
 if TYPE_CHECKING:
     from dp_microadam.training.private_step import PrivateStep
@@ -92,7 +93,7 @@ def check(step: PrivateStep, data: TrainingData, users: Any) -> None:
 def _check_model(step: PrivateStep, data: TrainingData) -> None:
     refuse_repeats(data.data)
     loading, model = step.loading, step.model
-    sample = step.guarded(data.sample)
+    sample = withheld(data.sample, shown=step.settings.show_private_metrics)
 
     def transformed(batch: Any) -> Any:
         with forked_torch(model):
@@ -100,7 +101,7 @@ def _check_model(step: PrivateStep, data: TrainingData) -> None:
 
     if loading.transforms:
         check_transform(lambda batch: loading.transformed(batch, model), sample, model, what=loading.transforms)
-    prepared = step.guarded(lambda: transformed(sample))
+    prepared = withheld(lambda: transformed(sample), shown=step.settings.show_private_metrics)
     numbers_of_rows = [] if data.units is None else widths(data.units.most)
     step.clip.check(phases_from(step.phases, step.account.updates), prepared, numbers_of_rows)
 

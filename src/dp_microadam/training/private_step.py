@@ -1,4 +1,4 @@
-"""A private training step: record, sample, clip, add noise, and the method updates; values that are made from the plan."""
+"""A private training step: plan → record → sample → clip → noise → update, with values that are made from the plan."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from dp_microadam.training.distributed import Ranks, broadcast_start, ranks_here
 from dp_microadam.training.evaluation import PerExample
 from dp_microadam.training.from_plan import account_of, check, mechanism_of, randomness_of, sampled_data
 from dp_microadam.training.given_data import refuse_wrapped_model
-from dp_microadam.training.method import Method, phase_at
+from dp_microadam.training.method import Method, Phase, phase_at
 from dp_microadam.training.rates import RunNoise
 from dp_microadam.training.settings import PerformanceSettings, PrivacySettings, settings_of
 from dp_microadam.training.training_data import Loading, TrainingData
 from dp_microadam.training.withheld import withheld
 from dp_microadam.validation import require_integer
 
-_COMPARE_EVERY = 100
-"""Steps between checks that all ranks have the same weights and optimizer state."""
+_COMPARE_EVERY = 100  # steps: whether all ranks have the same weights and optimizer state
 
 
 class PrivateStep:
@@ -42,34 +41,31 @@ class PrivateStep:
 
     Arguments:
         method: a method of ``dp_microadam.methods``, or a torch optimizer.
-        plan: a :class:`~dp_microadam.PrivacyPlan`, or an :class:`~dp_microadam.UnprotectedPlan` for a run
-            without clipping and noise.
+        plan: a :class:`~dp_microadam.PrivacyPlan`; or an :class:`~dp_microadam.plan.plan.UnprotectedPlan`, without clipping
+            and noise.
         loss: ``f(model, batch)`` returns one loss per example.
         train: a map-style Dataset, or tensors with examples along the first dimension; or later, by :meth:`attach`.
         users: the id of each training example's user, if the plan's unit is the user; only then.
         run_dir: the folder of the ledger and the privacy statement.
         privacy, performance: what the guarantee rests on besides the plan, and what changes time and memory alone.
-        prepare: applied to a batch before the model, for example dtype conversion or normalization by public constants.
-            Batches are moved to the model's device first.
+        prepare: applied to a batch on the model's device, for example dtype conversion or normalization by public constants.
         augment: applied to training batches before ``prepare``. It must treat each example independently of the rest of the
             batch and return one row per example; several views of an example are an extra dimension.
         max_steps: stop before the plan's last step.
         measures: functions like the loss, by name, which ``show_private_metrics`` shows beside it.
-        ranks: the processes that train together; by default those of torch.distributed, if it is initialised. Every rank
-            must construct its step at the same point, with the same arguments and data. Weights are broadcast from rank 0,
-            which also writes ``run_dir``.
+        ranks: the processes that train together; by default those of torch.distributed, if it is initialised. All must make
+            their step at the same point, with the same arguments and data. Rank 0 has the weights and writes ``run_dir``.
 
     Formal guarantees: whatever is computed from the gradients of the steps taken, and from data that is not the training data,
     is (ε, δ)-differentially private in the training data under adding or removing one example, with ε as the ledger says, if
-    there is no seed. If the plan's unit is the user, the same holds under adding or removing a user with all their examples
-    while the others keep their numbers, and how many examples a user has shows in nothing but timing. Excepted are timing,
-    whether a training batch could be processed at all, and what ``show_private_metrics`` shows. Assumes that ``loss``,
-    ``prepare`` and ``augment`` treat examples one by one (checked on synthetic data, as far as
-    :class:`~dp_microadam.ClippedGradients` says), that the Dataset does, and that the caller has no other access to the
-    training data. Dropout and augmentation must draw from torch's generators, which are made unpredictable for each step.
-    Several processes give the same guarantee to whoever sees what the run publishes: each draws from a part of the examples,
-    disjoint from the others', with the plan's rate, and adds all noise of its own slice of the coordinates from its own
-    entropy. They trust each other and the network between them: what one sends has noise in its own slice only.
+    there is no seed. If the plan's unit is the user, the same holds for users with all their examples while the others keep
+    their numbers, and how many examples a user has shows in nothing but timing. Excepted are timing, whether a training batch
+    could be processed at all, and what ``show_private_metrics`` shows. Assumes that ``loss``, ``prepare`` and ``augment`` treat
+    examples one by one (checked on synthetic data, as far as :class:`~dp_microadam.ClippedGradients` says), that the Dataset
+    does, and that the caller has no other access to the training data. Dropout and augmentation must draw from torch's
+    generators, which are made unpredictable for each step. Several processes give the same guarantee to whoever sees what the
+    run publishes: each draws from its own part of the examples, with the plan's rate, and adds all noise of its own slice of
+    the coordinates from its own entropy. They trust each other and the network between them.
     """
 
     def __init__(
@@ -106,8 +102,7 @@ class PrivateStep:
         self.phase = self.phases[0]
         last = min(plan.steps, plan.steps if max_steps is None else require_integer("max_steps", max_steps, 1))
         measured = {"loss": loss, **(measures or {})} if self.settings.show_private_metrics else {}
-        protected = isinstance(plan, PrivacyPlan)
-        self.clip = Clip(model, loss, self.phase, protected, self.settings, self.performance, measured)
+        self.clip = Clip(model, loss, self.phase, isinstance(plan, PrivacyPlan), self.settings, self.performance, measured)
         self.mechanism = mechanism_of(self)
         self.account = account_of(self, Path(run_dir), last)
         self._data: TrainingData | None = None
@@ -123,20 +118,23 @@ class PrivateStep:
         The step is written to the ledger before anything is sampled, and on disk before this returns or raises. A step that
         fails is spent too.
 
-        Raises:
-            PrivacyError: if all steps of the plan are spent, or if processing training examples failed; the original error
-                message may be private and is withheld.
+        Raises PrivacyError if all steps of the plan are spent, or if processing training examples failed; the original error
+        message may be private and is withheld.
         """
-        with self._one_at_a_time(), self.account.synced(), self._new_chain_on_failure():
-            index = self.account.record(self._phase_recorded())
+        with self._one_step():
+            phase = phase_at(self.phases, self.account.updates).name if len(self.phases) > 1 else None
+            index = self.account.record(phase)
             self._prepare_query(index)
             with self.ranks.together():
                 with self.account.synced():  # before other ranks hear of a failure, too
-                    sums = self.guarded(lambda: self._sampled_and_clipped(index))
+                    sums = withheld(lambda: self._sampled_and_clipped(index), shown=self.settings.show_private_metrics)
                 noisy_sums = self.mechanism.add_noise(sums, step=index)
             self.ranks.sum_(noisy_sums, self.mechanism.noised)
             means = self.mechanism.mean(noisy_sums, like=sums)
-            return self._finished(means)
+            self.clip.forget()  # the sums without noise
+            self.account.updates += 1
+            self.training_metrics = self.clip.means(self.ranks)
+            return scatter_rows(means, self.clip.row_masks)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """The privatized gradients of the remaining steps, one after the other. Begins the run unless it was resumed."""
@@ -166,10 +164,7 @@ class PrivateStep:
     def attach(self, train: Any, users: Any = None) -> None:
         """Set the training data. Between steps it may be in another order, and begins a session that counts by itself in ε.
 
-        ``users`` has the id of each example's user, if users are the plan's unit.
-
-        Raises:
-            InputError: if the data does not match the plan or differs between ranks, or if examples interact in the model.
+        Raises InputError if it does not match the plan or differs between ranks, or if examples interact in the model.
         """
         if self.account.begin_session():
             self.continued()
@@ -177,10 +172,9 @@ class PrivateStep:
         check(self, self._data, users)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the run of the checkpoint that this state was saved in. Steps after it are lost and stay spent.
+        """Continue the run of the checkpoint that this state was saved in, if it is the one in ``run_dir``; or PrivacyError.
 
-        Raises:
-            PrivacyError: if that is not the run in ``run_dir``, or its ledger cannot be continued.
+        Steps after it are lost and stay spent.
         """
         self.account.load_state_dict(state)
         self.continued()
@@ -191,20 +185,13 @@ class PrivateStep:
 
     def enter_phase(self) -> bool:
         """Switch to the phase of the next step, as :meth:`take` does too; returns whether the phase changed."""
-        before, self.phase = self.phase, phase_at(self.phases, self.account.updates)
-        if self.phase != before:
-            self._enter()
-        return self.phase != before
-
-    def refuse_diverged(self) -> None:
-        """Raise an error unless all ranks have the same weights and optimizer state."""
-        refuse_diverged(self.ranks, self.model, self.method.optimizer, self.position)
+        phase = phase_at(self.phases, self.account.updates)
+        if changed := phase != self.phase:
+            self._enter(phase)
+        return changed
 
     def write_privacy(self, folder: str | Path | None = None, group_size: int = 1) -> None:
-        """Write ``privacy.json`` and ``privacy.txt`` for the steps spent so far into ``folder``, by default ``run_dir``.
-
-        With a ``group_size`` they also say ε for somebody with up to so many examples, or for so many users together.
-        """
+        """Write ``privacy.json`` and ``privacy.txt`` for the steps spent so far, with ε for a group if it has a size."""
         if self.ranks.main:
             into = self.account.run_dir if folder is None else Path(folder)
             self.account.write_statement(into, group_size, shows_training=self.settings.show_private_metrics)
@@ -216,19 +203,12 @@ class PrivateStep:
         self.account.close()
         self._data = None
 
-    def guarded(self, work: Callable[[], Any]) -> Any:
-        """What ``work`` on training examples returns; error messages that may be private are withheld."""
-        return work() if self.settings.show_private_metrics else withheld(work)
-
-    def _phase_recorded(self) -> str | None:
-        return phase_at(self.phases, self.account.updates).name if len(self.phases) > 1 else None
-
     def _prepare_query(self, index: int) -> None:
         """The phase of step ``index``, and by what its gradients are multiplied before they are clipped."""
         if self._data is None:
             raise InputError("no training data is attached; pass it as train, or call attach")
         if index == 1 or index % _COMPARE_EVERY == 0:
-            self.refuse_diverged()
+            refuse_diverged(self.ranks, self.model, self.method.optimizer, self.position)
         self.enter_phase()
         self.clip.scale = {}
         if type(self.method).scale is not Method.scale:
@@ -239,44 +219,32 @@ class PrivateStep:
         self.clip.row_masks = self.method.row_masks()
 
     def _sampled_and_clipped(self, index: int) -> dict[str, Tensor]:
-        """The sum over this rank's part of the sample of step ``index``, for the rows that train."""
         assert self._data is not None
         with self._data.step(index) as chunks:
             return self.clip(chunks)
 
-    def _finished(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The means, with zeros in the rows that do not train; the sums without noise are forgotten."""
-        self.clip.forget()
-        self.account.updates += 1
-        self.training_metrics = self.clip.means(self.ranks)
-        return scatter_rows(means, self.clip.row_masks)
-
-    def _enter(self) -> None:
-        self.clip.enter(self.phase)
-        self.method.enter(self.phase)
-
     def continued(self) -> None:
         """Take up the position of the account, as a resumed run has to."""
         self.mechanism.forget_noise()
-        self.phase = phase_at(self.phases, self.account.updates)
-        self._enter()
+        self._enter(phase_at(self.phases, self.account.updates))
         if self._data is not None:
             self._data.continue_at(self.position)
 
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        self.clip.enter(phase)
+        self.method.enter(phase)
+
     @contextmanager
-    def _one_at_a_time(self) -> Iterator[None]:
+    def _one_step(self) -> Iterator[None]:
+        """One thread at a time. A step that fails, fails on all ranks, of which some drew its noise: all begin a new chain."""
         if not self._taking.acquire(blocking=False):
             raise PrivacyError("another thread is taking a step, and two would add up their examples; take one after the other")
         try:
-            yield
-        finally:
-            self._taking.release()
-
-    @contextmanager
-    def _new_chain_on_failure(self) -> Iterator[None]:
-        """A step that fails, fails on all ranks, but some may have drawn its noise: all of them begin a new chain."""
-        try:
-            yield
+            with self.account.synced():
+                yield
         except BaseException:
             self.mechanism.forget_noise()
             raise
+        finally:
+            self._taking.release()

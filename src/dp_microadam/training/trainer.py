@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from dp_microadam.errors import InputError
 from dp_microadam.plan.plan import PrivacyPlan, UnprotectedPlan
-from dp_microadam.training.distributed import ProcessLost, Ranks, ranks_here
+from dp_microadam.training.distributed import ProcessLost, Ranks, ranks_here, refuse_diverged
 from dp_microadam.training.evaluation import PerExample, ValidationMetrics, in_words
 from dp_microadam.training.given_data import count_examples
 from dp_microadam.training.method import Method, WeightAverage
@@ -183,7 +183,7 @@ class PrivateTrainer:
                 self._call_back(None)
                 self._loop(validation, progress, interruption)
                 if not account.remaining:
-                    self.step.refuse_diverged()
+                    refuse_diverged(self.ranks, self.model, self.optimizer, self.step.position)
                 self.ranks.from_main(self._checkpoint)
                 self._saved_position = self.step.position
         except ProcessLost as error:

@@ -118,14 +118,16 @@ _switching, _depth = threading.Lock(), 0
 _hooks: tuple[Any, ...] = ()
 
 
-def withheld(work: Callable[[], Result]) -> Result:
+def withheld(work: Callable[[], Result], *, shown: bool = False) -> Result:
     """Call ``work``, which processes training examples; errors, warnings and log messages say nothing of them.
 
     Which examples fail, how many and how is private. Our own errors keep their message with all numbers removed, because these
     may describe sampled examples, unless they came from reading an example and may name it. Of any other error only the type
     and the stage are reported, with how to see it on made-up examples. The original error is not attached: no traceback and no
-    ``__context__`` leads to it.
+    ``__context__`` leads to it. With ``shown`` everything is shown, outside of any guarantee.
     """
+    if shown:
+        return work()
     replacement: BaseException
     try:
         with muted():

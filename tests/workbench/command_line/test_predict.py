@@ -12,8 +12,8 @@ from PIL import Image
 
 from dp_microadam import InputError, Method, MicroAdam, PrivacyPlan, PrivateTrainer
 from dp_microadam.training.evaluation import class_loss
-from dp_microadam.training.program import load_program
 from dp_microadam.workbench.command_line.cli import main
+from dp_microadam.workbench.command_line.programs import load_program
 from dp_microadam.workbench.command_line.running import open_run
 from dp_microadam.workbench.data import Preparation
 from dp_microadam.workbench.data.raw import RawImages

@@ -16,9 +16,10 @@ from thoroughness import examples
 from dp_microadam.clipping import per_example
 from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.errors import InputError
-from dp_microadam.training.evaluation import class_loss, over_views
+from dp_microadam.training.evaluation import class_loss
 from dp_microadam.workbench.data.augmentation import SMALLEST_AREA, WIDEST_RATIO, Augmentation, random_box, random_crop, shifted
 from dp_microadam.workbench.models import wide_resnet
+from dp_microadam.workbench.recipes.measures import over_views
 
 DRAWS = 40_000
 P_VALUE = 1e-8

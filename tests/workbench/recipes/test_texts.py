@@ -13,7 +13,7 @@ from tiny_text_models import LENGTH, save_bert, save_llama, write_messages
 from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.clipping.per_example import clipped_sum
 from dp_microadam.errors import InputError
-from dp_microadam.training.evaluation import class_loss, next_token_loss
+from dp_microadam.training.evaluation import class_loss
 from dp_microadam.workbench import models
 from dp_microadam.workbench.command_line.cli import main
 from dp_microadam.workbench.models.hugging_face import (
@@ -25,6 +25,7 @@ from dp_microadam.workbench.models.hugging_face import (
     text_encoder,
 )
 from dp_microadam.workbench.recipes.assemble import assemble
+from dp_microadam.workbench.recipes.measures import next_token_loss
 from dp_microadam.workbench.recipes.recipe_files import load_recipe
 
 pytest.importorskip("peft")

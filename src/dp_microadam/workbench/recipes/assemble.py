@@ -22,15 +22,7 @@ from dp_microadam.plan.bands import DEFAULT_NOISE_MEMORY_GIB
 from dp_microadam.plan.plan import PrivacyPlan, UnprotectedPlan
 from dp_microadam.plan.selection_plan import SelectionPlan
 from dp_microadam.training.distributed import Ranks, ranks_here
-from dp_microadam.training.evaluation import (
-    PerExample,
-    class_hits,
-    class_loss,
-    next_token_hits,
-    next_token_loss,
-    over_views,
-    weighted_class_loss,
-)
+from dp_microadam.training.evaluation import PerExample, class_hits, class_loss
 from dp_microadam.training.frozen_features import FrozenFeatures
 from dp_microadam.training.method import Method
 from dp_microadam.training.progress import Fraction
@@ -46,6 +38,7 @@ from dp_microadam.workbench.data.images import ImageFolder
 from dp_microadam.workbench.data.sources import load
 from dp_microadam.workbench.recipes.canaries import Canaries, add_canaries, canaries_in_words, with_canary_key
 from dp_microadam.workbench.recipes.experiment import Experiment
+from dp_microadam.workbench.recipes.measures import next_token_hits, next_token_loss, over_views, weighted_class_loss
 from dp_microadam.workbench.recipes.recipe import Recipe
 from dp_microadam.workbench.recipes.recipe_files import located_options
 from dp_microadam.workbench.recipes.texts import text_arguments, texts_in_words

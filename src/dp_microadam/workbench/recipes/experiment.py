@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from dp_microadam.errors import DPMicroAdamError, InputError
 from dp_microadam.plan.learning_rate import too_much_noise
-from dp_microadam.training.evaluation import ClassCounts, PerExample, count_hits, document_hits, document_tokens, evaluate
+from dp_microadam.training.evaluation import PerExample, evaluate
 from dp_microadam.training.export import Deployment, normalization_in_words
 from dp_microadam.training.frozen_features import FrozenFeatures
 from dp_microadam.training.program import for_deployment
@@ -24,6 +24,7 @@ from dp_microadam.workbench.data.dataset import Examples, LabelledData, count_us
 from dp_microadam.workbench.data.images import ImageFolder
 from dp_microadam.workbench.models.hugging_face import TextModel
 from dp_microadam.workbench.recipes.canaries import Canaries
+from dp_microadam.workbench.recipes.measures import ClassCounts, count_hits, document_hits, document_tokens
 from dp_microadam.workbench.recipes.recipe import Recipe
 from dp_microadam.workbench.recipes.texts import LanguageFigures, language_figures
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dp_microadam.durable_files import write_text_durably
 from dp_microadam.errors import InputError
 from dp_microadam.ledger.statement import STATEMENT_NAME
-from dp_microadam.training.evaluation import PerExample, document_nats, document_tokens
+from dp_microadam.training.evaluation import PerExample
 from dp_microadam.training.export import CARD, model_card, new_folder
 from dp_microadam.workbench.data.catalogue import known
 from dp_microadam.workbench.data.raw import TEXT_ENDINGS, texts_in
@@ -30,6 +30,7 @@ from dp_microadam.workbench.models.hugging_face import (
     text_loading_code,
 )
 from dp_microadam.workbench.recipes import keys
+from dp_microadam.workbench.recipes.measures import document_nats, document_tokens
 from dp_microadam.workbench.recipes.recipe import Recipe
 from dp_microadam.workbench.recipes.recipe_files import located_options
 

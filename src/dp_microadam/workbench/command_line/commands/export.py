@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
         return _export_run_from_python(options.run_dir, output, options.group_size)
 
     from dp_microadam.training.export import AVERAGED_WEIGHTS, PROGRAM, WEIGHTS, export_run
-    from dp_microadam.training.program import load_program
+    from dp_microadam.workbench.command_line.programs import load_program
     from dp_microadam.workbench.recipes.experiment import loading_code
     from dp_microadam.workbench.recipes.texts import export_texts
 

@@ -70,7 +70,7 @@ def _opened(folder: Path, trust: bool) -> tuple[Callable[..., Any], Any, tuple[s
     from dp_microadam.training.export import CONTRACT, Contract
 
     if (folder / CONTRACT).is_file():
-        from dp_microadam.training.program import load_program
+        from dp_microadam.workbench.command_line.programs import load_program
         from dp_microadam.workbench.data.raw import raw_input
 
         contract = Contract.read(folder)

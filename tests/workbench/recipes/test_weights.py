@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from dp_microadam import InputError, PerformanceSettings
 from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.sampling.poisson import PoissonSampler
-from dp_microadam.training.evaluation import class_loss, weighted_class_loss
+from dp_microadam.training.evaluation import class_loss
 from dp_microadam.workbench.recipes.assemble import assemble
+from dp_microadam.workbench.recipes.measures import weighted_class_loss
 from dp_microadam.workbench.recipes.recipe import Recipe
 
 

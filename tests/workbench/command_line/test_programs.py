@@ -15,9 +15,10 @@ from torch.export.pt2_archive import PT2ArchiveWriter
 
 from dp_microadam import InputError
 from dp_microadam.training.export import CONTRACT, Contract
-from dp_microadam.training.program import DeployedModel, RawTensor, load_program, save_program
+from dp_microadam.training.program import DeployedModel, RawTensor, save_program
 from dp_microadam.workbench import models
 from dp_microadam.workbench.command_line.cli import main
+from dp_microadam.workbench.command_line.programs import load_program
 from dp_microadam.workbench.data.raw import RawImages
 
 GRAPH, WEIGHTS = "models/model.json", "data/weights/model_weights_config.json"
@@ -206,7 +207,7 @@ def test_a_program_gives_what_torch_s_own_loader_gives(tmp_path, made):
 def test_a_published_program_names_no_folder_of_the_machine(tmp_path):
     content = sent(tmp_path).read_bytes()
     assert str(Path(torch.__file__).parents[1]).encode() not in content
-    assert str(Path(__file__).parents[2]).encode() not in content
+    assert str(Path(__file__).parents[3]).encode() not in content
 
 
 @pytest.mark.parametrize("elsewhere", ["../own.pt2", "/tmp/own.pt2", "other/model.pt2"])
