@@ -156,7 +156,7 @@ def test_a_collate_function_that_would_not_be_called_is_refused(tmp_path):
 
 
 def test_loaders_and_models_of_a_name_refuse_what_they_do_not_know():
-    sampler = PoissonSampler(8, 4, steps=1)
+    sampler = PoissonSampler(PrivacyPlan(8, 4, 1.0, 1, 1e-3))
     with pytest.raises(InputError, match="did you mean pin_memory"):
         sampler.load(torch.zeros(8), pin_memry=True)
     for name in BUILDERS:

@@ -69,8 +69,7 @@ _OF_OPACUS = {
 _OF_SETTINGS = {
     "privacy=PrivacySettings": ("secure", "seed", "public", "unit_name", "show_private_metrics", "synthetic_batch"),
     "performance=PerformanceSettings": (
-        *("physical_batch_size", "num_workers", "loader_options", "strategy", "autocast"),
-        *("noise_history", "noise_memory_gib"),
+        *("physical_batch_size", "num_workers", "loader_options", "strategy", "autocast", "noise_memory_gib"),
     ),
     "record=RecordSettings": (
         *("evaluate_every", "checkpoint_every", "checkpoint_minutes", "keep_checkpoints"),

@@ -18,7 +18,7 @@ from opacus.accountants.analysis.rdp import compute_rdp
 from thoroughness import examples
 
 from dp_microadam.accounting import costs as accounting
-from dp_microadam.accounting import one_step, privacy_loss
+from dp_microadam.accounting import privacy_loss
 from dp_microadam.accounting.costs import (
     ORDERS,
     SubsampledGaussian,
@@ -26,8 +26,8 @@ from dp_microadam.accounting.costs import (
     first_non_negative,
     group_epsilon,
     least_noise_multiplier,
-    rdp_of_one_step,
 )
+from dp_microadam.accounting.one_step import ADDED, REMOVED, REPLACED, loss_of_one_step, rdp_of_one_step
 from dp_microadam.errors import InputError
 
 PAPER = SubsampledGaussian(4096 / 45_000, 3.0, 2480)
@@ -209,12 +209,12 @@ def test_pld_errs_upwards_without_subsampling(noise, steps, delta):
 @pytest.mark.parametrize("delta", [1e-3, 1e-9, 1e-15])
 @pytest.mark.parametrize(("rate", "noise"), [(1e-6, 0.3), (1e-4, 1.0), (0.1, 3.0), (0.9, 0.5), (0.999999, 2.0), (0.01, 100.0)])
 def test_pld_errs_upwards_in_both_directions(rate, noise, delta):
-    for removed in (True, False):
-        exact = epsilon_of_one_step(rate, noise, delta, removed)
-        law = one_step.loss_of_one_step((1 - rate, rate), noise, removed, privacy_loss.reach_for(delta, 1))
+    for change in (REMOVED, ADDED):
+        exact = epsilon_of_one_step(rate, noise, delta, change == REMOVED)
+        law = loss_of_one_step(rate, noise, privacy_loss.reach_for(delta, 1), change)
         ours = privacy_loss.epsilon_of_composition([(law, 1)], delta)
         # So far out in the tail of one step with (1e-4, 1.0) its loss falls so slowly that bounds of rounding are felt.
-        assert exact <= ours <= exact * (1.02 if (rate, delta) == (1e-4, 1e-15) else 1.0005), removed
+        assert exact <= ours <= exact * (1.02 if (rate, delta) == (1e-4, 1e-15) else 1.0005), change
 
 
 def test_pld_errs_upwards_for_several_runs_and_for_groups():
@@ -232,16 +232,16 @@ def test_a_run_in_two_parts_spends_what_it_spends_in_one():
     assert epsilon([begin, rest], 1e-12, "pld") == pytest.approx(epsilon([part], 1e-12, "pld"), rel=1e-8)
 
 
-@pytest.mark.parametrize("removed", [True, False])
+@pytest.mark.parametrize("change", [REMOVED, ADDED, REPLACED])
 @pytest.mark.parametrize(("rate", "noise"), [(1e-6, 0.3), (0.1, 3.0), (1.0, 50.0), (0.999999, 2.0), (1e-9, 1e4)])
-def test_a_discretised_step_keeps_probability_under_both_datasets(rate, noise, removed):
-    law = one_step.loss_of_one_step((1 - rate, rate), noise, removed, 12.0)
+def test_a_discretised_step_keeps_probability_under_both_datasets(rate, noise, change):
+    law = loss_of_one_step(rate, noise, 12.0, change)
     for exponents in (law.log_masses, law.log_masses - law.losses):
         assert abs(math.fsum(np.exp(exponents)) - 1) < 1e-13
 
 
 def test_delta_that_double_precision_cannot_hold_is_refused():
-    with pytest.raises(InputError, match=r"delta is 1e-300; the pld accountant takes at least .*e-290 for 2480 steps"):
+    with pytest.raises(InputError, match=r"delta is 1e-300; for pld it must be at least .*e-290 after 2480 steps"):
         epsilon([PAPER], 1e-300, "pld")
 
 
@@ -277,7 +277,7 @@ def test_too_little_noise_for_pld_is_answered_by_rdp():
 
 
 def test_more_steps_than_pld_counts_are_refused():
-    with pytest.raises(InputError, match="the pld accountant takes at most"):
+    with pytest.raises(InputError, match="for pld it must be at most"):
         epsilon([SubsampledGaussian(0.1, 100.0, 10**8)], 1e-5, "pld")
 
 

@@ -12,7 +12,7 @@ from thoroughness import examples
 
 from dp_microadam import PrivacyPlan
 from dp_microadam.accounting.costs import SubsampledGaussian, epsilon
-from dp_microadam.accounting.meaning import loss_of_one_replacement, replace_one_epsilon
+from dp_microadam.accounting.meaning import replace_one_epsilon
 from dp_microadam.accounting.one_step import Cap
 from dp_microadam.errors import InputError
 
@@ -85,13 +85,6 @@ def test_no_two_contributions_tell_more_than_opposite_ones(q, sigma, eps, length
     v = lengths[1] * np.array([math.cos(angle), math.sin(angle)])
     opposite = hockey_stick(q, sigma, np.array([1.0, 0.0]), np.array([-1.0, 0.0]), eps)
     assert hockey_stick(q, sigma, u, v, eps) <= opposite * (1 + 1e-6) + 1e-9
-
-
-@pytest.mark.parametrize(("rate", "noise"), [(1e-6, 0.3), (0.1, 3.0), (1.0, 50.0), (0.999999, 2.0), (1e-9, 1e4)])
-def test_a_discretised_replacement_keeps_probability_under_both_datasets(rate, noise):
-    law = loss_of_one_replacement(SubsampledGaussian(rate, noise, 1), 12.0)
-    for exponents in (law.log_masses, law.log_masses - law.losses):
-        assert abs(math.fsum(np.exp(exponents)) - 1) < 1e-13
 
 
 def test_with_bands_replacing_is_that_of_the_steps_of_one_group():

@@ -14,13 +14,13 @@ from scipy.special import ndtr
 from thoroughness import examples
 
 from dp_microadam.accounting import costs as accounting
-from dp_microadam.accounting import one_step, privacy_loss
+from dp_microadam.accounting import privacy_loss
 from dp_microadam.accounting.costs import (
     SubsampledGaussian,
     epsilon,
     group_epsilon,
 )
-from dp_microadam.accounting.one_step import Cap, loss_of_capped_step, rdp_of_capped_step
+from dp_microadam.accounting.one_step import ADDED, REMOVED, REPLACED, Cap, PrivacyLoss, loss_of_one_step, rdp_of_capped_step
 from dp_microadam.errors import InputError
 
 ISSUE = {"sample_rate": 1024 / 45_000, "noise_multiplier": 1.7084, "steps": 2000}
@@ -121,7 +121,7 @@ def exact_delta(values: list[float], rate: float, cap: int, sigma: float, bound:
     return float(np.sum(np.maximum(0.0, first - math.exp(bound) * second)) * (axis[1] - axis[0]))
 
 
-@pytest.mark.parametrize("removed", [True, False])
+@pytest.mark.parametrize("change", [REMOVED, ADDED])
 @examples(60, quick=4)
 @given(
     others=st.lists(st.sampled_from([-1.0, -0.5, 0.0, 1.0]), min_size=1, max_size=5),
@@ -131,12 +131,12 @@ def exact_delta(values: list[float], rate: float, cap: int, sigma: float, bound:
     sigma=st.floats(0.4, 2.0),
     bound=st.floats(0.0, 4.0),
 )
-def test_epsilon_is_never_understated_for_the_mechanism_itself(removed, others, first, rate, share, sigma, bound):
+def test_epsilon_is_never_understated_for_the_mechanism_itself(change, others, first, rate, share, sigma, bound):
     """One step enumerated: every sample, and everyone who may be dropped from it. Both pairs of the theorem bound its δ."""
     population = 1 + len(others)
     cap = Cap(max(1, round(share * population)), population)
-    exact = exact_delta([first, *others], rate, cap.units, sigma, bound, removed=removed)
-    for law in (loss_of_capped_step(rate, sigma, cap, 1, removed, 12.0), tighter_law(rate, sigma, cap, removed)):
+    exact = exact_delta([first, *others], rate, cap.units, sigma, bound, removed=change == REMOVED)
+    for law in (loss_of_one_step(rate, sigma, 12.0, change, cap), tighter_law(rate, sigma, cap, change)):
         assert delta_of(law, bound) >= exact - 1e-9
     divergence = rdp_of_capped_step(rate, sigma, cap)
     alphas = np.array(accounting.ORDERS)
@@ -145,21 +145,21 @@ def test_epsilon_is_never_understated_for_the_mechanism_itself(removed, others, 
     assert converted.min() >= exact - 1e-9
 
 
-def tighter_law(rate: float, sigma: float, cap: Cap, removed: bool) -> one_step.PrivacyLoss:
+def tighter_law(rate: float, sigma: float, cap: Cap, change: str) -> PrivacyLoss:
     """The pair of the theorem that RDP uses, as a privacy loss distribution."""
     full, kept = cap.reached(rate), cap.kept(rate)
-    parts = [(one_step.loss_of_one_step((1 - rate, rate), sigma, removed, 12.0), 1 - full)]
+    parts = [(loss_of_one_step(rate, sigma, 12.0, change), 1 - full)]
     if full:
-        parts.append((one_step.loss_of_one_step((1 - kept, kept), sigma / 2, removed, 12.0), full))
+        parts.append((loss_of_one_step(kept, sigma / 2, 12.0, change), full))
     with np.errstate(divide="ignore"):
-        return one_step.PrivacyLoss(
+        return PrivacyLoss(
             np.concatenate([law.losses for law, _ in parts]),
             np.concatenate([law.log_masses + np.log(share) for law, share in parts]),
             parts[0][0].log_infinite,
         )
 
 
-def delta_of(law: one_step.PrivacyLoss, bound: float) -> float:
+def delta_of(law: PrivacyLoss, bound: float) -> float:
     return math.exp(law.log_infinite) + float(np.sum(np.exp(law.log_masses) * -np.expm1(np.minimum(0, bound - law.losses))))
 
 
@@ -168,7 +168,7 @@ def test_the_bound_is_nearly_attained_when_the_cap_is_always_reached():
     cap = Cap(1, 2)
     assert (cap.reached(1.0), cap.kept(1.0)) == (1.0, pytest.approx(0.5))
     exact = exact_delta([1.0, -1.0], 1.0, 1, 1.0, 1.0, removed=True)
-    assert delta_of(tighter_law(1.0, 1.0, cap, True), 1.0) == pytest.approx(exact, abs=1e-5)
+    assert delta_of(tighter_law(1.0, 1.0, cap, REMOVED), 1.0) == pytest.approx(exact, abs=1e-5)
 
 
 @examples(100)
@@ -232,7 +232,7 @@ def test_pld_of_a_replaced_step_errs_upwards(rate, noise, delta):
             exact = float(loss(high))
         else:
             exact = 0.0
-    law = one_step.loss_of_replaced_step((1 - rate, rate), noise, privacy_loss.reach_for(delta, 1))
+    law = loss_of_one_step(rate, noise, privacy_loss.reach_for(delta, 1), REPLACED)
     ours = privacy_loss.epsilon_of_composition([(law, 1)], delta)
     assert exact * (1 - 1e-12) <= ours <= exact * (1.02 if (rate, delta) == (1e-4, 1e-15) else 1.0005)
 
@@ -281,7 +281,7 @@ def exact_group_delta(size: int, others: int, rate: float, cap: int, sigma: floa
 )
 def test_groups_are_never_understated(size, others, cap, rate, sigma, bound):
     exact = exact_group_delta(size, others, rate, cap, sigma, bound)
-    laws = [loss_of_capped_step(rate, sigma, Cap(cap, size + others), size, removed, 12.0) for removed in (True, False)]
+    laws = [loss_of_one_step(rate, sigma, 12.0, change, Cap(cap, size + others), size) for change in (REMOVED, ADDED)]
     assert max(delta_of(law, bound) for law in laws) >= exact - 1e-9
 
 

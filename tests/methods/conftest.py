@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 from flat import flat
+from samplers import sampler_of
 from torch import nn
 
 from dp_microadam import PrivacyPlan, PrivateTrainer
 from dp_microadam.noise.randomness import Randomness
-from dp_microadam.sampling.poisson import PoissonSampler
 from dp_microadam.training.trainer import UnprotectedPlan
 
 SEED, BOUND, SIGMA, EXAMPLES, BATCH = 7, 0.6, 0.8, 8, 4
@@ -44,7 +44,7 @@ class ByHand:
         self.private = private
         self.weights = {name: value.numpy().copy() for name, value in tiny_network().state_dict().items()}
         self.inputs, self.targets = (part.numpy() for part in examples())
-        sampler = PoissonSampler(EXAMPLES, BATCH, steps=steps, randomness=Randomness.seeded(SEED))
+        sampler = sampler_of(EXAMPLES, BATCH, steps, seed=SEED)
         self.samples = [[int(i) for chunk in step.chunks for i in chunk] for step in sampler]
         self.noise = Randomness.seeded(SEED)
 

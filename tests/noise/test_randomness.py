@@ -27,7 +27,7 @@ def test_torch_generators_collide_where_ours_do_not():
 
 
 @pytest.mark.parametrize("secure", [False, True])
-@pytest.mark.parametrize("distance", [2**32, 2**64, 2**96, 2**128])
+@pytest.mark.parametrize("distance", [2**32, 2**48, 2**62])
 def test_runs_whose_32_bit_seeds_would_collide_differ(secure, distance):
     one, other = (Randomness.seeded(seed, secure=secure) for seed in (1, 1 + distance))
     assert not torch.equal(one.normals("noise", 0, 8), other.normals("noise", 0, 8))

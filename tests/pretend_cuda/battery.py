@@ -168,7 +168,7 @@ def mechanism(dtype: torch.dtype, secure: bool, bands: int) -> None:
     plan = PrivacyPlan(60, 6, 1.3, 9, 1e-2, bands=bands)
     sums = {str(i): torch.randn(size, generator=draw).to(dtype) for i, size in enumerate(((70, 9), (5,), (1,)))}
     for where in (CPU, HERE):
-        chain = GaussianMechanism.from_plan(plan, 0.7, randomness=Randomness.seeded(5, secure=secure))
+        chain = GaussianMechanism(plan, 0.7, randomness=Randomness.seeded(5, secure=secure))
         for step in range(4):
             here = {name: total.clone() for name, total in moved(sums, where).items()}
             with Watch() as watch:

@@ -11,31 +11,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from samplers import membership, sampler_of
 from scipy import stats
 from thoroughness import examples
 
-from dp_microadam import InputError, PrivacyPlan
-from dp_microadam.noise.randomness import Randomness
-from dp_microadam.sampling import poisson as dropping
 from dp_microadam.sampling import poisson as sampling
-from dp_microadam.sampling.poisson import PoissonSampler, keep_smallest
+from dp_microadam.sampling.poisson import keep_smallest
 from dp_microadam.sampling.users import Units
 
 ALARM = 1e-7
 SIZE, BATCH, CAP, STEPS = 300, 100, 104, 800
 
 
-def membership(sampler: PoissonSampler) -> np.ndarray:
-    drawn = np.zeros((len(sampler), sampler.dataset_size), dtype=np.int64)
-    for row, step in zip(drawn, sampler, strict=True):
-        for indices in step.chunks:
-            row[indices.numpy()] += 1
-    return drawn
-
-
 @pytest.fixture(scope="module")
 def drawn() -> np.ndarray:
-    return membership(PoissonSampler(SIZE, BATCH, steps=STEPS, physical_batch_size=16, max_batch_size=CAP))
+    return membership(sampler_of(SIZE, BATCH, STEPS, physical_batch_size=16, max_batch_size=CAP))
 
 
 def spread_of_examples(drawn: np.ndarray) -> float:
@@ -71,13 +61,13 @@ def test_every_example_is_included_with_the_same_probability_and_dropped_with_th
 
 def test_a_cap_that_drops_the_last_ones_would_be_seen(monkeypatch):
     monkeypatch.setattr(sampling, "keep_smallest", lambda own, most, exchange: np.arange(len(own)) < most)
-    wrong = membership(PoissonSampler(SIZE, BATCH, steps=STEPS, max_batch_size=BATCH, randomness=Randomness.seeded(1)))
+    wrong = membership(sampler_of(SIZE, BATCH, STEPS, max_batch_size=BATCH, seed=1))
     assert wrong.sum(axis=1).max() == BATCH
     assert spread_of_examples(wrong) < ALARM
 
 
 def test_all_sets_of_the_allowed_size_are_equally_likely():
-    sampler = PoissonSampler(5, 4, steps=1500, max_batch_size=4)
+    sampler = sampler_of(5, 4, 1500, max_batch_size=4)
     found = Counter(tuple(torch.cat(step.chunks).tolist()) for step in sampler if sum(map(len, step.chunks)) == 4)
     assert len(found) == 5
     assert stats.chisquare(list(found.values())).pvalue > ALARM
@@ -94,10 +84,7 @@ def test_steps_are_independent_under_a_cap(drawn):
 
 
 def test_below_the_cap_the_sample_is_to_the_bit_that_without_one():
-    free, capped = (
-        membership(PoissonSampler(SIZE, BATCH, steps=60, randomness=Randomness.seeded(3), max_batch_size=cap))
-        for cap in (None, CAP)
-    )
+    free, capped = (membership(sampler_of(SIZE, BATCH, 60, seed=3, max_batch_size=cap)) for cap in (None, CAP))
     within = free.sum(axis=1) <= CAP
     assert 0 < within.sum() < 60
     assert (capped[within] == free[within]).all()
@@ -107,7 +94,7 @@ def test_below_the_cap_the_sample_is_to_the_bit_that_without_one():
 
 @pytest.mark.parametrize("cap", [104, 112, 160])
 def test_a_step_has_at_most_as_many_chunks_as_the_cap_fills(cap):
-    for step in PoissonSampler(SIZE, BATCH, steps=200, physical_batch_size=16, max_batch_size=cap):
+    for step in sampler_of(SIZE, BATCH, 200, physical_batch_size=16, max_batch_size=cap):
         assert len(step.chunks) <= -(-cap // 16)
 
 
@@ -148,10 +135,8 @@ def drawn_by_ranks(ranks: int, size: int, batch: int, steps: int, cap: int, seed
     meeting = Meeting(ranks)
 
     def run(rank: int) -> np.ndarray:
-        randomness = Randomness.from_entropy() if seed is None else Randomness.seeded(seed)
-        shard, exchange = range(*edges[rank]), meeting.of(rank)
-        options = {"max_batch_size": cap, "exchange": exchange, "bands": bands, "shard": shard, "randomness": randomness}
-        return membership(PoissonSampler(size, batch, steps=steps, **options))
+        own = {"exchange": meeting.of(rank), "shard": range(*edges[rank]), "seed": seed}
+        return membership(sampler_of(size, batch, steps, max_batch_size=cap, bands=bands, **own))
 
     with ThreadPoolExecutor(ranks) as pool:
         return sum(pool.map(run, range(ranks)))
@@ -160,7 +145,7 @@ def drawn_by_ranks(ranks: int, size: int, batch: int, steps: int, cap: int, seed
 @pytest.mark.parametrize(("ranks", "bands"), [(2, 1), (3, 4), (5, 7)])
 def test_a_seeded_sample_under_a_cap_does_not_depend_on_how_the_examples_are_divided(ranks, bands):
     together = drawn_by_ranks(ranks, 101, 12, 40, 13, 3, bands)
-    one = PoissonSampler(101, 12, steps=40, bands=bands, max_batch_size=13, randomness=Randomness.seeded(3))
+    one = sampler_of(101, 12, 40, bands=bands, max_batch_size=13, seed=3)
     assert (together == membership(one)).all()
     assert together.sum(axis=1).max() == 13
 
@@ -174,9 +159,7 @@ def test_the_cap_is_for_all_processes_together_and_nobodys_chances_depend_on_the
 
 def test_with_bands_every_group_counts_as_equally_large():
     """103 examples in 4 groups: one of 25, with an empty place. All places are taken at rate 1, and 25 of 26 are kept."""
-    sampler = PoissonSampler(103, 25, steps=400, bands=4, max_batch_size=25)
-    drawn = membership(sampler)
-    assert sampler.sample_rate == 100 / 103
+    drawn = membership(sampler_of(103, 25, 400, bands=4, max_batch_size=25))
     sizes = drawn[3::4].sum(axis=1)  # of the group with 25 members
     assert set(sizes.tolist()) <= set(range(26))
     # All 26 places are drawn with probability q²⁶, and then one of the 25 members is dropped 25 times in 26.
@@ -187,21 +170,10 @@ def test_with_bands_every_group_counts_as_equally_large():
 
 def test_users_are_capped_as_users():
     units = Units(np.repeat(np.arange(40), 3), 2)
-    sampler = PoissonSampler(40, 20, steps=50, physical_batch_size=8, units=units, max_batch_size=21)
-    for step in sampler:
+    for step in sampler_of(40, 20, 50, physical_batch_size=8, units=units, max_batch_size=21):
         assert sum(len(chunk.weights) for chunk in step.chunks) <= 21
-
-
-def test_the_plan_brings_its_cap_and_a_cap_below_the_expected_batch_is_refused():
-    plan = PrivacyPlan(SIZE, BATCH, 1.0, 10, 1e-5, max_batch_size=CAP)
-    sampler = PoissonSampler.from_plan(plan)
-    assert sampler.max_batch_size == CAP
-    assert f"max_batch_size={CAP}" in repr(sampler)
-    with pytest.raises(InputError, match="max_batch_size is 99, less than the expected batch_size 100"):
-        PoissonSampler(SIZE, BATCH, steps=1, max_batch_size=99)
 
 
 def test_priorities_have_106_bits():
     """Equal first numbers are decided by the second; a sampler draws both from its own source."""
     assert keep_smallest(np.array([[0.5, 0.2], [0.5, 0.1], [0.5, 0.3]]), 1).tolist() == [False, True, False]
-    assert dropping.alone(np.empty((0, 2)))[1] == 0

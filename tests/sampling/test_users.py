@@ -10,19 +10,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from samplers import sampler_of
 from scipy import optimize, stats
 from thoroughness import THOROUGH, examples
 from torch.utils.data import Dataset, TensorDataset
 
 from dp_microadam import InputError, PrivacyError, PrivacyPlan
-from dp_microadam.ledger.ledger import RunSettings
 from dp_microadam.noise.randomness import Randomness
 from dp_microadam.sampling.poisson import PoissonSampler
 from dp_microadam.sampling.users import Units, WeightedRows, widths
 
 ALARM = 1e-8
 STEPS = 3000 if THOROUGH else 1000
-SETTINGS = RunSettings(private=True, randomness="entropy", sensitivity=1.0)
 
 
 def ids_of(sizes, seed=0):
@@ -101,14 +100,8 @@ def test_two_users_are_never_taken_for_one_because_their_ids_are_missing_or_cut(
 )
 def test_each_user_brings_at_most_k_of_their_examples_in_batches_that_fit(sizes, most, room, seed):
     ids = ids_of(sizes, seed)
-    sampler = PoissonSampler(
-        len(sizes),
-        max(1, len(sizes) * 2 // 3),
-        steps=2,
-        physical_batch_size=most + room,
-        units=Units(ids, most),
-        randomness=Randomness.seeded(seed),
-    )
+    batch, units = max(1, len(sizes) * 2 // 3), Units(ids, most)
+    sampler = sampler_of(len(sizes), batch, 2, physical_batch_size=most + room, units=units, seed=seed)
     for step in sampler:
         assert all(weights.numel() == len(rows) <= most + room for rows, weights in step.chunks)
         assert all(weights.shape[1] in widths(most) for _, weights in step.chunks)
@@ -121,7 +114,7 @@ def test_each_user_brings_at_most_k_of_their_examples_in_batches_that_fit(sizes,
 def test_rows_that_fill_up_are_few():
     """Users of 1 to 16 examples, all sizes alike: at most a fifth of what goes through the model."""
     ids = ids_of(np.random.default_rng(0).integers(1, 17, 400))
-    sampler = PoissonSampler(400, 200, steps=20, physical_batch_size=256, units=Units(ids, 16))
+    sampler = sampler_of(400, 200, 20, physical_batch_size=256, units=Units(ids, 16))
     weights = [chunk.weights for step in sampler for chunk in step.chunks]
     rows, filling = sum(w.numel() for w in weights), sum(int((w == 0).sum()) for w in weights)
     assert filling < 0.2 * rows
@@ -132,7 +125,7 @@ def drawn():
     """Which examples each step drew: 60 users with 1, 3 or 8 examples, of which at most 3 enter a step."""
     sizes = [1, 3, 8] * 20
     ids = ids_of(sizes)
-    sampler = PoissonSampler(60, 15, steps=STEPS, physical_batch_size=32, units=Units(ids, 3))
+    sampler = sampler_of(60, 15, STEPS, physical_batch_size=32, units=Units(ids, 3))
     found = np.zeros((STEPS, len(ids)), dtype=np.int8)
     for row, step in zip(found, brought(sampler, ids), strict=True):
         for rows in step.values():
@@ -185,8 +178,7 @@ def test_a_fixed_seed_draws_the_same_however_users_are_divided():
     ids = ids_of([1, 9, 2, 7, 5, 5, 30, 1])
 
     def all_of(**options):
-        units = Units(ids, 4)
-        sampler = PoissonSampler(8, 6, steps=5, physical_batch_size=9, units=units, randomness=Randomness.seeded(1), **options)
+        sampler = sampler_of(8, 6, 5, physical_batch_size=9, units=Units(ids, 4), seed=1, **options)
         return [dict(sorted(found.items())) for found in brought(sampler, ids)]
 
     whole = all_of()
@@ -196,8 +188,7 @@ def test_a_fixed_seed_draws_the_same_however_users_are_divided():
 
 def test_bands_are_groups_of_users():
     ids = ids_of([2, 1, 4, 3, 1, 1])
-    sampler = PoissonSampler(6, 3, steps=8, physical_batch_size=9, bands=2, units=Units(ids, 4))
-    assert sampler.sample_rate == 1.0
+    sampler = sampler_of(6, 3, 8, physical_batch_size=9, bands=2, units=Units(ids, 4))
     for step, found in enumerate(brought(sampler, ids)):
         assert sorted(found) == [user for user in range(6) if user % 2 == step % 2]
 
@@ -215,7 +206,7 @@ def test_tensors_and_datasets_give_each_user_their_own_rows(workers):
     ids = [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
 
     def loaded(data, **options):
-        sampler = PoissonSampler(4, 3, steps=4, physical_batch_size=6, units=Units(ids, 3), randomness=Randomness.seeded(0))
+        sampler = sampler_of(4, 3, 4, physical_batch_size=6, units=Units(ids, 3), seed=0)
         return [list(step.chunks) for step in sampler.load(data, **options)]
 
     numbers = 10.0 * torch.arange(10.0)
@@ -234,38 +225,37 @@ def test_tensors_and_datasets_give_each_user_their_own_rows(workers):
 def test_how_many_examples_anyone_has_is_not_shown():
     some, others = Units([1, 1, 1, 2], 3), Units([1, 2, 2, 2], 3)
     assert repr(some) == repr(others) == "Units(2 users, at most 3 examples of each in a step)"
-    shown = [repr(PoissonSampler(2, 1, steps=1, physical_batch_size=4, units=units)) for units in (some, others)]
+    shown = [repr(sampler_of(2, 1, physical_batch_size=4, units=units)) for units in (some, others)]
     assert shown[0] == shown[1]
     for save in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(PrivacyError, match="which examples belong to which user is private"):
             save(some)
-    sampler = PoissonSampler(2, 1, steps=1, physical_batch_size=4, units=some)
+    sampler = sampler_of(2, 1, physical_batch_size=4, units=some)
     with pytest.raises(InputError) as refused:
         sampler.load(torch.zeros(9))
     assert not any(character.isdigit() for character in str(refused.value))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("size", "room", "sentence"),
     [
-        ({"dataset_size": 3}, "users has 2 different ids, but dataset_size is 3"),
-        ({"physical_batch_size": 4}, "examples_per_user is 5, more than physical_batch_size, which is 4"),
+        (3, 9, "users has 2 different ids, but dataset_size is 3"),
+        (2, 4, "examples_per_user is 5, more than physical_batch_size, which is 4"),
     ],
 )
-def test_units_that_do_not_fit_are_refused(arguments, sentence):
-    options = {"dataset_size": 2, "batch_size": 1, "steps": 1, "physical_batch_size": 9, **arguments}
+def test_units_that_do_not_fit_are_refused(size, room, sentence):
     with pytest.raises(InputError, match=sentence):
-        PoissonSampler(units=Units([1, 1, 2], 5), **options)
+        sampler_of(size, 1, physical_batch_size=room, units=Units([1, 1, 2], 5))
 
 
-PLAN = PrivacyPlan.solve(dataset_size=500, batch_size=50, delta=1e-4, noise_multiplier=1.2, steps=30, examples_per_user=8)
+PLAN = PrivacyPlan(500, 50, 1.2, 30, 1e-4, examples_per_user=8)
 
 
 def test_a_sampler_of_a_plan_of_users_needs_users_and_one_of_examples_has_none():
     with pytest.raises(InputError, match="unit is 'user'"):
-        PoissonSampler.from_plan(PLAN)
+        PoissonSampler(PLAN)
     with pytest.raises(InputError, match="unit is 'example'"):
-        PoissonSampler.from_plan(replace(PLAN, examples_per_user=None), units=Units([1], 2))
+        PoissonSampler(replace(PLAN, examples_per_user=None), units=Units([1], 2))
 
 
 def test_epsilon_of_all_users_in_every_step_is_that_of_the_gaussian_mechanism():

@@ -60,7 +60,7 @@ def test_a_step_is_clipped_sum_plus_noise_over_the_expected_batch(make_trainer, 
     before = {name: value.double().clone() for name, value in model.state_dict().items()}
     randomness = Randomness.seeded(3)
     plan = trainer.plan
-    (step,) = PoissonSampler.from_plan(plan, randomness=Randomness.seeded(3))
+    (step,) = PoissonSampler(plan, randomness=Randomness.seeded(3))
     rows = torch.cat(list(step.chunks))
     batch = Preparation(digits)((training_part[0][rows], training_part[1][rows]))
     totals, _ = clipped_sum(copy.deepcopy(model).double(), class_loss, (batch[0].double(), batch[1]), max_grad_norm=0.7)
@@ -78,7 +78,7 @@ def test_an_empty_batch_is_a_step_of_pure_noise_and_is_accounted(make_trainer, t
 
     trainer = make_trainer(steps=8, batch_size=1, seed=3, optimizer=lambda params: torch.optim.SGD(params, lr=1.0))
     plan = trainer.plan
-    empty = [step.index for step in PoissonSampler.from_plan(plan, randomness=Randomness.seeded(3)) if not len(step.chunks)]
+    empty = [step.index for step in PoissonSampler(plan, randomness=Randomness.seeded(3)) if not len(step.chunks)]
     assert 0 < len(empty) < 8
     states = []
     trainer.callbacks = (lambda report: states.append(weights_of(trainer)),)
@@ -256,7 +256,7 @@ def test_a_non_private_step_is_the_plain_gradient_over_the_expected_batch(make_t
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
     plan = UnprotectedPlan(len(training_part[0]), 64, 1)
     trainer = make_trainer(plan=plan, seed=3, model=model, optimizer=lambda params: torch.optim.SGD(params, lr=1.0))
-    (step,) = PoissonSampler(plan.dataset_size, 64, steps=1, randomness=Randomness.seeded(3))
+    (step,) = PoissonSampler(plan, randomness=Randomness.seeded(3))
     rows = torch.cat(list(step.chunks))
     loss = class_loss(model, Preparation(digits)((training_part[0][rows], training_part[1][rows]))).sum() / 64
     expected = [

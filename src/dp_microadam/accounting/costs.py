@@ -24,16 +24,15 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 
 from dp_microadam.accounting.one_step import (
+    ADDED,
     ORDERS,
+    REMOVED,
     SMALLEST_NOISE_MULTIPLIER,
     Cap,
     Floats,
     PrivacyLoss,
-    loss_of_capped_step,
     loss_of_one_step,
-    number_present,
     rdp_of_capped_step,
-    rdp_of_one_step,
 )
 from dp_microadam.accounting.privacy_loss import epsilon_of_composition, least_delta, reach_for
 from dp_microadam.errors import InputError
@@ -95,10 +94,15 @@ class SubsampledGaussian:
         require_integer("steps", self.steps, 0)
         require_integer("bands", self.bands, 1)
 
+    @property
+    def least_noise(self) -> float:
+        """The noise multiplier that PLD needs; where a cap is reached the sensitivity is twice as large."""
+        return PLD_LEAST_NOISE if self.cap is None else 2 * PLD_LEAST_NOISE
+
     def rdp(self, missing: int = 0) -> NDArray[np.float64]:
         """The Rényi divergence of all steps at each of ``ORDERS``; with a cap it depends on how many units are ``missing``."""
         caps = [self.cap] if self.cap is None else [self.cap.without(fewer) for fewer in range(missing + 1)]
-        per_step = [_rdp_per_step(self.sample_rate, self.noise_multiplier, cap) for cap in caps]
+        per_step = [rdp_of_capped_step(self.sample_rate, self.noise_multiplier, cap) for cap in caps]
         return self.steps * np.max(per_step, axis=0)
 
 
@@ -129,12 +133,6 @@ def _conversion(delta: float) -> Floats:
     """The term of each order that turns its Rényi divergence into ε (Balle et al. 2020, theorem 21)."""
     alphas = np.array(ORDERS)
     return np.log1p(-1 / alphas) - (math.log(delta) + np.log(alphas)) / (alphas - 1)
-
-
-def _rdp_per_step(sample_rate: float, noise_multiplier: float, cap: Cap | None) -> Floats:
-    if cap is None:
-        return rdp_of_one_step(sample_rate, noise_multiplier)
-    return rdp_of_capped_step(sample_rate, noise_multiplier, cap)
 
 
 def _rdp_epsilon(spent: Sequence[PrivacyCost], delta: float, missing: int = 0) -> float:
@@ -181,7 +179,7 @@ def most_steps(
     def excess(steps: int) -> float:
         return epsilon([SubsampledGaussian(sample_rate, noise_multiplier, steps, cap=cap)], delta, accountant) - just_above
 
-    per_step = _rdp_per_step(sample_rate, noise_multiplier, cap)
+    per_step = rdp_of_capped_step(sample_rate, noise_multiplier, cap)
     by_rdp = int(max(0.0, float(np.max((epsilon_limit - _conversion(delta)) / per_step))))
     if accountant == "rdp":
         return first_non_negative(excess, guess=by_rdp + 1, stride=1) - 1
@@ -293,48 +291,47 @@ def first_non_negative(function: Callable[[int], float], guess: int, stride: int
 
 
 def _pld_epsilon(spent: tuple[SubsampledGaussian, ...], delta: float) -> float:
-    if least_noise(spent) < PLD_LEAST_NOISE:
-        _require_countable_steps(spent)
+    if any(part.noise_multiplier < part.least_noise for part in spent):
         return _rdp_epsilon(spent, delta)
     found = _pld_group_epsilon(spent, delta, 1)
     # Both hold. With a cap that is reached often, RDP has the tighter pair of distributions (``one_step.py``).
     return min(found, _rdp_epsilon(spent, delta)) if any(part.cap for part in spent) else found
 
 
-def least_noise(spent: Iterable[SubsampledGaussian]) -> float:
-    """The smallest noise multiplier; where a cap is reached the sensitivity is twice as large."""
-    return min(part.noise_multiplier / (1 if part.cap is None else 2) for part in spent)
-
-
 @lru_cache(maxsize=256)
 def _pld_group_epsilon(spent: tuple[SubsampledGaussian, ...], delta: float, group_size: int) -> float:
     """ε under adding or removing a group: the larger of the two directions."""
-    _require_countable_steps(spent)
-    steps = sum(part.steps for part in spent)
-    reach = reach_for(delta, steps)
-    if reach is None:
-        raise InputError(f"delta is {delta:g}; the pld accountant takes at least {least_delta(steps):.2g} for {steps} steps")
-    # Without subsampling both directions are the same.
-    directions = (True,) if all(part.sample_rate == 1.0 and part.cap is None for part in spent) else (True, False)
     largest = 0.0
-    for removed in directions:
-        composition = [(loss_per_step(part, group_size, removed, reach), part.steps) for part in spent]
-        largest = epsilon_of_composition(composition, delta, at_least=largest)
+    for losses in composed_losses(spent, delta, (REMOVED, ADDED), "for groups" if group_size > 1 else "for pld", group_size):
+        largest = epsilon_of_composition(losses, delta, at_least=largest)
     return largest
 
 
-def loss_per_step(part: SubsampledGaussian, group_size: int, removed: bool, reach: float) -> PrivacyLoss:
-    """The privacy loss of one of the steps, for adding or removing ``group_size`` units, in one direction."""
-    if part.cap is not None:
-        return loss_of_capped_step(part.sample_rate, part.noise_multiplier, part.cap, group_size, removed, reach)
-    weights = number_present(group_size, part.sample_rate, reach)
-    return loss_of_one_step(weights, part.noise_multiplier, removed, reach)
+def composed_losses(
+    spent: Sequence[SubsampledGaussian], delta: float, changes: Sequence[str], purpose: str, group_size: int = 1
+) -> list[list[tuple[PrivacyLoss, int]]]:
+    """For each change of the data the losses that add up: those of one step, and the number of such steps.
 
-
-def _require_countable_steps(spent: Iterable[SubsampledGaussian]) -> None:
+    Raises:
+        InputError: for too many steps, too little noise or too small a δ; ``purpose`` is what they are too many for.
+    """
     steps = sum(part.steps for part in spent)
     if steps > PLD_MOST_STEPS:
-        raise InputError(f"steps is {steps}; the pld accountant takes at most {PLD_MOST_STEPS}, rdp takes any number")
+        raise InputError(f"steps is {steps}; {purpose} it must be at most {PLD_MOST_STEPS}, which rdp does not need")
+    for part in spent:
+        if part.noise_multiplier < part.least_noise:
+            least = f"{part.least_noise}{'' if part.cap is None else ' with max_batch_size'}"
+            raise InputError(f"noise_multiplier is {part.noise_multiplier}; {purpose} it must be at least {least}")
+    reach = reach_for(delta, steps)
+    if reach is None:
+        raise InputError(f"delta is {delta:g}; {purpose} it must be at least {least_delta(steps):.2g} after {steps} steps")
+    if all(part.sample_rate == 1.0 and part.cap is None for part in spent):
+        changes = changes[:1]  # without subsampling both directions are the same
+
+    def loss(part: SubsampledGaussian, change: str) -> PrivacyLoss:
+        return loss_of_one_step(part.sample_rate, part.noise_multiplier, reach, change, part.cap, group_size)
+
+    return [[(loss(part, change), part.steps) for part in spent] for change in changes]
 
 
 def group_epsilon(spent: Sequence[PrivacyCost], delta: float, group_size: int) -> float:
@@ -357,11 +354,6 @@ def group_epsilon(spent: Sequence[PrivacyCost], delta: float, group_size: int) -
     steps = tuple(part for part in spent if isinstance(part, SubsampledGaussian))
     if len(steps) < len(spent) or (group_size > 1 and any(part.bands > 1 for part in steps)):
         return _general_group_epsilon(spent, delta, group_size)
-    if least_noise(steps) < PLD_LEAST_NOISE:
-        least = min(part.noise_multiplier for part in steps)
-        capped = any(part.cap for part in steps)
-        needed = f"{2 * PLD_LEAST_NOISE} with max_batch_size" if capped else f"{PLD_LEAST_NOISE}"
-        raise InputError(f"noise_multiplier is {least}; for groups it must be at least {needed}")
     return _pld_group_epsilon(steps, delta, group_size)
 
 

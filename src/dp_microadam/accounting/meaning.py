@@ -35,17 +35,9 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from dp_microadam.accounting.costs import (
-    PLD_LEAST_NOISE,
-    PLD_MOST_STEPS,
-    PrivacyCost,
-    SubsampledGaussian,
-    epsilon,
-    least_noise,
-    steps_alone,
-)
-from dp_microadam.accounting.one_step import PrivacyLoss, by_coin, loss_of_replaced_step
-from dp_microadam.accounting.privacy_loss import epsilon_of_composition, least_delta, reach_for
+from dp_microadam.accounting.costs import PrivacyCost, SubsampledGaussian, composed_losses, epsilon, steps_alone
+from dp_microadam.accounting.one_step import REPLACED
+from dp_microadam.accounting.privacy_loss import epsilon_of_composition
 from dp_microadam.accounting.trade_off import GaussianBound, gaussian_bound, trade_off
 from dp_microadam.errors import InputError
 from dp_microadam.validation import require_in_open
@@ -75,27 +67,8 @@ def replace_one_epsilon(spent: Sequence[PrivacyCost], delta: float) -> float:
 
 @lru_cache(maxsize=256)
 def _replace_one_epsilon(spent: tuple[SubsampledGaussian, ...], delta: float) -> float:
-    steps = sum(part.steps for part in spent)
-    reach = reach_for(delta, steps)
-    if steps > PLD_MOST_STEPS:
-        raise InputError(f"steps is {steps}; for replacing one example it must be at most {PLD_MOST_STEPS}")
-    if least_noise(spent) < PLD_LEAST_NOISE:
-        least = min(part.noise_multiplier for part in spent)
-        raise InputError(f"noise_multiplier is {least}; for replacing one example it must be at least {PLD_LEAST_NOISE}")
-    if reach is None:
-        raise InputError(f"delta is {delta:g}; for replacing one example it must be at least {least_delta(steps):.2g}")
-    # Both directions are the same, mirrored.
-    return epsilon_of_composition([(loss_of_one_replacement(part, reach), part.steps) for part in spent], delta)
-
-
-def loss_of_one_replacement(part: SubsampledGaussian, reach: float) -> PrivacyLoss:
-    """The privacy loss of one of the steps if one example is replaced by another, the same in both directions."""
-    q, cap = part.sample_rate, part.cap
-    plain = loss_of_replaced_step((1 - q, q), part.noise_multiplier, reach)
-    if cap is None:
-        return plain
-    kept = cap.kept(q)
-    return by_coin(plain, loss_of_replaced_step((1 - kept, kept), part.noise_multiplier / 2, reach), cap.reached(q))
+    (losses,) = composed_losses(spent, delta, (REPLACED,), "for replacing one example")
+    return epsilon_of_composition(losses, delta)  # both directions are the same, mirrored
 
 
 FALSE_POSITIVE_RATES = (0.1, 0.01, 0.001)

@@ -55,6 +55,7 @@ from dp_microadam.errors import InputError
 from dp_microadam.validation import require_in_open_closed, require_integer, require_positive
 
 Floats = NDArray[np.float64]
+Weights = tuple[float, ...]
 
 # The paper's orders (1.1 … 10.9 by 0.1 and 12 … 63), then up to 1024 in steps of at most 7 %. Without the large orders
 # a small ε would be overestimated: the term log(1/δ)/(α − 1) of the conversion alone would exceed it.
@@ -96,12 +97,15 @@ def rdp_of_one_step(sample_rate: float, noise_multiplier: float, orders: tuple[f
         log_excess = np.empty_like(alphas)  # log(A_α − 1)
         log_excess[whole] = [_log_excess_at_integer(sample_rate, noise_multiplier, int(a)) for a in alphas[whole]]
         log_excess[~whole] = _log_excess_at_fractions(sample_rate, noise_multiplier, alphas[~whole])
-        divergences = np.logaddexp(0.0, log_excess)
-        small = log_excess < 0
-        divergences[small] = np.log1p(np.exp(log_excess[small]))
-        divergences /= alphas - 1
+        divergences = _divergences(log_excess, alphas)
     divergences.flags.writeable = False
     return divergences
+
+
+def _divergences(log_excess: Floats, alphas: Floats) -> Floats:
+    """log(A_α)/(α − 1) from log(A_α − 1)."""
+    logarithms: Floats = np.where(log_excess < 0, np.log1p(np.exp(np.minimum(log_excess, 0))), np.logaddexp(0, log_excess))
+    return logarithms / (alphas - 1)
 
 
 def _log_excess_at_integer(q: float, sigma: float, alpha: int) -> float:
@@ -182,75 +186,45 @@ class PrivacyLoss:
     log_infinite: float
 
 
-@lru_cache(maxsize=32)
-def loss_of_one_step(weights: tuple[float, ...], noise_multiplier: float, removed: bool, reach: float) -> PrivacyLoss:
-    """The privacy loss of Σ w_j N(j, σ²) against N(0, σ²) (``removed``), or of N(0, σ²) against it.
+@lru_cache(maxsize=64)
+def loss_of_mixtures(above: Weights, below: Weights, noise_multiplier: float, reach: float) -> PrivacyLoss:
+    """The privacy loss of Σ a_j N(j, σ²) against Σ b_j N(−j, σ²).
 
-    ``weights`` are w₀, w₁, …; a tail as small as that of the normal distribution beyond ``reach`` may be missing. Noise
-    beyond ``reach`` standard deviations counts as an infinite loss on the side of large losses, and is moved up to the
-    smallest loss on the other side.
+    ``above`` are a₀, a₁, …, ``below`` b₀, b₁, …; a tail as small as that of the normal distribution beyond ``reach`` may be
+    missing. Noise beyond ``reach`` standard deviations counts as an infinite loss on the side of large losses, and is moved up
+    to the smallest loss on the other side.
 
     Formal guarantees: for every ε the δ of the returned distribution is at least that of the mechanism, up to a relative error
     of ``UNITS_OF_A_PROBABILITY`` roundings in each probability.
     """
     sigma = noise_multiplier
-    most = len(weights) - 1
-    ends, width = _cells(sigma, reach, most if removed else 0)
-    ratios = _log_likelihood_ratios(weights, sigma, ends)
+    ends, width = _cells(sigma, reach, len(above) - 1)
 
-    # In each cell: the distance of its nodes from the end with the smaller loss, 1 − exp(smaller loss − loss) there, and the
-    # same at the other end. Sums of positive terms throughout, so that no digits are lost however small the losses are.
-    origin = slice(None, -1) if removed else slice(1, None)
-    sign = 1.0 if removed else -1.0
-    distances = np.append(_NODES, 1.0) * width
-    changes = np.zeros((len(ends) - 1, len(distances)))
-    slopes = np.zeros(len(ends))
-    for j, weight in _components(weights):
-        shares = np.exp(math.log(weight) + j * (2 * ends - j) / (2 * sigma**2) - ratios)
-        slopes += shares * (j / sigma**2)
-        changes += shares[origin, None] * np.expm1(sign * j * distances / sigma**2)
-    drops = changes / (1 + changes) if removed else -changes
-
-    log_density = -0.5 * ((ends[origin, None] + sign * distances[:-1]) / sigma) ** 2
-    if removed:
-        log_density += ratios[origin, None] + np.log1p(changes[:, :-1])
-    masses = _masses(log_density, drops, width / sigma, origin)
-    rounding = 16 * UNIT * (np.abs(ratios) + slopes * (np.abs(ends) + most) + min(1.0, math.fsum(weights[1:])))
-    return _law(sign * ratios + rounding, masses, 0 if removed else -1, float(log_ndtr(-reach)))
-
-
-@lru_cache(maxsize=32)
-def loss_of_replaced_step(weights: tuple[float, ...], noise_multiplier: float, reach: float) -> PrivacyLoss:
-    """The privacy loss of Σ w_j N(j, σ²) against Σ w_j N(−j, σ²), which is the same in both directions.
-
-    ``weights`` and ``reach`` as in :func:`loss_of_one_step`, and so are the formal guarantees.
-    """
-    sigma = noise_multiplier
-    most = len(weights) - 1
-    ends, width = _cells(sigma, reach, most)
-    above, below = (_log_likelihood_ratios(weights, sigma, side) for side in (ends, -ends))
-
-    # As above. Within a cell the first ratio grows to 1 + rises times itself, and the second falls to 1 − falls times itself.
-    origin = slice(None, -1)
+    # In each cell: the distance of its nodes from its lower end, where the loss is smaller. On the way the likelihood ratio of
+    # ``above`` grows to 1 + rises times itself, that of ``below`` falls to 1 − falls times itself, and a drop is 1 less the
+    # exponential of what the loss grew by. Sums of positive terms throughout: no digits are lost however small losses are.
     distances = np.append(_NODES, 1.0) * width
     rises, falls = np.zeros((2, len(ends) - 1, len(distances)))
-    slopes = np.zeros(len(ends))
-    for j, weight in _components(weights):
-        up, down = (
-            np.exp(math.log(weight) + j * (2 * side - j) / (2 * sigma**2) - ratios)
-            for side, ratios in ((ends, above), (-ends, below))
-        )
-        slopes += (up + down) * (j / sigma**2)
-        rises += up[origin, None] * np.expm1(j * distances / sigma**2)
-        falls -= down[origin, None] * np.expm1(-j * distances / sigma**2)
+    slopes, total = np.zeros(len(ends)), 0.0
+    ratios = []
+    for weights, side, changes, sign in ((above, ends, rises, 1.0), (below, -ends, falls, -1.0)):
+        ratios.append(_log_likelihood_ratios(weights, sigma, side))
+        total += min(1.0, math.fsum(weights[1:]))
+        for j, weight in _components(weights):
+            shares = np.exp(math.log(weight) + j * (2 * side - j) / (2 * sigma**2) - ratios[-1])
+            slopes += shares * (j / sigma**2)
+            changes += sign * (shares[:-1, None] * np.expm1(sign * j * distances / sigma**2))
     drops = (rises + falls) / (1 + rises)
 
-    log_density = -0.5 * ((ends[origin, None] + distances[:-1]) / sigma) ** 2
-    log_density += above[origin, None] + np.log1p(rises[:, :-1])
-    masses = _masses(log_density, drops, width / sigma, origin)
-    of_weights = 2 * min(1.0, math.fsum(weights[1:]))
-    rounding = 16 * UNIT * (np.abs(above) + np.abs(below) + slopes * (np.abs(ends) + most) + of_weights)
-    return _law(above - below + rounding, masses, 0, float(log_ndtr(-reach)))
+    log_density = -0.5 * ((ends[:-1, None] + distances[:-1]) / sigma) ** 2
+    log_density += ratios[0][:-1, None] + np.log1p(rises[:, :-1])
+    masses = _masses(log_density, drops, width / sigma)
+    furthest = max(len(above), len(below)) - 1
+    rounding = 16 * UNIT * (np.abs(ratios[0]) + np.abs(ratios[1]) + slopes * (np.abs(ends) + furthest) + total)
+    log_tail = float(log_ndtr(-reach))
+    masses[0] += math.exp(log_tail)
+    kept = masses > 0
+    return PrivacyLoss((ratios[0] - ratios[1] + rounding)[kept], np.log(masses[kept]), log_tail + math.log(2))
 
 
 def _cells(sigma: float, reach: float, furthest: float) -> tuple[Floats, float]:
@@ -260,7 +234,7 @@ def _cells(sigma: float, reach: float, furthest: float) -> tuple[Floats, float]:
     return np.arange(-math.ceil(reach * sigma / width), last + 1, dtype=np.float64) * width, width
 
 
-def _masses(log_density: Floats, drops: Floats, relative_width: float, origin: slice) -> Floats:
+def _masses(log_density: Floats, drops: Floats, relative_width: float) -> Floats:
     """The probability at each end of the cells: what the nodes of a cell hold, divided over its two ends."""
     probabilities = np.exp(log_density) * (_NODE_WEIGHTS * relative_width / math.sqrt(2 * math.pi))
     at_nodes, at_end = drops[:, :-1], drops[:, -1:]
@@ -268,15 +242,9 @@ def _masses(log_density: Floats, drops: Floats, relative_width: float, origin: s
     to_larger = np.where(flat, 1.0, at_nodes / np.where(flat, 1.0, at_end))
     to_smaller = np.where(flat, 0.0, (at_end - at_nodes) / np.where(flat, 1.0, at_end))
     masses = np.zeros(len(drops) + 1)
-    masses[origin] += (probabilities * to_smaller).sum(axis=1)
-    masses[slice(1, None) if origin.start is None else slice(None, -1)] += (probabilities * to_larger).sum(axis=1)
+    masses[:-1] += (probabilities * to_smaller).sum(axis=1)
+    masses[1:] += (probabilities * to_larger).sum(axis=1)
     return masses
-
-
-def _law(losses: Floats, masses: Floats, smallest: int, log_tail: float) -> PrivacyLoss:
-    masses[smallest] += math.exp(log_tail)
-    kept = masses > 0
-    return PrivacyLoss(losses[kept], np.log(masses[kept]), log_tail + math.log(2))
 
 
 def _components(weights: Sequence[float]) -> list[tuple[float, float]]:
@@ -355,27 +323,32 @@ def require_room(max_batch_size: int | None, batch_size: int) -> None:
         )
 
 
-@lru_cache(maxsize=32)
-def loss_of_capped_step(
-    sample_rate: float, noise_multiplier: float, cap: Cap, group_size: int, removed: bool, reach: float
-) -> PrivacyLoss:
-    """The privacy loss of one step with a cap, for adding or removing ``group_size`` units, in one direction.
+ADDED, REMOVED, REPLACED = "added", "removed", "replaced"
+"""What may happen to the units whose privacy is at stake, from one dataset to its neighbour."""
 
-    Formal guarantees: as :func:`~dp_microadam.accounting.privacy_loss.loss_of_one_step`.
+
+@lru_cache(maxsize=64)
+def loss_of_one_step(
+    sample_rate: float, noise_multiplier: float, reach: float, change: str, cap: Cap | None = None, group_size: int = 1
+) -> PrivacyLoss:
+    """The privacy loss of one step if ``group_size`` units are ``REMOVED``, ``ADDED`` or ``REPLACED``.
+
+    With a cap it is that of a step of which a public coin says whether others are drawn for whom they might be dropped.
+
+    Formal guarantees: as :func:`loss_of_mixtures`.
     """
-    plain = loss_of_one_step(number_present(group_size, sample_rate, reach), noise_multiplier, removed, reach)
-    full = cap.reached(sample_rate, group_size)
-    if full == 0.0:
+
+    def uncapped(rate: float, noise: float, change: str) -> PrivacyLoss:
+        present = _number_present(group_size, rate, reach)
+        above, below = (1.0,) if change == ADDED else present, (1.0,) if change == REMOVED else present
+        return loss_of_mixtures(above, below, noise, reach)
+
+    plain = uncapped(sample_rate, noise_multiplier, change)
+    full = 0.0 if cap is None else cap.reached(sample_rate, group_size)
+    if cap is None or full == 0.0:
         return plain
     kept = cap.kept(sample_rate) if group_size == 1 else sample_rate
-    return by_coin(plain, loss_of_replaced_step(number_present(group_size, kept, reach), noise_multiplier / 2, reach), full)
-
-
-def by_coin(plain: PrivacyLoss, crowded: PrivacyLoss, full: float) -> PrivacyLoss:
-    """The privacy loss of a step that is ``crowded`` with probability ``full``, as a public coin says, and else ``plain``."""
-    if full == 0.0:
-        return plain
-    parts = ((plain, _log_rest(full)), (crowded, math.log(full)))
+    parts = ((plain, _log_rest(full)), (uncapped(kept, noise_multiplier / 2, REPLACED), math.log(full)))
     return PrivacyLoss(
         np.concatenate([law.losses for law, _ in parts]),
         np.concatenate([law.log_masses + log_share for law, log_share in parts]),
@@ -383,7 +356,7 @@ def by_coin(plain: PrivacyLoss, crowded: PrivacyLoss, full: float) -> PrivacyLos
     )
 
 
-def number_present(group_size: int, sample_rate: float, reach: float) -> tuple[float, ...]:
+def _number_present(group_size: int, sample_rate: float, reach: float) -> Weights:
     """The probabilities that 0, 1, … units of the group are sampled, up to where the rest is negligible."""
     if group_size == 1:
         return 1 - sample_rate, sample_rate
@@ -396,27 +369,26 @@ def number_present(group_size: int, sample_rate: float, reach: float) -> tuple[f
 
 
 @lru_cache(maxsize=256)
-def rdp_of_capped_step(sample_rate: float, noise_multiplier: float, cap: Cap) -> Floats:
-    """The Rényi divergence of one step with a cap at each of ``ORDERS``.
+def rdp_of_capped_step(sample_rate: float, noise_multiplier: float, cap: Cap | None) -> Floats:
+    """The Rényi divergence of one step at each of ``ORDERS``, with a cap or without one.
 
     The coin has the same probability on both sides, so A_α = (1 − p)·A_α(q, σ) + p·A_α(r, σ/2), where A_α(q, σ) is that of
-    Poisson sampling: see :func:`~dp_microadam.accounting.one_step.rdp_of_one_step`.
+    Poisson sampling: see :func:`rdp_of_one_step`.
 
     Formal guarantees: one step is (α, ε_α)-Rényi differentially private for each returned ε_α, under adding or removing one of
     the cap's population.
     """
     plain = rdp_of_one_step(sample_rate, noise_multiplier)
-    full = cap.reached(sample_rate)
-    if full == 0.0:
+    full = 0.0 if cap is None else cap.reached(sample_rate)
+    if cap is None or full == 0.0:
         return plain
-    less_one = np.array(ORDERS) - 1
+    alphas = np.array(ORDERS)
     with np.errstate(divide="ignore"):
         log_excess = np.logaddexp(
-            _log_rest(full) + _log_abs_expm1(less_one * plain),
-            math.log(full) + _log_abs_expm1(less_one * rdp_of_one_step(cap.kept(sample_rate), noise_multiplier / 2)),
+            _log_rest(full) + _log_abs_expm1((alphas - 1) * plain),
+            math.log(full) + _log_abs_expm1((alphas - 1) * rdp_of_one_step(cap.kept(sample_rate), noise_multiplier / 2)),
         )
-    divergences: Floats = np.where(log_excess < 0, np.log1p(np.exp(np.minimum(log_excess, 0))), np.logaddexp(0, log_excess))
-    divergences /= less_one
+    divergences = _divergences(log_excess, alphas)
     divergences.flags.writeable = False
     return divergences
 

@@ -28,24 +28,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import ndtri
 
-from dp_microadam.accounting.costs import (
-    PLD_LEAST_NOISE,
-    PLD_MOST_STEPS,
-    PrivacyCost,
-    SubsampledGaussian,
-    least_noise,
-    loss_per_step,
-    steps_alone,
-)
-from dp_microadam.accounting.one_step import PrivacyLoss
-from dp_microadam.accounting.privacy_loss import Window, reach_for, window_from_zero
-from dp_microadam.errors import InputError
+from dp_microadam.accounting.costs import PrivacyCost, SubsampledGaussian, composed_losses, steps_alone
+from dp_microadam.accounting.one_step import ADDED, REMOVED, Floats, PrivacyLoss
+from dp_microadam.accounting.privacy_loss import Window, window_from_zero
 from dp_microadam.validation import require_in_open
-
-Floats = NDArray[np.float64]
 
 SMALLEST_RATE = 1e-5
 """μ holds for attacks whose rates of false positives and of false negatives are both at least this."""
@@ -130,23 +118,13 @@ def trade_off(spent: Sequence[PrivacyCost]) -> TradeOff:
     parts = tuple(part for part in steps_alone(spent) if part.steps > 0)
     if not parts:
         return TradeOff(np.ones(1), np.zeros(1))
-    steps = sum(part.steps for part in parts)
-    if steps > PLD_MOST_STEPS:
-        raise InputError(f"steps is {steps}; for the trade-off of attacks it must be at most {PLD_MOST_STEPS}")
-    if least_noise(parts) < PLD_LEAST_NOISE:
-        noise = min(part.noise_multiplier for part in parts)
-        raise InputError(f"noise_multiplier is {noise}; the trade-off of attacks needs at least {PLD_LEAST_NOISE}")
     return _trade_off(parts)
 
 
 @lru_cache(maxsize=64)
 def _trade_off(spent: tuple[SubsampledGaussian, ...]) -> TradeOff:
-    reach = reach_for(_LEAST_DELTA, sum(part.steps for part in spent))
-    assert reach is not None  # for any number of steps that is allowed
-    # Without subsampling both directions are the same.
-    directions = (True,) if all(part.sample_rate == 1.0 and part.cap is None for part in spent) else (True, False)
-    compositions = [[(loss_per_step(part, 1, removed, reach), part.steps) for part in spent] for removed in directions]
-    profiles = [_windows(parts) for parts in compositions]
+    both = composed_losses(spent, _LEAST_DELTA, (REMOVED, ADDED), "for the trade-off of attacks")
+    profiles = [_windows(losses) for losses in both]
     largest = min(max((epsilon for windows in profiles for _, epsilon in windows), default=0.0), _LARGEST_EPSILON)
     fine = np.geomspace(_FINEST * largest, largest, _LINES // 4) if largest else np.zeros(1)
     epsilons = np.unique(np.concatenate([np.linspace(0, largest, _LINES), fine]))

@@ -13,10 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dp_microadam.errors import InputError, PrivacyError
-
-PLACES = ("device", "cpu")
-"""Where the noise of the last steps is kept: on the device where noise is added, or in main memory."""
+from dp_microadam.errors import PrivacyError
 
 
 class CorrelatedNoise:
@@ -43,14 +40,8 @@ class CorrelatedNoise:
     CorrelatedNoise(bands=2)
     """
 
-    def __init__(self, coefficients: Sequence[float], *, place: str = "device") -> None:
-        c = np.asarray(coefficients, dtype=np.float64)
-        if c.ndim != 1 or len(c) == 0 or not c[0] > 0:
-            raise InputError("coefficients are not those of an invertible matrix; the first must be above 0")
-        if place not in PLACES:
-            raise InputError(f"noise_history is {place!r}; it must be one of {', '.join(map(repr, PLACES))}")
-        self._coefficients = c
-        self._place = place
+    def __init__(self, coefficients: Sequence[float]) -> None:
+        self._coefficients = np.asarray(coefficients, dtype=np.float64)
         self._kept: dict[str, Tensor] = {}
         self._oldest_first: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._last_step: int | None = None
@@ -84,11 +75,7 @@ class CorrelatedNoise:
         first = float(self._coefficients[0])
         for name, numbers in white.items():
             kept, flat = self._kept[name], numbers.view(-1)
-            weights = self._weights(slot, kept)
-            if kept.device == flat.device:
-                flat.addmv_(kept.t(), weights, beta=1 / first, alpha=-1 / first)
-            else:
-                flat.sub_((kept.t() @ weights).to(flat.device)).div_(first)
+            flat.addmv_(kept.t(), self._weights(slot, kept), beta=1 / first, alpha=-1 / first)
             kept[slot].copy_(flat)
         self._length += 1
         self._last_step = step
@@ -107,11 +94,7 @@ class CorrelatedNoise:
 
     def _begin(self, white: Mapping[str, Tensor]) -> None:
         self._kept = {
-            name: torch.zeros(
-                (self.bands - 1, numbers.numel()),
-                dtype=numbers.dtype,
-                device="cpu" if self._place == "cpu" else numbers.device,
-            )
+            name: torch.zeros((self.bands - 1, numbers.numel()), dtype=numbers.dtype, device=numbers.device)
             for name, numbers in white.items()
         }
         self._length = 0

@@ -23,10 +23,10 @@ _ALIGNMENT = 64
 
 
 class GaussianMechanism:
-    """The Gaussian mechanism: turns clipped sums into privatized means, (Σ + N(0, σ²S²)) / B.
+    """The Gaussian mechanism of a plan: turns clipped sums into privatized means, (Σ + N(0, σ²S²)) / B.
 
     ``sensitivity`` S is the largest change of the sums that one example can cause, all tensors together in L2 norm. Take
-    it from the object that did the clipping instead of repeating a number. ``expected_batch_size`` B is the plan's, never
+    it from the object that did the clipping instead of repeating a number. B is the plan's expected batch size, never
     the number of examples a step happened to sample: that number is private, and dividing by it would let one example
     change every coordinate.
 
@@ -38,7 +38,9 @@ class GaussianMechanism:
     Formal guarantees: if adding or removing one example changes the joint vector of sums by at most S in L2 norm,
     then the joint result of one call is a Gaussian mechanism of noise multiplier σ on real numbers; calls of
     different steps are independent. Assumes unpredictable randomness, one call per logical step, and sums accumulated
-    over all its chunks.
+    over all its chunks. If the plan has bands, the noise of a step partly takes back that of the steps before it: the guarantee
+    is then that of the banded matrix mechanism for all steps together, if each example is sampled at most once in as many steps
+    as there are bands (``bands.py``), and calls of different steps are not independent.
 
     In distributed training each rank holds a part of the sum and adds a part of the noise. Each rank calls :meth:`add_noise` on
     its own sums; the results are all-reduced, and :meth:`mean` turns the total into what :meth:`privatize` returns for a
@@ -47,11 +49,8 @@ class GaussianMechanism:
     total has noise of variance σ²S², and no rank draws more than its slice. Ranks trust each other: what one of them sends is
     not protected by itself, and outside of its slice it has no noise at all.
 
-    With ``correlation`` the noise of a step partly takes back that of the steps before it. The guarantee is then that of the
-    banded matrix mechanism for all steps together, if each example is sampled at most once in as many steps as there are bands
-    (``bands.py``); calls of different steps are not independent.
-
-    >>> mechanism = GaussianMechanism(noise_multiplier=1.0, sensitivity=0.5, expected_batch_size=100)
+    >>> plan = PrivacyPlan(dataset_size=1000, batch_size=100, noise_multiplier=1.0, steps=10, delta=1e-5)
+    >>> mechanism = GaussianMechanism(plan, sensitivity=0.5)
     >>> means = mechanism.privatize({"weight": torch.zeros(2, 3)}, step=0)
     >>> means["weight"].shape
     torch.Size([2, 3])
@@ -64,76 +63,26 @@ class GaussianMechanism:
 
     def __init__(
         self,
-        noise_multiplier: float,
-        sensitivity: float,
-        expected_batch_size: float,
-        *,
-        noise_slice: Callable[[int], range] = range,
-        randomness: Randomness | None = None,
-        correlation: CorrelatedNoise | None = None,
-        single_step_ratio: float = 1.0,
-    ) -> None:
-        self._noise_multiplier = float(require_positive("noise_multiplier", noise_multiplier))
-        self._sensitivity = float(require_positive("sensitivity", sensitivity))
-        self._expected_batch_size = require_positive("expected_batch_size", expected_batch_size)
-        self._noise_slice = noise_slice
-        self.noised = range(0)
-        """The coordinates, tensor after tensor in the order of their names, to which the last step's noise was added."""
-        self._randomness = randomness if randomness is not None else Randomness.from_entropy()
-        self._last_step = -1
-        self._correlation = correlation
-        self._single_step_ratio = single_step_ratio
-
-    @classmethod
-    def from_plan(
-        cls,
         plan: PrivacyPlan,
         sensitivity: float,
         *,
         noise_slice: Callable[[int], range] = range,
         randomness: Randomness | None = None,
-        noise_history: str = "device",
-    ) -> GaussianMechanism:
-        """The mechanism that ``plan`` accounts for, on sums of the given sensitivity.
-
-        If the plan has bands, ``noise_history`` says where the noise of the last steps is kept: on the ``"device"`` of the
-        sums, or in main memory (``"cpu"``).
-        """
-        chain = CorrelatedNoise(plan.noise_coefficients.tolist(), place=noise_history)
-        return cls(
-            plan.noise_multiplier,
-            sensitivity,
-            plan.batch_size,
-            noise_slice=noise_slice,
-            randomness=randomness,
-            correlation=chain if plan.bands > 1 else None,
-            single_step_ratio=plan.noise_ratios.single_step,
-        )
-
-    @property
-    def noise_multiplier(self) -> float:
-        """σ; it cannot be changed, because the accounting has read it."""
-        return self._noise_multiplier
-
-    @property
-    def sensitivity(self) -> float:
-        """S."""
-        return self._sensitivity
-
-    @property
-    def expected_batch_size(self) -> float:
-        """B."""
-        return self._expected_batch_size
-
-    @property
-    def private(self) -> bool:
-        """Whether the noise is unpredictable, that is, not from a fixed seed."""
-        return self._randomness.private
+    ) -> None:
+        self._plan = plan
+        self._sensitivity = float(require_positive("sensitivity", sensitivity))
+        self._scale = plan.noise_multiplier * self._sensitivity
+        self._noise_slice = noise_slice
+        self.noised = range(0)
+        """The coordinates, tensor after tensor in the order of their names, to which the last step's noise was added."""
+        self._randomness = randomness if randomness is not None else Randomness.from_entropy()
+        self._last_step = -1
+        self._correlation = CorrelatedNoise(plan.noise_coefficients.tolist()) if plan.bands > 1 else None
 
     @property
     def noise_deviation(self) -> float:
-        """Standard deviation of the noise in each coordinate of the privatized mean: σ·S/B, times the ratio of single steps."""
-        return self.noise_multiplier * self.sensitivity / self.expected_batch_size * self._single_step_ratio
+        """Standard deviation of the noise in each coordinate of a mean; it cannot be changed, as the accounting has read it."""
+        return self._plan.noise_deviation(self._sensitivity)
 
     @property
     def noise_memory(self) -> int:
@@ -191,47 +140,36 @@ class GaussianMechanism:
         """
         totals = list(noisy_sums.values())
         if totals and self._randomness.secure:
-            grid = 2.0 ** (math.floor(math.log2(self.noise_multiplier * self.sensitivity)) - _GRID_BITS)
+            grid = 2.0 ** (math.floor(math.log2(self._scale)) - _GRID_BITS)
             torch._foreach_div_(totals, grid)
             torch._foreach_round_(totals)
             torch._foreach_mul_(totals, grid)
         if totals:
-            torch._foreach_div_(totals, self.expected_batch_size)
+            torch._foreach_div_(totals, self._plan.batch_size)
         return {name: total.to(_wide(like[name].dtype)) for name, total in noisy_sums.items()}
 
     def _added(self, sums: Mapping[str, Tensor], ranges: Mapping[str, range], noise: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The sums with noise in the coordinates that are this process' own; the noise is overwritten."""
+        own = [total.reshape(-1)[ranges[name].start : ranges[name].stop] for name, total in sums.items()]
         found: dict[str, Tensor] = {}
-        parts = []
-        for name, total in sums.items():
-            own = ranges[name]
-            if len(own) < total.numel():
-                found[name] = torch.empty(total.shape, dtype=self._dtype(total), device=total.device).copy_(total)
-                total = found[name].view(-1)[own.start : own.stop]
-            parts.append(total)
-        for (name, total), part, noisy in zip(sums.items(), parts, self._noisy(parts, list(noise.values())), strict=True):
-            if len(ranges[name]) < total.numel():
-                part.copy_(noisy)
-            else:
-                found[name] = noisy
-        return {name: found[name] for name in sums}
+        for (name, total), noisy in zip(sums.items(), self._noisy(own, list(noise.values())), strict=True):
+            if len(noisy) < total.numel():
+                part, noisy = noisy, total.reshape(-1).to(noisy.dtype, copy=True)
+                noisy[ranges[name].start : ranges[name].stop] = part
+            found[name] = noisy.view(total.shape)
+        return found
 
     def _noisy(self, totals: list[Tensor], standard: list[Tensor]) -> list[Tensor]:
         """total + σS · standard normal of each tensor, computed in place of the noise, all tensors at once."""
-        noisy = [one.to(self._dtype(total)).view(total.shape) for total, one in zip(totals, standard, strict=True)]
+        secure = self._randomness.secure
+        noisy = [one.to(torch.float64 if secure else _wide(total.dtype)) for total, one in zip(totals, standard, strict=True)]
         if noisy:
-            torch._foreach_mul_(noisy, self.noise_multiplier * self.sensitivity)
+            torch._foreach_mul_(noisy, self._scale)
             torch._foreach_add_(noisy, totals)
         return noisy
 
-    def _dtype(self, total: Tensor) -> torch.dtype:
-        return torch.float64 if self._randomness.secure else _wide(total.dtype)
-
     def __repr__(self) -> str:
-        return (
-            f"GaussianMechanism(noise_multiplier={self.noise_multiplier}, sensitivity={self.sensitivity}, "
-            f"expected_batch_size={self.expected_batch_size}, randomness={self._randomness.description!r})"
-        )
+        return f"GaussianMechanism(noise_deviation={self.noise_deviation:g}, randomness={self._randomness.description!r})"
 
 
 class NoNoise:

@@ -52,10 +52,18 @@ one part in 2³², as the tails of the noise are (``noise/randomness.py``). Of a
 """
 
 
-class _OfUnits:
-    """Plans are for examples, or for users with all their examples."""
+class _Sampling:
+    """What every plan says of sampling: of examples, or of users with all their examples."""
 
+    dataset_size: int
+    batch_size: int
+    bands: int
     examples_per_user: int | None
+
+    @property
+    def sample_rate(self) -> float:
+        """The probability with which each example or user is sampled in a step of its group: bands·B/N. One band, one group."""
+        return self.bands * self.batch_size / self.dataset_size
 
     @property
     def unit(self) -> str:
@@ -64,7 +72,7 @@ class _OfUnits:
 
 
 @dataclass(frozen=True)
-class UnprotectedPlan(_OfUnits):
+class UnprotectedPlan(_Sampling):
     """The plan of a run without privacy: Poisson sampling and a number of steps, but no clipping, noise or guarantee.
 
     ``examples_per_user`` and ``max_batch_size`` are as in :class:`PrivacyPlan`.
@@ -84,7 +92,7 @@ class UnprotectedPlan(_OfUnits):
 
 
 @dataclass(frozen=True)
-class PrivacyPlan(_OfUnits):
+class PrivacyPlan(_Sampling):
     """The privacy parameters of a run: sampling, noise multiplier, number of steps and δ.
 
     ``batch_size`` is the expected batch size: each step samples each of the ``dataset_size`` training examples
@@ -236,11 +244,6 @@ class PrivacyPlan(_OfUnits):
     def cap(self) -> Cap | None:
         """The cap on the units of a step, with the number of units that a step samples from."""
         return cap_of(self.max_batch_size, self.dataset_size, self.bands)
-
-    @property
-    def sample_rate(self) -> float:
-        """The probability with which each example or user is sampled in a step of its group: bands·B/N. One band, one group."""
-        return self.bands * self.batch_size / self.dataset_size
 
     @property
     def noise_coefficients(self) -> Floats:

@@ -20,11 +20,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, TensorDataset, default_collate
 
-from dp_microadam.accounting.one_step import require_room
 from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyError, UnreadableExample
 from dp_microadam.noise.randomness import Randomness
-from dp_microadam.plan.bands import refuse_bands
-from dp_microadam.plan.plan import PrivacyPlan
+from dp_microadam.plan.plan import PrivacyPlan, UnprotectedPlan
 from dp_microadam.sampling.users import Units, WeightedRows
 from dp_microadam.validation import public, refuse_unknown, require_integer
 
@@ -82,28 +80,29 @@ class LogicalStep:
 
 @public
 class PoissonSampler:
-    """Poisson sampler: yields the logical steps of a run, each as physical batches of example indices that fit in memory.
+    """The Poisson sampler of a plan: yields its logical steps, each as physical batches of example indices that fit in memory.
 
-    ``batch_size`` is the expected number of examples per step, ``physical_batch_size`` the largest number processed at
-    once. ``first_step`` is where a resumed run continues. ``shard`` is this process' part of the examples when several
-    processes train together; other examples are never sampled here. With several ``bands`` sampling is cyclic: example i
-    belongs to group i mod ``bands``, and step t samples from group t mod ``bands`` only, with a probability ``bands`` times as
-    large. With ``units`` users are sampled instead: all sizes but ``physical_batch_size`` count users, and so does the shard;
-    chunks are then :class:`~dp_microadam.sampling.users.WeightedRows`.
+    ``physical_batch_size`` is the largest number of examples processed at once. ``first_step`` is where a resumed run
+    continues, ``steps`` where it ends if that is not the plan's last. ``shard`` is this process' part of the examples when
+    several processes train together; other examples are never sampled here. If the plan has several bands, sampling is cyclic:
+    example i belongs to group i mod ``bands``, and step t samples from group t mod ``bands`` only. With a plan of users these
+    are sampled: ``units`` has their examples, ``shard`` counts users, and chunks are
+    :class:`~dp_microadam.sampling.users.WeightedRows`.
 
-    ``max_batch_size`` is the largest number of examples, or users, in a step: of a larger sample so many are kept at random. A
-    step of examples then has at most ⌈max_batch_size / physical_batch_size⌉ chunks. The cap is for all processes together; they
-    agree on who is dropped through ``exchange`` (:func:`keep_smallest`).
+    If the plan has a ``max_batch_size``, so many of a larger sample are kept at random. A step of examples then has at most
+    ⌈max_batch_size / physical_batch_size⌉ chunks. The cap is for all processes together; they agree on who is dropped through
+    ``exchange`` (:func:`keep_smallest`).
 
     Formal guarantees: each example of the shard is in each step, with several bands in each step of its group and in no other,
-    with probability ``bands · batch_size / dataset_size`` (rounded up to a multiple of 2⁻⁵³), independently of all other
+    with the plan's ``sample_rate`` as probability (rounded up to a multiple of 2⁻⁵³), independently of all other
     examples and steps, and of how a step is split into chunks. Its group depends on its number alone, not on shards. The union
     of the samples that processes draw from disjoint shards, each with its own randomness, is one Poisson sample. Only the
     chunks reveal what was drawn; the sampler's length, its representation and its state do not. With ``max_batch_size`` M, if
     more than M are sampled, every set of M of them is kept with the same probability (truncated Poisson sampling:
     ``one_step.py``); groups then count as equally large, the smaller ones with an empty place that may be sampled too.
 
-    >>> sampler = PoissonSampler(dataset_size=1000, batch_size=100, steps=3, physical_batch_size=32)
+    >>> plan = PrivacyPlan(dataset_size=1000, batch_size=100, noise_multiplier=1.0, steps=3, delta=1e-5)
+    >>> sampler = PoissonSampler(plan, physical_batch_size=32)
     >>> [step.index for step in sampler]
     [0, 1, 2]
     >>> all(len(indices) <= 32 for step in sampler for indices in step.chunks)
@@ -112,84 +111,39 @@ class PoissonSampler:
 
     def __init__(
         self,
-        dataset_size: int,
-        batch_size: int,
+        plan: PrivacyPlan | UnprotectedPlan,
         *,
-        steps: int,
         physical_batch_size: int | None = None,
         first_step: int = 0,
+        steps: int | None = None,
         shard: range | None = None,
-        bands: int = 1,
         randomness: Randomness | None = None,
         units: Units | None = None,
-        max_batch_size: int | None = None,
         exchange: Exchange = alone,
     ) -> None:
-        self.dataset_size = require_integer("dataset_size", dataset_size, 1)
-        self.batch_size = require_integer("batch_size", batch_size, 1)
-        if batch_size > dataset_size:
-            raise InputError(
-                f"batch_size is {batch_size}, more than the {dataset_size} examples of the dataset; "
-                "it must be at most dataset_size"
-            )
-        refuse_bands(bands, dataset_size, batch_size)
-        self.bands = bands
-        require_room(max_batch_size, batch_size)
-        self.max_batch_size = max_batch_size
+        self.plan = plan
+        self.dataset_size = plan.dataset_size
         self._exchange = exchange
-        self.steps = require_integer("steps", steps, 0)
-        self.first_step = require_integer("first_step", first_step, 0, steps)
-        if physical_batch_size is None:
-            physical_batch_size = dataset_size
-        self.physical_batch_size = require_integer("physical_batch_size", physical_batch_size, 1)
-        self.shard = range(dataset_size) if shard is None else shard
-        if self.shard.step != 1 or not 0 <= self.shard.start <= self.shard.stop <= dataset_size:
-            raise InputError(f"shard is {self.shard}; it must be consecutive examples of the {dataset_size} there are")
+        self.steps = plan.steps if steps is None else require_integer("steps", steps, 0)
+        self.first_step = require_integer("first_step", first_step, 0, self.steps)
+        at_once = plan.dataset_size if physical_batch_size is None else physical_batch_size
+        self.physical_batch_size = require_integer("physical_batch_size", at_once, 1)
+        self.shard = range(plan.dataset_size) if shard is None else shard
+        if self.shard.step != 1 or not 0 <= self.shard.start <= self.shard.stop <= plan.dataset_size:
+            raise InputError(f"shard is {self.shard}; it must be consecutive examples of the {plan.dataset_size} there are")
         self._randomness = randomness if randomness is not None else Randomness.from_entropy()
         self._units = units
-        if units is not None and len(units) != dataset_size:
+        if (plan.unit == "user") != (units is not None):
+            raise InputError(f"the plan's unit is {plan.unit!r}; units must be given for users, and for users only")
+        if units is not None and len(units) != plan.dataset_size:
             raise InputError(
-                f"users has {len(units)} different ids, but dataset_size is {dataset_size}; solve a plan for as many users"
+                f"users has {len(units)} different ids, but dataset_size is {plan.dataset_size}; solve a plan for as many users"
             )
         if units is not None and units.most > self.physical_batch_size:
             raise InputError(
                 f"examples_per_user is {units.most}, more than physical_batch_size, which is {self.physical_batch_size}; a "
                 "user's examples go through the model together, so it must be at most that"
             )
-
-    @classmethod
-    def from_plan(
-        cls,
-        plan: PrivacyPlan,
-        *,
-        physical_batch_size: int | None = None,
-        first_step: int = 0,
-        shard: range | None = None,
-        randomness: Randomness | None = None,
-        units: Units | None = None,
-        exchange: Exchange = alone,
-    ) -> PoissonSampler:
-        """The sampler that ``plan`` accounts for; it ends at the plan's last step."""
-        if (plan.unit == "user") != (units is not None):
-            raise InputError(f"the plan's unit is {plan.unit!r}; units must be given for users, and for users only")
-        return cls(
-            plan.dataset_size,
-            plan.batch_size,
-            steps=plan.steps,
-            physical_batch_size=physical_batch_size,
-            first_step=first_step,
-            shard=shard,
-            bands=plan.bands,
-            randomness=randomness,
-            units=units,
-            max_batch_size=plan.max_batch_size,
-            exchange=exchange,
-        )
-
-    @property
-    def sample_rate(self) -> float:
-        """The probability of each example in a step of its group."""
-        return self.bands * self.batch_size / self.dataset_size
 
     def __len__(self) -> int:
         """The number of remaining steps, which is public."""
@@ -202,26 +156,20 @@ class PoissonSampler:
 
     def draw(self, step: int) -> tuple[Any, ...]:
         """The chunks of one step. In a private run, drawing the same step again gives a new sample."""
-        group = step % self.bands
+        plan, bands = self.plan, self.plan.bands
+        group = step % bands
         # Members of the group within the shard, numbered within the group: member j is example group + j·bands.
-        first, end = (-((group - edge) // self.bands) for edge in (self.shard.start, self.shard.stop))
-        if self.max_batch_size is not None and self.shard and self.shard.stop == self.dataset_size:
-            end = -(-self.dataset_size // self.bands)  # the empty place of a smaller group
+        first, end = (-((group - edge) // bands) for edge in (self.shard.start, self.shard.stop))
+        if plan.max_batch_size is not None and self.shard and self.shard.stop == plan.dataset_size:
+            end = -(-plan.dataset_size // bands)  # the empty place of a smaller group
         uniforms = self._randomness.uniforms("sampling", step, end - first, first=first)
-        sampled = np.flatnonzero(uniforms < self.sample_rate)
-        if self.max_batch_size is not None:
-            sampled = self._within_cap(sampled, step, first, end)
-        chosen = group + self.bands * (first + sampled)
-        chosen = chosen[chosen < self.dataset_size]
+        sampled = np.flatnonzero(uniforms < plan.sample_rate)
+        if plan.max_batch_size is not None and (self._exchange is not alone or len(sampled) > plan.max_batch_size):
+            drawn = self._randomness.uniforms("dropping", step, 2 * (end - first), first=2 * first)
+            sampled = sampled[keep_smallest(drawn.reshape(-1, 2)[sampled], plan.max_batch_size, self._exchange)]
+        chosen = group + bands * (first + sampled)
+        chosen = chosen[chosen < plan.dataset_size]
         return self._in_chunks(chosen, step) if len(chosen) else ()
-
-    def _within_cap(self, sampled: NDArray[np.int64], step: int, first: int, end: int) -> NDArray[np.int64]:
-        """Those of the sampled members first … end − 1 of a group that are kept."""
-        assert self.max_batch_size is not None
-        if self._exchange is alone and len(sampled) <= self.max_batch_size:
-            return sampled
-        priorities = self._randomness.uniforms("dropping", step, 2 * (end - first), first=2 * first).reshape(-1, 2)
-        return sampled[keep_smallest(priorities[sampled], self.max_batch_size, self._exchange)]
 
     def _in_chunks(self, chosen: NDArray[np.int64], step: int) -> tuple[Any, ...]:
         """The chosen examples, or what the chosen users bring, in parts that fit in memory."""
@@ -309,11 +257,9 @@ class PoissonSampler:
             yield LogicalStep(current, _weighted(step.chunks, batches(current)))
 
     def __repr__(self) -> str:
-        cyclic = f"bands={self.bands}, " if self.bands > 1 else ""
-        cyclic += "" if self.max_batch_size is None else f"max_batch_size={self.max_batch_size}, "
         return (
-            f"PoissonSampler(dataset_size={self.dataset_size}, batch_size={self.batch_size}, steps={self.steps}, "
-            f"physical_batch_size={self.physical_batch_size}, {cyclic}randomness={self._randomness.description!r})"
+            f"PoissonSampler({self.plan}, first_step={self.first_step}, steps={self.steps}, "
+            f"physical_batch_size={self.physical_batch_size}, randomness={self._randomness.description!r})"
         )
 
 

@@ -47,13 +47,8 @@ def mechanism_of(step: PrivateStep) -> GaussianMechanism | NoNoise:
     wide = step.settings.secure or any(parameter.dtype == torch.float64 for parameter in trained)
     count = max(1, sum(parameter.numel() for parameter in trained))
     refuse_memory(plan.bands, count, step.performance.noise_memory_gib, wide=wide)
-    return GaussianMechanism.from_plan(
-        plan,
-        step.clip.sensitivity,
-        noise_slice=partial(step.ranks.noise_slice, private=step.randomness.private),
-        randomness=step.randomness,
-        noise_history=step.performance.noise_history,
-    )
+    noise_slice = partial(step.ranks.noise_slice, private=step.randomness.private)
+    return GaussianMechanism(plan, step.clip.sensitivity, noise_slice=noise_slice, randomness=step.randomness)
 
 
 def account_of(step: PrivateStep, run_dir: Path, last_step: int) -> NoAccount:
@@ -109,16 +104,13 @@ def _check_model(step: PrivateStep, data: TrainingData) -> None:
 def _sampler(step: PrivateStep, units: Units | None, first_step: int) -> PoissonSampler:
     plan, ranks, last_step = step.plan, step.ranks, step.account.last_step
     return PoissonSampler(
-        plan.dataset_size,
-        plan.batch_size,
-        steps=last_step,
+        plan,
         physical_batch_size=step.performance.physical_batch_size,
         first_step=min(first_step, last_step),
+        steps=last_step,
         shard=ranks.shard(plan.dataset_size),
-        bands=plan.bands,
         randomness=step.randomness,
         units=units,
-        max_batch_size=plan.max_batch_size,
         exchange=alone if ranks.world_size == 1 else lambda own: (ranks.gather(own), ranks.rank),
     )
 

@@ -65,8 +65,7 @@ class PerformanceSettings:
         strategy: how clipped sums are computed, ``"ghost"``, ``"keep"`` or ``"drop"``; by default each layer takes its
             cheapest.
         autocast: run forward and backward pass in this precision, ``torch.bfloat16``; norms, sums and noise stay float32.
-        noise_history: where a plan with bands keeps the noise of the last steps: ``"device"``, beside the model, or ``"cpu"``.
-        noise_memory_gib: the largest size of that noise; a plan that needs more is refused.
+        noise_memory_gib: the largest size of the noise that a plan with bands keeps; a plan that needs more is refused.
     """
 
     physical_batch_size: int = 256
@@ -74,14 +73,12 @@ class PerformanceSettings:
     loader_options: Mapping[str, Any] = field(default_factory=dict)
     strategy: str | None = None
     autocast: torch.dtype | None = None
-    noise_history: str = "device"
     noise_memory_gib: float = DEFAULT_NOISE_MEMORY_GIB
 
     def __post_init__(self) -> None:
         require_integer("physical_batch_size", self.physical_batch_size, 1)
         require_integer("num_workers", self.num_workers, 0)
         refuse_loader_options("loader_options", self.loader_options, self.num_workers)
-        require_one_of("noise_history", self.noise_history, ("device", "cpu"))
 
 
 def settings_of(

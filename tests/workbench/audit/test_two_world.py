@@ -96,7 +96,7 @@ def ranks(sources):
         engine = ClippedGradients(torch.nn.Linear(width, width, bias=False), canary_loss, max_grad_norm=1.0)
         engine.accumulate(canary_batch(torch.tensor([0, 1] if present else [1]), width))
         shards = by_canary(engine.sums["weight"]).chunk(2)
-        mechanisms = [GaussianMechanism.from_plan(NOISE.plan, engine.sensitivity, randomness=own) for own in sources(present)]
+        mechanisms = [GaussianMechanism(NOISE.plan, engine.sensitivity, randomness=own) for own in sources(present)]
         rows = [
             torch.cat(
                 [rank.privatize({"shard": shard}, step=step)["shard"] for rank, shard in zip(mechanisms, shards, strict=True)]

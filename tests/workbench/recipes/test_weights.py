@@ -10,7 +10,7 @@ from thoroughness import examples
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-from dp_microadam import InputError, PerformanceSettings
+from dp_microadam import InputError, PerformanceSettings, UnprotectedPlan
 from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.sampling.poisson import PoissonSampler
 from dp_microadam.training.evaluation import class_loss
@@ -94,9 +94,9 @@ def test_a_sampler_that_draws_unequally_is_refused_with_the_reason_and_what_to_d
     data = TensorDataset(*batch_of(10))
     unequal = WeightedRandomSampler([0.1] * 5 + [0.9] * 5, 10)
     with pytest.raises(InputError, match=r"DataLoader with a WeightedRandomSampler; ε is .* more weight in the loss"):
-        PoissonSampler(10, 5, steps=1).load(DataLoader(data, sampler=unequal))
+        PoissonSampler(UnprotectedPlan(10, 5, 1)).load(DataLoader(data, sampler=unequal))
     for name in ("sampler", "batch_sampler"):
         with pytest.raises(InputError, match=f"loader_options has '{name}'.* more weight in the loss instead"):
             PerformanceSettings(loader_options={name: unequal})
     with pytest.raises(InputError, match="data is a DataLoader, which chooses its own batches"):
-        PoissonSampler(10, 5, steps=1).load(DataLoader(data, shuffle=True))
+        PoissonSampler(UnprotectedPlan(10, 5, 1)).load(DataLoader(data, shuffle=True))
