@@ -94,7 +94,7 @@ def _list() -> int:
 
 
 def _estimate(study: Study, repeats: int) -> int:
-    from dp_microadam.workbench.command_line.estimate import CostEstimator
+    from research.experiments.cost import CostEstimator
     from research.measuring import tell
 
     estimator = CostEstimator(tell)
@@ -109,7 +109,7 @@ def _estimate(study: Study, repeats: int) -> int:
 
 def _time(study: Study, folder: SweepFolder) -> int:
     """Measure the cost of a study's runs from a few steps each, instead of running them; returns how many failed."""
-    from dp_microadam.workbench.command_line.estimate import CostEstimator
+    from research.experiments.cost import CostEstimator
     from research.experiments.sweep import jobs_of
     from research.measuring import provenance, tell
 

@@ -44,8 +44,7 @@ def test_runs_with_different_sampling_and_noise_compose_to_one_epsilon(tmp_path,
     printed = json.loads(shown.out)
     spent = [*read_ledger(first).spent, *read_ledger(second).spent]
     assert printed["private"] is True
-    assert printed["epsilon"] == printed["accountants"]["pld"]["epsilon"] == epsilon(spent, 1e-5)
-    assert printed["accountants"]["rdp"]["epsilon"] == epsilon(spent, 1e-5, "rdp")
+    assert printed["epsilon"] == epsilon(spent, 1e-5)
     assert printed["group_epsilon"] == group_epsilon(spent, 1e-5, 3)
     assert printed["steps_done"] == 100
     alone = [run["epsilon"] for run in printed["runs"]]
@@ -158,15 +157,10 @@ def test_a_copied_run_that_was_resumed_twice_counts_both_continuations(tmp_path,
     assert printed["steps_done"] == 45
     assert printed["epsilon"] == epsilon([SubsampledGaussian(0.01, 2.0, 45)], 1e-5)
     assert [run["epsilon"] for run in printed["runs"]] == [epsilon([SubsampledGaussian(0.01, 2.0, n)], 1e-5) for n in (30, 25)]
-    assert printed["copies"] == [
-        {"id": read_ledger(one).run, "runs": [one, two], "shared_steps": 10, "steps_together": 45, "diverged": True}
-    ]
+    assert printed["copies"] == [{"id": read_ledger(one).run, "runs": [one, two], "shared_steps": 10, "steps_together": 45}]
     assert main(["budget", one, two]) == 0
     words = " ".join(capsys.readouterr().out.split())
-    assert (
-        "copies of the same run that were continued separately: their 10 shared steps count once and all others count too, 45"
-        in words
-    )
+    assert "are copies of the same run: the 10 steps that they share count once, 45 in total" in words
 
 
 def test_three_copies_share_what_they_share_and_no_more(tmp_path, capsys):
@@ -192,11 +186,6 @@ def test_a_copy_that_adds_nothing_counts_once(tmp_path, capsys, more):
     printed = json.loads(capsys.readouterr().out)
     assert printed["steps_done"] == 12 + more
     assert printed["epsilon"] == read_ledger(run).epsilon()
-    assert main(["budget", copy, run]) == 0
-    words = " ".join(capsys.readouterr().out.split())
-    assert (
-        f"copies of the same run, and the longest contains all steps of the others; its {12 + more} steps count once" in words
-    )
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link], ids=["symbolic", "hard"])

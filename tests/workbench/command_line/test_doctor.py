@@ -23,15 +23,7 @@ def test_doctor_says_what_is_here_what_is_missing_and_that_gradients_are_exact(c
     monkeypatch.setattr(metadata, "version", version)
     assert main(["doctor"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    for word in (
-        "Versions",
-        torch.__version__,
-        "pip install 'dp-microadam[lightning]'",
-        "Devices",
-        "cpu",
-        "digits",
-        "cpu: clipped gradients are exact",
-    ):
+    for word in (torch.__version__, "lightning │ not installed", "Devices", "cpu: clipped gradients are exact"):
         assert word in out
 
 
@@ -42,7 +34,6 @@ def test_json_has_all_of_it_and_no_name_of_a_host_a_user_or_a_folder(capsys):
     assert report["exact"] is True
     assert report["versions"]["torch"] == torch.__version__
     assert report["devices"][0]["device"] == "cpu"
-    assert report["data"].keys() >= {"digits", "cifar10"}
     assert report["self_check"]["cpu"] is None
     own = {str(Path.home()), str(Path.cwd()), platform.node()}
     assert not any(name in text for name in own if len(name) > 1)

@@ -36,11 +36,11 @@ def test_every_help_has_an_example_that_works(prog, parser):
 
 @pytest.mark.parametrize("buffering", [-1, 1], ids=["buffered", "by lines"])
 def test_nothing_is_said_if_nobody_reads(buffering, monkeypatch, capfd):
-    """As in ``dp-microadam completion bash | head``."""
+    """As in ``dp-microadam data list --json | head -c 1``."""
     read, write = os.pipe()
     os.close(read)
     with open(write, "w", buffering, encoding="utf-8") as closed:
         monkeypatch.setattr(sys, "stdout", closed)
-        assert main(["completion", "bash"]) == 141
+        assert main(["data", "list", "--json"]) == 141
         monkeypatch.undo()
     assert capfd.readouterr().err == ""

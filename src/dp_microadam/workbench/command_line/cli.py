@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import select
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,12 +19,6 @@ from dp_microadam import __version__
 from dp_microadam.durable_files import refuse_links_out
 from dp_microadam.errors import DPMicroAdamError, InputError, PrivacyWarning
 from dp_microadam.workbench.command_line.commands import COMMANDS
-
-_COMPLETION = {
-    "bash": 'eval "$(dp-microadam completion bash)"  # in ~/.bashrc',
-    "zsh": 'eval "$(dp-microadam completion zsh)"  # in ~/.zshrc, after compinit',
-    "fish": "dp-microadam completion fish > ~/.config/fish/completions/dp-microadam.fish",
-}
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -49,42 +42,21 @@ def build_parser() -> argparse.ArgumentParser:
     """The argument parser of ``dp-microadam`` with all its subcommands."""
     return parser_of(
         [f"dp_microadam.workbench.command_line.commands.{name}" for name in COMMANDS],
-        add_completion_parser,
         prog="dp-microadam",
         description="Train and fine-tune PyTorch models with differential privacy.",
         epilog="example:\n  dp-microadam train  # a private model on real digits, in minutes",
     )
 
 
-def parser_of(commands: Sequence[str], *more: Callable[[Any], None], **options: str) -> argparse.ArgumentParser:
-    """A parser with the subcommands of these modules, for :func:`answer`; ``more`` functions add others."""
+def parser_of(commands: Sequence[str], **options: str) -> argparse.ArgumentParser:
+    """A parser with the subcommands of these modules, for :func:`answer`."""
     parser = _Parser(**options)
     parser.add_argument("--version", action="version", version=f"dp-microadam {__version__}")
     parser.set_defaults(run=None)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for add_parser in (*(importlib.import_module(name).add_parser for name in commands), *more):
-        add_parser(subparsers)
+    for name in commands:
+        importlib.import_module(name).add_parser(subparsers)
     return parser
-
-
-def add_completion_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The command whose output makes Tab complete commands, options and their values."""
-    parser = subparsers.add_parser(
-        "completion",
-        help="print the code that enables Tab completion in your shell",
-        description="Print shell code that completes commands, options, recipes, data sets and recipe settings when you press "
-        "Tab.",
-        epilog="examples:\n" + "\n".join(f"  {line}" for line in _COMPLETION.values()),
-    )
-    parser.add_argument("shell", choices=tuple(_COMPLETION), help="which shell")
-    parser.set_defaults(run=_print_completion)
-
-
-def _print_completion(options: argparse.Namespace) -> int:
-    import argcomplete
-
-    print(argcomplete.shellcode(["dp-microadam"], shell=options.shell), end="")
-    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def answer(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name and return its exit code."""
-    if "_ARGCOMPLETE" in os.environ:  # set by the code that `dp-microadam completion` prints
+    if "_ARGCOMPLETE" in os.environ:  # set by the shell code of `register-python-argcomplete dp-microadam`
         import argcomplete
 
         argcomplete.autocomplete(parser, always_complete_options=False)  # prints candidates and exits
@@ -112,8 +84,7 @@ def answer(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = No
             sys.stdout.flush()  # here, where it can be handled that nobody reads
             return code
     except BrokenPipeError:
-        if not _nobody_reads():
-            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still flushes when it exits
         return 141
     except InputError as error:
         print(f"{_program_name()}: {error}", file=sys.stderr)
@@ -124,20 +95,6 @@ def answer(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = No
     except KeyboardInterrupt:
         print(f"{_program_name()}: stopped by Ctrl-C", file=sys.stderr)
         return 130
-
-
-def _nobody_reads() -> bool:
-    """Whether standard output is a pipe that was closed at its other end; if so, what is left to print goes nowhere."""
-    try:
-        descriptor = sys.stdout.fileno()
-    except (OSError, ValueError):
-        return False
-    waiting = select.poll()
-    waiting.register(descriptor, select.POLLOUT)
-    closed = any(event & (select.POLLERR | select.POLLHUP) for _, event in waiting.poll(0))
-    if closed:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-    return closed
 
 
 def _program_name() -> str:

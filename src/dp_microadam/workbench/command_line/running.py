@@ -1,11 +1,11 @@
-"""Runs on the command line: opened again from their folder, and what is printed and kept of them at the end."""
+"""Runs on the command line: opened again from their folder, and what is printed and kept of them at the end; tables."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -188,3 +188,21 @@ def privacy_line(result: RunResult) -> str:
 def say(options: argparse.Namespace, text: str) -> None:
     """Print a line for a human reader: on stderr with ``--json``, where stdout carries JSON alone."""
     print(text, file=sys.stderr if options.json else sys.stdout)
+
+
+def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], *notes: str) -> None:
+    """A table and the lines below it. Without names in the ``header`` all columns are on the left, else all but the first are
+    on the right."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", show_header=any(header))
+    for number, name in enumerate(header):
+        table.add_column(name, justify="right" if number and name else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console = Console(highlight=False)
+    console.print(table)
+    for note in notes:
+        console.print(escape(note), soft_wrap=True)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from dp_microadam.durable_files import write_text_durably
 from dp_microadam.workbench.command_line.arguments import add_json, add_run
-from dp_microadam.workbench.command_line.running import INTERRUPTED
-from dp_microadam.workbench.command_line.tables import print_table
+from dp_microadam.workbench.command_line.running import INTERRUPTED, print_table
 
 if TYPE_CHECKING:
     from dp_microadam.workbench.audit.statistics import Audit

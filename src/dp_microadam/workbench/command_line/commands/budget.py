@@ -8,7 +8,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from dp_microadam.workbench.command_line.arguments import add_group_size, add_json, add_run
-from dp_microadam.workbench.command_line.tables import print_table
+from dp_microadam.workbench.command_line.running import print_table
 
 if TYPE_CHECKING:
     from dp_microadam.ledger.ledger import LedgerRecord
@@ -62,18 +62,13 @@ def run(options: argparse.Namespace) -> int:
     if options.delta is None and len(deltas) > 1:
         raise InputError(f"the runs have different deltas ({', '.join(f'{d:g}' for d in sorted(deltas))}); give --delta")
     _refuse_different_units(records)
-    sizes = {record.plan.dataset_size for record in records.values()}
-    if len(sizes) > 1:
-        warnings.warn(
-            f"the datasets have different sizes {sorted(sizes)}; budgets add up only for {_name_of_units(records)}s in all of "
-            "them",
-            PrivacyWarning,
-            stacklevel=1,
-        )
-    delta = options.delta if options.delta is not None else deltas.pop()
-    report = _compose(records, delta, options)
+    report = _compose(records, deltas.pop() if options.delta is None else options.delta, options)
     if anchors:
         report["anchors"] = anchors
+    sizes = {record.plan.dataset_size for record in records.values()}
+    if len(sizes) > 1:
+        common = f"budgets add up only for {report['unit_name']}s in all of them"
+        warnings.warn(f"the datasets have different sizes {sorted(sizes)}; {common}", PrivacyWarning, stacklevel=1)
     if not report["private"]:
         warnings.warn("at least one run is stamped not private, so nothing is guaranteed", PrivacyWarning, stacklevel=1)
     if options.json:
@@ -90,13 +85,10 @@ def _refuse_unprotected(run: str) -> None:
     from dp_microadam.ledger.statement import PRIVACY_NAME
 
     folder = run_folder(run)
-    if not (folder / PRIVACY_NAME).is_file() or (folder / LEDGER_NAME).exists():
+    statement = folder / PRIVACY_NAME
+    if not statement.is_file() or (folder / LEDGER_NAME).exists():
         return
-    try:
-        statement = json.loads((folder / PRIVACY_NAME).read_text(encoding="utf-8"))
-    except ValueError:
-        statement = {}
-    if statement.get("ledger_head"):
+    if '"ledger_head"' in statement.read_text(encoding="utf-8"):
         raise InputError(f"run {run!r} has a privacy statement and no {LEDGER_NAME}, as exports do; name the run's own folder")
     raise InputError(
         f"run {run!r} is not private: it was trained without clipping and noise, so no budget covers what it reveals about "
@@ -124,18 +116,15 @@ def _compose(records: dict[str, LedgerRecord], delta: float, options: argparse.N
 
     spent = spent_together(records.values())
     searches = {name for name, record in records.items() if isinstance(record.plan, SelectionPlan)}
-    chosen = options.accountant or ("rdp" if searches else DEFAULT_ACCOUNTANT)
-    accountants = ("rdp",) if searches and chosen == "rdp" else ("rdp", "pld")  # pld knows no selection
-    by_accountant = {accountant: epsilon(spent, delta, accountant) for accountant in accountants}
+    chosen = options.accountant or ("rdp" if searches else DEFAULT_ACCOUNTANT)  # pld knows no selection
     report: dict[str, Any] = {
         "private": all(record.settings.private for record in records.values()),
         "unit": next(iter(records.values())).plan.unit,
         "unit_name": _name_of_units(records),
-        "epsilon": by_accountant[chosen],
+        "epsilon": epsilon(spent, delta, chosen),
         "delta": delta,
         "accountant": chosen,
         "steps_done": steps_together(records.values()),
-        "accountants": {name: {"epsilon": value} for name, value in by_accountant.items()},
         "group_size": options.group_size,
         "runs": [
             {
@@ -193,20 +182,9 @@ def _copies(records: dict[str, LedgerRecord]) -> list[dict[str, Any]]:
     for run, names in by_run.items():
         if len(names) > 1:
             histories = [set(records[name].links) for name in names]
-            together = len(set.union(*histories))
-            steps = {"shared_steps": len(set.intersection(*histories)), "steps_together": together}
-            found.append({"id": run, "runs": names, **steps, "diverged": together > max(map(len, histories))})
+            steps = {"shared_steps": len(set.intersection(*histories)), "steps_together": len(set.union(*histories))}
+            found.append({"id": run, "runs": names, **steps})
     return found
-
-
-def _copies_in_words(copies: dict[str, Any]) -> str:
-    names = f"{', '.join(copies['runs'][:-1])} and {copies['runs'][-1]} are copies of the same run"
-    if not copies["diverged"]:
-        return f"{names}, and the longest contains all steps of the others; its {copies['steps_together']} steps count once"
-    return (
-        f"{names} that were continued separately: their {copies['shared_steps']} shared steps count once and all others count "
-        f"too, {copies['steps_together']} in total"
-    )
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -215,29 +193,23 @@ def _print(report: dict[str, Any]) -> None:
     unit, runs = report["unit_name"], report["runs"]
     whom = "" if unit == "example" else f" for a {unit}"
     all_of_it = " with all their examples" if report["unit"] == "user" else ""
-    banded = any(run["bands"] > 1 for run in runs)
-    columns = {
-        "run": lambda run: run["run"],
-        "sample rate": lambda run: f"{run['sample_rate']:.6g}",
-        "noise multiplier": lambda run: f"{run['noise_multiplier']:g}",
-        **({"bands": lambda run: f"{run['bands']}"} if banded else {}),
-        "steps": lambda run: f"{run['steps_done']}",
-        "ε": lambda run: round_up(run["epsilon"], 4) + ("" if run["private"] else " (not private)"),
-    }
-    if any(run["max_batch_size"] for run in runs):
-        columns["largest batch"] = lambda run: f"{run['max_batch_size'] or '–'}"
+    rows = []
+    for run in runs:
+        spent = round_up(run["epsilon"], 4) + ("" if run["private"] else " (not private)")
+        rows.append((run["run"], f"{run['sample_rate']:.6g}", f"{run['noise_multiplier']:g}", f"{run['steps_done']}", spent))
     notes = [f"{run['run']} is the best of a random number of runs; its ε covers the search" for run in runs if run["selected"]]
-    notes += map(_copies_in_words, report["copies"])
-    for anchor in report.get("anchors", ()):
-        notes.append(
-            f"anchor {anchor['anchor']} is in {anchor['run']}, after {anchor['steps']} steps; none of those is missing"
-        )
+    for one in report["copies"]:
+        names = f"{', '.join(one['runs'][:-1])} and {one['runs'][-1]}"
+        shared = f"the {one['shared_steps']} steps that they share count once, {one['steps_together']} in total"
+        notes.append(f"{names} are copies of the same run: {shared}")
+    for one in report.get("anchors", ()):
+        notes.append(f"anchor {one['anchor']} is in {one['run']}, after {one['steps']} steps; none of those is missing")
     stamp = "" if report["private"] else "not private: "
-    by_each = ", ".join(f"{round_up(view['epsilon'], 4)} by {name}" for name, view in report["accountants"].items())
-    notes.append(f"{stamp}all runs together{whom}: ε = {by_each}, at δ = {report['delta']:g}")
+    spent = f"ε = {round_up(report['epsilon'], 4)} by {report['accountant']}, at δ = {report['delta']:g}"
+    notes.append(f"{stamp}all runs together{whom}: {spent}")
     if (size := report["group_size"]) > 1:
         group = f"up to {size} {unit}s together" if whom else f"a person with up to {size} examples"
-        how = "general group privacy" if banded or any(run["selected"] for run in runs) else "pld"
+        how = "general group privacy" if any(run["bands"] > 1 or run["selected"] for run in runs) else "pld"
         notes.append(f"{group}: ε = {round_up(report['group_epsilon'], 4)} by {how}")
     title = f"Privacy spent{f',{whom}{all_of_it}' if whom else ''}, at δ = {report['delta']:g} by {report['accountant']}"
-    print_table(title, list(columns), [[cell(run) for cell in columns.values()] for run in runs], *notes)
+    print_table(title, ("run", "sample rate", "noise multiplier", "steps", "ε"), rows, *notes)

@@ -1,4 +1,4 @@
-"""``dp-microadam doctor``: show versions, devices and data sets, and check that clipped gradients are exact on this machine."""
+"""``dp-microadam doctor``: show versions and devices, and check that clipped gradients are exact on this machine."""
 
 from __future__ import annotations
 
@@ -9,21 +9,12 @@ import platform
 from typing import Any
 
 from dp_microadam.workbench.command_line.arguments import add_json
-from dp_microadam.workbench.command_line.tables import print_table
+from dp_microadam.workbench.command_line.running import print_table
 
-_REQUIRED = ("torch", "numpy", "scipy", "rich", "safetensors", "tomli-w", "argcomplete")
-_OPTIONAL = {
-    "numba": "fast",
-    "cryptography": "secure",
-    "matplotlib": "plots",
-    "pillow": "images",
-    "mlxtend": "demo",
-    "transformers": "hugging-face",
-    "accelerate": "hugging-face",
-    "lightning": "lightning",
-    "opacus": "opacus",
-}
-"""Optional packages, and the extra that installs each."""
+_PACKAGES = (
+    *("torch", "numpy", "scipy", "rich", "safetensors", "jinja2", "tomli-w", "argcomplete", "numba", "cryptography"),
+    *("matplotlib", "pillow", "mlxtend", "transformers", "accelerate", "peft", "lightning", "opacus"),
+)
 
 INEXACT = 1
 """Exit code if the self-check fails."""
@@ -32,10 +23,10 @@ INEXACT = 1
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "doctor",
-        help="show versions, devices and data sets, and self-check the clipped gradients",
-        description="Show installed versions, devices and data sets, then compare the engine's norms and sums of clipped "
-        "gradients with autograd's on each device. Exit code 1 if they differ. What --json prints can be sent: it has no names "
-        "of hosts, users or folders.",
+        help="show versions and devices, and self-check the clipped gradients",
+        description="Show installed versions and devices, then compare the engine's norms and sums of clipped gradients with "
+        "autograd's on each device. Exit code 1 if they differ. What --json prints can be sent: it has no names of hosts, "
+        "users or folders.",
         epilog="example:\n  dp-microadam doctor --json > doctor.json",
     )
     add_json(parser)
@@ -43,12 +34,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(options: argparse.Namespace) -> int:
-    report: dict[str, Any] = {"versions": _versions(), "devices": devices(), "data": _data()}
+    report: dict[str, Any] = {"versions": _versions(), "devices": devices()}
     if not options.json:
-        versions = [(name, version or _how_to_get(name)) for name, version in report["versions"].items()]
-        print_table("Versions", ("", ""), versions)
+        print_table("Versions", ("", ""), [(name, found or "not installed") for name, found in report["versions"].items()])
         print_table("Devices", ("", ""), [tuple(device.values()) for device in report["devices"]])
-        print_table("Data", ("", ""), list(report["data"].items()))
     report["self_check"] = {device["device"]: self_check(device["device"]) for device in report["devices"]}
     report["exact"] = not any(report["self_check"].values())
     if options.json:
@@ -87,16 +76,12 @@ def _versions() -> dict[str, str | None]:
     from dp_microadam import __version__
 
     found: dict[str, str | None] = {"dp-microadam": __version__, "python": platform.python_version()}
-    for name in (*_REQUIRED, *_OPTIONAL):
+    for name in _PACKAGES:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = None
     return found
-
-
-def _how_to_get(name: str) -> str:
-    return f"not installed; pip install 'dp-microadam[{_OPTIONAL[name]}]'" if name in _OPTIONAL else "not installed"
 
 
 def devices() -> list[dict[str, str]]:
@@ -108,12 +93,3 @@ def devices() -> list[dict[str, str]]:
         properties = torch.cuda.get_device_properties(index)
         found.append({"device": f"cuda:{index}", "what": f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"})
     return found
-
-
-def _data() -> dict[str, str]:
-    """The state of each published data set."""
-    from dp_microadam.workbench.data.catalogue import KNOWN_DATA
-    from dp_microadam.workbench.data.sources import inspect
-
-    found = [inspect(name) for name in KNOWN_DATA]
-    return {one.name: one.state for one in found if one.state != "yours"}

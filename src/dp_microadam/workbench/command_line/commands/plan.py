@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dp_microadam.workbench.command_line.arguments import add_group_size, add_json, add_recipe
-from dp_microadam.workbench.command_line.tables import print_table
+from dp_microadam.workbench.command_line.running import print_table
 
 if TYPE_CHECKING:
     from dp_microadam.plan.advice import Proposal
@@ -74,7 +74,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--minutes", type=float, metavar="M", help="with --advise and a recipe: how long it may train; a few steps are timed"
     )
-    parser.add_argument("--explain", action="store_true", help="also show both accountants, what attackers reach, and bands")
+    parser.add_argument(
+        "--explain", action="store_true", help="also show both accountants, what attackers reach, bands, and all proposals"
+    )
     parser.add_argument("--picture", type=Path, metavar="PNG", help="draw what attackers reach into this file")
     add_json(parser)
     parser.set_defaults(run=run)
@@ -107,39 +109,32 @@ def run(options: argparse.Namespace) -> int:
     from dp_microadam.plan.learning_rate import relative_noise, too_much_noise
 
     planned = _from_numbers(options) if options.recipe is None else _from_recipe(options)
-    plan, spent = planned.plan, [planned.plan.spent_after(planned.plan.steps)]
+    plan, parameters = planned.plan, None if planned.partly else planned.parameters
+    spent = [plan.spent_after(plan.steps)]
     if options.picture is not None:
         _draw(plan, options.picture)
     size = options.group_size
-    group = {} if size == 1 else {"group_size": size, "group_epsilon": group_epsilon(spent, plan.delta, size)}
-    noise = None if planned.partly or planned.parameters is None else relative_noise(plan, planned.parameters)
-    views, bands, told = {}, [], {}
+    report = plan.to_dict()
+    if size > 1:
+        report |= {"group_size": size, "group_epsilon": group_epsilon(spent, plan.delta, size)}
+    report["kept_bytes_per_parameter"] = planned.kept
+    report["relative_noise"] = None if parameters is None else relative_noise(plan, parameters)
+    if planned.proposals:
+        report["proposals"] = [asdict(one) for one in planned.proposals]
     if options.explain or options.json:
-        views = {accountant: _view(plan, planned.limit, accountant) for accountant in ("rdp", "pld")}
-        bands, told = _band_rows(planned), meaning(spent, plan.delta)
+        report["accountants"] = {accountant: _view(plan, planned.limit, accountant) for accountant in ("rdp", "pld")}
+        report |= {"meaning": meaning(spent, plan.delta), "bands_table": _band_rows(planned)}
     if options.json:
-        report = {
-            **group,
-            "kept_bytes_per_parameter": planned.kept,
-            "accountants": views,
-            "meaning": told,
-            "bands_table": bands,
-            "relative_noise": noise,
-        }
-        proposals = {"proposals": [asdict(one) for one in planned.proposals]} if planned.proposals else {}
-        print(json.dumps({**plan.to_dict(), **report, **proposals}))
+        print(json.dumps(report))
         return 0
+    _print_plan(planned, report)
     if planned.chosen is not None:
-        _print_proposals(planned.proposals, planned.chosen)
-    _print_plan(planned, group)
+        print("in a recipe:\n" + "\n".join(f"{name} = {getattr(plan, name)}" for name in ("batch_size", "steps", "bands")))
     if options.explain:
-        _print_views(views, planned.limit)
-        _print_meaning(told, planned.unit)
-        _print_bands(planned, bands)
-    if noise is not None:
-        assert planned.parameters is not None
-        length = f"{noise:.2g} times as long as the sum of all its gradients can be"
-        hint = too_much_noise(plan, planned.parameters, planned.unit)
+        _print_explanation(planned, report)
+    if parameters is not None:
+        length = f"{report['relative_noise']:.2g} times as long as the sum of all its gradients can be"
+        hint = too_much_noise(plan, parameters, planned.unit)
         print(hint or f"the noise of this plan is {length}; above 1, hardly anything is learned from scratch")
     return 0
 
@@ -177,11 +172,9 @@ def _proposals(options: argparse.Namespace, given: dict[str, Any]) -> tuple[Prop
     from dp_microadam.errors import InputError
     from dp_microadam.plan.advice import advise
 
-    for name in ("noise_multiplier", "max_batch_size"):
-        if getattr(options, name) is not None:
-            raise InputError(f"{name} is {getattr(options, name)}, but --advise chooses batch size and noise; leave one out")
-    if given.get("bands", "auto") not in ("auto", 1):
-        raise InputError(f"bands is {given['bands']}, but --advise chooses the bands; leave it out, or take 1")
+    for name, chosen in (("noise_multiplier", "noise"), ("max_batch_size", "batch size"), ("bands", "bands")):
+        if given.get(name, "auto") not in ("auto", 1):
+            raise InputError(f"{name} is {given[name]}, but --advise chooses the {chosen}; leave it out")
     said = [name for name in ("examples", "epochs", "steps") if getattr(options, name) is not None]
     if len(said) > 1:
         raise InputError(f"{' and '.join(said)} are given, which all say how much can be processed; leave one out")
@@ -222,7 +215,7 @@ def _from_recipe(options: argparse.Namespace) -> _Planned:
 
     # Imported once the recipe is known to be usable: torch takes seconds to load.
     from dp_microadam.methods.table import kept_bytes
-    from dp_microadam.workbench.command_line.estimate import data_or_stand_in
+    from dp_microadam.workbench.command_line.timing import data_or_stand_in
     from dp_microadam.workbench.recipes import keys
     from dp_microadam.workbench.recipes.assemble import model_of, noise_memory_of, plan_of, trainable_parameters, with_advice
 
@@ -244,12 +237,12 @@ def _affordable(options: argparse.Namespace, recipe: Recipe, data: LabelledData)
     Steps are timed on made-up examples.
     """
     from dp_microadam.validation import require_integer, require_positive
-    from dp_microadam.workbench.command_line.estimate import CostEstimator
+    from dp_microadam.workbench.command_line.timing import step_time
 
     if options.minutes is not None:
         seconds = 60 * require_positive("minutes", options.minutes)
-        time = CostEstimator().step_time(recipe, data)
-        return lambda batch_size: seconds / time.seconds(batch_size * (recipe.examples_per_user or 1))
+        time = step_time(recipe, data)
+        return lambda batch_size: seconds / time.seconds(recipe, batch_size)
     if options.examples is not None:
         examples = require_integer("examples", options.examples, 1)
         return lambda batch_size: examples / batch_size
@@ -280,17 +273,9 @@ def _band_rows(planned: _Planned) -> list[dict[str, Any]]:
     from dp_microadam.plan.bands import automatic_bands, band_table, most_automatic_bands, noise_memory
 
     plan, parameters = planned.plan, planned.parameters
+    names = ("dataset_size", "batch_size", "steps", "delta", "accountant", "max_batch_size")
     try:
-        table = band_table(
-            dataset_size=plan.dataset_size,
-            batch_size=plan.batch_size,
-            steps=plan.steps,
-            epsilon=planned.limit,
-            delta=plan.delta,
-            accountant=plan.accountant,
-            also=plan.bands,
-            max_batch_size=plan.max_batch_size,
-        )
+        table = band_table(epsilon=planned.limit, also=plan.bands, **{name: getattr(plan, name) for name in names})
     except (InputError, LookupError):  # as above
         return []
     most = most_automatic_bands(plan.steps, 1 if parameters is None else parameters, planned.memory_gib)
@@ -302,14 +287,13 @@ def _band_rows(planned: _Planned) -> list[dict[str, Any]]:
             "running_sum": choice.running_sum,
             "single_step": choice.single_step,
             "automatic": choice.bands == automatic,
-            "memory_vectors": choice.bands - 1,
             "memory_bytes": None if parameters is None else noise_memory(choice.bands, parameters),
         }
         for choice in table
     ]
 
 
-def _print_plan(planned: _Planned, group: dict[str, Any]) -> None:
+def _print_plan(planned: _Planned, report: dict[str, Any]) -> None:
     from dp_microadam.accounting.one_step import more_than
     from dp_microadam.ledger.statement import round_up, unit_in_words
 
@@ -329,11 +313,10 @@ def _print_plan(planned: _Planned, group: dict[str, Any]) -> None:
     if plan.cap is not None:
         share = more_than(plan.cap.units, plan.cap.population, plan.sample_rate)
         rows.append(("largest batch size", f"{plan.max_batch_size}, exceeded by a sample in {100 * share:.2g} % of the steps"))
-    if group:
-        size = group["group_size"]
+    if size := report.get("group_size"):
         whom = f"{size} {unit}s together" if named else f"somebody with up to {size} examples"
-        rows.append((f"ε for {whom}", round_up(group["group_epsilon"], 4)))
-    rows.append((f"ε for a {unit}" if named else "ε for one example" if group else "ε", round_up(plan.epsilon, 4)))
+        rows.append((f"ε for {whom}", round_up(report["group_epsilon"], 4)))
+    rows.append((f"ε for a {unit}" if named else "ε for one example" if size else "ε", round_up(plan.epsilon, 4)))
     rows += [("δ", f"{plan.delta:g}"), ("accountant", plan.accountant)]
     if plan.bands > 1:
         rows.append(("bands of correlated noise", f"{plan.bands}"))
@@ -344,66 +327,56 @@ def _print_plan(planned: _Planned, group: dict[str, Any]) -> None:
     print_table("Privacy plan", ("", ""), rows)
 
 
-def _print_views(views: dict[str, dict[str, Any]], limit: float) -> None:
-    from dp_microadam.ledger.statement import round_up
-
-    rows = []
-    for accountant, view in views.items():
-        reported, allowed = view["epsilon"], view["steps_allowed"]
-        told = "out of range" if reported is None else round_up(reported, 4)
-        rows.append((accountant, told, "out of range" if allowed is None else f"{allowed}"))
-    print_table("Both accountants", ("accountant", "ε of this plan", f"steps allowed at ε = {round_up(limit, 4)}"), rows)
-
-
-def _print_meaning(told: dict[str, Any], unit: str) -> None:
-    """What an attacker on the finished run reaches, μ, and ε for replacing one ``unit``, such as a patient."""
+def _print_explanation(planned: _Planned, report: dict[str, Any]) -> None:
+    """Both accountants; what an attacker on the finished run reaches; other numbers of bands; all proposals."""
     from dp_microadam.accounting.meaning import mu_in_words, one_in, percent
     from dp_microadam.ledger.statement import round_up
 
+    views: list[Sequence[str]] = []
+    for accountant, view in report["accountants"].items():
+        spent, steps = view["epsilon"], view["steps_allowed"]
+        out = "out of range"
+        views.append((accountant, out if spent is None else round_up(spent, 4), out if steps is None else f"{steps}"))
+    allowed = f"steps allowed at ε = {round_up(planned.limit, 4)}"
+    print_table("Both accountants", ("accountant", "ε of this plan", allowed), views)
+    told = report["meaning"]
     if "not_computed" in told:
         print(f"what attackers reach is not computed: {told['not_computed']}")
-        return
-    replaced, added = (round_up(told[key], 4) for key in ("replace_one_epsilon", "add_or_remove_epsilon"))
-    print_table(
-        "What attackers reach",
-        ("accused of those who did not take part", "found of those who did, at most"),
-        [(one_in(row["false_positive_rate"]), percent(row["true_positive_rate"])) for row in told["attacks"]],
-        f"Gaussian differential privacy: {mu_in_words(told)}",
-        f"ε = {replaced} if one {unit} is replaced by another, {added} if one is added or removed (pld)",
-    )
-
-
-def _print_bands(planned: _Planned, found: list[dict[str, Any]]) -> None:
-    if len(found) < 2:
-        return
-    rows = []
-    for row in found:
-        size = row["memory_bytes"]
-        memory = f"{row['memory_vectors']} × parameters × 4 bytes" if size is None else f"{size / 2**20:,.1f} MiB"
-        marks = ("*" if row["bands"] == planned.plan.bands else "") + (" auto" if row["automatic"] else "")
+    else:
+        replaced, added = (round_up(told[key], 4) for key in ("replace_one_epsilon", "add_or_remove_epsilon"))
+        print_table(
+            "What attackers reach",
+            ("accused of those who did not take part", "found of those who did, at most"),
+            [(one_in(row["false_positive_rate"]), percent(row["true_positive_rate"])) for row in told["attacks"]],
+            f"Gaussian differential privacy: {mu_in_words(told)}",
+            f"ε = {replaced} if one {planned.unit} is replaced by another, {added} if one is added or removed (pld)",
+        )
+    bands: list[Sequence[str]] = []
+    for row in report["bands_table"]:
+        size, count = row["memory_bytes"], row["bands"]
+        memory = f"{count - 1} × parameters × 4 bytes" if size is None else f"{size / 2**20:,.1f} MiB"
+        marks = ("*" if count == planned.plan.bands else "") + (" auto" if row["automatic"] else "")
         noise = f"{row['noise_multiplier']:g}", f"{row['running_sum']:.3f}", f"{row['single_step']:.3f}"
-        rows.append((f"{row['bands']}{marks}", *noise, memory if row["memory_vectors"] else "none"))
-    notes = ["noise relative to 1 band; * is this plan"]
-    if planned.parameters is None and planned.plan.bands == 1 and any(row["automatic"] and row["bands"] > 1 for row in found):
-        notes.append("auto is what recipes take, and plans that are told the number of parameters: --parameters P")
-    header = ("bands", "noise multiplier", "noise of the running sum", "of a single step", "memory")
-    print_table("Bands of correlated noise, at the same ε and steps", header, rows, *notes)
-
-
-def _print_proposals(proposals: Sequence[Proposal], chosen: Proposal) -> None:
-    """The batch sizes that were compared, and the proposal as keys of a recipe."""
-    rows = []
-    for one in proposals:
-        mark = "*" if one is chosen else ""
-        noise = f"{one.noise_multiplier:.3g}", f"{one.bands}", f"{one.noise:.3g}", f"{one.score:.2f}"
-        rows.append((f"{one.batch_size}{mark}", f"{one.steps}", *noise))
-    print_table(
-        "Proposals",
-        ("batch size", "steps", "noise multiplier", "bands", "noise of the mean gradient", "score"),
-        rows,
-        "noise for a clipping norm of 1; the smallest score is best; * is the proposal, in a recipe",
-        f"batch_size = {chosen.batch_size}\nsteps = {chosen.steps}\nbands = {chosen.bands}",
-    )
+        bands.append((f"{count}{marks}", *noise, memory if count > 1 else "none"))
+    if len(bands) > 1:
+        print_table(
+            "Bands of correlated noise, at the same ε and steps",
+            ("bands", "noise multiplier", "noise of the running sum", "of a single step", "memory"),
+            bands,
+            "noise relative to 1 band; * is this plan; auto is what recipes take, and plans that are told --parameters P",
+        )
+    proposals: list[Sequence[str]] = []
+    for one in planned.proposals:
+        noise = f"{one.noise_multiplier:.3g}", f"{one.bands}", f"{one.noise:.3g}"
+        mark = "*" if one is planned.chosen else ""
+        proposals.append((f"{one.batch_size}{mark}", f"{one.steps}", *noise, f"{one.score:.2f}"))
+    if proposals:
+        print_table(
+            "Proposals",
+            ("batch size", "steps", "noise multiplier", "bands", "noise of the mean gradient", "score"),
+            proposals,
+            "noise for a clipping norm of 1; the smallest score is best; * is the proposal",
+        )
 
 
 def _draw(plan: PrivacyPlan, path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import os
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from dp_microadam.plan.selection_plan import SelectionPlan
     from dp_microadam.workbench.data.dataset import LabelledData
     from dp_microadam.workbench.recipes.recipe import Recipe
-
-_MEASURED_KINDS = 4
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -104,38 +101,25 @@ def _search(recipe: Recipe, run_dir: Path | None, data: LabelledData, plan: Sele
 
 
 def _expected_cost(recipe: Recipe, plan: SelectionPlan, data: LabelledData) -> dict[str, Any]:
-    """What a search costs on average: nothing of it depends on the number of runs that will be drawn."""
-    hours = plan.expected_runs * _hours_of_one_run(recipe, plan, data)
-    alone = plan.single_run_of_same_epsilon
+    """What a search costs on average: nothing of it depends on the number of runs that will be drawn.
+
+    Steps are timed with the recipe's own values.
+    """
+    from dp_microadam.workbench.command_line.timing import step_time
+
+    steps = min(plan.steps, recipe.max_steps or plan.steps)
     return {
         "epsilon": plan.epsilon,
         "delta": plan.delta,
         "distribution": plan.repetitions.name,
         "expected_runs": plan.expected_runs,
         "runs_in_nine_of_ten_searches_at_most": plan.repetitions.most_runs(0.9),
-        "expected_hours": hours,
+        "expected_hours": plan.expected_runs * steps * step_time(recipe, data).seconds(recipe) / 3600,
         "steps": plan.steps,
         "noise_multiplier": plan.noise_multiplier,
         "epsilon_of_one_run": plan.single_run.epsilon,
-        "noise_multiplier_without_a_search": alone.noise_multiplier,
+        "noise_multiplier_without_a_search": plan.single_run_of_same_epsilon.noise_multiplier,
     }
-
-
-def _hours_of_one_run(recipe: Recipe, plan: SelectionPlan, data: LabelledData) -> float:
-    """The mean duration of a run, from a few steps of each kind of run, with at most a few kinds."""
-    from dp_microadam.workbench.command_line.estimate import CostEstimator
-    from dp_microadam.workbench.recipes.tuning import values_of, with_values
-
-    slow = ("method", "model", "clipping", "crop_padding", "flip")
-    listed = {name: values for name, values in values_of(recipe).items() if name in slow or name.startswith("model_options.")}
-    kinds = [dict(zip(listed, values, strict=True)) for values in itertools.product(*listed.values())]
-    every = max(1, len(kinds) // _MEASURED_KINDS)
-    estimator, steps = CostEstimator(), min(plan.steps, recipe.max_steps or plan.steps)
-    seconds = [
-        estimator.step_time(with_values(recipe, kind), data).seconds(recipe.batch_size * (recipe.examples_per_user or 1))
-        for kind in kinds[::every]
-    ]
-    return steps * sum(seconds) / len(seconds) / 3600
 
 
 def _print_cost(cost: dict[str, Any], options: argparse.Namespace) -> None:
