@@ -73,7 +73,7 @@ def by_hugging_face(model, plan, data, folder):
         performance=CHUNKS,
     )
     trainer.train()
-    return trainer.private_steps.method, trainer.private_steps.plan
+    return trainer.private_steps.step.method, trainer.private_steps.plan
 
 
 class _Rows(torch.utils.data.Dataset):
@@ -101,7 +101,7 @@ def by_lightning(model, plan, data, folder):
     options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
     quiet = {"enable_progress_bar": False, "enable_model_summary": False}
     Trainer(max_epochs=-1, default_root_dir=folder, **options, **quiet).fit(_Module(model), steps)
-    return steps.method, steps.plan
+    return steps.step.method, steps.plan
 
 
 DOORS = {"trainer": by_trainer, "own loop": by_own_loop, "Hugging Face": by_hugging_face, "Lightning": by_lightning}

@@ -419,7 +419,7 @@ UPDATES = {
 @pytest.mark.parametrize("way", UPDATES)
 def test_metrics_updated_in_the_loss_reach_no_logger(make_network, make_steps, make_trainer, tmp_path, way):
     logger = CSVLogger(tmp_path / "csv", flush_logs_every_n_steps=1)
-    with pytest.raises(PrivacyError, match="was updated from training examples"):
+    with pytest.raises(PrivacyError, match="was changed by the loss"):
         make_trainer(logger=logger, log_every_n_steps=1).fit(Measured(make_network(), UPDATES[way]), make_steps())
     logger.save()
     assert not (tmp_path / "run").exists(), "refused before the first step"

@@ -78,12 +78,12 @@ def test_a_run_goes_on_from_its_stamp_and_lost_steps_stay_spent(make_steps, make
     steps.begin(*started(make_network()))
     for _ in range(4):
         steps.take()
-    stamp = json.loads(json.dumps(steps.stamp()))
+    state = steps.state()
     for _ in range(2):
         steps.take()
     steps.close()
     again = make_steps()
-    again.begin(*started(make_network()), stamp)
+    again.begin(*started(make_network()), state)
     assert (again.position, again.remaining) == (6, 3)
     assert again.epsilon() == plan.epsilon_after(6)
 
@@ -95,7 +95,7 @@ def test_a_run_goes_on_from_a_stamp_that_was_taken_after_it_was_closed(make_step
     steps.close()
     assert steps.epsilon() == plan.epsilon_after(1)
     again = make_steps()
-    again.begin(*started(make_network()), steps.stamp())
+    again.begin(*started(make_network()), steps.state())
     assert again.take() == 1
 
 
@@ -236,7 +236,7 @@ def test_with_bands_every_session_counts_by_itself(make_steps, make_network):
         steps = make_steps(plan=banded)
         steps.begin(*started(make_network()), state)
         steps.take()
-        state = steps.stamp()
+        state = steps.state()
         assert steps.epsilon() == read_ledger(steps.run_dir).epsilon() == banded.epsilon_after(4 * session + 1)
         steps.close()
     assert steps.epsilon() == banded.epsilon

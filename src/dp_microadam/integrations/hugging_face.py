@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
-from dp_microadam.errors import InputError, PrivacyError
-from dp_microadam.integrations.collated_alone import CollatedAlone
-from dp_microadam.integrations.isolated_metrics import IsolatedLoss
-from dp_microadam.integrations.lora import adapted
+from dp_microadam.errors import InputError, PrivacyError, UnreadableExample
+from dp_microadam.integrations.isolated_loss import IsolatedLoss
 from dp_microadam.integrations.private_steps import STEP_OPTIONS, PrivateSteps
 from dp_microadam.ledger.ledger import RUN_INSIDE
 from dp_microadam.methods.defaults import default
@@ -38,17 +37,54 @@ except ImportError as error:
         "PrivateHFTrainer needs transformers and accelerate; run pip install 'dp-microadam[hugging-face]'"
     ) from error
 
-from dp_microadam.integrations.hugging_face_settings import (  # it imports transformers too
-    WHY_NOT,
-    defaults_of,
-    refuse_options,
-    refuse_settings,
-    refuse_without_optimizer,
-)
-
-STAMP_NAME = "dp_microadam.json"
-METHOD_NAME = "dp_microadam_method.pt"
+STATE_NAME = "dp_microadam.pt"
 """What checkpoints have beside the host's own files: of which run and step they are, and the state of the method."""
+
+# What a private run honours, or what does not touch training. Everything else must be left at its default: a setting that is
+# silently not used would mislead, and one that a later release adds may look at training data.
+_HONOURED_SETTINGS = """
+output_dir per_device_train_batch_size per_device_eval_batch_size max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs
+warmup_steps warmup_ratio weight_decay adam_beta1 adam_beta2 adam_epsilon
+logging_strategy logging_steps logging_first_step logging_dir log_level log_level_replica log_on_each_node disable_tqdm
+report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id
+eval_strategy eval_steps eval_delay eval_on_start eval_do_concat_batches eval_use_gather_object eval_accumulation_steps
+prediction_loss_only include_for_metrics batch_eval_metrics
+save_strategy save_steps save_total_limit save_only_model save_on_each_node save_safetensors
+load_best_model_at_end metric_for_best_model greater_is_better restore_callback_states_from_checkpoint
+push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
+seed use_cpu dataloader_num_workers dataloader_pin_memory remove_unused_columns label_names
+do_train do_eval do_predict resume_from_checkpoint use_cache
+bf16 gradient_checkpointing gradient_checkpointing_kwargs ddp_backend ddp_timeout local_rank
+"""
+_HONOURED = frozenset(_HONOURED_SETTINGS.split())
+
+_WHY_NOT = {
+    "fp16": "it scales losses and gradients against underflow, which is not done for gradients of single examples; use bf16",
+    "gradient_accumulation_steps": "a batch that does not fit in memory is cut into chunks of per_device_train_batch_size "
+    "here, and noise is added once; leave it at 1",
+    "max_grad_norm": "it clips the mean gradient, and the noise with it; give max_grad_norm to the trainer itself, where it "
+    "bounds each example's gradient",
+    "num_train_epochs": "the plan says how many steps there are; solve it for other steps, or stop early by max_steps",
+    "train_sampling_strategy": "batches are Poisson samples, which is what is accounted for; leave it at 'random'",
+    "group_by_length": "batches are Poisson samples, which is what is accounted for; leave it False",
+    "dataloader_drop_last": "a Poisson sample of any size is a batch, an empty one too; leave it False",
+    "data_seed": "samples are drawn from the operating system's entropy and must not be repeatable; leave it None",
+    "label_smoothing_factor": "the loss is per_example_loss here; smooth it there",
+    "auto_find_batch_size": "a batch that is tried again is spent twice; choose per_device_train_batch_size yourself",
+    "include_num_input_tokens_seen": "how many tokens a step saw is private; leave it at 'no'",
+    "skip_memory_metrics": "memory in use tells how large batches were, which is private; leave it True",
+    "torch_compile": "layers are observed one by one, so that nothing could be fused; leave it False",
+    "optim": "the method is that of methods.default; give another by method, or an optimizer by optimizers=(optimizer, None)",
+}
+
+_NOT_OF_THE_DEFAULT = {
+    "learning_rate": "without a method or an optimizer it follows from the plan; leave it out, or give "
+    "optimizers=(MicroAdam(model.parameters(), lr=…), None)",
+    **dict.fromkeys(
+        ("adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay"),
+        "the default method has no such setting; leave it out, or give a method, or optimizers=(optimizer, None)",
+    ),
+}
 
 _PHYSICAL_BATCH_SIZE = 32
 """In place of the host's default of 8, which would cut the large batches of private runs into many slow chunks."""
@@ -78,8 +114,6 @@ class PrivateHFTrainer(Trainer):
     Arguments:
         plan: a :class:`~dp_microadam.PrivacyPlan` for as many examples as ``train_dataset`` has, or for their ``users``.
         method: a method of ``dp_microadam.methods`` in place of an optimizer in ``optimizers``, whose scheduler may be given.
-        lora_rank: above 0 the model's weights are frozen, and low-rank adapters and a classifier's head are trained, by
-            :func:`~dp_microadam.workbench.models.with_lora`, to which ``lora_alpha`` and ``lora_targets`` go as well.
         per_example_loss: ``f(model, batch)`` returns one loss per example; by default the cross-entropy of classification
             models, and :func:`causal_language_loss` serves for language models.
         run_dir: of the ledger and the privacy statement; ``privacy`` in ``args.output_dir`` by default.
@@ -102,31 +136,24 @@ class PrivateHFTrainer(Trainer):
         *,
         plan: PrivacyPlan,
         method: Method | None = None,
-        lora_rank: int = 0,
-        lora_alpha: float | None = None,
-        lora_targets: str | Sequence[str] = (),
         per_example_loss: PerExample | None = None,
         run_dir: str | Path | None = None,
         **options: Any,
     ) -> None:
         step_options = {name: options.pop(name) for name in STEP_OPTIONS if name in options}
-        refuse_settings(args, plan)
-        refuse_options(step_options, options, method)
-        unset = defaults_of(args)
         chosen = method or options.get("optimizers", (None, None))[0] or options.get("optimizer_cls_and_kwargs")
-        if chosen is None:
-            refuse_without_optimizer(args)
-        model = _adapted(model, lora_rank, lora_alpha, lora_targets, chosen)
+        unset = type(args)(output_dir=args.output_dir, report_to="none", use_cpu=args.use_cpu)
+        _refuse_settings(args, unset, plan, default=chosen is None)
+        _refuse_options(step_options, options, method)
         physical = args.per_device_train_batch_size
         physical = _PHYSICAL_BATCH_SIZE if physical == unset.per_device_train_batch_size else physical
         usual = PerformanceSettings(physical_batch_size=physical, num_workers=args.dataloader_num_workers)
         step_options["performance"] = step_options.get("performance") or usual
         if chosen is None:
             method, plan = default(model, plan)
-            if args.lr_scheduler_type == unset.lr_scheduler_type:
-                args = copy.copy(args)
-                args.lr_scheduler_type = SchedulerType.CONSTANT
         args = copy.copy(args)
+        if chosen is None and args.lr_scheduler_type == unset.lr_scheduler_type:
+            args.lr_scheduler_type = SchedulerType.CONSTANT
         args.max_grad_norm = 0.0  # noise is not clipped
         args.ignore_data_skip = True  # a resumed run draws afresh
         # Meant for the training loss, it multiplies a classifier's loss in evaluation by the number of processes.
@@ -145,7 +172,7 @@ class PrivateHFTrainer(Trainer):
         collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
         self.private_steps = PrivateSteps(
             plan,
-            CollatedAlone(self.train_dataset, collate),
+            _CollatedAlone(self.train_dataset, collate),
             run_dir=Path(str(args.output_dir), RUN_INSIDE) if run_dir is None else run_dir,
             **step_options,
         )
@@ -159,6 +186,7 @@ class PrivateHFTrainer(Trainer):
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: list[str] | None = None
     ) -> TrainOutput:
         """Train until the plan, or ``max_steps``, is done. ε stands in the metrics it returns."""
+        self._resumed_from = None
         if trial is not None:
             raise InputError("trial is given; a search looks at the data again with every trial, account for each as a run")
         if resume_from_checkpoint is True:
@@ -166,7 +194,14 @@ class PrivateHFTrainer(Trainer):
             if resume_from_checkpoint is None:
                 raise InputError(f"output_dir is {self.args.output_dir!r}, which has no checkpoint; train without resuming")
         resume_from_checkpoint = resume_from_checkpoint or None
-        self._resumed_from = None if resume_from_checkpoint is None else _state_in(Path(str(resume_from_checkpoint)))
+        if resume_from_checkpoint is not None:
+            state = Path(str(resume_from_checkpoint), STATE_NAME)
+            if not state.is_file():
+                raise PrivacyError(
+                    f"{state.parent} has no {STATE_NAME}, so no private run wrote it and what it has spent is unknown; resume "
+                    "from a checkpoint of this run, or begin a new run"
+                )
+            self._resumed_from = load_plain(state, state)
         try:
             result = super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
             metrics = {
@@ -257,13 +292,12 @@ class PrivateHFTrainer(Trainer):
         super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        stamp = self.private_steps.stamp()  # in all processes
+        state = self.private_steps.state()  # in all processes
         self._count_epochs()
         if self.args.should_save:
             folder = Path(str(self.args.output_dir), f"checkpoint-{self.state.global_step}")
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / STAMP_NAME).write_text(json.dumps(stamp) + "\n", encoding="utf-8")
-            torch.save(self.private_steps.method_state(), folder / METHOD_NAME)
+            torch.save(state, folder / STATE_NAME)
         super()._save_checkpoint(model, trial)
 
     def _count_epochs(self) -> None:
@@ -290,7 +324,7 @@ class PrivateHFTrainer(Trainer):
                 "torchrun, without FSDP or DeepSpeed"
             )
         if self.accelerator.mixed_precision not in _AUTOCAST:
-            why = WHY_NOT["fp16"] if self.accelerator.mixed_precision == "fp16" else "private steps do not have it; use bf16"
+            why = _WHY_NOT["fp16"] if self.accelerator.mixed_precision == "fp16" else "private steps do not have it; use bf16"
             raise InputError(f"accelerate's mixed_precision is {self.accelerator.mixed_precision!r}: {why}")
         if type(self).compute_loss is not Trainer.compute_loss:
             raise InputError("compute_loss is overridden, and is a mean over a batch; give per_example_loss instead")
@@ -337,23 +371,64 @@ def _public(logs: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in logs.items() if name not in _NOT_MEASURED}
 
 
-def _adapted(model: nn.Module, rank: int, alpha: float | None, targets: str | Sequence[str], chosen: Any) -> nn.Module:
-    """The model, with adapters if ``rank`` is above 0. ``chosen`` is the method or optimizer that was made for it."""
-    if rank and chosen is not None:
-        raise InputError(
-            f"lora_rank is {rank}, but the {type(chosen).__name__} was made before there were adapters; make them by "
-            "models.with_lora(model), and it from the result"
-        )
-    return adapted(model, rank, alpha, targets)
+class _CollatedAlone(Dataset[dict[str, Tensor]]):
+    """Each example as the collator makes it by itself: a batch is then a stack of what does not depend on other examples."""
 
+    def __init__(self, data: Any, collate: Any) -> None:
+        self.data = data
+        self.collate = collate
+        self._shapes: dict[str, torch.Size] = {}
 
-def _state_in(checkpoint: Path) -> dict[str, Any]:
-    for name in (STAMP_NAME, METHOD_NAME):
-        if not (checkpoint / name).is_file():
-            raise PrivacyError(
-                f"{checkpoint} has no {name}, so no private run wrote it and what it has spent is unknown; resume from a "
-                "checkpoint of this run, or begin a new run"
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        batch = dict(self.collate([self.data[index]]))
+        example = {name: value[0] for name, value in batch.items() if isinstance(value, Tensor) and len(value) == 1}
+        if example.keys() != batch.keys():
+            raise UnreadableExample(
+                "data_collator gives something else than tensors with one row per example; it must give those alone"
             )
-    state: dict[str, Any] = json.loads((checkpoint / STAMP_NAME).read_text(encoding="utf-8"))
-    state["method"] = load_plain(checkpoint / METHOD_NAME, checkpoint / METHOD_NAME)
-    return state
+        shapes = {name: value.shape for name, value in example.items()}
+        self._shapes = self._shapes or shapes
+        if shapes != self._shapes:
+            raise UnreadableExample(
+                "train_dataset has examples of different lengths, and padding to the longest of a batch would make an example "
+                "depend on others; pad all to one length, as padding='max_length' does"
+            )
+        return example
+
+
+def _refuse_settings(args: TrainingArguments, unset: TrainingArguments, plan: PrivacyPlan, *, default: bool) -> None:
+    """Raise InputError for a setting that would break the guarantee, or would not be used; ``unset`` has none."""
+    if not isinstance(plan, PrivacyPlan):
+        raise InputError(f"plan is a {type(plan).__name__}; it must be a PrivacyPlan, as PrivacyPlan.solve gives")
+    for field in fields(args):
+        value, usual = getattr(args, field.name), getattr(unset, field.name)
+        why = _WHY_NOT.get(field.name, f"a private run does not use it; leave it at {usual!r}")
+        if default and field.name in _NOT_OF_THE_DEFAULT:
+            why = _NOT_OF_THE_DEFAULT[field.name]
+        elif field.name in _HONOURED:
+            continue
+        if value != usual:
+            raise InputError(f"TrainingArguments.{field.name} is {value!r}: {why}")
+    if args.max_steps > plan.steps:
+        raise InputError(f"TrainingArguments.max_steps is {args.max_steps}; the plan allows at most {plan.steps} steps")
+
+
+def _refuse_options(step_options: Mapping[str, Any], host: dict[str, Any], method: Method | None) -> None:
+    """Raise InputError for options of the trainer that contradict each other, or a private run."""
+    for name, why in {
+        "model_init": "give the model itself, a private run trains one",
+        "compute_loss_func": "it is a mean over a batch; give per_example_loss instead",
+    }.items():
+        if host.get(name) is not None:
+            raise InputError(f"{name} is given: {why}")
+    performance = step_options.get("performance")
+    if performance is not None and "collate_fn" in performance.loader_options:
+        raise InputError("loader_options has a collate_fn; give data_collator, which is called with one example at a time")
+    optimizer = host.get("optimizers", (None, None))[0]
+    if isinstance(optimizer, Method):
+        raise InputError(f"optimizers has a {type(optimizer).__name__}, which is a method as a whole; give it as method")
+    if method is not None and (optimizer is not None or host.get("optimizer_cls_and_kwargs") is not None):
+        raise InputError("both a method and an optimizer are given; a method has its own optimizer, so give one of the two")

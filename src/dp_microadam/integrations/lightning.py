@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from dp_microadam.errors import InputError, PrivacyError
-from dp_microadam.integrations.isolated_metrics import IsolatedLoss, nothing_logged
+from dp_microadam.integrations.isolated_loss import IsolatedLoss
 from dp_microadam.integrations.private_steps import PrivateSteps
 from dp_microadam.methods.defaults import default
 from dp_microadam.training.distributed import broadcast_start, ranks_here
@@ -87,7 +87,7 @@ class PrivateLightningModule(LightningModule):
     Formal guarantees: those of :class:`~dp_microadam.PrivateStep`; Lightning's loops, callbacks and loggers see step numbers in
     place of batches. Nothing can be logged from within :meth:`per_example_loss`, nor be left in
     metrics and attributes of the module, as far as
-    :class:`~dp_microadam.integrations.isolated_metrics.IsolatedLoss` sees it. Settings of the
+    :class:`~dp_microadam.integrations.isolated_loss.IsolatedLoss` sees it. Settings of the
     trainer that would break the guarantee, or would not be used, are refused. Only checkpoints of the ledger's own run are
     resumed. The module must not hold training data itself.
     """
@@ -159,7 +159,7 @@ class PrivateLightningModule(LightningModule):
         steps = self.trainer.train_dataloader
         if isinstance(steps, PrivateSteps) and steps.step is not None:
             steps.write_privacy()  # before what it covers
-            checkpoint[_STAMP_KEY] = {**steps.stamp(), "method": steps.method_state()}
+            checkpoint[_STAMP_KEY] = steps.state()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         trainer = getattr(self, "_trainer", None)
@@ -176,9 +176,25 @@ class PrivateLightningModule(LightningModule):
 
     @contextmanager
     def _nothing_logged(self, steps: PrivateSteps) -> Iterator[None]:
+        """Refuse new metrics of the trainer, which callbacks, loggers and the progress bar read, and put the old ones back."""
+        names = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+        before = {name: dict(getattr(self.trainer, name)) for name in names}
+        changed = []
         try:
-            with nothing_logged(self.trainer):
+            try:
                 yield
+            finally:
+                for name, kept in before.items():
+                    now = getattr(self.trainer, name)
+                    if str(now) != str(kept):
+                        now.clear()
+                        now.update(kept)
+                        changed.append(name)
+            if changed:
+                raise PrivacyError(
+                    f"trainer.{changed[0]} was changed while training examples were read, whose losses and metrics are "
+                    "private; log metrics in validation_step, on held-out examples"
+                )
         except BaseException:
             steps.close()  # a run that failed may be resumed in this process
             raise

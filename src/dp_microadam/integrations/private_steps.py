@@ -66,7 +66,6 @@ class PrivateSteps:
         refuse_shared_users(users, validation_users)
         self.plan = plan
         self.run_dir = Path(run_dir)
-        self.method: Method | None = None
         self.step: PrivateStep | None = None
         """The private step, from :meth:`begin` on."""
         self._train, self._users = train, users
@@ -120,8 +119,8 @@ class PrivateSteps:
     ) -> None:
         """Check the model and open the ledger: a new one, or that of the run whose checkpoint carries ``state``.
 
-        Until :meth:`close`, every step of the method's optimizer is taken as the method says. ``state`` is :meth:`stamp`, with
-        :meth:`method_state` as ``"method"``. ``autocast`` is the precision the framework trains in, where that is mixed.
+        Until :meth:`close`, every step of the method's optimizer is taken as the method says. ``state`` is what :meth:`state`
+        gave. ``autocast`` is the precision the framework trains in, where that is mixed.
 
         Raises:
             InputError: for a model or data that cannot be used, or a run folder that has a ledger already.
@@ -148,8 +147,7 @@ class PrivateSteps:
             if state is None:
                 step.account.begin()
             else:
-                if "method" in state:
-                    method.load_state_dict(state["method"])
+                method.load_state_dict(state["method"])
                 step.load_state_dict(state)
         except BaseException:
             step.close()
@@ -157,7 +155,7 @@ class PrivateSteps:
         finally:
             self.looking = False
         self._hooks.enter_context(method.hooked(model))
-        self.step, self.method = step, method
+        self.step = step
         self.write_privacy()
 
     def take(self) -> int:
@@ -177,13 +175,11 @@ class PrivateSteps:
         step.method.set_gradients(step.model, means)
         return step.position - 1
 
-    def stamp(self) -> dict[str, Any]:
-        """What a checkpoint must carry, so that :meth:`begin` can tell that it belongs to this run; called in all processes."""
-        return self._step_begun().state_dict()
-
-    def method_state(self) -> dict[str, Any]:
-        """What else it must carry: the state of the method, beside its optimizer's."""
-        return {} if self.method is None else self.method.state_dict(optimizer=False)
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must carry, so that :meth:`begin` can tell that it belongs to this run, and what the method keeps
+        beside its optimizer's state; called in all processes."""
+        step = self._step_begun()
+        return {**step.state_dict(), "method": step.method.state_dict(optimizer=False)}
 
     def holds(self, data: Any) -> bool:
         """Whether ``data``, or a loader of it, has training examples, as far as that can be seen without comparing values."""
