@@ -20,7 +20,6 @@ COMMANDS = (
     "benchmarks/independence_check.py",
     "benchmarks/optimizer.py --models wrn-16-4 --rounds 1 --optimizers 'AdamW foreach' 'AdamW fused' MicroAdam",
     "benchmarks/distributed.py --batch 2 --physical-batch 2 --steps 1 --rounds 1",
-    "-m research.measurements.book_crossing --readers 40 --batch 8 --steps 2 --epsilons 1 --seeds 1 --most 4",
     "-m research.measurements.finetune_parts made-up --examples 64 16 --epsilons 8 --steps 2 --batch 8",
 )
 OF_RESULTS = {"against_commit", "opacus_adam", "leak", "measuring", "strategy_times"}

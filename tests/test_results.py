@@ -2,15 +2,22 @@
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 from research.commands.pages import ROOT, pages, refreshed
 from research.experiments.report import Sweep
 from research.experiments.study import load_study
+from research.leaderboard.runs import SEEDS
+from research.leaderboard.tables import Leaderboard, columns
 
 FOLDERS = sorted(path.parent for path in (ROOT / "results").glob("*/experiment.json"))
-LINES = sorted((ROOT / "results").glob("*/*.jsonl"))
+FILES = sorted(
+    path
+    for path in (ROOT / "results").glob("*/*.json*")
+    if path.name != "experiment.json" and path.parent.name not in ("clipping", "lora")
+)
 
 
 def test_the_pages_with_results_are_known():
@@ -22,12 +29,46 @@ def test_a_page_shows_the_numbers_of_the_results(page):
     assert refreshed(page) == page.read_text(encoding="utf-8"), "run python -m research pages"
 
 
-@pytest.mark.parametrize("file", LINES, ids=lambda file: str(Path(file.parent.name, file.stem)))
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(Path(file.parent.name, file.name)))
 def test_every_result_names_a_committed_state_of_the_code_a_day_and_a_machine(file):
-    for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+    text = file.read_text(encoding="utf-8")
+    for line in map(json.loads, text.splitlines() if file.suffix == ".jsonl" else [text]):
         assert re.fullmatch(r"[0-9a-f]{7,}", line["commit"])
         assert line["date"]
         assert line["machine"]
+
+
+def test_the_leaderboard_has_five_paired_seeds_wherever_it_says_a_mean_and_commits_that_are_in_the_history():
+    assert SEEDS >= 5
+    board = Leaderboard(ROOT / "results" / "leaderboard")
+    for problem, epsilon in board.rows():
+        for _, entrant, kind in columns():
+            found, _ = board.rival(problem, epsilon, entrant, kind)
+            assert len(found) in (0, SEEDS)
+    if not (ROOT / ".git").exists():
+        pytest.skip("no history here")
+    for commit in {line["commit"] for line in board.lines.values()}:
+        subprocess.run(["git", "merge-base", "--is-ancestor", commit, "HEAD"], cwd=ROOT, check=True)
+
+
+PARTS = {"head": "head, features", "biases": "biases and", "lora": "LoRA of", "all": "all weights"}
+
+
+@pytest.mark.parametrize("task", ["CIFAR-10", "IMDB"])
+def test_the_table_of_parts_has_the_accuracies_that_were_measured(task):
+    page = (ROOT / "research" / "results.md").read_text("utf-8")
+    rows = page.split(f"| {task}, trained |")[1].split("\n\n")[0].splitlines()
+    runs = [
+        run
+        for file in (ROOT / "results" / "parts").glob(f"{task.replace('-', '').lower()}_*.json")
+        if "distance_1.5" not in file.stem
+        for run in json.loads(file.read_text("utf-8"))["results"]["runs"]
+    ]
+    for part, beginning in PARTS.items():
+        [row] = [one.replace("*", "").split(" | ") for one in rows if one.startswith(f"| {beginning}")]
+        own = sorted((one for one in runs if one["part"] == part), key=lambda one: one["epsilon"])
+        assert row[1] == f"{own[0]['trained_parameters']:,}"
+        assert row[2:5] == [f"{100 * one['accuracy']:.1f}" for one in own]
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
