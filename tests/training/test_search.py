@@ -197,16 +197,23 @@ def test_a_search_that_fails_anywhere_goes_on_without_a_second_draw(tmp_path, dr
     assert os.listdir(tmp_path) == ["best"]
 
 
-def test_a_run_that_was_stopped_in_the_middle_goes_on_with_its_own_hyperparameters(tmp_path, draws):
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_run_that_was_stopped_in_the_middle_goes_on_with_its_own_hyperparameters(tmp_path, draws, lost):
     draws.append(1)
-    seen = []
+    seen, steps = [], []
 
     def stopping(settings, run_dir):
         trainer = make_trainer(settings, run_dir)
         seen.append(settings)
-        if len(seen) == 1:
-            taken = trainer.step.take
-            trainer.step.take = lambda: (taken(), (_ for _ in ()).throw(KeyboardInterrupt))[0]
+        taken = trainer.step.take
+
+        def take():
+            steps.append(taken())
+            if len(steps) == lost and len(seen) == 1:
+                raise KeyboardInterrupt
+            return steps[-1]
+
+        trainer.step.take = take
         return trainer
 
     with pytest.raises(KeyboardInterrupt):

@@ -181,6 +181,8 @@ class PrivateTrainer:
         try:
             with Interruptible(shown=self.ranks.main) as interruption, self._saved_on_failure():
                 self._call_back(None)
+                if not account.remaining:  # resumed after the last step was lost: the run ends with what it has
+                    self._call_back(self._evaluate(validation, progress))
                 self._loop(validation, progress, interruption)
                 if not account.remaining:
                     refuse_diverged(self.ranks, self.model, self.optimizer, self.step.position)
