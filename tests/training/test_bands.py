@@ -161,7 +161,7 @@ def test_nothing_of_the_noise_is_in_what_a_run_writes(tmp_path):
     _, content, _ = CheckpointFolder(tmp_path / "run" / "checkpoints").newest()
     assert set(content) == {"updates", "ledger_head", "model", "method"}
     statistics = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert statistics["noise_memory_bytes"] == 7 * 18 * 4 == plan.noise_memory(18)
+    assert statistics["noise_memory_bytes"] == 7 * 18 * 4
     assert chain.memory == 0, "forgotten when the run is over"
 
 

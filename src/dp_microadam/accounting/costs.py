@@ -5,8 +5,7 @@ example appears independently with probability q. Neighbouring datasets differ b
 
 There are two accountants. *RDP* computes the Rényi divergence of one step at a list of orders α (``one_step.py``), adds it up
 over the steps, and converts the sum to (ε, δ) by Balle et al. 2020, theorem 21. *PLD* composes discretised privacy loss
-distributions (``privacy_loss.py``) and is tighter. Both take steps with a cap on the number of units (``one_step.py``). This
-module does not import torch.
+distributions (``privacy_loss.py``) and is tighter.
 """
 
 from __future__ import annotations
@@ -77,9 +76,8 @@ class PrivacyCost(Protocol):
 class SubsampledGaussian:
     """``steps`` steps of the Poisson-subsampled Gaussian mechanism. The privacy cost of a run is a list of these.
 
-    With correlated noise of ``bands`` bands the examples are divided into as many groups, and ``steps`` counts the steps that
-    sample from one group: ⌈T/b⌉ of a run of T steps (``bands.py`` has the theorem). ``cap`` limits the number of examples, or
-    users, in a step.
+    With ``bands`` of correlated noise they are the steps that sample from one group (``bands.py`` has the theorem). ``cap``
+    limits the number of examples, or users, in a step.
     """
 
     sample_rate: float
@@ -152,11 +150,7 @@ def _converted(divergences: Floats, delta: float) -> float:
 
 
 def steps_alone(spent: Iterable[PrivacyCost]) -> tuple[SubsampledGaussian, ...]:
-    """The same, if it has steps only, which privacy loss distributions are known of.
-
-    Raises:
-        InputError: for a selection among runs.
-    """
+    """The same, or an InputError for a selection among runs, of which privacy loss distributions are not known."""
     steps = tuple(part for part in spent if isinstance(part, SubsampledGaussian))
     if len(steps) < len(tuple(spent)):
         raise InputError("accountant is 'pld', which has no account of a selection among runs; it must be 'rdp'")
@@ -199,9 +193,7 @@ def least_noise_multiplier(
     *,
     exact: bool = True,
 ) -> float:
-    """The smallest multiple of ``NOISE_RESOLUTION`` that keeps ``steps`` steps within ``epsilon_limit``.
-
-    Unless ``exact``, it is that of a coarser resolution of about half a percent, which takes less time to find.
+    """The smallest multiple of ``NOISE_RESOLUTION``, or unless ``exact`` of half a percent, that keeps within the limit.
 
     Formal guarantees: ε of the returned noise multiplier is at most the limit; that of the next smaller multiple
     exceeds it.
@@ -220,9 +212,7 @@ def least_noise_multiplier(
 
 
 def least_noise_within(limit: float, cost: Callable[[float], float], guess: float, every: int = 1) -> float:
-    """The smallest noise multiplier whose ``cost``, an ε that falls with it, is at most ``limit``.
-
-    It is a multiple of ``every`` times ``NOISE_RESOLUTION``.
+    """The smallest multiple of ``every`` times ``NOISE_RESOLUTION`` whose ``cost``, an ε that falls with it, is in the limit.
 
     Raises:
         LookupError: if no noise multiplier up to ``LARGEST_NOISE_MULTIPLIER`` is enough.
@@ -242,10 +232,10 @@ def least_noise_within(limit: float, cost: Callable[[float], float], guess: floa
 
 
 def _gaussian_guess(sample_rate: float, steps: int, epsilon_limit: float, delta: float) -> float:
-    """About the noise multiplier that is needed, by the central limit theorem of Gaussian differential privacy.
+    """About the noise multiplier that is needed, from which accountants start.
 
     Many steps are about as revealing as one Gaussian mechanism with μ = q·√(T·(exp(σ⁻²) − 1)) (Bu et al. 2020, "Deep learning
-    with Gaussian differential privacy"). It errs on either side, so that accountants only start from it.
+    with Gaussian differential privacy").
     """
 
     def log_excess(log_mu: float) -> float:
@@ -310,10 +300,10 @@ def _pld_group_epsilon(spent: tuple[SubsampledGaussian, ...], delta: float, grou
 def composed_losses(
     spent: Sequence[SubsampledGaussian], delta: float, changes: Sequence[str], purpose: str, group_size: int = 1
 ) -> list[list[tuple[PrivacyLoss, int]]]:
-    """For each change of the data the losses that add up: those of one step, and the number of such steps.
+    """For each change of the data what adds up: the loss of one step, and the number of such steps.
 
     Raises:
-        InputError: for too many steps, too little noise or too small a δ; ``purpose`` is what they are too many for.
+        InputError: for too many steps, too little noise or too small a δ for the ``purpose``.
     """
     steps = sum(part.steps for part in spent)
     if steps > PLD_MOST_STEPS:
@@ -339,9 +329,9 @@ def group_epsilon(spent: Sequence[PrivacyCost], delta: float, group_size: int) -
 
     The number of sampled examples from a group of k is binomial, and each changes the sum by at most S. A step is
     therefore a mixture of Gaussians at 0, S, …, kS (Ganesh 2024, "Tight group-level DP guarantees for DP-SGD with
-    sampling via mixture of Gaussians mechanisms"). This is tighter than general group privacy, which gives k·ε at
-    δ·Σ exp(i·ε), i < k. That general bound is what a composition with correlated noise gets: examples of different groups take
-    part in neighbouring steps, whose noise is correlated, so a step is not such a mixture. So does a selection among runs.
+    sampling via mixture of Gaussians mechanisms"). With correlated noise it is not, since examples of different groups take
+    part in neighbouring steps; those compositions, and a selection among runs, get the general bound, k·ε at δ·Σ exp(i·ε),
+    i < k.
 
     Formal guarantees: as :func:`epsilon`, for two datasets where one is the other with up to ``group_size`` examples added,
     or with up to that many removed; not with some added and others removed.

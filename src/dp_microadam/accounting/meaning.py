@@ -1,6 +1,4 @@
-"""What (ε, δ) means, for privacy statements, model cards and plans: what attackers reach, μ, and ε for replacing an example.
-
-All of it is computed from privacy loss distributions, whichever accountant computes ε.
+"""What (ε, δ) means, by privacy loss distributions: what attackers reach, μ, and ε for replacing an example.
 
 *Replacing.* Two datasets are neighbours here if they have the same number of examples and differ in one of them. With the
 numbers of all examples kept, sampling is the same in both; a step in which the example is sampled adds u to the sum on one
@@ -25,7 +23,7 @@ most 1 as well, and both have the same number and so the same group.
 With a cap (``one_step.py``), whether so many others are drawn that someone may be dropped is a public coin. If not, the pair
 is the one above. If so, the step adds up a random set R of others, or, if the example is kept, R without a random member y and
 with x or its replacement x′: u = x − y and v = x′ − y have norms of at most 2 and a distance of at most 2, so that all three
-entries are at most those of u = 2 and v = −2. This module does not import torch.
+entries are at most those of u = 2 and v = −2.
 """
 
 from __future__ import annotations
@@ -46,9 +44,8 @@ from dp_microadam.validation import require_in_open
 def replace_one_epsilon(spent: Sequence[PrivacyCost], delta: float) -> float:
     """ε at ``delta`` if one example is replaced by another, by PLD.
 
-    At least ε for adding or removing an example, since the other example may contribute nothing. It is computed and not
-    doubled: without subsampling it is that of twice the sensitivity; the general rule for removing one and adding another gives
-    2ε at a larger δ.
+    At least ε for adding or removing an example, since the other example may contribute nothing, and less than the general rule
+    for removing one and adding another gives.
 
     Formal guarantees: the composition of all steps is (ε, ``delta``)-differentially private for two datasets that differ in the
     contents of one example, under the assumptions of :func:`~dp_microadam.accounting.costs.epsilon`.
@@ -81,9 +78,8 @@ def meaning(spent: Sequence[PrivacyCost], delta: float) -> dict[str, Any]:
     Formal guarantees: ``attacks`` has, for each rate of false positives, a bound on the rate of true positives of any attack on
     one unit. The run is ``mu``-Gaussian differentially private for attacks whose rates of false positives and of false
     negatives are both at least ``mu_smallest_rate``; ``mu`` is None if that can be said of no number. Replacing one unit by
-    another is (``replace_one_epsilon``, ``delta``)-differentially private; ``add_or_remove_epsilon`` is the ε of the same
-    accountant for adding or removing one, to compare it with. Where none of this can be computed,
-    ``not_computed`` says why.
+    another is (``replace_one_epsilon``, ``delta``)-differentially private; ``add_or_remove_epsilon`` is that of the same
+    accountant for adding or removing one. Where none of this can be computed, ``not_computed`` says why.
 
     >>> meaning([SubsampledGaussian(sample_rate=1.0, noise_multiplier=math.sqrt(3), steps=3)], delta=1e-5)["mu"]
     1.0

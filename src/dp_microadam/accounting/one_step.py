@@ -27,17 +27,15 @@ distance, because a smaller one is a larger one scaled down and given more noise
 
 RDP is computed for this pair. PLD is computed for the looser one of dp-accounting, so that the two libraries agree: if full,
 (1 − r)·N(0, σ²) + r·N(2, σ²) against (1 − r)·N(0, σ²) + r·N(−2, σ²), in both directions. It is looser because the best tests of
-either pair are thresholds, and the second distribution exceeds a threshold with a smaller probability than N(0, σ²) does. How
-much looser depends on p: of the two accountants the other one may give the smaller ε where a cap is reached often.
+either pair are thresholds, and the second distribution exceeds a threshold with a smaller probability than N(0, σ²) does.
 
-Neighbouring relation: one of the n units is added or removed. The size n is part of the theorem, unlike without a cap: it is
-public, and the guarantee is for those whose data is among it. Steps may follow each other adaptively, each with coins of its
-own. With correlated noise n is the number of places of a group (``bands.py``): a unit and whom it may push out belong to one
-group, so that what was said of blocks of rows holds, with vectors of norm 2 where the coin says "full".
+Neighbouring relation: one of the n units is added or removed; n is public. Steps may follow each other adaptively, each with
+coins of its own. With correlated noise n is the number of places of a group (``bands.py``): a unit and whom it may push out
+belong to one group, so that what was said of blocks of rows holds, with vectors of norm 2 where the coin says "full".
 
 For k units that are added or removed together, of which J ~ Binomial(k, q) are drawn: if at most M − k of the n − k others are
 drawn, nobody is dropped, and the sum moves by at most J. Else at most J of the k are kept, each in the place of at most one
-other, so that it moves by at most 2J. This module does not import torch.
+other, so that it moves by at most 2J.
 """
 
 from __future__ import annotations
@@ -120,9 +118,8 @@ def _log_excess_at_integer(q: float, sigma: float, alpha: int) -> float:
 def _log_excess_at_fractions(q: float, sigma: float, alphas: Floats) -> Floats:
     """log(A_α − 1) for fractional α, by the two signed binomial series of ((1 − q) + q·w)^α.
 
-    Below z₀, where q·w = 1 − q, the power is expanded in q·w/(1 − q), above it in the inverse; each moment of w over
-    a half-line is an exponential times a normal probability. The binomial weights of the series whose ratio is below
-    one sum to 1: subtracting them turns its exp(…) into expm1(…), and the total into A_α − 1.
+    Below z₀, where q·w = 1 − q, the power is expanded in q·w/(1 − q), above it in the inverse. The binomial weights of the
+    series whose ratio is below one sum to 1: subtracting them turns its exp(…) into expm1(…), and the total into A_α − 1.
     """
     z0 = sigma**2 * (math.log1p(-q) - math.log(q)) + 0.5
     i = np.arange(_SERIES_TERMS, dtype=np.float64)
@@ -148,10 +145,7 @@ def _log_excess_at_fractions(q: float, sigma: float, alphas: Floats) -> Floats:
 
 
 def _alternating_sum(terms: Floats) -> float:
-    """The sum of a series whose late terms alternate in sign and shrink smoothly.
-
-    The last partial sums are averaged repeatedly, which converges much faster than the series itself.
-    """
+    """The sum of a series whose late terms alternate in sign, from repeated averages of its last partial sums."""
     partial = math.fsum(terms[:-_AVERAGED_TERMS]) + np.cumsum(terms[-_AVERAGED_TERMS:])
     while len(partial) > 1:
         partial = (partial[1:] + partial[:-1]) / 2
@@ -198,7 +192,10 @@ def loss_of_mixtures(above: Weights, below: Weights, noise_multiplier: float, re
     of ``UNITS_OF_A_PROBABILITY`` roundings in each probability.
     """
     sigma = noise_multiplier
-    ends, width = _cells(sigma, reach, len(above) - 1)
+    # From ``reach`` deviations below 0 to ``reach`` above the furthest mean. A power of two: the ends of cells are exact.
+    width = 2.0 ** round(math.log2(sigma / _CELLS_PER_DEVIATION))
+    last = math.ceil((len(above) - 1 + reach * sigma) / width)
+    ends = np.arange(-math.ceil(reach * sigma / width), last + 1, dtype=np.float64) * width
 
     # In each cell: the distance of its nodes from its lower end, where the loss is smaller. On the way the likelihood ratio of
     # ``above`` grows to 1 + rises times itself, that of ``below`` falls to 1 − falls times itself, and a drop is 1 less the
@@ -225,13 +222,6 @@ def loss_of_mixtures(above: Weights, below: Weights, noise_multiplier: float, re
     masses[0] += math.exp(log_tail)
     kept = masses > 0
     return PrivacyLoss((ratios[0] - ratios[1] + rounding)[kept], np.log(masses[kept]), log_tail + math.log(2))
-
-
-def _cells(sigma: float, reach: float, furthest: float) -> tuple[Floats, float]:
-    """The ends of the cells, from ``reach`` deviations below 0 to ``reach`` above ``furthest``, and their width."""
-    width = 2.0 ** round(math.log2(sigma / _CELLS_PER_DEVIATION))  # a power of two: the ends of cells are exact
-    last = math.ceil((furthest + reach * sigma) / width)
-    return np.arange(-math.ceil(reach * sigma / width), last + 1, dtype=np.float64) * width, width
 
 
 def _masses(log_density: Floats, drops: Floats, relative_width: float) -> Floats:

@@ -11,8 +11,6 @@ composition is (ε, δ)-private in that direction for δ(ε) = P(loss infinite) 
    such that most of the composition's mass lies near ε. Undoing the tilt makes the error small compared with δ.
 3. *Bounding.* Mass that a circular convolution folds into the window only raises δ and may stay. The mass above the window
    (by Chernoff's bound), truncated losses (counted as infinite) and bounds on all rounding are added to δ.
-
-This module does not import torch.
 """
 
 from __future__ import annotations

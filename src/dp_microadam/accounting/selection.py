@@ -10,8 +10,6 @@ selection from private candidates". The number of runs K is drawn from a truncat
 of K runs has, at every order λ > 1 and for every auxiliary order λ̂ ≥ 1 (theorem 2),
 
     ε'(λ) = ε(λ) + (1 + η)·((1 − 1/λ̂)·ε(λ̂) + log(1/γ)/λ̂) + log(E[K])/(λ − 1).
-
-This module does not import torch.
 """
 
 from __future__ import annotations
@@ -44,8 +42,7 @@ _NEGLIGIBLE = 2.0**-64
 class Repetitions:
     """The distribution of the number of runs in a private selection: truncated negative binomial, at least one run.
 
-    ``expected_runs`` is its mean E[K], and ``shape`` its η: 1 is the geometric, 0 the logarithmic distribution. Both are
-    public; the number that is drawn is not.
+    ``expected_runs`` is its mean E[K], and ``shape`` its η. Both are public; the number that is drawn is not.
 
     >>> Repetitions(expected_runs=10).most_runs(0.9)
     22
@@ -114,8 +111,6 @@ class Repetitions:
 @dataclass(frozen=True)
 class SelectedRun:
     """The best of a random number of runs, each of which spends ``run``: one entry of what accountants compose.
-
-    ``run`` is one whole run as the accountants take it; the number of runs follows ``repetitions``.
 
     >>> from dp_microadam.accounting.costs import SubsampledGaussian, epsilon
     >>> paper = SubsampledGaussian(sample_rate=4096 / 45000, noise_multiplier=3.0, steps=2480)

@@ -14,10 +14,7 @@ lower bound on f: here those of about a thousand ε, with δ(ε) from the compos
 with G_μ ≤ f says in one number what the curve says. It is found from the corners of the lines: between two corners f is linear
 and G_μ convex, so that G_μ ≤ f at the corners is G_μ ≤ f. With subsampling the far tail of f is that of an example sampled in
 every step, and a μ for arbitrarily small α would say little about others; the smallest rate it holds for belongs to μ. (Gomez
-et al. 2025, "Gaussian DP for reporting differential privacy guarantees in machine learning", propose to report μ.) The
-central limit theorem, whose μ need not be an upper bound, is not used.
-
-This module does not import torch.
+et al. 2025, "Gaussian DP for reporting differential privacy guarantees in machine learning", propose to report μ.)
 """
 
 from __future__ import annotations
@@ -128,7 +125,8 @@ def _trade_off(spent: tuple[SubsampledGaussian, ...]) -> TradeOff:
     largest = min(max((epsilon for windows in profiles for _, epsilon in windows), default=0.0), _LARGEST_EPSILON)
     fine = np.geomspace(_FINEST * largest, largest, _LINES // 4) if largest else np.zeros(1)
     epsilons = np.unique(np.concatenate([np.linspace(0, largest, _LINES), fine]))
-    bounds = [_deltas(windows, epsilons) for windows in profiles]
+    negligible = np.full_like(epsilons, _NEGLIGIBLE_DELTA)
+    bounds = [np.min([window.deltas(epsilons) for window, _ in found], axis=0) if found else negligible for found in profiles]
     return _needed_lines(np.exp(epsilons), np.max(bounds, axis=0))
 
 
@@ -136,7 +134,6 @@ def _windows(parts: Sequence[tuple[PrivacyLoss, int]]) -> list[tuple[Window, flo
     """The composition for δ of several sizes, three orders apart, from the largest that δ(0) exceeds.
 
     Each is right where δ(ε) is of its size: at δ near 1 rounding errors of one for 10⁻³ are larger than what an attack misses.
-    None if δ(0) is below ``_NEGLIGIBLE_DELTA``.
     """
     found: list[tuple[Window, float]] = []
     delta = _LARGEST_DELTA
@@ -147,13 +144,6 @@ def _windows(parts: Sequence[tuple[PrivacyLoss, int]]) -> list[tuple[Window, flo
         except LookupError:
             delta /= 10
     return found
-
-
-def _deltas(windows: Sequence[tuple[Window, float]], epsilons: Floats) -> Floats:
-    """The least of the bounds on δ(ε)."""
-    if not windows:
-        return np.full_like(epsilons, _NEGLIGIBLE_DELTA)
-    return np.min([window.deltas(epsilons) for window, _ in windows], axis=0)
 
 
 def _needed_lines(ratios: Floats, deltas: Floats) -> TradeOff:

@@ -2,13 +2,11 @@
 
 A ledger has one JSON object per line: first the plan and the settings of the run, then one line per step. A further plan on the
 same data is a line, too, and the steps after it are its own. A step's line is appended *before* anything of the step is drawn,
-and synced to disk before the step's result is used, so a step that was recorded and then lost in a crash stays spent. ε is
-computed from these lines and from nothing else; reading them needs neither a lock nor torch.
+and synced to disk before the step's result is used. ε is computed from these lines and from nothing else.
 
-The last entry of a line, ``"chain"``, is a hash of the previous line's hash and of the rest of the line. It thus covers the
+The last entry of a line, ``"chain"``, is a hash of the previous line's hash and of the rest of the line, and so covers the
 whole ledger up to there: a line that was edited, removed, moved or repeated breaks the chain at the next one. The hash has no
-key. It detects damage and careless editing. Someone who deliberately forges a ledger can recompute all hashes; only a hash that
-was published earlier reveals that.
+key: someone who deliberately forges a ledger can recompute all hashes, which only a hash that was published earlier reveals.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ import secrets
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
@@ -63,9 +60,8 @@ Mechanism = tuple[float, float]
 class RunSettings:
     """What a run declares besides its plan, as recorded in the ledger and in the privacy statement.
 
-    ``private`` and ``randomness`` come from :class:`~dp_microadam.noise.randomness.Randomness`, ``sensitivity``
-    from the object that clips. ``unit_name`` is what a unit is called in the statement, such as patient; empty: example or
-    user. ``public`` lists what the run uses without protection, besides the fields of the plan.
+    ``unit_name`` is what a unit is called in the statement, such as patient; empty: example or user. ``public`` lists what the
+    run uses without protection, besides the fields of the plan.
     """
 
     private: bool
@@ -81,7 +77,7 @@ class RunSettings:
 
 
 class RecordedStep(NamedTuple):
-    """A step of a ledger: the hash up to and including it, that of the first step of its session, its number, its mechanism."""
+    """A step: the hash up to and including it, that of the first step of its session, its number and its mechanism."""
 
     link: str
     session: str
@@ -113,11 +109,10 @@ class RecordedPlan:
 class LedgerRecord:
     """The contents of a ledger at the time it was read; reading takes no lock.
 
-    ``plans`` are all plans of the run, of which :attr:`plan`, :attr:`steps`, :attr:`resumed_at`, :attr:`phases` and
-    :attr:`processes` describe the last. ``run`` is a random 128-bit identifier of the run, the same in all copies of its
-    folder. ``head`` is the hash of all complete lines: if it is published, anyone can check later that none of them is missing.
-    It leaves out a line that is still being written, or that a killed process left incomplete: the result of such a step was
-    never used.
+    Of all ``plans`` of the run :attr:`plan`, :attr:`steps`, :attr:`resumed_at`, :attr:`phases` and :attr:`processes` describe
+    the last. ``run`` is a random 128-bit identifier, the same in all copies of the run's folder. ``head`` is the hash of all
+    complete lines: if it is published, anyone can check later that none of them is missing. An incomplete line at the end is of
+    a step whose result was never used.
     """
 
     settings: RunSettings
@@ -158,11 +153,6 @@ class LedgerRecord:
         """What all steps cost, as :func:`spent_together` has it."""
         return spent_together([self])
 
-    @cached_property
-    def spent_before(self) -> tuple[PrivacyCost, ...]:
-        """What the steps of all plans before the last cost."""
-        return _spent(self.plans[:-1])
-
     def steps_at(self, head: str) -> int | None:
         """The number of steps of all plans that the ledger had when its hash was ``head``; None if it never was."""
         steps = 0
@@ -179,16 +169,16 @@ class LedgerRecord:
 
     def epsilon_after(self, steps: int, resumed_at: Sequence[int] = ()) -> float:
         """ε of all plans before the last, and of so many steps of the last."""
-        spent = [*self.spent_before, self.plan.spent_after(steps, resumed_at)]
+        spent = [*_spent(self.plans[:-1]), self.plan.spent_after(steps, resumed_at)]
         return epsilon(spent, self.plan.delta, self.plan.accountant)
 
 
 def spent_together(records: Iterable[LedgerRecord]) -> tuple[PrivacyCost, ...]:
     """What the steps of several ledgers cost together; a step that copies of one run have in common counts once.
 
-    A run that was selected counts as the selection among runs like it, once for all copies. With bands, an example is in the
-    steps of its group only; the group with the most steps counts, for each session of each run by itself, because the same
-    example may be in the largest group of each: after a resume the data may have come in another order.
+    A run that was selected counts as the selection among runs like it, once for all copies. With bands the group with the most
+    steps counts, for each session of each run by itself: an example may be in the largest group of each, because after a resume
+    the data may have come in another order.
 
     Formal guarantees: no step of any of the ledgers is left out. Two ledgers have a step in common if it has the same hash in
     both; the hash covers the run's random identifier and everything recorded since the run began.
@@ -241,7 +231,7 @@ def run_folder(run: Folder) -> Path:
 
 
 def ledger_path(run: Folder) -> Path:
-    """The path of the ledger in a run folder, or in an output folder of Hugging Face; a ledger file is returned as it is."""
+    """The path of the ledger of a run; a ledger file is returned as it is."""
     path = run_folder(run)
     path = path / LEDGER_NAME if path.is_dir() else path
     if not path.is_file():
@@ -410,22 +400,16 @@ class PrivacyLedger:
     ...     ledger.steps, ledger.remaining
     (0, 100)
 
+    ``steps`` of the ``plan`` are spent so far, those lost in crashes among them; ``resumed_at`` are the steps before which the
+    run was resumed; ``head`` is the hash of all lines.
+
     Formal guarantees: when :meth:`record_step` returns, the step is on disk; with ``wait=False`` it is in the file, where a
-    killed process leaves it, and on disk when :meth:`wait_until_synced` returns. It never records more than the plan's steps;
+    killed process leaves it, and on disk when :meth:`sync` returns. It never records more than the plan's steps;
     of a plan with bands that was resumed, never so many that an example could be in more of them than the plan's ε covers.
     No second process can append to the same file meanwhile. A killed process leaves at worst an incomplete line, which counts
     as a step. If anything else writes to, replaces or removes the file, no further step is recorded. Assumes a file system
     whose fsync and flock work as specified.
     """
-
-    steps: int
-    """Steps of the plan spent so far, including those lost in crashes."""
-
-    resumed_at: tuple[int, ...]
-    """The steps before which the run was resumed, the next one too if that was now."""
-
-    head: str
-    """The hash of all lines so far; a ledger that contains this hash has all of them."""
 
     def __init__(self, path: Path, check: Callable[[LedgerRecord], None] = lambda record: None) -> None:
         """Open and lock an existing ledger. Use :meth:`create`, :meth:`resume` or :meth:`extend` instead."""
@@ -440,9 +424,7 @@ class PrivacyLedger:
             else:
                 reason = f"cannot be locked ({error.strerror}); put the run's folder on a file system with locks"
             raise PrivacyError(f"{path} {reason}") from None
-        self._closed = False
-        self._syncing: Future[None] | None = None
-        self._syncer = ThreadPoolExecutor(1, thread_name_prefix="ledger")
+        self._closed, self._unsynced = False, False
         _close_in_forked_children(self)
         try:
             self._identity = _identity(path)
@@ -505,9 +487,7 @@ class PrivacyLedger:
 
     @classmethod
     def extend(cls, run: Folder, plan: PrivacyPlan, settings: RunSettings) -> PrivacyLedger:
-        """Begin a further plan in the ledger in folder ``run``, whose steps are numbered from 0; ε is that of all plans.
-
-        Steps that the plan before it had left are given up.
+        """Begin a further plan, whose steps are numbered from 0 and which gives up what the plan before it had left.
 
         Raises:
             InputError: if the plan is for other data, another unit of privacy, δ or accountant, or that of a search.
@@ -539,10 +519,9 @@ class PrivacyLedger:
     def record_step(self, phase: str | None = None, *, processes: int = 1, wait: bool = True) -> int:
         """Record one more step as spent, and return its number once the record is on disk.
 
-        ``phase`` is the name of the phase the step belongs to, for runs with several phases under one plan. ``processes`` is
-        the world size: how many processes take the step together. With ``wait=False`` it returns once the record is written,
-        and another thread syncs it, which takes milliseconds on many disks; call :meth:`wait_until_synced` before anything of
-        the step leaves the process.
+        ``phase`` is the name of the step's phase, for runs with several under one plan, ``processes`` how many take the step
+        together. With ``wait=False`` it returns once the record is written: call :meth:`sync` before anything of the step
+        leaves the process.
 
         Raises:
             PrivacyError: if all steps of the plan are spent, or the file cannot be written. The step must not be taken then.
@@ -555,7 +534,7 @@ class PrivacyLedger:
             resumed = f"{self.steps} steps of a run that was resumed {len(self.resumed_at)} times"
             spent = f"all {self.plan.steps} steps of the plan" if self.steps >= self.plan.steps else resumed
             raise PrivacyError(f"{spent} are spent; one more would exceed its epsilon, so stop here or solve a new plan")
-        self.wait_until_synced()  # of a step before, which failed
+        self.sync()  # a step before, which failed
         step = self.steps
         event = self._marked(planned_event(self.plan, step))
         if phase is not None:
@@ -570,31 +549,28 @@ class PrivacyLedger:
             self.head = head
         except OSError as error:
             raise self._not_taken(step, error) from error
-        self._syncing = self._syncer.submit(os.fsync, self._file)
+        self._unsynced = True
         if wait:
-            self.wait_until_synced()
+            self.sync()
         return step
 
-    def wait_until_synced(self) -> None:
+    def sync(self) -> None:
         """Return once the last recorded step is on disk.
 
         Raises:
             PrivacyError: if it cannot be written there. Its result must not be used then.
         """
-        if self._syncing is None:
-            return
         try:
-            self._syncing.result()
+            if self._unsynced:
+                os.fsync(self._file)
         except OSError as error:
-            self._syncing = None
             raise self._not_taken(self.steps - 1, error) from error
-        self._syncing = None
+        self._unsynced = False
 
     def close(self) -> None:
         """Close and unlock the file. Closing twice is allowed."""
         if not self._closed:
-            self._closed = True
-            self._syncer.shutdown()  # which waits for a sync that is under way
+            self._closed, self._unsynced = True, False
             os.close(self._file)
 
     def __enter__(self) -> PrivacyLedger:
@@ -710,7 +686,7 @@ def _close_in_forked_children(ledger: PrivacyLedger) -> None:
         inherited = reference()
         if inherited is not None and not inherited._closed:
             inherited._closed = True
-            os.close(inherited._file)  # the thread that syncs is not there
+            os.close(inherited._file)
 
     os.register_at_fork(after_in_child=close_inherited)
 

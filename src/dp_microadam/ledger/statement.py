@@ -133,7 +133,7 @@ def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, An
             "epsilon_of_one_run": plan.single_run.epsilon_after(record.steps, record.resumed_at),
         }
         report["outside_the_guarantee"] += OUTSIDE_A_SELECTION
-    if record.spent_before:
+    if len(record.plans) > 1:
         report["plans_before"] = [
             {
                 "steps_done": len(part.steps),

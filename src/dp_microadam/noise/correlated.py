@@ -19,9 +19,8 @@ from dp_microadam.errors import PrivacyError
 class CorrelatedNoise:
     """The chain of noise vectors of one process: turns independent normal numbers into correlated ones, in place.
 
-    ``coefficients`` are the first column of C. The noise of the last b − 1 steps is kept as one matrix for each tensor, in the
-    tensor's dtype; it is as secret as the noise itself, so the chain cannot be pickled, copied or printed, and no checkpoint
-    has it. A resumed run begins a new chain.
+    ``coefficients`` are the first column of C. The noise of the last b − 1 steps is as secret as that of the present one, so
+    the chain cannot be pickled, copied or printed, and no checkpoint has it. A resumed run begins a new chain.
 
     Formal guarantees: with ẑ_t the result for step t, C·ẑ equals the independent numbers that were passed in, up to rounding,
     where C has the given coefficients and is block diagonal: a block ends, and the next begins from nothing, at

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from dp_microadam.validation import require_integer, require_positive
 # In secure mode results are rounded to a grid of about a millionth of the noise standard deviation: far coarser than
 # float64 resolution there, far finer than the noise.
 _GRID_BITS = 20
-
-# Tensors that become the result begin at a multiple of so many numbers in the buffer, for kernels that load many at once.
-_ALIGNMENT = 64
 
 
 class GaussianMechanism:
@@ -199,26 +196,15 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _all_finite(sums: Mapping[str, Tensor]) -> bool:
-    totals = list(sums.values())
-    if not totals:
-        return True
-    if all(total.is_cuda for total in totals):
-        # A few kernels for all tensors together instead of several for each. In double, magnitudes of single precision add up
-        # to something finite; one that is not makes the sum infinite or NaN.
-        return bool(_gathered(torch._foreach_norm(totals, 1, dtype=torch.float64)).isfinite().all())
-    return bool(_gathered([total.isfinite().all() for total in totals]).all())
-
-
-def _gathered(numbers: Sequence[Tensor]) -> Tensor:
-    """Numbers on one device, so that looking at them waits for it once and not once per tensor."""
-    return torch.stack([number.to(numbers[0].device) for number in numbers])
+    found = [total.isfinite().all() for total in sums.values()]
+    # Gathered on one device, so that looking at them waits for it once and not once per tensor.
+    return not found or bool(torch.stack([one.to(found[0].device) for one in found]).all())
 
 
 def noise_ranges(sums: Mapping[str, Tensor], own: range) -> dict[str, range]:
-    """The coordinates of each tensor, flattened, that lie in this process' slice ``own`` of all coordinates.
+    """The coordinates of each tensor, flattened, that lie in this process' slice ``own``, whatever the order of ``sums``.
 
     Formal guarantees: if the slices of all processes are a partition of the coordinates, so are their ranges in each tensor.
-    The order of ``sums`` does not matter.
 
     >>> noise_ranges({"a": torch.zeros(3), "b": torch.zeros(2, 2)}, range(2, 6))
     {'a': range(2, 3), 'b': range(0, 3)}
@@ -240,9 +226,8 @@ def white_noise(
 ) -> dict[str, Tensor]:
     """Standard normal numbers for the given coordinates of each tensor: one flat tensor each, on the tensor's device.
 
-    They are drawn on the host; for a CUDA device in pinned memory, from where they cross over in one copy that the host does
-    not wait for. With a fixed seed they are drawn for each tensor by its name, so that a run is the same on every device. A
-    private source draws once for all tensors: a generator for each takes as long as 10,000 numbers.
+    They are drawn on the host; for a CUDA device in pinned memory. With a fixed seed they are drawn for each tensor by its
+    name, so that a run is the same on every device. A private source draws once for all tensors, which is faster.
 
     Formal guarantees: all numbers are independent of each other, of those of other steps and, unless the source has a fixed
     seed, of those of any other call.
@@ -250,18 +235,13 @@ def white_noise(
     found: dict[str, Tensor] = {}
     for device in dict.fromkeys(total.device for total in sums.values()):
         counts = {name: len(ranges[name]) for name, total in sums.items() if total.device == device}
-        whole = all(len(ranges[name]) == total.numel() for name, total in sums.items())
-        alignment = _ALIGNMENT if whole else 1
-        places, size = {}, 0
-        for name, count in counts.items():
-            places[name] = slice(size, size + count)
-            size += -(-count // alignment) * alignment
-        numbers = torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
+        numbers = torch.empty(sum(counts.values()), dtype=dtype, pin_memory=device.type == "cuda")
         if randomness.private:
             randomness.fill_normals({f"noise {device}": numbers}, step)
         else:
-            randomness.fill_normals({f"noise {name}": numbers[place] for name, place in places.items()}, step)
+            parts = dict(zip(counts, numbers.split(list(counts.values())), strict=True))
+            randomness.fill_normals({f"noise {name}": part for name, part in parts.items()}, step)
         # torch keeps pinned memory from being used again before the copy is done.
         numbers = numbers.to(device, non_blocking=True)
-        found |= {name: numbers[place] for name, place in places.items()}
+        found |= dict(zip(counts, numbers.split(list(counts.values())), strict=True))
     return {name: found[name] for name in sums}

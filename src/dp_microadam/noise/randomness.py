@@ -3,10 +3,8 @@
 Each draw has its own generator, keyed by a cryptographic hash of a 256-bit secret and of a label: the purpose, the step,
 the tensor's name, the block of coordinates. In a private run the secret comes from the operating system and is kept in
 memory only. In a test run it is a hash of a fixed seed: every draw is then a function of (seed, step, example or
-coordinate), however the work is divided, and the run is not private.
-
-``torch.Generator`` is not used because it keeps only 32 bits of its seed on CPU and 64 on CUDA. Noise for a CUDA device is
-drawn on the CPU too, and copied.
+coordinate), however the work is divided, and the run is not private. ``torch.Generator`` is not used because it keeps only 32
+bits of its seed on CPU and 64 on CUDA.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from typing import NoReturn
 
 import numpy as np
@@ -71,8 +70,8 @@ class Randomness:
         self._lock = threading.Lock()
         self._seed = seed
         self.secure = secure
-        if secure:
-            _require_cryptography()
+        if secure and find_spec("cryptography") is None:
+            raise InputError("secure is True; it needs the package cryptography (pip install 'dp-microadam[secure]')")
 
     @classmethod
     def from_entropy(cls, *, secure: bool = False) -> Randomness:
@@ -199,10 +198,3 @@ def _logarithms(words: Words, draw: Callable[[int], Words]) -> torch.Tensor:
         small = np.flatnonzero(numbers < _ROUND)
         found[small] = _logarithms(draw(len(small)), draw) - 32 * math.log(2)
     return found
-
-
-def _require_cryptography() -> None:
-    try:
-        import cryptography  # noqa: F401
-    except ImportError:
-        raise InputError("secure is True; it needs the package cryptography (pip install 'dp-microadam[secure]')") from None

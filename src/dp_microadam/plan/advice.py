@@ -2,8 +2,7 @@
 
 The mean of all noisy gradients of a run has noise of deviation ν = σC/(B·√T) in each coordinate. For a fixed number B·T of
 processed examples it falls with B until σ grows in proportion to B, and then no more: larger batches only leave fewer steps.
-How many are needed depends on the learning rate. ``docs/choosing.md`` derives the scores. Everything here is public: nothing
-depends on the data but their number. This module does not import torch.
+How many are needed depends on the learning rate. ``docs/choosing.md`` derives the scores.
 """
 
 from __future__ import annotations
@@ -42,11 +41,10 @@ _AS_GOOD = 0.03
 
 @dataclass(frozen=True)
 class Proposal:
-    """A batch size with the steps that can be afforded, and the bands that suit them.
+    """A batch size with the steps that can be afforded, and the bands that suit them; a smaller ``score`` is better.
 
     ``noise_multiplier`` is right to half a percent. ``noise`` is the deviation σ/(B·√T) of the noise in the mean gradient of
-    the run for a clipping norm of 1, with what runs gain from bands. Of two proposals, the one with the smaller ``score`` is
-    better.
+    the run for a clipping norm of 1, with what runs gain from bands.
     """
 
     batch_size: int

@@ -165,10 +165,6 @@ def most_bands(parameters: int, limit_gib: float, *, wide: bool = False) -> int:
 def refuse_bands(bands: int, dataset_size: int, batch_size: int) -> None:
     """Raise an InputError unless ``bands`` groups can be sampled from with the expected batch size."""
     require_integer("bands", bands, 1)
-    if bands > dataset_size:
-        raise InputError(
-            f"bands is {bands}, more groups than the {dataset_size} examples of the dataset; it must be at most dataset_size"
-        )
     if bands * batch_size > dataset_size:
         raise InputError(
             f"bands is {bands}, but a group of {dataset_size}/{bands} examples cannot give an expected batch of {batch_size}; "

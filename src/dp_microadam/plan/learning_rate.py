@@ -4,13 +4,10 @@ Noise of standard deviation τ = σC/B per coordinate and step adds a random wal
 learning rate η it has length η·τ·√(T·d) for d parameters, whatever the data are. For convex losses the step size with the best
 bound is D/(G·√T) (Zinkevich, 2003), where D is the distance from the start to the solution and G² the mean squared norm of
 the gradients. Under privacy G² ≈ d·τ², because noise dominates, so that the best step size is the one whose noise walks as far
-as the solution is away:
-
-    η·τ·√(T·d) = D.
+as the solution is away: η·τ·√(T·d) = D. With correlated noise τ·√T is replaced by what is left of the noise in the running sum.
 
 σ, C, B, T and d are public. D is not known, but it varies little: D = 1.5·d^¼ is within a factor of 1.5 of the best of
 six for networks of 26,010 and 203,530 parameters at ε = 1 and 8.
-With correlated noise τ·√T is replaced by what is left of the noise in the running sum. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,8 +21,7 @@ if TYPE_CHECKING:
     from dp_microadam.plan.plan import PrivacyPlan
 
 DISTANCE = 1.5
-"""The distance D that the noise of a run walks, relative to d^¼. A learning rate of unit ``"walk"`` takes its place."""
-
+"""The distance D that the noise of a run walks, relative to d^¼."""
 
 WIDE, WIDE_GROWTH = 250_000, 1 / 6
 """Networks that begin anew with more weights than this walk farther than d^¼ says, by this power of how many more they have."""
@@ -57,10 +53,9 @@ def walk_scale(parameters: int) -> float:
 
 
 def relative_noise(plan: PrivacyPlan, parameters: int) -> float:
-    """How long the noise in the sum of all mean gradients of a run is, relative to the longest that this sum can be.
+    """How long the noise in the sum of all mean gradients is, about τ·√(T·d), relative to T·C, the longest that the sum can be.
 
-    A clipped gradient is at most C long, so that the sum over T steps is at most T·C; noise adds about τ·√(T·d). Both are
-    public. ``docs/choosing.md`` has accuracies beside this number.
+    ``docs/choosing.md`` has accuracies beside this number.
 
     >>> from dp_microadam.plan.plan import PrivacyPlan
     >>> round(relative_noise(PrivacyPlan(60, 8, 1.1296, 200, 1e-3), 26_010), 2)
@@ -70,10 +65,7 @@ def relative_noise(plan: PrivacyPlan, parameters: int) -> float:
 
 
 def too_much_noise(plan: PrivacyPlan, parameters: int, unit: str) -> str | None:
-    """A sentence for plans whose noise is longer than all gradients together can be, so that little is learned; else None.
-
-    ``unit`` is what the plan's units are called, such as patient.
-    """
+    """A sentence for plans whose noise is longer than all gradients of its ``unit``s together can be; else None."""
     relative = relative_noise(plan, parameters)
     if relative <= 1:
         return None

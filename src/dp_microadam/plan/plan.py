@@ -1,7 +1,6 @@
 """The plan of a private run: one frozen, public object that sampler, noise, accountant and ledger all read.
 
-Because they all read the same object, the noise multiplier that was solved for is the one that is used, and the accounting
-cannot differ from the sampling. This module does not import torch.
+So the noise multiplier that was solved for is the one that is used, and the accounting cannot differ from the sampling.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from dp_microadam.plan.bands import (
     NoiseRatios,
     banded_square_root,
     choose_bands,
-    noise_memory,
     noise_ratios,
     refuse_bands,
     refuse_memory,
@@ -174,16 +172,11 @@ class PrivacyPlan(_Sampling):
         The solved number of steps is the largest that fits, and at least one. The solved noise multiplier is the smallest
         that fits, rounded up to a multiple of 0.0001. The plan's ε never exceeds ``epsilon``. ``epochs`` stand for
         ``steps``: dataset_size / batch_size steps each, in which an example is sampled once on average.
-
         ``accountant="pld"`` is tighter than ``"rdp"``, which the paper used; both are upper bounds.
 
         ``bands="auto"`` takes up to 16 bands if these leave at most 0.8 of one band's noise in the running sum, as few as are
-        nearly as good. That depends on ``epsilon`` and ``steps``, and bands keep noise between steps, 4·(bands − 1) bytes for
-        each parameter: it is one band unless both are given, and the number of trainable ``parameters``. With ``parameters``,
-        the noise that is kept is limited to ``noise_memory_gib``.
-
-        With ``examples_per_user`` dataset and batch size count users, and ε is for one user. With ``max_batch_size`` no step
-        has more examples, or users.
+        nearly as good. Bands keep noise between steps, 4·(bands − 1) bytes for each parameter, at most ``noise_memory_gib``: it
+        is one band unless ``epsilon``, ``steps`` and the number of trainable ``parameters`` are given.
 
         Raises:
             InputError: for a value out of range, or if no plan exists.
@@ -263,10 +256,6 @@ class PrivacyPlan(_Sampling):
         rate, cap = self.batch_size / self.dataset_size, cap_of(self.max_batch_size, self.dataset_size)
         one = _solved_noise(rate, self.steps, self.epsilon, self.delta, self.accountant, cap=cap)
         return self.noise_multiplier / one * self.noise_ratios.single_step
-
-    def noise_memory(self, parameters: int) -> int:
-        """Bytes of the noise that a run keeps between steps: ``bands`` − 1 vectors in float32."""
-        return noise_memory(self.bands, parameters)
 
     @cached_property
     def epsilon(self) -> float:

@@ -1,7 +1,4 @@
-"""The plan of a private search: the plan of each of its runs, whose ε covers the choice of the best one.
-
-This module does not import torch.
-"""
+"""The plan of a private search: the plan of each of its runs, whose ε covers the choice of the best one."""
 
 from __future__ import annotations
 
@@ -69,8 +66,7 @@ class SelectionPlan(PrivacyPlan):
 
         ``epsilon`` is that of the whole search; noise multiplier and steps are those of each run. ``distribution`` is
         ``"geometric"`` or ``"logarithmic"``. The other ``options`` are those of :meth:`~dp_microadam.PrivacyPlan.solve`, except
-        that the accountant is ``"rdp"``, since selections are known by Rényi divergences alone, and that automatic ``bands``
-        are one. Noise is the least that fits, rounded up to a multiple of 0.0001; steps are the most.
+        that the accountant is ``"rdp"``, by which alone selections are known, and that automatic ``bands`` are one.
 
         Raises:
             InputError: for a value out of range, or if no plan exists.

@@ -1,10 +1,6 @@
 """Poisson sampling: each step includes each example, or each of the step's group, independently with the same probability.
 
 This is the sampling that the accountants assume. Shuffled batches, or batches of a fixed size, spend more than they compute.
-
-*Dropping at random.* Every sampled unit draws a random priority, and those with the smallest are kept, so that each set of the
-allowed size is equally likely. Several processes that sample from parts of the data exchange the priorities of what they drew,
-so that all of them know which ones are the smallest, and nobody's chances depend on the part they are in.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ def alone(own: Priorities) -> tuple[Sequence[Priorities], int]:
 
 
 def keep_smallest(own: Priorities, most: int, exchange: Exchange = alone) -> NDArray[np.bool_]:
-    """Which units of this process are kept, if all processes together keep ``most`` at most.
+    """Which units of this process are kept, if all processes together keep ``most`` at most: those of smallest priority.
 
     Formal guarantees: if all priorities are independent and uniform, the kept units of all processes together are a uniformly
     random set of min(``most``, their number) of them (but for a probability below 2⁻¹⁰⁶ per pair of units that two priorities
@@ -155,7 +151,7 @@ class PoissonSampler:
             yield LogicalStep(index, self.draw(index))
 
     def draw(self, step: int) -> tuple[Any, ...]:
-        """The chunks of one step. In a private run, drawing the same step again gives a new sample."""
+        """The chunks of one step; in a private run every call draws anew."""
         plan, bands = self.plan, self.plan.bands
         group = step % bands
         # Members of the group within the shard, numbered within the group: member j is example group + j·bands.
@@ -169,13 +165,11 @@ class PoissonSampler:
             sampled = sampled[keep_smallest(drawn.reshape(-1, 2)[sampled], plan.max_batch_size, self._exchange)]
         chosen = group + bands * (first + sampled)
         chosen = chosen[chosen < plan.dataset_size]
-        return self._in_chunks(chosen, step) if len(chosen) else ()
-
-    def _in_chunks(self, chosen: NDArray[np.int64], step: int) -> tuple[Any, ...]:
-        """The chosen examples, or what the chosen users bring, in parts that fit in memory."""
-        if self._units is None:
-            return torch.from_numpy(chosen).split(self.physical_batch_size)
-        return self._units.batches(chosen, step, self._randomness, self.physical_batch_size)
+        if not len(chosen):
+            return ()
+        if self._units is not None:
+            return self._units.batches(chosen, step, self._randomness, self.physical_batch_size)
+        return torch.from_numpy(chosen).split(self.physical_batch_size)
 
     def load(
         self,
@@ -188,9 +182,8 @@ class PoissonSampler:
         """Yields logical steps whose chunks are batches of ``data``, loaded when they are iterated over.
 
         Tensors in memory (one, or a tuple or dict of them with examples along the first dimension) are indexed directly.
-        A map-style Dataset is read example by example and collated, in ``num_workers`` worker processes if that is not 0;
-        further options are passed to torch's DataLoader. A step's chunks must be consumed before the next step is taken.
-        Workers prefetch within a step only: nothing of a step is drawn or read before that step is taken from the iterator.
+        A map-style Dataset is read by torch's DataLoader, which the other options go to. A step's chunks must be consumed
+        before the next step is taken, and nothing of a step is drawn or read before that.
 
         Raises:
             InputError: if ``data`` does not have exactly ``dataset_size`` examples, because the accounting would be wrong.
@@ -201,7 +194,7 @@ class PoissonSampler:
         if isinstance(data, TensorDataset) and collate_fn is default_collate:
             data = data.tensors
         tensors = _tensors_of(data)
-        size = len(data) if tensors is None else _common_length(tensors)  # type: ignore[arg-type]
+        size = len(data if tensors is None else tensors[0])  # type: ignore[arg-type]
         if self._units is not None and not self._units.belong_to(size):
             raise InputError("users and data have different lengths; users must have one id for each example")
         if self._units is None and size != self.dataset_size:
@@ -264,11 +257,10 @@ class PoissonSampler:
 
 
 class Chunks(Dataset[Any]):
-    """A Dataset whose items are whole chunks, collated where they are read: indices give a batch.
+    """A Dataset whose items are whole chunks, collated where they are read: indices give a batch, or an error of ours.
 
-    If a batch cannot be read and the error is one of ours, the error is returned in its place: torch would wrap what a worker
-    raises into the text of its traceback. Unless ``alone`` is 0, batches in which the row of an example depends on the others
-    are refused, as far as shapes tell: of a collate function of the user's, so many examples are collated by themselves too.
+    Torch would wrap what a worker raises into the text of its traceback. Unless ``alone`` is 0, batches in which the row of an
+    example depends on the others are refused, as far as shapes tell, for which so many examples are collated alone too.
     """
 
     def __init__(self, data: Any, collate_fn: Callable[[list[Any]], Any], *, alone: int = 0) -> None:
@@ -316,16 +308,7 @@ class Chunks(Dataset[Any]):
         return None
 
 
-_NOT_A_LOADERS_CHOICE = {
-    "batch_sampler",
-    "batch_size",
-    "dataset",
-    "drop_last",
-    "generator",
-    "num_workers",
-    "sampler",
-    "shuffle",
-}
+_OF_THE_PLAN = {"batch_sampler", "batch_size", "dataset", "drop_last", "generator", "num_workers", "sampler", "shuffle"}
 
 
 def refuse_loader_options(where: str, options: Mapping[str, Any], num_workers: int = 0) -> None:
@@ -334,7 +317,7 @@ def refuse_loader_options(where: str, options: Mapping[str, Any], num_workers: i
     The loader itself is made in the first step, which an error there would spend.
     """
     refuse_unknown(where, options, list(inspect.signature(DataLoader).parameters))
-    for name in _NOT_A_LOADERS_CHOICE & options.keys():
+    for name in _OF_THE_PLAN & options.keys():
         weigh = ", and give some examples more weight in the loss instead" if "sampler" in name else ""
         raise InputError(f"{where} has {name!r}, but which examples form a batch is decided by the plan; remove it{weigh}")
     if not options.get("in_order", True):
@@ -390,14 +373,11 @@ def _tensors_of(data: Any) -> list[Tensor] | None:
         parts = list(data)
     else:
         return None
-    return parts if parts and all(isinstance(part, Tensor) for part in parts) else None
-
-
-def _common_length(tensors: list[Tensor]) -> int:
-    lengths = {len(tensor) for tensor in tensors}
-    if len(lengths) != 1:
+    if not parts or not all(isinstance(part, Tensor) for part in parts):
+        return None
+    if len(lengths := {len(tensor) for tensor in parts}) != 1:
         raise InputError(f"the tensors of data have {sorted(lengths)} examples; all must have the same number")
-    return lengths.pop()
+    return parts
 
 
 def _take(data: Any, indices: Tensor) -> Any:

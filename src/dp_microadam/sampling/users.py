@@ -1,8 +1,7 @@
 """Users as the unit of privacy: which examples belong to whom, and which of them enter a step.
 
-A step samples users, not examples. Of each sampled user at most k examples are drawn, anew in every step, and the mean of
-their gradients is clipped as a whole (``clipping/engine.py``). So a user moves the sum by at most the clipping norm, whatever
-they have and however much of it.
+Of each sampled user at most k examples are drawn, anew in every step, and the mean of their gradients is clipped as a whole. So
+a user moves the sum by at most the clipping norm, whatever they have and however much of it.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ class Units:
     """The examples of each user, for a run whose unit of privacy is the user.
 
     ``users`` has one id per example: integers or strings in a list, array or tensor. Users are numbered in the order of their
-    first example, and at most ``most`` of a user's examples enter a step. How many examples a user has is private: nothing of
-    it is in the representation, and the object cannot be pickled.
+    first example. How many examples a user has is private: it is not in the representation, and pickling is refused.
 
     Formal guarantees: every example belongs to exactly one user. :meth:`draw` takes of a user with at most ``most`` examples
     all of them, of any other ``most`` at random without replacement, each set of that size with the same probability (up to
@@ -59,7 +57,8 @@ class Units:
 
     def __init__(self, users: Any, most: int) -> None:
         self.most = require_integer("examples_per_user", most, 1)
-        numbers = _numbered(_as_ids(users))
+        _, first, place = np.unique(_as_ids(users), return_index=True, return_inverse=True)
+        numbers = np.argsort(np.argsort(first))[place.ravel()]  # in the order of their first examples
         self._members: Integers = np.argsort(numbers, kind="stable").astype(np.int64, copy=False)
         self._offsets: Integers = np.concatenate([[0], np.cumsum(np.bincount(numbers))]).astype(np.int64)
 
@@ -178,11 +177,3 @@ def _as_ids(users: Any) -> NDArray[Any]:
             "or a string, and none may be missing"
         )
     return found
-
-
-def _numbered(ids: NDArray[Any]) -> Integers:
-    """The number of each example's user, in the order of their first examples."""
-    _, first, place = np.unique(ids, return_index=True, return_inverse=True)
-    number = np.empty(len(first), dtype=np.int64)
-    number[np.argsort(first, kind="stable")] = np.arange(len(first))
-    return number[place.ravel()]

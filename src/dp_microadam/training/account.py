@@ -181,7 +181,7 @@ class Account(NoAccount):
             yield
         finally:
             if self._ledger is not None:
-                self._ledger.wait_until_synced()
+                self._ledger.sync()
 
     def epsilon(self) -> float:
         return self.plan.epsilon_after(self.position, self.resumed_at) if self.position else 0.0
