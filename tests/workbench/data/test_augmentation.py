@@ -1,8 +1,4 @@
-"""Augmentation of whole batches: equal to its twin for the same choices, equal in distribution for random ones.
-
-The tests of distributions compare 40,000 draws of each side by chi-squared statistics with a threshold of p = 1e-8; there are
-fewer than 30 comparisons, so that a false alarm has a probability below 1e-6.
-"""
+"""Augmentation of whole batches: equal to its twin for the same choices, and random ones are uniform and independent."""
 
 import math
 
@@ -10,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import chi2
 from thoroughness import examples
 
 from dp_microadam.clipping import per_example
@@ -18,12 +13,7 @@ from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.errors import InputError
 from dp_microadam.training.evaluation import class_loss
 from dp_microadam.workbench.data.augmentation import SMALLEST_AREA, WIDEST_RATIO, Augmentation, random_box, random_crop, shifted
-from dp_microadam.workbench.models import wide_resnet
 from dp_microadam.workbench.recipes.measures import over_views
-
-DRAWS = 40_000
-P_VALUE = 1e-8
-
 
 # The slow twin: one image and one random number at a time.
 
@@ -37,32 +27,8 @@ def shifted_one(image, top, left, flipped, padding):
     return part.flip(2) if flipped else part
 
 
-def random_shift(padding):
-    """Top and left of a random crop of a padded image."""
-    return int(torch.randint(2 * padding + 1, ())), int(torch.randint(2 * padding + 1, ()))
-
-
-def random_flip():
-    """A fair coin."""
-    return bool(torch.rand(()) < 0.5)
-
-
 def random_images(count, channels=3, height=7, width=6):
     return torch.randint(0, 256, (count, channels, height, width), dtype=torch.uint8)
-
-
-def same_distribution(ours, theirs):
-    """Two samples of whole numbers, compared value by value; rare values are put together."""
-    values = torch.cat([ours, theirs])
-    _, codes = values.unique(return_inverse=True)
-    first, second = (torch.bincount(part, minlength=int(codes.max()) + 1).double() for part in codes.split(len(ours)))
-    rare = first + second < 200
-    first = torch.cat([first[~rare], first[rare].sum().view(1)])
-    second = torch.cat([second[~rare], second[rare].sum().view(1)])
-    kept = first + second > 0
-    first, second = first[kept], second[kept]
-    statistic = float(((first - second) ** 2 / (first + second)).sum())
-    return len(first) < 2 or chi2.sf(statistic, len(first) - 1) > P_VALUE
 
 
 @examples(40)
@@ -113,31 +79,6 @@ def test_a_random_crop_is_a_part_of_its_image_in_its_size():
         assert (crop <= 19).all()
 
 
-def test_random_crops_and_flips_have_the_distribution_of_the_reference():
-    torch.manual_seed(0)
-    # Each pixel of this image tells where it lies, so one corner and its neighbour tell shift and mirror.
-    image = (torch.arange(1, 50, dtype=torch.uint8)).view(1, 1, 7, 7)
-    views, _ = Augmentation(crop_padding=2, flip=True)((image.expand(DRAWS, -1, -1, -1), torch.zeros(DRAWS)))
-    ours = views[:, 0, 3, 3].long() * 256 + views[:, 0, 3, 4]
-    found = []
-    for _ in range(DRAWS):
-        view = shifted_one(image[0], *random_shift(2), random_flip(), 2)
-        found.append(int(view[0, 3, 3]) * 256 + int(view[0, 3, 4]))
-    theirs = torch.tensor(found)
-    assert set(ours.tolist()) == set(theirs.tolist())
-    assert len(set(ours.tolist())) == 5 * 5 * 2  # all shifts, each mirrored and not
-    assert same_distribution(ours, theirs)
-
-
-def test_the_comparison_of_distributions_can_fail():
-    torch.manual_seed(0)
-    fair, unfair = torch.randint(9, (DRAWS,)), torch.randint(8, (DRAWS,))
-    assert same_distribution(fair, torch.randint(9, (DRAWS,)))
-    assert not same_distribution(fair, unfair)
-    biased = (torch.rand(DRAWS) < 0.53).long()
-    assert not same_distribution((torch.rand(DRAWS) < 0.5).long(), biased)
-
-
 def test_views_of_an_image_and_images_of_a_batch_are_drawn_independently():
     # 5 · 5 · 2 equally likely views: two are equal with probability 1/50. Binomial tails beyond 8 standard deviations: < 1e-14.
     torch.manual_seed(0)
@@ -148,6 +89,9 @@ def test_views_of_an_image_and_images_of_a_batch_are_drawn_independently():
     between = int((views[1:, 0] == views[:-1, 0]).flatten(1).all(1).sum())
     assert abs(within - 400) < spread
     assert abs(between - 400) < spread
+    _, counts = views[:, 0].flatten(1).unique(dim=0, return_counts=True)
+    assert len(counts) == 5 * 5 * 2  # all shifts, each mirrored and not
+    assert (counts - 400).abs().max() < spread
 
 
 @pytest.mark.parametrize(
@@ -194,15 +138,10 @@ def small_network():
     return torch.nn.Sequential(first, torch.nn.GroupNorm(2, 4), torch.nn.ReLU(), torch.nn.Flatten(), last)
 
 
-def residual_network():
-    return wide_resnet(depth=10, width=1, num_classes=4)
-
-
-@pytest.mark.parametrize("network", [small_network, pytest.param(residual_network, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("clipping", ["flat", "per-layer"])
-def test_views_are_averaged_inside_the_clip_as_the_slow_twin_does(clipping, network):
+def test_views_are_averaged_inside_the_clip_as_the_slow_twin_does(clipping):
     torch.manual_seed(0)
-    model = network().double()
+    model = small_network().double()
     images, labels = Augmentation(crop_padding=2, flip=True, multiplicity=3)(
         (random_images(3, 3, 8, 8), torch.tensor([0, 1, 3]))
     )

@@ -114,9 +114,6 @@ def test_options_that_contradict_declared_columns_are_refused(tmp_path, more, me
     (tmp_path / "all.csv").write_text("age\n1\n")
     with pytest.raises(InputError, match=message):
         data.load("table", str(tmp_path / "all.csv"), columns=DECLARED, **{**OPTIONS, **more})
-    (tmp_path / "all.npz").write_bytes(b"")
-    with pytest.raises(InputError, match="holds arrays of numbers"):
-        data.load("table", str(tmp_path / "all.npz"), columns=DECLARED, **OPTIONS)
 
 
 CELLS = {

@@ -8,7 +8,6 @@ import torch
 from PIL import Image
 
 from dp_microadam.errors import InputError, PrivacyError
-from dp_microadam.training.evaluation import batches
 from dp_microadam.workbench import data
 from dp_microadam.workbench.data.images import ImageFolder
 from dp_microadam.workbench.data.raw import decoded
@@ -129,15 +128,6 @@ def test_a_folder_of_classes_alone_is_split_with_public_seeds(tmp_path):
     assert "passed over 1 files" in loaded.notes[0]
 
 
-def test_no_split_of_a_folder_of_classes_goes_through_a_user(tmp_path):
-    loaded = load(plain(tmp_path), user_pattern=r"(p\d+)-\d+\.png")
-    users = [set(getattr(loaded, f"{part}_users")) for part in PARTS]
-    assert [len(ids) for ids in users] == [7, 1, 2]
-    assert not users[0] & users[1] | users[0] & users[2] | users[1] & users[2]
-    for part in PARTS:
-        assert [path.name.partition("-")[0] for path in paths(getattr(loaded, part))] == list(getattr(loaded, f"{part}_users"))
-
-
 def test_all_problems_of_a_folder_are_listed_at_once(tmp_path):
     write(tmp_path)
     (tmp_path / "train" / "stray.png").write_bytes(b"x")
@@ -185,16 +175,6 @@ def test_a_damaged_image_is_named_but_not_if_it_is_private(tmp_path, content):
         assert (path.name in str(refusal.value)) == (part is not loaded.train)
         with pytest.raises(error):
             part.random_crops()[0]
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_damaged_image_of_the_test_part_is_one_sentence_even_from_a_worker(tmp_path, workers):
-    test = load(write(tmp_path)).test
-    test.path(3).write_bytes(b"damaged")
-    with pytest.raises(InputError) as refusal:
-        list(batches(test, 2, workers))
-    assert "\n" not in str(refusal.value)
-    assert str(test.path(3)) in str(refusal.value)
 
 
 @pytest.fixture

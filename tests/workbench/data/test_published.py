@@ -1,15 +1,11 @@
-"""Published images: what is right is read to the byte, whatever is wrong is refused with the name of its file; downloads."""
+"""Published images: what is right is read to the byte, whatever is wrong is refused with the name of its file."""
 
 import gzip
-import hashlib
-import http.server
 import io
 import os
 import pickle
 import struct
 import tarfile
-import threading
-from functools import partial
 
 import numpy as np
 import pytest
@@ -22,7 +18,6 @@ from dp_microadam.errors import InputError
 from dp_microadam.workbench import data
 from dp_microadam.workbench.data import catalogue
 from dp_microadam.workbench.data.catalogue import known
-from dp_microadam.workbench.data.published import NotFetched, fetch, synthetic_images
 
 IDX = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 RANDOM = np.random.default_rng(0)
@@ -246,49 +241,6 @@ def test_digits_that_are_missing_or_damaged_are_one_sentence(tmp_path, monkeypat
         monkeypatch.setattr("importlib.util.find_spec", lambda name, spec=spec: spec)
         with pytest.raises(InputError, match=message):
             data.load("digits")
-
-
-@pytest.mark.parametrize("name", ["fashion-mnist", "cifar100", "imagenet"])
-def test_synthetic_images_have_the_published_shape_and_classes(name):
-    found = synthetic_images(name, 3)
-    shape = known(name).shape or (3, 224, 224)
-    assert (found.example_shape, tuple(found.train[0].shape[1:]), found.num_classes) == (shape, shape, known(name).num_classes)
-    assert synthetic_images(name, 1, image_size=64).example_shape == (shape[0], 64, 64)
-
-
-CONTENT = bytes(range(256)) * 400
-
-
-@pytest.fixture
-def server(tmp_path):
-    """A server of the folder ``published``; the base of its addresses."""
-    (tmp_path / "published").mkdir()
-    handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "published"))
-    handler.func.log_message = lambda *_: None
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/"
-    server.shutdown()
-    server.server_close()
-
-
-def test_a_file_is_fetched_once_from_the_first_address_that_has_the_published_one(tmp_path, server):
-    digest, here = hashlib.sha256(CONTENT).hexdigest(), tmp_path / "new" / "here"
-    for folder, content in (("wrong", b"something else"), ("cut", CONTENT[:-1]), ("right", CONTENT)):
-        (tmp_path / "published" / folder).mkdir()
-        (tmp_path / "published" / folder / "a.bin").write_bytes(content)
-    urls = [f"{server}{folder}" for folder in ("none", "wrong", "cut")]
-    with pytest.raises(NotFetched) as refusal:
-        fetch("a.bin", digest, ["http://127.0.0.1:1", *urls], here)
-    for reason in ("Connection refused", "File not found", "wrong/a.bin: what it sent is not the published a.bin"):
-        assert reason in str(refusal.value)
-    assert list(here.iterdir()) == []
-    assert fetch("a.bin", digest, [*urls, f"{server}right/"], here)
-    assert {path.name: path.read_bytes() for path in here.iterdir()} == {"a.bin": CONTENT}
-    assert not fetch("a.bin", digest, ["http://127.0.0.1:1"], here)  # it is there
-    (here / "a.bin").write_bytes(CONTENT[:-1])
-    assert fetch("a.bin", digest, [f"{server}right"], here)
-    assert (here / "a.bin").read_bytes() == CONTENT
 
 
 REAL = os.environ.get("DP_MICROADAM_DATA", "")

@@ -106,17 +106,6 @@ def test_views_of_image_files_are_different_crops(image_folder, tmp_path):
     assert experiment.fit().steps_done == 2
 
 
-def test_a_run_on_any_of_them_can_be_resumed_and_evaluated(image_folder, tmp_path, capsys):
-    run = tmp_path / "run"
-    overrides = [f"data_folder={image_folder}", "verify_data=false", "num_workers=0", "validation_size=4", "max_steps=1"]
-    train("imagenet", [*overrides, *PERCEPTRON, "image_size=16", "delta=1e-5"], run, capsys)
-    config = run / "config.toml"
-    config.write_text(config.read_text().replace("max_steps = 1\n", "max_steps = 2\n"))
-    assert main(["resume", str(run), "--quiet", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["steps_done"] == 2
-    assert main(["evaluate", str(run), "--json"]) == 0
-
-
 def test_augmentation_is_for_training_data_alone(cifar10, tmp_path):
     experiment = assemble(load_recipe("cifar10", [*cifar10, *PERCEPTRON]), tmp_path / "run", show_progress=False)
     seen = []

@@ -129,7 +129,7 @@ def test_a_language_model_learns_documents_of_users_and_its_perplexity_is_that_o
 
     run = tmp_path / "run"
     users = ["unit=user", "examples_per_user=2", "data_options.user_column=sender", "batch_size=10", "delta=0.001"]
-    prompt = ["model_options.prompt=win cash", "model_options.lora_rank=none", "learning_rate=0.01"]
+    prompt = ["model_options.prompt=win cash", "model_options.lora_rank=none", "distance=none", "learning_rate=0.01"]
     trained = command("train", "language-model", run, settings(folders, "llama", *users, *prompt), capsys)
     assert trained["sample"].startswith("win cash")
     assert trained["sample_before"].startswith("win cash")
@@ -226,11 +226,6 @@ def test_what_trains_is_the_part_that_was_named_and_only_what_is_all_frozen_runs
         assert encoder.training == (part.get("trainable") != "head")
 
 
-def test_adapters_that_are_described_without_a_rank_are_refused(folders):
-    with pytest.raises(InputError, match=r"lora_targets is .'query'., but lora_rank is 0"):
-        text_classifier(2, pretrained=folders["bert"], lora_targets=["query"])
-
-
 @pytest.mark.parametrize(
     ("recipe", "given", "words"),
     [
@@ -278,28 +273,6 @@ def test_weights_that_lack_a_tensor_are_refused_by_name(folders, tmp_path, kind)
     build = {"bert": lambda **o: text_classifier(2, **o), "llama": language_model}[kind]
     with pytest.raises(InputError, match=f"whose weights lack the tensor .*{removed}"):
         build(pretrained=str(tmp_path / "model"))
-
-
-def test_data_check_lists_what_is_wrong_with_the_texts_of_a_recipe(folders, tmp_path, capsys):
-    (tmp_path / "mine.jsonl").write_text('{"text": " ", "label": "a"}\n{"text": "fine", "label": "c"}\n')
-    (tmp_path / "mine.toml").write_text(
-        f'data = "text-table"\ndata_folder = "{tmp_path}/mine.jsonl"\nmodel = "hugging-face"\nepsilon = 3.0\nsteps = 5\n'
-        'batch_size = 10\n[data_options]\nclasses = ["a", "b"]\n'
-    )
-    assert main(["data", "check", str(tmp_path / "mine.toml")]) == 1
-    first, second = capsys.readouterr().out.splitlines()
-    assert "a cell in column 'text' that is empty (line 1)" in first
-    assert "that is an invalid label (line 2)" in second
-    assert main(["data", "check", "sms-spam", "--folder", folders["data"]]) == 0
-    assert main(["data", "check", "text-table", "--folder", folders["data"]]) == 0
-
-
-def test_only_the_head_trains_and_what_is_frozen_draws_no_dropout(folders):
-    model = models.build("hugging-face", 2, (LENGTH,), pretrained=folders["bert"], trainable="head")
-    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert trainable == ["network.classifier.weight", "network.classifier.bias"]
-    assert not model.network.bert.training
-    assert model.network.training
 
 
 @pytest.mark.skipif("DP_MICROADAM_MINILM" not in os.environ or "DP_MICROADAM_DATA" not in os.environ, reason="needs real files")

@@ -60,10 +60,3 @@ def test_a_name_is_refused_for_examples_of_which_somebody_has_several(recipe, tm
     assert "with one patient added or removed, with all their examples" in statement
     assert "mean gradient of each patient's examples" in statement
     assert "user" not in statement
-
-
-def test_a_batch_larger_than_the_training_part_is_refused_in_its_units(recipe, tmp_path, capsys):
-    assert main(["train", str(recipe), "--set", "batch_size=50", "--run-dir", str(tmp_path / "run")]) == 2
-    said = capsys.readouterr().err
-    assert "batch_size is 50, more than the 43 patients to train on, validation and test parts aside; it must" in said
-    assert not (tmp_path / "run").exists()

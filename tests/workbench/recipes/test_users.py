@@ -6,7 +6,6 @@ import re
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from dp_microadam.errors import InputError
 from dp_microadam.ledger.ledger import read_ledger
@@ -87,34 +86,6 @@ def test_held_out_users_are_not_trained_on_and_public_examples_are_theirs(recipe
     assert torch.equal(public_examples(loaded.recipe, data, 2).data[0], data.validation[0][:2])
 
 
-@pytest.mark.slow
-def test_images_of_patients_train_with_a_pattern(tmp_path, capsys):
-    for part, patients in (("train", range(12)), ("val", (20, 21))):
-        for name in ("ant", "bee"):
-            (tmp_path / part / name).mkdir(parents=True)
-            for patient in patients:
-                for number in range(patient % 3 + 1):
-                    Image.new("RGB", (8, 8), (patient, number, 0)).save(tmp_path / part / name / f"p{patient}_{number}.png")
-    recipe = tmp_path / "images.toml"
-    recipe.write_text(
-        f'data = "image-folder"\ndata_folder = "{tmp_path}"\nmodel = "mlp"\nimage_size = 8\nunit = "user"\n'
-        "examples_per_user = 4\nnoise_multiplier = 1.0\nsteps = 3\nbatch_size = 4\ndelta = 0.01\nvalidation_size = 2\n"
-        "[data_options]\nuser_pattern = '(p\\d+)_\\d\\.png'\n"
-    )
-    assert main(["train", str(recipe), "--quiet", "--json", "--run-dir", str(tmp_path / "run")]) == 0
-    assert json.loads(capsys.readouterr().out)["private"] is True
-    assert read_ledger(tmp_path / "run").plan.dataset_size == 10
-
-
-@pytest.mark.slow
-def test_the_column_of_users_is_no_input_for_examples_either_and_divides_the_data_by_user(recipe, tmp_path):
-    overrides = ["unit=example", "examples_per_user=none", "method=non-private"]
-    experiment = assemble(load_recipe(recipe, overrides), tmp_path / "run", show_progress=False)
-    assert experiment.data.example_shape == (2,)
-    assert set(experiment.data.train_users).isdisjoint(experiment.data.validation_users)
-    assert experiment.fit().steps_done == 9
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -138,11 +109,3 @@ def test_users_that_do_not_fit_are_refused_in_one_sentence(recipe, tmp_path, ove
     assert "\n" not in str(refusal.value)
     assert not OWN_NUMBERS & set(re.findall(r"\d+", str(refusal.value)))
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_runs_for_users_and_for_examples_are_not_added_up(recipe, tmp_path, capsys):
-    for name, overrides in (("users", []), ("examples", ["--set", "unit=example", "--set", "examples_per_user=none"])):
-        assert main(["train", recipe, "--quiet", *overrides, "--run-dir", str(tmp_path / name)]) == 0
-    assert main(["budget", str(tmp_path / "users"), str(tmp_path / "examples")]) == 2
-    assert "protects one training example, which do not add up" in capsys.readouterr().err

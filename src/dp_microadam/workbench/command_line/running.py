@@ -109,10 +109,10 @@ def figures_of(experiment: Experiment) -> dict[str, Any]:
     Of users, how many examples they have is not told.
     """
     counts, weights = experiment.test_results()
-    recipe, before, after = experiment.recipe, experiment.language_before, experiment.language_figures()
+    recipe, after = experiment.recipe, experiment.language_figures()
     found: dict[str, Any] = {"test_accuracy": counts.accuracy, "weights": weights}
-    if after is not None:
-        return {**found, **after.as_metrics(), **({} if before is None else before.as_metrics("_before"))}
+    if after:
+        return {**found, **after, **{f"{name}_before": value for name, value in experiment.language_before.items()}}
     found["majority_accuracy"] = counts.majority
     found["recall"] = dict(zip(experiment.data.classes, counts.recalls, strict=True))
     return found if recipe.unit == "user" else {**found, "test_examples": sum(counts.examples)}

@@ -99,7 +99,7 @@ def find(name: str, folder: str | None) -> Path:
         if importlib.util.find_spec(data.package) is None:
             raise InputError(f"{name} were not found: {data.by_hand}")
         return Path(data.package)
-    tables = {"table": "train.csv and test.csv (or .npz)", "text": "train.csv and test.csv (or .jsonl)"}
+    tables = {"table": "train.csv and test.csv", "text": "train.csv and test.csv (or .jsonl)"}
     wanted = " and ".join(data.downloads) or tables.get(data.kind, "train/CLASS/*.jpg and val/CLASS/*.jpg, or CLASS/*.jpg")
     if folder:
         path = Path(folder).expanduser()

@@ -159,7 +159,7 @@ def resized_pixels(images: Tensor, size: tuple[int, int]) -> Tensor:
     """Resize uint8 images [B, C, H, W] (bilinear, with antialiasing), rounded to uint8 again."""
     found = F.interpolate(images.double(), size, mode="bilinear", align_corners=False, antialias=True)
     # Ties, which are frequent, are rounded up whatever the order of summation.
-    return torch.floor(found + (0.5 + 1e-9)).clamp(0, 255).to(torch.uint8)
+    return torch.floor(found + (0.5 + 1e-9)).to(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,9 @@ class RawRows(RawInput):
 
     @property
     def in_words(self) -> str:
-        return f"float32 tensor [B, {self._encoding.width}], the columns {', '.join(self.inputs)}, encoded as declared"
+        return (
+            f"float32 tensor [B, {self._encoding.width}], the columns {', '.join(self._encoding.inputs)}, encoded as declared"
+        )
 
     @property
     def file_code(self) -> str:
@@ -272,9 +274,9 @@ class RawRows(RawInput):
 
     def read(self, file: Path) -> Iterator[tuple[str, Tensor]]:
         first, rows = open_rows(file)
-        if self.header and not set(self.inputs) <= set(first):
+        if self.header and not set(self._encoding.inputs) <= set(first):
             first, rows = open_rows(file, self.header)
-        for name in self.inputs:
+        for name in self._encoding.inputs:
             if name not in first:
                 raise InputError(
                     f"{file} has no column {name!r}, by its first line; it must have one, the model was trained on it"
@@ -287,11 +289,6 @@ class RawRows(RawInput):
             except InputError as error:
                 raise InputError(f"{file} line {line}: {error}") from None
             yield f"{file} row {number}", inputs
-
-    @property
-    def inputs(self) -> dict[str, Column]:
-        """The columns that are inputs."""
-        return self._encoding.inputs
 
     @cached_property
     def _encoding(self) -> Columns:

@@ -111,24 +111,17 @@ def assemble(
         accuracy=measured(hits),
         run_dir=default_folder(recipe.name) if run_dir is None else run_dir,
         privacy=PrivacySettings(
-            max_grad_norm=recipe.max_grad_norm,
-            clipping=recipe.clipping,
-            secure=recipe.secure,
-            seed=recipe.seed,
+            **_same(recipe, "max_grad_norm", "clipping", "secure", "seed"),
             unit_name=recipe.unit_name or "",
             show_private_metrics=show_private_metrics,
             public=tuple(_public_facts(recipe, data, canaries)),
         ),
         performance=PerformanceSettings(
-            physical_batch_size=recipe.physical_batch_size,
-            num_workers=recipe.num_workers,
+            **_same(recipe, "physical_batch_size", "num_workers"),
             noise_memory_gib=recipe.noise_memory_gib or DEFAULT_NOISE_MEMORY_GIB,
         ),
         record=RecordSettings(
-            evaluate_every=recipe.evaluate_every,
-            checkpoint_every=recipe.checkpoint_every,
-            checkpoint_minutes=recipe.checkpoint_minutes,
-            keep_checkpoints=recipe.keep_checkpoints,
+            **_same(recipe, "evaluate_every", "checkpoint_every", "checkpoint_minutes", "keep_checkpoints"),
             config=recipe.to_toml(),
             show_progress=show_progress,
         ),
@@ -138,6 +131,11 @@ def assemble(
         ranks=ranks,
     )
     return Experiment(recipe, data, model, trainer, canaries, features)
+
+
+def _same(recipe: Recipe, *names: str) -> dict[str, Any]:
+    """Keys of the recipe that are called the same where they go."""
+    return {name: getattr(recipe, name) for name in names}
 
 
 def _with_defaults(recipe: Recipe, plan: PrivacyPlan | UnprotectedPlan, model: nn.Module) -> Recipe:
@@ -216,9 +214,9 @@ def load_data(recipe: Recipe) -> LabelledData:
 
 def load_settings(recipe: Recipe) -> dict[str, Any]:
     """What a recipe says about loading and checking its data; texts need an encoder besides."""
-    same = ("validation_fraction", "validation_size", "train_size", "test_size", "split_seed", "image_size", "columns")
     return {
-        **{name: getattr(recipe, name) for name in same},
+        **_same(recipe, "validation_fraction", "validation_size", "train_size", "test_size"),
+        **_same(recipe, "split_seed", "image_size", "columns"),
         "verify": recipe.verify_data,
         "labelled": not recipe.predicts_tokens,
         **recipe.data_options,
@@ -292,17 +290,11 @@ def plan_of(recipe: Recipe, dataset_size: int, parameters: int | None = None) ->
     search = {name: recipe.tune[name] for name in ("expected_runs", "distribution") if recipe.tune}
     return (SelectionPlan if recipe.tune else PrivacyPlan).solve(
         dataset_size=dataset_size,
-        batch_size=recipe.batch_size,
-        delta=recipe.delta,
-        epsilon=recipe.epsilon,
-        noise_multiplier=recipe.noise_multiplier,
-        steps=recipe.steps,
+        **_same(recipe, "batch_size", "delta", "epsilon", "noise_multiplier", "steps", "max_batch_size", "examples_per_user"),
         accountant=recipe.resolved_accountant,
         bands=bands_of(recipe),
         parameters=parameters,
         noise_memory_gib=noise_memory_of(recipe),
-        max_batch_size=recipe.max_batch_size,
-        examples_per_user=recipe.examples_per_user,
         **search,
     )
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from dp_microadam.errors import DPMicroAdamError, InputError
+from dp_microadam.errors import DPMicroAdamError
 from dp_microadam.plan.learning_rate import too_much_noise
 from dp_microadam.training.evaluation import PerExample, evaluate
 from dp_microadam.training.export import Deployment, normalization_in_words
@@ -26,7 +26,7 @@ from dp_microadam.workbench.models.hugging_face import TextModel
 from dp_microadam.workbench.recipes.canaries import Canaries
 from dp_microadam.workbench.recipes.measures import ClassCounts, count_hits, document_hits, document_tokens
 from dp_microadam.workbench.recipes.recipe import Recipe
-from dp_microadam.workbench.recipes.texts import LanguageFigures, language_figures
+from dp_microadam.workbench.recipes.texts import language_figures
 
 _CHECKED = 32
 _TOLERANCE = 1e-3
@@ -43,7 +43,7 @@ class Experiment:
     canaries: Canaries | None = None
     features: FrozenFeatures | None = None
     """For a recipe with ``cache_features``, what computes the features that the trainer takes."""
-    language_before: LanguageFigures | None = None
+    language_before: Mapping[str, Any] = field(default_factory=dict)
     """Figures of a language model before its first step."""
 
     def fit(self) -> RunResult:
@@ -106,10 +106,10 @@ class Experiment:
         with average.in_place_of(self.model):
             yield "averaged weights"
 
-    def language_figures(self) -> LanguageFigures | None:
-        """Perplexity on the test texts and a sample, of a language model; None for other models."""
+    def language_figures(self) -> dict[str, Any]:
+        """Perplexity on the test texts and a sample, of a language model; nothing of other models."""
         if not isinstance(self.model, TextModel) or not self.recipe.predicts_tokens:
-            return None
+            return {}
         with self.best_weights():
             return language_figures(self.recipe, self.model, self._means)
 
@@ -124,12 +124,8 @@ class Experiment:
 
     def deployment(self) -> Deployment:
         """Raw inputs as the data source reads them, prepared as for evaluation."""
-        data = self.data
-        if data.raw is None:
-            raise InputError(
-                f"data is {data.name!r}, of which there are no files to predict from; use the exported weights in Python"
-            )
-        prepare = Preparation(data)
+        data, prepare = self.data, Preparation(self.data)
+        assert data.raw is not None, "texts are exported without a program"
         described = normalization_in_words(data.mean, data.std, pixels=data.images)
         return Deployment(data.raw, lambda inputs: prepare((inputs, inputs))[0], data.classes, described)
 

@@ -49,7 +49,7 @@ _EXCLUSIVE: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All settings of one training run. Every setting is public and must not be derived from private data.
+    """All settings of one training run, which docs/recipes.md explains. All are public: none may be derived from private data.
 
     Exactly two of ``epsilon``, ``noise_multiplier`` and ``steps`` are given, and the third is solved. A non-private run needs
     only ``steps`` and ignores the other two, so that any recipe with ``steps`` can also be run without privacy.
@@ -65,107 +65,68 @@ class Recipe:
     name: Name
     method: Annotated[str, keys.one_of(*keys.METHODS)] = DEFAULT
     base: Annotated[str, keys.one_of(*keys.BASES)] | None = None
-    """For method ``"non-private"``: the method to run without clipping and noise. None: dp-threshold."""
 
     data: Annotated[str, keys.one_of(*keys.DATA_SETS)]
     data_folder: str = ""
-    """Folder of the data files. Empty: search the default folders."""
     verify_data: bool = True
-    """Refuse files whose digests differ from the published ones; false for your own data in the same format."""
     num_workers: Whole = 0
-    """Worker processes that decode image files."""
     validation_fraction: Share = 0.1
-    """Fraction of the training part held out for validation; not protected by the guarantee. 0: none is held out."""
     validation_size: Count | None = None
-    """Number of held-out examples, instead of a fraction."""
     train_size: Count | None = None
-    """Number of training examples, drawn with ``split_seed``. None: all that are not held out."""
     test_size: Count | None = None
-    """Number of test examples, drawn with ``split_seed``. None: all."""
     split_seed: Whole = 0
 
     image_size: Count | None = None
-    """Height and width that images are resized to. None: unchanged, or 224 for folders of image files."""
     crop_padding: Whole = 0
-    """Pixels of padding before a random crop of training images; 0: no random crop."""
     flip: bool = False
-    """Random horizontal flips of training images."""
     resized_crop: bool = False
-    """Random resized crops of training images, of 8 to 100 % of their area."""
     multiplicity: Count = 1
-    """Augmented views per training image; their gradients are averaged before clipping (augmentation multiplicity)."""
 
     model: Annotated[str, keys.one_of(*keys.MODELS)]
     cache_features: bool = False
-    """Compute what comes before the head once for each example, and keep it, if ``model_options.trainable`` is ``"head"``."""
 
     epsilon: Positive | None = None
     noise_multiplier: Positive | None = None
     steps: Count | None = None
     plan: Literal["auto"] | None = None
-    """``"auto"``: batch size, steps and bands are chosen by predicted noise, for as many processed examples as the recipe's own
-    steps and batch size have."""
     delta: Probability = 1e-5
     accountant: Literal["rdp", "pld"] | None = None
-    """None: ``"pld"``, the tighter one, but ``"rdp"`` for a search."""
     bands: Count | Literal["auto"] | None = None
-    """Bands of correlated noise: a number, 1 for independent noise; or ``"auto"``, a few where they leave much less noise.
-    None: ``"auto"``."""
     unit: Literal["example", "user"] = "example"
-    """Whom the guarantee is for: one example, or one user with all their examples. With users, sizes count users."""
     examples_per_user: Count | None = None
-    """For unit ``"user"``: the largest number of a user's examples that enter a step."""
     unit_name: Noun | None = None
-    """What the unit is called in the privacy statement, such as patient. For unit ``"example"``: each has one example."""
     noise_memory_gib: Positive | None = None
-    """The most memory that noise of the last steps may take, which several bands keep. None: 2."""
 
     batch_size: Count
-    """Expected size of a Poisson batch."""
     max_batch_size: Count | None = None
-    """The most examples in a step; of a larger sample, so many are kept at random. None: no cap."""
     physical_batch_size: Count = 256
-    """Examples per forward and backward pass; affects only memory and speed."""
     class_weights: keys.Weights | None = None
-    """Weight of each class in the training loss: public numbers, not computed from the labels. None: all alike."""
     max_grad_norm: Positive = 1.0
     clipping: Literal["flat", "per-layer"] = "flat"
 
     learning_rate: Positive | None = None
-    """The optimizer's own. None: it follows from ``distance``, or is the default of the method."""
     distance: Positive | None = None
-    """How far the noise of the run walks, relative to d^¼ for d parameters; the learning rate follows from it. None: the
-    default of methods whose rate follows from the plan, if there is no ``learning_rate``."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     warmup: Share = 0.0
-    """Fraction of the steps over which the learning rate rises linearly."""
     ema_decay: Share | None = None
-    """Decay of an exponential moving average of the weights; 0: none is kept. None: the default of the method."""
 
     max_steps: Count | None = None
-    """Stop after this many steps; schedule and noise stay those of the full run."""
     evaluate_every: Count = 100
     checkpoint_every: Count = 100
     checkpoint_minutes: Positive = 5.0
     keep_checkpoints: Count = 2
 
     secure: bool = False
-    """Draw the noise from a cryptographically secure generator."""
     seed: Whole | None = None
-    """Fixes all randomness, for tests; the run is then not private."""
 
     audit_canaries: Canaries | None = None
-    """Synthetic examples that take places in the training data, about half of them filled, for ``dp-microadam audit RUN``."""
     canary_key: keys.Key | None = None
-    """Decides which canaries take part. None: a new one for each run, which is kept in its configuration."""
 
     data_options: keys.Table = field(default_factory=dict)
     columns: dict[str, Any] = field(default_factory=dict)
-    """What the columns of a table are: kinds, ranges and values, which are public."""
     model_options: keys.Table = field(default_factory=dict)
     optimizer: keys.Table = field(default_factory=dict)
     tune: dict[str, Any] = field(default_factory=dict)
-    """What ``dp-microadam tune`` chooses among; empty for a single run."""
 
     def __post_init__(self) -> None:
         readers = {"columns": declaration, "tune": tuning.table}

@@ -70,29 +70,17 @@ def _layout_of(recipe: Recipe) -> Layout:
     return layout_of(known(recipe.data), recipe.data_options, labelled=not recipe.predicts_tokens)
 
 
-@dataclass(frozen=True)
-class LanguageFigures:
-    """Perplexity on the test texts, and the continuation of the recipe's ``prompt``; None without one."""
-
-    perplexity: float
-    sample: str | None
-
-    def as_metrics(self, when: str = "") -> dict[str, Any]:
-        """For JSON files; ``when`` is appended to the names."""
-        sample = {} if self.sample is None else {f"sample{when}": self.sample}
-        return {f"test_perplexity{when}": self.perplexity, **sample}
-
-
 def language_figures(
     recipe: Recipe, model: TextModel, means: Callable[[Mapping[str, PerExample]], Mapping[str, float]]
-) -> LanguageFigures:
-    """Figures of a model; ``means`` evaluates measures on the test texts.
+) -> dict[str, Any]:
+    """Perplexity on the test texts, and the continuation of the recipe's ``prompt``; ``means`` evaluates measures on them.
 
     Perplexity is exp of the mean cross-entropy of a token, over all tokens of all texts.
     """
     found = means({"nats": document_nats, "tokens": document_tokens})
     prompt = recipe.model_options.get("prompt")
-    return LanguageFigures(math.exp(found["nats"] / found["tokens"]), written(recipe, model, prompt) if prompt else None)
+    sample = {"sample": written(recipe, model, prompt)} if prompt else {}
+    return {"test_perplexity": math.exp(found["nats"] / found["tokens"]), **sample}
 
 
 @torch.no_grad()
@@ -138,7 +126,7 @@ class TextClassifier:
                 f"model is {recipe.model!r}, which has no classes; run dp-microadam evaluate, which prints what it writes"
             )
         layout = _layout_of(recipe)
-        return cls(experiment.best_model(), encoder_of(recipe), layout.names, layout.text or "text")
+        return cls(experiment.best_model(), encoder_of(recipe), layout.classes, layout.text or "text")
 
     @classmethod
     def of_export(cls, folder: Path) -> TextClassifier:
@@ -162,7 +150,7 @@ def export_texts(
     recipe, model = experiment.recipe, experiment.model
     assert isinstance(model, TextModel | SentenceClassifier)
     encoder, layout, pretrained = encoder_of(recipe), _layout_of(recipe), recipe.model_options["pretrained"]
-    classes = layout.names
+    classes = layout.classes
     if isinstance(model, SentenceClassifier):
         code = sentence_loading_code(model, pretrained, encoder.max_length, classes, adapters_alone=adapters_alone)
     else:
