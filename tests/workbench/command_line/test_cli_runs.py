@@ -173,12 +173,6 @@ def test_the_ledger_s_last_hash_is_printed_and_goes_with_the_exported_weights(tm
     assert f"ledger's last hash {printed}" in capsys.readouterr().out
     assert json.loads((output / "privacy.json").read_text())["ledger_head"] == printed
     assert printed in (output / "README.md").read_text()
-    assert main(["budget", str(run), "--anchor", printed]) == 0
-    ledger = run / "ledger.jsonl"
-    ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:-1]))
-    capsys.readouterr()
-    assert main(["budget", str(run), "--anchor", printed]) == 1
-    assert "either a ledger lost steps that were spent" in capsys.readouterr().err
 
 
 def test_export_refuses_to_overwrite(finished_run, tmp_path, capsys):
@@ -198,15 +192,6 @@ def test_a_non_private_run_says_so_in_its_last_line(tmp_path, capsys):
 def test_a_seeded_run_does_not_claim_to_be_private(tmp_path, capsys):
     assert main(["train", *QUICK, "--set", "seed=1", "--run-dir", str(tmp_path / "run")]) == 0
     assert capsys.readouterr().out.splitlines()[-2].startswith("not private (fixed seed)")
-
-
-_SLOW = [pytest.param(method, marks=pytest.mark.slow) for method in ("dp-sgd", "dp-adam", "dp-adambc")]
-
-
-@pytest.mark.parametrize("method", ["scale-then-privatize", "dp-bitfit", *_SLOW])
-def test_other_methods_train_the_same_way(method, tmp_path, capsys):
-    assert main(["train", *QUICK, "--set", f"method={method}", "--run-dir", str(tmp_path / "run")]) == 0
-    assert "ε = " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

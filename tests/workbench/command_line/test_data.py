@@ -172,23 +172,6 @@ def test_check_decodes_every_image_names_the_damaged_ones_and_says_what_a_folder
     assert [problem.partition(" ")[0] for problem in problems] == [f"{tmp_path}/train/b/1.png", f"{tmp_path}/val/a/2.png"]
 
 
-def test_check_and_train_name_the_same_problems_all_at_once(tmp_path, capsys):
-    for part in ("train", "val"):
-        for name in ("a", "b"):
-            (tmp_path / part / name).mkdir(parents=True)
-            Image.new("RGB", (9, 9)).save(tmp_path / part / name / "1.png")
-    (tmp_path / "train" / "a" / "scan.dcm").write_bytes(b"x")
-    (tmp_path / "val" / "c").mkdir()
-    assert main(["data", "check", "image-folder", "--folder", str(tmp_path), "--json"]) == 1
-    problems = json.loads(capsys.readouterr().out)["problems"]
-    assert [problem.partition(" ")[0].rpartition("/")[2] for problem in problems] == ["c", "scan.dcm"]
-    settings = [f"data_folder={tmp_path}", "data=image-folder", "model=small-cnn", "image_size=8"]
-    changes = [word for one in settings for word in ("--set", one)]
-    assert main(["train", "demo", *changes, "--run-dir", str(tmp_path / "run")]) == 2
-    refused = capsys.readouterr().err
-    assert all(problem in refused for problem in problems)
-
-
 @pytest.fixture
 def photographs(tmp_path):
     """Images of patients p0 to p3, of p3 twice, in a folder with a recipe and a CSV file of their users."""
@@ -238,17 +221,6 @@ def test_check_counts_users_and_not_their_images(photographs, capsys):
     assert main(["data", "check", str(photographs / "mine.toml")]) == 0
     _, _, parts = capsys.readouterr().out.splitlines()
     assert parts == "3 users to train on, 1 users held out, and 2 users to test on"
-
-
-def test_check_names_images_that_a_pattern_does_not_know(photographs, capsys):
-    recipe = photographs / "mine.toml"
-    text = recipe.read_text()
-    recipe.write_text(text.replace('user_table = "users.csv"', r"user_pattern = '.([pq]\d)-0\.png'"))
-    (problem,) = checked(recipe, capsys)
-    assert "(train/a/ap3-1.png, train/b/bp3-1.png)" in problem
-    recipe.write_text(text.replace('user_table = "users.csv"', "user_pattern = '(p'"))
-    (problem,) = checked(recipe, capsys)
-    assert "it must be a regular expression" in problem
 
 
 def test_check_of_a_recipe_names_the_rows_of_a_table_without_a_user(tmp_path, capsys):

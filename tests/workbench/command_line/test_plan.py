@@ -57,14 +57,6 @@ def test_the_plan_says_what_attackers_reach_mu_and_replacing(capsys):
     assert f"ε = {round_up(told['replace_one_epsilon'], 4)} if one example is replaced by another, " in shown
 
 
-def test_pld_decides_by_default(capsys):
-    assert main(["plan", *CIFAR, "--epsilon", "8", "--noise-multiplier", "3", "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["accountant"] == "pld"
-    assert printed["steps"] == printed["accountants"]["pld"]["steps_allowed"] > 2480
-    assert printed["epsilon"] <= 8
-
-
 @pytest.mark.slow
 def test_what_pld_cannot_count_is_left_out(capsys):
     assert main(["plan", *CIFAR, "--epsilon", "8", "--noise-multiplier", "30000", "--accountant", "rdp", "--json"]) == 0
@@ -75,11 +67,8 @@ def test_what_pld_cannot_count_is_left_out(capsys):
     ("arguments", "named"),
     [
         ([*CIFAR, "--epsilon", "0", "--steps", "5"], "epsilon is 0.0"),
-        ([*CIFAR, "--epsilon", "-2", "--steps", "5"], "epsilon is -2.0"),
         ([*CIFAR, "--epsilon", "nan", "--steps", "5"], "epsilon is nan"),
         ([*CIFAR, "--noise-multiplier", "0", "--steps", "5"], "noise_multiplier is 0.0"),
-        ([*CIFAR, "--noise-multiplier", "1", "--steps", "0"], "steps is 0"),
-        ([*CIFAR[:-1], "1", "--noise-multiplier", "1", "--steps", "5"], "delta is 1.0"),
         (["--dataset-size", "10", "--batch-size", "11", "--delta", "1e-5", "--epsilon", "1", "--steps", "5"], "is 11"),
         ([*CIFAR, "--epsilon", "0.0001", "--steps", "5", "--accountant", "rdp"], "no noise_multiplier"),
         ([], "dataset_size is not given; a plan needs --dataset-size, or the name of a recipe"),
@@ -98,7 +87,6 @@ def test_what_pld_cannot_count_is_left_out(capsys):
         ),
         (["demo", "--epochs", "3"], "epochs is given beside the recipe 'demo', which counts steps"),
         ([*CIFAR, "--epsilon", "8", "--steps", "100", "--bands", "0"], "bands is 0"),
-        ([*CIFAR, "--epsilon", "8", "--steps", "100", "--bands", "-1"], "bands is -1"),
         ([*CIFAR, "--epsilon", "8", "--steps", "100", "--bands", "few"], "bands is 'few'"),
         ([*CIFAR, "--epsilon", "8", "--steps", "100", "--bands", "11"], "bands is 11, but a group of 45000/11 examples"),
         (
@@ -187,16 +175,6 @@ def test_the_plan_of_a_recipe_is_the_one_it_trains_with(capsys):
     assert printed | plan.to_dict() == printed
     assert main(["plan", "demo", *overrides, "--advise", "--minutes", "0.05", "--json"]) == 0
     assert "proposals" in json.loads(capsys.readouterr().out)
-
-
-def test_json_has_bands_and_their_table(capsys):
-    assert main(["plan", *SMALL_BATCHES, "--bands", "12", "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    plan = PrivacyPlan.solve(dataset_size=54_000, batch_size=256, delta=1e-5, epsilon=3, steps=2000, bands=12)
-    assert printed | plan.to_dict() == printed
-    own = next(row for row in printed["bands_table"] if row["bands"] == 12)
-    assert own["noise_multiplier"] == plan.noise_multiplier
-    assert printed["accountants"]["pld"]["steps_allowed"] >= 2000
 
 
 def test_a_plan_for_users_says_whom_its_epsilon_is_for(capsys):

@@ -78,25 +78,6 @@ def test_the_exported_program_gives_the_probabilities_of_evaluation_for_every_ex
         torch.testing.assert_close(program(raw), wanted, rtol=0, atol=1e-6)
 
 
-def test_predictions_of_the_test_part_have_the_accuracy_that_evaluate_says(exported, capsys):
-    capsys.readouterr()
-    assert main(["evaluate", str(exported / "run"), "--json"]) == 0
-    accuracy = json.loads(capsys.readouterr().out)["test_accuracy"]
-    lines = predicted(capsys, exported / "model", exported / "photos" / "val")
-    assert len(lines) == 18
-    assert np.mean([f"/{line['class']}/" in line["file"] for line in lines]) == pytest.approx(accuracy)
-    assert all(sum(line["probabilities"].values()) == pytest.approx(1) for line in lines)
-
-
-def test_a_run_and_its_export_predict_the_same(exported, capsys):
-    files = sorted((exported / "photos" / "val" / "dark").iterdir())
-    for ours, theirs in zip(
-        predicted(capsys, exported / "run", *files), predicted(capsys, exported / "model", *files), strict=True
-    ):
-        assert ours["file"] == theirs["file"]
-        assert ours["probability"] == pytest.approx(theirs["probability"], abs=1e-6)
-
-
 def test_preprocessing_and_class_names_are_data_beside_the_weights_and_in_the_card(exported):
     contract = json.loads((exported / "model" / "export.json").read_text())
     assert contract["classes"] == list(CLASSES)

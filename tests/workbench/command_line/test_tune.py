@@ -95,7 +95,7 @@ def test_a_published_run_can_be_evaluated_exported_reported_and_is_not_resumed(r
     assert main(["report", "best"]) == 0
     page = Path("best/report.html").read_text()
     assert "PRIVATE. Training, with the choice among runs, was" in page
-    assert re.search(r"Chosen by a search</dt><dd>distance = 0\.\d+, max_grad_norm = [\d.]+, optimizer\.threshold = ", page)
+    assert re.search(r"Chosen by a search</th><td[^>]*>distance = 0\.\d+, max_grad_norm = [\d.]+, optimizer\.threshold = ", page)
     assert "peak memory" not in page  # of all runs of the search
     assert main(["resume", "best"]) == 0
     assert "run best is finished" in capsys.readouterr().out
@@ -138,17 +138,13 @@ def test_the_expected_cost_is_shown_first_and_does_not_depend_on_the_draw(recipe
     [
         ("tune={}", "recipe 'small' has no [tune] table; name there what to choose among"),
         ("tune=3", "tune is 3; it must be a table of keys to tune"),
-        ("tune.expected_runs=none", "tune.expected_runs is missing; it must be the mean number of runs"),
         ("tune.expected_runs=1", "tune.expected_runs is 1.0; it must lie in (1, 1000]"),
         ("tune.distribution=poisson", "tune.distribution is 'poisson'; it must be one of 'geometric', 'logarithmic'"),
-        ("tune.score=f1", "tune.score is 'f1'; it must be one of 'accuracy', 'loss'"),
         ("tune={expected_runs=3}", "tune names no key to tune; it must have at least one list"),
         ("tune.batch_size=[32,64]", "tune.batch_size decides the privacy of a run, which must be the same for all"),
-        ("tune.data_folder=['a']", "tune.data_folder cannot be tuned; it must be one of method, model"),
         ("tune.optimizer.public=[1,2]", "tune.optimizer.public cannot be tuned"),
         ("tune.learning_rate=0.1", "tune.learning_rate is 0.1; it must be a list of values"),
         ("tune.learning_rate=[]", "tune.learning_rate is []; it must be a list of values"),
-        ("tune.learning_rate=[0.1,0.1]", "tune.learning_rate holds 0.1 twice"),
         ("tune.learning_rate=[[1]]", "tune.learning_rate holds [1]; it must hold numbers, strings, true or false"),
         ("tune.learning_rate=[-1.0]", "learning_rate is -1.0; it must be a number above 0"),
         ("tune.optimizer.densty=[0.1]", "recipe key optimizer.densty = 0.1 is unknown"),
@@ -259,26 +255,3 @@ def test_ctrl_c_stops_a_search_and_says_how_to_go_on(recipe, tmp_path):
     assert output.splitlines()[-1] == "stopped, nothing is published yet; go on with: dp-microadam resume best"
     assert not Path("best").exists()
     assert main(["train", recipe, "--run-dir", "best"]) == 2, "the folder belongs to the search"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["--set", "max_batch_size=6"], ["--set", "bands=3"]], ids=["users", "capped", "bands"])
-def test_a_search_for_users_is_stated_for_users(tmp_path, monkeypatch, more, capsys):
-    monkeypatch.chdir(tmp_path)
-    rows = [f"{n % 7},p{n % 30},{n % 5},{n % 2}" for n in range(120)]
-    Path("patients.csv").write_text("\n".join(["x,patient,y,label", *rows, ""]))
-    Path("mine.toml").write_text(
-        'data = "table"\ndata_folder = "patients.csv"\nmodel = "mlp"\nunit = "user"\nexamples_per_user = 2\nepsilon = 7.0\n'
-        "steps = 9\nbatch_size = 4\ndelta = 0.01\n[data_options]\nclasses = 2\nuser_column = 'patient'\n"
-        "[tune]\nexpected_runs = 2\ndistance = [0.5, 1.5]\n"
-    )
-    assert main(["tune", "mine.toml", *more, "--run-dir", "best"]) == 0, capsys.readouterr().err
-    plan = read_ledger("best").plan
-    assert isinstance(plan, SelectionPlan)
-    assert (plan.unit, plan.dataset_size, plan.examples_per_user) == ("user", 22, 2)
-    assert plan.single_run.epsilon < plan.epsilon == read_ledger("best").epsilon() <= 7.0
-    statement = Path("best/privacy.txt").read_text()
-    assert "differentially private for one user with all their training examples" in statement
-    assert "the best of a random number of such runs" in statement
-    assert main(["budget", "best"]) == 0
-    assert main(["evaluate", "best"]) == 0

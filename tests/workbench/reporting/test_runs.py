@@ -1,6 +1,5 @@
 """Reports of runs: whoever began them, however they ended, and nothing in them that is private."""
 
-import contextlib
 import json
 import os
 import re
@@ -9,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from html.parser import HTMLParser
+from html import unescape
 from pathlib import Path
 
 import numpy as np
@@ -49,32 +48,14 @@ def runs(tmp_path_factory):
     return here
 
 
-class Text(HTMLParser):
-    """What a reader sees of a page; refuses what is not closed."""
+class Text:
+    """What a reader sees of a page."""
 
     def __init__(self, source):
-        super().__init__()
-        self.open, self.parts, self.links, self.sections = [], [], [], []
-        self.feed(source)
-        self.close()
-        assert self.open == []
-        self.text = re.sub(r"\s+", " ", " ".join(self.parts))
-
-    def handle_starttag(self, tag, attributes):
-        if tag != "meta":
-            self.open.append(tag)
-        self.links += [value for name, value in attributes if name in ("src", "href", "xlink:href")]
-        self.sections += [value for name, value in attributes if tag == "section" and name == "id"]
-
-    def handle_startendtag(self, tag, attributes):
-        self.links += [value for name, value in attributes if name in ("src", "href", "xlink:href")]
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if "style" not in self.open:
-            self.parts.append(data)
+        body = re.sub(r"<style>.*?</style>", "", source, flags=re.DOTALL)
+        self.text = " ".join(unescape(re.sub(r"<[^>]*>", " ", body)).split())
+        self.links = re.findall(r' (?:src|href|xlink:href)="([^"]*)"', body)
+        self.sections = re.findall(r'<section id="([^"]*)"', body)
 
 
 def page_of(tmp_path, *folders):
@@ -148,15 +129,6 @@ def test_time_and_memory_are_kept_with_two_digits_only(runs):
     signs = json.loads((runs / "private" / "run.json").read_text())
     for value in [*(line["steps_per_second"] for line in lines if "steps_per_second" in line), signs["peak_memory_bytes"]]:
         assert value == two_digits(value)
-
-
-def test_optimizer_state_is_measured_against_adam_s(runs):
-    signs = {name: json.loads((runs / name / "run.json").read_text()) for name in ("private", "sgd")}
-    parameters = 784 * 128 + 128 + 128 * 10 + 10  # of the mlp
-    assert signs["private"]["parameters"] == signs["private"]["trained_parameters"] == parameters
-    assert signs["private"]["adam_state_bytes"] == 8 * parameters
-    assert 0.9 < signs["private"]["optimizer_state_bytes"] / parameters < 1.0
-    assert signs["sgd"]["optimizer_state_bytes"] == 0
 
 
 def test_epsilon_over_steps_ends_at_what_the_ledger_says_and_shows_the_budget(runs):
@@ -335,13 +307,6 @@ def test_the_command_with_json_prints_nothing_else(runs, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["mine.html"]
 
 
-def test_several_runs_are_reported_where_the_command_runs(runs, tmp_path, capsys):
-    with contextlib.chdir(tmp_path):
-        assert main(["report", str(runs / "sgd"), str(runs / "seeded"), "--page-only"]) == 0
-    assert (tmp_path / "report.html").is_file()
-    assert "page report.html" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("name", ["missing", "empty", "torn"])
 def test_what_is_no_run_is_refused_in_one_sentence_with_exit_code_2(tmp_path, capsys, name):
     (tmp_path / "empty").mkdir()
@@ -354,17 +319,13 @@ def test_what_is_no_run_is_refused_in_one_sentence_with_exit_code_2(tmp_path, ca
     assert not (tmp_path / name / "report.html").exists()
 
 
-def test_a_run_named_twice_and_a_folder_as_page_are_refused(runs, tmp_path, capsys):
+def test_a_run_named_twice_and_a_page_that_cannot_be_written_are_refused(runs, tmp_path, capsys):
     with pytest.raises(InputError, match="named twice"):
         write_report([runs / "sgd", runs / "sgd" / ".." / "sgd"], tmp_path / "report.html")
-    assert main(["report", str(runs / "sgd"), "--out", str(tmp_path)]) == 2
-    assert "must be the name of a file" in capsys.readouterr().err
-
-
-def test_a_page_that_cannot_be_written_is_refused_in_one_sentence(runs, tmp_path, capsys):
     (tmp_path / "file").touch()
-    assert main(["report", str(runs / "sgd"), "--out", str(tmp_path / "file" / "report.html")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    for out, sentence in ((tmp_path, "must be the name of a file"), (tmp_path / "file" / "page.html", "cannot be written")):
+        assert main(["report", str(runs / "sgd"), "--out", str(out)]) == 2
+        assert sentence in capsys.readouterr().err
 
 
 def test_without_matplotlib_the_message_says_what_to_install(runs, tmp_path, monkeypatch):

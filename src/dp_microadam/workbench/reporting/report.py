@@ -65,17 +65,17 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Part:
-    """Sections of a page, with their figures and tables, which are also written as files."""
+class Page:
+    """What a page says, with its figures and tables, which are also written as files."""
 
     title: str
     lead: str
-    sections: Sequence[Section]
-    figures: Sequence[Figure]
-    tables: Sequence[Table]
+    sections: list[Section]
+    figures: list[Figure]
+    tables: list[Table]
 
 
-def write_report(folders: Sequence[str | Path], page: Path, *, files: bool = True, group_size: int = 1) -> list[Path]:
+def write_report(folders: Sequence[str | Path], path: Path, *, files: bool = True, group_size: int = 1) -> list[Path]:
     """Write an HTML report about the runs and audits in ``folders``; returns the paths of the files, the page first.
 
     With ``files``, figures (PNG, PDF) and tables (CSV) are also written, into folders beside the page.
@@ -85,26 +85,31 @@ def write_report(folders: Sequence[str | Path], page: Path, *, files: bool = Tru
         InputError: if a folder is none of these or is named twice, or the page cannot be written.
         DPMicroAdamError: if matplotlib is not installed.
     """
-    parts = _parts(folders, group_size)
-    alone = len(parts) == 1
-    title, lead = (parts[0].title, parts[0].lead) if alone else ("Report", "; ".join(part.title for part in parts))
-    sections = [
-        Section(one.name, one.title if alone else f"{part.title}: {one.title}", one.body)
-        for part in parts
-        for one in part.sections
+    paths = [Path(folder) for folder in folders]
+    for number, folder in enumerate(paths):
+        if folder.resolve() in (other.resolve() for other in paths[:number]):
+            raise InputError(f"run {str(folder)!r} is named twice; each must be named once")
+    audits = [
+        folder
+        for folder in paths
+        if (folder / AUDIT).is_file() and not any((folder / name).is_file() for name in (LEDGER_NAME, PRIVACY_NAME))
     ]
+    runs = [Run.read(folder, group_size) for folder in paths if folder not in audits]
+    page = _about(runs) if runs else Page("Privacy audit", ", ".join(one.resolve().name for one in audits), [], [], [])
+    for number, folder in enumerate(audits, start=1):
+        _add_audit(page, folder, f"audited-{number}")
     whole = _environment().get_template("page.html")
     variables = [*_COLOURS, *css_variables().values()]
+    html = whole.render(title=page.title, lead=page.lead, sections=page.sections, footer=_FOOTER, variables=variables)
     try:
-        html = whole.render(title=title, lead=lead, sections=sections, footer=_FOOTER, variables=variables)
-        written = [_write(page, html)]
-        for part in parts if files else ():
-            for figure in part.figures:
-                written += figure.write(page.parent / FIGURES)
-            written += [_write(page.parent / TABLES / f"{table.name}.csv", table.csv()) for table in part.tables]
+        written = [_write(path, html)]
+        for figure in page.figures if files else ():
+            written += figure.write(path.parent / FIGURES)
+        for table in page.tables if files else ():
+            written.append(_write(path.parent / TABLES / f"{table.name}.csv", table.csv()))
     except OSError as error:
         raise InputError(
-            f"page is {str(page)!r}, which cannot be written ({error.strerror}); name another with --out"
+            f"page is {str(path)!r}, which cannot be written ({error.strerror}); name another with --out"
         ) from None
     return written
 
@@ -115,38 +120,19 @@ def _write(path: Path, text: str) -> Path:
     return path
 
 
-def _parts(folders: Sequence[str | Path], group_size: int) -> list[Part]:
-    """The parts of the page: all runs together, then each audit."""
-    paths = [Path(folder) for folder in folders]
-    for number, path in enumerate(paths):
-        if path.resolve() in (other.resolve() for other in paths[:number]):
-            raise InputError(f"run {str(path)!r} is named twice; each must be named once")
-    audits = [path for path in paths if (path / AUDIT).is_file() and not any((path / name).is_file() for name in _OF_RUNS)]
-    runs = [Run.read(path, group_size) for path in paths if path not in audits]
-    parts = [*([_run_part(runs)] if runs else []), *map(_audit_part, audits)]
-    names = [table.name for part in parts for table in part.tables]
-    if len(set(names)) < len(names):
-        raise InputError("two audits have the same name, so their files would overwrite each other; report them separately")
-    return parts
-
-
-_OF_RUNS = (LEDGER_NAME, PRIVACY_NAME)
-
-
-def _audit_part(path: Path) -> Part:
-    folder = path.resolve().name
-    name = f"audit-{re.sub('[^a-z0-9]', '-', folder.casefold())}"
+def _add_audit(page: Page, folder: Path, name: str) -> None:
     try:
-        content = json.loads((path / AUDIT).read_text(encoding="utf-8"))
+        content = json.loads((folder / AUDIT).read_text(encoding="utf-8"))
         table = _audit(content, name)
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(
-            f"{path / AUDIT} does not describe an audit, run dp-microadam audit again: {type(error).__name__}: {error}"
+            f"{folder / AUDIT} does not describe an audit, run dp-microadam audit again: {type(error).__name__}: {error}"
         ) from None
-    return Part("Privacy audit", folder, [Section(name, "Audit", _template("parts.html").audit(content, table))], [], [table])
+    page.sections.append(Section(name, f"Audit: {folder.resolve().name}", _template("parts.html").audit(content, table)))
+    page.tables.append(table)
 
 
-def _run_part(runs: Sequence[Run]) -> Part:
+def _about(runs: Sequence[Run]) -> Page:
     labels, figures = labels_of(runs), run_figures(runs)
     numbered = list(enumerate(zip(runs, labels, strict=True), start=1))
     tables: dict[str, list[Table]] = {
@@ -175,7 +161,7 @@ def _run_part(runs: Sequence[Run]) -> Part:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     lead = _lead(runs[0]) if len(runs) == 1 else "; ".join(dict.fromkeys(run.method for run in runs))
     drawn = [one for several in figures.values() for one in several]
-    return Part(title, lead, shown, drawn, [one for several in tables.values() for one in several])
+    return Page(title, lead, shown, drawn, [one for several in tables.values() for one in several])
 
 
 def _known(tables: Sequence[Table | None]) -> list[Table]:
@@ -366,8 +352,5 @@ def _audit(content: Mapping[str, Any], name: str) -> Table:
         verdict = "claim refuted" if one["violated"] else reach
         lines.append([cell(one["name"], one["question"]), verdict, *shown, confidence_in_words(one["confidence"])])
     header = ["audit", "verdict", "shown", "claimed ε", "at δ", "a perfect attack shows", "confidence"]
-    note = (
-        "An audit is an attack: it shows that ε is at least a number. A number below the claim is no proof of privacy. A claim "
-        "is out of reach if even a perfect attack of this size shows less."
-    )
+    note = "A claim is out of reach if even a perfect attack of this size shows less."
     return Table.of(name, "Audits", header, lines, note=note)
