@@ -58,10 +58,10 @@ class ClippedGradients:
     (``checks/autograd.py``). The check can miss interactions on values, at sizes, by random draws or after numbers of calls
     that it does not try; ``checks/independence.py`` and the documentation list these. A model that changes its own buffers or
     parameters while examples pass through it is refused at every call, and plain attributes of modules are put back. An
-    example whose gradient is not finite, or whose squared norm overflows, contributes nothing. What
-    ``accumulate`` returns, and ``sums`` before noise, are private. With ``scale`` or ``row_masks``
-    all of this holds for the scaled gradients s⊙gᵢ: ``sums`` is Σᵢ clip(s⊙gᵢ, C) and ``sensitivity`` is its sensitivity.
-    Noise must be added to ``sums`` as they are, before anything is divided by s.
+    example whose gradient is not finite, or whose squared norm overflows, contributes nothing. What ``accumulate`` returns,
+    and ``sums`` before noise, are private. With ``scale`` or ``row_masks`` all of this holds for the scaled gradients s⊙gᵢ:
+    ``sums`` is Σᵢ clip(s⊙gᵢ, C) and ``sensitivity`` is its sensitivity. Noise must be added to ``sums`` as they are, before
+    anything is divided by s.
 
     With ``weights`` in ``accumulate``, all of this holds for users instead of examples: for adding or removing a user with all
     their examples, whose gradient is the weighted sum over these. If the gradient of one of them is not finite, the user
