@@ -11,16 +11,10 @@ import torch
 from measuring import seconds
 from torch import nn
 
-from dp_microadam.clipping.cost import allowed, choose, costs_on
+from dp_microadam.clipping.cost import allowed, choose
 from dp_microadam.clipping.outer_product import Factors, OuterProductSum
 from dp_microadam.clipping.precision import full_precision
-from dp_microadam.clipping.rules.convolution import (
-    ConvolutionFactors,
-    Geometry,
-    convolution_shapes,
-    gradients_from_patches,
-    gradients_in_groups,
-)
+from dp_microadam.clipping.rules.convolution import ConvolutionFactors, Geometry, convolution_shapes
 from dp_microadam.clipping.rules.linear import LinearFactors, LinearRule
 
 # (channels in, channels out, image side, stride, kernel side, padding): the layers of WRN-16-4 and of the small networks.
@@ -52,7 +46,6 @@ class StrategyTimes:
     milliseconds: dict[str, float]
     allowed: list[str]
     chosen: str
-    forming: dict[str, float]  # milliseconds of forming a convolution's gradients in each way, empty for other layers
 
     @property
     def fastest(self) -> str:
@@ -85,18 +78,12 @@ def _of_convolution(
     inputs = torch.randn(batch, n_in, side, side, device=device)
     deltas = torch.randn(batch, n_out, out, out, device=device)
     shapes = convolution_shapes(geometry, inputs.shape[1:], inputs.element_size())
-    costs = costs_on(device.type)
-    ways: dict[str, Callable[[], object]] = {
-        "grouped": lambda: gradients_in_groups(inputs, deltas, geometry),
-        "patches": lambda: gradients_from_patches(inputs, deltas, geometry),
-    }
     return StrategyTimes(
         f"{n_in}→{n_out} {kernel}×{kernel} at {side}×{side} stride {stride}",
         batch,
         _interleaved(_strategies(lambda: ConvolutionFactors(inputs, deltas, geometry), device, batch), device, rounds),
-        allowed(shapes, costs),
-        choose(shapes, costs=costs).strategy,
-        _interleaved(ways, device, rounds),
+        allowed(shapes),
+        choose(shapes).strategy,
     )
 
 
@@ -105,14 +92,13 @@ def _of_linear(device: torch.device, batch: int, rounds: int, positions: int, n_
     deltas = torch.randn(batch, positions, n_out, device=device)
     factors = LinearFactors(inputs, deltas)
     rule = LinearRule("", nn.Linear(1, 1), ("weight",))
-    shapes, costs = rule.shapes(factors), costs_on(device.type)
+    shapes = rule.shapes(factors)
     return StrategyTimes(
         f"{n_in}→{n_out} linear, {positions} positions",
         batch,
         _interleaved(_strategies(lambda: LinearFactors(inputs, deltas), device, batch), device, rounds),
-        allowed(shapes, costs),
-        choose(shapes, costs=costs).strategy,
-        {},
+        allowed(shapes),
+        choose(shapes).strategy,
     )
 
 

@@ -274,8 +274,8 @@ class ClippedGradients:
                 self._checked_model(detached(batch), per_unit=per_unit)
 
     def explain(self) -> str:
-        """Print, and return, a table of the layers: the strategy on their device, its estimated cost, the memory it keeps."""
-        table = strategy_table(self._observed, self._device)
+        """Print, and return, a table of the layers: the strategy, its estimated cost, the memory it keeps."""
+        table = strategy_table(self._observed)
         print(table)
         return table
 

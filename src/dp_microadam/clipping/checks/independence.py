@@ -221,7 +221,9 @@ class CheckedModel(Probe):
                 with torch.no_grad(), full_precision(values.device):
                     recompute_uncertain(shares)
         norms = {f"parameter {', '.join(sorted(share.names.values()))!r}": share.squared.sqrt() for share in shares}
-        shown = {name: value.cpu() for name, value in {LOSSES: values, **norms, **projections}.items()}
+        shown = {LOSSES: values, **norms, **projections}
+        read = torch.stack([value.double() for value in shown.values()]).cpu()  # together, as the host waits for a GPU
+        shown = {name: row.to(value.dtype) for (name, value), row in zip(shown.items(), read, strict=True)}
         if not is_finite(shown):
             raise InputError(
                 "per_example_loss or its gradient is not finite on synthetic examples (floating-point numbers uniform in "

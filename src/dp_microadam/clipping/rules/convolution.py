@@ -7,22 +7,20 @@ Two facts keep patches from being copied out of the image:
 - *Gram matrices of patches.* At stride 1 the product of the patches at t and t' is the sum over the kernel's shifts s
   of the product of the pixels at t+s and t'+s: K^d times fewer multiplications than with patches. The sum
   over shifts is taken one dimension after the other.
-
-Where ``cost.py`` takes one group per example for slow, as with cuDNN, gradients are formed from copied patches instead.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from math import isfinite, prod
+from math import prod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dp_microadam.clipping.cost import Shapes, costs_on, forms_by_patches
-from dp_microadam.clipping.outer_product import PIECE_GPU, Factors, Measured, folded, measured_by_grams
+from dp_microadam.clipping.cost import Shapes
+from dp_microadam.clipping.outer_product import Factors, Measured, folded, measured_by_grams
 from dp_microadam.clipping.rules.rule import OuterProductRule
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -74,15 +72,7 @@ class ConvolutionFactors(Factors):
             rows = slice(rows.start * count, rows.stop * count)
         elif count > 1:
             rows = (rows.unsqueeze(1) * count + torch.arange(count, device=rows.device)).flatten()
-        return folded(self._of_images(self.inputs[rows], self.deltas[rows]), count)
-
-    def _of_images(self, inputs: Tensor, deltas: Tensor) -> Tensor:
-        costs = costs_on(inputs.device.type)
-        if isfinite(costs.patches):
-            shapes = convolution_shapes(self.geometry, inputs.shape[1:], inputs.element_size())
-            if forms_by_patches(shapes, costs):
-                return gradients_from_patches(inputs, deltas, self.geometry)
-        return gradients_in_groups(inputs, deltas, self.geometry)
+        return folded(gradients_in_groups(self.inputs[rows], self.deltas[rows], self.geometry), count)
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         rows = self.rows_per_example
@@ -180,26 +170,6 @@ def gradients_in_groups(inputs: Tensor, deltas: Tensor, geometry: Geometry) -> T
     return gradients.view(count, outputs, *filter_shape)
 
 
-def gradients_from_patches(inputs: Tensor, deltas: Tensor, geometry: Geometry) -> Tensor:
-    """gᵢ of every example, (B, *weight shape), as batched products of output gradients and copied patches."""
-    margins = [side for margin in reversed(geometry.padding) for side in (margin, margin)]
-    images = F.pad(inputs, margins) if any(margins) else inputs
-    count, positions, groups = len(images), deltas.shape[2:], geometry.groups
-    steps = [step * stride for step, stride in zip(images.stride()[2:], geometry.stride, strict=True)]
-    reaches = [step * dilation for step, dilation in zip(images.stride()[2:], geometry.dilation, strict=True)]
-    seen = images.as_strided(
-        (count, images.shape[1], *geometry.kernel, *positions),
-        (*images.stride()[:2], *reaches, *steps),
-        images.storage_offset(),
-    )
-    at_once = max(1, PIECE_GPU // max(1, seen[0].numel()))  # patches overlap: they take more memory than their image
-    found = []
-    for part, own in zip(seen.split(at_once), deltas.split(at_once), strict=True):
-        patches = part.reshape(len(part) * groups, -1, prod(positions))
-        found.append(own.reshape(len(own) * groups, -1, prod(positions)) @ patches.transpose(1, 2))
-    return torch.cat(found).view(count, *geometry.weight_shape)
-
-
 def weight_gradient(inputs: Tensor, deltas: Tensor, shape: tuple[int, ...], geometry: Geometry, groups: int) -> Tensor:
     """The library's weight gradient, in the full precision of its operands."""
     placeholder = inputs.new_empty(1).expand(shape)  # the kernel asks for the weight's shape, not for its values
@@ -273,7 +243,6 @@ def convolution_shapes(geometry: Geometry, image_shape: torch.Size, itemsize: in
         gram=float(rows**2 * (input_gram + positions**2 * outputs)),
         gram_passes=float(rows**2 * passes * geometry.groups),
         itemsize=itemsize,
-        patches=float(rows * positions * channels * taps),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from dp_microadam.clipping.cost import Estimate, Shapes, choose, costs_on
+from dp_microadam.clipping.cost import Estimate, Shapes, choose
 from dp_microadam.clipping.outer_product import Factors, OuterProductSum, any_flagged
 from dp_microadam.errors import InputError
 
@@ -233,12 +233,12 @@ class OuterProductRule(LayerRule):
         found = super().parts(None, deltas, rows, masks)
         if inputs is not None:
             factors = self.factors(inputs, masked(deltas, masks.get("weight"), self.output_dimension % deltas.dim()), rows)
-            found["weight"] = OuterProductSum(factors, self.choose(self.shapes(factors), factors.inputs.device))
+            found["weight"] = OuterProductSum(factors, self.choose(self.shapes(factors)))
         return found
 
-    def choose(self, shapes: Shapes, device: torch.device) -> str:
+    def choose(self, shapes: Shapes) -> str:
         """The strategy for a weight of these shapes."""
-        self.estimate = choose(shapes, self.forced_strategy, costs_on(device.type))
+        self.estimate = choose(shapes, self.forced_strategy)
         return self.estimate.strategy
 
 

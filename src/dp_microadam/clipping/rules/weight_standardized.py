@@ -135,7 +135,7 @@ class StandardizedCall(RuleCall):
         parts = rule.parts(None, deltas, self.rows_per_example, {})
         if inputs is not None:
             factors = rule.factors(inputs, deltas, self.rows_per_example)
-            strategy = rule.choose(rule.shapes(factors), inputs.device)
+            strategy = rule.choose(rule.shapes(factors))
             if strategy == "ghost" and ungained is None:  # which was not the choice for one row, at the forward pass
                 strategy = "drop"
             weight = StandardizedSum(factors, strategy, rule.projection, ungained)
@@ -188,7 +188,7 @@ class WeightStandardizedRule(ConvolutionRule):
         gain = self.projection.gain.to(module.weight.dtype).view(-1, 1, 1)
         if not self.needs_input.isdisjoint(self.trainable):
             shapes = convolution_shapes(self.geometry, padded_shape(input, self.margins), input.element_size())
-            if self.choose(shapes, input.device) == "ghost":
+            if self.choose(shapes) == "ghost":
                 ungained = module._conv_forward(input, filters, None)
                 self._ungained = at_least_float32(ungained)
                 shift = torch.zeros_like(gain) if module.bias is None else module.bias.view(-1, 1, 1)

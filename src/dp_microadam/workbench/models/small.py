@@ -8,11 +8,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from dp_microadam.errors import InputError
-from dp_microadam.layers.max_pool import ChannelsLastMaxPool2d
 from dp_microadam.validation import require_integer
+
+
+class ChannelsLastMaxPool2d(nn.MaxPool2d):
+    """:class:`torch.nn.MaxPool2d` with the channels of a pixel side by side in memory.
+
+    On a CPU, PyTorch's kernel for that layout takes several channels at a time, that for rows of pixels one number at a
+    time: for the 26,010-parameter network it was the largest part of a step. Convolutions that follow keep the layout.
+    Dimensions are moved instead of asking for ``torch.channels_last``, because ``torch.func.vmap`` knows no memory formats.
+    """
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images.movedim(-3, -1).contiguous().movedim(-1, -3))
 
 
 def mlp(inputs: int, hidden: int | Sequence[int] = (128,), num_classes: int = 10) -> nn.Sequential:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dp_microadam.layers.max_pool import ChannelsLastMaxPool2d
+from dp_microadam.workbench.models.small import ChannelsLastMaxPool2d
 
 
 @given(
