@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from thoroughness import THOROUGH
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -30,6 +31,24 @@ def random_loss(model: nn.Module, batch: object) -> Tensor:
     output = output[0] if isinstance(output, tuple) else output
     pattern = torch.linspace(-1, 1.3, output[0].numel(), dtype=output.dtype).view_as(output[0])
     return (output.sin() * pattern + 0.1 * output).flatten(1).sum(1)
+
+
+def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def square_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).flatten(1).square().sum(1)
+
+
+def linear_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The output gradient is the second tensor, whatever the model computes."""
+    return (model(batch[0]) * batch[1]).flatten(1).sum(1)
+
+
+def size(sums: dict[str, Tensor]) -> float:
+    """The norm over all parameters together, in double precision."""
+    return float(flat(sums).norm())
 
 
 def flat(sums: dict[str, Tensor]) -> Tensor:

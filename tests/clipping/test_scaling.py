@@ -1,4 +1,4 @@
-"""Gradients scaled or masked before the clip: the sensitivity holds in the scaled space."""
+"""Gradients scaled or masked before the clip, and norms of their rows: the sensitivity holds for what is published."""
 
 import pytest
 import torch
@@ -9,8 +9,12 @@ from thoroughness import examples
 from torch import Tensor, nn
 
 from dp_microadam import ClippedGradients, InputError
-from dp_microadam.clipping.per_example import clipped_sum
+from dp_microadam.clipping import passes
+from dp_microadam.clipping.engine import ClippedRowNorms
+from dp_microadam.clipping.per_example import clipped, clipped_sum, per_example_gradients
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
+
+from .conftest import square_loss
 
 
 class Mixed(nn.Module):
@@ -78,8 +82,6 @@ def test_the_sensitivity_holds_in_the_scaled_space():
 
 
 def test_gradients_too_large_to_be_kept_are_formed_again(monkeypatch):
-    from dp_microadam.clipping import passes
-
     torch.manual_seed(0)
     model, ids = Mixed().double(), torch.randint(6, (4, 5))
     scale = random_scale(model, 1)
@@ -89,20 +91,6 @@ def test_gradients_too_large_to_be_kept_are_formed_again(monkeypatch):
     engine = ClippedGradients(model, loss, max_grad_norm=0.5, scale=scale)
     engine.accumulate(ids)
     assert_same(engine, expected)
-
-
-def test_a_non_finite_example_contributes_nothing_to_scaled_sums():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-    x = torch.randn(3, 4)
-    engine = ClippedGradients(model, lambda m, b: m(b).sum(1), max_grad_norm=0.5, scale=random_scale(model, 0))
-    engine.accumulate(x[[0, 2]])
-    expected = dict(engine.sums)
-    engine.reset()
-    x[1] = torch.nan
-    assert torch.isfinite(engine.accumulate(x)).tolist() == [True, False, True]
-    for name, part in engine.sums.items():
-        torch.testing.assert_close(part, expected[name])
 
 
 @pytest.mark.parametrize("strategy", [None, "ghost", "keep", "drop"])
@@ -166,6 +154,13 @@ def test_scales_and_masks_that_do_not_fit_are_refused(options, message):
         ClippedGradients(nn.Linear(3, 2), loss, max_grad_norm=1.0, **options)
 
 
+def test_numbers_without_rows_are_refused():
+    model = nn.Linear(2, 2)
+    model.factor = nn.Parameter(torch.ones(()))
+    with pytest.raises(InputError, match="'factor' is a single number and has no rows"):
+        ClippedRowNorms(model, loss, max_grad_norm=1.0)
+
+
 def test_autocast_covers_the_model_and_not_the_norms():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3))
@@ -194,21 +189,43 @@ def test_autocast_covers_the_model_and_not_the_norms():
         assert float(size) <= 1e-3 * (1 + 1e-5)
 
 
-def test_autocast_to_bfloat16_without_products():
-    class Light(nn.Module):
-        """What it computes in bfloat16 involves no matrix product."""
+def images_network():
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.GroupNorm(3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 5), nn.Tanh(), nn.Linear(5, 2)
+    )
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.norm = nn.Embedding(6, 4), nn.LayerNorm(4)
-            self.scale = nn.Parameter(torch.randn(4))
 
-        def forward(self, ids: Tensor) -> Tensor:
-            assert torch.get_autocast_dtype("cpu") == torch.bfloat16
-            assert torch.is_autocast_enabled("cpu")
-            return (self.norm(self.embedding(ids)).bfloat16() * self.scale.bfloat16()).float()
+def rows(gradient):
+    return gradient.reshape(len(gradient), -1).norm(dim=1)
 
-    torch.manual_seed(0)
-    engine = ClippedGradients(Light(), lambda m, b: m(b).square().flatten(1).sum(1), max_grad_norm=0.1, autocast=torch.bfloat16)
-    assert engine.accumulate(torch.randint(6, (4, 3))).dtype == torch.float32
-    assert all(part.dtype == torch.float32 for part in engine.sums.values())
+
+@settings(examples(8, quick=4), derandomize=True)
+@given(seed=st.integers(0, 1000), count=st.integers(1, 6), bound=st.floats(0.01, 10.0), masked=st.booleans())
+def test_row_norms_agree_with_the_loop(seed, count, bound, masked):
+    torch.manual_seed(seed)
+    model, batch = images_network().double(), torch.randn(count, 1, 4, 4).double()
+    masks = {"4.weight": torch.tensor([True, False, True, True, False])} if masked else {}
+    engine = ClippedRowNorms(model, square_loss, max_grad_norm=bound, row_masks=masks)
+    engine.accumulate(batch)
+    gradients = per_example_gradients(model, square_loss, batch)
+    for gradient in gradients:
+        for name, mask in masks.items():
+            gradient[name][~mask] = 0.0
+    expected = [clipped(gradient, bound) for gradient in gradients]
+    for name, total in engine.sums.items():
+        torch.testing.assert_close(total, sum(rows(gradient[name]) for gradient in expected), rtol=1e-9, atol=1e-12)
+
+
+@settings(examples(8, quick=4), derandomize=True)
+@given(seed=st.integers(0, 1000), size=st.sampled_from([1e-3, 1.0, 1e6]))
+def test_one_example_moves_the_row_norms_by_at_most_the_bound(seed, size):
+    torch.manual_seed(seed)
+    model = images_network().double()
+    engine = ClippedRowNorms(model, square_loss, max_grad_norm=0.5)
+    engine.accumulate(torch.randn(3, 1, 4, 4).double())
+    before = {name: total.clone() for name, total in engine.sums.items()}
+    norm = float(engine.accumulate(size * torch.randn(1, 1, 4, 4).double()))
+    moved = torch.cat([total - before[name] for name, total in engine.sums.items()]).norm()
+    assert float(moved) <= engine.sensitivity * (1 + 1e-5)
+    # The bound is reached: it is the size of the clipped gradient itself.
+    assert float(moved) == pytest.approx(min(norm, 0.5), rel=1e-9)

@@ -1,5 +1,6 @@
 """A model that remembers examples, in its state, in plain attributes or by seeds, is refused or put back."""
 
+import copy
 import itertools
 import random
 from collections import deque
@@ -15,11 +16,9 @@ from dp_microadam import ClippedGradients, InputError
 from dp_microadam.clipping.checks.state import StateSnapshot
 from dp_microadam.clipping.checks.transform import check_transform
 
+from .conftest import cross_entropy
+
 Batch = tuple[Tensor, Tensor]
-
-
-def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def features(count: int = 5) -> Batch:
@@ -92,43 +91,36 @@ class Remembers(nn.Module):
     def set_extra_state(self, state: int) -> None:
         self.extra = state
 
-    def add_gradient(self, gradient: Tensor) -> None:
-        self.kept.add_(gradient.abs().sum())
-
     def forward(self, x: Tensor) -> Tensor:
         seen = x.detach()
-        if self.how == "number of examples":
-            self.kept += len(seen)
-        elif self.how == "number of chunks":
-            self.kept += 1
-        elif self.how == "largest value":
-            self.kept.copy_(torch.maximum(self.kept, seen.abs().max()))
-        elif self.how == "only with gradients" and torch.is_grad_enabled():
-            self.kept = 0.9 * self.kept + 0.1 * seen.mean()
-        elif self.how == "frozen parameter":
-            self.frozen.data.lerp_(seen.mean(0).to(self.frozen.dtype), 0.1)
-        elif self.how == "extra state":
-            self.extra += 1
-        elif self.how == "in the backward pass" and x.requires_grad:
-            x.register_hook(self.add_gradient)
-        elif self.how == "on real examples only" and bool((seen == 7.25).any()):
-            self.kept.fill_(7.25)
-        elif self.how == "parameter, on real examples only" and bool((seen == 7.25).any()):
-            with torch.no_grad():
-                self.frozen.fill_(7.25)
+        real = bool((seen == 7.25).any())
+        match self.how:
+            case "number of examples":
+                self.kept += len(seen)
+            case "only with gradients" if torch.is_grad_enabled():
+                self.kept = 0.9 * self.kept + 0.1 * seen.mean()
+            case "in the backward pass" if x.requires_grad:
+                x.register_hook(lambda gradient: self.kept.add_(gradient.abs().sum()) and None)
+            case "on real examples only" if real:
+                self.kept.fill_(7.25)
+            case "frozen parameter":
+                self.frozen.data.lerp_(seen.mean(0).to(self.frozen.dtype), 0.1)
+            case "parameter, on real examples only" if real:
+                with torch.no_grad():
+                    self.frozen.fill_(7.25)
+            case "extra state":
+                self.extra += 1
         return x
 
 
 HOW = {
     "number of examples": "buffer '1.kept'",
-    "number of chunks": "buffer '1.kept'",
-    "largest value": "buffer '1.kept'",
     "only with gradients": "buffer '1.kept'",
-    "frozen parameter": "parameter '1.frozen'",
-    "extra state": "extra state of module '1'",
     "in the backward pass": "buffer '1.kept'",
     "on real examples only": "buffer '1.kept'",
+    "frozen parameter": "parameter '1.frozen'",
     "parameter, on real examples only": "parameter '1.frozen'",
+    "extra state": "extra state of module '1'",
 }
 
 
@@ -139,15 +131,14 @@ def test_a_model_that_remembers_examples_is_refused_by_name_and_left_as_it_was(h
         model[0].weight.copy_(torch.eye(6))
         model[0].bias.zero_()
     engine = ClippedGradients(model, cross_entropy, max_grad_norm=1.0)
-    before = {name: value.clone() if isinstance(value, Tensor) else value for name, value in model.state_dict().items()}
+    before = copy.deepcopy(model.state_dict())
     buffer = model[1].kept
     inputs, labels = features(6)
     inputs[2] = 7.25
     with pytest.raises(InputError, match=HOW[how]):
         engine.accumulate((inputs, labels))
-    after = model.state_dict()
-    for name, value in before.items():
-        same = torch.equal(value, after[name]) if isinstance(value, Tensor) else value == after[name]
+    for name, value in model.state_dict().items():
+        same = torch.equal(value, before[name]) if isinstance(value, Tensor) else value == before[name]
         assert same or how == "parameter, on real examples only", name
     assert model[1].kept is buffer
     assert all(not total.any() for total in engine.sums.values())
@@ -249,22 +240,27 @@ def test_examples_kept_in_plain_attributes_are_refused_by_name(how):
         ClippedGradients(model, cross_entropy, max_grad_norm=1.0).accumulate(features())
 
 
-@pytest.mark.parametrize("how", ["counter", "cache by size"])
-def test_attributes_that_keep_nothing_of_earlier_examples_are_accepted(how):
-    engine = ClippedGradients(Keeps(how), cross_entropy, max_grad_norm=1.0)
-    for _ in range(3):
-        engine.accumulate(features())
+class Positions(nn.Module):
+    """A cache of positions, and a number from outside of the model."""
+
+    numbers = itertools.count()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.longest = nn.Linear(6, 3), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.stamp = next(Positions.numbers)
+        if x.shape[1] > self.longest:
+            self.longest, self.table = x.shape[1], torch.arange(x.shape[1]) / 10
+        return self.layer(x + self.table[: x.shape[1]])
 
 
-def test_an_attribute_that_changes_by_itself_is_accepted():
-    class Stamped(nn.Linear):
-        numbers = itertools.count()
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.stamp = next(Stamped.numbers)
-            return super().forward(x)
-
-    ClippedGradients(Stamped(6, 3), cross_entropy, max_grad_norm=1.0).accumulate(features())
+@pytest.mark.parametrize("build", [Positions, lambda: Keeps("counter"), lambda: Keeps("cache by size")])
+def test_attributes_that_keep_nothing_of_earlier_examples_are_accepted(build):
+    engine = ClippedGradients(build(), cross_entropy, max_grad_norm=1.0)
+    for count in (5, 9, 5):
+        engine.accumulate(features(count))
 
 
 def numbers_in(value: object) -> list[float]:
@@ -308,26 +304,6 @@ def test_the_size_of_a_batch_leaves_no_trace_in_the_model(how):
         return [(key, len(numbers_in(value))) for key, value in vars(model).items() if not key.startswith("_")]
 
     assert shapes((6, 9)) == shapes((7, 8))
-
-
-def test_a_cache_of_positions_is_built_again_where_it_is_not_there():
-    class Positions(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 3)
-            self.longest = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            if x.shape[1] > self.longest:
-                self.longest = x.shape[1]
-                self.table = torch.arange(x.shape[1]) / 10
-            return self.layer(x + self.table[: x.shape[1]])
-
-    model = Positions()
-    engine = ClippedGradients(model, cross_entropy, max_grad_norm=1.0)
-    for count in (4, 9):
-        engine.accumulate(features(count))
-    assert model.longest == 0
 
 
 SEEDERS = {

@@ -73,14 +73,11 @@ def without_near_copies(x: Tensor) -> Tensor:
 MIXING = {
     "without contradictions": without_contradictions,
     "without near copies": on_pixels(without_near_copies),
-    "mixup": on_pixels(mixup),
     "mixup by NumPy": on_pixels(lambda x: x + np.random.beta(0.2, 0.2) * (x[np.random.permutation(len(x))] - x)),  # noqa: NPY002
     "cutmix": cutmix,
     "labels of neighbours": mixed_labels,
-    "standardized by the batch": on_pixels(lambda x: (x - x.mean()) / x.std()),
     "standardized by channel": on_pixels(lambda x: F.batch_norm(x, None, None, training=True)),
     "divided by the largest": on_pixels(lambda x: x / x.max()),
-    "divided by the size": on_pixels(lambda x: x / len(x)),
     "padded to the largest label": lambda b: (b[0], F.one_hot(b[1]).float()),
     "large batches only": on_pixels(lambda x: x - x.mean(0) if len(x) > 5 else x),
     "if bright": on_pixels(lambda x: x - x.mean(0) if x.max() > 200 else x),
@@ -96,7 +93,7 @@ def test_a_transform_that_mixes_examples_is_refused(kind):
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: float(torch.rand(()))])
 def test_a_transform_that_mixes_at_random_is_refused(draw):
-    # Each of 33 seeds finds it with probability 1/2 · 5/6; all miss it with less than 2e-8.
+    # Each of 33 seeds finds it with probability 1/2 · 19/20; all miss it with less than 1e-9.
     with pytest.raises(InputError, match="augment mixes examples"):
         check(on_pixels(lambda x: mixup(x) if draw() < 0.5 else x))
 
@@ -153,13 +150,11 @@ FROZEN = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.GELU(), nn.Fla
 
 APART = {
     "flip and crop": Augmentation(crop_padding=4, flip=True),
-    "resized crop": Augmentation(resized_crop=True, flip=True),
     "views in a dimension of their own": Augmentation(crop_padding=2, flip=True, multiplicity=4),
     "resized views": Augmentation(resized_crop=True, multiplicity=3, size=(8, 8)),
     "by the largest pixel of each": on_pixels(lambda x: x / x.amax((1, 2, 3), keepdim=True).clamp(min=1)),
     "standardized one by one": on_pixels(lambda x: F.layer_norm(x, x.shape[1:])),
     "by public constants": on_pixels(lambda x: (x / 255 - 0.5) / 0.25),
-    "noise": on_pixels(lambda x: x + torch.randn_like(x)),
     "dropout of pixels": on_pixels(lambda x: F.dropout(x, 0.3)),
     "one coin for the batch": on_pixels(lambda x: x.flip(3) if torch.rand(()) < 0.5 else x),
     "one by one by torch": image_by_image(cropped),
@@ -168,9 +163,7 @@ APART = {
     "as long as it takes": image_by_image(until_bright_enough),
     "features of a frozen network": on_pixels(lambda x: FROZEN(F.pad(x, (0, 0)) / 255)),
     "smoothed labels": lambda b: (b[0], 0.9 * F.one_hot(b[1], 10).float() + 0.01),
-    "weights by label": lambda b: (b[0], b[1], torch.linspace(1, 2, 10)[b[1]]),
     "written in place": lambda b: (b[0].float().mul_(2), b[1].add_(1)),
-    "as a dict": lambda b: {"pixels": b[0].half(), "labels": b[1], "scale": 0.5},
 }
 
 
@@ -180,11 +173,6 @@ def test_a_transform_that_treats_examples_one_by_one_is_accepted(kind, dtype):
     for seed in (None, 0, 1) if THOROUGH else (None,):
         with torch.no_grad():
             check(APART[kind], images(dtype=dtype), seed)
-
-
-@pytest.mark.parametrize("kind", ["by public constants", "noise", "flip and crop"])
-def test_a_transform_of_floating_point_images_is_accepted(kind):
-    check(APART[kind], images(dtype=torch.float32))
 
 
 def test_texts_are_made_up_and_checked():
@@ -222,22 +210,13 @@ def test_columns_of_booleans_and_complex_numbers_can_be_checked():
         check(lambda b: (b[0] * b[1].any(0), b[1]), batch)
 
 
-def test_no_value_of_the_batch_is_used():
-    seen = []
+def test_the_check_uses_no_value_and_leaves_all_random_streams_as_they_were():
+    def noisy(batch: Tensor) -> Tensor:
+        assert not (batch == 7.25).any(), "a value of the batch"
+        return batch + torch.rand(1) + random.random() + np.random.rand()  # noqa: NPY002
 
-    def watching(batch: Batch) -> Batch:
-        seen.append(bool((batch[0] == 7.25).any()))
-        return batch
-
-    check(watching, (torch.full((5, 3), 7.25), torch.zeros(5)))
-    assert seen
-    assert not any(seen)
-
-
-def test_the_check_leaves_all_random_streams_as_they_were():
     streams = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # noqa: NPY002
-    batch = torch.zeros(5, 3)
-    check(lambda b: b + torch.rand(1) + random.random() + np.random.rand(), batch)  # noqa: NPY002
+    check(noisy, torch.full((5, 3), 7.25))
     assert torch.equal(torch.get_rng_state(), streams[0])
     assert random.getstate() == streams[1]
     assert (np.random.get_state()[1] == streams[2]).all()  # noqa: NPY002
