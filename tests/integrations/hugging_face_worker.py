@@ -1,8 +1,8 @@
 """One of several processes of a Hugging Face run; ``test_hugging_face.py`` starts them and looks at what they leave behind.
 
-    LOCAL_RANK=… RANK=… WORLD_SIZE=2 MASTER_ADDR=… MASTER_PORT=… python hugging_face_worker.py FOLDER MODEL
+    LOCAL_RANK=… RANK=… WORLD_SIZE=2 MASTER_ADDR=… MASTER_PORT=… python hugging_face_worker.py FOLDER
 
-Also run by a process alone, for comparison: ``train(folder, MODEL)``.
+Also run by a process alone, for comparison: ``train(folder)``.
 """
 
 import os
@@ -71,11 +71,9 @@ def words(seed=1, **options):
     return Words(WordsConfig(**options))
 
 
-def without_dropout(kind="bert", seed=1):
+def without_dropout(seed=1):
     """In double precision, and without what processes draw differently."""
-    if kind == "words":
-        return words(seed, dropout=0.0).double()
-    return bert(seed, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0).double()
+    return words(seed, dropout=0.0).double()
 
 
 def sparta(model):
@@ -96,26 +94,26 @@ def trainer_of(folder, model, **arguments):
     return PrivateHFTrainer(model, args, plan=PLAN, method=sparta(model), **flat(seed=4, **data))
 
 
-def train(folder, kind, seed=1):
+def train(folder, seed=1):
     """Train to the end: the weights, and the loss of held-out examples."""
-    trainer = trainer_of(folder, without_dropout(kind, seed))
+    trainer = trainer_of(folder, without_dropout(seed))
     trainer.train()
     return {"weights": trainer.model.state_dict(), "loss": trainer.evaluate()["eval_loss"]}
 
 
-def train_in_parts(folder, kind):
+def train_in_parts(folder):
     """The same, stopped while rows are scored and resumed by a model that knows nothing: the weights."""
-    trainer_of(folder, without_dropout(kind), max_steps=4, save_strategy="steps", save_steps=4).train()
-    trainer = trainer_of(folder, without_dropout(kind, seed=9))
+    trainer_of(folder, without_dropout(), max_steps=4, save_strategy="steps", save_steps=4).train()
+    trainer = trainer_of(folder, without_dropout(seed=9))
     trainer.train(resume_from_checkpoint=True)
     return trainer.model.state_dict()
 
 
-def main(folder, kind):
+def main(folder):
     rank = int(os.environ["LOCAL_RANK"])
     checks = {
-        "trained": lambda: train(folder / "trained", kind, seed=1 + rank),  # all take the weights of rank 0
-        "parts": lambda: train_in_parts(folder / "parts", kind),
+        "trained": lambda: train(folder / "trained", seed=1 + rank),  # all take the weights of rank 0
+        "parts": lambda: train_in_parts(folder / "parts"),
     }
     for name, check in checks.items():
         torch.save(check(), folder / f"{name}-{rank}.pt")
@@ -123,4 +121,4 @@ def main(folder, kind):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]))

@@ -4,6 +4,7 @@ import importlib.util
 import json
 from collections import Counter, defaultdict
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +26,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from dp_microadam import InputError, Method, PrivacyError, PrivacyPlan, PrivateTrainer, methods
+from dp_microadam import InputError, Method, PrivacyError, PrivateTrainer, methods
 from dp_microadam.integrations.lightning import PrivateLightningModule, PrivateSteps
 from dp_microadam.ledger.ledger import read_ledger
 from dp_microadam.training.evaluation import class_loss
@@ -53,64 +54,57 @@ class Classifier(PrivateLightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
+def trainer_of(folder, **options):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    return pl.Trainer(default_root_dir=folder, accelerator="cpu", **{**quiet, **options})
+
+
 @pytest.fixture
-def make_steps(plan, train, tmp_path):
+def fit(make_network, plan, train, tmp_path):
+    """Trains a module, or one of this class, and returns its trainer; ``steps`` are options of PrivateSteps."""
     opened = []
 
-    def make(run="run", **options):
-        opened.append(PrivateSteps(options.pop("plan", plan), train, run_dir=tmp_path / run, **flat(**options)))
-        return opened[-1]
+    def run(module=Classifier, validation=None, *, steps=None, checkpoint=None, **options):
+        given = {"plan": plan, "run_dir": tmp_path / "run", **(steps or {})}
+        opened.append(PrivateSteps(given.pop("plan"), train, **flat(**given)))
+        trainer = trainer_of(tmp_path, **options)
+        module = module(make_network()) if isinstance(module, type) else module
+        trainer.fit(module, opened[-1], validation, ckpt_path=checkpoint, weights_only=None if checkpoint is None else True)
+        return trainer
 
-    yield make
+    yield run
     for steps in opened:
         steps.close()
 
 
 @pytest.fixture
-def make_trainer(tmp_path):
-    def make(**options):
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-        return pl.Trainer(default_root_dir=tmp_path, accelerator="cpu", **{**quiet, **options})
+def ours(make_network, train, tmp_path):
+    """The weights that our own trainer reaches with the same network, SGD and seed."""
 
-    return make
+    def weights(plan, users=None):
+        twin = torch.nn.ModuleDict({"network": make_network()})  # noise is drawn by the names of parameters
+        optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
+        options = flat(seed=4, physical_batch_size=8, show_progress=False)
+        loss = lambda model, batch: class_loss(model["network"], batch)  # noqa: E731
+        PrivateTrainer(twin, optimizer, plan, loss, run_dir=tmp_path / "ours", **options).fit(train, users=users)
+        return twin.state_dict()
+
+    return weights
 
 
-def test_weights_are_those_of_our_own_trainer(make_network, make_steps, make_trainer, plan, train, tmp_path):
-    module = Classifier(make_network())
-    trainer = make_trainer()
-    trainer.fit(module, make_steps(seed=4, physical_batch_size=8))
+def assert_equal(weights, expected, atol=0.0):
+    assert weights.keys() == expected.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=atol, msg=name)
+
+
+@pytest.mark.parametrize("unit", ["example", "user"])
+def test_weights_are_those_of_our_own_trainer(fit, ours, unit, plan, plan_of_users, users, tmp_path):
+    plan, users = (plan, None) if unit == "example" else (plan_of_users, users)
+    trainer = fit(steps={"plan": plan, "users": users, "seed": 4, "physical_batch_size": 8})
     assert trainer.global_step == plan.steps
-    twin = torch.nn.ModuleDict({"network": make_network()})  # noise is drawn by the names of parameters
-    ours = PrivateTrainer(
-        twin,
-        torch.optim.SGD(twin.parameters(), lr=0.5),
-        plan,
-        lambda model, batch: class_loss(model["network"], batch),
-        run_dir=tmp_path / "ours",
-        **flat(seed=4, physical_batch_size=8, show_progress=False),
-    )
-    ours.fit(train)
-    for (name, parameter), expected in zip(module.network.named_parameters(), twin.parameters(), strict=True):
-        assert torch.equal(parameter, expected), name
-
-
-def test_with_users_weights_are_those_of_our_own_trainer(make_network, make_trainer, plan_of_users, users, train, tmp_path):
-    module = Classifier(make_network())
-    steps = PrivateSteps(plan_of_users, train, users=users, run_dir=tmp_path / "run", **flat(seed=4, physical_batch_size=8))
-    make_trainer().fit(module, steps)
-    twin = torch.nn.ModuleDict({"network": make_network()})
-    ours = PrivateTrainer(
-        twin,
-        torch.optim.SGD(twin.parameters(), lr=0.5),
-        plan_of_users,
-        lambda model, batch: class_loss(model["network"], batch),
-        run_dir=tmp_path / "ours",
-        **flat(seed=4, physical_batch_size=8, show_progress=False),
-    )
-    ours.fit(train, users=users)
-    for (name, parameter), expected in zip(module.network.named_parameters(), twin.parameters(), strict=True):
-        assert torch.equal(parameter, expected), name
-    assert "each of 40 users in each step" in (tmp_path / "run" / "privacy.txt").read_text()
+    assert_equal(trainer.lightning_module.state_dict(), ours(plan, users))
+    assert ("each of 40 users in each step" in (tmp_path / "run" / "privacy.txt").read_text()) == (unit == "user")
 
 
 class Spy(Callback):
@@ -124,87 +118,76 @@ class Spy(Callback):
         self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
-def test_the_host_sees_step_numbers_and_epsilon_and_no_training_loss(make_network, make_steps, make_trainer, plan, held_out):
-    spy = Spy()
-    validation = DataLoader(TensorDataset(*held_out), batch_size=20)
-    make_trainer(callbacks=[spy]).fit(Classifier(make_network()), make_steps(), validation)
-    assert [batch for _, batch in spy.seen] == list(range(plan.steps))
-    assert not any(outputs for outputs, _ in spy.seen)
-    assert {name for metrics in spy.metrics for name in metrics} == {"epsilon", "validation_loss"}
-    spent = [plan.epsilon_after(step) for step in range(1, plan.steps + 1)]
-    assert [metrics["epsilon"] for metrics in spy.metrics] == pytest.approx(spent, rel=1e-6), "never less than was spent"
-
-
-def test_validation_runs_once_per_expected_pass_over_the_data(make_network, make_steps, make_trainer, held_out):
-    calls = []
+def test_the_host_sees_step_numbers_and_epsilon_and_no_training_loss(fit, plan, held_out):
+    spy, calls = Spy(), []
 
     class Counting(Classifier):
         def on_validation_end(self):
             calls.append(self.trainer.global_step)
 
-    loader = DataLoader(TensorDataset(*held_out), batch_size=20)
-    make_trainer(num_sanity_val_steps=0).fit(Counting(make_network()), make_steps(), loader)
-    assert calls == [4, 8, 9]
+    fit(Counting, DataLoader(TensorDataset(*held_out), batch_size=20), callbacks=[spy], num_sanity_val_steps=0)
+    assert [batch for _, batch in spy.seen] == list(range(plan.steps))
+    assert not any(outputs for outputs, _ in spy.seen)
+    assert {name for metrics in spy.metrics for name in metrics} == {"epsilon", "validation_loss"}
+    spent = [plan.epsilon_after(step) for step in range(1, plan.steps + 1)]
+    assert [metrics["epsilon"] for metrics in spy.metrics] == pytest.approx(spent, rel=1e-6), "never less than was spent"
+    assert calls == [4, 8, 9], "validation runs once per expected pass over the data"
 
 
-def saving(tmp_path, every):
-    callback = ModelCheckpoint(tmp_path / "saved", filename="{step}", every_n_train_steps=every, save_top_k=-1)
-    return {"callbacks": [callback], "enable_checkpointing": True}
+@pytest.fixture
+def saved(fit, tmp_path):
+    """The checkpoint of step 3 of a run that has taken six steps, as after a crash."""
+    callback = ModelCheckpoint(tmp_path / "saved", filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    fit(max_steps=6, callbacks=[callback], enable_checkpointing=True)
+    return tmp_path / "saved" / "step=3.ckpt"
 
 
-def test_resuming_goes_on_with_the_ledger_and_lost_steps_stay_spent(make_network, make_steps, make_trainer, plan, tmp_path):
-    make_trainer(max_steps=6, **saving(tmp_path, 3)).fit(Classifier(make_network()), make_steps())
-    # As after a crash: three steps were taken after the checkpoint.
-    trainer = make_trainer()
-    trainer.fit(Classifier(make_network()), make_steps(), ckpt_path=tmp_path / "saved" / "step=3.ckpt", weights_only=True)
+def test_resuming_goes_on_with_the_ledger_and_lost_steps_stay_spent(fit, saved, plan, tmp_path):
+    callback = ModelCheckpoint(tmp_path / "last", filename="{step}", every_n_train_steps=6, save_top_k=-1)
+    trainer = fit(checkpoint=saved, callbacks=[callback], enable_checkpointing=True)
     assert trainer.global_step == plan.steps - 3
     assert read_ledger(tmp_path / "run").steps == plan.steps
     assert json.loads((tmp_path / "run" / "privacy.json").read_text())["epsilon"] == pytest.approx(plan.epsilon)
-
-
-def test_with_bands_a_resumed_run_counts_its_sessions_and_ends_within_epsilon(make_network, make_steps, make_trainer, tmp_path):
-    banded = PrivacyPlan(120, 30, 1.0, 9, 1e-3, bands=4)
-    make_trainer(max_steps=2, **saving(tmp_path, 1)).fit(Classifier(make_network()), make_steps(plan=banded))
-    for last, max_steps in ((2, 3), (3, -1)):
-        trainer = make_trainer(max_steps=max_steps, **saving(tmp_path, 1))
-        trainer.fit(Classifier(make_network()), make_steps(plan=banded), ckpt_path=tmp_path / "saved" / f"step={last}.ckpt")
-    record = read_ledger(tmp_path / "run")
-    assert (trainer.global_step, record.steps, record.resumed_at) == (7, 7, (2, 3))
-    assert float(trainer.logged_metrics["epsilon"]) == pytest.approx(banded.epsilon, rel=1e-6)
-    assert json.loads((tmp_path / "run" / "privacy.json").read_text())["epsilon"] == record.epsilon() == banded.epsilon
-
-
-def test_resuming_a_finished_run_ends_at_once(make_network, make_steps, make_trainer, plan, tmp_path):
-    make_trainer(**saving(tmp_path, plan.steps)).fit(Classifier(make_network()), make_steps())
-    trainer = make_trainer(max_epochs=-1)
-    trainer.fit(Classifier(make_network()), make_steps(), ckpt_path=tmp_path / "saved" / f"step={plan.steps}.ckpt")
-    assert trainer.global_step == plan.steps
+    again = fit(checkpoint=tmp_path / "last" / "step=6.ckpt", max_epochs=-1)
+    assert again.global_step == 6, "a finished run ends at once"
     assert read_ledger(tmp_path / "run").steps == plan.steps
 
 
-def test_checkpoints_that_do_not_match_the_ledger_are_refused(make_network, make_steps, make_trainer, tmp_path):
-    make_trainer(max_steps=3, **saving(tmp_path, 3)).fit(Classifier(make_network()), make_steps())
-    checkpoint = tmp_path / "saved" / "step=3.ckpt"
+def test_checkpoints_that_do_not_match_the_ledger_are_refused(fit, saved, tmp_path):
     with pytest.raises(InputError, match="no run to go on with"):
-        make_trainer().fit(Classifier(make_network()), make_steps(run="new"), ckpt_path=checkpoint)
+        fit(steps={"run_dir": tmp_path / "new"}, checkpoint=saved)
     with pytest.raises(InputError, match="has a ledger already"):
-        make_trainer().fit(Classifier(make_network()), make_steps())
-    content = torch.load(checkpoint, weights_only=True)
+        fit()
+    content = torch.load(saved, weights_only=True)
     del content["dp_microadam"]
     torch.save(content, tmp_path / "foreign.ckpt")
     with pytest.raises(PrivacyError, match="no stamp of a private run"):
-        make_trainer().fit(Classifier(make_network()), make_steps(), ckpt_path=tmp_path / "foreign.ckpt")
+        fit(checkpoint=tmp_path / "foreign.ckpt")
     ledger = tmp_path / "run" / "ledger.jsonl"
-    ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:-1]))
+    ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:2]))
     with pytest.raises(PrivacyError, match="missing from the ledger"):
-        make_trainer().fit(Classifier(make_network()), make_steps(), ckpt_path=checkpoint)
+        fit(checkpoint=saved)
 
 
-def test_a_checkpoint_holds_no_random_states(make_network, make_steps, make_trainer, tmp_path):
-    make_trainer(max_steps=3, **saving(tmp_path, 3)).fit(Classifier(make_network()), make_steps())
-    content = torch.load(tmp_path / "saved" / "step=3.ckpt", weights_only=True)
+def test_a_checkpoint_holds_no_random_states(saved):
+    content = torch.load(saved, weights_only=True)
     assert not [key for key in content if "rng" in key or "random" in key]
     assert not any(isinstance(value, torch.Tensor) and value.dtype == torch.uint8 for value in content.values())
+
+
+class WithItsOwnStep(Classifier):
+    def training_step(self, batch, batch_idx):
+        return None
+
+    def on_train_start(self):
+        super().on_train_start()
+
+
+class FollowingALoss(Classifier):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "validation_loss"}}
 
 
 @pytest.mark.parametrize(
@@ -221,21 +204,27 @@ def test_a_checkpoint_holds_no_random_states(make_network, make_steps, make_trai
         ({"callbacks": [LearningRateFinder()]}, "training loss, which is private"),
         ({"callbacks": [DeviceStatsMonitor(False)], "logger": True}, "how large batches were, which is private"),
         ({"profiler": "advanced"}, "profiler is AdvancedProfiler, which counts"),
+        ({"gradient_clip_val": 1.0}, "not supported for manual optimization"),
+        ({"accumulate_grad_batches": 2}, "not supported for manual optimization"),
+        ({"module": WithItsOwnStep}, "define per_example_loss"),
+        ({"module": FollowingALoss}, "follows the steps"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
-def test_settings_that_would_break_the_guarantee_are_refused(
-    make_network, make_steps, make_trainer, options, sentence, tmp_path
-):
+def test_settings_that_would_break_the_guarantee_are_refused(fit, options, sentence, tmp_path):
     with pytest.raises((InputError, MisconfigurationException, RuntimeError), match=sentence):
-        make_trainer(**options).fit(Classifier(make_network()), make_steps())
+        fit(**options)
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("options", [{"gradient_clip_val": 1.0}, {"accumulate_grad_batches": 2}], ids=str)
-def test_clipping_and_accumulation_are_refused_by_the_host_itself(make_network, make_steps, make_trainer, options):
-    with pytest.raises(MisconfigurationException, match="not supported for manual optimization"):
-        make_trainer(**options).fit(Classifier(make_network()), make_steps())
+def test_hyperparameters_that_hold_data_are_refused(fit, make_network, train):
+    class Keeping(Classifier):
+        def __init__(self, network, data):
+            super().__init__(network)
+            self.save_hyperparameters(ignore=["network"])
+
+    with pytest.raises(InputError, match="written into checkpoints"):
+        fit(Keeping(make_network(), train))
 
 
 @pytest.fixture(scope="module")
@@ -244,14 +233,8 @@ def alone(tmp_path_factory):
     return worker.train(tmp_path_factory.mktemp("alone"), 1)
 
 
-def assert_equal(weights, expected):
-    assert weights.keys() == expected.keys()
-    for name, value in weights.items():
-        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-9, msg=name)
-
-
-def test_a_method_with_phases_trains_as_in_our_own_trainer(alone, tmp_path):
-    twin = torch.nn.ModuleDict({"network": worker.Phased().network})  # noise is drawn by the names of parameters
+def test_a_method_with_phases_and_its_scheduler_train_as_in_our_own_trainer(alone, tmp_path):
+    twin = torch.nn.ModuleDict({"network": worker.Phased().network})
     method = methods.sparta(twin, lr=0.1, keep=0.5, first_phase=0.25, scoring_epochs=1.0)
     ours = PrivateTrainer(
         twin,
@@ -262,21 +245,19 @@ def test_a_method_with_phases_trains_as_in_our_own_trainer(alone, tmp_path):
         **flat(seed=4, physical_batch_size=7, show_progress=False),
     )
     ours.fit(worker.examples(60, 0))
-    assert_equal(alone["weights"], twin["network"].state_dict())
+    assert_equal(alone["weights"], twin["network"].state_dict(), 1e-9)
     assert dict(read_ledger(tmp_path / "ours").phases) == {"head, biases, norms": 2, "scoring": 3, "selected rows": 3}
 
 
 def test_a_method_s_state_is_in_the_checkpoint(alone, tmp_path):
-    assert_equal(worker.train_in_parts(tmp_path, 1), alone["weights"])
+    assert_equal(worker.train_in_parts(tmp_path, 1), alone["weights"], 1e-9)
     content = torch.load(tmp_path / "saved" / "step=4.ckpt", weights_only=True)["dp_microadam"]
     assert content["method"]["extra"]["totals"]
     assert content["steps_spent"] == 4
 
 
-def test_parameters_require_gradients_as_before_when_a_run_ends(make_steps, make_trainer, plan):
-    module = worker.Phased().float()
-    make_trainer().fit(module, make_steps())
-    assert all(parameter.requires_grad for parameter in module.parameters())
+def test_parameters_require_gradients_as_before_when_a_run_ends(fit):
+    assert all(parameter.requires_grad for parameter in fit(worker.Phased().float()).lightning_module.parameters())
 
 
 @pytest.mark.slow
@@ -284,19 +265,18 @@ def test_two_processes_reach_the_weights_of_one(run_group, alone):
     folder = run_group("lightning", 2, WORKER)
     for rank in range(2):
         found = torch.load(folder / f"trained-{rank}.pt")
-        assert_equal(found["weights"], alone["weights"])
+        assert_equal(found["weights"], alone["weights"], 1e-9)
         assert found["loss"] == pytest.approx(alone["loss"], abs=1e-9), "validation is divided between them"
-        assert_equal(torch.load(folder / f"parts-{rank}.pt"), alone["weights"])
+        assert_equal(torch.load(folder / f"parts-{rank}.pt"), alone["weights"], 1e-9)
         refused = torch.load(folder / f"refused-{rank}.pt")
         assert "strategy is DDPStrategy, which reduces gradients in its own way; it must be PrivateDDPStrategy()" in refused
     for run in ("trained", "parts"):
-        record = read_ledger(folder / run / "run")
-        assert record.processes == {2: worker.PLAN.steps}
+        assert read_ledger(folder / run / "run").processes == {2: worker.PLAN.steps}
         assert json.loads((folder / run / "run" / "privacy.json").read_text())["steps_done"] == worker.PLAN.steps
     assert not (folder / "ddp").exists()
 
 
-def test_mixed_precision_reaches_the_clipping_engine(make_network, make_steps, make_trainer, monkeypatch):
+def test_mixed_precision_reaches_the_clipping_engine(fit, monkeypatch):
     # Products of bfloat16 are not available on every processor: what is asked for is looked at, and nothing is computed.
     asked = {}
 
@@ -306,7 +286,7 @@ def test_mixed_precision_reaches_the_clipping_engine(make_network, make_steps, m
 
     monkeypatch.setattr(PrivateSteps, "begin", begin)
     with pytest.raises(InterruptedError):
-        make_trainer(precision="bf16-mixed").fit(Classifier(make_network()), make_steps())
+        fit(precision="bf16-mixed")
     assert asked["autocast"] is torch.bfloat16
 
 
@@ -319,114 +299,48 @@ class InHalfPrecision(MixedPrecision):
             yield
 
 
-def test_lightning_s_autocast_is_not_around_norms_sums_and_noise(make_network, make_steps, make_trainer, monkeypatch):
-    monkeypatch.setattr("dp_microadam.integrations.lightning._AUTOCAST", {"bf16-mixed": None, "32-true": None})
-    weights = []
-    for run, options in (("mixed", {"plugins": [InHalfPrecision("bf16-mixed", "cpu")]}), ("full", {})):
-        module = Classifier(make_network())
-        make_trainer(**options).fit(module, make_steps(run=run, seed=4))
-        weights.append(module.network.state_dict())
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+def test_lightning_s_autocast_is_not_around_norms_sums_and_noise(fit, ours, plan, monkeypatch):
+    monkeypatch.setattr("dp_microadam.integrations.lightning._AUTOCAST", {"bf16-mixed": None})
+    trainer = fit(steps={"seed": 4, "physical_batch_size": 8}, plugins=[InHalfPrecision("bf16-mixed", "cpu")])
+    assert_equal(trainer.lightning_module.state_dict(), ours(plan))
 
 
-def test_options_of_the_private_step_are_reachable(make_network, make_steps, make_trainer, plan, tmp_path):
+def test_options_of_the_private_step_are_reachable(fit, tmp_path):
     seen = []
 
     def augment(batch):
         seen.append(len(batch[1]))
         return batch
 
-    steps = make_steps(
-        augment=augment,
-        clipping="per-layer",
-        **flat(autocast=torch.float16),
-        max_steps=3,
-        public=("the seasons",),
-    )
-    trainer = make_trainer()
-    trainer.fit(Classifier(make_network()), steps)
+    options = {"augment": augment, "clipping": "per-layer", "autocast": torch.float16, "max_steps": 3}
+    trainer = fit(steps={**options, "public": ("the seasons",)})
     assert trainer.global_step == read_ledger(tmp_path / "run").steps == 3
     assert seen
     assert "the seasons" in (tmp_path / "run" / "privacy.txt").read_text()
 
 
-def test_a_failed_step_is_spent_and_the_run_can_be_resumed_in_the_same_process(
-    make_network, make_steps, make_trainer, plan, tmp_path
-):
+def test_a_failed_step_is_spent_and_the_run_can_be_resumed_in_the_same_process(fit, plan, tmp_path):
     class Failing(Classifier):
-        fail_at = 5
-
         def per_example_loss(self, batch):
-            if self.trainer.global_step == self.fail_at:
+            if self.trainer.global_step == 5:
                 raise ValueError(f"secret {batch[0][0]}")
             return super().per_example_loss(batch)
 
+    callback = ModelCheckpoint(tmp_path / "saved", filename="{step}", every_n_train_steps=3)
     with pytest.raises(PrivacyError, match="withheld") as caught:
-        make_trainer(**saving(tmp_path, 3)).fit(Failing(make_network()), make_steps())
+        fit(Failing, callbacks=[callback], enable_checkpointing=True)
     assert "secret" not in str(caught.value)
     assert read_ledger(tmp_path / "run").steps == 6
-    trainer = make_trainer()
-    trainer.fit(Classifier(make_network()), make_steps(), ckpt_path=tmp_path / "saved" / "step=3.ckpt", weights_only=True)
-    assert trainer.global_step == plan.steps - 3
+    assert fit(checkpoint=tmp_path / "saved" / "step=3.ckpt").global_step == plan.steps - 3
     assert read_ledger(tmp_path / "run").steps == plan.steps
 
 
-def test_a_loader_that_draws_its_own_batches_is_refused(make_network, make_trainer, train):
+def test_a_loader_that_draws_its_own_batches_is_refused(make_network, train, tmp_path):
     with pytest.raises(PrivacyError, match=r"give trainer.fit a PrivateSteps"):
-        make_trainer().fit(Classifier(make_network()), DataLoader(TensorDataset(*train), batch_size=30))
+        trainer_of(tmp_path).fit(Classifier(make_network()), DataLoader(TensorDataset(*train), batch_size=30))
 
 
-def test_logging_from_training_examples_is_refused_before_the_first_step(make_network, make_steps, make_trainer, tmp_path):
-    class Telling(Classifier):
-        def per_example_loss(self, batch):
-            losses = super().per_example_loss(batch)
-            self.log("train_loss", losses.mean())
-            return losses
-
-    with pytest.raises(PrivacyError, match="'train_loss' was logged from training examples"):
-        make_trainer().fit(Telling(make_network()), make_steps())
-    assert not (tmp_path / "run").exists()
-
-
-class Measured(Classifier):
-    """Updates metrics inside the loss and logs them at the end of an epoch, as Lightning's own guides do in training_step."""
-
-    def __init__(self, network, update):
-        super().__init__(network)
-        self.accuracy = torchmetrics.classification.BinaryAccuracy()
-        self.several = torchmetrics.MetricCollection([torchmetrics.SumMetric(), torchmetrics.MeanMetric()])
-        self.listed = [torchmetrics.SumMetric()]
-        self.update = update
-
-    def per_example_loss(self, batch):
-        self.update(self, self.network(batch[0]).argmax(1), batch[1])
-        return super().per_example_loss(batch)
-
-    def on_train_epoch_end(self):
-        self.log("train_accuracy", self.accuracy.compute())
-        self.log("train_count", self.several.compute()["SumMetric"])
-        self.log("listed_count", self.listed[0].compute())
-
-
-UPDATES = {
-    "update": lambda module, guess, label: module.accuracy.update(guess, label),
-    "forward": lambda module, guess, label: module.accuracy(guess, label),
-    "a collection": lambda module, guess, label: module.several.update(torch.ones(len(label))),
-    "a metric in a list": lambda module, guess, label: module.listed[0].update(len(label)),
-}
-
-
-@pytest.mark.parametrize("way", UPDATES)
-def test_metrics_updated_in_the_loss_reach_no_logger(make_network, make_steps, make_trainer, tmp_path, way):
-    logger = CSVLogger(tmp_path / "csv", flush_logs_every_n_steps=1)
-    with pytest.raises(PrivacyError, match="was changed by the loss"):
-        make_trainer(logger=logger, log_every_n_steps=1).fit(Measured(make_network(), UPDATES[way]), make_steps())
-    logger.save()
-    assert not (tmp_path / "run").exists(), "refused before the first step"
-    assert not any("train_accuracy" in path.read_text() for path in (tmp_path / "csv").rglob("*.csv"))
-
-
-def test_metrics_of_held_out_examples_are_logged_as_ever(make_network, make_steps, make_trainer, held_out, tmp_path):
+def test_metrics_of_held_out_examples_are_logged_as_ever(fit, held_out, tmp_path):
     class Validated(Classifier):
         def __init__(self, network):
             super().__init__(network)
@@ -437,63 +351,94 @@ def test_metrics_of_held_out_examples_are_logged_as_ever(make_network, make_step
             self.log("validation_accuracy", self.accuracy)
 
     logger = CSVLogger(tmp_path / "csv", flush_logs_every_n_steps=1)
-    loader = DataLoader(TensorDataset(*held_out), batch_size=20)
-    make_trainer(logger=logger).fit(Validated(make_network()), make_steps(), loader)
+    fit(Validated, DataLoader(TensorDataset(*held_out), batch_size=20), logger=logger)
     (written,) = (path.read_text() for path in (tmp_path / "csv").rglob("metrics.csv"))
     assert "validation_accuracy" in written
     assert "epsilon" in written
 
 
-class Gathering(Classifier):
-    """Keeps figures of its losses in attributes of its own."""
+class Telling(Classifier):
+    """Has whatever modules keep figures in, tells one of them in its loss, and logs metrics at the end of an epoch."""
 
-    def __init__(self, network, gather):
+    def __init__(self, network, logger, tell):
         super().__init__(network)
+        self.accuracy = torchmetrics.classification.BinaryAccuracy()
+        self.several = torchmetrics.MetricCollection([torchmetrics.SumMetric(), torchmetrics.MeanMetric()])
+        self.listed = [torchmetrics.SumMetric()]
         self.losses, self.history, self.seen = [], defaultdict(list, loss=[]), {"examples": 0}
         self.calls, self.total, self.sums, self.count = 0, 0.0, torch.zeros(2), Counter()
-        self.gather = gather
+        self.own_logger, self.tracker, self.tell = logger, SimpleNamespace(total=0.0, seen=[]), tell
+
+    def gathered(self):
+        figures = self.losses, dict(self.history), self.seen, self.calls, self.total, self.sums.tolist(), self.count
+        metrics = (self.accuracy, *self.several.values(), *self.listed)
+        return deepcopy((figures, vars(self.tracker), [metric._update_count for metric in metrics]))
 
     def per_example_loss(self, batch):
         losses = super().per_example_loss(batch)
-        self.gather(self, losses.detach())
+        self.tell(self, losses.detach())
         return losses
 
+    def on_train_epoch_end(self):
+        self.log("train_loss", self.accuracy.compute() + self.several.compute()["SumMetric"] + self.listed[0].compute())
 
-def _assign(module, name, value):
-    setattr(module, name, value)
+
+def _assign(owner, name, value):
+    setattr(owner, name, value)
 
 
-GATHERED = {
-    "losses": lambda module, losses: module.losses.append(losses),
-    "history": lambda module, losses: module.history["loss"].append(losses.mean()),
-    "seen": lambda module, losses: module.seen.update(examples=module.seen["examples"] + len(losses)),
-    "calls": lambda module, losses: _assign(module, "calls", module.calls + 1),
-    "total": lambda module, losses: _assign(module, "total", module.total + float(losses.sum())),
-    "sums": lambda module, losses: module.sums.add_(losses.sum()),
-    "count": lambda module, losses: module.count.update({"examples": len(losses)}),
+WAYS = {
+    "update of a metric": lambda module, losses: module.accuracy.update((losses > 1).long(), (losses > 2).long()),
+    "call of a metric": lambda module, losses: module.accuracy((losses > 1).long(), (losses > 2).long()),
+    "metrics in a collection": lambda module, losses: module.several.update(torch.ones(len(losses))),
+    "metric in a list": lambda module, losses: module.listed[0].update(len(losses)),
+    "list": lambda module, losses: module.losses.append(losses),
+    "list in a dict": lambda module, losses: module.history["loss"].append(losses.mean()),
+    "number in a dict": lambda module, losses: module.seen.update(examples=module.seen["examples"] + len(losses)),
+    "counter": lambda module, losses: _assign(module, "calls", module.calls + 1),
+    "sum": lambda module, losses: _assign(module, "total", module.total + float(losses.sum())),
+    "tensor": lambda module, losses: module.sums.add_(losses.sum()),
+    "Counter": lambda module, losses: module.count.update({"examples": len(losses)}),
+    "tracker's number": lambda module, losses: _assign(module.tracker, "total", module.tracker.total + 1.0),
+    "tracker's list": lambda module, losses: module.tracker.seen.append(1.0),
+    "log": lambda module, losses: module.log("train_loss", 1.0),
+    "log_dict": lambda module, losses: module.log_dict({"train_loss": 1.0}),
+    "super": lambda module, losses: super(PrivateLightningModule, module).log("train_loss", 1.0),
+    "logger": lambda module, losses: module.logger.log_metrics({"train_loss": 1.0}),
+    "loggers": lambda module, losses: module.loggers[0].log_metrics({"train_loss": 1.0}),
+    "its own logger": lambda module, losses: module.own_logger.log_metrics({"train_loss": 1.0}),
+    "trainer's logger": lambda module, losses: module.trainer.logger.log_metrics({"train_loss": 1.0}),
+    "experiment": lambda module, losses: module.trainer.loggers[0].experiment.log_metrics({"train_loss": 1.0}),
+    "connector": lambda module, losses: module.trainer._logger_connector.log_metrics({"train_loss": torch.ones(())}),
+    "callback_metrics": lambda module, losses: module.trainer.callback_metrics.update(train_loss=torch.ones(())),
+    "results": lambda module, losses: module.trainer._results.log(
+        "training_step", "train_loss", torch.ones(()), True, False, batch_size=1
+    ),
+    "callbacks": lambda module, losses: module.trainer.callbacks[0].seen.append(1.0),
+    "trainer's attribute": lambda module, losses: module.trainer.__dict__.update(log_every_n_steps=7),
+    "rate": lambda module, losses: module.optimizers().param_groups[0].update(lr=module.trainer.global_step + 0.25),
 }
 
 
-@pytest.mark.parametrize("name", GATHERED)
-def test_figures_gathered_in_attributes_by_the_loss_are_refused_and_put_back(
-    make_network, make_steps, make_trainer, name, tmp_path
-):
-    module = Gathering(make_network(), GATHERED[name])
-    with pytest.raises(PrivacyError, match=f"attribute '{name}' was changed by the loss"):
-        make_trainer().fit(module, make_steps())
-    assert not (tmp_path / "run").exists()
-    assert (module.losses, dict(module.history), module.seen, module.calls, module.total) == (
-        [],
-        {"loss": []},
-        {"examples": 0},
-        0,
-        0,
-    )
-    assert not module.sums.any()
-    assert not module.count
+@pytest.mark.parametrize("way", WAYS)
+def test_no_way_leads_from_the_loss_to_a_logger(fit, make_network, tmp_path, way):
+    """It is refused before the first step, and put back."""
+    spy, loggers = Spy(), [CSVLogger(tmp_path / "csv", name, flush_logs_every_n_steps=1) for name in ("host's", "own")]
+    module = Telling(make_network(), loggers[1], WAYS[way])
+    before = module.gathered()
+    with pytest.raises(PrivacyError, match=r"training examples|changed by the loss"):
+        fit(module, logger=loggers[0], log_every_n_steps=1, callbacks=[spy])
+    for logger in loggers:
+        logger.save()
+    assert module.gathered() == before
+    assert spy.seen == []
+    assert module.trainer.log_every_n_steps == 1
+    assert "train_loss" not in module.trainer.callback_metrics
+    assert not any("train_loss" in path.read_text() for path in (tmp_path / "csv").rglob("*.csv"))
+    assert way == "results" or not (tmp_path / "run").exists()  # there are none before the first step
 
 
-def test_a_cache_of_the_loss_works_and_keeps_nothing(make_network, make_steps, make_trainer, plan):
+def test_a_cache_of_the_loss_works_and_keeps_nothing(fit, plan):
     class Caching(Classifier):
         def __init__(self, network):
             super().__init__(network)
@@ -504,79 +449,23 @@ def test_a_cache_of_the_loss_works_and_keeps_nothing(make_network, make_steps, m
             self.last_batch, self.ready = batch, True
             return super().per_example_loss(batch) * self.mask
 
-    module = Caching(make_network())
-    trainer = make_trainer()
-    trainer.fit(module, make_steps())
+    trainer = fit(Caching)
+    module = trainer.lightning_module
     assert trainer.global_step == plan.steps
     assert (module.mask, module.masks, module.ready) == (None, {}, False)
     assert not hasattr(module, "last_batch")
 
 
-@pytest.mark.parametrize(
-    "tell",
-    [
-        lambda module: module.logger.log_metrics({"train_loss": 1.0}),
-        lambda module: module.loggers[0].log_metrics({"train_loss": 1.0}),
-        lambda module: module.log_dict({"train_loss": 1.0}),
-        lambda module: module.trainer.callback_metrics.update(train_loss=torch.ones(())),
-        lambda module: module.trainer.logger.log_metrics({"train_loss": 1.0}),
-        lambda module: module.trainer.loggers[0].experiment.log_metrics({"train_loss": 1.0}),
-        lambda module: module.trainer._logger_connector.log_metrics({"train_loss": torch.ones(())}),
-        lambda module: super(PrivateLightningModule, module).log("train_loss", 1.0),
-        lambda module: module.trainer._results.log("training_step", "train_loss", torch.ones(()), True, False, batch_size=1),
-        lambda module: module.own_logger.log_metrics({"train_loss": 1.0}),
-        lambda module: module.trainer.callbacks[0].seen.append(1.0),
-        lambda module: module.trainer.__dict__.update(log_every_n_steps=7),
-        lambda module: module.optimizers().param_groups[0].update(lr=module.trainer.global_step + 0.25),
-        lambda module: setattr(module.tracker, "total", module.tracker.total + 1.0),
-        lambda module: module.tracker.seen.append(1.0),
-    ],
-    ids=[
-        "logger", "loggers", "log_dict", "callback_metrics", "trainer's logger", "experiment", "connector", "super", "results",
-        "its own logger", "callbacks", "trainer's attribute", "rate", "tracker's number", "tracker's list",
-    ],
-)  # fmt: skip
-def test_no_way_to_a_logger_leads_out_of_the_loss(make_network, make_steps, make_trainer, tmp_path, tell):
-    class Telling(Classifier):
-        def __init__(self, network, logger):
-            super().__init__(network)
-            self.own_logger, self.tracker = logger, SimpleNamespace(total=0.0, seen=[])
-
-        def per_example_loss(self, batch):
-            tell(self)
-            return super().per_example_loss(batch)
-
-    spy = Spy()
-    trainer = make_trainer(logger=CSVLogger(tmp_path / "csv"), callbacks=[spy])
-    module = Telling(make_network(), CSVLogger(tmp_path / "csv", "own"))
-    before = dict(trainer.__dict__)
-    with pytest.raises(PrivacyError, match=r"training examples|changed by the loss"):
-        trainer.fit(module, make_steps())
-    trainer.logger.save()
-    module.own_logger.save()
-    assert spy.seen == module.tracker.seen == []
-    assert (module.tracker.total, trainer.log_every_n_steps) == (0, before["log_every_n_steps"])
-    assert "train_loss" not in trainer.callback_metrics
-    assert not any("train_loss" in path.read_text() for path in (tmp_path / "csv").rglob("*.csv"))
-
-
-def test_no_loss_decides_how_long_a_run_is_or_what_its_checkpoints_hold(make_network, make_steps, make_trainer, plan):
+def test_no_loss_decides_how_long_a_run_is_or_what_its_checkpoints_hold(fit, plan):
     class Deciding(Classifier):
         def per_example_loss(self, batch):
             self.trainer.should_stop = True
             self.trainer.optimizers[0].param_groups[0]["seen"] = self.trainer.optimizers[0].state["seen"] = len(batch[0])
             return super().per_example_loss(batch)
 
-    trainer = make_trainer()
-    trainer.fit(Deciding(make_network()), make_steps())
+    trainer = fit(Deciding)
     assert trainer.global_step == plan.steps
     assert "seen" not in str(trainer.optimizers[0].state_dict())
-
-
-@pytest.mark.parametrize("part", [lambda train: Views(train[0][:16], train[1][:16])], ids=["views"])
-def test_metrics_of_views_of_training_data_are_refused(make_network, make_steps, make_trainer, train, part):
-    with pytest.raises(InputError, match="hold it out"):
-        make_trainer().fit(Classifier(make_network()), make_steps(), DataLoader(part(train), batch_size=30))
 
 
 class Views(Dataset):
@@ -607,6 +496,7 @@ class Iterated:
 
 LOADERS = {
     "DataLoader": lambda data: DataLoader(TensorDataset(*data), batch_size=30),
+    "views": lambda data: DataLoader(Views(data[0][:16], data[1][:16]), batch_size=30),
     "its own": Iterated,
     "around another": lambda data: Iterated([DataLoader(TensorDataset(*data)), DataLoader(TensorDataset(*data))]),
     "by name": lambda data: {"seen": DataLoader(TensorDataset(*data), batch_size=30)},
@@ -640,30 +530,30 @@ class Told(Classifier):
 
 @pytest.mark.parametrize("look", ["validate", "test", "predict", "fit"])
 @pytest.mark.parametrize("kind", LOADERS)
-def test_whatever_is_evaluated_on_it_is_held_out(make_network, make_steps, make_trainer, train, kind, look):
+def test_whatever_is_evaluated_on_it_is_held_out(fit, make_network, train, kind, look, tmp_path):
     module = Told(make_network())
     if look == "fit":
         with pytest.raises(InputError, match="hold it out"):
-            make_trainer().fit(module, make_steps(), LOADERS[kind](train))
+            fit(module, LOADERS[kind](train))
     else:
-        make_trainer(max_steps=1).fit(module, make_steps())
-        for trainer in (make_trainer(), module.trainer):
+        fit(module, max_steps=1)
+        for trainer in (trainer_of(tmp_path), module.trainer):
             with pytest.raises(InputError, match="hold it out"):
                 getattr(trainer, look)(module, LOADERS[kind](train), weights_only=True)
     assert not module.told
 
 
-def test_held_out_data_is_evaluated_on_whatever_the_loader(make_network, make_steps, make_trainer, held_out):
+def test_held_out_data_is_evaluated_on_whatever_the_loader(fit, make_network, held_out, tmp_path):
     module = Told(make_network())
-    make_trainer(max_steps=1).fit(module, make_steps(), LOADERS["its own"](held_out))
+    fit(module, LOADERS["its own"](held_out), max_steps=1)
     for look in ("validate", "test", "predict"):
         for kind in ("DataLoader", "its own", "generator"):
             module.told.clear()
-            getattr(make_trainer(), look)(module, LOADERS[kind](held_out), weights_only=True)
+            getattr(trainer_of(tmp_path), look)(module, LOADERS[kind](held_out), weights_only=True)
             assert module.told, (look, kind)
 
 
-def test_a_validation_loader_that_appears_later_is_looked_at_too(make_network, make_steps, make_trainer, train):
+def test_a_validation_loader_that_appears_later_is_looked_at_too(fit, make_network, train):
     module = Told(make_network())
 
     class Late(Callback):
@@ -672,54 +562,5 @@ def test_a_validation_loader_that_appears_later_is_looked_at_too(make_network, m
             module.later = LOADERS["DataLoader"](train)
 
     with pytest.raises(InputError, match="hold it out"):
-        make_trainer(callbacks=[Late()]).fit(module, make_steps())
+        fit(module, callbacks=[Late()])
     assert not module.told
-
-
-def test_a_training_step_of_one_s_own_is_refused(make_network, make_steps, make_trainer):
-    class Own(Classifier):
-        def training_step(self, batch, batch_idx):
-            return None
-
-        def on_train_start(self):
-            super().on_train_start()
-
-    with pytest.raises(InputError, match="define per_example_loss"):
-        make_trainer().fit(Own(make_network()), make_steps())
-
-
-def test_hyperparameters_that_hold_data_are_refused(make_network, make_steps, make_trainer, train):
-    class Keeping(Classifier):
-        def __init__(self, network, data):
-            super().__init__(network)
-            self.save_hyperparameters(ignore=["network"])
-
-    with pytest.raises(InputError, match="written into checkpoints"):
-        make_trainer().fit(Keeping(make_network(), train), make_steps())
-
-
-def test_schedulers_are_stepped_after_each_step(make_network, make_steps, make_trainer, plan):
-    class Scheduled(Classifier):
-        def configure_optimizers(self):
-            optimizer = super().configure_optimizers()
-            return [optimizer], [torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=plan.steps)]
-
-    trainer = make_trainer()
-    trainer.fit(Scheduled(make_network()), make_steps())
-    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.05)
-
-
-def test_a_scheduler_that_follows_a_loss_is_refused(make_network, make_steps, make_trainer):
-    class Following(Classifier):
-        def configure_optimizers(self):
-            optimizer = super().configure_optimizers()
-            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "validation_loss"}}
-
-    with pytest.raises(InputError, match="follows the steps"):
-        make_trainer().fit(Following(make_network()), make_steps())
-
-
-def test_metrics_of_training_data_are_refused(make_network, make_steps, make_trainer, train):
-    with pytest.raises(InputError, match="hold it out"):
-        make_trainer().fit(Classifier(make_network()), make_steps(), DataLoader(TensorDataset(*train), batch_size=30))
