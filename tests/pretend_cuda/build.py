@@ -9,7 +9,6 @@ import importlib.util
 import os
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("device.cpp")
@@ -19,53 +18,28 @@ class CannotBuild(Exception):
     """Why there is no pretend device on this machine, in a sentence."""
 
 
-def compiler() -> str | None:
-    """The C++ compiler of this machine: ``CXX``, or the first of g++ and clang++."""
-    return next((found for name in (os.environ.get("CXX"), "g++", "clang++") if name and (found := shutil.which(name))), None)
-
-
-def folder() -> Path:
-    """Where compiled devices are kept: the user's cache, or the folder for temporary files if that cannot be written."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "dp-microadam-tests"
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        if os.access(cache, os.W_OK):
-            return cache
-    except OSError:
-        pass
-    cache = Path(tempfile.gettempdir()) / f"dp-microadam-tests-{os.getuid()}"
-    cache.mkdir(mode=0o700, exist_ok=True)
-    return cache
-
-
 def library() -> Path:
     """The compiled device for the installed torch. One process compiles, others wait for it.
 
     Raises:
         CannotBuild: if torch was built with CUDA, a compiler is missing, or it fails.
     """
-    version = importlib.metadata.version("torch")
-    torch = _torch_folder()
+    version, found = importlib.metadata.version("torch"), importlib.util.find_spec("torch")  # torch must not be imported yet
+    torch = Path(str(found and found.origin)).parent
     if (torch / "lib" / "libtorch_cuda.so").exists():
         raise CannotBuild(f"torch {version} brings the real CUDA; the pretend device needs a build for the CPU only")
-    program = compiler()
+    program = next((path for name in (os.environ.get("CXX"), "g++", "clang++") if name and (path := shutil.which(name))), None)
     if program is None:
         raise CannotBuild("the pretend CUDA device needs a C++ compiler: g++ or clang++, or one named by CXX")
+    folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "dp-microadam-tests"
+    folder.mkdir(parents=True, exist_ok=True)
     key = hashlib.sha256(f"{version} {program}\n".encode() + SOURCE.read_bytes()).hexdigest()[:24]
-    target = folder() / f"pretend_cuda-{key}.so"
+    target = folder / f"pretend_cuda-{key}.so"
     with open(target.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             _compile(program, torch, target)
     return target
-
-
-def _torch_folder() -> Path:
-    """The folder of the installed torch, without importing it: the device has to be there first."""
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
-        raise CannotBuild("torch is not installed")
-    return Path(found.origin).parent
 
 
 def _compile(program: str, torch: Path, target: Path) -> None:

@@ -1,7 +1,7 @@
 """The device the battery runs on: a pretend CUDA device in host memory, or the real one that ``DP_MICROADAM_DEVICE`` names.
 
 The pretend device has to be installed before torch is imported, since torch looks for CUDA once. So it lives in processes of
-its own, which :mod:`pretend_cuda.start` starts.
+its own, which :mod:`pretend_cuda.test_pretend_cuda` starts.
 """
 
 from __future__ import annotations
@@ -32,26 +32,14 @@ def install() -> str:
     given = real_device()
     if given is not None:
         return given
-    install_pretend()
-    # Not the default device: what says "cuda" where it should say which one is noticed.
-    return "cuda:1"
-
-
-def install_pretend() -> None:
-    """Make the pretend device available in this process.
-
-    Raises:
-        build.CannotBuild: if it cannot be compiled.
-    """
-    if "torch" in sys.modules:
-        raise RuntimeError("torch was imported before the pretend device: torch looks for CUDA only once")
+    assert "torch" not in sys.modules, "torch looks for CUDA only once, when it is imported"
     os.environ["PRETEND_CUDA_DEVICES"] = str(COUNT)
     loaded = ctypes.CDLL(str(build.library()), mode=ctypes.RTLD_GLOBAL)
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        sys.modules["triton"] = None  # its compiled kernels need a real device; importlib finds no Triton then
     import torch
 
     _show_to_python(torch, loaded)
+    # Not the default device: what says "cuda" where it should say which one is noticed.
+    return "cuda:1"
 
 
 def _show_to_python(torch: Any, loaded: ctypes.CDLL) -> None:

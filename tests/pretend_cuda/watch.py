@@ -1,4 +1,4 @@
-"""Watches what a device is asked to do: refuses mixed devices as a GPU would, counts synchronisations and launches by line."""
+"""Watches what a device is asked to do: refuses mixed devices as a GPU would, counts synchronisations by line."""
 
 from __future__ import annotations
 
@@ -28,13 +28,6 @@ WAITS = {
 }
 """Operators after which the host waits for the device, since their result, or its shape, is a number of the host."""
 
-NOT_LAUNCHED = {
-    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_local_scalar_dense", "lift_fresh"),
-    *("detach", "alias", "view", "_unsafe_view", "_reshape_alias", "as_strided", "is_pinned", "is_same_size", "set_"),
-    "record_stream",
-}
-"""Operators without a kernel, besides views."""
-
 _PACKAGE = "/dp_microadam/"
 _watching: list[Watch] = []
 
@@ -48,7 +41,6 @@ class Watch(TorchDispatchMode):
 
     Attributes:
         synchronisations: how often the host waited for the device, by (what, file:line function).
-        launches: kernels started, by (operator, file:line function); a lower bound, since some operators start several.
         refusals: what was refused, so that it is known even where the exception was caught.
 
     Raises:
@@ -58,7 +50,6 @@ class Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.synchronisations: Counter[tuple[str, str]] = Counter()
-        self.launches: Counter[tuple[str, str]] = Counter()
         self.refusals: list[str] = []
 
     def __enter__(self) -> Watch:
@@ -76,15 +67,10 @@ class Watch(TorchDispatchMode):
         if len({tensor.device for tensor in given}) > 1:
             self._refuse_mixed(func, name, args, given)
         out = func(*args, **kwargs)
-        made = [tensor for tensor in _tensors(out) if tensor.is_cuda]
         on_gpu = any(tensor.is_cuda for tensor in given)
         waits = _copy_that_waits(name, args, kwargs, out) or (_waits(func, name, args, kwargs) if on_gpu else None)
         if waits:
             self.synchronisations[waits, project_line()] += 1
-        if not func._schema.returns:  # it only writes
-            made = [tensor for tensor in given if tensor.is_cuda]
-        if any(tensor.numel() for tensor in made) and name not in NOT_LAUNCHED and not func.is_view:
-            self.launches[name, project_line()] += 1
         return out
 
     def _refuse_mixed(self, func: Any, name: str, args: Sequence[Any], given: Sequence[Tensor]) -> None:
