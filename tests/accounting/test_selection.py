@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import json
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -67,10 +66,6 @@ def test_ten_expected_runs_of_the_papers_plan_cost_what_was_published_or_less(di
     """The published numbers are those of dp-accounting's divergences of one run. Ours are exact, and give a smaller ε."""
     assert f"{epsilon([best_of(as_dp_accounting_sees(PAPER), distribution)], 1e-5, 'rdp'):.3f}" == published
     assert f"{epsilon([best_of(PAPER, distribution)], 1e-5, 'rdp'):.3f}" == exact
-
-
-def test_ten_runs_whose_results_are_all_published_cost_far_more():
-    assert f"{epsilon([PAPER] * 10, 1e-5, 'rdp'):.3f}" == "34.237"
 
 
 @pytest.mark.parametrize("shape", [0.0, 0.3, 1.0, 4.0])
@@ -180,14 +175,6 @@ def test_the_steps_solved_for_are_the_most_that_keep_the_search_within_epsilon(b
     plan = SelectionPlan.solve(**SMALL, epsilon=4.0, noise_multiplier=3.0, expected_runs=8, bands=bands)
     assert plan.epsilon <= 4.0 < plan.epsilon_after(plan.steps + 1)
     assert plan.steps % bands == 0
-
-
-def test_a_search_may_be_planned_from_noise_and_steps():
-    plan = SelectionPlan.solve(
-        dataset_size=45_000, batch_size=4096, delta=1e-5, noise_multiplier=3.0, steps=2480, expected_runs=10
-    )
-    assert f"{plan.epsilon:.3f}" == "13.025"
-    assert SelectionPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
 
 
 @pytest.mark.parametrize(

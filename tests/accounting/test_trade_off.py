@@ -14,7 +14,6 @@ from thoroughness import examples
 from dp_microadam.accounting.costs import SubsampledGaussian, epsilon
 from dp_microadam.accounting.one_step import Cap
 from dp_microadam.accounting.trade_off import SMALLEST_RATE, gaussian_bound, trade_off
-from dp_microadam.errors import InputError
 
 PAPER = SubsampledGaussian(sample_rate=4096 / 45000, noise_multiplier=3.0, steps=2480)
 RATES = (0.4, 0.1, 0.01, 0.001, 1e-4, 1e-5)
@@ -131,22 +130,3 @@ def test_a_cap_that_is_reached_tells_more():
     plain, tight = (trade_off([SubsampledGaussian(0.1, 2.0, 50, cap=cap)]) for cap in (None, Cap(50, 500)))
     for rate in RATES:
         assert plain.true_positives(rate) < tight.true_positives(rate)
-
-
-def test_nothing_spent_tells_an_attacker_nothing():
-    curve = trade_off([])
-    assert curve.true_positives(0.01) == pytest.approx(0.01)
-    assert gaussian_bound(curve).mu == 0
-    assert trade_off([SubsampledGaussian(0.1, 1.0, 0)]).true_positives(0.01) == pytest.approx(0.01)
-
-
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [
-        (SubsampledGaussian(0.1, 0.01, 1), "noise_multiplier is 0.01"),
-        (SubsampledGaussian(0.1, 100.0, 10**8), "steps is 100000000"),
-    ],
-)
-def test_what_cannot_be_computed_is_refused(part, message):
-    with pytest.raises(InputError, match=message):
-        trade_off([part])

@@ -1,7 +1,7 @@
 """Truncated Poisson sampling: its ε against published values, dp-accounting, and the mechanism itself enumerated."""
 
 import math
-from itertools import combinations, pairwise
+from itertools import combinations
 
 import mpmath
 import numpy as np
@@ -14,13 +14,12 @@ from scipy.special import ndtr
 from thoroughness import examples
 
 from dp_microadam.accounting import costs as accounting
-from dp_microadam.accounting import privacy_loss
 from dp_microadam.accounting.costs import (
     SubsampledGaussian,
     epsilon,
     group_epsilon,
 )
-from dp_microadam.accounting.one_step import ADDED, REMOVED, REPLACED, Cap, PrivacyLoss, loss_of_one_step, rdp_of_capped_step
+from dp_microadam.accounting.one_step import ADDED, REMOVED, Cap, PrivacyLoss, loss_of_one_step, rdp_of_capped_step
 from dp_microadam.errors import InputError
 
 ISSUE = {"sample_rate": 1024 / 45_000, "noise_multiplier": 1.7084, "steps": 2000}
@@ -82,20 +81,6 @@ def test_pld_is_never_above_rdp_and_a_cap_that_nobody_can_reach_costs_nothing(
     free, out_of_reach = (SubsampledGaussian(rate, noise, steps, cap=cap) for cap in (None, Cap(population, population)))
     for accountant in ("rdp", "pld"):
         assert epsilon([out_of_reach], delta, accountant) == epsilon([free], delta, accountant)
-
-
-@pytest.mark.parametrize("accountant", ["rdp", "pld"])
-@pytest.mark.parametrize(
-    ("population", "rate"), [pytest.param(45_000, 1024 / 45_000, marks=pytest.mark.slow), (200, 0.25), (50, 0.9)]
-)
-def test_the_larger_the_cap_the_smaller_epsilon(population, rate, accountant):
-    """From the expected batch upwards. (Below, a smaller cap also means that everyone takes part less often.)"""
-    expected = round(population * rate)
-    spread = math.sqrt(expected * (1 - rate))
-    caps = sorted({min(population, math.ceil(expected + spread * share)) for share in (0, 1, 3, 6, 9)})
-    found = [epsilon([SubsampledGaussian(rate, 2.0, 50, cap=Cap(cap, population))], 1e-5, accountant) for cap in caps]
-    assert all(before >= after * (1 - 1e-4) for before, after in pairwise(found))
-    assert found[-1] == pytest.approx(epsilon([SubsampledGaussian(rate, 2.0, 50)], 1e-5, accountant), rel=1e-4)
 
 
 def exact_delta(values: list[float], rate: float, cap: int, sigma: float, bound: float, *, removed: bool) -> float:
@@ -203,46 +188,6 @@ def test_probabilities_of_large_populations_are_rounded_up_too():
                 term *= (others - count) * odds / (count + 1)
                 count += 1
             assert exact <= Cap(units, population).reached(rate) <= exact * (1 + mpmath.mpf("3e-9"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("delta", [1e-3, 1e-9, 1e-15])
-@pytest.mark.parametrize(("rate", "noise"), [(1e-4, 1.0), (0.1, 3.0), (0.9, 0.5), (1.0, 2.0), (0.01, 30.0)])
-def test_pld_of_a_replaced_step_errs_upwards(rate, noise, delta):
-    """Against probabilities of half-lines in 60 digits; the likelihood ratio grows with the noise."""
-    with mpmath.workdps(60):
-        q, s = mpmath.mpf(rate), mpmath.mpf(noise)
-        high = mpmath.mpf(100)
-
-        def loss(x):
-            return mpmath.log(1 - q + q * mpmath.exp((2 * x - 1) / (2 * s**2))) - mpmath.log(
-                1 - q + q * mpmath.exp((-2 * x - 1) / (2 * s**2))
-            )
-
-        def delta_at(x):
-            upper = (1 - q) * mpmath.ncdf(-x / s) + q * mpmath.ncdf((1 - x) / s)
-            lower = (1 - q) * mpmath.ncdf(-x / s) + q * mpmath.ncdf((-1 - x) / s)
-            return upper - mpmath.exp(loss(x)) * lower
-
-        low, high = mpmath.mpf(0), 60 * s
-        if delta_at(low) > delta:
-            for _ in range(200):
-                middle = (low + high) / 2
-                low, high = (middle, high) if delta_at(middle) > delta else (low, middle)
-            exact = float(loss(high))
-        else:
-            exact = 0.0
-    law = loss_of_one_step(rate, noise, privacy_loss.reach_for(delta, 1), REPLACED)
-    ours = privacy_loss.epsilon_of_composition([(law, 1)], delta)
-    assert exact * (1 - 1e-12) <= ours <= exact * (1.02 if (rate, delta) == (1e-4, 1e-15) else 1.0005)
-
-
-@pytest.mark.slow
-def test_capped_and_uncapped_runs_compose_as_dp_accounting_composes_them():
-    parts = [SubsampledGaussian(0.05, 2.0, 300, cap=Cap(60, 1000)), SubsampledGaussian(0.01, 1.0, 500)]
-    assert epsilon(parts, 1e-6, "pld") == pytest.approx(by_dp_accounting(parts, 1e-6, 1e-4), rel=1e-3)
-    for accountant in ("rdp", "pld"):
-        assert epsilon(parts, 1e-6, accountant) > max(epsilon([part], 1e-6, accountant) for part in parts)
 
 
 def exact_group_delta(size: int, others: int, rate: float, cap: int, sigma: float, bound: float) -> float:

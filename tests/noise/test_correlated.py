@@ -64,14 +64,6 @@ def test_one_step_at_a_time_is_the_inverse_of_the_dense_matrix_and_c_times_it_is
     np.testing.assert_allclose(noise, correlated_reference(coefficients, white.double().numpy()), rtol=close, atol=20 * close)
 
 
-def test_a_thousand_steps_stay_white_to_one_in_a_million():
-    """Rounding does not build up: in float32, after 1,000 steps of 32 bands."""
-    white = torch.randn(1000, 50)
-    coefficients = banded_square_root(32)
-    noise = run(CorrelatedNoise(coefficients), white).double().numpy()
-    assert np.abs(mixed(coefficients, noise) - white.double().numpy()).max() < 1e-6 * np.abs(noise).max()
-
-
 @pytest.mark.parametrize("how", ["forget", "a step is left out", "another size", "another name", "another dtype"])
 def test_the_chain_begins_anew_so_that_no_two_participations_come_closer(how):
     """After an interruption the noise is that of a new chain, and C is block diagonal."""
@@ -100,13 +92,6 @@ def test_an_error_within_a_step_ends_the_block():
         chain.correlate_({"a": torch.randn(3).double(), "b": cannot_be_viewed}, step=3)
     noise = run(chain, white[3:], first=4)
     np.testing.assert_allclose(noise.numpy(), correlated_reference(banded_square_root(4), white[3:].numpy()), atol=1e-12)
-
-
-def test_a_tensor_of_which_this_process_draws_nothing_is_no_obstacle():
-    chain = CorrelatedNoise(banded_square_root(3))
-    for step in range(4):
-        chain.correlate_({"none": torch.empty(0), "some": torch.randn(2)}, step=step)
-    assert chain.memory == 2 * 2 * 4
 
 
 def test_the_chain_is_neither_saved_nor_copied_nor_shown():
@@ -161,12 +146,6 @@ def test_single_steps_and_running_sums_have_the_predicted_noise():
     assert np.linalg.norm(weights) / math.sqrt(40) == pytest.approx(single)
     assert mechanism.noise_deviation == pytest.approx(unit * single)
     assert PLAN.noise_deviation(0.5) == pytest.approx(unit * single)
-
-
-def test_noise_of_different_coordinates_is_independent():
-    noise, _ = noise_of(PLAN)
-    normal = (noise[:, :-1] * noise[:, 1:]).sum() / math.sqrt((noise[:, :-1] ** 2 * noise[:, 1:] ** 2).sum())
-    assert abs(normal) < stats.norm.isf(ALARM / 2)
 
 
 def test_a_step_that_was_refused_begins_a_new_chain():

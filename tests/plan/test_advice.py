@@ -50,16 +50,6 @@ def test_bands_are_proposed_where_the_size_of_the_model_is_known_and_fits():
     assert several[0].noise < without[0].noise
 
 
-def test_fixed_rates_need_more_steps_than_rates_that_follow_from_the_plan():
-    fixed, following = (best(advise(**SETTING, steps_for=for_examples(200_000), fixed_rate=fixed)) for fixed in (True, False))
-    assert fixed.steps > following.steps
-
-
-def test_few_examples_are_one_batch():
-    (one,) = advise(dataset_size=40, epsilon=8.0, delta=1e-3, parameters=100, steps_for=for_examples(4000))
-    assert (one.batch_size, one.steps) == (40, 100)
-
-
 def test_what_cannot_be_afforded_is_refused_in_one_sentence():
     with pytest.raises(InputError, match="not one step of 64 examples can be afforded") as refused:
         advise(**SETTING, steps_for=for_examples(10))

@@ -16,7 +16,6 @@ from dp_microadam import InputError, PrivacyPlan
 from dp_microadam.accounting.costs import SubsampledGaussian, epsilon, group_epsilon
 from dp_microadam.plan import bands as module
 from dp_microadam.plan.bands import (
-    NoiseRatios,
     band_table,
     banded_square_root,
     inverse_coefficients,
@@ -71,11 +70,6 @@ def test_participations_a_cycle_apart_move_disjoint_rows_by_at_most_one_each(ban
     assert (np.linalg.norm(columns, axis=0) <= 1).all()
     if bands > 1 and steps > bands:  # one step closer, and they do
         assert np.count_nonzero(matrix[:, [0, bands - 1]], axis=1).max() == 2
-
-
-def test_one_band_is_independent_noise():
-    assert banded_square_root(1).tolist() == [1.0]
-    assert noise_ratios(1, 1234) == NoiseRatios(1, 1)
 
 
 @examples(30)

@@ -92,12 +92,6 @@ def test_below_the_cap_the_sample_is_to_the_bit_that_without_one():
     assert (capped[~within].sum(axis=1) == CAP).all()
 
 
-@pytest.mark.parametrize("cap", [104, 112, 160])
-def test_a_step_has_at_most_as_many_chunks_as_the_cap_fills(cap):
-    for step in sampler_of(SIZE, BATCH, 200, physical_batch_size=16, max_batch_size=cap):
-        assert len(step.chunks) <= -(-cap // 16)
-
-
 @examples(100)
 @given(sizes=st.lists(st.integers(0, 12), min_size=1, max_size=4), most=st.integers(1, 20), seed=st.integers(0, 2**32))
 def test_processes_keep_together_what_one_process_would_keep(sizes, most, seed):
@@ -148,13 +142,6 @@ def test_a_seeded_sample_under_a_cap_does_not_depend_on_how_the_examples_are_div
     one = sampler_of(101, 12, 40, bands=bands, max_batch_size=13, seed=3)
     assert (together == membership(one)).all()
     assert together.sum(axis=1).max() == 13
-
-
-@pytest.mark.slow
-def test_the_cap_is_for_all_processes_together_and_nobodys_chances_depend_on_their_part():
-    drawn = drawn_by_ranks(3, SIZE, BATCH, 600, CAP, None)
-    assert drawn.sum(axis=1).max() == CAP
-    assert ALARM / 2 < spread_of_examples(drawn) < 1 - ALARM / 2
 
 
 def test_with_bands_every_group_counts_as_equally_large():

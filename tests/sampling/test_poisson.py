@@ -143,12 +143,6 @@ def test_chunks_that_were_not_consumed_neither_spill_into_the_next_step_nor_come
         list(passed.chunks)
 
 
-def test_a_list_is_a_dataset_of_examples():
-    examples = [torch.full((2,), float(i)) for i in range(30)]
-    (batch,) = next(sampler_of(30, 30).load(examples)).chunks
-    assert torch.equal(batch, torch.stack(examples))
-
-
 def test_what_is_drawn_does_not_show_in_length_or_representation():
     """Two samplers that draw different batches look the same."""
     looks = set()

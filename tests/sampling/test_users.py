@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from samplers import sampler_of
 from scipy import optimize, stats
 from thoroughness import THOROUGH, examples
-from torch.utils.data import Dataset, TensorDataset
 
 from dp_microadam import InputError, PrivacyError, PrivacyPlan
 from dp_microadam.noise.randomness import Randomness
 from dp_microadam.sampling.poisson import PoissonSampler
-from dp_microadam.sampling.users import Units, WeightedRows, widths
+from dp_microadam.sampling.users import Units, widths
 
 ALARM = 1e-8
 STEPS = 3000 if THOROUGH else 1000
@@ -111,15 +110,6 @@ def test_each_user_brings_at_most_k_of_their_examples_in_batches_that_fit(sizes,
             assert len(set(rows)) == len(rows) == min(most, numbered[user])
 
 
-def test_rows_that_fill_up_are_few():
-    """Users of 1 to 16 examples, all sizes alike: at most a fifth of what goes through the model."""
-    ids = ids_of(np.random.default_rng(0).integers(1, 17, 400))
-    sampler = sampler_of(400, 200, 20, physical_batch_size=256, units=Units(ids, 16))
-    weights = [chunk.weights for step in sampler for chunk in step.chunks]
-    rows, filling = sum(w.numel() for w in weights), sum(int((w == 0).sum()) for w in weights)
-    assert filling < 0.2 * rows
-
-
 @pytest.fixture(scope="module")
 def drawn():
     """Which examples each step drew: 60 users with 1, 3 or 8 examples, of which at most 3 enter a step."""
@@ -184,42 +174,6 @@ def test_a_fixed_seed_draws_the_same_however_users_are_divided():
     whole = all_of()
     parts = [all_of(shard=range(3)), all_of(shard=range(3, 8))]
     assert whole == [{**one, **other} for one, other in zip(*parts, strict=True)]
-
-
-def test_bands_are_groups_of_users():
-    ids = ids_of([2, 1, 4, 3, 1, 1])
-    sampler = sampler_of(6, 3, 8, physical_batch_size=9, bands=2, units=Units(ids, 4))
-    for step, found in enumerate(brought(sampler, ids)):
-        assert sorted(found) == [user for user in range(6) if user % 2 == step % 2]
-
-
-class Numbers(Dataset):
-    def __len__(self):
-        return 10
-
-    def __getitem__(self, index):
-        return torch.tensor(10.0 * index)
-
-
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_tensors_and_datasets_give_each_user_their_own_rows(workers):
-    ids = [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
-
-    def loaded(data, **options):
-        sampler = sampler_of(4, 3, 4, physical_batch_size=6, units=Units(ids, 3), seed=0)
-        return [list(step.chunks) for step in sampler.load(data, **options)]
-
-    numbers = 10.0 * torch.arange(10.0)
-    plain, wrapped = loaded(numbers), loaded(TensorDataset(numbers))
-    read = loaded(Numbers(), num_workers=workers)
-    for step, with_tensors, step_read in zip(plain, wrapped, read, strict=True):
-        for chunk, (single,), other in zip(step, (c.rows for c in with_tensors), step_read, strict=True):
-            assert isinstance(chunk, WeightedRows)
-            assert isinstance(other, WeightedRows)
-            assert torch.equal(chunk.rows, single)
-            assert torch.equal(chunk.rows, other.rows)
-            owners = torch.tensor(ids)[(chunk.rows / 10).long()].view_as(chunk.weights)
-            assert (owners == owners[:, :1]).all()
 
 
 def test_how_many_examples_anyone_has_is_not_shown():
