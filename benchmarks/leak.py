@@ -65,10 +65,11 @@ def attack(seed: int, epsilon: float) -> tuple[np.ndarray, np.ndarray, np.ndarra
         losses(open_model, train).mean().backward()
         optimizer.step()
     plan = PrivacyPlan.solve(dataset_size=len(train[1]), batch_size=128, delta=1e-5, epsilon=epsilon, steps=300)
+    method, plan = methods.default(private_model, plan)
     with tempfile.TemporaryDirectory() as folder:
         trainer = PrivateTrainer(
             private_model,
-            methods.dp_walk(private_model),
+            method,
             plan,
             losses,
             run_dir=Path(folder) / "run",

@@ -55,6 +55,7 @@ def by_own_loop(model, plan, data, folder):
     for gradients in step:
         method.update(model, gradients)
     step.close()
+    method.finish(model)
     return method, plan
 
 

@@ -48,7 +48,7 @@ method, plan = methods.default(model, plan)
 trainer = PrivateTrainer(model, method, plan, loss, record=RecordSettings(show_progress=False))
 result = trainer.fit((images[~test], digits[~test]))
 wanted = torch.arange(10).repeat(100)
-with torch.no_grad(), method.averaged(model):
+with torch.no_grad():
     made = model.decoder(torch.cat([torch.randn(1_000, LATENT), one_hot(wanted)], 1)).sigmoid()
 right = KNeighborsClassifier().fit(made, wanted).score(images[test], digits[test])
 print(f"taught by made digits, a classifier reads {100 * right:.1f} % of real ones, ε = {result.epsilon:.2f}")

@@ -46,7 +46,7 @@ result = trainer.fit((images[~test], digits[~test]))
 
 wanted = torch.arange(10).repeat(50)
 made = torch.randn(500, 64)
-with torch.no_grad(), method.averaged(model):
+with torch.no_grad():
     for time in reversed(range(TIMES)):  # deterministic sampling (Song et al., 2021)
         clean = model(made, torch.full((500,), time), wanted).clamp(-1, 1)
         noise = (made - kept[time].sqrt() * clean) / (1 - kept[time]).sqrt()

@@ -51,6 +51,6 @@ model, train, (*inputs, labels) = GraphNetwork(), graphs(GRAPHS), graphs(600)
 plan = PrivacyPlan.solve(dataset_size=GRAPHS, batch_size=256, delta=1e-4, epsilon=8.0, steps=200)
 method, plan = methods.default(model, plan)
 result = PrivateTrainer(model, method, plan, loss, record=RecordSettings(show_progress=False)).fit(train)
-with torch.no_grad(), method.averaged(model):
+with torch.no_grad():
     right = (model(*inputs).argmax(1) == labels).float().mean()
 print(f"test accuracy {100 * right:.1f} %, ε = {result.epsilon:.2f}")

@@ -28,7 +28,7 @@ method, plan = methods.default(model, plan)
 trainer = PrivateTrainer(model, method, plan, loss, record=RecordSettings(show_progress=False))
 result = trainer.fit((columns[train], progress[train]))
 
-with torch.no_grad(), method.averaged(model):
+with torch.no_grad():
     low, median, high = model(columns[test]).unbind(1)
 truth = progress[test]
 error, spread = (median - truth).abs().mean(), (truth.median() - truth).abs().mean()

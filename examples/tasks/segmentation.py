@@ -39,7 +39,7 @@ plan = PrivacyPlan.solve(dataset_size=4_500, batch_size=128, delta=1e-5, epsilon
 method, plan = methods.default(model, plan)
 options = {"performance": PerformanceSettings(physical_batch_size=64), "record": RecordSettings(show_progress=False)}
 result = PrivateTrainer(model, method, plan, loss, **options).fit((images[~test], masks[~test]))
-with torch.no_grad(), method.averaged(model):
+with torch.no_grad():
     shown, truth = model(images[test]) > 0, masks[test] > 0
 overlap = (shown & truth).sum() / (shown | truth).sum()
 print(f"intersection over union {100 * overlap:.1f} %, ε = {result.epsilon:.2f}")

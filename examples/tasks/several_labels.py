@@ -23,7 +23,7 @@ method, plan = methods.default(model, plan)
 trainer = PrivateTrainer(model, method, plan, loss, record=RecordSettings(show_progress=False))
 result = trainer.fit((images[~test], labels[~test]))
 
-with torch.no_grad(), method.averaged(model):
+with torch.no_grad():
     right = (model(images[test]) > 0) == (labels[test] > 0)
 for name, part in zip(PROPERTIES, right.T, strict=True):
     print(f"{name}: {100 * part.float().mean():.1f} %")

@@ -50,7 +50,7 @@ model, train, (tokens, names, place) = Tagger(), sentences(4_000), sentences(1_0
 plan = PrivacyPlan.solve(dataset_size=4_000, batch_size=256, delta=1e-5, epsilon=8.0, steps=200)
 method, plan = methods.default(model, plan)
 result = PrivateTrainer(model, method, plan, loss, record=RecordSettings(show_progress=False)).fit(train)
-with torch.no_grad(), method.averaged(model):
+with torch.no_grad():
     scores = model(tokens)
 tagged = scores[..., :2].argmax(-1)
 found, false = tagged[names == 1].float().mean(), tagged[(names == 0) & (tokens != PAD)].float().mean()

@@ -127,7 +127,7 @@ def test_the_weight_average_follows_its_formula(make_trainer, training_part):
         assert torch.allclose(value, average[name], atol=1e-6)
 
 
-def test_raw_and_averaged_weights_are_evaluated_and_the_raw_ones_come_back(
+def test_raw_and_averaged_weights_are_evaluated_and_the_averaged_ones_stay(
     make_trainer, training_part, validation_part, digits
 ):
     from dp_microadam.workbench.data import Preparation
@@ -138,8 +138,11 @@ def test_raw_and_averaged_weights_are_evaluated_and_the_raw_ones_come_back(
     result = trainer.fit(training_part, validation=validation_part)
     lines = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4]
-    raw, average = weights_of(trainer), trainer.average.state_dict()
-    assert same(raw, stepped[-1])
+    raw, average = stepped[-1], trainer.average.state_dict()
+    assert same(weights_of(trainer), average)
+    with trainer.method.last_weights(trainer.model):
+        assert same(weights_of(trainer), raw)
+    assert same(weights_of(trainer), average)
     assert not same(raw, average)
     inputs, labels = Preparation(digits)(validation_part)
     for prefix, weights in (("", raw), ("ema_", average)):

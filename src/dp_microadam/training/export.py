@@ -187,7 +187,8 @@ def export_run(
         PROGRAM if program else None,
     )
     with new_folder(output) as folder:
-        save_weights(trainer.model.state_dict(), folder / WEIGHTS)
+        with trainer.method.last_weights(trainer.model):
+            save_weights(trainer.model.state_dict(), folder / WEIGHTS)
         if average is not None:
             save_weights(average.state_dict(), folder / AVERAGED_WEIGHTS)
         if program:

@@ -262,6 +262,17 @@ class Method:
         with nullcontext() if self.average is None else self.average.in_place_of(model):
             yield
 
+    @contextmanager
+    def last_weights(self, model: nn.Module) -> Iterator[None]:
+        """Within the block the model of a finished run has the weights of its last step in place of their average."""
+        with nullcontext() if self.average is None else self.average.taken_from(model):
+            yield
+
+    def finish(self, model: nn.Module) -> None:
+        """Give ``model`` its averaged weights for good, if there is an average; :meth:`last_weights` has the others."""
+        if self.average is not None:
+            self.average.give(model)
+
     def refuse_parameters(self, model: nn.Module, plan: PlanLike) -> None:
         """Check that the optimizer has all parameters that train, and no foreign ones.
 
@@ -327,6 +338,8 @@ class WeightAverage:
             name: value.detach().to(torch.promote_types(value.dtype, torch.float32), copy=True)
             for name, value in weights.items()
         }
+        self._last: dict[str, Tensor] = {}
+        """The weights of the last step, once the model has the average for good."""
 
     @torch.no_grad()
     def update(self, model: nn.Module, step: int) -> None:
@@ -339,14 +352,32 @@ class WeightAverage:
     def in_place_of(self, model: nn.Module) -> Iterator[None]:
         """Within the block ``model`` has the averaged weights; its own are restored afterwards, even after an error."""
         own = {name: model.get_parameter(name).detach().clone() for name in self._shadow}
-        try:
-            _copy(self._shadow, model)
+        with _exchanged(model, self._shadow, own):
             yield
-        finally:
-            _copy(own, model)
+
+    def give(self, model: nn.Module) -> None:
+        """Leave the averaged weights in ``model``."""
+        if not self._last:
+            self._last = {name: model.get_parameter(name).detach().clone() for name in self._shadow}
+            _copy(self._shadow, model)
+
+    @contextmanager
+    def taken_from(self, model: nn.Module) -> Iterator[None]:
+        """Within the block ``model`` has the weights of its last step, if :meth:`give` gave it the averaged ones."""
+        with _exchanged(model, self._last, self._shadow if self._last else {}):
+            yield
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self._shadow)
+
+
+@contextmanager
+def _exchanged(model: nn.Module, inside: Mapping[str, Tensor], afterwards: Mapping[str, Tensor]) -> Iterator[None]:
+    try:
+        _copy(inside, model)
+        yield
+    finally:
+        _copy(afterwards, model)
 
 
 @torch.no_grad()

@@ -154,10 +154,14 @@ class PrivateTrainer:
         an integer or a string, if the plan's unit is the user. ``validation_users`` are those of ``validation``, if known; who
         is in both is refused.
 
+        Afterwards the model has the averaged weights, if the method keeps an average: validation figures are theirs. Within
+        ``with trainer.method.last_weights(model):`` it has those of the last step.
+
         Validation and callbacks are tried once before the first step. An error in one of them, or anywhere else between two
         steps, writes a checkpoint before it leaves, from which the run goes on.
         """
         if self.finished:
+            self.method.finish(self.model)
             return self.result()
         account = self.step.account
         self._refuse_shared(train, validation)
@@ -196,6 +200,7 @@ class PrivateTrainer:
             progress.close()
             self.record.close()
             self.step.close()
+        self.method.finish(self.model)
         return self.result()
 
     def _loop(self, validation: Any, progress: Progress, interruption: Interruptible) -> None:

@@ -115,7 +115,10 @@ class Experiment:
 
     def final_weights_accuracy(self) -> float | None:
         """Accuracy on the test set of the weights after the last step, if the recipe also keeps an average; else None."""
-        return None if self.trainer.average is None else self._counts().accuracy
+        if self.trainer.average is None:
+            return None
+        with self.trainer.method.last_weights(self.model):
+            return self._counts().accuracy
 
     def best_model(self) -> nn.Module:
         """A copy of the model with the weights that are evaluated: averaged ones if the recipe keeps an average."""
