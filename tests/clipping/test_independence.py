@@ -640,3 +640,14 @@ def test_running_out_of_memory_later_in_the_check_is_no_reason_to_leave_somethin
     engine = ClippedGradients(Failing(large=FAILURES["not enough memory"][0]), cross_entropy, max_grad_norm=1.0)
     with pytest.raises(torch.OutOfMemoryError):
         engine.check_independence(features())
+
+
+def test_an_error_of_the_model_on_made_up_examples_says_that_they_are():
+    def last(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        rows, lengths = batch
+        return model(rows).gather(1, lengths.unsqueeze(1) - 1).squeeze(1)  # a length of 0 is none
+
+    engine = ClippedGradients(nn.Linear(5, 4), last, max_grad_norm=1.0)
+    with pytest.raises(RuntimeError) as error:
+        engine.accumulate((torch.rand(3, 5), torch.tensor([1, 2, 4])))
+    assert "synthetic_batch" in error.value.__notes__[0]

@@ -262,6 +262,12 @@ class CheckedModel(Probe):
         return self._directions[kind]
 
 
+_MADE_UP = (
+    "This is the check before the first step, on made-up examples: floating-point numbers in [0, 1), integers 0 or 1. If the model "
+    "does not accept such, pass some that it accepts as PrivacySettings(synthetic_batch=...)."
+)
+
+
 class IndependenceCheck:
     """The randomized numerical check of one model; the docstring of this module says what it can miss.
 
@@ -339,6 +345,11 @@ class IndependenceCheck:
                 yield CheckedModel(self._model, self._loss, self.observed, seed_all, self._precision)
         except InteractionError as error:
             raise InputError(f"{error} (to repeat this check: check_independence(batch, seed={self.source.seed}))") from error
+        except InputError:
+            raise
+        except Exception as error:
+            error.add_note(_MADE_UP)
+            raise
 
 
 def _check_every_parameter_is_used(own: CheckedModel, simple: Any) -> None:
