@@ -222,6 +222,13 @@ def require_integer(name: str, value: int, low: int, high: int | None = None) ->
     return number
 
 
+def require_flag(name: str, value: bool) -> bool:
+    """Require true or false; a number does not count as one of them."""
+    if not isinstance(value, bool):
+        raise InputError(f"{name} is {value!r}; it must be true or false")
+    return value
+
+
 def require_one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
     """Require that ``value`` is one of ``choices``."""
     if value not in choices:

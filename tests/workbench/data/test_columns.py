@@ -1,7 +1,6 @@
 """Declared columns of a table: what each cell becomes, and that checking and training see the same."""
 
 import csv
-from datetime import date
 
 import pytest
 import torch
@@ -20,14 +19,13 @@ DECLARED = {
     "gain": {"kind": "number", "range": [0, 999], "log": True},
     "work": {"kind": "category", "values": ["office", "field"], "missing": ["?", ""]},
     "town": {"kind": "category", "values": ["a", "b"], "other": True},
-    "since": {"kind": "date", "range": ["2000-01-01", "2000-01-11"], "missing": ""},
     "name": {"kind": "ignored"},
 }
 OPTIONS = {"label": "outcome", "classes": ["ill", "well"]}
 
 
 def row(**cells):
-    usual = {"age": "50", "gain": "0", "work": "field", "town": "a", "since": "2000-01-06", "name": "x"}
+    usual = {"age": "50", "gain": "0", "work": "field", "town": "a", "name": "x"}
     return {**usual, **{name: str(cell) for name, cell in cells.items()}}
 
 
@@ -45,15 +43,12 @@ def row(**cells):
         ({"work": ""}, slice(3, 6), [0, 0, 1]),
         ({"town": "b"}, slice(6, 9), [0, 1, 0]),
         ({"town": "nowhere"}, slice(6, 9), [0, 0, 1]),
-        ({"since": "2000-01-06"}, slice(9, 11), [0, 0]),
-        ({"since": "1990-05-05"}, slice(9, 11), [-1, 0]),
-        ({"since": ""}, slice(9, 11), [0, 1]),
     ],
 )
 def test_a_cell_becomes_what_is_declared(changed, at, expected):
     columns = Columns.of(DECLARED)
     vector = columns.vector(row(**changed))
-    assert len(vector) == columns.width == 11
+    assert len(vector) == columns.width == 9
     assert vector[at] == pytest.approx(expected)
 
 
@@ -62,7 +57,7 @@ def test_a_cell_becomes_what_is_declared(changed, at, expected):
     [
         ("age", 3, r"columns.age is 3; it must be like"),
         ("age", {"range": [0, 1]}, r"columns.age is .*; it must be like"),
-        ("age", {"kind": "text"}, "of kind number, category, date or ignored"),
+        ("age", {"kind": "text"}, "of kind number, category or ignored"),
         ("age", {"kind": "number"}, r"columns.age.range is None; it must be two numbers, the smaller first: public limits"),
         ("age", {"kind": "number", "range": [9, 1]}, r"columns.age.range is \[9, 1\]"),
         ("age", {"kind": "number", "range": [0, float("nan")]}, r"columns.age.range"),
@@ -72,8 +67,6 @@ def test_a_cell_becomes_what_is_declared(changed, at, expected):
         ("work", {"kind": "category", "values": ["a", "a"]}, "a list of different texts"),
         ("work", {"kind": "category", "values": ["a", True]}, "a list of texts"),
         ("work", {"kind": "category", "values": ["a", "?"], "missing": "?"}, "all values but the missing one"),
-        ("since", {"kind": "date", "range": ["yesterday", "today"]}, "two dates like 2024-01-31"),
-        ("since", {"kind": "date", "range": ["2000-01-01", "2001-01-01"], "format": "%m.%Y"}, "day, month and year"),
         ("name", {"kind": "ignored", "missing": "?"}, r"columns.name.missing = '\?' is unknown"),
     ],
 )
@@ -93,8 +86,6 @@ def test_declarations_survive_in_the_configuration_of_a_run():
     assert again == recipe()
     assert list(again.columns) == list(DECLARED)
     assert Columns.of(again.columns).vector(row()) == Columns.of(DECLARED).vector(row())
-    days = {**DECLARED, "since": {"kind": "date", "range": [date(2000, 1, 1), date(2000, 1, 11)], "missing": ""}}
-    assert recipe(columns=days) == recipe()
     with pytest.raises(InputError, match="data is 'digits'; they are for 'table'"):
         data.load("digits", columns=DECLARED)
     with pytest.raises(InputError, match="at least one column must be an input"):
@@ -121,7 +112,6 @@ CELLS = {
     "gain": ["0", "12", "-1", "x4711", ""],
     "work": ["office", " field", "?", "", "x4711"],
     "town": ["a", "b", "x4711", ""],
-    "since": ["2000-01-02", "1999-12-31", "", "2000-13-01", "x4711"],
     "name": ["x4711", "", "a,b", 'say "x"', "two\nlines"],
     "outcome": ["ill", "well", " ill", "x4711", ""],
 }
@@ -191,14 +181,14 @@ def test_check_names_columns_and_all_lines_and_training_names_no_line(tmp_path):
     lines[16] = '"open" quote' + lines[16]
     path.write_text("\n".join(lines))
     with path.open("ab") as file:
-        file.write(b"\n1,1,\xff,a,,x,ill")
+        file.write(b"\n1,1,\xff,a,x,ill")
     found = check("table", str(path), columns=DECLARED, **OPTIONS)
     assert [problem.removeprefix(f"{path} has a ").partition(";")[0] for problem in found.problems] == [
         "cell in column 'age' that is not a finite number (line 4, line 13)",
         "cell in column 'work' that is not among the declared values (line 8)",
         "cell in column 'age' that is empty (line 10)",
         "cell in column 'outcome' that is an invalid label (line 13)",
-        "row that does not have 7 cells like the header (line 15)",
+        "row that does not have 6 cells like the header (line 15)",
         "row that has quotes that do not match (line 17)",
         "row that is not valid UTF-8 (line 22)",
     ]

@@ -92,16 +92,14 @@ def test_idx_files_are_read_to_the_byte(tmp_path, compressed):
 
 
 @pytest.mark.parametrize("archived", [False, True])
-@pytest.mark.parametrize(("name", "labels"), [("cifar10", "fine"), ("cifar100", "fine"), ("cifar100", "coarse")])
-def test_cifar_is_read_to_the_byte(tmp_path, name, labels, archived):
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_cifar_is_read_to_the_byte(tmp_path, name, archived):
     batches = cifar(name)
-    options = {} if name == "cifar10" else {"labels": labels}
-    found = data.load(name, str(write_cifar(tmp_path, name, batches, archived=archived)), verify=False, **options)
-    column = 0 if labels == "coarse" or name == "cifar10" else 1
-    *train, test = [(torch.tensor(images), torch.tensor(found[:, column])) for images, found in batches.values()]
+    found = data.load(name, str(write_cifar(tmp_path, name, batches, archived=archived)), verify=False)
+    *train, test = [(torch.tensor(images), torch.tensor(found[:, -1])) for images, found in batches.values()]
     assert pairs(found.train, found.validation) == pairs(*train)
     assert pairs(found.test) == pairs(test)
-    assert (found.num_classes, found.mean) == ({"coarse": 20}.get(labels, known(name).num_classes), known(name).mean)
+    assert (found.num_classes, found.mean) == (known(name).num_classes, known(name).mean)
 
 
 def test_a_folder_may_hold_the_files_themselves_and_an_archive_may_be_named(tmp_path):
@@ -109,8 +107,6 @@ def test_a_folder_may_hold_the_files_themselves_and_an_archive_may_be_named(tmp_
     archive = write_cifar(tmp_path / "b", "cifar10", cifar("cifar10"), archived=True) / "cifar-10-binary.tar.gz"
     for holder in (place, archive):
         assert len(data.load("cifar10", str(holder), verify=False).test[1]) == 10
-    with pytest.raises(InputError, match=r"labels is 'rough'; it must be one of 'coarse', 'fine'"):
-        data.load("cifar100", str(place), verify=False, labels="rough")
 
 
 @pytest.mark.parametrize(("name", "packed"), [(n, p) for n in ("mnist", "cifar10") for p in (False, True)])

@@ -448,10 +448,10 @@ def test_the_recipe_shown_trains_on_such_a_table(tmp_path):
     shown = re.search(r"## Your own table\n\n```toml\n(.*?)```", PAGE, re.DOTALL)[1]
     table = tmp_path / "patients.csv"
     people = (
-        f"{20 + n % 60},{n if n % 5 else ''},{('never', '?')[n % 2]},{('north', 'east')[n % 2]},2020-02-{1 + n % 28:02d},{n},"
+        f"{20 + n % 60},{n if n % 5 else ''},{('never', '?')[n % 2]},{('north', 'east')[n % 2]},{n},"
         f"{('healthy', 'ill')[n % 2]}\n"
         for n in range(500)
     )
-    table.write_text("age,income,smoker,region,admitted,record,outcome\n" + "".join(people))
+    table.write_text("age,income,smoker,region,record,outcome\n" + "".join(people))
     recipe = Recipe.from_toml(shown.replace("patients.csv", str(table)).replace("steps = 500", "steps = 2"))
     assert assemble(recipe, tmp_path / "run", show_progress=False).fit().steps_done == 2

@@ -70,7 +70,7 @@ def data_or_stand_in(recipe: Recipe, tell: Callable[[str], None] = lambda text: 
         train_size=recipe.train_size,
     )
     count = min(recipe.physical_batch_size, recipe.batch_size)
-    return synthetic_images(recipe.data, count, image_size=recipe.image_size, **recipe.data_options), len(training)
+    return synthetic_images(recipe.data, count, image_size=recipe.image_size), len(training)
 
 
 def _median_step(recipe: Recipe, data: LabelledData, count: int) -> float:

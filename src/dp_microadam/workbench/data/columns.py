@@ -9,17 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import date, datetime
 from typing import Any
 
 from dp_microadam.errors import InputError
+from dp_microadam.validation import require_flag
 
 _LARGEST_FLOAT32 = 3.4e38
 
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "number": ("range", "log", "missing"),
     "category": ("values", "other", "missing"),
-    "date": ("range", "format", "missing"),
     "ignored": (),
 }
 """By kind of column: what its declaration may say."""
@@ -38,7 +37,7 @@ class Unsuitable(ValueError):
 class Column:
     """One column; see docs/recipes.md for the kinds.
 
-    A number or date becomes one input: ``range`` is mapped to [-1, 1], and what lies outside is clamped to it. A category
+    A number becomes one input: ``range`` is mapped to [-1, 1], and what lies outside is clamped to it. A category
     becomes an input for each of ``values``, of which one is 1; with ``other``, one more is for values that are not declared.
     ``missing`` are the texts that stand for a missing value: if there are any, one more input says whether it is.
 
@@ -52,11 +51,10 @@ class Column:
 
     kind: str = "number"
     range: tuple[float, float] | None = None
-    """Of a date in ordinal days. None only for tables without declared columns, whose numbers are taken as they are."""
+    """None only for tables without declared columns, whose numbers are taken as they are."""
     log: bool = False
     values: tuple[str, ...] = ()
     other: bool = False
-    format: str | None = None
     missing: tuple[str, ...] = ()
 
     @property
@@ -84,7 +82,7 @@ class Column:
                 raise Unsuitable("is not among the declared values", "add it to values if it is public, or set other = true")
             place = self.values.index(text) if text in self.values else len(self.values)
             return tuple(float(place == index) for index in range(self._own_width))
-        number = self.number(text)
+        number = _number_in(text)
         if self.range is None:
             return (number,)
         low, high = self.range
@@ -92,21 +90,15 @@ class Column:
         share = math.log1p(inside - low) / math.log1p(high - low) if self.log else (inside - low) / (high - low)
         return (2 * share - 1,)
 
-    def number(self, text: str) -> float:
-        """The finite number, or the ordinal number of the day, that the text is."""
-        if self.kind == "date":
-            try:
-                return (datetime.strptime(text, self.format) if self.format else datetime.fromisoformat(text)).toordinal()
-            except ValueError:
-                like = f"of the format {self.format}" if self.format else "like 2024-01-31"
-                raise Unsuitable(f"is not a date {like}", "write it so, or declare the format of the column") from None
-        try:
-            number = float(text) if "_" not in text else math.nan  # Python reads 1_000 as a thousand, other programs do not
-        except ValueError:
-            number = math.nan
-        if not abs(number) <= _LARGEST_FLOAT32:
-            raise Unsuitable("is not a finite number", "write a number, or declare the text that stands for a missing one")
-        return number
+
+def _number_in(text: str) -> float:
+    try:
+        number = float(text) if "_" not in text else math.nan  # Python reads 1_000 as a thousand, other programs do not
+    except ValueError:
+        number = math.nan
+    if not abs(number) <= _LARGEST_FLOAT32:
+        raise Unsuitable("is not a finite number", "write a number, or declare the text that stands for a missing one")
+    return number
 
 
 class Columns:
@@ -147,24 +139,18 @@ class Columns:
 
 
 def declaration(key: str, value: Any) -> dict[str, Any]:
-    """Check ``[columns]`` of a recipe, and return it as data that JSON can hold: dates as text."""
+    """Check ``[columns]`` of a recipe, and return it."""
     if not isinstance(value, Mapping):
         raise InputError(f"{key} is {value!r}; it must be a table with a declaration for each column")
     if value:
         Columns.of(value)
-    return {name: {option: _plain(one) for option, one in given.items()} for name, given in value.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return value.isoformat() if isinstance(value, date) else value
+    return {name: dict(given) for name, given in value.items()}
 
 
 def _column(key: str, given: Any) -> Column:
     kind = given.get("kind") if isinstance(given, Mapping) else None
     if not isinstance(kind, str) or kind not in _OPTIONS:
-        kinds = "number, category, date or ignored"
+        kinds = "number, category or ignored"
         raise InputError(f'{key} is {given!r}; it must be like {{ kind = "number", range = [0, 100] }}, of kind {kinds}')
     options = _OPTIONS[kind]
     for option, value in given.items():
@@ -177,9 +163,7 @@ def _column(key: str, given: Any) -> Column:
 
 
 def _flag(key: str, value: Any, kind: str) -> bool:
-    if value is not None and not isinstance(value, bool):
-        raise InputError(f"{key} is {value!r}; it must be true or false")
-    return bool(value)
+    return value is not None and require_flag(key, value)
 
 
 def _texts(key: str, given: Any, kind: str) -> tuple[str, ...]:
@@ -194,13 +178,12 @@ def _texts(key: str, given: Any, kind: str) -> tuple[str, ...]:
 
 
 def _range(key: str, given: Any, kind: str) -> tuple[float, float]:
-    read, like = (_day, "two dates like 2024-01-31") if kind == "date" else (_number, "two numbers")
     try:
-        low, high = (read(end) for end in given)
+        low, high = (_number(end) for end in given)
     except (TypeError, ValueError):
         low = high = 0
     if not low < high:
-        raise InputError(f"{key} is {given!r}; it must be {like}, the smaller first: public limits, not those of the data")
+        raise InputError(f"{key} is {given!r}; it must be two numbers, the smaller first: public limits, not those of the data")
     return low, high
 
 
@@ -210,20 +193,4 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _day(value: Any) -> int:
-    return (value if isinstance(value, date) else datetime.fromisoformat(value)).toordinal()
-
-
-def _format(key: str, value: Any, kind: str) -> str | None:
-    if value is None:
-        return None
-    day = datetime(2024, 10, 31)
-    try:
-        if datetime.strptime(day.strftime(value), value) == day:
-            return str(value)
-    except (TypeError, ValueError):
-        pass
-    raise InputError(f"{key} is {value!r}; it must name day, month and year, as in %d.%m.%Y")
-
-
-_OPTION_READERS = {"range": _range, "log": _flag, "values": _texts, "other": _flag, "format": _format, "missing": _texts}
+_OPTION_READERS = {"range": _range, "log": _flag, "values": _texts, "other": _flag, "missing": _texts}

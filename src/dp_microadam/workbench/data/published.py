@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.hub import download_url_to_file
 
 from dp_microadam.errors import DPMicroAdamError, InputError
-from dp_microadam.validation import require_one_of
 from dp_microadam.workbench.data.catalogue import known
 from dp_microadam.workbench.data.dataset import Arrays, Found, LabelledData, Source
 from dp_microadam.workbench.data.raw import RawImages
@@ -31,12 +30,6 @@ _CIFAR: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "cifar100": ("cifar-100-binary", ("train.bin", "test.bin")),
 }
 """The folder inside the archive, and the files in that folder, of which the last is the test part."""
-
-_LABELS: Mapping[str, Mapping[str, tuple[int, int]]] = {
-    "cifar10": {"fine": (0, 10)},
-    "cifar100": {"coarse": (0, 20), "fine": (1, 100)},
-}
-"""By data set and kind of label: its byte in a record, and the number of classes."""
 
 
 def _checked(
@@ -75,21 +68,19 @@ def read_idx(source: Source) -> Found:
 def read_cifar(source: Source) -> Found:
     """The binary version of CIFAR-10 or CIFAR-100, as a folder or a tar.gz archive.
 
-    A record is its labels, one byte each (CIFAR-100: first the coarse, then the fine one), and 3,072 pixels: red, green, blue,
-    each row by row.
+    A record is its labels, one byte each (CIFAR-100: first that of a group of classes, then the class), and 3,072 pixels: red,
+    green, blue, each row by row.
     """
-    kinds, shape = _LABELS[source.name], source.data.shape
-    byte, classes = kinds[require_one_of("labels", source.options.get("labels", "fine"), tuple(kinds))]
-    parts, width = [], len(kinds) + 3072
+    shape, classes, labels = source.data.shape, source.data.num_classes or 0, 2 if source.name == "cifar100" else 1
+    parts, width = [], labels + 3072
     for where, content in _contents(source):
         if len(content) % width:
             raise InputError(f"{where} has {len(content)} bytes, not a multiple of the {width} of a record; fetch it again")
         records = np.frombuffer(content, np.uint8).reshape(-1, width)
-        parts.append(_checked(where, records[:, len(kinds) :], records[:, byte], shape, classes))
+        parts.append(_checked(where, records[:, labels:], records[:, labels - 1], shape, classes))
     *train, test = parts
     whole = Arrays(np.concatenate([part.inputs for part in train]), np.concatenate([part.labels for part in train]))
-    names = source.data.classes if classes == source.data.num_classes else ()
-    return Found(whole, test, names or classes, RawImages(3, shape[1:]))
+    return Found(whole, test, source.data.classes or classes, RawImages(3, shape[1:]))
 
 
 def _contents(source: Source) -> Iterator[tuple[str, bytes]]:
@@ -133,7 +124,7 @@ def read_digits(source: Source) -> Found:
     return Found(_checked(path, rows[:, :-1], rows[:, -1], (1, 28, 28), 10), None, 10, RawImages(1, (28, 28)))
 
 
-def synthetic_images(name: str, count: int, *, image_size: int | None = None, labels: str = "fine") -> LabelledData:
+def synthetic_images(name: str, count: int, *, image_size: int | None = None) -> LabelledData:
     """``count`` random training, validation and test examples each, in the shape of a published data set, to measure time with.
 
     >>> synthetic_images("cifar100", 8).train[0].shape
@@ -144,7 +135,7 @@ def synthetic_images(name: str, count: int, *, image_size: int | None = None, la
         raise InputError(f"data is {name!r}, whose shape is not that of published images; give its data_folder")
     side = image_size or 224
     shape = data.shape or (3, side, side)
-    classes = _LABELS[name][labels][1] if name in _LABELS else data.num_classes
+    classes = data.num_classes
 
     def part() -> tuple[Tensor, Tensor]:
         return torch.randint(0, 256, (count, *shape), dtype=torch.uint8), torch.randint(0, classes, (count,))

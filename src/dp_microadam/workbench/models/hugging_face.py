@@ -28,9 +28,9 @@ from dp_microadam.workbench.models.pretrained import (
     freeze_but,
     loaded,
     loaded_network,
+    new_head,
     partly_trained,
     quiet,
-    require_part,
     transformers,
 )
 
@@ -77,9 +77,7 @@ class SentenceClassifier(nn.Module):
         super().__init__()
         self.encoder = encoder
         self.features = FixedNorm()
-        self.head = nn.Linear(encoder.config.hidden_size, num_classes)  # type: ignore[union-attr, arg-type]
-        nn.init.normal_(self.head.weight, std=0.02)
-        nn.init.zeros_(self.head.bias)
+        self.head = new_head(encoder.config.hidden_size, num_classes)  # type: ignore[union-attr, arg-type]
         self.train()
 
     def train(self, mode: bool = True) -> SentenceClassifier:
@@ -154,12 +152,11 @@ def text_classifier(
         lora_rank: above 0 the pretrained weights are frozen, and low-rank adapters and the head are trained
             (:func:`~dp_microadam.workbench.models.with_lora`, also for the other two).
     """
-    require_part(trainable, lora_rank)
     if require_one_of("pooling", pooling, ("own", "mean")) == "mean":
         encoder = partly_trained(_sentence_encoder(pretrained), trainable, lora_rank, lora_alpha, lora_targets)
         return SentenceClassifier(encoder, num_classes)
     network = loaded_network("AutoModelForSequenceClassification", pretrained, num_labels=num_classes)
-    freeze_but(network.base_model, trainable)
+    freeze_but(network.base_model, trainable, lora_rank)
     if trainable == "head":
         for part in network.children():  # dropout between the two has no parameters
             part.train(any(parameter.requires_grad for parameter in part.parameters()))

@@ -20,7 +20,6 @@ PARTS = ("all", "biases", "head")
 """What is trained, clipped and gets noise: all weights; biases, as DP-BiTFiT does (Bu et al., 2024), and the head; the head."""
 
 _HUB_TIMEOUT = 10.0
-_HUB_FILES = ("config.json", "model.safetensors", "pytorch_model.bin")
 
 
 def transformers(who: str = "vision transformers") -> ModuleType:
@@ -63,26 +62,29 @@ def loaded(kind: str, source: str, **options: Any) -> Any:
         raise InputError(f"pretrained is {source!r}; it must be a folder or a name on the Hugging Face hub")
     library = transformers("pretrained models")
     path = Path(source).expanduser()
-    local = path.is_dir()
-    if local and not (path / "config.json").is_file():
+    folder, reason = path.is_dir(), ""
+    if folder and not (path / "config.json").is_file():
         raise InputError(f"pretrained is {source!r}, a folder without config.json; make it with save_pretrained")
-    if not local and (path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1):
+    if not folder and (path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1):
         raise InputError(f"pretrained is {source!r}, which does not exist; it must be a folder or a name on the hub")
-    if not local and not (local := _is_fetched(source)):
-        _require_reachable(source)
-    if local and kind.startswith("AutoModel"):  # else adapters are looked for on the hub all the same
-        options["adapter_kwargs"] = {"local_files_only": True}
-    try:
-        with quiet(library):
-            return getattr(library, kind).from_pretrained(
-                str(path) if path.is_dir() else source, local_files_only=local, trust_remote_code=False, **options
-            )
-    except Exception as error:  # transformers, its readers and the network raise many types
-        what = "tokenizer" if kind == "AutoTokenizer" else "model"
-        raise InputError(
-            f"pretrained is {source!r}, from which no {what} can be loaded ({first_line(error)}); give a folder or a "
-            "name of the hub that has one"
-        ) from None
+    for local in [True] if folder else [True, False]:  # what was fetched before is used without a request
+        if not local:
+            _require_reachable(source)
+        elif kind.startswith("AutoModel"):  # else adapters are looked for on the hub all the same
+            options["adapter_kwargs"] = {"local_files_only": True}
+        try:
+            with quiet(library):
+                return getattr(library, kind).from_pretrained(
+                    str(path) if folder else source, local_files_only=local, trust_remote_code=False, **options
+                )
+        except Exception as error:  # transformers, its readers and the network raise many types
+            reason = first_line(error)
+            options.pop("adapter_kwargs", None)
+    what = "tokenizer" if kind == "AutoTokenizer" else "model"
+    raise InputError(
+        f"pretrained is {source!r}, from which no {what} can be loaded ({reason}); give a folder or a name of the hub that "
+        "has one"
+    )
 
 
 def loaded_network(kind: str, source: str, **options: Any) -> Any:
@@ -99,18 +101,6 @@ def loaded_network(kind: str, source: str, **options: Any) -> Any:
     return network.train()
 
 
-def _is_fetched(name: str) -> bool:
-    """Whether the files are in the local cache of the Hugging Face hub; they are then used without a request."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        config, *weights = (isinstance(try_to_load_from_cache(name, file), str) for file in _HUB_FILES)
-    except HFValidationError:
-        return False
-    return config and any(weights)
-
-
 def _require_reachable(name: str) -> None:
     """Fail fast if the hub cannot be reached: loading would retry for most of a minute."""
     from huggingface_hub import HfApi
@@ -124,14 +114,7 @@ def _require_reachable(name: str) -> None:
         ) from None
 
 
-def require_part(trainable: str, lora_rank: int) -> None:
-    """Raise InputError if there is no such part, or adapters are to be trained in its place."""
-    require_one_of("trainable", trainable, PARTS)
-    if lora_rank and trainable != "all":
-        raise InputError(f"trainable is {trainable!r} and lora_rank is {lora_rank}; with LoRA leave trainable out")
-
-
-def freeze_but(encoder: nn.Module, trainable: str) -> None:
+def freeze_but(encoder: nn.Module, trainable: str, lora_rank: int = 0) -> None:
     """Leave the part of the encoder that is called ``trainable`` to be trained, and freeze the rest of it.
 
     >>> encoder = nn.Linear(2, 3)
@@ -141,6 +124,9 @@ def freeze_but(encoder: nn.Module, trainable: str) -> None:
 
     What is frozen already, such as fixed position embeddings, stays so.
     """
+    require_one_of("trainable", trainable, PARTS)
+    if lora_rank and trainable != "all":
+        raise InputError(f"trainable is {trainable!r} and lora_rank is {lora_rank}; with LoRA leave trainable out")
     for name, parameter in encoder.named_parameters():
         if trainable == "head" or (trainable == "biases" and not name.endswith("bias")):
             parameter.requires_grad_(False)
@@ -150,6 +136,13 @@ def freeze_but(encoder: nn.Module, trainable: str) -> None:
 
 def partly_trained(encoder: Any, trainable: str, rank: int, alpha: float | None, targets: str | Sequence[str]) -> Any:
     """The encoder with adapters, or with the rest of it frozen."""
-    require_part(trainable, rank)
-    freeze_but(encoder, trainable)
+    freeze_but(encoder, trainable, rank)
     return adapted(encoder, rank, alpha, targets)
+
+
+def new_head(width: int, num_classes: int) -> nn.Linear:
+    """A classifier, N(0, 0.02²) with bias 0."""
+    head = nn.Linear(width, num_classes)
+    nn.init.normal_(head.weight, std=0.02)
+    nn.init.zeros_(head.bias)
+    return head

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dp_microadam.errors import InputError
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
-from dp_microadam.validation import require_integer
+from dp_microadam.validation import require_flag, require_integer
 
 # The standard deviation of ReLU(z) is 1/γ for z ~ N(0, 1): its second moment is 1/2 and its mean 1/√(2π).
 RELU_GAIN = math.sqrt(2 / (1 - 1 / math.pi))
@@ -98,8 +98,7 @@ def wide_resnet(
     require_integer("width", width, 1)
     require_integer("num_classes", num_classes, 1)
     require_integer("groups", groups, 1)
-    if not isinstance(weight_standardization, bool):
-        raise InputError(f"weight_standardization is {weight_standardization!r}; it must be true or false")
+    require_flag("weight_standardization", weight_standardization)
     if (depth - 4) % 6:
         raise InputError(f"depth is {depth}; it must be 6n + 4 for a whole number n, such as 16, 28 or 40")
     if 16 % groups:

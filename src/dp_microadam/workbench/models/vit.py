@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from dp_microadam.errors import InputError
 from dp_microadam.layers.fixed_norm import FixedNorm
-from dp_microadam.validation import explicit, require_integer, require_one_of
-from dp_microadam.workbench.models.pretrained import first_line, loaded, partly_trained, transformers
+from dp_microadam.validation import explicit, require_flag, require_integer, require_one_of
+from dp_microadam.workbench.models.pretrained import first_line, loaded, new_head, partly_trained, transformers
 
 
 class Normalization(NamedTuple):
@@ -119,18 +119,14 @@ def vit(
 
     Args:
         size: ``"tiny"``, ``"small"``, ``"base"``, ``"large"``, or any :class:`TransformerSize`.
-        num_classes: size of the output. A pretrained classifier is kept if it has this many classes; otherwise the head is
-            initialised anew.
+        num_classes: size of the output. A pretrained classifier is kept if it has this many classes, and the head is not
+            normalized; otherwise the head is new.
         pretrained: a folder written by ``save_pretrained``, a ``.safetensors`` file in timm's format, or a name on the Hugging
             Face hub. None: random weights. Pretrained weights must be public: trained without the private data.
         resolution: side of the images inside the model, a multiple of ``patch_size``. Images of another size are resized
             (bilinear); position embeddings for another resolution are interpolated (bicubic, over the grid of patches).
-        patch_size: side of a patch.
-        trainable: ``"all"``; ``"biases"`` to freeze everything but these and the head; or ``"head"`` to freeze everything
-            else.
-        normalize_features: bring what the head gets to a fixed norm (:class:`~dp_microadam.layers.fixed_norm.FixedNorm`), for
-            a head on a frozen encoder or one with adapters. A pretrained classifier is not kept then, since it was trained
-            without.
+        trainable: ``"all"``; ``"biases"`` to freeze everything but these and the head; ``"head"`` to freeze everything else.
+        normalize_features: bring what the head gets to a fixed norm (:class:`~dp_microadam.layers.fixed_norm.FixedNorm`).
         lora_rank: above 0 the encoder's weights are frozen, and low-rank adapters and the head are trained; ``lora_alpha`` and
             ``lora_targets`` are those of :func:`~dp_microadam.workbench.models.with_lora`, by default for queries and values.
         normalization: the constants that pretrained weights expect, unless their folder has a ``preprocessor_config.json``.
@@ -141,24 +137,17 @@ def vit(
     >>> model = vit("tiny", num_classes=10, resolution=32)
     >>> model(torch.randn(2, 3, 32, 32)).shape
     torch.Size([2, 10])
-
-    Raises:
-        InputError: if a value cannot be used, weights cannot be found or read or are of another shape, or
-            ``transformers`` is not installed.
     """
     shape = size if isinstance(size, TransformerSize) else SIZES[require_one_of("size", size, tuple(SIZES))]
     require_integer("num_classes", num_classes, 1)
     require_integer("patch_size", patch_size, 1)
     require_integer("resolution", resolution, patch_size)
-    if not isinstance(normalize_features, bool):
-        raise InputError(f"normalize_features is {normalize_features!r}; it must be true or false")
+    require_flag("normalize_features", normalize_features)
     if pretrained is not None and not isinstance(pretrained, str):
         raise InputError(f"pretrained is {pretrained!r}; it must be a hub name, a folder or a file, as a string")
     if resolution % patch_size:
         raise InputError(f"resolution is {resolution}; it must be a multiple of patch_size, which is {patch_size}")
-    head = nn.Linear(shape.width, num_classes)
-    nn.init.normal_(head.weight, std=0.02)
-    nn.init.zeros_(head.bias)
+    head = new_head(shape.width, num_classes)
     config = config_of(shape, patch_size, resolution)
     found: Normalization | None = None
     if pretrained:
