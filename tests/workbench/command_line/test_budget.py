@@ -51,12 +51,6 @@ def test_runs_with_different_sampling_and_noise_compose_to_one_epsilon(tmp_path,
     assert max(alone) < printed["epsilon"] < sum(alone)
 
 
-def test_one_run_alone_is_what_it_says_itself(tmp_path, capsys):
-    run = make(tmp_path / "run")
-    assert main(["budget", run, "--accountant", "pld", "--delta", "1e-6"]) == 0
-    assert f"{read_ledger(run).epsilon(1e-6, 'pld'):.2f}" in capsys.readouterr().out
-
-
 def test_an_output_folder_of_hugging_face_stands_for_the_run_inside_it(tmp_path, capsys):
     inside = make(tmp_path / "out" / "privacy")
     write_privacy_files(tmp_path / "out", read_ledger(inside))  # as save_model leaves it
@@ -156,20 +150,6 @@ def test_a_copied_run_that_was_resumed_twice_counts_both_continuations(tmp_path,
     assert main(["budget", one, two]) == 0
     words = " ".join(capsys.readouterr().out.split())
     assert "are copies of the same run: the 10 steps that they share count once, 45 in total" in words
-
-
-def test_three_copies_share_what_they_share_and_no_more(tmp_path, capsys):
-    """The second and third left the first after 10 steps and each other after 14."""
-    first, second, third = (str(tmp_path / name) for name in ("first", "second", "third"))
-    make(tmp_path / "first", steps=10)
-    shutil.copytree(first, second)
-    go_on(second, 4)
-    shutil.copytree(second, third)
-    for run in (first, second, third):
-        go_on(run, 5)
-    other = make(tmp_path / "other", steps=7)
-    assert main(["budget", third, first, other, second, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["steps_done"] == 10 + 4 + 3 * 5 + 7
 
 
 @pytest.mark.parametrize("more", [0, 6], ids=["identical", "a backup"])

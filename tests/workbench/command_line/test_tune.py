@@ -95,7 +95,7 @@ def test_a_published_run_can_be_evaluated_exported_reported_and_is_not_resumed(r
     assert main(["report", "best"]) == 0
     page = Path("best/report.html").read_text()
     assert "PRIVATE. Training, with the choice among runs, was" in page
-    assert re.search(r"Chosen by a search</th><td[^>]*>distance = 0\.\d+, max_grad_norm = [\d.]+, optimizer\.threshold = ", page)
+    assert re.search(r"Chosen by a search</th><td[^>]*>distance = 0\.\d+, max_grad_norm = [\d.]+, optimizer", page)
     assert "peak memory" not in page  # of all runs of the search
     assert main(["resume", "best"]) == 0
     assert "run best is finished" in capsys.readouterr().out
@@ -237,21 +237,3 @@ def test_a_search_killed_at_ten_random_moments_draws_once_and_leaves_only_the_wi
     assert os.listdir("best/checkpoints") == ["step-000000040.ckpt"]
     assert "opened" not in Path("best/ledger.jsonl").read_text()
     assert "test accuracy" in output
-
-
-@pytest.mark.slow
-def test_ctrl_c_stops_a_search_and_says_how_to_go_on(recipe, tmp_path):
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    process = start(["tune", recipe, "--set", "steps=100000", "--run-dir", "best", "--quiet"], notes, 3)
-    while noted(notes, "began") == 0 and process.poll() is None:
-        time.sleep(0.01)
-    ledger = tmp_path / "best.unpublished" / "a" / "ledger.jsonl"
-    while not (ledger.exists() and len(ledger.read_bytes().splitlines()) > 3) and process.poll() is None:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert output.splitlines()[-1] == "stopped, nothing is published yet; go on with: dp-microadam resume best"
-    assert not Path("best").exists()
-    assert main(["train", recipe, "--run-dir", "best"]) == 2, "the folder belongs to the search"

@@ -156,7 +156,7 @@ def test_a_vision_transformer_with_adapters_is_trained_resumed_evaluated_and_exp
     images = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(names["model"](images), experiment.best_model().eval()(images))
     assert main(["export", str(folder), "--output", str(tmp_path / "adapters"), "--adapters"]) == 2
-    assert "only text models are exported as adapters" in capsys.readouterr().err
+    assert "the run is no text model with LoRA" in capsys.readouterr().err
 
 
 @pytest.mark.slow

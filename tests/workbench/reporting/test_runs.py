@@ -13,14 +13,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from flat import flat
 
 pytest.importorskip("matplotlib")
 
+from dp_microadam import MicroAdam, PrivacyPlan, PrivateTrainer
 from dp_microadam.accounting.trade_off import trade_off
 from dp_microadam.errors import DPMicroAdamError, InputError
 from dp_microadam.ledger.ledger import read_ledger
 from dp_microadam.ledger.statement import round_up
+from dp_microadam.training.evaluation import class_loss
 from dp_microadam.training.run_record import two_digits
 from dp_microadam.workbench.command_line.cli import main
 from dp_microadam.workbench.reporting.figures import labels_of, run_figures, spent_over_steps
@@ -212,25 +215,11 @@ def test_the_same_method_looks_the_same_in_every_report(runs):
 
 
 def test_a_run_begun_from_python_is_reported(tmp_path):
-    import torch
-
-    from dp_microadam import MicroAdam, PrivacyPlan, PrivateTrainer
-
     images, labels = torch.randn(200, 8), torch.arange(200) % 2
     model = torch.nn.Linear(8, 2)
-    plan = PrivacyPlan.solve(dataset_size=150, batch_size=30, delta=1e-5, noise_multiplier=1.0, steps=6, accountant="pld")
-
-    def loss(model, batch):
-        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
-
-    trainer = PrivateTrainer(
-        model,
-        MicroAdam(model.parameters()),
-        plan,
-        loss,
-        run_dir=tmp_path / "run",
-        **flat(evaluate_every=2, show_progress=False),
-    )
+    plan = PrivacyPlan(150, 30, 1.0, 6, 1e-5)
+    options = {"run_dir": tmp_path / "run", **flat(evaluate_every=2, show_progress=False)}
+    trainer = PrivateTrainer(model, MicroAdam(model.parameters()), plan, class_loss, **options)
     trainer.fit((images[:150], labels[:150]), validation=(images[150:], labels[150:]))
     page = page_of(tmp_path, tmp_path / "run")
     assert "MicroAdam" in page.text

@@ -54,18 +54,6 @@ class _Places(Dataset[int]):
         return self.example_ids[place]
 
 
-def _batch_of_users(places: Tensor, present: Tensor, width: int, each: int) -> Batch:
-    """``each`` equal canaries for every user; those of a user who is not present have no gradient."""
-    users = places // each
-    inputs, outputs = canary_batch(users, width)
-    return inputs, outputs * present[users].unsqueeze(1)
-
-
-def _present_batch(places: Tensor, present: Tensor, width: int) -> Batch:
-    """The canaries that are present at these places."""
-    return canary_batch(places[present[places]], width)
-
-
 def canary_loss(model: nn.Module, batch: Batch) -> Tensor:
     """One loss per canary, linear in the weights."""
     inputs, output_weights = batch
@@ -100,8 +88,12 @@ def watch_trainer(
     each = 2 * plan.examples_per_user if plan.examples_per_user is not None else 1
 
     def collate(places: list[int]) -> Batch:
-        found = torch.tensor(places)
-        return _present_batch(found, present, width) if plan.unit == "example" else _batch_of_users(found, present, width, each)
+        canaries = torch.tensor(places) // each
+        here = present[canaries]
+        if plan.unit == "example":
+            return canary_batch(canaries[here], width)
+        inputs, outputs = canary_batch(canaries, width)
+        return inputs, outputs * here.unsqueeze(1)  # users who are not present have rows without a gradient
 
     with tempfile.TemporaryDirectory(prefix="dp-microadam-audit-", dir=memory_folder()) as folder:
         train_watched(

@@ -37,7 +37,6 @@ _LONG_LABEL = 22
 _LEGEND_ROW = 16
 _POINTS_OF_EPSILON = {"rdp": 80, "pld": 25}
 _POINTS_OF_TRADE_OFF = 161
-_FAR_APART = 30
 _DASHED = (0, (5, 3))
 
 _SETTINGS = {
@@ -334,17 +333,12 @@ def _curve(spent: Sequence[PrivacyCost]) -> TradeOff | None:
 
 
 def _course(runs: Sequence[Run], points_of: Callable[[Run], Points], title: str, label: str) -> Figure | None:
-    """A quantity over steps, from zero on, or on a logarithmic scale if the largest values of the runs differ greatly."""
+    """A quantity over steps, from zero on."""
     plotted = _plot(_lines(runs, points_of), label)
     if plotted is None:
         return None
     figure, axes = plotted
-    largest = [max(value for _, value in points) for run in runs if (points := points_of(run))]
-    if min(largest) > 0 and max(largest) > _FAR_APART * min(largest):
-        axes.set_yscale("log")
-        axes.set_ylim(bottom=min(largest) / _FAR_APART)
-    else:
-        axes.set_ylim(0, 1.08 * max(largest) or None)  # the largest marker is whole
+    axes.set_ylim(0, 1.08 * max(value for run in runs for _, value in points_of(run)) or None)  # the largest marker is whole
     add_legend(figure)
     return Figure(title.lower().replace(" ", "-"), f"{title} over steps", figure)
 

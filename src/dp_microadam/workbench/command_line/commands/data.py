@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dp_microadam.errors import DPMicroAdamError, InputError
-from dp_microadam.workbench.command_line.arguments import complete_with, data_set_names
+from dp_microadam.workbench.command_line.arguments import add_json, complete_with, data_set_names
+from dp_microadam.workbench.command_line.running import print_table
 
 _LINE_SECONDS = 5.0
 
@@ -30,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     def action(name: str, run: Callable[[argparse.Namespace], int], help: str, *examples: str) -> argparse.ArgumentParser:
         epilog = "\n".join(["examples:", *(f"  dp-microadam data {example}" for example in examples)])
         found = actions.add_parser(name, help=help, epilog=epilog)
-        found.add_argument("--json", action="store_true", help="print JSON and nothing else")
+        add_json(found)
         found.set_defaults(run=run)
         return found
 
@@ -63,21 +64,13 @@ def run_list(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps([asdict(one) | {"summary": known(one.name).summary} for one in found], ensure_ascii=False))
         return 0
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="Data sets", title_justify="left")
-    for column in ("name", "what", "state", "where it is, or how to get it"):
-        table.add_column(column, overflow="fold")
+    rows = []
     for one in found:
         data = known(one.name)
         how = f"dp-microadam data get {one.name}" if data.downloads else data.by_hand
-        table.add_row(one.name, data.summary, one.state, one.place or how)
-    console = Console(highlight=False)
-    console.print(table)
-    for one in found:
-        if one.state == "damaged":
-            console.print(f"{one.name}: {one.problems[0]}", soft_wrap=True, markup=False)
+        rows.append((one.name, data.summary, one.state, str(one.place or how)))
+    damaged = [f"{one.name}: {one.problems[0]}" for one in found if one.state == "damaged"]
+    print_table("Data sets", ("", "", "", ""), rows, *damaged)
     return 0
 
 

@@ -52,12 +52,8 @@ def run(options: argparse.Namespace) -> int:
 
     experiment = open_run(options.run_dir)
     recipe, data, trainer = experiment.recipe, experiment.data, experiment.trainer
-    if options.adapters and not recipe.model_options.get("lora_rank"):
-        raise InputError("--adapters is given, but the run was trained without LoRA; leave it out to export the whole model")
-    if options.adapters and not data.tokens:
-        raise InputError(
-            "--adapters is given, but only text models are exported as adapters; leave it out to export all weights"
-        )
+    if options.adapters and not (data.tokens and recipe.model_options.get("lora_rank")):
+        raise InputError("--adapters is given, but the run is no text model with LoRA; leave it out to export the whole model")
     result = trainer.peek()
     metrics = _in_words(figures_of(experiment), result)
     if data.tokens:

@@ -69,7 +69,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--examples",
         type=int,
         metavar="X",
-        help="with --advise: how many examples can be processed, all steps together (default: steps times batch size)",
+        help="with --advise: how many examples can be processed, all steps together (default: as many as the recipe)",
     )
     parser.add_argument(
         "--minutes", type=float, metavar="M", help="with --advise and a recipe: how long it may train; a few steps are timed"
@@ -160,7 +160,6 @@ def _from_numbers(options: argparse.Namespace) -> _Planned:
     proposals = _proposals(options, given) if options.advise else ()
     chosen = best(proposals) if proposals else None
     if chosen is not None:
-        given = {name: value for name, value in given.items() if name != "epochs"}
         given |= {"batch_size": chosen.batch_size, "steps": chosen.steps, "bands": chosen.bands}
     plan = PrivacyPlan.solve(**given)
     limit = plan.epsilon if options.epsilon is None else options.epsilon
@@ -171,24 +170,17 @@ def _from_numbers(options: argparse.Namespace) -> _Planned:
 def _proposals(options: argparse.Namespace, given: dict[str, Any]) -> tuple[Proposal, ...]:
     from dp_microadam.errors import InputError
     from dp_microadam.plan.advice import advise
+    from dp_microadam.validation import require_integer
 
-    for name, chosen in (("noise_multiplier", "noise"), ("max_batch_size", "batch size"), ("bands", "bands")):
+    for name in ("noise_multiplier", "batch_size", "max_batch_size", "steps", "epochs", "bands"):
         if given.get(name, "auto") not in ("auto", 1):
-            raise InputError(f"{name} is {given[name]}, but --advise chooses the {chosen}; leave it out")
-    said = [name for name in ("examples", "epochs", "steps") if getattr(options, name) is not None]
-    if len(said) > 1:
-        raise InputError(f"{' and '.join(said)} are given, which all say how much can be processed; leave one out")
-    if options.examples is not None:
-        affordable = options.examples
-    elif options.epochs is not None:
-        affordable = options.epochs * options.dataset_size
-    elif options.steps is not None and options.batch_size is not None:
-        affordable = options.steps * options.batch_size
-    else:
+            raise InputError(f"{name} is {given[name]}, but --advise chooses it; leave it out")
+    if options.examples is None:
         raise InputError("examples is not given; --advise needs to know how many examples can be processed: --examples X")
+    examples = require_integer("examples", options.examples, 1)
     passed = ("dataset_size", "epsilon", "delta", "parameters", "noise_memory_gib", "accountant")
     return advise(
-        steps_for=lambda batch_size: affordable / batch_size,
+        steps_for=lambda batch_size: examples / batch_size,
         bands="bands" not in given or given["bands"] == "auto",
         **{name: given[name] for name in passed if name in given},
     )
