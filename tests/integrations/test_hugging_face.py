@@ -152,7 +152,7 @@ def test_checkpoints_that_do_not_match_the_ledger_are_refused(make, tmp_path):
     ("arguments", "sentence"),
     [
         ({"gradient_accumulation_steps": 2}, "noise is added once"),
-        ({"max_grad_norm": 0.5}, "give max_grad_norm to the trainer itself"),
+        ({"max_grad_norm": 0.5}, r"give privacy=PrivacySettings\(max_grad_norm"),
         ({"train_sampling_strategy": "group_by_length"}, "Poisson samples"),
         ({"dataloader_drop_last": True}, "an empty one too"),
         ({"num_train_epochs": 5}, "the plan says how many steps"),

@@ -118,6 +118,7 @@ def test_blocks_updated_one_by_one_and_together_agree(monkeypatch):
     found = []
     for at_once in (1024, 2):
         monkeypatch.setattr(micro_adam, "_ROWS_AT_ONCE", at_once)
+        micro_adam._layout.cache_clear()
         params = parameters(((200_000,),))
         optimizer = MicroAdam(params, fused=False)
         steps(optimizer, params, 4)

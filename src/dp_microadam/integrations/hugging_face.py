@@ -62,7 +62,7 @@ _WHY_NOT = {
     "fp16": "it scales losses and gradients against underflow, which is not done for gradients of single examples; use bf16",
     "gradient_accumulation_steps": "a batch that does not fit in memory is cut into chunks of per_device_train_batch_size "
     "here, and noise is added once; leave it at 1",
-    "max_grad_norm": "it clips the mean gradient, and the noise with it; give max_grad_norm to the trainer itself, where it "
+    "max_grad_norm": "it clips the mean gradient, and the noise with it; give privacy=PrivacySettings(max_grad_norm=…), which "
     "bounds each example's gradient",
     "num_train_epochs": "the plan says how many steps there are; solve it for other steps, or stop early by max_steps",
     "train_sampling_strategy": "batches are Poisson samples, which is what is accounted for; leave it at 'random'",

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,9 @@ _STAMP_KEY = "dp_microadam"
 _AUTOCAST = {"32-true": None, "64-true": None, "bf16-mixed": torch.bfloat16}
 """Precisions of Lightning that private steps have, and what the forward and backward pass run in then."""
 
+_HIDDEN = ("_loggers", "callbacks")
+"""Attributes of the trainer that lead to loggers."""
+
 _WHY_NOT_PRECISION = {
     "16-mixed": "it scales losses and gradients against underflow, which is not done for gradients of single examples",
     "16-true": "weights and noise would be rounded to half precision",
@@ -45,9 +48,9 @@ _WHY_NOT_PRECISION = {
 _REFUSED_CALLBACKS = {
     "StochasticWeightAveraging": "it goes through the training data once more; average weights by WeightAveraging",
     "GradientAccumulationScheduler": "noise is added once per step; large batches are cut into chunks by PrivateSteps",
-    "BatchSizeFinder": "its trial steps would be spent; choose physical_batch_size of PrivateSteps yourself",
+    "BatchSizeFinder": "its trial steps would be spent; choose performance=PerformanceSettings(physical_batch_size=…)",
     "DeviceStatsMonitor": "memory in use tells how large batches were, which is private",
-    "LearningRateFinder": "it looks at the training loss, which is private; MicroAdam's default needs no search",
+    "LearningRateFinder": "it looks at the training loss, which is private; the default method needs no search",
 }
 
 
@@ -211,13 +214,10 @@ class PrivateLightningModule(LightningModule):
             self._steps = steps
             self._refuse_training_data(self.trainer.fit_loop.epoch_loop.val_loop)
             with self._nothing_logged(steps):
-                steps.begin(
-                    self,
-                    IsolatedLoss(_loss_of_module, self._host, ("_loggers", "callbacks")),
-                    self._method_of(self.trainer.optimizers[0]),
-                    self._resumed_from(),
-                    autocast=_AUTOCAST[str(self.trainer.precision)],
-                )
+                loss = IsolatedLoss(lambda module, batch: cast(Any, module).per_example_loss(batch), self._host, _HIDDEN)
+                method = self._method_of(self.trainer.optimizers[0])
+                autocast = _AUTOCAST[str(self.trainer.precision)]
+                steps.begin(self, loss, method, self._resumed_from(), autocast=autocast)
             self.trainer.should_stop = not steps.remaining  # a finished run that is resumed
         return steps
 
@@ -254,51 +254,38 @@ class PrivateLightningModule(LightningModule):
         return stamp
 
     def _refuse_settings(self) -> None:
-        trainer = self.trainer
-        precision = str(trainer.precision)
-        for wrong, sentence in (
-            (
-                type(self).training_step is not PrivateLightningModule.training_step or self.automatic_optimization,
-                "training_step or automatic_optimization is overridden; define per_example_loss instead",
+        trainer, precision = self.trainer, str(self.trainer.precision)
+        schedulers = [one.scheduler for one in trainer.lr_scheduler_configs]
+        refused = {
+            "training_step or automatic_optimization is overridden; define per_example_loss instead": (
+                type(self).training_step is not PrivateLightningModule.training_step or self.automatic_optimization
             ),
-            (
-                precision not in _AUTOCAST,
-                f"precision is {precision!r}: {_WHY_NOT_PRECISION.get(precision, 'private steps do not have it')}; it must be "
-                + ", ".join(map(repr, _AUTOCAST)),
+            f"precision is {precision!r}: {_WHY_NOT_PRECISION.get(precision, 'private steps do not have it')}; it must be "
+            f"{', '.join(map(repr, _AUTOCAST))}": precision not in _AUTOCAST,
+            f"strategy is {type(trainer.strategy).__name__}, which reduces gradients in its own way; it must be "
+            "PrivateDDPStrategy() for several processes, or one device, devices=1": (
+                not isinstance(trainer.strategy, SingleDeviceStrategy | PrivateDDPStrategy)
             ),
-            (
-                not isinstance(trainer.strategy, SingleDeviceStrategy | PrivateDDPStrategy),
-                f"strategy is {type(trainer.strategy).__name__}, which reduces gradients in its own way; it must be "
-                "PrivateDDPStrategy() for several processes, or one device, devices=1",
-            ),
-            (
+            "limit_train_batches, overfit_batches or fast_dev_run is set; stop early by max_steps, every step counts": (
                 isinstance(trainer.limit_train_batches, int)  # 1 is one batch, 1.0 all
-                or trainer.limit_train_batches != 1.0
-                or trainer.overfit_batches != 0.0,
-                "limit_train_batches, overfit_batches or fast_dev_run is set; stop early by max_steps, every step counts",
+                or (trainer.limit_train_batches, trainer.overfit_batches) != (1.0, 0.0)
             ),
-            (
-                trainer.reload_dataloaders_every_n_epochs != 0,
-                "reload_dataloaders_every_n_epochs is set; a run has one PrivateSteps, leave it at 0",
+            "reload_dataloaders_every_n_epochs is set; a run has one PrivateSteps, leave it at 0": (
+                trainer.reload_dataloaders_every_n_epochs != 0
             ),
-            (
-                not isinstance(trainer.profiler, PassThroughProfiler),
-                f"profiler is {type(trainer.profiler).__name__}, which counts and times what is done for each example of a "
-                "batch, and its size is private; leave it None, and profile made-up data",
+            f"profiler is {type(trainer.profiler).__name__}, which counts and times what is done for each example of a batch, "
+            "and its size is private; leave it None, and profile made-up data": (
+                not isinstance(trainer.profiler, PassThroughProfiler)
             ),
-            (len(trainer.optimizers) > 1, f"there are {len(trainer.optimizers)} optimizers; a private step has one"),
-            (
-                any(
-                    isinstance(one.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-                    for one in trainer.lr_scheduler_configs
-                ),
-                "a scheduler is ReduceLROnPlateau, which waits for a loss; use one that follows the steps",
+            f"there are {len(trainer.optimizers)} optimizers; a private step has one": len(trainer.optimizers) > 1,
+            "a scheduler is ReduceLROnPlateau, which waits for a loss; use one that follows the steps": (
+                any(isinstance(one, torch.optim.lr_scheduler.ReduceLROnPlateau) for one in schedulers)
             ),
-            (
-                any(_holds_data(value) for value in self.hparams.values()),
-                "hyperparameters hold tensors or data, and are written into checkpoints; use save_hyperparameters(ignore=…)",
+            "hyperparameters hold tensors or data, and are written into checkpoints; use save_hyperparameters(ignore=…)": (
+                any(isinstance(leaf, Tensor | Dataset | DataLoader | PrivateSteps) for leaf in tree_leaves(dict(self.hparams)))
             ),
-        ):
+        }
+        for sentence, wrong in refused.items():
             if wrong:
                 raise InputError(sentence)
         for callback in trainer.callbacks:
@@ -332,12 +319,3 @@ def _keeping_the_method(configure: Callable[[Any], Any]) -> Callable[[Any], Any]
         return tree_map(module._optimizer_of, configure(module))
 
     return configured
-
-
-def _loss_of_module(module: nn.Module, batch: Any) -> Tensor:
-    assert isinstance(module, PrivateLightningModule)
-    return module.per_example_loss(batch)
-
-
-def _holds_data(value: Any) -> bool:
-    return any(isinstance(leaf, Tensor | Dataset | DataLoader | PrivateSteps) for leaf in tree_leaves(value))

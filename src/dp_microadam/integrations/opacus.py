@@ -20,13 +20,10 @@ from dp_microadam.ledger.ledger import LedgerRecord, RunSettings, read_ledger, w
 from dp_microadam.ledger.statement import write_privacy_files
 from dp_microadam.plan.plan import PrivacyPlan
 from dp_microadam.training.torch_randomness import random_seed, random_state
-from dp_microadam.validation import public
+from dp_microadam.validation import public, require_integer
 
-_ADAPTIVE = "AdaClipDPOptimizer"
-
-# Of each optimizer that was given unpredictable generators: those of noise and sampling with the seeds they then had.
-_Given = tuple[tuple[torch.Generator, int], tuple[torch.Generator, int]]
-_given: WeakKeyDictionary[Any, _Given] = WeakKeyDictionary()
+_given: WeakKeyDictionary[Any, tuple[tuple[torch.Generator, int], ...]] = WeakKeyDictionary()
+"""Of each optimizer that was given unpredictable generators: those of noise and sampling with the seeds they then had."""
 
 
 @public
@@ -59,7 +56,7 @@ def use_system_entropy(privacy_engine: Any, optimizer: Any, data_loader: Any) ->
     torch.set_rng_state(random_state())
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(random_seed())
-    _given[optimizer] = (noise, noise.initial_seed()), (sampling, sampling.initial_seed())
+    _given[optimizer] = tuple((generator, generator.initial_seed()) for generator in (noise, sampling))
 
 
 def _unpredictable(device: torch.device) -> torch.Generator:
@@ -118,21 +115,17 @@ def spent_in_opacus(accountant: Any) -> tuple[SubsampledGaussian, ...]:
     Raises:
         InputError: for entries that are no such step.
     """
-    return tuple(_step_of(entry) for entry in getattr(accountant, "history", accountant))
-
-
-def _step_of(entry: Any) -> SubsampledGaussian:
-    try:
-        noise_multiplier, sample_rate, steps = float(entry[0]), float(entry[1]), int(entry[2])
-        usable = len(entry) == 3 and 0 < noise_multiplier < math.inf and 0 < sample_rate <= 1 and steps == entry[2] > 0
-    except (TypeError, ValueError, IndexError, KeyError):
-        usable = False
-    if not usable:
-        raise InputError(
-            f"history holds {entry!r}, which is no Gaussian step on a Poisson sample; entries must be (noise multiplier above "
-            "0, sample rate in (0, 1], number of steps)"
-        )
-    return SubsampledGaussian(sample_rate, noise_multiplier, steps)
+    found = []
+    for entry in getattr(accountant, "history", accountant):
+        try:
+            noise_multiplier, sample_rate, steps = entry
+            found.append(SubsampledGaussian(float(sample_rate), float(noise_multiplier), require_integer("steps", steps, 1)))
+        except (TypeError, ValueError):  # an InputError is one
+            raise InputError(
+                f"history holds {entry!r}, which is no Gaussian step on a Poisson sample; entries must be (noise multiplier "
+                "above 0, sample rate in (0, 1], number of steps)"
+            ) from None
+    return tuple(found)
 
 
 @public
@@ -160,7 +153,12 @@ def ledger_from_opacus(
         PrivacyError: if what was trained is not the Poisson-subsampled Gaussian: batches that were shuffled instead of sampled,
             accumulated over several samples, or clipped adaptively.
     """
-    _refuse_other_mechanisms(privacy_engine, optimizer, data_loader)
+    _refuse_other_objects(privacy_engine, optimizer)
+    if any(kind.__name__ == "AdaClipDPOptimizer" for kind in type(optimizer).__mro__):
+        raise PrivacyError(
+            "the clipping norm was adaptive, which spends more than the Gaussian steps; train with clipping='flat'"
+        )
+    _sampler_of(data_loader)
     spent = spent_in_opacus(privacy_engine.accountant)
     if not spent:
         raise InputError("the accountant's history is empty; train first, then write the ledger")
@@ -200,12 +198,3 @@ def _refuse_other_objects(privacy_engine: Any, optimizer: Any) -> None:
         raise InputError(f"privacy_engine is a {type(privacy_engine).__name__}; it must be an opacus.PrivacyEngine")
     if not hasattr(optimizer, "noise_multiplier"):
         raise InputError(f"optimizer is a {type(optimizer).__name__}; it must be the one that make_private returned")
-
-
-def _refuse_other_mechanisms(privacy_engine: Any, optimizer: Any, data_loader: Any) -> None:
-    _refuse_other_objects(privacy_engine, optimizer)
-    if any(kind.__name__ == _ADAPTIVE for kind in type(optimizer).__mro__):
-        raise PrivacyError(
-            "the clipping norm was adaptive, which spends more than the Gaussian steps; train with clipping='flat'"
-        )
-    _sampler_of(data_loader)

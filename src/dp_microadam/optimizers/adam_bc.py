@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dp_microadam.optimizers.exact_state import ExactStateOptimizer, evaluate
-from dp_microadam.validation import public, require_in_closed_open, require_non_negative, require_positive
+from dp_microadam.validation import public, require_non_negative, require_positive
 
 DEFAULT_FLOOR = 5e-8
 
@@ -52,15 +52,10 @@ class AdamBC(ExactStateOptimizer):
         options = {"lr": lr, "betas": betas, "floor": floor, "weight_decay": weight_decay, "noise_variance": noise_variance}
         super().__init__(params, options)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        options = {**self.defaults, **param_group}
-        require_non_negative("lr", float(options["lr"]))
-        for name, beta in zip(("betas[0]", "betas[1]"), options["betas"], strict=True):
-            require_in_closed_open(name, beta, 0.0, 1.0)
+    def _validate(self, options: dict[str, Any]) -> None:
+        super()._validate(options)
         require_positive("floor", options["floor"])
-        require_non_negative("weight_decay", options["weight_decay"])
         require_non_negative("noise_variance", options["noise_variance"])
-        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

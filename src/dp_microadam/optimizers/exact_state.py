@@ -1,4 +1,4 @@
-"""Base class of our optimizers: ``load_state_dict`` restores the state bit for bit."""
+"""Base class of our optimizers: options are checked, and ``load_state_dict`` restores the state bit for bit."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dp_microadam.optimizers.shards import local_shard
+from dp_microadam.validation import require_in_closed_open, require_non_negative, require_positive
 
 
 def evaluate(closure: Callable[[], Any] | None) -> Any:
@@ -24,6 +25,21 @@ class ExactStateOptimizer(torch.optim.Optimizer):
     torch's base class casts state tensors to the dtype of their parameter, which would turn packed codes, indices and keys
     into floats.
     """
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self._validate({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    def _validate(self, options: dict[str, Any]) -> None:
+        """Raise an InputError for an option that is out of range; those that several optimizers have are checked here."""
+        require_non_negative("lr", float(options["lr"]))
+        require_non_negative("weight_decay", options["weight_decay"])
+        for name, beta in zip(("betas[0]", "betas[1]"), options.get("betas", ()), strict=False):
+            require_in_closed_open(name, beta, 0.0, 1.0)
+        if "beta" in options:
+            require_in_closed_open("beta", options["beta"], 0.0, 1.0)
+        if "eps" in options:
+            require_positive("eps", options["eps"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state exactly, including dtypes, without sharing memory with ``state_dict``.

@@ -31,14 +31,7 @@ from dp_microadam.errors import InputError
 from dp_microadam.optimizers.exact_state import ExactStateOptimizer, evaluate
 from dp_microadam.optimizers.quantization import BUCKET, dequantize, quantize
 from dp_microadam.optimizers.shards import is_sharded, largest_shard_size, local_row, local_shard, shard_counts, sharded_zeros
-from dp_microadam.validation import (
-    require_in_closed_open,
-    require_in_open_closed,
-    require_integer,
-    require_non_negative,
-    require_one_of,
-    require_positive,
-)
+from dp_microadam.validation import require_in_open_closed, require_integer, require_one_of
 
 BLOCK = 32_768
 """Coordinates of a block: as many as int16 can index."""
@@ -102,9 +95,12 @@ class MicroAdam(ExactStateOptimizer):
         options = {name: value for name, value in locals().items() if name not in ("self", "params", "__class__")}
         super().__init__(params, options)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        _validate({**self.defaults, **param_group})
-        super().add_param_group(param_group)
+    def _validate(self, options: dict[str, Any]) -> None:
+        super()._validate(options)
+        require_in_open_closed("density", options["density"], 0.0, 1.0)
+        require_integer("window", options["window"], 1)
+        require_one_of("scope", options["scope"], ("block", "tensor"))
+        require_one_of("bias_correction", options["bias_correction"], ("paper", "window"))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -157,7 +153,7 @@ class MicroAdam(ExactStateOptimizer):
         for group, given in zip(self.param_groups, saved["param_groups"], strict=False):
             if "density" not in given:
                 raise InputError("the state to load has no density: it is from another optimizer; load that of a MicroAdam")
-            _validate({**self.defaults, **given})
+            self._validate({**self.defaults, **given})
             for param, name in zip(group["params"], given["params"], strict=False):
                 state = saved["state"].get(name)
                 if state:
@@ -188,7 +184,7 @@ class MicroAdam(ExactStateOptimizer):
         if not self.state.get(param):
             return None
         state, group, own = self._state_of(param), self._group_of(param), local_shard(param)
-        rows = [_moments(state, group, rows)[1] for rows in _layout_of(group, own.numel()).rows()]
+        rows = [_moments(state, group, rows)[1] for rows in _layout_of(group, own.numel()).rows]
         return torch.cat([*rows, own.new_zeros(0, dtype=torch.float32)]).view(own.shape)
 
     def _state_of(self, param: Tensor) -> State:
@@ -199,78 +195,58 @@ class MicroAdam(ExactStateOptimizer):
 
 
 class _Rows(NamedTuple):
-    """Consecutive blocks of equal length: ``blocks`` of them from coordinate ``start``, whose selection begins at ``first``."""
+    """Consecutive blocks of equal length, of which each selects ``kept`` coordinates, and where weights and state have them."""
 
-    start: int
+    span: slice
     blocks: int
     length: int
-    first: int
     kept: int
-
-    @property
-    def span(self) -> slice:
-        return slice(self.start, self.start + self.blocks * self.length)
+    columns: slice
 
     @property
     def buckets(self) -> slice:
-        return slice(self.start // BUCKET, -(-self.span.stop // BUCKET))
-
-    @property
-    def columns(self) -> slice:
-        return slice(self.first, self.first + self.blocks * self.kept)
+        return slice(self.span.start // BUCKET, -(-self.span.stop // BUCKET))
 
 
 class _Layout(NamedTuple):
-    """How ``size`` coordinates are divided into blocks, and shape and dtype of the state's tensors."""
+    """How ``size`` coordinates are divided into blocks; ``entries`` are shape and dtype of the state's tensors."""
 
-    size: int
-    density: float
-    window: int
-    scope: str
-    quantize: bool
-
-    @property
-    def block(self) -> int:
-        return BLOCK if self.scope == "block" else max(1, self.size)
-
-    @property
-    def per_block(self) -> int:
-        return self._kept(self.block)
-
-    def _kept(self, length: int) -> int:
-        # The subtraction keeps 0.07 · 100 = 7.000000000000001 from becoming 8.
-        return max(1, math.ceil(self.density * length - 1e-9))
-
-    def rows(self) -> Iterator[_Rows]:
-        """All blocks: full ones, some at a time, and a shorter last one."""
-        full, rest = divmod(self.size, self.block)
-        for number in range(0, full, _ROWS_AT_ONCE):
-            count = min(_ROWS_AT_ONCE, full - number)
-            yield _Rows(number * self.block, count, self.block, number * self.per_block, self.per_block)
-        if rest:
-            yield _Rows(full * self.block, 1, rest, full * self.per_block, self._kept(rest))
-
-    @property
-    def entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return _entries(self)
-
-
-@cache
-def _entries(layout: _Layout) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    size, small = layout.size, min(layout.size, layout.block) <= BLOCK
-    window = (layout.window, sum(rows.blocks * rows.kept for rows in layout.rows()))
-    entries: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "indices": (window, torch.int16 if small else torch.int32 if size < 2**31 else torch.int64),
-        "values": (window, torch.bfloat16 if layout.quantize else torch.float32),
-    }
-    if layout.quantize:
-        buckets = -(-size // BUCKET)
-        return entries | {"codes": ((buckets, BUCKET // 2), torch.uint8), "bounds": ((2, buckets), torch.float32)}
-    return entries | {"error": ((size,), torch.float32)}
+    block: int
+    per_block: int
+    rows: tuple[_Rows, ...]
+    entries: dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def _layout_of(group: dict[str, Any], size: int) -> _Layout:
-    return _Layout(size, group["density"], group["window"], group["scope"], group["quantize"])
+    return _layout(size, group["density"], group["window"], group["scope"], group["quantize"])
+
+
+@cache
+def _layout(size: int, density: float, window: int, scope: str, quantize: bool) -> _Layout:
+    def kept_of(length: int) -> int:
+        # The subtraction keeps 0.07 · 100 = 7.000000000000001 from becoming 8.
+        return max(1, math.ceil(density * length - 1e-9))
+
+    block = BLOCK if scope == "block" else max(1, size)
+    at_once = block * _ROWS_AT_ONCE
+    full = size // block * block
+    parts = [(start, min(start + at_once, full), block) for start in range(0, full, at_once)]
+    parts += [(full, size, size - full)] if full < size else []
+    rows = []
+    for start, stop, length in parts:  # full blocks, some at a time, and a shorter last one
+        blocks, kept, first = (stop - start) // length, kept_of(length), start // block * kept_of(block)
+        rows.append(_Rows(slice(start, stop), blocks, length, kept, slice(first, first + blocks * kept)))
+    shape = window, rows[-1].columns.stop if rows else 0
+    small, buckets = min(size, block) <= BLOCK, -(-size // BUCKET)
+    entries: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "indices": (shape, torch.int16 if small else torch.int32 if size < 2**31 else torch.int64),
+        "values": (shape, torch.bfloat16 if quantize else torch.float32),
+    }
+    if quantize:
+        entries |= {"codes": ((buckets, BUCKET // 2), torch.uint8), "bounds": ((2, buckets), torch.float32)}
+    else:
+        entries["error"] = ((size,), torch.float32)
+    return _Layout(block, kept_of(block), tuple(rows), entries)
 
 
 def _stored_size(param: Tensor) -> int:
@@ -302,18 +278,6 @@ def _refuse_mismatch(
             raise InputError(
                 f"indices in a state are from {low} to {high}, for {param.numel()} coordinates; it is damaged, load another"
             )
-
-
-def _validate(options: dict[str, Any]) -> None:
-    require_non_negative("lr", float(options["lr"]))
-    for name, beta in zip(("betas[0]", "betas[1]"), options["betas"], strict=True):
-        require_in_closed_open(name, beta, 0.0, 1.0)
-    require_positive("eps", options["eps"])
-    require_non_negative("weight_decay", options["weight_decay"])
-    require_in_open_closed("density", options["density"], 0.0, 1.0)
-    require_integer("window", options["window"], 1)
-    require_one_of("scope", options["scope"], ("block", "tensor"))
-    require_one_of("bias_correction", options["bias_correction"], ("paper", "window"))
 
 
 def bias_correction(beta: float, step: int, window: int, choice: str) -> float:
@@ -361,7 +325,7 @@ def _update(weight: Tensor, gradient: Tensor, state: State, group: dict[str, Any
     flat = weight.reshape(-1)  # a copy where it is not contiguous
     gradient = gradient.reshape(-1)
     slot = (int(state["step"]) - 1) % group["window"]
-    for rows in _layout_of(group, len(flat)).rows():
+    for rows in _layout_of(group, len(flat)).rows:
         a = gradient[rows.span].to(torch.float32, copy=True)
         if group["quantize"]:  # line 6
             codes, bounds = state["codes"][rows.buckets], state["bounds"][:, rows.buckets]

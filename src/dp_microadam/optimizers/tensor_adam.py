@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dp_microadam.optimizers.exact_state import ExactStateOptimizer, evaluate
 from dp_microadam.optimizers.shards import is_sharded, local_shard
-from dp_microadam.validation import public, require_in_closed_open, require_non_negative, require_positive
+from dp_microadam.validation import public
 
 
 @public
@@ -40,10 +40,6 @@ class TensorAdam(ExactStateOptimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "beta": beta, "eps": eps, "weight_decay": weight_decay})
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        validate({**self.defaults, **param_group})
-        super().add_param_group(param_group)
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; returns what ``closure`` returns."""
@@ -58,14 +54,6 @@ class TensorAdam(ExactStateOptimizer):
                     torch._foreach_mul_(weights, 1 - rate * group["weight_decay"])
                 torch._foreach_sub_(weights, torch._foreach_mul(gradients, [rate * scale for scale in scales]))
         return loss
-
-
-def validate(options: dict[str, Any]) -> None:
-    """Raise an InputError for an option that is out of range."""
-    require_non_negative("lr", float(options["lr"]))
-    require_in_closed_open("beta", options["beta"], 0.0, 1.0)
-    require_positive("eps", options["eps"])
-    require_non_negative("weight_decay", options["weight_decay"])
 
 
 def alike(params: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -28,7 +28,7 @@ from torch.nn.functional import hardshrink
 from dp_microadam.errors import InputError
 from dp_microadam.optimizers.exact_state import ExactStateOptimizer, evaluate
 from dp_microadam.optimizers.shards import is_sharded, largest_shard_size, local_row, local_shard, sharded_zeros
-from dp_microadam.optimizers.tensor_adam import alike, inverse_sizes, validate, wide
+from dp_microadam.optimizers.tensor_adam import alike, inverse_sizes, wide
 from dp_microadam.validation import require_positive
 
 THRESHOLD = 2.54
@@ -89,11 +89,9 @@ class ThresholdAdam(ExactStateOptimizer):
         options = {"lr": lr, "threshold": threshold, "beta": beta, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, options)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        options = {**self.defaults, **param_group}
+    def _validate(self, options: dict[str, Any]) -> None:
+        super()._validate(options)
         require_positive("threshold", options["threshold"])
-        validate(options)
-        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
