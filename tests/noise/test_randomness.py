@@ -181,3 +181,8 @@ def test_the_secure_stream_is_aes_in_counter_mode():
     encrypt = Cipher(algorithms.AES(key), modes.ECB()).encryptor()
     blocks = b"".join(encrypt.update(counter.to_bytes(16, "big")) for counter in range(3))
     assert module._aes_bits(key, 6).tobytes() == blocks
+
+
+def test_randomness_with_a_secret_from_elsewhere_is_refused():
+    with pytest.raises(PrivacyError, match="secret from elsewhere"):
+        Randomness(b"x" * 32, secure=False, seed=None)

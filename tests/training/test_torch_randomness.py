@@ -41,37 +41,25 @@ def test_a_trained_run_touches_no_gpu_that_the_model_is_not_on(make_trainer, tra
     assert trainer.fit(training_part).finished
 
 
-def test_the_gpus_of_a_model_are_those_of_its_parameters(monkeypatch):
-    forked = []
-
-    class Forked:
-        def __init__(self, devices):
-            forked.append(devices)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            return None
-
-    class Parameter:
-        def __init__(self, gpu):
-            self.is_cuda, self.gpu = gpu is not None, gpu
-
-        def get_device(self):
-            return self.gpu
-
-    class Model(nn.Module):
-        def parameters(self, recurse=True):
-            return map(Parameter, (1, None, 3, 1))
-
-    monkeypatch.setattr(torch.random, "fork_rng", Forked)
-    with forked_torch(Model()) as gpus:
-        assert gpus == [1, 3]
-    assert forked == [[1, 3]]
-
-
 def test_all_words_of_a_random_state_differ_from_those_of_any_seed():
     first, second = random_state(), random_state()
     words = [state[24 : 24 + 8 * 624].view(torch.int64) for state in (first, second)]
     assert (words[0] == words[1]).float().mean() < 0.01  # two words of 32 bits are alike with probability 2e-10
+
+
+def test_dropout_cannot_be_predicted_from_a_seed_set_before():
+    drawn, model = [], torch.nn.Linear(1, 1)
+    for _ in range(2):
+        torch.manual_seed(0)
+        with unpredictable_torch(model):
+            drawn.append(torch.rand(4))
+        assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(0)))
+    assert not torch.equal(*drawn)
+
+
+def test_unpredictable_torch_draws_uniform_numbers():
+    # Dvoretzky–Kiefer–Wolfowitz with N = 1e6: beyond 0.0029 with probability at most 1e-7.
+    with unpredictable_torch(torch.nn.Linear(1, 1)):
+        drawn = torch.rand(1_000_000)
+    counts = torch.histc(drawn, bins=1000, min=0, max=1).double().cumsum(0) / 1e6
+    assert float((counts - torch.arange(1, 1001, dtype=torch.float64) / 1000).abs().max()) <= 0.0029 + 2.0**-24

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
+from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
@@ -28,8 +29,6 @@ Answer = TypeVar("Answer")
 
 _BUCKET = 1 << 24
 """Numbers per all-reduce; bounds the buffer they are gathered into."""
-
-_CHECKSUM_CHUNK = 1 << 20
 
 
 class ProcessLost(DPMicroAdamError):
@@ -83,9 +82,7 @@ class Ranks:
         Formal guarantees: nothing is reduced unless all ranks have tensors of the same names, shapes and dtypes and, if
         ``noised`` is given, each coordinate is in that of exactly one rank.
 
-        Raises:
-            InputError: on every rank, if tensors differ.
-            PrivacyError: on every rank, if a coordinate has noise from none of them, or from several.
+        Raises on every rank InputError if tensors differ, PrivacyError if a coordinate has noise from none or from several.
         """
         agreed = self._agreed(tensors, noised)
         for bucket in _buckets(agreed) if self.world_size > 1 else ():
@@ -108,8 +105,8 @@ class Ranks:
         """The tensors in the order of their names, once all ranks are known to have the same, and one owner of each noise."""
         names, count = sorted(tensors), sum(tensor.numel() for tensor in tensors.values())
         layout = repr((noised is None, [(name, *_described(tensors[name])) for name in names] if self.world_size > 1 else []))
-        digest = int.from_bytes(blake2b(layout.encode(), digest_size=8).digest(), "little", signed=True)
-        found = self._numbers_of_all(digest, *((0, 0) if noised is None else (noised.start, noised.stop)))
+        digest = blake2b(layout.encode(), digest_size=8)
+        found = self._numbers_of_all(_number(digest), *((0, 0) if noised is None else (noised.start, noised.stop)))
         if len({each[0] for each in found}) > 1:
             raise InputError(
                 f"the processes of this run have different tensors to combine ({len(names)} with {count} numbers on rank "
@@ -128,8 +125,7 @@ class Ranks:
         """Each number summed over all ranks."""
         summed = torch.tensor(numbers, dtype=torch.float64)
         self.sum_({"numbers": summed})
-        found: list[float] = summed.tolist()
-        return found
+        return list(map(float, summed))
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is true on any rank."""
@@ -199,11 +195,9 @@ class Ranks:
             yield
 
     def require_same(self, what: str, value: Any) -> None:
-        """Check that ``value`` is the same on all ranks.
+        """Raise InputError on every rank unless ``value`` is the same on all.
 
-        Raises:
-            InputError: on every rank, if ``value`` differs from that of rank 0 on any. Of a mapping, which must be public, it
-                quotes the first entry that differs.
+        Of a mapping, which must be public, it quotes the first entry that differs.
         """
         theirs = self.from_main(lambda: value)
         if self.any(value != theirs):
@@ -212,10 +206,10 @@ class Ranks:
 
     def alike(self, tensors: Iterable[Tensor]) -> bool:
         """Whether all ranks have bitwise the same tensors, judged by a 64-bit checksum."""
-        own = torch.zeros((), dtype=torch.int64)
+        own = blake2b(digest_size=8)
         for tensor in tensors if self.world_size > 1 else ():
-            own = own * 31 + checksum(tensor).cpu()
-        found = self._numbers_of_all(int(own))
+            own.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        found = self._numbers_of_all(_number(own))
         return all(each == found[0] for each in found)
 
     def _group_of(self, tensor: Tensor) -> dist.ProcessGroup | None:
@@ -225,8 +219,7 @@ class Ranks:
 def ranks_here() -> Ranks:
     """The ranks of torch.distributed if it is initialised, otherwise a single process.
 
-    Raises:
-        InputError: if torchrun started several processes, but torch.distributed is not initialised.
+    Raises InputError if torchrun started several processes, but torch.distributed is not initialised.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return Ranks.of_torch()
@@ -241,8 +234,7 @@ def ranks_here() -> Ranks:
 def broadcast_start(ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Broadcast the weights of rank 0 and the settings of its optimizer, including the seed of stochastic rounding.
 
-    Raises:
-        InputError: if models, what trains of them, optimizers or libraries differ in more than values; nothing is sent then.
+    Raises InputError if models, what trains of them, optimizers or libraries differ in more than values; nothing is sent then.
     """
     if ranks.world_size == 1:
         return
@@ -266,11 +258,7 @@ def broadcast_start(ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optim
 
 
 def refuse_diverged(ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> None:
-    """Check that all ranks have the same weights and optimizer state.
-
-    Raises:
-        DPMicroAdamError: if they differ; ``step`` steps were taken.
-    """
+    """Raise a DPMicroAdamError unless all ranks have the same weights and optimizer state; ``step`` steps were taken."""
     if ranks.world_size == 1:
         return
     values = [value for state in optimizer.state.values() for value in state.values()] if optimizer is not None else []
@@ -316,6 +304,10 @@ def _heard() -> Iterator[None]:
         raise ProcessLost(f"another process of this run is gone ({reason}); this one stops too") from error
 
 
+def _number(digest: blake2b) -> int:
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
 def _described(tensor: Tensor) -> tuple[tuple[int, ...], str, str]:
     return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.device.type
 
@@ -329,24 +321,11 @@ def _difference(theirs: Any, own: Any, rank: int) -> str:
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Consecutive tensors of one dtype on one device, up to ``_BUCKET`` numbers together."""
-    bucket: list[Tensor] = []
-    for tensor in tensors:
-        kind = (tensor.dtype, tensor.device)
-        full = sum(other.numel() for other in bucket) + tensor.numel() > _BUCKET
-        if bucket and (full or kind != (bucket[0].dtype, bucket[0].device)):
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
+    for _, alike in groupby(tensors, key=lambda tensor: (tensor.dtype, tensor.device)):
+        bucket: list[Tensor] = []
+        for tensor in alike:
+            if bucket and sum(other.numel() for other in bucket) + tensor.numel() > _BUCKET:
+                yield bucket
+                bucket = []
+            bucket.append(tensor)
         yield bucket
-
-
-def checksum(tensor: Tensor) -> Tensor:
-    """A 64-bit checksum, Σ (2i + 1)·bitsᵢ modulo 2⁶⁴, in which differences of two coordinates do not cancel."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = tensor.detach().contiguous().view(-1).view(integers[tensor.element_size()])
-    weights = torch.arange(min(len(bits), _CHECKSUM_CHUNK), device=tensor.device).mul_(2).add_(1)
-    found = torch.zeros((), dtype=torch.int64)  # a number, which takes the device of what is added to it
-    for part in bits.split(_CHECKSUM_CHUNK):
-        found = found * 31 + (part * weights[: len(part)]).sum()
-    return found

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
 
 from dp_microadam.errors import InputError
+from dp_microadam.plan.plan import PrivacyPlan, UnprotectedPlan
 from dp_microadam.training.rates import LearningRates, RunNoise, Schedule
 from dp_microadam.validation import require_in_closed_open, require_in_open
 
@@ -22,17 +23,7 @@ ROW_NORMS = "row norms"
 """The query a phase runs on the training data: Σ of clipped gradients, or Σ of the norms of their rows."""
 
 
-class PlanLike(Protocol):
-    """The attributes of a plan, private or not, from which phases are derived."""
-
-    @property
-    def dataset_size(self) -> int: ...
-
-    @property
-    def batch_size(self) -> int: ...
-
-    @property
-    def steps(self) -> int: ...
+PlanLike = PrivacyPlan | UnprotectedPlan
 
 
 @dataclass(frozen=True)
@@ -231,7 +222,9 @@ class Method:
     def around_step(self, model: nn.Module) -> Iterator[None]:
         """Around a call of ``optimizer.step()``: rates of this step, rows that do not train unchanged, then the average."""
         if self.averages and self.average is None:
-            self.average = WeightAverage(self._weights(model), self._decay)
+            held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+            weights = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in held}
+            self.average = WeightAverage(weights, self._decay)
         with self._rates.in_force(self.updates, self.phase.rate), freeze_other_rows(model, self.row_masks()):
             yield
         self.updates += 1
@@ -274,24 +267,19 @@ class Method:
             self.average.give(model)
 
     def refuse_parameters(self, model: nn.Module, plan: PlanLike) -> None:
-        """Check that the optimizer has all parameters that train, and no foreign ones.
-
-        Raises:
-            InputError: if the optimizer has parameters that are not the model's, or lacks some that would be trained.
-        """
-        owned = {id(parameter) for parameter in model.parameters()}
-        held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        for parameter in held:
-            if id(parameter) not in owned:
+        """Raise InputError if the optimizer has parameters that are not the model's, or lacks some that would be trained."""
+        owned = set(map(id, model.parameters()))
+        held = {id(parameter): parameter for group in self.optimizer.param_groups for parameter in group["params"]}
+        for number, parameter in held.items():
+            if number not in owned:
                 raise InputError(
                     f"optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's; make it from "
                     "model.parameters()"
                 )
-        known = {id(parameter) for parameter in held}
         trainable = [phase.trainable for phase in self.phases(plan) if phase.rate]
         for name, parameter in model.named_parameters():
             trains = any(parameter.requires_grad if names is None else name in names for names in trainable)
-            if trains and id(parameter) not in known:
+            if trains and id(parameter) not in held:
                 raise InputError(
                     f"optimizer does not hold the parameter {name!r}, which requires gradients: it would take part in clipping "
                     "without being trained; freeze it with requires_grad_(False), or give it to the optimizer"
@@ -318,11 +306,6 @@ class Method:
         kept = state["average"]
         self.average = WeightAverage(move(kept), self._decay) if kept is not None and self.averages else None
         self.load_extra_state(move(state["extra"]))
-
-    def _weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """The parameters that the optimizer holds, by name."""
-        held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
-        return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in held}
 
 
 class WeightAverage:

@@ -29,8 +29,7 @@ SHAPES = ("constant", "cosine", "linear")
 class Schedule:
     """A learning rate schedule: linear warm-up, then constant, or decaying to zero along a cosine or a line.
 
-    ``warmup`` is a fraction of all steps. With w warm-up steps, step number s (from 0) has factor (s+1)/w. The factor depends
-    on the step alone, so resuming needs no state.
+    ``warmup`` is a fraction of all steps. With w warm-up steps, step number s (from 0) has factor (s+1)/w.
 
     >>> schedule = Schedule("linear", steps=8, warmup=0.25)
     >>> [round(schedule.factor(step), 3) for step in range(8)]
@@ -124,9 +123,6 @@ class LearningRates:
     A group with a ``"distance"`` has the rate at which the noise of the run walks that far; others have their own ``"lr"``.
     ``schedule`` multiplies both: a :class:`Schedule`, or a torch scheduler of this optimizer, which is stepped after each
     optimizer step.
-
-    Raises:
-        InputError: for a torch scheduler of another optimizer, for one that needs a loss, or anything else that is no schedule.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -156,8 +152,7 @@ class LearningRates:
     def prepare(self, noise: RunNoise, steps: int) -> None:
         """Called once before the first step, with the noise of the run and its number of steps.
 
-        Raises:
-            InputError: for a distance of an optimizer whose steps under noise are unknown, and for a schedule that ends early.
+        Raises InputError for a distance of an optimizer whose steps under noise are unknown, or a schedule that ends early.
         """
         self._noise = noise
         last = getattr(self._schedule, "total_steps", None)

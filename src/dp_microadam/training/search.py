@@ -83,10 +83,10 @@ class PrivateSearch:
         result = PrivateSearch(plan, values, make_trainer, score="validation_loss", run_dir="runs/best").fit(train, validation)
 
     Each run draws its hyperparameters uniformly from ``values``, independently of all others. While the search runs, its state
-    and at most two runs are in the folder ``run_dir`` + ``.unpublished``, which only its owner may read. In the end that folder
-    is overwritten and removed, and ``run_dir`` has the files of the best run. A search that was interrupted or killed goes on
-    where it was when ``fit`` is called again with the same declaration, with the number of runs that was drawn when it began;
-    the run it was in begins again if the plan has bands.
+    and at most two runs are in the folder ``run_dir`` + ``.unpublished``, which only its owner may read. In the end ``run_dir``
+    has the files of the best run, and that folder is removed. A search that was interrupted or killed goes on where it was when
+    ``fit`` is called again with the same declaration, with the number of runs that was drawn when it began; the run it was in
+    begins again if the plan has bands.
 
     Arguments:
         plan: the plan of each run, whose ε covers the selection; :meth:`SelectionPlan.solve` gives it.
@@ -99,11 +99,11 @@ class PrivateSearch:
             is told: with either, the published run would be worth more than its ε says.
 
     Formal guarantees: what ``run_dir`` contains in the end is (ε, δ)-differentially private in the training data, under adding
-    or removing one unit of the plan, with its ε. The same holds if the search was interrupted at moments that do not depend on
-    the data. Excepted are how long the search takes, which suggests the number of runs, and the folder ``.unpublished`` while
-    it exists, with everything that a file system keeps of it. Assumes the guarantees of :class:`PrivateTrainer` for each run;
-    that validation data is not part of the training data: it is not protected, and both the choice and the metrics of the
-    published run depend on it; that ``make_trainer`` does not depend on the training data, and shows nothing of its runs.
+    or removing one unit of the plan, with its ε; also if the search was interrupted at moments that do not depend on the data.
+    Excepted are how long the search takes, which suggests the number of runs, and the folder ``.unpublished`` while it exists,
+    with everything that a file system keeps of it. Assumes the guarantees of :class:`PrivateTrainer` for each run; that
+    validation data, on which the choice and the published metrics depend, is not part of the training data; and that
+    ``make_trainer`` does not depend on the training data, and shows nothing of its runs.
 
     Searches that look at earlier scores to propose what to try next (Bayesian optimisation, Optuna's samplers and pruners) are
     not covered by the theorem, which needs independent runs. There is no callback for them.
@@ -138,10 +138,8 @@ class PrivateSearch:
     def fit(self, train: Any, validation: Any, *, users: Any = None, validation_users: Any = None) -> SearchResult:
         """Search until the best run is published, or Ctrl-C is pressed; goes on with a search that was stopped.
 
-        All arguments are those of :meth:`PrivateTrainer.fit`, which every run is given.
-
-        Raises:
-            InputError: if ``run_dir`` holds something else, or the search in it was declared otherwise.
+        All arguments are those of :meth:`PrivateTrainer.fit`, which every run is given. Raises InputError if ``run_dir`` holds
+        something else, or the search in it was declared otherwise.
         """
         if validation is None:
             raise InputError("validation is None; the runs of a search are compared on validation data, pass some")
@@ -155,11 +153,7 @@ class PrivateSearch:
         return self.result()
 
     def result(self) -> SearchResult:
-        """The published run.
-
-        Raises:
-            InputError: if the search is not finished.
-        """
+        """The published run; InputError if the search is not finished."""
         if not self.finished:
             raise InputError(f"the search in {str(self.run_dir)!r} is not finished; call fit")
         declared = json.loads((self.run_dir / SELECTION).read_text(encoding="utf-8"))
@@ -211,10 +205,9 @@ class PrivateSearch:
         score = self._score_of(folder)
         place, choice = state["place"], state["choice"]
         # Runs with equal scores are ordered by age, which is as good as by chance.
-        if state["best"] is None or score > state["best"]:
-            state.write(remaining=state["remaining"] - 1, place=_PLACES[place], choice=None, best=score, best_choice=choice)
-        else:
-            state.write(remaining=state["remaining"] - 1, choice=None)
+        better = state["best"] is None or score > state["best"]
+        found = {"place": _PLACES[place], "best": score, "best_choice": choice} if better else {}
+        state.write(remaining=state["remaining"] - 1, choice=None, **found)
         _remove(self._working / state["place"])
         return True
 
@@ -285,37 +278,37 @@ class SearchState:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / _STATE
-        self._lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        self._lock: int | None = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
         found = os.fstat(self._lock)
         self._folder = [found.st_dev, found.st_ino]
-        self._closed = False
         itself = weakref.ref(self)
-
-        def close_inherited() -> None:  # by data-loading workers, which would hold the lock after this process was killed
-            if (state := itself()) is not None:
-                state.close()
-
-        os.register_at_fork(after_in_child=close_inherited)
+        # Data-loading workers would hold the lock after this process was killed.
+        os.register_at_fork(after_in_child=lambda: state.close() if (state := itself()) is not None else None)
         try:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise PrivacyError(
-                    f"{folder} is in use by another process; only one may go on with a search, wait for it or stop it"
-                ) from None
-            except OSError as error:
-                raise PrivacyError(
-                    f"{folder} cannot be locked ({error.strerror}); put the folder on a file system with locks"
-                ) from None
-            self._values = json.loads(self._path.read_text(encoding="utf-8")) if self._path.is_file() else {}
-            if self._values.get("folder", self._folder) != self._folder:
-                raise PrivacyError(
-                    f"{folder} is a copy: two searches that go on from one beginning are not covered by its epsilon; continue "
-                    "the original, or begin a new search in a new folder"
-                )
+            self._values = self._read_locked(folder)
         except BaseException:
             self.close()
             raise
+
+    def _read_locked(self, folder: Path) -> Settings:
+        assert self._lock is not None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise PrivacyError(
+                f"{folder} is in use by another process; only one may go on with a search, wait for it or stop it"
+            ) from None
+        except OSError as error:
+            raise PrivacyError(
+                f"{folder} cannot be locked ({error.strerror}); put the folder on a file system with locks"
+            ) from None
+        values: Settings = json.loads(self._path.read_text(encoding="utf-8")) if self._path.is_file() else {}
+        if values.get("folder", self._folder) != self._folder:
+            raise PrivacyError(
+                f"{folder} is a copy: two searches that go on from one beginning are not covered by its epsilon; continue "
+                "the original, or begin a new search in a new folder"
+            )
+        return values
 
     @property
     def begun(self) -> bool:
@@ -342,9 +335,9 @@ class SearchState:
 
     def close(self) -> None:
         """Close and unlock the folder. Closing twice is allowed."""
-        if not self._closed:
-            self._closed = True
+        if self._lock is not None:
             os.close(self._lock)
+            self._lock = None
 
 
 def _remove(path: Path) -> None:
