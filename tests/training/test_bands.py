@@ -1,33 +1,99 @@
 """Training with correlated noise: groups, chains and their restarts, through the trainer. Alarm rates are below 1e-6."""
 
-import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from flat import flat, idle
+from processes import run_here
 from scipy import stats
+from torch import nn
 
 from dp_microadam import InputError, PrivacyPlan, PrivateStep, PrivateTrainer, UnprotectedPlan, methods
+from dp_microadam.errors import DPMicroAdamError
 from dp_microadam.ledger.ledger import read_ledger
 from dp_microadam.training.checkpoint import CheckpointFolder
 from dp_microadam.training.distributed import Ranks
 from dp_microadam.training.evaluation import class_loss
 from dp_microadam.workbench.command_line.cli import main
 
-WORKER = Path(__file__).with_name("bands_worker.py")
 ALARM = 1e-8
+EXAMPLES, BANDS, STEPS = 41, 4, 12
+PLAN = PrivacyPlan(EXAMPLES, 8, 1.5, STEPS, 1e-2, bands=BANDS)
 
-_spec = importlib.util.spec_from_file_location("bands_worker", WORKER)
-worker = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(worker)
+
+def numbered(model, batch):
+    """The gradient of example i is one in column i of the weight, and zero elsewhere."""
+    return model(batch).sum(1)
+
+
+def without_gradient(model, batch):
+    return model(batch).sum(1) * 0.0
+
+
+def rows(width):
+    model = nn.Linear(EXAMPLES, width, bias=False, dtype=torch.float64)
+    nn.init.zeros_(model.weight)
+    return model
+
+
+def published(folder, loss, ranks, *, width=1, plan=PLAN, **options):
+    """The mean gradient of each step, a row each."""
+    model = rows(width)
+    trainer = PrivateTrainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        plan,
+        loss,
+        run_dir=folder,
+        ranks=ranks,
+        **flat(show_progress=False, **options),
+    )
+    weights = [model.weight.detach().clone()]
+    trainer.callbacks = (lambda report: weights.append(model.weight.detach().clone()) if report.step else None,)
+    trainer.fit(torch.eye(EXAMPLES, dtype=torch.float64))
+    return torch.stack([(before - after).flatten() for before, after in pairwise(weights)])
+
+
+def noise(folder, ranks):
+    """Noise alone, from the system's entropy: 41 × 500 coordinates for each step."""
+    return published(folder, without_gradient, ranks, width=500)
+
+
+def seeded(folder, ranks):
+    return published(folder, numbered, ranks, seed=3)
+
+
+def after_a_failure(folder, ranks):
+    """Noise alone of a loop of one's own that goes on after step 5 failed on the last rank, the others having drawn theirs."""
+    failing = []
+
+    def loss(model, batch):
+        if failing and ranks.rank == ranks.world_size - 1:
+            raise ValueError("secret")
+        return without_gradient(model, batch)
+
+    model = rows(500)
+    plan = PrivacyPlan(EXAMPLES, 10, 1.5, STEPS, 1e-2, bands=BANDS)  # 4·10 of 41: nearly every example of a group
+    step = PrivateStep(model, idle(model), plan, loss, torch.eye(EXAMPLES, dtype=torch.float64), run_dir=folder, ranks=ranks)
+    found = []
+    step.account.begin()
+    for index in range(plan.steps):
+        failing[:] = [True] if index == 5 else []
+        try:
+            found.append(step.take()["weight"].flatten() * plan.batch_size / plan.noise_multiplier)
+        except DPMicroAdamError:
+            found.append(None)
+    step.close()
+    return found
+
 
 SIZES = [1, 2, pytest.param(3, marks=pytest.mark.slow)]
 
@@ -38,8 +104,8 @@ def left(run_group):
 
     def find(size, name, folder):
         if size == 1:
-            return [getattr(worker, name)(folder / name, Ranks())]
-        group = run_group("bands", size, WORKER)
+            return [globals()[name](folder / name, Ranks())]
+        group = run_group("bands", size, __file__)
         return [torch.load(group / f"{name}-{rank}.pt") for rank in range(size)]
 
     return find
@@ -58,14 +124,14 @@ def require_white(numbers):
     flat = numbers.flatten().numpy()
     assert stats.kstest(flat, "norm").pvalue > ALARM
     assert abs(np.mean(flat**2) - 1) < stats.norm.isf(ALARM / 2) * (2 / flat.size) ** 0.5
-    for lag in range(1, min(worker.BANDS + 1, len(numbers))):
+    for lag in range(1, min(BANDS + 1, len(numbers))):
         products = (numbers[lag:] * numbers[:-lag]).flatten()
         assert abs(float(products.mean())) < stats.norm.isf(ALARM / 2) / len(products) ** 0.5
 
 
 @pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.slow) if size == 2 else size for size in SIZES])
 def test_c_times_what_a_run_publishes_is_white_however_many_processes_make_the_noise(left, size, tmp_path):
-    plan = worker.PLAN
+    plan = PLAN
     first, *others = left(size, "noise", tmp_path)
     assert all(torch.equal(first, other) for other in others)
     require_white(whitened(first, plan.noise_coefficients) * plan.batch_size / plan.noise_multiplier)
@@ -74,33 +140,33 @@ def test_c_times_what_a_run_publishes_is_white_however_many_processes_make_the_n
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES[1:])
 def test_a_seeded_run_of_several_processes_is_that_of_one(left, size, tmp_path):
-    alone = worker.seeded(tmp_path / "alone", Ranks())
+    alone = seeded(tmp_path / "alone", Ranks())
     for found in left(size, "seeded", tmp_path):
         torch.testing.assert_close(found, alone, rtol=0, atol=1e-10)
 
 
 def test_each_example_reaches_only_the_steps_of_its_group(tmp_path):
     """With C and the seed known, the noise can be subtracted: what is left are the examples of each step."""
-    plan = worker.PLAN
-    independent = PrivacyPlan(worker.EXAMPLES, plan.batch_size, plan.noise_multiplier, plan.steps, 1e-2)
-    white = worker.published(tmp_path / "white", worker.without_gradient, Ranks(), plan=independent, seed=3)
-    both = worker.published(tmp_path / "both", worker.numbered, Ranks(), seed=3)
-    noise = worker.published(tmp_path / "noise", worker.without_gradient, Ranks(), seed=3)
+    plan = PLAN
+    independent = PrivacyPlan(EXAMPLES, plan.batch_size, plan.noise_multiplier, plan.steps, 1e-2)
+    white = published(tmp_path / "white", without_gradient, Ranks(), plan=independent, seed=3)
+    both = published(tmp_path / "both", numbered, Ranks(), seed=3)
+    noise = published(tmp_path / "noise", without_gradient, Ranks(), seed=3)
     torch.testing.assert_close(whitened(noise, plan.noise_coefficients), white, rtol=0, atol=1e-6)
     members = (both - noise) * plan.batch_size
     assert torch.allclose(members, members.round(), atol=1e-9)
     steps, numbers = np.nonzero(members.round().numpy())
     assert len(steps) > 50
-    assert (steps % worker.BANDS == numbers % worker.BANDS).all()
+    assert (steps % BANDS == numbers % BANDS).all()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_a_step_that_fails_begins_a_new_chain_on_all_ranks(left, size, tmp_path):
     """Otherwise the steps before and after it would be one step closer in C than their numbers, and columns could overlap."""
-    for found in left(size, "after_a_failure" if size == 1 else "failure", tmp_path):
+    for found in left(size, "after_a_failure", tmp_path):
         assert [step for step, noise in enumerate(found) if noise is None] == [5]
-        coefficients = worker.PLAN.noise_coefficients
+        coefficients = PLAN.noise_coefficients
         before, after = torch.stack(found[:5]), torch.stack(found[6:])
         require_white(whitened(before, coefficients))
         require_white(whitened(after, coefficients))
@@ -233,7 +299,7 @@ def test_data_in_another_order_after_every_step_spends_no_more_than_the_ledger_s
 
     def loss(model, batch):
         seen.append(int((batch[:, 0] == 1.0).sum()))
-        return worker.numbered(model, batch)
+        return numbered(model, batch)
 
     model, state = torch.nn.Linear(8, 1, bias=False), None
     step = PrivateStep(model, idle(model), plan, loss, run_dir=tmp_path)
@@ -370,3 +436,7 @@ def test_bands_on_the_command_line_and_auto_for_the_memory_of_the_model(tmp_path
         assert sentence in shown or "bands is 1000" in shown
         assert shown.count("\n") == 1
         assert not (tmp_path / "no").exists()
+
+
+if __name__ == "__main__":
+    run_here({"noise": noise, "seeded": seeded, "after_a_failure": after_a_failure})

@@ -1,11 +1,8 @@
 """Training with users as the unit of privacy, through the trainer and the step."""
 
-import importlib.util
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -15,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from flat import flat, idle
+from processes import run_here
 from thoroughness import THOROUGH
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
@@ -25,12 +23,55 @@ from dp_microadam.clipping.per_example import clipped_sum
 from dp_microadam.ledger.ledger import read_ledger
 from dp_microadam.training.distributed import Ranks
 
-WORKER = Path(__file__).with_name("users_worker.py")
-_spec = importlib.util.spec_from_file_location("users_worker", WORKER)
-worker = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(worker)
+SIZES = [1, 5, 2, 1, 9, 3, 1, 4, 2, 6]
+IDS = [f"user {number}" for number, size in enumerate(SIZES) for _ in range(size)]
+PLAN = PrivacyPlan(len(SIZES), 4, 1.5, 12, 1e-2, examples_per_user=4)
 
-PLAN = worker.PLAN
+
+def class_loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def examples():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(len(IDS), 6, generator=generator), torch.randint(0, 3, (len(IDS),), generator=generator)
+
+
+def trainer_of(folder, ranks, *, loss=class_loss, plan=PLAN, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    options = {"show_progress": False, "physical_batch_size": 7, "prepare": doubled, **options}
+    return PrivateTrainer(model, optimizer, plan, loss, run_dir=folder, ranks=ranks, **flat(**options))
+
+
+def doubled(batch):
+    return batch[0].double(), batch[1]
+
+
+def seeded(folder, ranks):
+    """The weights after a run with a fixed seed."""
+    run = trainer_of(folder, ranks, seed=3)
+    run.fit(examples(), users=IDS)
+    return [parameter.detach().clone() for parameter in run.model.parameters()]
+
+
+def differing(folder, ranks):
+    """What a rank is told whose examples belong to other users than the first rank's."""
+    try:
+        trainer_of(folder, ranks).fit(examples(), users=IDS if ranks.main else IDS[::-1])
+    except InputError as error:
+        return str(error)
+
+
+def slowly(folder):
+    def slow(model, batch):
+        time.sleep(0.02)
+        return class_loss(model, batch)
+
+    trainer_of(folder, Ranks(), loss=slow, checkpoint_every=2).fit(examples(), users=IDS)
+
+
 NO_NOISE = 1e-4
 
 
@@ -243,9 +284,9 @@ def test_methods_with_scales_phases_and_row_masks_train_on_users(tmp_path, name)
     make = getattr(methods, name)
     plan = replace(PLAN, steps=150 if name == "sparta" else 6)
     trainer = PrivateTrainer(
-        model, make(model), plan, worker.loss, run_dir=tmp_path / "run", **flat(physical_batch_size=9, show_progress=False)
+        model, make(model), plan, class_loss, run_dir=tmp_path / "run", **flat(physical_batch_size=9, show_progress=False)
     )
-    result = trainer.fit(worker.data(), users=worker.IDS)
+    result = trainer.fit(examples(), users=IDS)
     assert result.finished
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
@@ -253,13 +294,13 @@ def test_methods_with_scales_phases_and_row_masks_train_on_users(tmp_path, name)
 REFUSED = {
     "no ids": (PLAN, None, "the plan's unit is the user, but users is missing"),
     "ids for examples": (
-        PrivacyPlan(len(worker.IDS), 4, 1.5, 12, 1e-2),
-        worker.IDS,
+        PrivacyPlan(len(IDS), 4, 1.5, 12, 1e-2),
+        IDS,
         "users is given, but the plan's unit is the example",
     ),
-    "too few ids": (PLAN, worker.IDS[:-1], "users and data have different lengths"),
-    "other users": (replace(PLAN, dataset_size=11), worker.IDS, "users has 10 different ids, but dataset_size is 11"),
-    "too many of each": (replace(PLAN, examples_per_user=8), worker.IDS, "more than physical_batch_size, which is 7"),
+    "too few ids": (PLAN, IDS[:-1], "users and data have different lengths"),
+    "other users": (replace(PLAN, dataset_size=11), IDS, "users has 10 different ids, but dataset_size is 11"),
+    "too many of each": (replace(PLAN, examples_per_user=8), IDS, "more than physical_batch_size, which is 7"),
 }
 
 
@@ -267,7 +308,7 @@ REFUSED = {
 def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path, case):
     plan, ids, sentence = REFUSED[case]
     with pytest.raises(InputError, match=sentence):
-        worker.trainer(tmp_path / "run", Ranks(), plan=plan).fit(worker.data(), users=ids)
+        trainer_of(tmp_path / "run", Ranks(), plan=plan).fit(examples(), users=ids)
     assert not (tmp_path / "run").exists()
 
 
@@ -283,10 +324,10 @@ def test_every_size_of_users_is_checked_before_the_first_step_whatever_anyone_ha
         return norms
 
     monkeypatch.setattr(ClippedGradients, "_add", wrong)
-    count = len(worker.IDS)
-    trainer = worker.trainer(tmp_path / "run", Ranks(), plan=replace(PLAN, dataset_size=count))
+    count = len(IDS)
+    trainer = trainer_of(tmp_path / "run", Ranks(), plan=replace(PLAN, dataset_size=count))
     with pytest.raises(InputError, match="only a part of its gradient"):
-        trainer.fit(worker.data(), users=range(count))
+        trainer.fit(examples(), users=range(count))
     assert not (tmp_path / "run").exists()
 
 
@@ -297,11 +338,11 @@ def test_nothing_written_depends_on_anyones_number_of_examples(tmp_path, capsys)
     """
     runs = []
     for name, many in (("of-few", 1), ("of-many", 30)):
-        features, labels = worker.data()
-        first = worker.IDS.index(worker.IDS[-1])
+        features, labels = examples()
+        first = IDS.index(IDS[-1])
         rows = torch.arange(first + many).clamp(max=first)
-        ids = [worker.IDS[row] for row in rows.tolist()]
-        trainer = worker.trainer(
+        ids = [IDS[row] for row in rows.tolist()]
+        trainer = trainer_of(
             tmp_path / name, Ranks(), plan=replace(PLAN, steps=6), seed=1, checkpoint_every=4, show_progress=True
         )
         trainer.fit((features[rows], labels[rows]), users=ids)
@@ -334,11 +375,10 @@ def varying_taken_out(text, folder):
 
 
 @pytest.mark.slow
-def test_a_run_killed_and_resumed_counts_every_step(tmp_path):
+def test_a_run_killed_and_resumed_counts_every_step(tmp_path, start_group):
     """SIGKILL in the middle of a run on users; it goes on, as users only, and never exceeds ε."""
     run = tmp_path / "run"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, str(WORKER), str(run), "--kill-me"], env=environment)
+    (process,) = start_group(1, [__file__, run, "--kill-me"])
     ledger = run / "ledger.jsonl"
     while process.poll() is None and not (ledger.exists() and ledger.read_bytes().count(b"\n") > 4):
         time.sleep(0.002)
@@ -350,9 +390,9 @@ def test_a_run_killed_and_resumed_counts_every_step(tmp_path):
     assert killed.settings.unit == "one user with all their training examples"
     as_examples = replace(PLAN, examples_per_user=None)
     with pytest.raises(PrivacyError, match="unit = 'user' and cannot continue with 'example'"):
-        worker.trainer(run, Ranks(), plan=as_examples).resume(run)
-    trainer = worker.trainer(run, Ranks()).resume(run)
-    trainer.fit(worker.data(), users=worker.IDS)
+        trainer_of(run, Ranks(), plan=as_examples).resume(run)
+    trainer = trainer_of(run, Ranks()).resume(run)
+    trainer.fit(examples(), users=IDS)
     record = read_ledger(run)
     assert record.steps == PLAN.steps
     assert record.epsilon() == PLAN.epsilon
@@ -360,19 +400,26 @@ def test_a_run_killed_and_resumed_counts_every_step(tmp_path):
 
 @pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(tmp_path):
-    whole = worker.trainer(tmp_path / "whole", Ranks(), seed=2)
-    whole.fit(worker.data(), users=worker.IDS)
-    worker.trainer(tmp_path / "parts", Ranks(), seed=2, max_steps=5).fit(worker.data(), users=worker.IDS)
-    rest = worker.trainer(tmp_path / "parts", Ranks(), seed=2).resume(tmp_path / "parts")
-    rest.fit(worker.data(), users=worker.IDS)
+    whole = trainer_of(tmp_path / "whole", Ranks(), seed=2)
+    whole.fit(examples(), users=IDS)
+    trainer_of(tmp_path / "parts", Ranks(), seed=2, max_steps=5).fit(examples(), users=IDS)
+    rest = trainer_of(tmp_path / "parts", Ranks(), seed=2).resume(tmp_path / "parts")
+    rest.fit(examples(), users=IDS)
     assert all(torch.equal(one, two) for one, two in zip(whole.model.parameters(), rest.model.parameters(), strict=True))
 
 
 @pytest.mark.slow
 def test_two_processes_train_on_shards_of_users_and_give_the_run_of_one(run_group, tmp_path):
-    group = run_group("users", 2, WORKER)
-    alone = worker.seeded(tmp_path / "alone", Ranks())
+    group = run_group("users", 2, __file__)
+    alone = seeded(tmp_path / "alone", Ranks())
     for rank in range(2):
         for found, expected in zip(torch.load(group / f"seeded-{rank}.pt"), alone, strict=True):
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
         assert "differ in users" in torch.load(group / f"differing-{rank}.pt")
+
+
+if __name__ == "__main__":
+    if "--kill-me" in sys.argv:
+        slowly(Path(sys.argv[1]))
+    else:
+        run_here({"seeded": seeded, "differing": differing})
