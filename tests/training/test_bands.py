@@ -1,11 +1,6 @@
 """Training with correlated noise: groups, chains and their restarts, through the trainer. Alarm rates are below 1e-6."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from itertools import pairwise
 
 import numpy as np
@@ -16,7 +11,7 @@ from processes import run_here
 from scipy import stats
 from torch import nn
 
-from dp_microadam import InputError, PrivacyPlan, PrivateStep, PrivateTrainer, UnprotectedPlan, methods
+from dp_microadam import InputError, PrivacyPlan, PrivateStep, PrivateTrainer, methods
 from dp_microadam.errors import DPMicroAdamError
 from dp_microadam.ledger.ledger import read_ledger
 from dp_microadam.training.checkpoint import CheckpointFolder
@@ -280,17 +275,6 @@ def test_rates_of_methods_that_divide_by_noisy_gradients_grow_with_the_noise_of_
         assert moved[8] / moved[1] == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_method_that_is_used_again_has_its_own_rate(tmp_path):
-    setting = {"dataset_size": 60, "batch_size": 6, "delta": 1e-3, "steps": 20, "epsilon": 8.0}
-    model = torch.nn.Linear(5, 3)
-    method = methods.dp_adam(model, lr=1e-3)
-    for number, bands in enumerate((8, 1, 8, None)):
-        plan = PrivacyPlan.solve(**setting, bands=bands) if bands else UnprotectedPlan(60, 6, 20)
-        PrivateStep(model, method, plan, class_loss, run_dir=tmp_path / str(number)).close()
-        growth = plan.single_step_growth if bands else 1.0
-        assert method.learning_rate == pytest.approx(1e-3 * growth)
-
-
 @pytest.mark.parametrize("how", ["resumed", "attached"])
 def test_data_in_another_order_after_every_step_spends_no_more_than_the_ledger_says(tmp_path, how):
     """Everybody takes part in the steps of their group, and the first example is always given the number of the next one's."""
@@ -372,33 +356,6 @@ bands = 8
 checkpoint_every = 7
 evaluate_every = 50
 """
-
-
-@pytest.mark.slow
-def test_a_recipe_with_bands_killed_and_resumed_counts_every_step(tmp_path, capsys):
-    """SIGKILL after step 20 or so; the run goes on in the cycle of its ledger, with a new chain, and never exceeds ε."""
-    recipe, run = tmp_path / "bands.toml", tmp_path / "run"
-    recipe.write_text(RECIPE)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "dp_microadam", "train", str(recipe), "--run-dir", str(run), "--quiet"]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-    ledger = run / "ledger.jsonl"
-    while process.poll() is None and not (ledger.exists() and ledger.read_bytes().count(b"\n") > 20):
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    killed = read_ledger(run)
-    assert 20 <= killed.steps < 60
-    assert main(["resume", str(run), "--quiet"]) == 0
-    record = read_ledger(run)
-    assert record.resumed_at == (killed.steps,)
-    assert 52 <= record.steps == record.plan.last_step(record.resumed_at) <= 60
-    assert record.spent[0].steps == 8
-    assert record.epsilon() == record.plan.epsilon <= 8.0
-    lines = [json.loads(line) for line in ledger.read_text().splitlines()[1:]]
-    assert [line["group"] for line in lines] == [step % 8 for step in range(record.steps)]
-    assert json.loads((run / "privacy.json").read_text())["noise"]["bands"] == 8
-    capsys.readouterr()
 
 
 def test_a_recipe_that_goes_on_says_what_its_sessions_spend_and_where_it_ends(tmp_path, capsys):
