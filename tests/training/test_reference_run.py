@@ -167,25 +167,28 @@ def reference_run(plan):
 
 @pytest.mark.parametrize(("batch_size", "bands"), [(20, 1), (20, 4), (1, 1)], ids=["one band", "bands", "empty steps"])
 def test_a_seeded_run_is_that_of_plain_torch_to_the_bit(tmp_path, batch_size, bands):
-    from dp_microadam import PerformanceSettings, PrivacySettings, PrivateTrainer, RecordSettings, methods
+    from dp_microadam import PerformanceSettings, PrivacySettings, PrivateStep, methods
 
     plan = PrivacyPlan.solve(dataset_size=EXAMPLES, batch_size=batch_size, delta=1e-4, epsilon=8.0, steps=40, bands=bands)
     assert any(len(sampled(plan, step)) == 0 for step in range(plan.steps)) == (batch_size == 1)
     model = network()
-    trainer = PrivateTrainer(
+    method = methods.dp_threshold(model, distance=DISTANCE, average=AVERAGE)
+    step = PrivateStep(
         model,
-        methods.dp_threshold(model, distance=DISTANCE, average=AVERAGE),
+        method,
         plan,
         lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none"),
-        run_dir=tmp_path / "run",
+        examples(),
+        run_dir=tmp_path,
         privacy=PrivacySettings(max_grad_norm=NORM, seed=SEED),
         performance=PerformanceSettings(physical_batch_size=CHUNK, strategy="keep"),
-        record=RecordSettings(show_progress=False),
     )
-    trainer.fit(examples())
+    for gradients in step:
+        method.update(model, gradients)
+    step.close()
     weights, average = reference_run(plan)
     before = network().state_dict()
-    for name, value in trainer.model.state_dict().items():
+    for name, value in model.state_dict().items():
         assert not torch.equal(value, before[name])
         assert torch.equal(value, weights[name]), name
-        assert torch.equal(trainer.average.state_dict()[name], average[name]), name
+        assert torch.equal(method.average.state_dict()[name], average[name]), name
