@@ -13,6 +13,7 @@ parameter that counts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -80,11 +81,69 @@ class SharedTensor(torch.Tensor):
     ) -> Any:
         leaves, structure = tree_flatten((args, kwargs or {}))
         recording = next(leaf.recording for leaf in leaves if is_shared(leaf))
-        return recording.operation(function, leaves, structure)
+        return recording.operation(Operation(function, leaves, structure))
 
 
 def is_shared(value: Any) -> TypeGuard[SharedTensor]:
     return type(value) is SharedTensor
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation that has shared tensors among its arguments.
+
+    ``rows`` holds the rows per example of its result and of each of its tensors; 0 for those that are the same for all
+    examples, negative where examples are along the second dimension.
+    """
+
+    function: Callable[..., Any]
+    leaves: Sequence[Any]
+    structure: Any
+    rows: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return getattr(self.function, "__name__", "operation")
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    @property
+    def operands(self) -> list[SharedTensor]:
+        return [leaf for leaf in self.leaves if is_shared(leaf)]
+
+    @property
+    def parameters(self) -> list[str]:
+        """The names of the parameters that take part."""
+        return sorted(set().union(*(operand.roots for operand in self.operands)))
+
+    def arguments(self, of: Callable[[SharedTensor], Any] = lambda operand: operand) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Its arguments, with something else in place of shared tensors."""
+        return tree_unflatten([of(leaf) if is_shared(leaf) else leaf for leaf in self.leaves], self.structure)
+
+    def run(self, of: Callable[[SharedTensor], Any]) -> Any:
+        args, kwargs = self.arguments(of)
+        return self.function(*args, **kwargs)
+
+    def batch_first(self) -> Operation:
+        """The operation on tensors whose second dimension, where that is the batch, has changed places with the first."""
+        rows_of = iter(self.rows[1:])
+        second = [isinstance(leaf, Tensor) and next(rows_of) < 0 for leaf in self.leaves]
+
+        def turned(values: Sequence[Any]) -> list[Any]:
+            return [value.transpose(0, 1) if turn else value for value, turn in zip(values, second, strict=True)]
+
+        @wraps(self.function)
+        def operation(*args: Any, **kwargs: Any) -> Tensor:
+            values, structure = tree_flatten((args, kwargs))
+            args, kwargs = tree_unflatten(turned(values), structure)
+            output = self.function(*args, **kwargs)
+            return output.transpose(0, 1) if self.rows[0] < 0 else output
+
+        # These take all positions alike and need not know which dimension is which.
+        function = self.function if self.function in (F.linear, F.embedding) else operation
+        return Operation(function, turned(self.leaves), self.structure, tuple(map(abs, self.rows)))
 
 
 class OperationCall(PartsCall):
@@ -178,17 +237,13 @@ class CopyCall(OperationCall):
 class RepeatedCall(OperationCall):
     """Any other operation, repeated for each example alone."""
 
-    def __init__(
-        self, function: Callable[..., Any], leaves: list[Any], structure: Any, given: Sequence[int], rows: int
-    ) -> None:
-        super().__init__([leaf for leaf in leaves if is_shared(leaf)], rows)
-        self._function = function
-        self._structure = structure
-        self._what = getattr(function, "__name__", "an operation")
-        rows_of = iter(given)
+    def __init__(self, operation: Operation) -> None:
+        super().__init__(operation.operands, operation.rows[0])
+        self._operation = operation
+        rows_of = iter(operation.rows[1:])
         # Of each tensor: how many rows an example has of it, 0 if it is the same for all.
         self._leaves: list[tuple[Any, int]] = []
-        for leaf in leaves:
+        for leaf in operation.leaves:
             own = next(rows_of) if isinstance(leaf, Tensor) else 0
             kept = isinstance(leaf, Tensor) and not is_shared(leaf)
             self._leaves.append((UnchangedInput(next(iter(self.names)), leaf) if kept else leaf, own))
@@ -212,8 +267,8 @@ class RepeatedCall(OperationCall):
                     filled[index] = value
                 for index, parameter in zip(shared, parameters, strict=True):
                     filled[index] = parameter
-                args, kwargs = tree_unflatten(filled, self._structure)
-                return self._function(*args, **kwargs)
+                args, kwargs = tree_unflatten(filled, self._operation.structure)
+                return self._operation.function(*args, **kwargs)
 
             return torch.func.vjp(forward, *operands)[1](delta)
 
@@ -239,57 +294,30 @@ class RepeatedCall(OperationCall):
     def _refusal(self, why: str) -> InputError:
         name = next(iter(self.names))
         return InputError(
-            f"parameter {name!r} is used in {self._what!r}, which {why}; use separate operations, or freeze it with "
+            f"parameter {name!r} is used in {self._operation.name!r}, which {why}; use separate operations, or freeze it with "
             "requires_grad_(False)"
         )
 
 
 def call_of_operation(
-    function: Callable[..., Any],
-    leaves: list[Any],
-    structure: Any,
-    given: Sequence[int],
-    rows: int,
-    copied: SharedTensor | None,
-    rules: dict[str, LayerRule],
+    operation: Operation, copied: SharedTensor | None, rules: dict[str, LayerRule]
 ) -> tuple[LayerCall, Mapping[str, str]]:
     """The call that computes this operation's gradients, and the names of its parameters.
 
-    ``given`` holds the rows per example of each tensor among ``leaves``, ``rows`` those of the result. ``copied`` is the
-    result itself, with its graph, if it was made from parameters alone.
+    ``copied`` is the result itself, with its graph, if it was made from parameters alone.
     """
-    call = _layer_like(function, leaves, structure, rows, rules)
-    if call is not None:
-        return call
-    found = _by_formula(function, leaves, structure, given, rows, copied)
-    name, what = next(iter(found.names)), getattr(function, "__name__", "operation")
-    rule = rules.setdefault(f"{name} ({what})", OperationRule(name, nn.Identity(), tuple(found.names)))
-    rule.estimate = Estimate("keep", float("nan"), float("nan"), 4.0 * sum(r.numel() for r in found.roots.values()))
-    return found, found.names
-
-
-def with_batch_first(
-    function: Callable[..., Any], leaves: list[Any], rows: Sequence[int]
-) -> tuple[Callable[..., Any], list[Any]]:
-    """The operation on tensors whose second dimension, where that is the batch, has changed places with the first.
-
-    ``rows`` holds the rows per example of the result and of each tensor among ``leaves``, negative for such tensors.
-    """
-    rows_of = iter(rows[1:])
-    second = [isinstance(leaf, Tensor) and next(rows_of) < 0 for leaf in leaves]
-
-    def turned(values: list[Any]) -> list[Any]:
-        return [value.transpose(0, 1) if turn else value for value, turn in zip(values, second, strict=True)]
-
-    @wraps(function)
-    def operation(*args: Any, **kwargs: Any) -> Tensor:
-        values, structure = tree_flatten((args, kwargs))
-        args, kwargs = tree_unflatten(turned(values), structure)
-        output = function(*args, **kwargs)
-        return output.transpose(0, 1) if rows[0] < 0 else output
-
-    # These take all positions alike and need not know which dimension is which.
-    return function if function in (F.linear, F.embedding) else operation, turned(leaves)
+    if any(rows < 0 for rows in operation.rows):
+        operation = operation.batch_first()
+        if copied is not None:
+            copied = SharedTensor.holding(copied.plain.transpose(0, 1), copied.roots, copied.recording)
+    found = _layer_like(operation, rules)
+    if found is not None:
+        return found
+    call = _by_formula(operation, copied)
+    name = next(iter(call.names))
+    rule = rules.setdefault(f"{name} ({operation.name})", OperationRule(name, nn.Identity(), tuple(call.names)))
+    rule.estimate = Estimate("keep", float("nan"), float("nan"), 4.0 * sum(r.numel() for r in call.roots.values()))
+    return call, call.names
 
 
 class OperationRule(LayerRule):
@@ -299,48 +327,38 @@ class OperationRule(LayerRule):
         raise NotImplementedError("operations are observed by call_of_operation")
 
 
-def _layer_like(
-    function: Callable[..., Any], leaves: list[Any], structure: Any, rows: int, rules: dict[str, LayerRule]
-) -> tuple[LayerCall, Mapping[str, str]] | None:
+def _layer_like(operation: Operation, rules: dict[str, LayerRule]) -> tuple[LayerCall, Mapping[str, str]] | None:
     """F.linear and F.embedding on parameters themselves are clipped like the layers."""
-    operands = [leaf for leaf in leaves if is_shared(leaf)]
-    if function not in (F.linear, F.embedding) or not all(map(is_root, operands)):
+    function = operation.function
+    if function not in (F.linear, F.embedding) or not all(map(is_root, operation.operands)):
         return None
-    args, kwargs = tree_unflatten(leaves, structure)
+    args, kwargs = operation.arguments()
     signature = ("input", "weight", "bias") if function is F.linear else ("input", "weight", "padding_idx", "max_norm")
     given = dict(zip(signature, args, strict=False)) | kwargs
     keys = [key for key in ("weight", "bias") if is_shared(given.get(key))]
     names = {key: next(iter(given[key].roots)) for key in keys}
     if is_shared(given["input"]) or len(set(names.values())) < len(names):
         return None
-    label = f"{names[keys[0]]} ({function.__name__})"
+    label = f"{names[keys[0]]} ({operation.name})"
     call: LayerCall
     if function is F.linear:
         rule = rules.setdefault(label, LinearRule(label, nn.Identity(), tuple(keys)))
-        assert isinstance(rule, LinearRule)
         call = RuleCall(rule, UnchangedInput(label, given["input"]) if "weight" in keys else None)
     elif given.get("max_norm") is None and not given.get("scale_grad_by_freq"):
         call = EmbeddingCall(given["weight"].plain.shape, given.get("padding_idx"), given["input"])
     else:
         return None
-    call.rows_per_example = rows
+    call.rows_per_example = operation.rows[0]
     return call, names
 
 
-def _by_formula(
-    function: Callable[..., Any],
-    leaves: list[Any],
-    structure: Any,
-    given: Sequence[int],
-    rows: int,
-    copied: SharedTensor | None,
-) -> OperationCall:
-    operands = [leaf for leaf in leaves if is_shared(leaf)]
+def _by_formula(operation: Operation, copied: SharedTensor | None) -> OperationCall:
+    function, operands, rows = operation.function, operation.operands, operation.rows[0]
     if copied is not None:
         equal = function is torch.Tensor.expand or (function is torch.Tensor.repeat and len(operands[0].plain) == 1)
         if equal:
             copied = SharedTensor.holding(copied.plain[:1], copied.roots, copied.recording)
         return CopyCall(copied, rows, equal)
-    if function in _SUMS and not tree_unflatten(leaves, structure)[1]:
+    if function in _SUMS and not operation.arguments()[1]:
         return SumCall(operands, rows)
-    return RepeatedCall(function, leaves, structure, given, rows)
+    return RepeatedCall(operation)

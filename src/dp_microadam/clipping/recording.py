@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from dp_microadam.clipping.operations import SharedTensor, call_of_operation, is_shared, with_batch_first
+from dp_microadam.clipping.operations import Operation, SharedTensor, call_of_operation, is_shared
 from dp_microadam.clipping.rules import attention, recurrent
 from dp_microadam.clipping.rules.rule import LayerCall, LayerRule
 from dp_microadam.errors import InputError
@@ -264,84 +263,45 @@ class Recording:
 
         return hook
 
-    def operation(self, function: Callable[..., Any], leaves: list[Any], structure: Any) -> Any:
+    def operation(self, operation: Operation) -> Any:
         """Runs an operation that has at least one shared tensor among its arguments."""
-        if function is F.multi_head_attention_forward and not self._over:
-            args, kwargs = tree_unflatten(leaves, structure)
+        if operation.function is F.multi_head_attention_forward and not self._over:
+            args, kwargs = operation.arguments()
             return attention.multi_head_attention_forward(*args, **kwargs)
-        names = sorted(set().union(*(leaf.roots for leaf in leaves if is_shared(leaf))))
-        layer_does_it = any(self._running[name] > 0 for name in names)
-        observed = not (layer_does_it or self._over) and torch.is_grad_enabled()
-        from_parameters_alone = not any(isinstance(leaf, Tensor) and not is_shared(leaf) for leaf in leaves)
+        layer_does_it = any(self._running[name] > 0 for name in operation.parameters)
         with torch._C.DisableTorchFunctionSubclass():
-            if observed and from_parameters_alone:
-                return self._from_parameters(function, names, leaves, structure)
-            values = [leaf.plain.detach() if is_shared(leaf) else leaf for leaf in leaves]
-            args, kwargs = tree_unflatten(values, structure)
-            output = function(*args, **kwargs)
-            return self._with_others(function, names, leaves, structure, output) if observed else output
+            if layer_does_it or self._over or not torch.is_grad_enabled():
+                return operation.run(lambda operand: operand.plain.detach())
+            return self._observed_operation(operation)
 
-    def _from_parameters(self, function: Callable[..., Any], names: list[str], leaves: list[Any], structure: Any) -> Any:
-        """The result is shared too, unless it holds a copy for each example."""
-        output = self._shared(function, leaves, structure)
-        if not is_shared(output):
-            return output
-        kind = (getattr(function, "__name__", "operation"), *names)
-        rows, *given = self._rows(kind, [output, *(leaf for leaf in leaves if is_shared(leaf))])
-        if not rows:
-            return output
-        return self._use(function, names, leaves, structure, [rows, *given], output.plain.detach().clone(), output)
-
-    def _with_others(
-        self, function: Callable[..., Any], names: list[str], leaves: list[Any], structure: Any, output: Any
-    ) -> Any:
-        """The result is what the parameters are used for, unless it is the same for the whole batch."""
-        what = getattr(function, "__name__", "operation")
-        if what == "__setitem__":
-            raise InputError(
-                f"parameter {names[0]!r} is written into a tensor by index; use torch.where or torch.cat instead, or "
-                "freeze it with requires_grad_(False)"
-            )
-        if isinstance(output, tuple) and any(isinstance(x, Tensor) and x.is_floating_point() for x in output):
-            raise InputError(
-                f"parameter {names[0]!r} is used in {what!r}, which returns several tensors; freeze it with "
-                "requires_grad_(False), or use operations that return one"
-            )
-        if not isinstance(output, Tensor) or not output.is_floating_point():
-            return output
-        rows = self._rows((what, *names), [output, *(leaf for leaf in leaves if isinstance(leaf, Tensor))])
+    def _observed_operation(self, operation: Operation) -> Any:
+        """A result that is the same for the whole batch is shared too; one with rows for each example is a use."""
+        copied = None
+        if all(map(is_shared, operation.tensors)):
+            copied = self._shared(operation)
+            if not is_shared(copied):
+                return copied
+            output = copied.plain.detach().clone()
+        else:
+            output = operation.run(lambda operand: operand.plain.detach())
+            _refuse_unsupported_results(operation, output)
+            if not isinstance(output, Tensor) or not output.is_floating_point():
+                return output
+        rows = self._rows((operation.name, *operation.parameters), [output, *operation.tensors])
         if not rows[0]:
-            return self._shared(function, leaves, structure)
-        return self._use(function, names, leaves, structure, rows, output, None)
-
-    def _use(
-        self,
-        function: Callable[..., Any],
-        names: list[str],
-        leaves: list[Any],
-        structure: Any,
-        rows: Sequence[int],
-        output: Tensor,
-        copied: SharedTensor | None,
-    ) -> Tensor:
+            return self._shared(operation) if copied is None else copied
         if self._in_backward:
             return self._repeated(output)
-        operations = self._observed.operations
-        label = f"parameter {names[0]!r} in {getattr(function, '__name__', 'operation')!r}"
-        if any(count < 0 for count in rows):
-            function, leaves = with_batch_first(function, leaves, rows)
-            if copied is not None:
-                copied = SharedTensor.holding(copied.plain.transpose(0, 1), copied.roots, self)
-        given = [abs(count) for count in rows]
-        call, own_names = call_of_operation(function, leaves, structure, given[1:], given[0], copied, operations)
-        return self._watch(Use(call, own_names, label), output, second=rows[0] < 0)
+        label = f"parameter {operation.parameters[0]!r} in {operation.name!r}"
+        call, names = call_of_operation(replace(operation, rows=rows), copied, self._observed.operations)
+        return self._watch(Use(call, names, label), output, second=rows[0] < 0)
 
-    def _shared(self, function: Callable[..., Any], leaves: list[Any], structure: Any) -> Any:
+    def _shared(self, operation: Operation) -> Any:
         """The operation with its graph; results that depend on parameters are shared tensors."""
-        args, kwargs = tree_unflatten([leaf.plain if is_shared(leaf) else leaf for leaf in leaves], structure)
-        with _keep_out_of_checkpoints():
-            output = function(*args, **kwargs)
-        roots = {name: root for leaf in leaves if is_shared(leaf) for name, root in leaf.roots.items()}
+        # A checkpointed block neither drops nor recomputes what belongs to parameters alone.
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            output = operation.run(lambda operand: operand.plain)
+        roots = {name: root for operand in operation.operands for name, root in operand.roots.items()}
 
         def wrapped(value: Any) -> Any:
             depends = isinstance(value, Tensor) and value.requires_grad
@@ -388,9 +348,18 @@ def _leaves(output: Tensor) -> Iterator[Tensor]:
         waiting += [following for following, _ in node.next_functions]
 
 
-def _keep_out_of_checkpoints() -> AbstractContextManager[Any]:
-    """A checkpointed block neither drops nor recomputes what belongs to parameters alone."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+def _refuse_unsupported_results(operation: Operation, output: Any) -> None:
+    parameter = f"parameter {operation.parameters[0]!r}"
+    if operation.name == "__setitem__":
+        raise InputError(
+            f"{parameter} is written into a tensor by index; use torch.where or torch.cat instead, or "
+            "freeze it with requires_grad_(False)"
+        )
+    if isinstance(output, tuple) and any(isinstance(x, Tensor) and x.is_floating_point() for x in output):
+        raise InputError(
+            f"{parameter} is used in {operation.name!r}, which returns several tensors; freeze it with "
+            "requires_grad_(False), or use operations that return one"
+        )
 
 
 def _ignore(gradient: Tensor) -> None:
