@@ -231,7 +231,8 @@ class Recording:
         try:
             for leaf in leaves:
                 leaf.grad = None
-            torch.autograd.backward(losses, weights)
+            # Of one number, since torch imports sympy, for a second, where it is given gradients to start from.
+            torch.autograd.backward((losses * weights).sum())
         finally:
             for leaf, gradient in zip(leaves, before, strict=True):
                 leaf.grad = gradient
