@@ -278,7 +278,7 @@ SOMETIMES = {
 
 @pytest.mark.parametrize("kind", SOMETIMES)
 def test_mixing_at_random_is_refused_when_the_check_is_made(kind):
-    # Of 6 seeds each misses it with probability 1 - 1/2 · 19/20; all of five checks with 0.525³⁰ < 1e-8.
+    # Of 6 seeds each misses it with probability 1 - 1/2 · 5/6; all of five checks with 0.584³⁰ < 1e-6.
     engine = ClippedGradients(nn.Linear(5, 4), SOMETIMES[kind], max_grad_norm=1.0)
     with pytest.raises(InputError, match=r"mixes examples.*seed=\d+"):
         check_anew(engine, times=5)

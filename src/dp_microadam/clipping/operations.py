@@ -88,11 +88,15 @@ def is_shared(value: Any) -> TypeGuard[SharedTensor]:
     return type(value) is SharedTensor
 
 
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and not is_shared(value)
+
+
 @dataclass(frozen=True)
 class Operation:
     """An operation that has shared tensors among its arguments.
 
-    ``rows`` holds the rows per example of its result and of each of its tensors; 0 for those that are the same for all
+    ``rows`` holds the rows per example of its result and of each of its other tensors; 0 for those that are the same for all
     examples, negative where examples are along the second dimension.
     """
 
@@ -107,7 +111,8 @@ class Operation:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        """Its tensors that are not shared."""
+        return [leaf for leaf in self.leaves if _is_plain(leaf)]
 
     @property
     def operands(self) -> list[SharedTensor]:
@@ -129,7 +134,7 @@ class Operation:
     def batch_first(self) -> Operation:
         """The operation on tensors whose second dimension, where that is the batch, has changed places with the first."""
         rows_of = iter(self.rows[1:])
-        second = [isinstance(leaf, Tensor) and next(rows_of) < 0 for leaf in self.leaves]
+        second = [_is_plain(leaf) and next(rows_of) < 0 for leaf in self.leaves]
 
         def turned(values: Sequence[Any]) -> list[Any]:
             return [value.transpose(0, 1) if turn else value for value, turn in zip(values, second, strict=True)]
@@ -155,6 +160,7 @@ class OperationCall(PartsCall):
         self.rows_per_example = rows
         self.roots = {name: root for operand in operands for name, root in operand.roots.items()}
         self.names = {name: name for name in self.roots}
+        self.first = next(iter(self.names))
 
     def cotangents(self, deltas: Tensor, examples: slice) -> list[Tensor]:
         """For each operand, the gradient of each of these examples; ``deltas`` is (examples, rows, …)."""
@@ -244,16 +250,15 @@ class RepeatedCall(OperationCall):
         # Of each tensor: how many rows an example has of it, 0 if it is the same for all.
         self._leaves: list[tuple[Any, int]] = []
         for leaf in operation.leaves:
-            own = next(rows_of) if isinstance(leaf, Tensor) else 0
-            kept = isinstance(leaf, Tensor) and not is_shared(leaf)
-            self._leaves.append((UnchangedInput(next(iter(self.names)), leaf) if kept else leaf, own))
+            kept = _is_plain(leaf)
+            self._leaves.append((UnchangedInput(self.first, leaf), next(rows_of)) if kept else (leaf, 0))
 
     def cotangents(self, deltas: Tensor, examples: slice) -> list[Tensor]:
         values: list[Any] = []
         varying: list[int] = []
         for index, (leaf, rows) in enumerate(self._leaves):
             value = leaf.read() if isinstance(leaf, UnchangedInput) else leaf
-            if rows and not is_shared(leaf):
+            if rows:
                 value = value[examples.start * rows : examples.stop * rows].unflatten(0, (-1, rows))
                 varying.append(index)
             values.append(value)
@@ -292,10 +297,9 @@ class RepeatedCall(OperationCall):
         return [torch.stack(column) for column in zip(*found, strict=True)]
 
     def _refusal(self, why: str) -> InputError:
-        name = next(iter(self.names))
         return InputError(
-            f"parameter {name!r} is used in {self._operation.name!r}, which {why}; use separate operations, or freeze it with "
-            "requires_grad_(False)"
+            f"parameter {self.first!r} is used in {self._operation.name!r}, which {why}; use separate operations, or freeze "
+            "it with requires_grad_(False)"
         )
 
 
@@ -314,8 +318,7 @@ def call_of_operation(
     if found is not None:
         return found
     call = _by_formula(operation, copied)
-    name = next(iter(call.names))
-    rule = rules.setdefault(f"{name} ({operation.name})", OperationRule(name, nn.Identity(), tuple(call.names)))
+    rule = rules.setdefault(f"{call.first} ({operation.name})", OperationRule(call.first, nn.Identity(), tuple(call.names)))
     rule.estimate = Estimate("keep", float("nan"), float("nan"), 4.0 * sum(r.numel() for r in call.roots.values()))
     return call, call.names
 

@@ -23,8 +23,8 @@ from dp_microadam.clipping.rules import attention, recurrent
 from dp_microadam.clipping.rules.rule import LayerCall, LayerRule
 from dp_microadam.errors import InputError
 
-# Two sizes that few dimensions are multiples of.
-LEARNING_SIZES = (13, 11)
+# Two small sizes that few dimensions are multiples of; one that is takes another two passes.
+LEARNING_SIZES = (7, 5)
 
 Kind = tuple[str, ...]
 
@@ -278,7 +278,7 @@ class Recording:
     def _observed_operation(self, operation: Operation) -> Any:
         """A result that is the same for the whole batch is shared too; one with rows for each example is a use."""
         copied = None
-        if all(map(is_shared, operation.tensors)):
+        if not operation.tensors:
             copied = self._shared(operation)
             if not is_shared(copied):
                 return copied
@@ -315,8 +315,7 @@ class Recording:
         if not self._in_backward:
             ordinal = self._ordinals[kind]
             self._ordinals[kind] += 1
-        shapes = [tensor.plain.shape if is_shared(tensor) else tensor.shape for tensor in tensors]
-        rows = self._observed.table.look_up(kind, ordinal, shapes, self._batch_size)
+        rows = self._observed.table.look_up(kind, ordinal, [tensor.shape for tensor in tensors], self._batch_size)
         return rows if self._per_unit == 1 else tuple(count * self._per_unit for count in rows)
 
     def _watch(self, use: Use, output: Tensor, *, second: bool = False) -> Tensor:
