@@ -148,13 +148,6 @@ def test_settings_of_a_wrong_type_are_refused(given, tmp_path):
         make(PrivateStep, tmp_path, **given)
 
 
-def test_a_collate_function_that_would_not_be_called_is_refused(tmp_path):
-    loading = PerformanceSettings(loader_options={"collate_fn": torch.stack})
-    step = make(PrivateStep, tmp_path, performance=loading)
-    with pytest.raises(InputError, match="data in tensors is not collated"):
-        step.attach(torch.rand(8, 3))
-
-
 def test_loaders_and_models_of_a_name_refuse_what_they_do_not_know():
     sampler = PoissonSampler(PrivacyPlan(8, 4, 1.0, 1, 1e-3))
     with pytest.raises(InputError, match="did you mean pin_memory"):
@@ -193,21 +186,6 @@ def test_every_argument_of_opacus_is_taken_or_answered_with_what_stands_for_it()
             with pytest.raises(InputError, match=f"{kind.__qualname__} does not take {name}, which is Opacus'; ") as refusal:
                 kind(**{name: None})
             assert len(str(refusal.value)) < 250
-
-
-def test_what_ran_as_if_it_were_known_is_refused(tmp_path):
-    """Each of these trained, and the statement said "statistical generator" and sensitivity 1."""
-    swallowed = {"secure_mode": True, "max_grad_nrom": 0.1, "poisson_sampling": False, "max_physical_batch_size": 10}
-    for name, value in swallowed.items():
-        for kind in (PrivateTrainer, PrivateStep):
-            with pytest.raises(InputError, match=f"{kind.__name__} does not take {name}"):
-                make(kind, tmp_path, **{name: value})
-
-
-def test_help_shows_every_option():
-    for kind in (PrivateTrainer, PrivateStep, CALLABLES["PrivateSteps"], CALLABLES["PrivateHFTrainer"]):
-        assert {"privacy", "performance", "max_steps"} <= inspect.signature(kind).parameters.keys()
-    assert inspect.signature(PrivacySettings).parameters["max_grad_norm"].default == 1.0
 
 
 def test_public_functions_keep_their_names_for_pickle_and_doctest():

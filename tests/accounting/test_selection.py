@@ -210,33 +210,21 @@ def recorded(folder, plan, steps):
     return read_ledger(folder)
 
 
-def test_a_ledger_of_a_search_says_epsilon_of_the_selection(tmp_path):
-    plan = SelectionPlan(**SMALL, noise_multiplier=2.0, steps=30, expected_runs=8)
-    record = recorded(tmp_path, plan, 30)
-    assert record.plan == plan
-    assert record.epsilon() == plan.epsilon > plan.single_run.epsilon
-    with PrivacyLedger.resume(tmp_path, plan, SETTINGS, position=30) as ledger, pytest.raises(PrivacyError):
-        ledger.record_step()
-    with pytest.raises(PrivacyError, match="cannot continue"):
-        PrivacyLedger.resume(tmp_path, replace(plan, expected_runs=2.0), SETTINGS, position=30)
-
-
-def test_copies_of_a_selected_run_count_once_and_other_runs_add_up(tmp_path):
+def test_a_ledger_of_a_search_says_that_epsilon_covers_the_selection_and_copies_count_once(tmp_path):
     plan = SelectionPlan(**SMALL, noise_multiplier=2.0, steps=30, expected_runs=8)
     search = recorded(tmp_path / "search", plan, 30)
-    other = recorded(tmp_path / "other", PrivacyPlan(**SMALL, noise_multiplier=2.0, steps=20), 20)
+    assert search.plan == plan
+    assert search.epsilon() == plan.epsilon > plan.single_run.epsilon
     assert epsilon(spent_together([search, search]), 1e-5, "rdp") == plan.epsilon
+    other = recorded(tmp_path / "other", PrivacyPlan(**SMALL, noise_multiplier=2.0, steps=20), 20)
     together = epsilon(spent_together([search, other]), 1e-5, "rdp")
     assert together == epsilon([plan.spent_after(30), other.plan.spent_after(20)], 1e-5, "rdp") > plan.epsilon
+    with pytest.raises(PrivacyError, match="cannot continue"):
+        PrivacyLedger.resume(tmp_path / "search", replace(plan, expected_runs=2.0), SETTINGS, position=30)
 
-
-def test_the_statement_says_that_epsilon_covers_the_selection(tmp_path):
-    plan = SelectionPlan(**SMALL, noise_multiplier=2.0, steps=30, expected_runs=8)
-    record = recorded(tmp_path, plan, 30)
-    report = privacy_report(record, group_size=2)
-    assert report["epsilon"] == plan.epsilon
+    report = privacy_report(search, group_size=2)
     assert report["selection"]["epsilon_of_one_run"] == plan.single_run.epsilon
-    assert report["group_epsilon"] == group_epsilon(record.spent, 1e-5, 2) > 2 * plan.epsilon
+    assert report["group_epsilon"] == group_epsilon(search.spent, 1e-5, 2) > 2 * plan.epsilon
     words = statement_in_words(report)
     assert "the best of a random number of such runs (geometric, 8 expected)" in words
     assert "ε covers the choice" in words

@@ -83,17 +83,6 @@ def test_the_chain_begins_anew_so_that_no_two_participations_come_closer(how):
     np.testing.assert_allclose(noise.numpy(), correlated_reference(banded_square_root(4), white[6:].numpy()), atol=1e-12)
 
 
-def test_an_error_within_a_step_ends_the_block():
-    white = torch.randn(6, 7, dtype=torch.float64)
-    chain = CorrelatedNoise(banded_square_root(4))
-    run(chain, white[:3])
-    cannot_be_viewed = torch.randn(2, 2).double().t()
-    with pytest.raises(RuntimeError):
-        chain.correlate_({"a": torch.randn(3).double(), "b": cannot_be_viewed}, step=3)
-    noise = run(chain, white[3:], first=4)
-    np.testing.assert_allclose(noise.numpy(), correlated_reference(banded_square_root(4), white[3:].numpy()), atol=1e-12)
-
-
 def test_the_chain_is_neither_saved_nor_copied_nor_shown():
     chain = CorrelatedNoise(banded_square_root(3))
     chain.correlate_({"a": torch.full((2,), 0.123456)}, step=0)

@@ -144,13 +144,6 @@ def test_the_noise_has_tails_as_far_out_as_accountants_look(monkeypatch, secure,
     assert rounds < 31 or np.sqrt(2 * (exponential + rounds * 32 * np.log(2))).min() > 37
 
 
-@pytest.mark.parametrize(("word", "rare"), [(2**64 - 1, True), (2**64 - 2**32, True), (2**64 - 2**32 - 1, False), (0, False)])
-def test_a_radius_is_drawn_further_with_probability_2_to_the_minus_32(word, rare):
-    words = iter([np.array([word, 0], dtype=np.uint64), np.array([2**63], dtype=np.uint64)])
-    module._normals(lambda count: next(words), 2)
-    assert (next(words, None) is None) == rare
-
-
 @pytest.mark.parametrize("make", SOURCES)
 def test_noise_is_independent_between_steps_tensors_and_neighbours(make):
     count = 500_000

@@ -123,6 +123,8 @@ TWO = {"epsilon": 8.0, "noise_multiplier": 3.0}
         ({**CIFAR, **TWO, "delta": 1.0}, "delta is 1.0"),
         ({**CIFAR, **TWO, "batch_size": 45_001}, "batch_size is 45001, more than the 45000"),
         ({**CIFAR, **TWO, "dataset_size": 0}, "dataset_size is 0"),
+        ({**CIFAR, **TWO, "examples_per_user": 0}, "examples_per_user is 0"),
+        ({**CIFAR, **TWO, "examples_per_user": 2, "batch_size": 45_001}, "more than the 45000 users"),
         ({**CIFAR, **TWO, "accountant": "moments"}, "accountant is 'moments'"),
         ({**CIFAR, **TWO, "steps": 5}, "exactly two of"),
         ({**CIFAR, "epsilon": 8.0, "steps": 5, "epochs": 2}, "epochs is 2 and steps is 5"),

@@ -17,7 +17,6 @@ from thoroughness import examples
 
 from dp_microadam.sampling import poisson as sampling
 from dp_microadam.sampling.poisson import keep_smallest
-from dp_microadam.sampling.users import Units
 
 ALARM = 1e-7
 SIZE, BATCH, CAP, STEPS = 300, 100, 104, 800
@@ -153,12 +152,6 @@ def test_with_bands_every_group_counts_as_equally_large():
     short = stats.binom.pmf(np.arange(26), 25, 100 / 103)
     all_there = short[25] * (1 - 100 / 103 * 25 / 26)
     assert stats.binomtest(int((sizes == 25).sum()), len(sizes), all_there).pvalue > ALARM
-
-
-def test_users_are_capped_as_users():
-    units = Units(np.repeat(np.arange(40), 3), 2)
-    for step in sampler_of(40, 20, 50, physical_batch_size=8, units=units, max_batch_size=21):
-        assert sum(len(chunk.weights) for chunk in step.chunks) <= 21
 
 
 def test_priorities_have_106_bits():

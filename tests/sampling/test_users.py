@@ -228,19 +228,3 @@ def test_epsilon_of_all_users_in_every_step_is_that_of_the_gaussian_mechanism():
 
 def test_epsilon_of_users_is_that_of_as_many_examples_whatever_k():
     assert {replace(PLAN, examples_per_user=k).epsilon for k in (1, 8, 500)} == {replace(PLAN, examples_per_user=None).epsilon}
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"examples_per_user": 0}, "examples_per_user is 0"),
-        ({"examples_per_user": 2.5}, "examples_per_user is 2.5"),
-        ({"examples_per_user": 2, "batch_size": 501}, "more than the 500 users"),
-    ],
-)
-def test_plans_of_users_that_cannot_be_get_one_sentence(options, sentence):
-    arguments = {"dataset_size": 500, "batch_size": 50, "delta": 1e-4, "noise_multiplier": 1.2, "steps": 30, **options}
-    with pytest.raises(InputError, match=sentence):
-        PrivacyPlan.solve(**arguments)
-    with pytest.raises(InputError, match=sentence):
-        PrivacyPlan(**arguments)

@@ -73,7 +73,7 @@ class _GridLoss:
 
 @lru_cache(maxsize=64)
 def _on_grid(law: PrivacyLoss, spacing: float) -> _GridLoss:
-    """The distribution on a uniform grid: each mass is split over its two neighbours so that P and Q keep their total."""
+    """Each mass is split over its two neighbours on the grid so that P and Q keep their total."""
     below = np.floor(law.losses / spacing)
     above_it = law.losses - below * spacing  # exact, the spacing is a power of two
     with np.errstate(divide="ignore"):

@@ -52,10 +52,7 @@ _MULTIPLES_OF_MU = 100
 
 @dataclass(frozen=True, eq=False)
 class TradeOff:
-    """A lower bound on the trade-off function of a run, as lines: those of (ε, δ)-privacy for several pairs at once.
-
-    ``ratios`` are e^ε, growing from 1; ``deltas`` are upper bounds on δ(ε). All lines are needed: none lies below the others.
-    """
+    """A lower bound on the trade-off of a run, as lines: ``ratios`` e^ε, growing from 1, and bounds ``deltas`` on δ(ε)."""
 
     ratios: Floats
     deltas: Floats
@@ -80,10 +77,7 @@ class TradeOff:
         return float(np.interp(math.exp(epsilon), self.ratios, self.deltas))
 
     def corners(self) -> tuple[Floats, Floats]:
-        """Rates of false and of true positives at the corners of the curve, up to its middle, from where it is mirrored.
-
-        In the middle both kinds of error are as frequent. False positives fall from the first corner to the last.
-        """
+        """Falling rates of false positives, and rates of true ones, at the corners up to the middle, where it is mirrored."""
         middle = float(np.max((1 - self.deltas) / (1 + self.ratios)))
         alphas = -np.diff(self.deltas) / np.diff(self.ratios)
         found = self.deltas[:-1] + self.ratios[:-1] * alphas
@@ -162,10 +156,9 @@ def _needed_lines(ratios: Floats, deltas: Floats) -> TradeOff:
 
 
 def gaussian_bound(curve: TradeOff, rate: float = SMALLEST_RATE) -> GaussianBound | None:
-    """The smallest μ, rounded up to two decimals, whose Gaussian trade-off lies below ``curve`` from ``rate`` on.
+    """The smallest μ, rounded up to two decimals, whose Gaussian trade-off lies below ``curve`` from ``rate`` on, or None.
 
-    None if no μ does, because an attack with that rate may find everyone. Both curves are symmetric, so that the same holds
-    where the rate of false negatives is at least ``rate``.
+    Both curves are symmetric, so that the same holds where the rate of false negatives is at least ``rate``.
 
     Formal guarantees: every attack whose rates of false positives α and of false negatives are both at least
     ``smallest_rate`` misses at least G_μ(α).

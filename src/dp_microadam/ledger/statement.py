@@ -24,10 +24,6 @@ STATEMENT_NAME = "privacy.txt"
 
 NEIGHBOURS = "two training sets are neighbours if one is the other with one unit added or removed"
 
-NEIGHBOURS_OF_USERS = (
-    "two training sets are neighbours if one is the other with one user added or removed, with all their examples, however many"
-)
-
 OUTSIDE_THE_GUARANTEE = (
     "figures measured on validation or test data, if that data is private too",
     "running time and other traces of the computation",
@@ -39,7 +35,7 @@ OUTSIDE_THE_GUARANTEE = (
 )
 
 OUTSIDE_A_SELECTION = (
-    "other runs of the search and how many there were, which must stay unknown; how long it took suggests their number",
+    "other runs of the search and how many there were, which must stay unknown; how long it took suggests their number"
 )
 
 _ACCOUNTANT_NAMES = {
@@ -51,8 +47,7 @@ _ACCOUNTANT_NAMES = {
 def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, Any]:
     """The privacy statement as a dict for JSON: ε, δ and everything a reader needs to judge them.
 
-    ``group_size`` is the largest number of examples that one person may have; if the plan's unit is the user, the largest
-    number of users that are to be protected together.
+    ``group_size`` is the largest number of examples of one person, or of users, that are to be protected together.
 
     Formal guarantees: if ``private`` is true, what the run publishes of its training (parameters, optimizer state,
     and everything computed from them) is (``epsilon``, ``delta``)-differentially private for one unit, and
@@ -96,7 +91,7 @@ def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, An
         report["unit_name"] = settings.unit_name
     if plan.unit == "user":
         report["sampling"]["examples_per_user"] = plan.examples_per_user
-        report["neighbouring_relation"] = NEIGHBOURS_OF_USERS.replace("user", called(report))
+        report["neighbouring_relation"] = NEIGHBOURS.replace("unit", called(report)) + ", with all their examples, however many"
         report["outside_the_guarantee"] = [
             item.replace("number of training examples", f"number of {called(report)}s") for item in OUTSIDE_THE_GUARANTEE
         ]
@@ -108,17 +103,9 @@ def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, An
             "kind": "Gaussian, correlated over steps",
             "bands": plan.bands,
             "coefficients": "banded square root",
-            "relative_to_independent": {
-                "single_step": plan.noise_ratios.single_step,
-                "running_sum": plan.noise_ratios.running_sum,
-            },
         }
-        report["composition"] = {
-            "steps": plan.participations(record.steps, record.resumed_at),
-            "sample_rate": plan.sample_rate,
-            "noise_multiplier": plan.noise_multiplier,
-            "sessions": 1 + len(record.resumed_at),
-        }
+        steps, sessions = plan.participations(record.steps, record.resumed_at), 1 + len(record.resumed_at)
+        report["composition"] = {"steps": steps, "sessions": sessions}
     report["meaning"] = meaning(record.spent, plan.delta)
     if any(part.plan.max_batch_size is not None for part in record.plans):
         report["neighbouring_relation"] += f"; the larger of the two has the {plan.dataset_size} units of the plan"
@@ -132,7 +119,7 @@ def privacy_report(record: LedgerRecord, *, group_size: int = 1) -> dict[str, An
             "shape": plan.runs_shape,
             "epsilon_of_one_run": plan.single_run.epsilon_after(record.steps, record.resumed_at),
         }
-        report["outside_the_guarantee"] += OUTSIDE_A_SELECTION
+        report["outside_the_guarantee"].append(OUTSIDE_A_SELECTION)
     if len(record.plans) > 1:
         report["plans_before"] = [
             {
@@ -212,15 +199,14 @@ def _facts_of_some_runs(report: Mapping[str, Any], unit: str) -> Iterator[tuple[
         numbers = "; ".join(f"{steps} steps by {count}" for count, steps in taken.items())
         yield "Processes", f"{numbers}, each with its share of the {unit}s and of the noise; they trust each other"
     if "composition" in report:
-        noise, composition = report["noise"], report["composition"]
-        sessions = composition["sessions"]
+        noise, steps, sessions = report["noise"], report["composition"]["steps"], report["composition"]["sessions"]
         resumed = f" within one of its {sessions} sessions, which count each by itself" if sessions > 1 else ""
         yield (
             "Correlation",
             f"{noise['bands']} bands, {noise['coefficients']}: the noise of a step partly takes back that of the last "
             f"{noise['bands'] - 1}; no {unit} is in two steps closer than {noise['bands']}{resumed}, so ε is that of "
-            f"{composition['steps']} steps with probability {composition['sample_rate']:.6g} and independent noise of "
-            f"{composition['noise_multiplier']:g} times the bound",
+            f"{steps} steps with probability {report['sampling']['sample_rate']:.6g} and independent noise of "
+            f"{noise['noise_multiplier']:g} times the bound",
         )
     if "phases" in report:
         each = ", ".join(f"{name} {steps}" for name, steps in report["phases"].items())
@@ -268,10 +254,10 @@ def _sampling_in_words(sampling: Mapping[str, Any], unit: str) -> str:
     else:
         groups_of = f"{size} {unit}s in {groups} groups by their number alone"
         words = f"{groups_of}; step t takes each {unit} of group t modulo {groups} {rest}"
-    most = sampling.get("examples_per_user")
-    return (
-        words if most is None else f"{words}; of each, at most {most} examples, drawn anew in every step, enter as their mean"
-    )
+    if "examples_per_user" in sampling:
+        most = sampling["examples_per_user"]
+        words += f"; of each, at most {most} examples, drawn anew in every step, enter as their mean"
+    return words
 
 
 def _factor(epsilon: float) -> str:

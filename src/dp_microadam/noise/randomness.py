@@ -42,8 +42,7 @@ _OWN_CLASS_METHODS = object()
 class Randomness:
     """The random source of sampling and noise: the operating system's entropy, or a fixed seed for tests.
 
-    Created by :meth:`from_entropy` or :meth:`seeded`. It cannot be pickled, copied or printed, and refuses to work in a
-    forked process: two processes that draw the same noise would reveal what it hides.
+    It cannot be pickled, copied or printed, and refuses to work in a forked process.
 
     Formal guarantees: from :meth:`from_entropy`, every draw is keyed by 256 bits of the operating system's entropy
     and no two draws of a process share a key: it is a hash of the secret, the step, the number of the draw, its purpose and the

@@ -2,7 +2,7 @@
 
 The mean of all noisy gradients of a run has noise of deviation ν = σC/(B·√T) in each coordinate. For a fixed number B·T of
 processed examples it falls with B until σ grows in proportion to B, and then no more: larger batches only leave fewer steps.
-How many are needed depends on the learning rate. ``docs/choosing.md`` derives the scores.
+``docs/choosing.md`` derives the score.
 """
 
 from __future__ import annotations
@@ -13,12 +13,7 @@ from dataclasses import dataclass
 
 from dp_microadam.accounting.costs import DEFAULT_ACCOUNTANT
 from dp_microadam.errors import InputError
-from dp_microadam.plan.bands import (
-    DEFAULT_NOISE_MEMORY_GIB,
-    automatic_bands,
-    band_table,
-    most_automatic_bands,
-)
+from dp_microadam.plan.bands import DEFAULT_NOISE_MEMORY_GIB, automatic_bands, band_table, most_automatic_bands
 from dp_microadam.validation import require_integer, require_positive
 
 SMALLEST_BATCH = 64
@@ -29,10 +24,9 @@ MOST_STEPS = 5000
 # needed if the learning rate follows from the plan.
 _GRADIENT = 0.02
 
-# With a fixed learning rate, halving T steps is worth so much noise as the exponential of this over T: fitted to results.
+# With a fixed learning rate, halving T steps is worth so much noise as the exponential of this over T, and of what bands take
+# from the logarithm of the noise of running sums, runs gain about this share: fitted to results.
 _STEPS_OF_FIXED_RATES = 1000
-
-# Of what bands take from the logarithm of the noise of running sums, runs with a fixed learning rate gain about this share.
 _SHARE_OF_BANDS = 0.5
 
 # Scores that differ by less are equal.
@@ -87,32 +81,28 @@ def advise(
     require_integer("dataset_size", dataset_size, 1)
     require_positive("epsilon", epsilon)
     require_integer("parameters", parameters, 1)
+    setting = {"dataset_size": dataset_size, "epsilon": epsilon, "delta": delta, "accountant": accountant}
     found: list[Proposal] = []
-    for batch_size in _batch_sizes(dataset_size):
-        steps = int(min(MOST_STEPS, steps_for(batch_size)))
-        if steps < 1:
-            break
+    batch_size = min(SMALLEST_BATCH, dataset_size)
+    while batch_size <= dataset_size and (steps := int(min(MOST_STEPS, steps_for(batch_size)))) >= 1:
+        most = most_automatic_bands(steps, parameters if bands else None, noise_memory_gib)
         try:
-            table = band_table(
-                dataset_size=dataset_size,
-                batch_size=batch_size,
-                steps=steps,
-                epsilon=epsilon,
-                delta=delta,
-                accountant=accountant,
-                most=most_automatic_bands(steps, parameters if bands else None, noise_memory_gib),
-                exact=False,
-            )
+            table = band_table(batch_size=batch_size, steps=steps, most=most, exact=False, **setting)
         except LookupError:
+            batch_size *= 2
             continue
         chosen = automatic_bands(table)
         choice = next(choice for choice in table if choice.bands == chosen)
         gained = choice.running_sum ** (_SHARE_OF_BANDS if fixed_rate else 1.0)
         noise = table[0].noise_multiplier * gained / (batch_size * math.sqrt(steps))
-        score = _score(noise, steps, parameters, fixed_rate)
+        if fixed_rate:  # the logarithm of what a run is expected to lose, up to a constant
+            score = math.log(noise) + _STEPS_OF_FIXED_RATES / steps
+        else:
+            score = math.log(parameters * noise**2 + _GRADIENT / steps) / 2
         found.append(Proposal(batch_size, steps, chosen, choice.noise_multiplier, noise, score))
         if len(found) > 2 and found[-1].score > found[-2].score > found[-3].score:
             break
+        batch_size *= 2
     if not found:
         raise InputError(
             f"there is nothing to propose for {dataset_size} examples at epsilon {epsilon}: not one step of "
@@ -121,21 +111,8 @@ def advise(
     return tuple(found)
 
 
-def _score(noise: float, steps: int, parameters: int, fixed_rate: bool) -> float:
-    """The logarithm of what a run is expected to lose, up to a constant."""
-    if fixed_rate:
-        return math.log(noise) + _STEPS_OF_FIXED_RATES / steps
-    return math.log(parameters * noise**2 + _GRADIENT / steps) / 2
-
-
 def best(proposals: Sequence[Proposal]) -> Proposal:
     """The proposal with the smallest score; of those that are about as good, that with fewer examples, then with more steps."""
     least = min(proposal.score for proposal in proposals)
     good = [proposal for proposal in proposals if proposal.score <= least + _AS_GOOD]
     return min(good, key=lambda proposal: (round(math.log(proposal.examples), 1), -proposal.steps))
-
-
-def _batch_sizes(dataset_size: int) -> list[int]:
-    """Powers of two from 64 up to the number of examples; for fewer than 64 examples all of them."""
-    sizes = [1 << power for power in range(dataset_size.bit_length()) if SMALLEST_BATCH <= 1 << power <= dataset_size]
-    return sizes or [dataset_size]

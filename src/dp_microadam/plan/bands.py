@@ -116,10 +116,9 @@ def inverse_coefficients(c: Floats, count: int) -> Floats:
 
 @dataclass(frozen=True)
 class NoiseRatios:
-    """The size of correlated noise relative to independent noise of the same multiplier, over the steps of a run.
+    """Correlated noise relative to independent noise of the same multiplier: root mean squares over the steps of a run.
 
-    ``single_step`` is the root mean square over steps of the noise in one step's sum; at least 1. ``running_sum`` is the root
-    mean square over steps of the noise in the sum of all steps so far.
+    ``single_step`` is that of the noise in one step's sum, ``running_sum`` of that in the sum of all steps so far.
     """
 
     single_step: float
@@ -185,11 +184,7 @@ def refuse_memory(bands: int, parameters: int, limit_gib: float, *, wide: bool =
 
 @dataclass(frozen=True)
 class BandChoice:
-    """What a number of bands gives at the same ε, δ and number of steps.
-
-    ``single_step`` and ``running_sum`` are the noise in one step's mean and in the running sum of all steps so far, as root
-    mean squares over the steps, relative to one band.
-    """
+    """What a number of bands gives at the same ε, δ and number of steps: its noise, and ratios relative to one band."""
 
     bands: int
     noise_multiplier: float
@@ -212,8 +207,8 @@ def band_table(
 ) -> tuple[BandChoice, ...]:
     """What 1, 2, 4, 8, … bands give, and the largest possible number: at most ``most``, N/B and the number of steps.
 
-    ``also`` is one more number to include. ``max_batch_size`` is the plan's. Unless ``exact``, noise multipliers are solved to
-    half a percent, and numbers of bands beyond the least noise are left out.
+    ``also`` is one more number to include. Unless ``exact``, noise multipliers are solved to half a percent, and numbers of
+    bands beyond the least noise are left out.
 
     >>> for choice in band_table(dataset_size=54_000, batch_size=256, steps=2000, epsilon=3.0, delta=1e-5, most=16):
     ...     print(f"{choice.bands:3} bands: σ = {choice.noise_multiplier:.4f}, sums {choice.running_sum:.2f}")
@@ -269,10 +264,7 @@ def automatic_bands(choices: tuple[BandChoice, ...]) -> int:
 def choose_bands(
     parameters: int | None, noise_memory_gib: float, *, steps: int | None, epsilon: float | None, **setting: Any
 ) -> int:
-    """The number of bands that ``"auto"`` stands for in a plan; ``setting`` is that of :func:`band_table`.
-
-    It is one band where ε or the steps are yet to be solved for, and where the number of ``parameters`` is unknown.
-    """
+    """The number of bands that ``"auto"`` stands for: one if ε, steps or ``parameters`` are yet unknown."""
     if steps is None or epsilon is None or (most := most_automatic_bands(steps, parameters, noise_memory_gib)) == 1:
         return 1
     try:

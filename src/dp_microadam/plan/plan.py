@@ -71,10 +71,7 @@ class _Sampling:
 
 @dataclass(frozen=True)
 class UnprotectedPlan(_Sampling):
-    """The plan of a run without privacy: Poisson sampling and a number of steps, but no clipping, noise or guarantee.
-
-    ``examples_per_user`` and ``max_batch_size`` are as in :class:`PrivacyPlan`.
-    """
+    """The plan of a run without privacy: Poisson sampling and a number of steps, but no clipping, noise or guarantee."""
 
     dataset_size: int
     batch_size: int
@@ -274,8 +271,6 @@ class PrivacyPlan(_Sampling):
     def participations(self, steps: int, resumed_at: Sequence[int] = ()) -> int:
         """How many of the first ``steps`` steps, of a run that was resumed before some of them, can sample the same example.
 
-        ``resumed_at`` are the numbers of these steps, in ascending order.
-
         Formal guarantees: holds whatever numbers the examples have in each session, from one resume to the next, if they do
         not change within it.
 
@@ -297,27 +292,19 @@ class PrivacyPlan(_Sampling):
         return max(start, min(self.steps, start + left * self.bands))
 
     def noise_deviation(self, sensitivity: float) -> float:
-        """Standard deviation of the noise in each coordinate of a privatized mean: σ·S/B.
-
-        An optimizer that corrects for the noise, as AdamBC does, subtracts the square of this. With bands it is larger, by the
-        ratio of single steps.
-        """
+        """Standard deviation of the noise in each coordinate of a privatized mean: σ·S/B, with bands times their ratio."""
         independent = self.noise_multiplier * require_positive("sensitivity", sensitivity) / self.batch_size
         return independent * self.noise_ratios.single_step
 
     def noise_walk(self, sensitivity: float = 1.0) -> float:
-        """Standard deviation of the noise in each coordinate of the sum of all means, as correlated noise leaves it.
-
-        SGD with learning rate η adds a random walk of η times this to every weight by the end of the run.
-        """
+        """Standard deviation of the noise in each coordinate of the sum of all means, as correlated noise leaves it."""
         independent = self.noise_multiplier * require_positive("sensitivity", sensitivity) / self.batch_size
         return independent * math.sqrt(self.steps) * self.noise_ratios.running_sum
 
     def learning_rate(self, parameters: int, sensitivity: float = 1.0) -> float:
-        """The learning rate of SGD for which noise alone takes the weights as far as ``walk.py`` says is best.
+        """The learning rate of SGD for which noise alone takes the weights as far as ``learning_rate.py`` says is best.
 
-        ``parameters`` is the number of trainable parameters, ``sensitivity`` the clipping norm. For loops of one's own; methods
-        with a distance have it without being asked.
+        ``parameters`` is the number of trainable parameters, ``sensitivity`` the clipping norm.
 
         >>> plan = PrivacyPlan(45_000, 4_096, 3.0, 2_480, 1e-5)
         >>> round(plan.learning_rate(2_750_000), 2)
