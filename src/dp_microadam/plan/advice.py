@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dp_microadam.accounting.costs import DEFAULT_ACCOUNTANT
 from dp_microadam.errors import InputError
@@ -81,7 +82,7 @@ def advise(
     require_integer("dataset_size", dataset_size, 1)
     require_positive("epsilon", epsilon)
     require_integer("parameters", parameters, 1)
-    setting = {"dataset_size": dataset_size, "epsilon": epsilon, "delta": delta, "accountant": accountant}
+    setting: dict[str, Any] = {"dataset_size": dataset_size, "epsilon": epsilon, "delta": delta, "accountant": accountant}
     found: list[Proposal] = []
     batch_size = min(SMALLEST_BATCH, dataset_size)
     while batch_size <= dataset_size and (steps := int(min(MOST_STEPS, steps_for(batch_size)))) >= 1:

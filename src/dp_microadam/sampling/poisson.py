@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -58,20 +59,12 @@ def _order(priorities: Priorities) -> NDArray[np.int64]:
     return np.lexsort((priorities[:, 1], priorities[:, 0]))
 
 
+@dataclass(slots=True)
 class LogicalStep:
-    """One logical step: its number, which is public, and its physical batches, which are private.
+    """One logical step: its number, which is public, and its physical batches, which are private and may be none."""
 
-    A step without chunks is an empty batch. It counts like any other step; its result is pure noise.
-    """
-
-    __slots__ = ("chunks", "index")
-
-    def __init__(self, index: int, chunks: Iterable[Any]) -> None:
-        self.index = index
-        self.chunks = chunks
-
-    def __repr__(self) -> str:
-        return f"LogicalStep({self.index})"
+    index: int
+    chunks: Iterable[Any] = field(repr=False)
 
 
 @public
@@ -219,13 +212,8 @@ class PoissonSampler:
         own: dict[str, Any] = {"persistent_workers": True} if num_workers else {}
         # Each pass draws a seed for the workers. With its own generator it leaves torch's default generator unchanged.
         own["generator"] = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
-        loader: DataLoader[Any] = DataLoader(
-            Chunks(data, collate_fn, alone=1),
-            sampler=requests,
-            batch_size=None,
-            num_workers=num_workers,
-            **{**own, **options},
-        )
+        own |= {"sampler": requests, "batch_size": None, "num_workers": num_workers}
+        loader: DataLoader[Any] = DataLoader(Chunks(data, collate_fn, alone=1), **{**own, **options})
         current = self.first_step
 
         def refuse_passed(index: int) -> None:
