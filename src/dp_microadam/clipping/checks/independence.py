@@ -263,8 +263,8 @@ class CheckedModel(Probe):
 
 
 _MADE_UP = (
-    "This is the check before the first step, on made-up examples: floating-point numbers in [0, 1), integers 0 or 1. If the model "
-    "does not accept such, pass some that it accepts as PrivacySettings(synthetic_batch=...)."
+    "This is the check before the first step, on made-up examples: floating-point numbers in [0, 1), integers 0 or 1. If the "
+    "model does not accept such, pass some that it accepts as PrivacySettings(synthetic_batch=...)."
 )
 
 
