@@ -174,28 +174,6 @@ def digits_step(folder, plan, **options):
     return PrivateStep(model, idle(model), plan, class_loss, data, run_dir=folder, **flat(**options)), model
 
 
-def test_one_band_is_the_run_of_before_to_the_bit(tmp_path):
-    """Same weights, same files: a plan that says one band and a plan that says nothing."""
-    found = []
-    for name, plan in (("none", PrivacyPlan(60, 10, 1.0, 6, 1e-3)), ("one", PrivacyPlan(60, 10, 1.0, 6, 1e-3, bands=1))):
-        torch.manual_seed(0)
-        model = torch.nn.Linear(5, 3)
-        trainer = PrivateTrainer(
-            model,
-            methods.dp_adambc(model, lr=0.1),
-            plan,
-            class_loss,
-            run_dir=tmp_path / name,
-            **flat(seed=4, show_progress=False),
-        )
-        trainer.fit((torch.randn(60, 5), torch.randint(0, 3, (60,))))
-        statistics = json.loads((tmp_path / name / "run.json").read_text())
-        found.append((model.state_dict(), sorted(statistics), (tmp_path / name / "privacy.json").read_text()[:400]))
-    assert all(torch.equal(found[0][0][name], value) for name, value in found[1][0].items())
-    assert found[0][1:] == found[1][1:]
-    assert "noise_memory_bytes" not in found[0][1]
-
-
 def test_nothing_of_the_noise_is_in_what_a_run_writes(tmp_path):
     """Neither the bytes of a noise vector nor anything of its size appear in checkpoints and other files."""
     plan = PrivacyPlan(60, 6, 1.0, 8, 1e-3, bands=8)
@@ -376,23 +354,6 @@ def test_a_recipe_that_goes_on_says_what_its_sessions_spend_and_where_it_ends(tm
     assert metrics[-1]["epsilon"] == record.plan.epsilon
     assert main(["budget", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["epsilon"] == record.plan.epsilon
-
-
-def test_bands_on_the_command_line_and_auto_for_the_memory_of_the_model(tmp_path, capsys):
-    recipe = tmp_path / "bands.toml"
-    recipe.write_text(RECIPE.replace("bands = 8", "noise_memory_gib = 0.001"))
-    run = tmp_path / "run"
-    assert main(["train", str(recipe), "--set", "bands=auto", "--set", "max_steps=3", "--run-dir", str(run), "--quiet"]) == 0
-    plan = read_ledger(run).plan
-    parameters = json.loads((run / "run.json").read_text())["trained_parameters"]
-    assert 1 < plan.bands <= 1 + 0.001 * 2**30 // (4 * parameters)
-    capsys.readouterr()
-    for wrong, sentence in (("0", "bands is 0"), ("few", "bands is 'few'"), ("1000", "more groups than")):
-        assert main(["train", str(recipe), "--set", f"bands={wrong}", "--run-dir", str(tmp_path / "no"), "--quiet"]) == 2
-        shown = capsys.readouterr().err
-        assert sentence in shown or "bands is 1000" in shown
-        assert shown.count("\n") == 1
-        assert not (tmp_path / "no").exists()
 
 
 if __name__ == "__main__":

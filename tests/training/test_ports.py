@@ -96,17 +96,6 @@ def clipped_sums(model, per_example_loss, **options):
     return engine.sums
 
 
-def test_autocast_inside_the_loss_is_that_of_the_option():
-    def under_autocast(model, batch):
-        with torch.autocast("cpu", torch.bfloat16):
-            return loss(model, batch)
-
-    within, option = clipped_sums(network(), under_autocast), clipped_sums(network(), loss, autocast=torch.bfloat16)
-    for name, total in option.items():
-        assert within[name].dtype == torch.float32
-        assert torch.equal(within[name], total)
-
-
 @pytest.mark.parametrize("how", ["torch.compile(model)", "model.compile()", "torch.compile(loss)"])
 def test_what_is_compiled_runs_as_it_was_written_and_gives_the_same_sums(how):
     def compiler(graph, inputs):

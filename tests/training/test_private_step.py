@@ -1,7 +1,6 @@
 """The private step that trainer, adapters and people's own loops share."""
 
 import copy
-import errno
 import json
 import logging
 import os
@@ -213,20 +212,6 @@ def test_other_processes_hear_of_a_failure_only_when_the_ledger_is_on_the_disk(m
     assert heard == [1]
 
 
-def test_a_step_whose_record_cannot_be_synced_gives_nothing(make, monkeypatch):
-    step = make()
-
-    def full(file):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(PrivacyError, match=r"step 0 is not taken: .*No space left"):
-        step.take()
-    assert step.position == 1
-    with pytest.raises(PrivacyError, match="not open"):
-        step.take()
-
-
 def throw(error):
     raise error
 
@@ -350,27 +335,6 @@ def test_a_step_without_data_or_ledger_is_refused(make, tmp_path):
     with pytest.raises(InputError, match="no training data is attached"):
         step.take()
     step.close()
-
-
-def test_options_of_engine_and_loader_are_reachable(make):
-    collated = []
-
-    def collate(rows):
-        collated.append(len(rows))
-        return default_collate(rows)
-
-    step = make(
-        data=Rows(),
-        clipping="per-layer",
-        strategy="drop",
-        synthetic_batch=(torch.randn(5, 5), torch.tensor([0, 1, 2, 0, 1])),
-        loader_options={"collate_fn": collate, "prefetch_factor": 4, "pin_memory": False},
-        num_workers=1,
-        **whole_batch(),
-    )
-    assert step.clip._engine.layer_bounds["2"] == pytest.approx(step.clip._engine.layer_bounds["0"])
-    step.take()
-    assert collated
 
 
 def test_a_collate_fn_that_makes_two_rows_of_an_example_is_refused(make):

@@ -145,34 +145,6 @@ def test_nothing_published_depends_on_how_busy_or_warm_the_process_was(tmp_path,
         assert json.loads(line).keys() == {"step", "epsilon", "validation_loss", "learning_rate"}
 
 
-@pytest.mark.slow
-def test_a_search_that_fails_anywhere_goes_on_without_a_second_draw(tmp_path, draws):
-    draws.append(4)
-    completed = []
-    for attempt in range(40):
-        watched = Watched()
-        take = 0
-
-        def failing(settings, run_dir, watched=watched, stop=attempt % 3):
-            nonlocal take
-            take += 1
-            if take > stop:
-                raise RuntimeError("as if killed")
-            return watched(settings, run_dir)
-
-        try:
-            result = search(tmp_path, failing).fit(TRAIN, VALIDATION)
-        except RuntimeError:
-            completed += watched.runs
-            continue
-        completed += watched.runs
-        break
-    assert len(completed) == 4
-    assert not draws
-    assert read_ledger(result.run_dir).run in completed
-    assert os.listdir(tmp_path) == ["best"]
-
-
 def stopping(begun, lost=1, **options):
     """Makes trainers of which the first is interrupted after so many steps; all of them are noted."""
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from dp_microadam import InputError, PrivacyError, PrivacyPlan
-from dp_microadam.accounting import costs as accounting
 from dp_microadam.ledger.ledger import read_ledger
 from dp_microadam.training.method import Method
 from dp_microadam.training.rates import Schedule
-from dp_microadam.training.trainer import StepReport, UnprotectedPlan
+from dp_microadam.training.trainer import UnprotectedPlan
 
 
 def weights_of(trainer):
@@ -223,16 +222,6 @@ def test_a_run_folder_that_exists_is_refused(make_trainer, training_part):
     make_trainer().fit(training_part)
     with pytest.raises(InputError, match=r"exists already; .*go on with: trainer\.resume\('.*'\)\.fit\(data\)"):
         make_trainer().fit(training_part)
-
-
-def test_epsilon_is_composed_only_for_callbacks_that_read_it():
-    plan = PrivacyPlan(1000, 50, 1.7, 100, 1e-5, accountant="pld")
-    composed = accounting._pld_group_epsilon.cache_info().misses
-    reports = [StepReport(step, 100, 50, plan, 0.1, None) for step in range(1, 101)]
-    assert accounting._pld_group_epsilon.cache_info().misses == composed
-    assert reports[-1].epsilon == reports[-1].epsilon == plan.epsilon
-    assert accounting._pld_group_epsilon.cache_info().misses == composed + 1
-    assert StepReport(1, 100, 50, None, 0.1, None).epsilon is None
 
 
 def test_a_step_leaves_the_caller_s_random_stream_alone(make_trainer, training_part):

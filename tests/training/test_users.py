@@ -17,7 +17,7 @@ from thoroughness import THOROUGH
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from dp_microadam import InputError, PrivacyError, PrivacyPlan, PrivateStep, PrivateTrainer, UnprotectedPlan, methods
+from dp_microadam import InputError, PrivacyError, PrivacyPlan, PrivateStep, PrivateTrainer, UnprotectedPlan
 from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.clipping.per_example import clipped_sum
 from dp_microadam.ledger.ledger import read_ledger
@@ -274,21 +274,6 @@ def test_augmentations_act_on_examples_and_the_measures_are_means_over_users(tmp
     assert sorted(seen) in ([1, 3], [4, 4], [8])
     assert step.training_metrics["training_value"] == pytest.approx((4.0 + 10.0) / 2)
     assert float(mean) == pytest.approx((4.0 + 10.0) / 2)  # unclipped: the mean over users of their means
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["scale_then_privatize", "dp_bitfit", "sparta"])
-def test_methods_with_scales_phases_and_row_masks_train_on_users(tmp_path, name):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    make = getattr(methods, name)
-    plan = replace(PLAN, steps=150 if name == "sparta" else 6)
-    trainer = PrivateTrainer(
-        model, make(model), plan, class_loss, run_dir=tmp_path / "run", **flat(physical_batch_size=9, show_progress=False)
-    )
-    result = trainer.fit(examples(), users=IDS)
-    assert result.finished
-    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 
 REFUSED = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,11 +110,7 @@ def batches(data: Any, batch_size: int, num_workers: int = 0, *, ranks: Ranks | 
 
 
 def _slice(data: Any, rows: slice) -> Any:
-    if isinstance(data, Tensor):
-        return data[rows]
-    if isinstance(data, Mapping):
-        return {name: value[rows] for name, value in data.items()}
-    return tuple(value[rows] for value in data)
+    return tree_map(lambda value: value[rows], dict(data) if isinstance(data, Mapping) else data)
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -127,22 +124,15 @@ def moved(batch: Any, model: nn.Module) -> Any:
     return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch)
 
 
+@dataclass(frozen=True)
 class ValidationMetrics:
     """Evaluates ``model``, and its averaged weights if there are any; prefixes are ``validation_`` and ``ema_validation_``."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        measures: Mapping[str, PerExample],
-        loading: Loading,
-        method: Method,
-        ranks: Ranks,
-    ) -> None:
-        self._model = model
-        self._measures = measures
-        self._loading = loading
-        self._method = method
-        self._ranks = ranks
+    _model: nn.Module
+    _measures: Mapping[str, PerExample]
+    _loading: Loading
+    _method: Method
+    _ranks: Ranks
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -153,8 +143,7 @@ class ValidationMetrics:
     def try_once(self, data: Any) -> None:
         """Evaluate one batch of ``data``, before a step is spent on a run whose validation would fail.
 
-        Raises:
-            InputError: in one sentence, if that fails: validation data is not protected, so errors may be shown.
+        Its error is part of the InputError: validation data is not protected.
         """
         if data is None:
             return

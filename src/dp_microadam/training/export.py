@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from dp_microadam.durable_files import sync_folder, write_text_durably
 from dp_microadam.errors import InputError
 from dp_microadam.ledger.statement import STATEMENT_NAME, statement_in_words, write_privacy_report
 from dp_microadam.training.checkpoint import CheckpointFolder
-from dp_microadam.training.program import DeployedModel, RawInput, RawTensor, for_deployment, save_program
+from dp_microadam.training.program import DeployedModel, RawInput, for_deployment, save_program
 from dp_microadam.training.run_folder import CHECKPOINTS, privacy_of, read_metrics
 
 if TYPE_CHECKING:
@@ -109,51 +109,16 @@ def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
 class Deployment:
     """How a model is used: what it takes, how that is prepared, and what its outputs are called."""
 
-    raw: RawInput | tuple[Tensor, ...]
-    """The raw input; or example tensors that the model takes, with examples along the first dimension."""
+    raw: RawInput
     prepare: Callable[[Tensor], Tensor] | None = None
     """What follows: raw inputs to inputs of the model, such as normalization."""
     classes: tuple[str, ...] = ()
     normalization: Mapping[str, Any] = field(default_factory=dict)
     """What ``prepare`` does, as data."""
 
-    @classmethod
-    def of(
-        cls, raw: RawInput | Tensor | tuple[Tensor, ...], prepare: Callable[[Tensor], Tensor] | None, classes: Sequence[str]
-    ) -> Deployment:
-        """A deployment as the caller describes it; InputError if ``raw`` has no examples."""
-        given = (raw,) if isinstance(raw, Tensor) else raw
-        if not isinstance(given, RawInput) and not (given and all(isinstance(one, Tensor) and one.dim() for one in given)):
-            raise InputError(f"raw is a {type(raw).__name__}; it must be a RawInput, or tensors with examples in dimension 0")
-        return cls(given, prepare, tuple(str(name) for name in classes))
-
-    @property
-    def readable(self) -> RawInput | None:
-        """The raw input if files of it can be read; None for several tensors."""
-        if isinstance(self.raw, RawInput):
-            return self.raw
-        return RawTensor(tuple(self.raw[0].shape[1:]), _dtype(self.raw[0])) if len(self.raw) == 1 else None
-
-    @property
-    def example(self) -> tuple[Tensor, ...]:
-        return (self.raw.example(),) if isinstance(self.raw, RawInput) else tuple(one.detach().cpu() for one in self.raw)
-
-    def description(self) -> dict[str, Any]:
-        """The input as JSON."""
-        if self.readable is not None:
-            return self.readable.description()
-        tensors = [{"shape": list(one.shape[1:]), "dtype": _dtype(one)} for one in self.example]
-        words = " and ".join(f"{one['dtype']} tensor {['B', *one['shape']]}".replace("'", "") for one in tensors)
-        return {"kind": "tensors", "tensors": tensors, "in_words": words}
-
     def deployed(self, model: torch.nn.Module) -> DeployedModel:
         """A copy of the model, with its current weights, that takes raw inputs."""
-        module = self.raw.module() if isinstance(self.raw, RawInput) else None
-        return DeployedModel(for_deployment(model), module, self.prepare, probabilities=bool(self.classes))
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+        return DeployedModel(for_deployment(model), self.raw.module(), self.prepare, probabilities=bool(self.classes))
 
 
 def export_run(
@@ -177,11 +142,11 @@ def export_run(
     Raises:
         InputError: if ``output`` exists, or the model cannot be traced.
     """
-    average, raw = trainer.average, deployment.raw
+    average = trainer.average
     contract = Contract(
         name,
         deployment.classes,
-        deployment.description(),
+        deployment.raw.description(),
         deployment.normalization,
         WEIGHTS if average is None else AVERAGED_WEIGHTS,
         PROGRAM if program else None,
@@ -194,12 +159,12 @@ def export_run(
         if program:
             with trainer.method.averaged(trainer.model):
                 deployed = deployment.deployed(trainer.model)
-            save_program(deployed, deployment.example, folder / PROGRAM, raw.free if isinstance(raw, RawInput) else ())
+            save_program(deployed, deployment.raw.example(), folder / PROGRAM, deployment.raw.free)
         write_text_durably(folder / CONTRACT, contract.to_json())
         # Anew from the ledger: what is published must not claim less than was spent.
         trainer.write_privacy(folder, group_size)
         statement = (folder / STATEMENT_NAME).read_text(encoding="utf-8")
-        inputs = input_section(contract, deployment.readable)
+        inputs = input_section(contract, deployment.raw)
         write_text_durably(folder / CARD, model_card(name, recipe_toml, statement, metrics, loading, inputs))
         return check(folder) if check is not None else None
 
@@ -251,11 +216,8 @@ def model_card(
     return "\n\n".join(sections) + "\n"
 
 
-def input_section(contract: Contract, raw: RawInput | None) -> str:
-    """What an exported model takes and returns, in words and as code that needs torch and what reads a file.
-
-    ``raw`` is None for inputs of which there are no files.
-    """
+def input_section(contract: Contract, raw: RawInput) -> str:
+    """What an exported model takes and returns, in words and as code that needs torch and what reads a file."""
     constants = contract.normalization
     lines = [f"`{CONTRACT}` has all of this as data.", "", f"- Input: {_without_html(contract.input['in_words'])}."]
     if constants:
@@ -274,18 +236,17 @@ def input_section(contract: Contract, raw: RawInput | None) -> str:
             "so load it only if you trust its author; `dp-microadam predict` runs operators of networks and nothing else:",
             "",
             _code("python", _program_code(contract, raw)),
+            "",
+            "The same from the command line: `dp-microadam predict . FILE…`, with this folder for the dot.",
         ]
-        if raw is not None:
-            lines += ["", "The same from the command line: `dp-microadam predict . FILE…`, with this folder for the dot."]
     return "\n".join(lines)
 
 
-def _program_code(contract: Contract, raw: RawInput | None) -> str:
-    reading, given = (raw.file_code, "raw") if raw is not None else ("raw = ...  # the tensors described above", "*raw")
+def _program_code(contract: Contract, raw: RawInput) -> str:
     code = (
-        f"import json\n\nimport torch\n{reading}\n\n"
+        f"import json\n\nimport torch\n{raw.file_code}\n\n"
         f'program = torch.export.load("{contract.program}").module()\n'
-        f"with torch.no_grad():\n    outputs = program({given})\n"
+        f"with torch.no_grad():\n    outputs = program(raw)\n"
     )
     if not contract.classes:
         return code + "print(outputs)"

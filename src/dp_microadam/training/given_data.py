@@ -20,10 +20,6 @@ def count_examples(name: str, data: Any) -> int:
     >>> import torch
     >>> count_examples("train", (torch.zeros(5, 2), torch.zeros(5)))
     5
-    >>> count_examples("validation", np.zeros((5, 2)))
-    Traceback (most recent call last):
-        ...
-    dp_microadam.errors.InputError: validation is a numpy array; pass tensors, which torch.from_numpy makes of arrays ...
 
     Raises:
         InputError: for anything else.

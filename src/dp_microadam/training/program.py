@@ -127,12 +127,12 @@ class DeployedModel(nn.Module):
         self.model = model
         self.probabilities = probabilities
 
-    def forward(self, *inputs: Tensor) -> Any:
+    def forward(self, inputs: Tensor) -> Any:
         if self.raw is not None:
-            inputs = (self.raw(*inputs),)
+            inputs = self.raw(inputs)
         if self.prepare is not None:
-            inputs = (self.prepare(*inputs),)
-        outputs = self.model(*inputs)
+            inputs = self.prepare(inputs)
+        outputs = self.model(inputs)
         return outputs.softmax(dim=1) if self.probabilities else outputs
 
 
@@ -141,26 +141,25 @@ def for_deployment(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model).cpu().eval()
 
 
-def save_program(deployed: DeployedModel, example: tuple[Tensor, ...], path: Path, free: tuple[int, ...] = ()) -> None:
+def save_program(deployed: DeployedModel, example: Tensor, path: Path, free: tuple[int, ...] = ()) -> None:
     """Trace a model with an example batch and write the program, which then takes batches of any size.
 
-    ``free`` are other dimensions of the inputs that may have any length. The file is read back, and must give what the model
+    ``free`` are other dimensions of the input that may have any length. The file is read back, and must give what the model
     gives.
 
-    Formal guarantees: no value of the example is in the file; people take a batch of their training data.
+    Formal guarantees: no value of the example is in the file.
 
     Raises:
         InputError: if the model cannot be traced.
         DPMicroAdamError: if the program gives something else than the model.
     """
-    # A length of one would be taken for a constant.
-    example = tuple(torch.cat([one, one]) if len(one) == 1 else one for one in example)
-    dynamic = torch.export.Dim.DYNAMIC
-    shapes = tuple(dict.fromkeys((0, *free), dynamic) for _ in example)
+    if len(example) == 1:  # which would be taken for a constant
+        example = torch.cat([example, example])
+    shapes = (dict.fromkeys((0, *free), torch.export.Dim.DYNAMIC),)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own deprecations
         try:
-            program = torch.export.export(deployed, example, dynamic_shapes=(shapes,))
+            program = torch.export.export(deployed, (example,), dynamic_shapes=shapes)
             program.example_inputs = None  # which would be saved beside the graph
             for node in program.graph.nodes:
                 node.meta.pop("stack_trace", None)  # names folders of this machine
@@ -170,6 +169,6 @@ def save_program(deployed: DeployedModel, example: tuple[Tensor, ...], path: Pat
             raise InputError(
                 f"the model cannot be traced by torch.export ({reason}); leave the program out, or change the model"
             ) from error
-        given, wanted = torch.export.load(path).module()(*example), deployed(*example)
+        given, wanted = torch.export.load(path).module()(example), deployed(example)
     if not torch.allclose(given, wanted, rtol=0, atol=_TOLERANCE):
         raise DPMicroAdamError(f"the traced program in {path} gives other outputs than the model; leave the program out")

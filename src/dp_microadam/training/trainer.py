@@ -19,7 +19,7 @@ from dp_microadam.training.evaluation import PerExample, ValidationMetrics, in_w
 from dp_microadam.training.given_data import count_examples
 from dp_microadam.training.method import Method, WeightAverage
 from dp_microadam.training.private_step import PrivateStep
-from dp_microadam.training.program import RawInput
+from dp_microadam.training.program import RawInput, RawTensor
 from dp_microadam.training.progress import CHECKING, Interruptible, Progress, said_if_slow
 from dp_microadam.training.run_folder import RunResult, StepReport, default_folder, how_to_go_on
 from dp_microadam.training.run_record import RunRecord, sizes
@@ -277,7 +277,7 @@ class PrivateTrainer:
     def export(
         self,
         output: str | Path,
-        raw: RawInput | Tensor | tuple[Tensor, ...],
+        raw: RawInput | Tensor,
         *,
         prepare: Callable[[Tensor], Tensor] | None = None,
         classes: Sequence[str] = (),
@@ -286,15 +286,21 @@ class PrivateTrainer:
     ) -> Path:
         """Write the model into a new folder: weights, a program for deployment, model card, privacy statement.
 
-        ``raw`` is what the program takes: an example batch of it, or a ``RawInput`` such as ``RawImages``, which
-        ``dp-microadam predict`` can read from files. ``prepare`` turns a batch of it into the model's input. With ``classes``,
+        ``raw`` is what the program takes: a tensor of examples, of which nothing is kept but shape and type, or a ``RawInput``
+        such as ``RawImages``. ``prepare`` turns a batch of it into the model's input. With ``classes``,
         the names of the model's outputs, the program returns probabilities. ``program=False`` leaves the program out, for
         models that ``torch.export`` cannot trace. Call it after :meth:`fit` or :meth:`peek`.
         """
         from dp_microadam.training.export import Deployment, export_run
 
         metrics = {**self._last_metrics, "steps": self.step.account.updates}
-        deployment = Deployment.of(raw, prepare, classes)
+        if not isinstance(raw, RawInput):
+            if not isinstance(raw, Tensor) or not raw.dim():
+                raise InputError(
+                    f"raw is a {type(raw).__name__}; it must be a RawInput, or a tensor with examples in dimension 0"
+                )
+            raw = RawTensor(tuple(raw.shape[1:]), str(raw.dtype).removeprefix("torch."))
+        deployment = Deployment(raw, prepare, tuple(map(str, classes)))
         named = name or self.record.path.name
         self.ranks.from_main(lambda: export_run(self, Path(output), deployment, name=named, metrics=metrics, program=program))
         return Path(output)

@@ -56,7 +56,7 @@ def node(target, *arguments, output="planted"):
 
 def plant_node(files, planted):
     graph = files[GRAPH]["graph_module"]["graph"]
-    graph["tensor_values"][planted["name"]] = graph["tensor_values"]["inputs_0"]
+    graph["tensor_values"][planted["name"]] = graph["tensor_values"]["inputs"]
     graph["nodes"].insert(0, planted)
 
 
@@ -82,11 +82,11 @@ def opaque_constant(files, marker):
 
 
 def expression(files, marker):
-    files[GRAPH]["graph_module"]["graph"]["tensor_values"]["inputs_0"]["sizes"][0]["as_expr"]["expr_str"] = code(marker)
+    files[GRAPH]["graph_module"]["graph"]["tensor_values"]["inputs"]["sizes"][0]["as_expr"]["expr_str"] = code(marker)
 
 
 def saving_operator(files, marker):
-    inputs = ("item", "as_tensor", {"name": "inputs_0"}), ("filename", "as_string", str(marker))
+    inputs = ("item", "as_tensor", {"name": "inputs"}), ("filename", "as_string", str(marker))
     plant_node(files, node("torch.ops.aten.save.default", *inputs))
 
 
@@ -110,7 +110,7 @@ def sent(folder, change=None, *, name="model.pt2"):
     """A program as somebody may send it: one of ours, changed."""
     own, path = folder / "own.pt2", folder / name
     torch.manual_seed(0)
-    save_program(DeployedModel(torch.nn.Linear(3, 2)), (torch.rand(2, 3),), own)
+    save_program(DeployedModel(torch.nn.Linear(3, 2)), torch.rand(2, 3), own)
     with zipfile.ZipFile(own) as archive:
         files = {one.removeprefix("own/"): archive.read(one) for one in archive.namelist()}
     files = {one: json.loads(content) if one.endswith(".json") else content for one, content in files.items()}
@@ -198,7 +198,7 @@ def image_model(name, side, **options):
 def test_a_program_gives_what_torch_s_own_loader_gives(tmp_path, made):
     torch.manual_seed(0)
     model, example = made()
-    save_program(DeployedModel(model.eval()), (example,), tmp_path / "model.pt2")
+    save_program(DeployedModel(model.eval()), example, tmp_path / "model.pt2")
     for inputs in (example, example[:1], torch.cat([example, example.flip(0)])):
         ours, theirs = (load_program(tmp_path / "model.pt2", trust=trust)(inputs) for trust in (False, True))
         assert torch.equal(ours, theirs)

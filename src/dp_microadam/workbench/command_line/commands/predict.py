@@ -94,8 +94,7 @@ def _opened(folder: Path, trust: bool) -> tuple[Callable[..., Any], Any, tuple[s
         return texts, texts, texts.classes
     deployment = experiment.deployment()
     deployed = deployment.deployed(experiment.best_model())
-    assert deployment.readable is not None
-    return torch.no_grad()(deployed), deployment.readable, deployment.classes
+    return torch.no_grad()(deployed), deployment.raw, deployment.classes
 
 
 def _files(given: list[Path], endings: tuple[str, ...]) -> Iterator[Path]:
