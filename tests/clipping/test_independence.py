@@ -231,6 +231,51 @@ class Experts(nn.Module):
         return (share.unsqueeze(2) * self.experts(x).unflatten(1, (8, 4))).sum(1)
 
 
+class TokenExperts(nn.Module):
+    """The tokens of all examples go to eight experts: as many as have ``room``, or the likeliest ones of each expert."""
+
+    def __init__(self, room: float | None, chosen_by_experts: bool = False) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 5)
+        self.experts = Experts(room)
+        self.experts.router.requires_grad_(True)
+        self.chosen_by_experts = chosen_by_experts
+
+    def forward(self, texts: Tensor) -> Tensor:
+        tokens = self.table(texts).flatten(0, 1)
+        values = self.experts(tokens)
+        if self.chosen_by_experts:
+            scores = self.experts.router(tokens).softmax(1)
+            taken = scores >= scores.topk(max(1, len(scores) // 8), dim=0).values[-1]
+            values = values * (taken * scores).sum(1, keepdim=True)
+        else:
+            values = values * self.experts.router(20 * (tokens - 0.5)).softmax(1).amax(1, keepdim=True)
+        return values.view(len(texts), -1, 4).mean(1)
+
+
+def balanced(model: nn.Module, batch: Batch) -> Tensor:
+    """With a term that spreads the tokens of the batch over all experts."""
+    shares = model.experts.router(model.table(batch[0]).flatten(0, 1)).softmax(1).mean(0)
+    return cross_entropy(model, batch) + 0.1 * shares.square().sum()
+
+
+@pytest.mark.parametrize("count", [8, 64])
+@pytest.mark.parametrize(
+    ("make", "loss"),
+    [
+        (lambda: TokenExperts(room=1.25), cross_entropy),
+        (lambda: TokenExperts(room=2.0), cross_entropy),
+        (lambda: TokenExperts(room=None, chosen_by_experts=True), cross_entropy),
+        (lambda: TokenExperts(room=None), balanced),
+    ],
+    ids=["capacity", "larger capacity", "chosen by experts", "balanced"],
+)
+def test_tokens_of_several_examples_that_compete_for_experts_are_refused(make, loss, count):
+    torch.manual_seed(count)
+    assert_refused(make(), loss, texts(count))
+    assert_accepted(TokenExperts(room=None), cross_entropy, texts(count), checks=1)
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("count", [8, 20, 64])
 def test_experts_with_a_capacity_are_refused_and_those_without_are_not(seed, count):
@@ -554,7 +599,8 @@ def test_large_integers_are_drawn_only_where_the_largest_of_them_is_accepted():
     """Of two tokens both happen to be in a table of 200 more often than not; later draws of the check are not."""
     for seed in range(20):
         examples = SyntheticExamples(torch.zeros(3, 2, dtype=torch.long), seed=seed)
-        assert examples.with_large_integers(lambda drawn: int(drawn.max()) < 200).bounds == [2]
+        assert examples.with_large_integers(lambda drawn: int(drawn.max()) < 200).bounds == [128]
+        assert examples.with_large_integers(lambda drawn: int(drawn.max()) < 2).bounds == [2]
         assert examples.with_large_integers(lambda drawn: int(drawn.max()) < 256).bounds == [256]
 
 

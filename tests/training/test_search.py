@@ -146,12 +146,15 @@ def test_nothing_published_depends_on_how_busy_or_warm_the_process_was(tmp_path,
 
 
 def stopping(begun, lost=1, **options):
-    """Makes trainers of which the first is interrupted after so many steps; all of them are noted."""
+    """Makes trainers of which the first is interrupted after so many steps, or once it has a folder; all of them are noted."""
 
     def make(settings, run_dir):
         trainer = make_trainer(settings, run_dir, **options)
         begun.append((settings, trainer))
         first, steps, taken = len(begun) == 1, [], trainer.step.take
+        if first and not lost:
+            run_dir.mkdir()
+            raise KeyboardInterrupt
 
         def take():
             steps.append(taken())
@@ -165,7 +168,7 @@ def stopping(begun, lost=1, **options):
     return make
 
 
-@pytest.mark.parametrize("lost", [1, 2])
+@pytest.mark.parametrize("lost", [0, 1, 2])
 def test_a_run_that_was_stopped_in_the_middle_goes_on_with_its_own_hyperparameters(tmp_path, draws, lost):
     draws.append(1)
     begun = []

@@ -198,7 +198,7 @@ class PrivateSearch:
             _remove(folder)  # ε counts the sessions of such a run, and what is published tells of none: it begins again
         with muted():  # a warning or a message per run would count them
             trainer = self._trainer(self._settings(state["choice"]), folder)
-            if folder.exists() and not never_trained(folder):
+            if any(folder.glob("*")) and not never_trained(folder):
                 trainer.resume()
             if not train_one(trainer):
                 return False

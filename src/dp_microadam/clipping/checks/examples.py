@@ -23,8 +23,8 @@ _FEWEST_GIVEN = 4
 _SEEDS = 2**31
 _BETWEEN_SEEDS = 1_000_003
 
-# What is tried for integers of which an example has several: the range of a pixel.
-_PIXELS = 256
+# What is tried for integers of which an example has several: the range of a pixel, then fewer, as for a short vocabulary.
+_BOUNDS = (256, 128, 64, 32, 16, 8, 4)
 
 # The last example keeps its scale: its loss is not saturated, and shows what the large ones do to it.
 _SCALES = ((1e3, -30.0, 1.0), (-1e4, 1e6, 1.0))
@@ -71,7 +71,7 @@ class SyntheticExamples:
         return replace(self, seed=(self.seed + _BETWEEN_SEEDS * step) % _SEEDS)
 
     def with_large_integers(self, accepts: Callable[[Any], bool]) -> SyntheticExamples:
-        """The same with integers of the range of a pixel, in each leaf where the examples are accepted then.
+        """The same with integers up to the largest power of two that is accepted in each leaf, at most the range of a pixel.
 
         Elsewhere than on the CPU only bytes are tried: an index out of range may end the process there.
         """
@@ -79,9 +79,11 @@ class SyntheticExamples:
         bounds = [2] * len(leaves)
         for position, leaf in enumerate(leaves):
             if self.given is None and _has_several_integers(leaf) and (leaf.device.type == "cpu" or leaf.dtype == torch.uint8):
-                bounds[position] = min(_PIXELS, torch.iinfo(leaf.dtype).max + 1)
-                if not accepts(self._with_largest(position, bounds[position] - 1)):
-                    bounds[position] = 2
+                largest = torch.iinfo(leaf.dtype).max
+                tried = (
+                    bound for bound in _BOUNDS if bound <= largest + 1 and accepts(self._with_largest(position, bound - 1))
+                )
+                bounds[position] = next(tried, 2)
         return replace(self, bounds=bounds)
 
     def _with_largest(self, position: int, number: int) -> Any:
@@ -149,7 +151,8 @@ def half_replaced(source: SyntheticExamples) -> tuple[Any, Any, Tensor]:
 def copies_replaced(source: SyntheticExamples, count: int) -> tuple[Any, Any, Tensor]:
     """A batch of this size, the same with some examples replaced, and the places of those that are not.
 
-    Three quarters of it are copies of one example, so that a layer with room for only a part of the batch runs out of it.
+    Three quarters of it are copies of one example, all of whose tokens are 1, so that a layer with room for only a part of the
+    batch, or of the tokens in it, runs out of it.
     The first four copies and the last are replaced, together with the first example of the batch. A single one could be
     replaced by an example that takes the same room.
     """
@@ -157,6 +160,9 @@ def copies_replaced(source: SyntheticExamples, count: int) -> tuple[Any, Any, Te
     replaced = torch.tensor([0, *range(quarter, quarter + min(_COPIES_REPLACED, max(1, quarter))), count - 1])
     examples, others = source.draw(count)
     batch = repeat_example(examples, quarter, count)
+    if source.given is None:
+        for leaf in filter(_has_several_integers, tree_leaves(batch)):
+            leaf[quarter:] = 1
     places = torch.arange(count)
     return batch, replace_rows(batch, others, replaced), places[~torch.isin(places, replaced)]
 
