@@ -27,8 +27,8 @@ def blind_start_up_check(patch):
     patch.setattr(engine_module, "check_against_autograd", lambda *arguments: None)
 
 
-def clipping_per_example_of_a_user(patch, *, mean=False):
-    """Each example of a user is clipped by itself, and the clipped ones are added up, or averaged."""
+def clipping_per_example_of_a_user(patch):
+    """Each example of a user is clipped by itself, and the clipped ones are added up."""
     original = ClippedGradients.accumulate
 
     def accumulate(self, batch, weights=None):
@@ -37,11 +37,7 @@ def clipping_per_example_of_a_user(patch, *, mean=False):
         for user, own in enumerate(weights):
             for column, weight in enumerate(own.tolist()):
                 if weight:
-                    before = {name: total.clone() for name, total in self.sums.items()}
-                    row = torch.tensor([user * len(own) + column])
-                    original(self, select(batch, row))
-                    for name, total in self.sums.items():
-                        total.copy_(before[name] + (weight if mean else 1.0) * (total - before[name]))
+                    original(self, select(batch, torch.tensor([user * len(own) + column])))
         return torch.zeros(len(weights))
 
     patch.setattr(ClippedGradients, "accumulate", accumulate)
@@ -96,7 +92,7 @@ def division_by_the_realised_batch(patch):
         realised = max(1, sum(seen))
         seen.clear()
         right = mean(self, noisy_sums, like=like)
-        return {name: value * self.expected_batch_size / realised for name, value in right.items()}
+        return {name: value * self._plan.batch_size / realised for name, value in right.items()}
 
     patch.setattr(ClippedGradients, "accumulate", count)
     patch.setattr(GaussianMechanism, "mean", divide)

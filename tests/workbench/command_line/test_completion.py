@@ -1,10 +1,8 @@
-"""Shell completion: what Tab offers, in a real bash, and without torch."""
+"""Shell completion: what Tab offers, without torch."""
 
 import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from argcomplete.finders import CompletionFinder
@@ -54,29 +52,17 @@ def test_recipe_files_are_offered_where_no_recipe_has_the_name(tmp_path, monkeyp
     assert "mine.txt" in candidates("evaluate min")
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-@pytest.mark.parametrize(
-    ("line", "words", "expected"),
-    [
-        ("dp-microadam tra", ["dp-microadam", "tra"], ["train"]),
-        ("dp-microadam train --set method=spa", ["dp-microadam", "train", "--set", "method", "=", "spa"], ["sparta"]),
-    ],
-    ids=["command", "value after ="],
-)
-def test_a_real_bash_completes_without_importing_torch(line, words, expected, tmp_path):
+def test_completing_does_not_import_torch(tmp_path):
     """A module named torch that cannot be imported stands before the real one."""
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
-    (tmp_path / "dp-microadam").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m dp_microadam "$@"\n')
-    (tmp_path / "dp-microadam").chmod(0o755)
-    quoted = " ".join(f'"{word}"' for word in words)
-    script = Path(sys.executable).with_name("register-python-argcomplete")
-    program = (
-        f'PATH="{tmp_path}:$PATH"; eval "$("{script}" dp-microadam)"; COMP_LINE="{line}"; COMP_POINT={len(line)}; '
-        f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; COMP_TYPE=9; "
-        'COMP_WORDBREAKS=$\' \\t\\n"\\\'><=;|&(:\'; _python_argcomplete dp-microadam; printf "%s\\n" "${COMPREPLY[@]}"'
-    )
-    paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
-    done = subprocess.run(
-        ["bash", "-c", program], cwd=tmp_path, env={**os.environ, **paths}, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == expected
+    line = "dp-microadam train --set method=spa"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)]),
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer"),
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+    }
+    subprocess.run([sys.executable, "-m", "dp_microadam"], env=environment, capture_output=True, check=True)
+    assert (tmp_path / "answer").read_text().strip() == "method=sparta"

@@ -13,7 +13,6 @@ from dp_microadam.workbench.command_line.running import add_display, figures_of,
 
 if TYPE_CHECKING:
     from dp_microadam.training.distributed import Ranks
-    from dp_microadam.workbench.recipes.experiment import Experiment
     from dp_microadam.workbench.recipes.recipe import Recipe
 
 
@@ -125,20 +124,15 @@ def _resume(options: argparse.Namespace, ranks: Ranks) -> int:
     experiment = open_run(
         options.run_dir, show_progress=not options.quiet, show_private_metrics=options.show_private_metrics, ranks=ranks
     )
+    trainer = experiment.trainer
     # Killed before its first checkpoint, the run has spent nothing: it starts from the beginning.
     if not ranks.from_main(lambda: never_trained(options.run_dir)):
-        experiment.trainer.resume()
-        if experiment.trainer.finished:
-            return _say_finished(experiment, options)
-    return finish(experiment, options, experiment.fit())
-
-
-def _say_finished(experiment: Experiment, options: argparse.Namespace) -> int:
-    result, planned = experiment.trainer.result(), experiment.trainer.plan.steps
-    short = f": max_steps = {result.steps_done} ended it, of {planned} planned" if result.steps_done < planned else ""
-    test = figures_of(experiment)
-    if experiment.trainer.ranks.main:
-        say(options, f"run {options.run_dir} is finished{short}")
+        trainer.resume()
+    if not trainer.finished:
+        return finish(experiment, options, experiment.fit())
+    result, test = trainer.result(), figures_of(experiment)
+    if ranks.main:
+        say(options, f"run {options.run_dir} is finished, after {result.steps_done} of {trainer.plan.steps} steps")
         say_figures(options, result, test, {"run_dir": str(result.run_dir), "finished": True, **result.metrics})
     return 0
 
