@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 import subprocess
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import pytest
 from research.commands.pages import ROOT, pages, refreshed
 from research.experiments.report import Sweep
 from research.experiments.study import load_study
-from research.leaderboard.runs import SEEDS
-from research.leaderboard.tables import Leaderboard, columns
+from research.leaderboard.runs import DEFAULT, SEEDS
+from research.leaderboard.tables import ORACLE, Difference, Leaderboard, columns
 
 FOLDERS = sorted(path.parent for path in (ROOT / "results").glob("*/experiment.json"))
 FILES = sorted(
@@ -77,3 +78,17 @@ def test_the_results_of_a_study_are_of_its_cells(folder):
     study = load_study(folder.name, kept["scale"])
     assert kept == study.describe(kept["command"])
     assert {key for key, _ in Sweep.read(folder).outcomes} <= {frozenset(cell.labels.items()) for cell in study.cells}
+
+
+def test_readme_says_of_digits_and_of_tuned_rivals_what_the_leaderboard_says():
+    board = Leaderboard(ROOT / "results" / "leaderboard")
+    page = (ROOT / "README.md").read_text("utf-8")
+    ours, opacus = (statistics.mean(board.accuracies("digits", 3.0, name, None)) for name in (DEFAULT, "opacus"))
+    assert f"| Digits, CNN, 195 steps, ε = 3 | {ours:.1f} % | {opacus:.1f} % (Adam) |" in page
+    behind = [
+        Difference.of(rival, board.default(*row)).mean
+        for row in board.rows()
+        for entrant in ("dp-sgd", "dp-adam")
+        if (rival := board.rival(*row, entrant, ORACLE)[0])
+    ]
+    assert f"and up to {max(behind):.1f} points more" in page
