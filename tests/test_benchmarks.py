@@ -22,7 +22,7 @@ COMMANDS = (
     "benchmarks/distributed.py --batch 2 --physical-batch 2 --steps 1 --rounds 1",
     "-m research.measurements.finetune_parts made-up --examples 64 16 --epsilons 8 --steps 2 --batch 8",
 )
-OF_RESULTS = {"against_commit", "opacus_adam", "leak", "measuring", "strategy_times"}
+OF_RESULTS = {"opacus_adam", "leak", "measuring", "strategy_times"}
 """Scripts that measure no time of torch, or call another script that does."""
 
 

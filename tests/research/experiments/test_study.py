@@ -8,6 +8,7 @@ from research.experiments.study import known_studies, load_study, parse_study
 
 from dp_microadam.errors import InputError
 from dp_microadam.workbench.recipes.assemble import plan_of
+from dp_microadam.workbench.recipes.tuning import refuse_unsearchable
 
 CIFAR10_TRAINING, IMAGENET_TRAINING = 45_000, 1_271_167
 
@@ -157,3 +158,13 @@ def test_an_unknown_study_or_scale_is_refused():
         load_study("sigma")
     with pytest.raises(InputError, match="scale is 'paper'; bands is known at scale cpu"):
         load_study("bands", "paper")
+
+
+def test_every_search_of_the_study_of_tuning_can_be_made():
+    cells = load_study("tuning", "cpu").cells
+    assert len(cells) == 48
+    for cell in cells:
+        assert bool(cell.recipe.tune) == (cell.labels["hyperparameters"] == "tuned")
+        if cell.recipe.tune:
+            refuse_unsearchable(cell.recipe)
+            assert replace(cell, recipe=replace(cell.recipe, tune={})).key != cell.key

@@ -13,9 +13,12 @@ from pathlib import Path
 
 import pytest
 from research.__main__ import main
-from research.experiments.report import Sweep, markdown, rolling_mean, write_report
+from research.experiments.report import Sweep, markdown, write_report
 from research.experiments.study import load_study
 from research.experiments.sweep import SweepFolder
+
+from dp_microadam.ledger.ledger import read_ledger
+from dp_microadam.plan.selection_plan import SelectionPlan
 
 STUDY = """
 title = "Digits"
@@ -100,6 +103,28 @@ def test_a_killed_study_goes_on_where_it_stopped(study, tmp_path):
     assert len(results(out)) == 1
 
 
+SEARCH = """
+title = "Search"
+question = "Is it run as one?"
+rows = ["hyperparameters"]
+columns = ["method"]
+recipe = { data = "digits", model = "mlp", epsilon = 8.0, steps = 3, batch_size = 32 }
+axes.method."DP-SGD" = { method = "dp-sgd" }
+axes.hyperparameters.tuned = { tune = { expected_runs = 2, learning_rate = [1.0, 4.0] } }
+"""
+
+
+@pytest.mark.slow
+def test_a_search_is_run_as_one(tmp_path):
+    study, out = tmp_path / "search.toml", tmp_path / "out"
+    study.write_text(SEARCH)
+    assert main(["reproduce", str(study), "--out", str(out)]) == 0
+    [line] = results(out)
+    assert line["private"]
+    assert line["epsilon"] <= 8.0
+    assert isinstance(read_ledger(out / line["folder"]).plan, SelectionPlan)
+
+
 COST = """
 title = "Cost"
 question = "How long?"
@@ -170,8 +195,3 @@ def test_the_table_has_middles_ranges_the_papers_values_and_what_was_not_run(stu
     assert markdown(sweep).splitlines()[-1] == "| 1 | 70.9 (70.0–71.2, 3 seeds); paper 70.6 | not run |"
     assert sweep.curve(cell) == [(2, 1.0)]
     assert {path.name for path in write_report(folder)} >= {"table.md", "digits-lines.png", "digits-curves.pdf"}
-
-
-def test_a_rolling_mean_leaves_a_straight_line_as_it_is():
-    line = [0.5 * t for t in range(40)]
-    assert rolling_mean(line, 10) == pytest.approx(line)

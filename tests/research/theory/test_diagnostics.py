@@ -10,12 +10,7 @@ from dp_microadam.errors import InputError
 from dp_microadam.optimizers.micro_adam_reference import MicroAdamReference
 
 SHAPES = ((40, 30), (7,), (300,))
-OPTIONS = {
-    "lr": 1e-2,
-    "eps": 1e-3,
-    "density": 0.05,
-    "window": 10,
-}
+OPTIONS = {"lr": 1e-2, "eps": 1e-3, "density": 0.05, "window": 10}
 
 
 def parameters():
@@ -110,25 +105,19 @@ def test_no_selection_between_samples_is_missed_and_groups_are_apart():
     assert sparse.take() is None
 
 
-def test_watching_changes_no_step():
+def test_watching_changes_no_step_and_ends():
     params, twins = parameters(), parameters()
     optimizer, plain = MicroAdam(params, **OPTIONS), MicroAdam(twins, **OPTIONS)
-    MicroAdamDiagnostics(optimizer, every=2)
-    for step in range(7):
+    diagnostics = MicroAdamDiagnostics(optimizer, every=2)
+    for step in range(8):
+        if step == 7:
+            diagnostics.take()
+            diagnostics.close()
         give_gradients(params, step)
         give_gradients(twins, step)
         optimizer.step()
         plain.step()
     assert all(torch.equal(one, other) for one, other in zip(params, twins, strict=True))
-
-
-def test_closed_diagnostics_no_longer_watch():
-    params = parameters()
-    optimizer = MicroAdam(params, **OPTIONS)
-    diagnostics = MicroAdamDiagnostics(optimizer, every=1)
-    diagnostics.close()
-    give_gradients(params, 0)
-    optimizer.step()
     assert diagnostics.take() is None
 
 
